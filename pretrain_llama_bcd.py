@@ -3,16 +3,16 @@
 import sys
 
 from megatron.bcd.runtime.compat.imports import skip_unused_imports
-from megatron.bcd.runtime.exit import ending_on_signals, exit_on_error
-from megatron.bcd.runtime.threads import wait_briefly
+from megatron.bcd.runtime.exit import exit_on_error, exit_on_signals
+from megatron.bcd.runtime.threads import limit_openmp_spin
 from megatron.bcd.runtime.versions import warn_if_untested
 
 PROG = "pretrain_llama_bcd.py"
 
 
 def main() -> None:
-    wait_briefly()
-    with ending_on_signals(prog=PROG):  # before the imports, which take seconds
+    limit_openmp_spin()
+    with exit_on_signals(prog=PROG):  # before the imports, which take seconds
         warn_if_untested(prog=PROG)
         skip_unused_imports(sys.argv[1:])
         from megatron.bcd.arguments import FAMILY_DEFAULTS, read_command_line

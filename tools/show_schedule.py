@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from _parser import Parser, command, run_main, write_atomically
 
 from megatron.bcd.blocks.partition import partition
-from megatron.bcd.pipeline.build import build_plan, most_graphs
+from megatron.bcd.pipeline.build import build_plan, peak_graphs
 from megatron.bcd.pipeline.plan import Action, Kind, PlanShape, default_run_ahead, phase_shape, stock_shape
 from megatron.bcd.pipeline.simulate import ActionCosts, Span, Timeline, simulate
 
@@ -262,7 +262,7 @@ def figures(timelines: Mapping[str, Timeline]) -> str:
         ("iteration time", lambda timeline: f"{timeline.iteration_time:g}"),
         ("bubble", lambda timeline: f"{100 * timeline.bubble:.0f} %"),
         ("work", lambda timeline: f"{sum(timeline.busy_times):g}"),
-        ("activations kept (microbatches)", lambda timeline: str(sum(map(most_graphs, timeline.plan.stages)))),
+        ("activations kept (microbatches)", lambda timeline: str(sum(map(peak_graphs, timeline.plan.stages)))),
         ("backward messages", lambda timeline: str(sum(map(backward_messages, timeline.plan.stages)))),
     ):
         rows.append([name, *map(value_of, timelines.values())])

@@ -240,7 +240,7 @@ class Trainer:
         self.timers = StepTimers(config.report)
         self.stragglers = Stragglers(config.report)
         self.profiler = StepProfiler(config.report)
-        self.meter = ActivationMeter(memory.allocator())
+        self.meter = ActivationMeter(memory.allocated_bytes_function())
         self._metered: tuple[int, int] | None = None
         self._is_switch_unchecked = False
         self._has_joined = False
@@ -506,7 +506,7 @@ class Trainer:
         """Count saved activations in a phase's first iteration, and after a change of the batch size."""
         now = (self.state.phase_state.phase, get_num_microbatches())
         # without an allocator's count it would keep storages, which streamed layers change between the passes
-        is_streamed = self.config.bcd.bcd_frozen_weights == "host" and memory.allocator() is None
+        is_streamed = self.config.bcd.bcd_frozen_weights == "host" and memory.allocated_bytes_function() is None
         if now == self._metered or is_streamed:
             return contextlib.nullcontext()
         self._metered = now
@@ -572,7 +572,7 @@ class Trainer:
                 is_served = self.prefix_cache.begin_phase(
                     state.phase_state.phase, block, num_samples=num_steps * self.global_batch_size
                 )
-        self.pipeline.begin_phase(block, is_prefix_served=is_served)
+        self.pipeline.begin_phase(block, is_prefix_cached=is_served)
         if self.groups is not None:
             self.groups.begin_phase()
 
@@ -596,7 +596,7 @@ class Trainer:
             self.active.build(block)
             self.recomputation.begin_phase(block)
             self.pipeline.begin_phase(block)
-            with rng.random_generators_kept():
+            with rng.preserve_random_generators():
                 norm = self._gradient_norm(batches)
             scores[block] = norm / math.sqrt(max(1, self.active.num_block_parameters()))
             self.active.dispose()

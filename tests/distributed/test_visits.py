@@ -32,7 +32,7 @@ def scores_and_choice(config: RunConfig) -> dict[str, Any]:
         for block in range(one.partition.num_blocks):
             one.build(block)
             one.active.zero_grad()
-            with rng.random_generators_kept():
+            with rng.preserve_random_generators():
                 one.forward_backward(iter(batches), 4, forward_only=False)
             named = one.active.parameters.active().items()
             own = [p for name, p in named if "norm" not in name and not name.startswith("output_layer")]

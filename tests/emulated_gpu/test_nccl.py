@@ -16,7 +16,7 @@ from support.issue_order import Case, Event, Issued, record
 
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.planner.run_state import head_passes
-from megatron.bcd.runtime.distributed import MOST_CTAS
+from megatron.bcd.runtime.distributed import MAX_WAITING_CTAS
 
 LINE = re.compile(r"(\w+) comm (\S+) rank (\d+)/(\d+) type (\d+) count (\d+) op (\d+) peer (\d+) blocks (-?\d+)")
 CASES: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ def test_ranks_agree_on_every_communicator(text_data: str, tmp_path: Path, case:
     for path in tmp_path.glob("trace.*"):
         for kind, name, rank, size, *numbers, peer, blocks in LINE.findall(path.read_text()):
             issued[name][int(rank)].append((kind, *numbers, int(peer)))
-            if size == "2" and blocks == str(MOST_CTAS):
+            if size == "2" and blocks == str(MAX_WAITING_CTAS):
                 limited.add(name)
     messages = 0
     for name, ranks in issued.items():

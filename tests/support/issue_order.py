@@ -287,7 +287,7 @@ class Rank:
     def _train(self, pipeline: PipelineSchedule, event: Event, arguments: dict[str, Any]) -> None:
         events, number = self.case.events, self._event
         if number == 0 or events[number - 1] != event:
-            pipeline.begin_phase(event.block, is_prefix_served=event.is_served)
+            pipeline.begin_phase(event.block, is_prefix_cached=event.is_served)
         is_followed = number + 1 < len(events) and events[number + 1] == event
         pipeline.prepare_next(self.case.num_microbatches if is_followed else 0)
         pipeline(**arguments)

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from megatron.bcd.pipeline.build import max_graphs
-from megatron.bcd.pipeline.plan import Action, Kind, Message, Plan, PlanShape, message_of
+from megatron.bcd.pipeline.plan import Action, Kind, Message, Plan, PlanShape, action_message
 
 
 class PlanError(ValueError):
@@ -31,7 +31,7 @@ class _Place(NamedTuple):
 
     @property
     def message(self) -> Message | None:
-        return message_of(self.virtual, self.action)
+        return action_message(self.virtual, self.action)
 
     @property
     def is_send(self) -> bool:

@@ -60,7 +60,7 @@ def sweep(stages: Iterable[int], microbatches: Iterable[int]) -> Iterator[PlanSh
         yield evaluation_shape(num_stages=num_stages, num_microbatches=number)
         for first in range(num_stages):
             shape = shape_of(num_stages, number, first)
-            yield from (shape, stock_shape(shape), shape.full_training, replace(shape, is_prefix_served=True))
+            yield from (shape, stock_shape(shape), shape.full_training, replace(shape, is_prefix_cached=True))
             most = min(number, 3) if first else -1
             for done, ahead in itertools.product(range(most + 1), range(most + 1)):
                 yield replace(shape, done_ahead=done, run_ahead=ahead)
@@ -72,11 +72,11 @@ def sweep_of_chunks(stages: Iterable[int], chunks: Iterable[int], microbatches: 
         for blocks in (blocks for blocks in range(1, num_chunks + 1) if num_chunks % blocks == 0):
             for block in range(blocks):
                 yield (shape := chunked(num_stages, num_chunks, number, blocks=blocks, block=block))
-                yield replace(shape, is_prefix_served=True)
+                yield replace(shape, is_prefix_cached=True)
         # only the head is active
         last = num_stages * num_chunks - 1
         yield (shape := replace(shape, first_trainable=last, active=(*(False,) * last, True)))
-        yield replace(shape, is_prefix_served=True)
+        yield replace(shape, is_prefix_cached=True)
 
 
 def check(shapes: Iterable[PlanShape]) -> None:

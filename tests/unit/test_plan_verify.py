@@ -57,7 +57,7 @@ def rank_of_stage(recipe: Recipe, stage: int) -> Iterator[None]:
         with (
             META,
             mock.patch.object(device, "current", return_value=META),
-            mock.patch.object(rng, "draw_as_stock_warm_up_does"),
+            mock.patch.object(rng, "draw_like_stock_warm_up"),
             mock.patch.object(torch.cuda, "current_device", return_value=META),
             mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
         ):

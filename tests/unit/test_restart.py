@@ -34,7 +34,7 @@ def number_by_rank(store: torch.distributed.Store, *, first: int) -> list[int]:
     numbers = {}
 
     def start(rank: int) -> None:
-        numbers[rank] = distributed.number_of_start(store, rank=rank, world_size=3, timeout=TIMEOUT)
+        numbers[rank] = distributed.draw_start_number(store, rank=rank, world_size=3, timeout=TIMEOUT)
 
     ranks = [threading.Thread(target=start, args=(rank,), daemon=True) for rank in range(3)]
     ranks[first].start()
@@ -51,7 +51,7 @@ def test_ranks_of_a_restart_meet() -> None:
     count of its own per rank, or of torchrun's, would differ for ever after a rank that died while it imported."""
     store = torch.distributed.HashStore()
     with pytest.raises(RuntimeError, match="rank 0"):
-        distributed.number_of_start(store, rank=2, world_size=3, timeout=datetime.timedelta(seconds=0.1))
+        distributed.draw_start_number(store, rank=2, world_size=3, timeout=datetime.timedelta(seconds=0.1))
     store.add("bcd/starts", 1)  # all that is left of a rank 0 that came and was killed
     starts = [number_by_rank(store, first=first) for first in (1, 0, 2)]
     assert [len(set(numbers)) for numbers in starts] == [1, 1, 1]
@@ -112,7 +112,7 @@ def test_a_restart_before_the_first_save_starts_as_asked(tmp_path: Path, monkeyp
     """--ckpt-step 2 below the checkpoints 2, 4, 6, killed before its first save: the restart goes on from 6, in the run
     that was to be abandoned. Or after it: every restart begins at 2 again."""
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(pretrain, "torchruns_store", lambda timeout: store)
+    monkeypatch.setattr(pretrain, "torchrun_store", lambda timeout: store)
     monkeypatch.setattr(pretrain.collectives, "on_rank_0", lambda function: function())
     root = str(tmp_path / "saved")
     config = parse("--save", root, "--load", root, "--ckpt-step", "2")

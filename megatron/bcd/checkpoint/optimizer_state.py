@@ -55,7 +55,7 @@ class _Part:
     start: int = 0
     is_whole: bool = True
     is_part_of_replicas: bool = False
-    """A part of `replicas.part_of`, whatever the optimizer shards."""
+    """A part of `replicas.shard_slice`, whatever the optimizer shards."""
     num_steps: int = 0
 
     def names(self) -> set[str]:
@@ -108,7 +108,7 @@ def _held(active: ActiveBlock) -> dict[str, _Held]:
         held[owner] = {name: of_always[name] for name in _parameters(active, owner) if name in of_always}
     outer: dict[str, _Part] = {}
     for name, tensor in active.outer_momenta.items():
-        start = replicas.part_of(active.parameters.all()[name].numel()).start
+        start = replicas.shard_slice(active.parameters.all()[name].numel()).start
         outer[name] = _Part(name=OUTER, tensor=tensor, start=start, is_whole=False, is_part_of_replicas=True)
     return held | _held_by_matrix_optimizer(active) | {OUTER: outer}
 
@@ -351,7 +351,7 @@ def set_state(active: ActiveBlock, summaries: Mapping[str, StateSummary], loaded
     for owner, summary in summaries.items():
         if owner == OUTER:
             for name, parameter in _parameters(active, owner).items():
-                part = replicas.part_of(parameter.numel())
+                part = replicas.shard_slice(parameter.numel())
                 active.outer_momenta[name] = loaded[f"{OUTER}.{name}"].reshape(-1)[part].clone()
             continue
         if owner.startswith(FACTORED):

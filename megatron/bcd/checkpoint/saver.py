@@ -63,7 +63,7 @@ def check_save_folder(config: RunConfig, source: Source | None) -> bool:
 
 def clear_save_folder(root: str) -> None:
     """Delete the checkpoints below --save. A collective. Raises ValueError if one can't be deleted."""
-    error = collectives.on_rank_0(lambda: atomic_io.error_of(lambda: layout.clear(root)))
+    error = collectives.on_rank_0(lambda: atomic_io.capture_error(lambda: layout.clear(root)))
     if error is not None:
         raise ValueError(f"--overwrite-checkpoints: --save {root} can't be cleared ({error}); give another folder")
 
@@ -86,7 +86,7 @@ class Saver:
         started = time.monotonic()
         folder = layout.incomplete_folder(self.root, state.iteration)
         digests: dict[str, FileDigest] = {}
-        error = collectives.first_error(atomic_io.error_of(lambda: self._prepare(folder, state, digests)))
+        error = collectives.first_error(atomic_io.capture_error(lambda: self._prepare(folder, state, digests)))
         if error is not None:
             return self._abandon(state.iteration, error)
         # weights under Megatron Core's own keys, and the optimizer state of every block that has some
@@ -138,7 +138,7 @@ class Saver:
             layout.finish(layout.incomplete_folder(self.root, iteration), write.digests)
             layout.publish(self.root, iteration)
 
-        error = write.finish() or collectives.on_rank_0(lambda: atomic_io.error_of(publish))
+        error = write.finish() or collectives.on_rank_0(lambda: atomic_io.capture_error(publish))
         if error is not None:
             return self._abandon(iteration, error)
         self._prune(iteration)
@@ -189,7 +189,7 @@ class Saver:
             if keep is not None:
                 layout.prune(self.root, keep, retain_interval=retained)
 
-        error = atomic_io.error_of(delete) if self._is_first else None
+        error = atomic_io.capture_error(delete) if self._is_first else None
         if error is not None:
             self._reporter.warning(f"older checkpoints were not deleted ({error})")
 

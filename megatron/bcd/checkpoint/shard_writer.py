@@ -119,7 +119,7 @@ class ShardWrite:
             atomic_io.write(path, content)
             self.digests[name] = file_digest(path)
 
-        self._error = self._error or atomic_io.error_of(write)
+        self._error = self._error or atomic_io.capture_error(write)
 
     def start(self) -> None:
         """Write this rank's files, in a thread if in the background."""
@@ -153,7 +153,7 @@ class ShardWrite:
         mine = (self._plan, self._results, self.digests)
         torch.distributed.gather_object(mine, ranks if self._rank == 0 else None)
         error = collectives.first_error(self._error)
-        return error or collectives.on_rank_0(lambda: atomic_io.error_of(lambda: self._write_index(ranks)))
+        return error or collectives.on_rank_0(lambda: atomic_io.capture_error(lambda: self._write_index(ranks)))
 
     def _write_index(self, ranks: list[Any]) -> None:
         plans, results, digests = map(list, zip(*ranks, strict=True))

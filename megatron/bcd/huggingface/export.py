@@ -64,7 +64,9 @@ class Exporter:
         targets = {flag: os.path.join(root, inside).rstrip(os.sep) for flag, root in self._roots.items()}
         weights = next(iter(targets.values())) + _WEIGHTS
         is_inside = iteration is not None
-        error = collectives.on_rank_0(lambda: atomic_io.error_of(lambda: self._make_anew(weights, is_inside=is_inside)))
+        error = collectives.on_rank_0(
+            lambda: atomic_io.capture_error(lambda: self._make_anew(weights, is_inside=is_inside))
+        )
         if error is None:
             with frozen_on_host(model):
                 parts = {f"model.{name}": part for name, part in unwrap_model(model).sharded_state_dict().items()}
@@ -101,7 +103,7 @@ class Exporter:
         """Return what went wrong, and what other programs read otherwise."""
         run, described = self._run if target == self._roots[flag] else None, self._description
         write = convert.to_hugging_face if flag == "--save-hf" else convert.to_peft
-        error = atomic_io.error_of(lambda: write(CoreCheckpoint(weights), target, described, run=run))
+        error = atomic_io.capture_error(lambda: write(CoreCheckpoint(weights), target, described, run=run))
         if error is not None or described.tokenizer is None or flag != "--save-hf":
             return error, None
         return None, tokenizer_export.difference(described.tokenizer, target)

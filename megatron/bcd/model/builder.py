@@ -174,7 +174,7 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
     """
     stage_config = build_transformer_config(config, implementation)
     if not device.has_cuda():
-        rng.draw_as_stock_warm_up_does(
+        rng.draw_like_stock_warm_up(
             seq_length=config.model.seq_length,
             micro_batch_size=config.training.micro_batch_size,
             hidden_size=stage_config.hidden_size,

@@ -306,7 +306,7 @@ class EmbeddingOnHost(VocabParallelEmbedding):
         if is_split:
             is_elsewhere = (tokens < self.vocab_start_index) | (tokens >= self.vocab_end_index)
             tokens = (tokens - self.vocab_start_index).masked_fill_(is_elsewhere, 0)
-        rows = memory.empty_in_host_memory(len(tokens) * self.embedding_dim, self.weight.dtype).view(len(tokens), -1)
+        rows = memory.empty_host_tensor(len(tokens) * self.embedding_dim, self.weight.dtype).view(len(tokens), -1)
         torch.index_select(self.weight.detach(), 0, tokens, out=rows)
         if is_split:
             rows[is_elsewhere] = 0

@@ -151,7 +151,7 @@ class ActiveBlock:
         self.matrices = build_matrix_optimizer(config, model, self.parameters.matrices())
         """Steps matrices by stateless updates, and Muon's; None where there are none of both."""
         self.outer_momenta: dict[str, torch.Tensor] = {}
-        """Of the outer step of replica groups: of each exchanged parameter `replicas.part_of`, flat, by name, in host
+        """Of the outer step of replica groups: of each exchanged parameter `replicas.shard_slice`, flat, in host
         memory."""
         self._config = config
         self._model_config = get_model_config(model)

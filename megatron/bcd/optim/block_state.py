@@ -96,7 +96,7 @@ class BlockStateStore:
             block: {name: {**vars(kept), "parameter": None} for name, kept in of_block.items()}
             for block, of_block in self._blocks.items()
         }
-        return memory.copied_to_host({"blocks": blocks, "always_active": self.always_active})
+        return memory.copy_to_host({"blocks": blocks, "always_active": self.always_active})
 
     def set_state(self, state: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Load what `state` returned on the same rank of a run of the same layout; `parameters` by name."""
@@ -258,4 +258,4 @@ def _buffer(num_elements: int, dtype: torch.dtype, previous: torch.Tensor | None
     """The previous buffer if it fits, else new host memory."""
     if previous is not None and (previous.numel(), previous.dtype) == (num_elements, dtype):
         return previous
-    return memory.empty_in_host_memory(num_elements, dtype)
+    return memory.empty_host_tensor(num_elements, dtype)

@@ -456,7 +456,7 @@ class MatrixOptimizer:
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies in host memory of all that this rank holds beside weights and gradients."""
-        return memory.copied_to_host({"momenta": self.momenta, "low_bits": self._low_bits, "factors": self.factors})
+        return memory.copy_to_host({"momenta": self.momenta, "low_bits": self._low_bits, "factors": self.factors})
 
     def set_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load what `state` returned on the same rank of a run of the same layout; between phases."""

@@ -216,8 +216,8 @@ def param_shards(optimizers: Iterable[Any], parameters: Mapping[str, torch.nn.Pa
             continue
         groups, params = optimizer.optimizer.param_groups, optimizer_params(optimizer.optimizer)
         if isinstance(optimizer, DistributedOptimizer):
-            for parameter, (group, order) in megatron_core.places_in_groups(optimizer).items():
-                start, end = megatron_core.held_range(optimizer, parameter)
+            for parameter, (group, order) in megatron_core.group_positions(optimizer).items():
+                start, end = megatron_core.shard_range(optimizer, parameter)
                 one = params[groups[group]["params"][order]]
                 found[parameter] = ParamShard(**vars(one), parameter=parameter, start=start, end=end)
             continue

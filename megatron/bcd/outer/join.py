@@ -18,7 +18,7 @@ def rank_state(active: ActiveBlock) -> dict[str, Any]:
         "shards": {name: (shard.main_param, shard.stored_moments(), shard.num_steps) for name, shard in shards.items()},
         "outer_momenta": active.outer_momenta,
     }
-    return memory.copied_to_host(tensors) | {
+    return memory.copy_to_host(tensors) | {
         "kept": active.kept.state(),
         "matrices": None if active.matrices is None else active.matrices.state(),
         "loss_scaler": active.loss_scaler_state(),
@@ -28,7 +28,7 @@ def rank_state(active: ActiveBlock) -> dict[str, Any]:
 def set_rank_state(active: ActiveBlock, state: Mapping[str, Any], build: Callable[[], None]) -> None:
     """Load what `rank_state` returned on the same rank of a group of the same layout. No block may be built; `build`
     makes that of the other group the active one. A collective."""
-    state = memory.copied_to_host(state)  # what torchft received can't be written
+    state = memory.copy_to_host(state)  # what torchft received can't be written
     parameters = dict(unwrap_model(active.model).named_parameters())
     for name, value in state["weights"].items():
         parameters[name].data.copy_(value)

@@ -34,13 +34,13 @@ class TrainedValues:
         matrices = active.matrices
         self._of_matrices = set() if matrices is None else {matrix.name for matrix in matrices.held}
         self.parameters = active.parameters.active()
-        parts = {name: replicas.part_of(one.numel()) for name, one in self.parameters.items()}
+        parts = {name: replicas.shard_slice(one.numel()) for name, one in self.parameters.items()}
         self.sizes = {name: part.stop - part.start for name, part in parts.items()}
         """Elements of this rank's parts, by name; E together."""
 
     def parts(self) -> torch.Tensor:
         """Of this rank, [E], fp32, in host memory. A collective over ranks with the same weights."""
-        found = [self._value(name)[replicas.part_of(one.numel())].cpu() for name, one in self.parameters.items()]
+        found = [self._value(name)[replicas.shard_slice(one.numel())].cpu() for name, one in self.parameters.items()]
         return torch.cat(found) if found else torch.empty(0)
 
     @torch.no_grad()
@@ -48,7 +48,7 @@ class TrainedValues:
         """The opposite: every rank gets all values. A collective over the same ranks."""
         split = parts.split(list(self.sizes.values()))
         for (name, parameter), part in zip(self.parameters.items(), split, strict=True):
-            start = replicas.part_of(parameter.numel()).start
+            start = replicas.shard_slice(parameter.numel()).start
             part = part.to(parameter.device)
             self._set(name, collectives.join_shards(part, start, like=parameter, group=replicas.group(), rank=None))
 

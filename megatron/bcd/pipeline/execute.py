@@ -1,4 +1,4 @@
-"""Executes one stage's actions of one iteration with Megatron Core's passes."""
+"""Execute one stage's actions of one iteration with Megatron Core's forward and backward steps."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megatron.bcd.pipeline.plan import Action, Kind, PlanShape
 from megatron.bcd.runtime import device
 
 _Place = tuple[int, int]
-"""Chunk and microbatch, by which tensors under way are named."""
+"""Chunk and microbatch: the key of a tensor."""
 
 
 class Iteration:
-    """One iteration of one stage: a method for each kind of action."""
+    """One iteration of one stage, with a method for each kind of action."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Iteration:
         first_val_step: bool | None = None,
         force_all_reduce: bool = False,
     ) -> None:
-        """`inputs_ahead`: what the iteration before has received of this one, by microbatch."""
+        """`inputs_ahead`: inputs of this iteration that the previous one has received, by microbatch."""
         self._shape, self._model, self._groups = shape, model, groups
         self._messages, self._prefix_messages = messages, prefix_messages
         self._stage = groups.pp.rank()
@@ -57,10 +57,10 @@ class Iteration:
         self._config = get_model_config(model)
         self._forward_step_func = forward_step_func
         self._collect_non_loss_data, self._force_all_reduce = collect_non_loss_data, force_all_reduce
-        self._tells_first = shape.is_training or first_val_step is not False
+        self._marks_first = shape.is_training or first_val_step is not False
         # every chunk reads every microbatch: the first one its tokens, the last one its labels
         self._batches: list[Iterator[Any]] = list(itertools.tee(data_iterator, shape.num_chunks))
-        if shape.is_prefix_served:  # the prefix's output enters one chunk; the others have their inputs
+        if shape.is_prefix_cached:  # only one chunk reads the cached output of the prefix
             for chunk in range(shape.chunk_of(shape.first_trainable) + 1, shape.num_chunks):
                 self._batches[chunk] = map(_without_prefix_output, self._batches[chunk])
         [self._tensor_shape] = get_tensor_shapes(
@@ -71,19 +71,19 @@ class Iteration:
             tp_group=groups.tp,
             cp_group=groups.cp,
         )
-        # an input is kept until its forward pass, or its backward pass if it needs a gradient
+        # an input is kept until its forward pass, or until its backward pass if it needs a gradient
         self._inputs: dict[_Place, torch.Tensor] = {(0, number): tensor for number, tensor in inputs_ahead.items()}
         self._outputs: dict[_Place, torch.Tensor] = {}
         self._output_gradients: dict[_Place, torch.Tensor] = {}
         self._input_gradients: dict[_Place, torch.Tensor] = {}
         self._reported: list[Any] = []
         self._num_backwards = Counter(action.chunk for action in self._actions if action.kind.is_backward)
-        """Left to do, by chunk."""
+        """Number of remaining backward passes, by chunk."""
         self._num_tokens = torch.zeros([], dtype=torch.int, device=device.current())
         self._no_sync: contextlib.AbstractContextManager[Any] | None = None
 
     def run(self) -> list[Any]:
-        """What the loss function reported, by microbatch, on the last stage."""
+        """Run all actions. Return the results of the loss function by microbatch on the last stage, elsewhere []."""
         do = {
             Kind.FORWARD: self._forward,
             Kind.FORWARD_ONLY: self._forward,
@@ -104,14 +104,14 @@ class Iteration:
         return self._reported
 
     def inputs_ahead(self) -> dict[int, torch.Tensor]:
-        """After `run`: what was received of the next iteration, by its microbatch."""
+        """Return the inputs of the next iteration that `run` has received, by microbatch."""
         return {microbatch - self._shape.num_microbatches: tensor for (_, microbatch), tensor in self._inputs.items()}
 
     def _virtual(self, action: Action) -> int:
         return self._shape.virtual_stage(self._stage, action.chunk)
 
     def _messages_from(self, virtual: int) -> Messages:
-        """Those that take a virtual stage's output."""
+        """Return the channel for outputs of a virtual stage."""
         return self._prefix_messages if self._shape.is_one_way(virtual) else self._messages
 
     def _forward(self, action: Action, place: _Place) -> None:
@@ -134,7 +134,7 @@ class Iteration:
                 self._config,
                 cp_group_size=self._groups.cp.size(),
                 collect_non_loss_data=self._collect_non_loss_data,
-                is_first_microbatch=self._tells_first and number == 0,
+                is_first_microbatch=self._marks_first and number == 0,
                 current_microbatch=number,
                 is_last_stage=virtual == shape.last,
             )
@@ -147,7 +147,7 @@ class Iteration:
     def _backward(self, action: Action, place: _Place) -> None:
         output, gradient = self._outputs.pop(place), self._output_gradients.pop(place, None)
         if gradient is not None:
-            self._messages.finish_send(output)  # it is freed before its backward pass
+            self._messages.finish_send(output)  # its storage is freed when sent, which backward_step requires
             self._messages.wait_for(gradient)
         self._num_backwards[action.chunk] -= 1
         is_last = not self._num_backwards[action.chunk]
@@ -183,9 +183,9 @@ class Iteration:
         self._output_gradients[place] = self._messages.receive_backward(self._tensor_shape)
 
     def _overlaps_reduction(self) -> bool:
-        """Whether a chunk's reduction begins within its last backward pass.
+        """Return whether a chunk's gradient reduction starts within its last backward pass.
 
-        As Megatron Core: without chunks only the first trainable stage overlaps it, the others reduce in the bubble.
+        As in Megatron Core, without chunks only the first trainable stage overlaps it; others reduce in the bubble.
         """
         shape = self._shape
         return shape.num_chunks > 1 or self._config.grad_sync_func is None or self._stage == shape.first_trainable
@@ -201,7 +201,7 @@ class Iteration:
             self._no_sync = None
 
     def _finish_gradients(self) -> None:
-        """Reduce what is not reduced yet: data-parallel ranks, tied embeddings, sequence-parallel norms."""
+        """Reduce the remaining gradients: data-parallel, tied embeddings, sequence-parallel norms."""
         if self._no_sync is not None:
             self._allow_gradient_reduction()
             if self._config.grad_sync_func is not None:

@@ -1,7 +1,7 @@
-"""The pipeline schedule of one iteration as data (docs/pipeline.md): its shape, what a stage does, what stages send.
+"""The pipeline schedule of one iteration as data (docs/pipeline.md): its shape, its actions and its messages. Pure.
 
 A stage holds one chunk of the model or, in layout ``interleaved``, several: chunk c of stage s is virtual stage
-c x stages + s. Virtual stages are numbered in depth order. Pure.
+c x stages + s. Virtual stages are numbered by depth.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from megatron.bcd.blocks.partition import Partition
 
 
 class Kind(enum.StrEnum):
-    """What an action is."""
+    """The kind of an action: a pass or an end of a message."""
 
     FORWARD = "forward"
-    """Keeps activations for a backward."""
+    """Keeps activations for a backward pass."""
     FORWARD_ONLY = "forward-only"
-    """Without a graph: keeps nothing."""
+    """Runs without a graph and keeps nothing."""
     BACKWARD = "backward"
-    """Input gradients and weight gradients; on the first trainable stage down to its first active layer only."""
+    """Computes input and weight gradients; on the first trainable stage only down to its first active layer."""
     BACKWARD_INPUT = "backward of input gradients"
-    """A frozen stage's: no weight gradients."""
+    """The backward pass of a frozen stage: no weight gradients."""
     SEND_FORWARD = "send forward"
     RECEIVE_FORWARD = "receive forward"
     SEND_BACKWARD = "send backward"
@@ -32,12 +32,12 @@ class Kind(enum.StrEnum):
 
     @property
     def is_forward(self) -> bool:
-        """Whether it is a forward pass."""
+        """Whether this is a forward pass."""
         return self in (Kind.FORWARD, Kind.FORWARD_ONLY)
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is a backward pass."""
+        """Whether this is a backward pass."""
         return self in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
     @property
@@ -51,12 +51,12 @@ class Action:
 
     kind: Kind
     microbatch: int
-    """In its iteration; the number of microbatches + j is microbatch j of the next iteration."""
+    """Index in this iteration. From `num_microbatches` on it counts microbatches of the next iteration."""
     chunk: int = 0
 
 
 class Message(NamedTuple):
-    """An output (to the next virtual stage) or an input gradient (to the one before) of one microbatch."""
+    """The output or the input gradient of one microbatch, on its way to the next or previous virtual stage."""
 
     source: int
     target: int
@@ -75,8 +75,8 @@ _ENDS = {
 }
 
 
-def message_of(virtual: int, action: Action) -> Message | None:
-    """What a virtual stage sends or receives in the action; None where it computes."""
+def action_message(virtual: int, action: Action) -> Message | None:
+    """Return the message that a virtual stage sends or receives in this action, or None if it computes."""
     if action.kind not in _ENDS:
         return None
     source, target = _ENDS[action.kind]
@@ -85,29 +85,29 @@ def message_of(virtual: int, action: Action) -> Message | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanShape:
-    """What a plan is built from.
+    """The parameters of a plan.
 
-    The prefix does not change within a phase. So without chunks the forward-only stages may run ahead: they compute
+    The prefix does not change within a phase. Without chunks, forward-only stages can therefore run ahead: they compute
     the first microbatches of the next iteration while the others still run backward and step the optimizer.
     """
 
     num_stages: int
     num_microbatches: int
     first_trainable: int
-    """The first virtual stage with a graph; the number of virtual stages in an evaluation."""
+    """The first virtual stage that builds a graph. In an evaluation, the number of virtual stages."""
     active: tuple[bool, ...]
-    """By virtual stage: whether it builds weight gradients."""
+    """Whether each virtual stage computes weight gradients."""
     num_chunks: int = 1
-    """Of every stage."""
-    is_prefix_served: bool = False
-    """Whether the first trainable virtual stage has its input without those before it, which then do nothing."""
+    """Number of chunks per stage."""
+    is_prefix_cached: bool = False
+    """Whether the first trainable virtual stage reads its input from the prefix cache. Earlier ones then do nothing."""
     done_ahead: int = 0
-    """Microbatches of this iteration that the iteration before has run ahead with."""
+    """Number of microbatches of this iteration that already ran ahead in the previous one."""
     run_ahead: int = 0
-    """Microbatches of the next iteration that the forward-only stages run ahead with."""
+    """Number of microbatches of the next iteration that the forward-only stages run ahead in this one."""
     work: tuple[tuple[float, float], ...] = ()
-    """By virtual stage: time of a forward and of a backward pass, in any unit, for the order of passes and messages;
-    empty: forward = input gradients = weight gradients."""
+    """Time of a forward and a backward pass of each virtual stage, in any unit. It determines the order of passes and
+    messages. If empty, forward, input gradients and weight gradients take equal time."""
 
     def __post_init__(self) -> None:
         num_virtual = self.num_stages * self.num_chunks
@@ -116,12 +116,12 @@ class PlanShape:
         assert not any(self.active[: self.first_trainable]), "weight gradients before the first trainable stage"
         assert 0 <= self.done_ahead <= self.num_microbatches
         assert not (self.done_ahead or self.run_ahead) or (
-            self.num_chunks == 1 and 0 < self.first_trainable < num_virtual and not self.is_prefix_served
+            self.num_chunks == 1 and 0 < self.first_trainable < num_virtual and not self.is_prefix_cached
         ), "nothing can run ahead"
 
     @property
     def num_virtual(self) -> int:
-        """Virtual stages."""
+        """Number of virtual stages."""
         return self.num_stages * self.num_chunks
 
     @property
@@ -146,12 +146,12 @@ class PlanShape:
         return virtual < self.first_trainable
 
     def is_one_way(self, virtual: int) -> bool:
-        """Whether the messages of a stage to the next one are all that passes between the two."""
+        """Whether the stage only sends to the next one and receives nothing back."""
         return self.num_chunks == 1 and self.is_forward_only(virtual)
 
     @property
     def max_sends(self) -> int:
-        """Messages of a stage that their receivers may not have yet; one more waits for the oldest."""
+        """Maximum number of messages that a stage sends before the oldest one must have arrived."""
         return 2 if self.num_chunks == 1 else 4
 
     def needs_input_gradient(self, virtual: int) -> bool:
@@ -160,43 +160,43 @@ class PlanShape:
 
     def needs_input(self, virtual: int) -> bool:
         """Whether the virtual stage before this one runs forward."""
-        return virtual > (self.first_trainable if self.is_prefix_served else 0)
+        return virtual > (self.first_trainable if self.is_prefix_cached else 0)
 
     def forward_kind(self, virtual: int) -> Kind | None:
-        """None where there is no forward pass."""
+        """Return the kind of the forward pass, or None if there is none."""
         if not self.is_forward_only(virtual):
             return Kind.FORWARD
-        return None if self.is_prefix_served else Kind.FORWARD_ONLY
+        return None if self.is_prefix_cached else Kind.FORWARD_ONLY
 
     def backward_kind(self, virtual: int) -> Kind | None:
-        """None where there is no backward pass."""
+        """Return the kind of the backward pass, or None if there is none."""
         if self.is_forward_only(virtual):
             return None
         return Kind.BACKWARD if self.active[virtual] else Kind.BACKWARD_INPUT
 
     def forward_microbatches(self, virtual: int) -> range:
-        """Those that come through the virtual stage."""
+        """Return the microbatches that run forward through the virtual stage."""
         if self.is_forward_only(virtual):
             return range(self.done_ahead, self.num_microbatches + self.run_ahead)
         return range(self.num_microbatches)
 
     def needed_message(self, virtual: int, action: Action) -> Message | None:
-        """The message without which a pass of the virtual stage can't begin."""
+        """Return the message that must arrive before the virtual stage can start this pass, if any."""
         if action.kind.is_forward:
-            came_before = virtual == self.first_trainable and action.microbatch < self.done_ahead
-            is_there = came_before or not self.needs_input(virtual)
-            return None if is_there else Message(virtual - 1, virtual, action.microbatch)
+            has_arrived = virtual == self.first_trainable and action.microbatch < self.done_ahead
+            needs_none = has_arrived or not self.needs_input(virtual)
+            return None if needs_none else Message(virtual - 1, virtual, action.microbatch)
         return Message(virtual + 1, virtual, action.microbatch) if virtual < self.last else None
 
     def duration(self, virtual: int, kind: Kind) -> float:
-        """Of a pass, in the unit of `work`."""
+        """Return how long a pass takes, in the unit of `work`."""
         if self.work:
             return self.work[virtual][kind.is_backward]
         return 1.0 + (kind is Kind.BACKWARD)
 
     @property
     def full_training(self) -> PlanShape:
-        """All layers active, in Megatron Core's order."""
+        """The shape of full training: all layers active, no run-ahead."""
         return replace(stock_shape(self), active=(True,) * self.num_virtual)
 
 
@@ -206,11 +206,12 @@ class Plan:
 
     shape: PlanShape
     stages: tuple[tuple[Action, ...], ...]
-    """By stage, in order."""
+    """The actions of each stage, in order."""
 
 
 def evaluation_shape(*, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> PlanShape:
-    """Forward passes only; of the first stages or chunks where the numbers are not all."""
+    """Return the shape of forward passes without a graph. `num_stages` and `num_chunks` may cover only the model's
+    first part."""
     num_virtual = num_stages * num_chunks
     return PlanShape(
         num_stages=num_stages,
@@ -222,8 +223,8 @@ def evaluation_shape(*, num_stages: int, num_microbatches: int, num_chunks: int 
 
 
 def stock_shape(shape: PlanShape) -> PlanShape:
-    """Megatron Core's own 1F1B for the same phase: every stage runs forward and backward."""
-    return replace(shape, first_trainable=0, is_prefix_served=False, done_ahead=0, run_ahead=0, work=())
+    """Return the shape of Megatron Core's 1F1B for the same phase: every stage runs forward and backward."""
+    return replace(shape, first_trainable=0, is_prefix_cached=False, done_ahead=0, run_ahead=0, work=())
 
 
 def phase_shape(
@@ -232,11 +233,15 @@ def phase_shape(
     *,
     num_microbatches: int,
     head: float,
-    is_prefix_served: bool = False,
+    is_prefix_cached: bool = False,
     done_ahead: int = 0,
     run_ahead: int = 0,
 ) -> PlanShape:
-    """Of a training iteration in the phase of `block`; a pass of the output head takes `head` passes of a layer."""
+    """Return the shape of a training iteration in the phase of `block`.
+
+    Args:
+        head: time of a pass through the output head, in passes of a layer.
+    """
     virtual_stages = range(partition.num_virtual_stages)
     return PlanShape(
         num_stages=partition.num_stages,
@@ -244,7 +249,7 @@ def phase_shape(
         num_microbatches=num_microbatches,
         first_trainable=partition.first_trainable_virtual_stage(block),
         active=tuple(partition.virtual_stage_active(block, virtual) for virtual in virtual_stages),
-        is_prefix_served=is_prefix_served,
+        is_prefix_cached=is_prefix_cached,
         done_ahead=done_ahead,
         run_ahead=run_ahead,
         work=_work(partition, block, head),
@@ -252,7 +257,7 @@ def phase_shape(
 
 
 def _work(partition: Partition, block: int, head: float) -> tuple[tuple[float, float], ...]:
-    """As `PlanShape.work`, in passes of a layer."""
+    """Return `PlanShape.work`, in passes of a layer."""
     active = partition.blocks[block].layers if partition.has_active_block else ()
     updated = {*active, *partition.stateless_layers(block)}
     first = len(partition.prefix_layers(block))
@@ -271,28 +276,33 @@ def _work(partition: Partition, block: int, head: float) -> tuple[tuple[float, f
 def steady_shape(
     partition: Partition, block: int, *, num_microbatches: int, head: float, run_ahead: int | None = None
 ) -> PlanShape:
-    """Of an iteration in the middle of the phase, which begins with what the one before ran ahead with and runs ahead
-    itself. `run_ahead` as --bcd-run-ahead."""
+    """Return the shape of an iteration in the middle of a phase.
+
+    Its first microbatches ran ahead in the previous iteration, and it runs ahead itself.
+
+    Args:
+        run_ahead: the value of --bcd-run-ahead.
+    """
     ahead = min(microbatches_ahead(partition, block, run_ahead), num_microbatches)
     return phase_shape(
         partition, block, num_microbatches=num_microbatches, head=head, done_ahead=ahead, run_ahead=ahead
     )
 
 
-def microbatches_ahead(partition: Partition, block: int, asked: int | None) -> int:
-    """How many microbatches forward-only stages may run ahead with; `asked` is --bcd-run-ahead."""
+def microbatches_ahead(partition: Partition, block: int, requested: int | None) -> int:
+    """Return how many microbatches forward-only stages may run ahead. `requested` is --bcd-run-ahead."""
     first = partition.first_trainable_stage(block)
     if partition.num_chunks > 1 or first == 0:
         return 0
-    return default_run_ahead(num_stages=partition.num_stages, first_trainable=first) if asked is None else asked
+    return default_run_ahead(num_stages=partition.num_stages, first_trainable=first) if requested is None else requested
 
 
 def default_run_ahead(*, num_stages: int, first_trainable: int) -> int:
-    """Microbatches of run-ahead that hide the filling of the stages before the first trainable stage.
+    """Return the number of run-ahead microbatches that hides the time to fill the stages of the prefix.
 
-    The first trainable stage works on them until the next one has come through `first_trainable` stages. Alone behind
-    the prefix it takes three units of time for each (forward, both gradients); with stages behind it, the first ones go
-    faster. With unit costs and messages of 0 to 0.2, up to 24 stages, more gains nothing and fewer costs up to a sixth
-    of an iteration.
+    The first trainable stage works on them while the next microbatch passes through `first_trainable` stages. If it is
+    also the last stage, each takes three units of time (forward, both gradients); with stages behind it, the first
+    ones take less. Simulated with unit costs, messages of 0 to 0.2 units and up to 24 stages: more run-ahead gains
+    nothing, and less costs up to a sixth of an iteration.
     """
     return -(-first_trainable // (3 if first_trainable == num_stages - 1 else 2))

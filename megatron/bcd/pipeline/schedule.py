@@ -1,4 +1,4 @@
-"""The forward-backward function of a phase, with the interface of Megatron Core's."""
+"""The forward-backward function of a phase, with Megatron Core's interface."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron.bcd.runtime import device, distributed
 
 
 class PipelineSchedule:
-    """Forward and backward passes of one iteration, as the active block needs them.
+    """The forward and backward passes of one iteration, limited to those that the active block needs.
 
-    Called as Megatron Core's forward-backward functions are. `begin_phase` says which block is active, and
-    `prepare_next` whether forward-only stages may run ahead. On one pipeline stage, and with `name` "stock", Megatron
-    Core's own function runs.
+    Call it like Megatron Core's forward-backward functions. `begin_phase` sets the active block, and `prepare_next`
+    allows forward-only stages to run ahead. With one pipeline stage, or with `name` "stock", it calls Megatron Core's
+    function.
     """
 
     def __init__(
@@ -34,41 +34,52 @@ class PipelineSchedule:
         head_passes: float = 1.0,
         timeout_minutes: int | None = None,
     ) -> None:
-        """`name` is "bcd" or "stock", `run_ahead` a number of microbatches; None takes `default_run_ahead`. A pass of
-        the output head takes about `head_passes` passes of a layer: plans are arranged by it. `timeout_minutes`: of
-        messages between stages of the prefix; None is PyTorch's."""
+        """
+        Args:
+            name: "bcd" or "stock".
+            run_ahead: number of microbatches; None is `default_run_ahead`.
+            head_passes: time of a pass through the output head, in passes of a layer. Plans are arranged by it.
+            timeout_minutes: timeout of messages between stages of the prefix; None is PyTorch's default.
+        """
         self.name = name
         self.backward_messages = 0
-        """Gradients that this rank sent and received in the last training iteration."""
+        """Number of gradients that this rank sent and received in the last training iteration."""
         self._partition = partition
         self._run_ahead, self._head_passes = run_ahead, head_passes
         self._timeout_minutes = timeout_minutes
         self._block = 0
-        self._is_prefix_served = False
+        self._is_prefix_cached = False
         self._num_next = self._done_ahead = 0
         self._inputs_ahead: dict[int, torch.Tensor] = {}
         self._groups: ProcessGroupCollection | None = None
         self._messages: Messages | None = None
         self._prefix_messages: Messages | None = None
 
-    def begin_phase(self, block: int, *, is_prefix_served: bool = False) -> None:
-        """`block` is active from now on. With `is_prefix_served` the first trainable stage's batches bring its input
-        along, and the stages before it do nothing but take part in the collectives that end an iteration."""
+    def begin_phase(self, block: int, *, is_prefix_cached: bool = False) -> None:
+        """Set the active block.
+
+        With `is_prefix_cached` the first trainable stage reads its input from the batches. The stages before it only
+        join the collectives at the end of an iteration.
+        """
         assert self._done_ahead == 0, "microbatches that ran ahead belong to the phase before"
-        self._block, self._is_prefix_served = block, is_prefix_served
+        self._block, self._is_prefix_cached = block, is_prefix_cached
 
     def prepare_next(self, num_microbatches: int) -> None:
-        """The next training iteration follows directly upon the coming one, in the same phase, with so many
-        microbatches; 0 if not: at the end of a phase, before an evaluation or a checkpoint, at the end of the data."""
+        """Announce that another training iteration of the same phase directly follows the coming one.
+
+        Args:
+            num_microbatches: size of that iteration. 0 if none follows: the phase or the data end, or an evaluation or
+                a checkpoint comes first.
+        """
         self._num_next = num_microbatches
 
     @property
     def is_ahead(self) -> bool:
-        """Whether forward-only stages have begun the next iteration; the same on every rank."""
+        """Whether forward-only stages have started the next iteration. Equal on all ranks."""
         return self._done_ahead > 0
 
     def __call__(self, *, model: Any, num_microbatches: int, forward_only: bool = False, **arguments: Any) -> list[Any]:
-        """Returns what the loss function reported, by microbatch, on the last stage; else an empty list."""
+        """Return the results of the loss function by microbatch on the last stage, elsewhere an empty list."""
         num_stages = self._partition.num_stages
         if num_stages > 1:
             self._set_up(model)
@@ -77,12 +88,12 @@ class PipelineSchedule:
                 model=model, num_microbatches=num_microbatches, forward_only=forward_only, **arguments
             )
             stage = parallel_state.get_pipeline_model_parallel_rank()
-            num_backward = num_microbatches * ((stage > 0) + (stage < num_stages - 1))  # one a neighbour
+            num_backward = num_microbatches * ((stage > 0) + (stage < num_stages - 1))  # one per neighbour
         else:
             assert self._messages is not None
             self._messages.num_backward = 0
             config = get_model_config(model)
-            if config.timers is not None:  # the timer that Megatron Core's own functions start and stop
+            if config.timers is not None:  # Megatron Core's functions start and stop this timer too
                 config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
             reported = self.execute(self.shape(num_microbatches, forward_only=forward_only), model, **arguments)
             if config.timers is not None:
@@ -113,9 +124,9 @@ class PipelineSchedule:
     def run_prefix_forward(
         self, *, model: Any, num_stages: int, num_chunks: int, num_microbatches: int, **arguments: Any
     ) -> None:
-        """Forward passes of the first chunks of the first stages, outside of an iteration. A collective.
+        """Collective. Run forward passes of the first chunks of the first stages, outside of an iteration.
 
-        The last of these stages calls the function beside the output with it.
+        The last of these stages calls the second return value of the forward step with the output.
         """
         self._set_up(model)
         assert self._groups is not None
@@ -125,7 +136,7 @@ class PipelineSchedule:
                 self.execute(shape, model, collect_non_loss_data=True, **arguments)
 
     def shape(self, num_microbatches: int, *, forward_only: bool = False) -> PlanShape:
-        """Of the coming iteration."""
+        """Return the shape of the coming iteration."""
         partition = self._partition
         if forward_only:
             assert self._done_ahead == 0, "microbatches that ran ahead come first"
@@ -133,14 +144,14 @@ class PipelineSchedule:
                 num_stages=partition.num_stages, num_chunks=partition.num_chunks, num_microbatches=num_microbatches
             )
         ahead = 0
-        if not self._is_prefix_served:
+        if not self._is_prefix_cached:
             ahead = min(microbatches_ahead(partition, self._block, self._run_ahead), self._num_next)
         return phase_shape(
             partition,
             self._block,
             num_microbatches=num_microbatches,
             head=self._head_passes,
-            is_prefix_served=self._is_prefix_served,
+            is_prefix_cached=self._is_prefix_cached,
             done_ahead=self._done_ahead,
             run_ahead=ahead,
         )
@@ -151,9 +162,11 @@ class PipelineSchedule:
         self._groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "embd", "pos_embd", "cp", "dp_cp"])
         group, config = self._groups.pp, get_model_config(model)
         shape = self.shape(1, forward_only=True)
-        waiting = distributed.group_for_waiting(group, timeout_minutes=self._timeout_minutes)
+        waiting = distributed.build_waiting_group(group, timeout_minutes=self._timeout_minutes)
         self._messages = Messages(group, dtype=config.pipeline_dtype, max_sends=shape.max_sends)
-        self._prefix_messages = Messages(waiting, dtype=config.pipeline_dtype, max_sends=shape.max_sends, paces=True)
+        self._prefix_messages = Messages(
+            waiting, dtype=config.pipeline_dtype, max_sends=shape.max_sends, throttles_cpu=True
+        )
         if self.name == "stock":
-            # batched messages of some of a group's ranks must not be the first thing that the group does
+            # PyTorch: batched messages among some of the ranks must not be the first operation of a group
             torch.distributed.all_reduce(torch.zeros(1, device=device.current()), group=group)

@@ -63,7 +63,7 @@ def waiting_seconds(recipe: Recipe, step: float) -> float:
 
 
 def exchanged(state: ModelState, stage: int, block: int, replica: int, *, replica_groups: int, compression: str) -> int:
-    """Bytes that one rank sends in an exchange of the block's phase: of its parts, by `runtime.replicas.part_of`, whole
+    """Bytes that one rank sends in an exchange of the block's phase: of its parts, by `replicas.shard_slice`, whole
     rows to each group, and as many for the mean."""
     row, row_bytes = _ROWS[compression]
     parts = _parts(state, state.trained(stage, block), replica)

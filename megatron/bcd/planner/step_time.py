@@ -247,14 +247,17 @@ def _rough_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
     if shape.num_chunks > 1:
         work = [0.0] * shape.num_stages
         for virtual in range(shape.num_virtual):
-            work[shape.stage_of(virtual)] += costs.of(virtual, Kind.FORWARD)
+            work[shape.stage_of(virtual)] += costs.duration(virtual, Kind.FORWARD)
             if not shape.is_forward_only(virtual):
-                work[shape.stage_of(virtual)] += costs.of(virtual, Kind.BACKWARD)
+                work[shape.stage_of(virtual)] += costs.duration(virtual, Kind.BACKWARD)
         fill = (sum(work) - max(work)) / shape.num_chunks + 2 * (shape.num_stages - 1) * costs.message
         total, busy = shape.num_microbatches * max(work) + fill, shape.num_microbatches * sum(work)
         return total, 1 - busy / (total * shape.num_stages)
-    forward = [costs.of(stage, Kind.FORWARD) for stage in range(shape.num_stages)]
-    both = [forward[stage] + costs.of(stage, Kind.BACKWARD) for stage in range(shape.first_trainable, shape.num_stages)]
+    forward = [costs.duration(stage, Kind.FORWARD) for stage in range(shape.num_stages)]
+    both = [
+        forward[stage] + costs.duration(stage, Kind.BACKWARD)
+        for stage in range(shape.first_trainable, shape.num_stages)
+    ]
     slowest = max(*both, *forward)
     total = sum(both) + 2 * (len(both) - 1) * costs.message + (shape.num_microbatches - 1) * slowest
     busy = shape.num_microbatches * (sum(both) + sum(forward[: shape.first_trainable]))

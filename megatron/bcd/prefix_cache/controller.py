@@ -136,7 +136,7 @@ class PrefixCache:
         limit = self.config.bcd.bcd_prefix_cache_max_gib
         max_bytes = None if limit is None else int(limit * 2**30)
         try:
-            error = collectives.on_rank_0(lambda: atomic_io.error_of(lambda: file.prepare(max_bytes=max_bytes)))
+            error = collectives.on_rank_0(lambda: atomic_io.capture_error(lambda: file.prepare(max_bytes=max_bytes)))
         except NoRoom as reason:
             self._note_computing(f"{told} ({format_bytes(file.num_bytes)}) are {reason}")
             return None
@@ -148,7 +148,7 @@ class PrefixCache:
             )
             error = _Fill(self, file).run()
             if error and torch.distributed.get_rank() == 0:
-                atomic_io.error_of(file.remove)  # it would only be in the way on a disk that is full
+                atomic_io.capture_error(file.remove)  # it would only be in the way on a disk that is full
         if error == _STOPPED:
             self._note_computing(_STOPPED)
             return None
@@ -264,8 +264,8 @@ class _Fill:
                 error = collectives.first_error(self._error)
                 if error or self._cache.should_stop():
                     return error or _STOPPED
-        error = collectives.first_error(atomic_io.error_of(self._file.sync))
-        return error or collectives.on_rank_0(lambda: atomic_io.error_of(self._file.publish))
+        error = collectives.first_error(atomic_io.capture_error(self._file.sync))
+        return error or collectives.on_rank_0(lambda: atomic_io.capture_error(self._file.publish))
 
     def _compute(self, microbatches: Sequence[Indices]) -> None:
         """Entries of these slots, by the pipeline of an evaluation that ends with the prefix. A collective."""
@@ -321,7 +321,7 @@ class _Fill:
             self._finish_oldest_write()
 
     def _finish_oldest_write(self) -> None:
-        error = atomic_io.error_of(self._writes.popleft().result)
+        error = atomic_io.capture_error(self._writes.popleft().result)
         self._error = self._error or error
 
 

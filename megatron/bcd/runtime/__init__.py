@@ -1,1 +1,1 @@
-"""Device, process groups, random generators, exit, files: what every other package stands on."""
+"""Device, process groups, random generators, exit codes and files: the base of all other packages."""

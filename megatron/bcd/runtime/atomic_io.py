@@ -1,4 +1,4 @@
-"""Durable writes, and their errors in one line."""
+"""Durable writes, and one-line descriptions of their errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def write(path: str, content: bytes) -> None:
-    """Write a file and flush it to the disk. Raises OSError."""
+    """Write a file and flush it to disk. Raises OSError."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -18,7 +18,7 @@ def write(path: str, content: bytes) -> None:
 
 
 def sync(path: str) -> None:
-    """Flush a file, or a folder's list of names, to the disk."""
+    """Flush a file to disk, or the list of names in a folder. Raises OSError."""
     file = os.open(path or ".", os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -30,8 +30,10 @@ def sync(path: str) -> None:
 
 
 def os_error(error: BaseException) -> BaseException:
-    """The error of the operating system that `error` was raised over, or `error`: PyTorch's file writer covers a full
-    disk with an error of its own."""
+    """Return the operating system's error that caused `error`, or `error` itself if there is none.
+
+    PyTorch's file writer, for example, hides a full disk behind an error of its own class.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ if cause.__suppress_context__ else cause.__context__
@@ -39,15 +41,15 @@ def os_error(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """An error as a part of one line."""
+    """Return the error as one line, without a trailing full stop."""
     error = os_error(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def error_of(action: Callable[[], object]) -> str | None:
-    """Run `action`; the error of writing that it raised, in one line."""
+def capture_error(action: Callable[[], object]) -> str | None:
+    """Run `action`. Return its error as one line, or None on success."""
     try:
         action()
     except (OSError, RuntimeError, ValueError) as error:  # PyTorch's file writer raises RuntimeError on a full disk

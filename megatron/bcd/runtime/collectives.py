@@ -1,4 +1,4 @@
-"""Collectives over Python objects, where rank 0 decides for all or every rank reports to all; and over shards."""
+"""Collectives over Python objects (rank 0 decides, or every rank reports to all) and over shards of tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def on_rank_0(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0 and return its result on every rank. A collective over all ranks.
+    """Collective. Call `function` on rank 0 and return its result on every rank.
 
-    For what the ranks could see differently: a shared disk, a sum in another order.
+    Use it for values that ranks might compute differently: the content of a shared disk, a sum in another order.
 
     Raises:
         Exception: what `function` raises on rank 0, on every rank.
@@ -35,9 +35,9 @@ def on_rank_0(function: Callable[[], T]) -> T:
 
 
 def long_on_rank_0(function: Callable[[], T], *, pause: float = 20.0) -> T:
-    """As `on_rank_0`, for a `function` that may take longer than a collective's timeout.
+    """Collective. Like `on_rank_0`, for a `function` that may take longer than a collective's timeout.
 
-    It runs in a thread, which must not call collectives. Every `pause` seconds the ranks meet until it has ended.
+    The function runs in a thread and must not call collectives. Meanwhile all ranks meet every `pause` seconds.
     """
     is_first = torch.distributed.get_rank() == 0
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -48,19 +48,19 @@ def long_on_rank_0(function: Callable[[], T], *, pause: float = 20.0) -> T:
 
 
 def first_error(error: str | None) -> str | None:
-    """The error of the lowest rank that has one, on every rank; None if no rank has one. A collective."""
-    return next((one for one in gather_objects(error) if one is not None), None)
+    """Collective. Return the error of the lowest rank that has one, or None."""
+    return next((other for other in gather_objects(error) if other is not None), None)
 
 
 def gather_objects(value: T, group: torch.distributed.ProcessGroup | None = None) -> list[T]:
-    """Every rank's `value`, by rank; of `group`, or of all ranks. A collective."""
+    """Collective. Return the `value` of every rank of `group` (default: all ranks), by rank."""
     ranks: list[T] = [value] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(ranks, value, group=group)
     return ranks
 
 
 def gather_integers(*values: int) -> list[tuple[int, ...]]:
-    """Every rank's `values` (64 bits each), by rank; cheaper than `gather_objects`. A collective over all ranks."""
+    """Collective. Return the 64-bit `values` of every rank, by rank. Cheaper than `gather_objects`."""
     mine = torch.tensor(values, dtype=torch.int64, device=device.current())
     ranks = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(ranks, mine)
@@ -75,15 +75,19 @@ def join_shards(
     group: torch.distributed.ProcessGroup,
     rank: int | None,
 ) -> torch.Tensor:
-    """A flat fp32 tensor with as many elements as `like`, on the device; each element is in the shard of one rank.
+    """Collective. Assemble a flat fp32 tensor with as many elements as `like` from the shards of a group's ranks.
 
-    `shard`: this rank's, flat, which begins at element `start`; None where it has none. The result is whole on `rank`
-    of the group, or with None on every rank; elsewhere its values mean nothing. A collective over the group.
+    Args:
+        shard: this rank's flat shard, or None.
+        start: index of the shard's first element.
+        rank: the rank of the group that gets the result; None for all. On other ranks the values are undefined.
     """
     flat = torch.zeros(like.numel(), dtype=torch.float32, device=device.current())
     if shard is not None:
         flat[start : start + shard.numel()] = shard
-    bits = flat.view(torch.int32)  # all addends of an element but one are 0: a sum of integers keeps even -0.0
+    # Each element is zero on all ranks but one, so a sum over the ranks is a gather. Summed as integers, the bits stay
+    # exactly those of the shard: a sum of floats would turn -0.0 into 0.0.
+    bits = flat.view(torch.int32)
     if rank is None:
         torch.distributed.all_reduce(bits, group=group)
     else:

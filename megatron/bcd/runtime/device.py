@@ -1,4 +1,4 @@
-"""The device of this process: its own GPU, or the CPU."""
+"""The device of this process (its GPU, or the CPU), timers and asynchronous copies on it."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ def has_cuda() -> bool:
 
 
 def num_gpus() -> int:
-    """GPUs visible to this process; creates no CUDA context."""
+    """Return the number of GPUs visible to this process, without creating a CUDA context."""
     return torch.cuda.device_count() if has_cuda() else 0
 
 
 def current() -> torch.device:
-    """The device of this process: its own GPU, or the CPU."""
+    """Return the device of this process: its GPU, or the CPU."""
     if has_cuda():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def name() -> str:
-    """The GPU's model, or "cpu"."""
+    """Return the GPU's model name, or "cpu"."""
     return torch.cuda.get_device_name() if has_cuda() else "cpu"
 
 
-class Pace:
-    """Keeps the CPU from running further ahead of the GPU than so many marks. Without a GPU there is nothing to do.
+class Throttle:
+    """Keeps the CPU at most `ahead` marks ahead of the GPU. Does nothing without a GPU.
 
-    PyTorch's allocator gives out memory when the CPU asks for it, and under NCCL waiting for a message blocks the GPU
-    only: a CPU that is far ahead holds the buffers of all messages to come.
+    PyTorch's allocator reserves memory when the CPU launches work, and waiting for an NCCL message blocks only the GPU.
+    Without a limit, a CPU that runs far ahead would allocate the buffers of all later messages.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -44,7 +44,7 @@ class Pace:
         self._marks: deque[torch.cuda.Event] = deque()
 
     def mark(self) -> None:
-        """Wait until the GPU has come to the mark `ahead` before this one."""
+        """Place a mark, and wait until the GPU has reached the one `ahead` marks earlier."""
         if not has_cuda():
             return
         event = torch.cuda.Event()
@@ -55,8 +55,10 @@ class Pace:
 
 
 class Stopwatch:
-    """Time between its creation and `stop`, on a GPU that of the work in between: nothing is waited for until it is
-    read."""
+    """The time from its creation to `stop`. On a GPU it times the work launched in between.
+
+    Starting and stopping does not block; reading the time does.
+    """
 
     def __init__(self) -> None:
         self._start = _now()
@@ -84,8 +86,10 @@ def _now() -> torch.cuda.Event | float:
 
 
 class HostCopy:
-    """A copy of a small tensor to host memory, under way. Once the CPU has waited for later work on the device, reading
-    it waits for nothing."""
+    """An asynchronous copy of a small tensor to host memory.
+
+    Reading it waits for the copy. After the CPU has waited for later work on the device, reading is free.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values, self._done = tensor, None
@@ -102,18 +106,20 @@ class HostCopy:
 
 
 Copied: TypeAlias = torch.cuda.Event | None
-"""The end of a copy under way; None on a CPU, where it has ended."""
+"""The event at the end of a copy; None on a CPU, where copies are synchronous."""
 
 
 class CopyStream:
-    """Copies from page-locked host memory beside computation: on a GPU on a stream of its own."""
+    """Copies from page-locked host memory, overlapped with computation on a separate CUDA stream."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if has_cuda() else None
 
     def copy(self, source: torch.Tensor, *, to: torch.Tensor) -> Copied:
-        """Start to copy after all work that has been launched so far, which may still read `to`. The event is for
-        `wait`."""
+        """Start to copy as soon as all work launched so far, which may still read `to`, is done.
+
+        Pass the returned event to `wait`.
+        """
         if self._stream is None:
             to.copy_(source)
             return None
@@ -123,7 +129,7 @@ class CopyStream:
             return self._stream.record_event()
 
     def wait(self, copied: Copied) -> None:
-        """Let what is launched from here on see the copy; the CPU goes on."""
+        """Make later kernels wait for the copy without blocking the CPU."""
         if copied is not None:
             torch.cuda.current_stream().wait_event(copied)
 
@@ -133,6 +139,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def marked_for_profiler() -> contextlib.AbstractContextManager[object]:
-    """Inside, NVIDIA's profilers record (``--capture-range=cudaProfilerApi``); nothing without a GPU."""
+def cuda_profiler_range() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which NVIDIA's profilers record (``--capture-range=cudaProfilerApi``)."""
     return torch.cuda.profiler.profile() if has_cuda() else contextlib.nullcontext()

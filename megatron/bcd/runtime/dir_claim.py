@@ -1,4 +1,4 @@
-"""Claims of folders that a job writes to: one job at a time, on a disk that all nodes share."""
+"""Locks on folders: one job at a time writes to a folder, on a disk that all nodes share."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _NO_LOCKS_HERE = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno
 
 @dataclass(frozen=True, kw_only=True)
 class DirClaim:
-    """The right of this job to write below a folder."""
+    """The exclusive right of this job to write to a folder."""
 
     lock: UnixFileLock | None = None
-    """On rank 0."""
+    """The lock on rank 0; None elsewhere."""
     warnings: tuple[str, ...] = ()
 
     def release(self) -> None:
-        """Let other jobs write there. Not a collective."""
+        """Release the lock. Not a collective."""
         if self.lock is not None:
             self.lock.release()
 
 
 def claim(root: str | None, *, flag: str, contents: str, clean: Callable[[str], Any] | None = None) -> DirClaim:
-    """Lock `root` for this job, `clean` it up after a killed one, and check that every node sees it. A collective.
+    """Collective. Lock `root` for this job, `clean` up after a killed job, and check that every node sees the folder.
 
-    `flag` and `contents` (what is written there, a plural) are for messages. Without a root there is nothing to claim.
+    `flag` and `contents` (a plural: what is written there) are for messages. Without a root, do nothing.
 
     Raises:
-        ValueError: another job writes there, the folder can't be written, or a node does not see it.
+        ValueError: another job has the lock, the folder is not writable, or a node does not see it.
     """
     if root is None:
         return DirClaim()
@@ -59,26 +59,26 @@ def claim(root: str | None, *, flag: str, contents: str, clean: Callable[[str], 
     try:
         probe, warning = collectives.on_rank_0(prepare)
     except OSError as error:
-        raise ValueError(f"{flag} {root} can't be written ({error.strerror}): give a folder that can") from None
+        raise ValueError(f"{flag} {root}: can't be written ({error.strerror}). Give a writable folder.") from None
     hosts = collectives.gather_objects((socket.gethostname(), becomes_visible(root, probe)))
     if torch.distributed.get_rank() == 0:
         os.unlink(os.path.join(root, probe))
     blind = sorted({host for host, sees_probe in hosts if not sees_probe})
     if blind:
         raise ValueError(
-            f"{flag} {root}: {', '.join(blind)} can't see what {hosts[0][0]} writes there; give a folder on a disk "
-            "that all nodes share (NFS, Lustre, ...)"
+            f"{flag} {root}: {', '.join(blind)} can't see what {hosts[0][0]} writes there. Give a folder on a disk "
+            "that all nodes share (NFS, Lustre, ...)."
         )
     return DirClaim(lock=lock, warnings=(warning,) if warning else ())
 
 
 def lock_folder(root: str, *, flag: str, contents: str) -> tuple[UnixFileLock, str | None]:
-    """A lock on the file ``.lock`` of a folder, which is created if it is missing; a warning if the disk has no locks.
+    """Lock the file ``.lock`` of a folder, which is created if necessary. Return a warning if the disk has no locks.
 
-    The kernel releases it when this process ends, however it ends. Child processes do not inherit it.
+    The kernel releases the lock when this process ends, even if it is killed. Child processes do not inherit it.
 
     Raises:
-        ValueError: another job holds it.
+        ValueError: another job has the lock.
     """
     path = os.path.join(root, ".lock")
     os.makedirs(root, exist_ok=True)
@@ -87,15 +87,15 @@ def lock_folder(root: str, *, flag: str, contents: str) -> tuple[UnixFileLock, s
         lock.acquire(blocking=False)
     except Timeout:
         raise ValueError(
-            f"{flag} {root}: another job ({_read_holder(path)}) is writing {contents} there; give another folder or "
-            "stop that job"
+            f"{flag} {root}: another job ({_read_holder(path)}) is writing {contents} there. Give another folder, or "
+            "stop that job."
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:
             raise
         return lock, (
-            f"{flag} {root}: its file system can't lock files ({error.strerror}); two jobs that write there would "
-            f"destroy each other's {contents}"
+            f"{flag} {root}: its file system can't lock files ({error.strerror}). Two jobs that write there would "
+            f"destroy each other's {contents}."
         )
     return lock, None
 
@@ -117,10 +117,10 @@ def _read_holder(path: str) -> str:
 
 
 def becomes_visible(root: str, name: str, timeout: float = 5.0) -> bool:
-    """Whether this process sees the file within `timeout` seconds."""
+    """Return whether this process sees the file within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
-        # an NFS client may answer a look-up by name from its cache; a listing comes from the server
+        # an NFS client may answer a look-up by name from its cache, but a listing comes from the server
         if os.path.isdir(root) and name in os.listdir(root):
             return True
         if time.monotonic() >= deadline:

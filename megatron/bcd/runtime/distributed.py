@@ -1,4 +1,4 @@
-"""Process groups: the rendezvous under torchrun, the backend, and Megatron Core's parallel groups."""
+"""Process groups: rendezvous under torchrun, backend, and Megatron Core's parallel groups."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 
 from megatron.bcd.runtime import collectives, device, packages
 from megatron.bcd.runtime.compat import cpu, megatron_core, pytorch
-from megatron.bcd.runtime.exit import torchruns_store
+from megatron.bcd.runtime.exit import torchrun_store
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""CUDA's queues to a GPU. With one, kernels start in the order of their launch: with tensor parallelism Megatron Core
-counts on that to overlap communication with computation, on GPUs before Blackwell. A value that is set stays."""
+"""Number of hardware queues to a GPU. With one, kernels start in the order of their launch. With tensor parallelism
+Megatron Core relies on that to overlap communication with computation on GPUs before Blackwell."""
 
 
-MOST_CTAS = 2
-"""Of a group for messages that wait: thread blocks of NCCL's kernels, each of which holds a multiprocessor."""
+MAX_WAITING_CTAS = 2
+"""NCCL thread blocks per message in a waiting group. Each occupies a multiprocessor while it waits."""
 
 
 def initialize(
@@ -34,18 +34,18 @@ def initialize(
     context_size: int = 1,
     hierarchical_context_sizes: Sequence[int] | None = None,
 ) -> bool:
-    """Join the process group of torchrun's environment and create Megatron Core's parallel groups.
+    """Join the process group that torchrun's environment describes, and create Megatron Core's parallel groups.
 
-    Without that environment the world is this process. Returns whether torchrun has started these ranks before, the
-    same on every rank.
+    Without that environment the world is this process. Return whether torchrun has started these ranks before; all
+    ranks return the same.
 
     Raises:
-        ValueError: fewer GPUs on this node than processes, GPUs that are hidden from some processes, ranks that don't
-            know their number on their node, or a backend that does not fit the machine.
+        ValueError: this node has fewer GPUs than processes, GPUs are hidden from some processes, a rank does not know
+            its number on the node, or the backend does not fit the machine.
     """
     from megatron.core import parallel_state
 
-    if tensor_size > 1:  # read when CUDA starts
+    if tensor_size > 1:  # CUDA reads it when it starts
         os.environ.setdefault(CONNECTIONS, "1")
     megatron_core.patch_optimizer_offload()
     megatron_core.patch_norm_recomputation()
@@ -60,7 +60,7 @@ def initialize(
             "GPU with CUDA_VISIBLE_DEVICES="
         )
     if device.has_cuda():
-        torch.cuda.set_device(_own_gpu())
+        torch.cuda.set_device(_local_gpu())
         if packages.optimizer_implementation() == packages.PYTORCH_OPTIMIZER:
             megatron_core.patch_adam()
     else:
@@ -72,7 +72,7 @@ def initialize(
         timeout = datetime.timedelta(minutes=timeout_minutes)
         start, arguments = _rendezvous(timeout)
         torch.distributed.init_process_group(backend, timeout=timeout, **arguments)
-    # a bound device would give messages of the pipeline's links and batches one communicator, and one order
+    # with a bound device, messages between all pairs of stages would share one communicator and wait for each other
     warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
     assert torch.distributed.group.WORLD.bound_device_id is None, "no device is bound to the process group"
     parallel_state.initialize_model_parallel(
@@ -87,13 +87,13 @@ def initialize(
     return start > 1
 
 
-def group_for_waiting(
+def build_waiting_group(
     group: torch.distributed.ProcessGroup, *, timeout_minutes: int | None = None
 ) -> torch.distributed.ProcessGroup:
-    """A group of the same ranks for messages that are received long before they are sent. A collective over all ranks.
+    """Collective over all ranks. Build a group of the same ranks for receives that are posted long before the send.
 
-    Under NCCL such a receive is a kernel that spins: it gets at most MOST_CTAS of the multiprocessors. Without a GPU it
-    is the group itself.
+    A pending NCCL receive is a kernel that spins. In this group it occupies at most MAX_WAITING_CTAS multiprocessors.
+    Without a GPU, return the group itself.
     """
     if not device.has_cuda():
         return group
@@ -101,12 +101,12 @@ def group_for_waiting(
 
     mine = tuple(torch.distributed.get_process_group_ranks(group))
     timeout = None if timeout_minutes is None else datetime.timedelta(minutes=timeout_minutes)
-    groups = {  # every rank takes part in the creation of every group
+    groups = {  # every rank must call new_group for every group
         ranks: torch.distributed.new_group(
             list(ranks),
             timeout=timeout,
             backend="nccl",
-            pg_options=parallel_state.get_nccl_options("few", {"few": {"min_ctas": 1, "max_ctas": MOST_CTAS}}),
+            pg_options=parallel_state.get_nccl_options("few", {"few": {"min_ctas": 1, "max_ctas": MAX_WAITING_CTAS}}),
         )
         for ranks in sorted(set(collectives.gather_objects(mine)))
     }
@@ -114,7 +114,7 @@ def group_for_waiting(
 
 
 def leave() -> None:
-    """Undo `initialize`, and what Megatron Core keeps of a run for its process."""
+    """Undo `initialize`, and clear what Megatron Core keeps per process."""
     from megatron.core import num_microbatches_calculator, parallel_state
 
     num_microbatches_calculator.unset_num_microbatches_calculator()
@@ -122,15 +122,15 @@ def leave() -> None:
     torch.distributed.destroy_process_group()
 
 
-def _own_gpu() -> int:
-    """The number of this process's GPU on its node. Raises ValueError as `initialize`."""
-    given = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
-    if given is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+def _local_gpu() -> int:
+    """Return the index of this process's GPU on its node. Raises ValueError like `initialize`."""
+    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
+    if local_rank is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "LOCAL_RANK, the number of a process on its node, is not set, nor is SLURM_LOCALID; start the processes "
             "with torchrun or srun, or set it"
         )
-    number, count = int(given or "0"), torch.cuda.device_count()
+    number, count = int(local_rank or "0"), torch.cuda.device_count()
     if number >= count == 1:
         raise ValueError(
             f"process {number + 1} of this node sees one GPU; if the node has more, each process must see all of them: "
@@ -146,25 +146,28 @@ def _own_gpu() -> int:
 
 
 def _rendezvous(timeout: datetime.timedelta) -> tuple[int, dict[str, Any]]:
-    """Which start of these ranks this is, from 1, and the arguments of `init_process_group` that it can't find by
-    itself, or would get wrong after a restart."""
+    """Return the number of this start of the ranks, from 1, and the arguments of `init_process_group`.
+
+    The arguments are empty where PyTorch's own rendezvous works. After a restart by torchrun it would not.
+    """
     if "RANK" not in os.environ:
         return 1, {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()}
-    store = torchruns_store(timeout)
+    store = torchrun_store(timeout)
     if store is None:
         return 1, {}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    start = number_of_start(store, rank=rank, world_size=world_size, timeout=timeout)
+    start = draw_start_number(store, rank=rank, world_size=world_size, timeout=timeout)
     store = torch.distributed.PrefixStore(f"bcd/start {start}", store)
     return start, {"rank": rank, "world_size": world_size, "store": store}
 
 
-def number_of_start(store: Any, *, rank: int, world_size: int, timeout: datetime.timedelta) -> int:
-    """A number that all ranks share and that no earlier start had.
+def draw_start_number(store: Any, *, rank: int, world_size: int, timeout: datetime.timedelta) -> int:
+    """Return a number that all ranks agree on and that no earlier start had.
 
-    torchrun keeps its store over restarts (pytorch issue 135712), so a rank would find the address of one that is
-    gone. Its restart count can't separate starts, because each node has its own. So rank 0 draws a number and
-    acknowledges each other rank by a name that is new for this start: an acknowledged rank has the newest number.
+    torchrun keeps its store over restarts (pytorch issue 135712), so a rank could read the address of a rank 0 that is
+    gone. torchrun's restart count does not help, because each node counts by itself. So rank 0 draws a number. Every
+    other rank writes a random name under the newest number it sees, until rank 0 acknowledges that name: the number is
+    then the current one.
 
     Raises:
         RuntimeError: rank 0 did not answer within `timeout`.

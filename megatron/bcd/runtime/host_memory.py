@@ -1,4 +1,4 @@
-"""Host memory that the ranks of a node share, page-locked where there is a GPU."""
+"""Host memory that the ranks of a node share, page-locked if there is a GPU."""
 
 from __future__ import annotations
 
@@ -19,40 +19,41 @@ _CONTROL_GROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", ""),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""Versions 2 and 1: folder, limit, use, and what the names in memory.stat begin with."""
+"""Versions 2 and 1 of control groups: folder, limit, usage, prefix of the names in memory.stat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMemory:
-    """Memory of this rank's group on this node."""
+    """Host memory shared by the ranks of a group on this node."""
 
     data: torch.Tensor
-    """Bytes, zero at first."""
+    """uint8, initially zero."""
     is_owner: bool
-    """Whether this rank is the one of its group on this node that writes."""
+    """Whether this rank is the one that writes."""
     has_whole_group: bool
     """Whether all ranks of the group are on this node."""
 
 
 def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str) -> SharedMemory:
-    """`num_bytes` that the ranks of `group` on one node share, page-locked in each of their processes if there is a
-    GPU. A collective over all ranks, whose groups may need different sizes.
+    """Collective over all ranks. Allocate `num_bytes` shared by the ranks of `group` on each node.
 
-    The memory has no name in a file system: it is no part of /dev/shm, whose size containers limit, and it is free
-    again when the last process ends, however that ends.
+    The sizes may differ between groups. The memory is page-locked in each process if there is a GPU.
+
+    It is an anonymous file (memfd), so /dev/shm, which containers limit, is not needed. The kernel frees it with the
+    last process, even one that is killed.
 
     Raises:
-        ValueError: the ranks of a node need more than there is, or it can't be page-locked; `what` it is for is told.
+        ValueError: a node has too little memory, or it cannot be shared or page-locked. `what` names the purpose.
     """
     rank, node = torch.distributed.get_rank(), _node()
-    sharing = [one for one, its_node in collectives.gather_objects((rank, node), group) if its_node == node]
+    sharing = [member for member, its_node in collectives.gather_objects((rank, node), group) if its_node == node]
     first = min(sharing)
     is_owner = rank == first
     ranks = collectives.gather_objects((node, num_bytes if is_owner else 0, available_bytes()))
     needed: dict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
-    for its_node, one, its_free in ranks:
-        needed[its_node] += one
+    for its_node, its_bytes, its_free in ranks:
+        needed[its_node] += its_bytes
         free[its_node] = min(free.get(its_node, its_free), its_free)
     for its_node, total in needed.items():
         if total > free[its_node]:
@@ -75,7 +76,7 @@ def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str
             "start the ranks of a node as one user, without limits of file size and address space (ulimit -f and -v "
             "unlimited), or take --bcd-frozen-weights device"
         ) from error
-    collectives.gather_objects(None, group)  # the owner's handle is open until all have opened theirs
+    collectives.gather_objects(None, group)  # keep the owner's handle open until all ranks have opened it
     os.close(handle)
     data = torch.frombuffer(mapping, dtype=torch.uint8)
     if device.has_cuda():
@@ -84,20 +85,20 @@ def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str
 
 
 def available_bytes() -> int:
-    """Host memory that is free for this process: of the machine, and within the limit of its control group."""
+    """Return the free host memory: of the machine, and within the limit of this process's control group."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    found = int(fields["MemAvailable"].split()[0]) * 1024
+    available = int(fields["MemAvailable"].split()[0]) * 1024
     for folder, limit, used, prefix in _CONTROL_GROUPS:
         with contextlib.suppress(OSError, ValueError):  # another version, or no limit ("max")
             statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            # files that were read count as used, and are dropped where memory is short
+            # the page cache counts as used, but the kernel drops it when memory is short
             cached = sum(int(statistics[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
-            found = min(found, int((folder / limit).read_text()) - int((folder / used).read_text()) + cached)
-    return found
+            available = min(available, int((folder / limit).read_text()) - int((folder / used).read_text()) + cached)
+    return available
 
 
 def _node() -> str:
-    """The same on all ranks that can open each other's files below /proc."""
+    """Return an identifier that is equal on ranks which can open each other's files in /proc."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
@@ -112,5 +113,5 @@ def _lock_pages(mapping: mmap.mmap, data: torch.Tensor, what: str) -> None:
             f"is {allowed}): start the container with more memory and no limit of locked memory (ulimit -l unlimited), "
             "or take --bcd-frozen-weights device"
         )
-    # not at the interpreter's exit, when CUDA may be gone
+    # but not at the interpreter's exit, when CUDA may already be gone
     weakref.finalize(mapping, runtime.cudaHostUnregister, data.data_ptr()).atexit = False

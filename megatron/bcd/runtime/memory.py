@@ -1,4 +1,4 @@
-"""Peak memory, the allocator's cache, and page-locked host memory."""
+"""Peak memory, the allocator's cache, and copies in host memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron.bcd.runtime import device
 from megatron.bcd.runtime.compat import cpu
 
 
-def empty_in_host_memory(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor; pinned on a machine with a GPU, so that copies can be asynchronous."""
+def empty_host_tensor(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a flat tensor in host memory, page-locked if there is a GPU, so that copies can be asynchronous."""
     return torch.empty(num_elements, dtype=dtype, pin_memory=device.has_cuda())
 
 
 def release_cached_memory() -> None:
-    """Return freed memory to the driver or the system, so that a phase's peak is its own."""
+    """Return freed memory to the driver or the system, so that the peak of the next phase does not include it."""
     if device.has_cuda():
         torch.cuda.empty_cache()
     else:
@@ -32,29 +32,28 @@ def reset_peak_memory() -> None:
         return
     try:
         with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # Linux: resets the peak resident set to the current one
+            file.write("5")  # Linux: reset the peak resident set size to the current one
     except OSError:
-        pass  # elsewhere the peak is that of the whole process
+        pass  # other systems: the peak is that of the whole process
 
 
-def allocator() -> Callable[[], int] | None:
-    """A function that returns the bytes allocated on the GPU now; None on a CPU, which keeps no count."""
+def allocated_bytes_function() -> Callable[[], int] | None:
+    """Return the function that counts the bytes allocated on the GPU, or None on a CPU, which has no count."""
     return torch.cuda.memory_allocated if device.has_cuda() else None
 
 
 def reserved_memory_bytes() -> int:
-    """Peak since `reset_peak_memory` of what PyTorch's allocator holds on the GPU, unused parts included; 0 on a
-    CPU."""
+    """Return the peak since `reset_peak_memory` of memory that PyTorch's allocator reserves on the GPU; 0 on a CPU."""
     return torch.cuda.max_memory_reserved() if device.has_cuda() else 0
 
 
 def total_bytes() -> int:
-    """Memory of this rank's GPU; 0 on a CPU."""
+    """Return the memory of this rank's GPU; 0 on a CPU."""
     return torch.cuda.get_device_properties(device.current()).total_memory if device.has_cuda() else 0
 
 
 def peak_memory_bytes() -> int:
-    """Peak since `reset_peak_memory`: bytes allocated on the GPU, or the process's resident set on a CPU."""
+    """Return the peak since `reset_peak_memory`: bytes allocated on the GPU, or the resident set size on a CPU."""
     if device.has_cuda():
         return torch.cuda.max_memory_allocated()
     try:
@@ -67,12 +66,12 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def copied_to_host(value: Any) -> Any:
-    """With copies of all tensors in its dicts, tuples and dataclasses, in host memory."""
+def copy_to_host(value: Any) -> Any:
+    """Return `value` with all tensors in its dicts, tuples and dataclasses copied to host memory."""
     if torch.is_tensor(value):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: copied_to_host(one) for key, one in value.items()}
+        return {key: copy_to_host(item) for key, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(map(copied_to_host, value))
-    return replace(value, **copied_to_host(vars(value))) if is_dataclass(value) else value  # type: ignore[type-var]
+        return tuple(map(copy_to_host, value))
+    return replace(value, **copy_to_host(vars(value))) if is_dataclass(value) else value  # type: ignore[type-var]

@@ -1,4 +1,4 @@
-"""Optional packages: Transformer Engine and Apex, used where they are importable and there is a GPU; a C compiler."""
+"""Optional packages (Transformer Engine and Apex, used if importable and there is a GPU), and the C compiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.bcd.runtime import device
 
 
 def is_importable(module: str) -> bool:
-    """Whether ``import module`` works here; a package that is installed but broken counts as absent."""
+    """Return whether ``import module`` works here. An installed but broken package counts as absent."""
     try:
         importlib.import_module(module)
     except Exception:  # a broken binary package may raise anything at import
@@ -22,12 +22,12 @@ def is_importable(module: str) -> bool:
 
 
 def has_transformer_engine() -> bool:
-    """Transformer Engine is importable and there is a GPU to run it on."""
+    """Return whether Transformer Engine is importable and there is a GPU."""
     return device.has_cuda() and is_importable("transformer_engine.pytorch")
 
 
 def has_precision_aware_adam() -> bool:
-    """Transformer Engine is there, and its Adam can hold what bf16 weights lack of main parameters: from 2.1 on."""
+    """Return whether Transformer Engine's Adam can store the low 16 bits of main parameters (from 2.1 on)."""
     if not has_transformer_engine():
         return False
     try:
@@ -38,7 +38,7 @@ def has_precision_aware_adam() -> bool:
 
 
 def transformer_engine_version() -> str:
-    """The version in use; empty without Transformer Engine."""
+    """Return the version in use, or an empty string without Transformer Engine."""
     if not has_transformer_engine():
         return ""
     import transformer_engine
@@ -47,7 +47,7 @@ def transformer_engine_version() -> str:
 
 
 def has_apex() -> bool:
-    """NVIDIA's Apex (not the unrelated PyPI package of that name) with its fused kernels, and a GPU."""
+    """Return whether NVIDIA's Apex with its fused kernels (not PyPI's unrelated `apex`) and a GPU are available."""
     return (
         device.has_cuda()
         and is_importable("apex.optimizers")
@@ -57,7 +57,7 @@ def has_apex() -> bool:
 
 
 def missing_for_compilation() -> str:
-    """What torch.compile lacks here to compile for a GPU; empty if nothing, or if it is switched off.
+    """Return what torch.compile needs here to compile for a GPU and cannot find; empty if nothing, or if it is off.
 
     Triton compiles the launchers of its kernels with a C compiler: CC, else gcc or clang.
     """
@@ -74,7 +74,7 @@ PYTORCH_OPTIMIZER = "PyTorch AdamW"
 
 
 def optimizer_implementation() -> str:
-    """The origin of Megatron Core's Adam, which it chooses by importability when it is imported."""
+    """Return the origin of Megatron Core's Adam, which it selects by importability when it is imported."""
     from megatron.core.optimizer import Adam
 
     module = Adam.__module__

@@ -1,4 +1,4 @@
-"""Random generators: seeding as stock Megatron-LM does, saving and restoring."""
+"""Random generators: seeding like stock Megatron-LM, saving and restoring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.bcd.runtime import device
 
 
 def seed_everything(seed: int, *, data_parallel_random_init: bool = False) -> None:
-    """Seed Python, NumPy, PyTorch and Megatron Core's tracker as stock Megatron-LM does: each stage its own seed."""
+    """Seed Python, NumPy, PyTorch and Megatron Core's tracker like stock Megatron-LM: each stage differently."""
     from megatron.core import parallel_state, tensor_parallel
 
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
@@ -25,11 +25,11 @@ def seed_everything(seed: int, *, data_parallel_random_init: bool = False) -> No
     torch.manual_seed(seed)
     state = torch.get_rng_state()
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    torch.set_rng_state(state)  # on a CPU the tracker uses the generator that initialises the weights
+    torch.set_rng_state(state)  # on a CPU the tracker shares the generator that initialises the weights
 
 
 def device_rng_state() -> torch.Tensor | None:
-    """State of the GPU's random generator; None where the CPU's is the only one."""
+    """Return the state of the GPU's random generator, or None on a CPU."""
     return torch.cuda.get_rng_state() if device.has_cuda() else None
 
 
@@ -38,8 +38,8 @@ def set_device_rng_state(state: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def random_generators_kept() -> Iterator[None]:
-    """Restores PyTorch's generators and Megatron Core's tracker at the end, whatever was drawn inside."""
+def preserve_random_generators() -> Iterator[None]:
+    """Restore PyTorch's generators and Megatron Core's tracker at the end of the context."""
     from megatron.core import tensor_parallel
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
@@ -55,21 +55,20 @@ def random_generators_kept() -> Iterator[None]:
 
 
 def use_deterministic_algorithms() -> None:
-    """Restrict PyTorch to deterministic kernels; it raises where there is none (--deterministic-mode)."""
+    """Restrict PyTorch to deterministic kernels (--deterministic-mode). It raises where none exists."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read by Transformer Engine's attention
     torch.use_deterministic_algorithms(True)
 
 
-def draw_as_stock_warm_up_does(
+def draw_like_stock_warm_up(
     *, seq_length: int, micro_batch_size: int, hidden_size: int, ffn_hidden_size: int, dtype: torch.dtype
 ) -> None:
-    """Draw from the CPU's generator what stock Megatron-LM draws on a CPU before it builds the model.
+    """Draw from the CPU's generator the numbers that stock Megatron-LM draws on a CPU before it builds the model.
 
-    It warms its fused functions up (bias + GELU, bias + dropout + residual, 5 times with and 5 times without gradient)
-    on random tensors of its device. On a GPU they leave the generator that initialises the weights alone; on a CPU they
-    advance it, and without them the initial weights are not stock's. ``ffn_hidden_size`` is this tensor-parallel
-    rank's part.
+    Stock warms up its fused functions (bias + GELU, bias + dropout + residual; 5 times with and 5 times without
+    gradient) on random tensors of its device. On a CPU this advances the generator that initialises the weights, so the
+    same numbers must be drawn to get the same initial weights. ``ffn_hidden_size`` is this tensor-parallel rank's part.
     """
     torch.rand(ffn_hidden_size, dtype=dtype)
     torch.rand(seq_length, micro_batch_size, ffn_hidden_size, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Threads of a process that computes on the CPU: the node's cores divided by its processes."""
+"""CPU threads: the node's cores divided by the number of its processes."""
 
 from __future__ import annotations
 
@@ -9,31 +9,28 @@ from pathlib import Path
 _NAME = "OMP_NUM_THREADS"
 _QUOTA_V2 = Path("/sys/fs/cgroup/cpu.max")
 _QUOTA_V1 = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
-
-
 _SPINS = "GOMP_SPINCOUNT"
 
 
-def wait_briefly() -> None:
-    """Let threads that wait for each other sleep after some 50 microseconds of spinning, unless the user has said how
-    they wait. To be called before torch is imported.
+def limit_openmp_spin() -> None:
+    """Make waiting OpenMP threads sleep after about 50 microseconds, unless the user has set how they wait.
 
-    OpenMP's own 300,000 rounds are for threads that have a core each. Where another program has it, each wait costs a
-    turn of the scheduler, and a step ten times as long.
+    Call this before importing torch. By default they spin for 300,000 rounds, which suits threads with a core each.
+    If another program uses the cores, spinning costs a time slice per wait and makes a step ten times as long.
     """
     if not {"OMP_WAIT_POLICY", _SPINS} & set(os.environ):
         os.environ[_SPINS] = "10000"
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: those that it may run on, and no more than its container's share of time."""
+    """Return the number of cores this process may use, within its affinity mask and its container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota()
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def _quota() -> float | None:
-    """Of the container, in cores; None without one."""
+    """Return the container's CPU quota in cores, or None without one."""
     try:
         if _QUOTA_V2.exists():
             quota, period = _QUOTA_V2.read_text().split()
@@ -45,7 +42,7 @@ def _quota() -> float | None:
 
 
 def set_threads() -> str:
-    """Give PyTorch its share of the cores, unless the user has set OMP_NUM_THREADS; a line of the run summary."""
+    """Give PyTorch its share of the cores, unless the user has set OMP_NUM_THREADS. Return a line for the summary."""
     import torch
 
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1")
@@ -61,7 +58,7 @@ def set_threads() -> str:
 
 
 def is_from_torchrun(environment: Mapping[str, str], processes: int) -> bool:
-    """Whether torchrun has set OMP_NUM_THREADS: to 1 for several processes, where its own environment has none."""
+    """Return whether torchrun has set OMP_NUM_THREADS: it sets 1 for several processes if its environment has none."""
     if processes < 2 or environment.get(_NAME) != "1" or "TORCHELASTIC_RUN_ID" not in environment:
         return False
     try:

@@ -1,4 +1,4 @@
-"""The tested versions of Python, PyTorch and Megatron Core. Imports none of the latter two."""
+"""The tested versions of Python, PyTorch and Megatron Core. Imports neither of the latter two."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import re
 import sys
 
 TESTED = {"Python": ("3.11", "3.12"), "torch": ("2.11", "2.13"), "megatron-core": ("0.16.1", "0.16.1")}
-"""The oldest and the newest: the pins of requirements.txt on CPUs, and those of docs/gpu.md on an H100."""
+"""The oldest and the newest version: the pins of requirements.txt on CPUs, and those of docs/gpu.md on an H100."""
 
 
 def warn_if_untested(*, prog: str) -> None:
-    """Print a line on rank 0 if a version lies outside `TESTED`. Call it before imports that may fail because of it."""
+    """Print a line on rank 0 if a version lies outside `TESTED`. Call it before imports that an old version breaks."""
     names = [f"{name} {version}" for name in TESTED if not _is_tested(name, version := _version(name))]
     if names and os.environ.get("RANK", "0") == "0":
         tested = ", ".join(
@@ -29,7 +29,7 @@ def _is_tested(name: str, version: str) -> bool:
 
 
 def _version(name: str) -> str:
-    """Return the version; an empty one if the package is not installed."""
+    """Return the version, or an empty string if the package is not installed."""
     try:
         return platform.python_version() if name == "Python" else importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

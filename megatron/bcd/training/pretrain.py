@@ -18,7 +18,7 @@ from megatron.bcd.checkpoint.saver import check_save_folder, claim_save_folder, 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model import builder
 from megatron.bcd.runtime import collectives, device, dir_claim, distributed, rng, threads
-from megatron.bcd.runtime.exit import exit_on_error, report_to_torchrun, torchruns_store
+from megatron.bcd.runtime.exit import exit_on_error, report_to_torchrun, torchrun_store
 from megatron.bcd.tokenizer import build_tokenizer
 from megatron.bcd.trainer import ModelBuilder, Trainer
 from megatron.bcd.training.state import TrainingFailed
@@ -149,7 +149,7 @@ def _resuming_after_restart(config: RunConfig, *, is_restart: bool) -> RunConfig
     if checkpoint.save is None:
         return config
     save = checkpoint.save
-    has_saved = collectives.on_rank_0(lambda: _has_saved(save, torchruns_store(_PATIENCE)))
+    has_saved = collectives.on_rank_0(lambda: _has_saved(save, torchrun_store(_PATIENCE)))
     if not (is_restart and has_saved):
         return config
     return config.replace_section(

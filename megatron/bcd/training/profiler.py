@@ -32,7 +32,7 @@ class StepProfiler:
             handler = torch.profiler.tensorboard_trace_handler(self._trace_folder)
             self._running = torch.profiler.profile(on_trace_ready=handler, record_shapes=True)
         else:
-            self._running = device.marked_for_profiler()
+            self._running = device.cuda_profiler_range()
         self._running.__enter__()
 
     def after_step(self, iteration: int, *, is_last: bool) -> None:

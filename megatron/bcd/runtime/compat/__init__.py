@@ -1,5 +1,4 @@
-"""Every use of what Megatron Core and PyTorch keep private: wrappers and workarounds.
+"""All uses of private APIs of Megatron Core and PyTorch: wrappers and workarounds.
 
-tests/unit/test_compat.py has the table of them and compares each entry with the installed source. It also finds
-underscore names of both packages that stand elsewhere.
+tests/data/private_apis.txt lists them, and tests/unit/test_compat.py compares each with the installed source.
 """

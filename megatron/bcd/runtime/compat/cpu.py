@@ -24,7 +24,7 @@ _MODULES_FOR_CUDA = (
 
 
 class _TorchOnCpu(types.ModuleType):
-    """`torch` for Megatron Core's modules without a GPU: factory calls with device="cuda" return CPU tensors."""
+    """A stand-in for `torch` in Megatron Core's modules: factory calls with device="cuda" return CPU tensors."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -46,7 +46,7 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def _type_name_as_cuda(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Tensor.type() with the names that Megatron Core's optimizers compare with."""
+    """Return Tensor.type() in the form that Megatron Core's optimizers compare with."""
     result = _tensor_type(tensor, dtype, *args, **kwargs)
     if dtype is None and isinstance(result, str):
         return result.replace("torch.", "torch.cuda.", 1)
@@ -57,10 +57,9 @@ _tensor_type = torch.Tensor.type
 
 
 def patch_megatron_core() -> None:
-    """Let Megatron Core run on this CPU. Only where there is no GPU.
+    """Make Megatron Core run on a CPU. Call it only if there is no GPU. Permanent.
 
-    Its CUDA random generator is the CPU's, its current device is the CPU, streams and synchronisation vanish. Never
-    taken back: later calls change nothing.
+    CUDA's random generator becomes the CPU's, its current device the CPU, and streams and synchronisation do nothing.
     """
     from megatron.core import utils
 
@@ -83,7 +82,7 @@ def patch_megatron_core() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # its tracker warns when the CPU's generator moves while the GPU's is in use: here they are one
+    # its tracker warns if the CPU's generator advances while the GPU's is in use, but here they are the same
     logging.getLogger(megatron_random.__name__).addFilter(lambda record: "CPU RNG state" not in record.getMessage())
     torch_on_cpu = _TorchOnCpu()
     for name in _MODULES_FOR_CUDA:
@@ -91,8 +90,7 @@ def patch_megatron_core() -> None:
 
 
 def return_freed_memory() -> None:
-    """Hand what is free back to the system, so that a peak that is measured from now on does not count it. Without
-    glibc it does nothing."""
+    """Return freed memory to the system, so that a later peak does not count it. Does nothing without glibc."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""The imports of Megatron Core that only training needs: torch's compiler and TensorBoard."""
+"""Skip imports of Megatron Core that only training needs: torch's compiler and TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _WITHOUT_TRAINING = {"--dry-run", "--dry-run-world-size", "--print-config", "--h
 
 
 def skip_unused_imports(words: Sequence[str]) -> None:
-    """Halve the time of the later import of Megatron Core if the flags in `words` ask for no training.
+    """Halve the import time of Megatron Core if the flags in `words` ask for no training.
 
-    Megatron Core calls torch.compile for its fused functions as it is imported, which imports the compiler. It catches
-    the ImportError of TensorBoard. With Transformer Engine nothing is skipped: it imports the compiler too.
+    While it is imported, Megatron Core calls torch.compile for its fused functions, which imports the compiler. It
+    handles the ImportError of TensorBoard. With Transformer Engine, which imports the compiler itself, skip nothing.
     """
     if not _WITHOUT_TRAINING & {word.split("=")[0] for word in words}:
         return

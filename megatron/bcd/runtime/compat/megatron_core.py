@@ -1,6 +1,6 @@
-"""Megatron Core 0.16.1: workarounds, and what a phase reads and sets inside its DDP and optimizers.
+"""Megatron Core 0.16.1: workarounds, and access to private parts of its DDP and optimizers.
 
-Each `patch_` function is permanent, and does its work once per process.
+Each `patch_` function is permanent and does its work once per process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.bcd.runtime.compat import pytorch
 def patch_norm_recomputation() -> None:
     """Make --recompute-modules layernorm work without Transformer Engine.
 
-    CheckpointWithoutOutput takes its own default, False, for a wish for fp8, and calls Transformer Engine.
+    CheckpointWithoutOutput mistakes its own default False for a request for FP8, and calls Transformer Engine.
     """
     from megatron.core.tensor_parallel import random
 
@@ -29,9 +29,9 @@ def patch_norm_recomputation() -> None:
 def patch_optimizer_offload() -> None:
     """Make --optimizer-cpu-offload work without Transformer Engine and in fp32.
 
-    OptimizerConfig compares the version of an absent Transformer Engine. HybridDeviceOptimizer gets fp32 weights as
-    views, which torch.optim.Optimizer rejects as non-leaf tensors unless they retain their gradient, and it does not
-    set the gradient of fp32 weights that stay on the device.
+    OptimizerConfig compares the version of Transformer Engine even if it is absent. HybridDeviceOptimizer gets fp32
+    weights as views, which torch.optim.Optimizer rejects as non-leaf tensors unless they retain their gradient. It also
+    does not set the gradient of fp32 weights that stay on the device.
     """
     from megatron.core import utils
     from megatron.core.optimizer import optimizer_config
@@ -63,8 +63,8 @@ def patch_optimizer_offload() -> None:
 def patch_grad_norm() -> None:
     """Without Transformer Engine and Apex: compute the gradient norm on the device, and clip all gradients at once.
 
-    Megatron Core's own form makes a tensor of one norm per gradient, as numbers of the host: the CPU waits for the
-    device once per gradient. Its clipping scales and copies each gradient by itself.
+    Megatron Core's implementation copies one norm per gradient to the host, so the CPU waits for the device once per
+    gradient. Its clipping scales and copies the gradients one by one.
     """
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
@@ -76,26 +76,26 @@ def patch_grad_norm() -> None:
 
 
 def l2_norm(_chunk_size: int, _noop_flag: Any, tensor_lists: Any, *_: Any) -> tuple[torch.Tensor, None]:
-    """As `local_multi_tensor_l2_norm`, bit for bit: the norm of all tensors' elements, fp32, of shape [1]."""
+    """Return the norm of all tensors' elements, fp32 of shape [1]. Equals `local_multi_tensor_l2_norm` bit for bit."""
     [tensors] = tensor_lists
     return torch.nn.utils.get_total_norm(tensors).float().view(1), None
 
 
 def scale_in_place(_chunk_size: int, _noop_flag: Any, tensor_lists: Any, scale: float) -> None:
-    """As `local_multi_tensor_scale`, bit for bit, where both lists hold the same tensors."""
+    """Scale the tensors in place. Equals `local_multi_tensor_scale` bit for bit if both lists are the same tensors."""
     pytorch.scale_each(tensor_lists[1], scale)
 
 
 @functools.cache
 def patch_adam() -> None:
-    """Let PyTorch's Adam, which Megatron Core takes without Transformer Engine and Apex, be the fused one.
+    """Use the fused implementation of PyTorch's Adam, Megatron Core's fallback without Transformer Engine and Apex.
 
-    Megatron Core asks PyTorch for that with --optimizer-cpu-offload only. The results differ by rounding.
+    Megatron Core uses it only with --optimizer-cpu-offload. The results differ by rounding.
     """
     from megatron.core import optimizer
 
-    of_groups = "_get_megatron_optimizer_based_on_param_groups"
-    build = getattr(optimizer, of_groups)
+    builder_name = "_get_megatron_optimizer_based_on_param_groups"
+    build = getattr(optimizer, builder_name)
 
     @functools.wraps(build)
     def build_fused(*args: Any, **kwargs: Any) -> Any:
@@ -103,40 +103,39 @@ def patch_adam() -> None:
         take_fused_adam(built.optimizer)
         return built
 
-    setattr(optimizer, of_groups, build_fused)
+    setattr(optimizer, builder_name, build_fused)
 
 
 def take_fused_adam(optimizer: torch.optim.Optimizer | None) -> None:
-    """Before the first step; other optimizers are left alone."""
+    """Switch an Adam to the fused implementation. Call it before the first step. Ignore other optimizers."""
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         for group in optimizer.param_groups:
             group["fused"] = True
 
 
 def gather_parameters(wrapped: Any) -> None:
-    """--overlap-param-gather: gather what is outstanding of DDP's parameters, and gather no more in forward passes."""
+    """With --overlap-param-gather: finish pending all-gathers of DDP's parameters, and stop them in forward passes."""
     if wrapped.use_forward_hook and wrapped.remove_forward_pre_hook_handles:
         wrapped.disable_forward_pre_hook(param_sync=True)
 
 
 def gather_in_forward(wrapped: Any) -> None:
-    """The opposite of `gather_parameters`."""
+    """Gather parameters in forward passes again: the opposite of `gather_parameters`."""
     if wrapped.use_forward_hook and not wrapped.remove_forward_pre_hook_handles:
         wrapped.enable_forward_pre_hook()
 
 
 def drop_gradient_hooks(wrapped: Any) -> None:
-    """Let go of the nodes of the autograd graph that hold DDP's hooks, and with them its buffers."""
+    """Free the autograd nodes that hold DDP's hooks, and with them DDP's buffers."""
     wrapped.grad_accs.clear()
 
 
-def places_in_groups(optimizer: Any) -> dict[torch.nn.Parameter, tuple[int, int]]:
-    """Of a DistributedOptimizer: for each parameter of which this rank holds a part, its group's index and its index
-    in the group."""
+def group_positions(optimizer: Any) -> dict[torch.nn.Parameter, tuple[int, int]]:
+    """Return (index of the group, index in the group) of each parameter that a DistributedOptimizer shards here."""
     return optimizer.model_param_group_index_map
 
 
-def held_range(optimizer: Any, parameter: torch.nn.Parameter) -> tuple[int, int]:
-    """Of a DistributedOptimizer: the elements of the flat parameter that this rank holds, as start and end."""
-    held = optimizer._get_model_param_range_map(parameter)["param"]
-    return held.start, held.end
+def shard_range(optimizer: Any, parameter: torch.nn.Parameter) -> tuple[int, int]:
+    """Return the start and end of this rank's shard of a flat parameter of a DistributedOptimizer."""
+    shard = optimizer._get_model_param_range_map(parameter)["param"]
+    return shard.start, shard.end

@@ -1,5 +1,4 @@
-"""PyTorch 2.13: one device for gloo, operations on lists of tensors, the autograd engine, and DistributedDataParallel's
-reducer."""
+"""PyTorch's private APIs: gloo's devices, operations on lists of tensors, autograd, DDP's reducer."""
 
 from __future__ import annotations
 
@@ -23,11 +22,10 @@ def _gloo_devices(networks: str | None) -> list[Any]:
 
 @functools.cache
 def share_gloo_device() -> None:
-    """Give all gloo groups of this process one device (one per network in GLOO_SOCKET_IFNAME, of the time when a group
-    is made). Permanent; once per process, before its first group.
+    """Make all gloo groups of this process share one device, or one per network in GLOO_SOCKET_IFNAME.
 
-    Each device has a thread that wakes up 100 times a second. Megatron Core creates about twenty groups: idle ranks
-    would take a tenth of a core from those that compute.
+    Permanent. Call it once per process, before its first group. Each device has a thread that wakes up 100 times a
+    second. Megatron Core creates about twenty groups, so idle ranks would take a tenth of a core from busy ones.
     """
     from torch.distributed import ProcessGroupGloo
 
@@ -38,33 +36,36 @@ def share_gloo_device() -> None:
         if isinstance(timeout, datetime.timedelta):
             options, devices = ProcessGroupGloo._Options(), _gloo_devices(os.environ.get("GLOO_SOCKET_IFNAME"))
             options._timeout, options._devices = timeout, devices
-            options._threads = 2 * len(devices)  # the default without options
+            options._threads = 2 * len(devices)  # PyTorch's default
         original(group, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = init
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Write each source into its target, of the same shape and dtype, in one kernel."""
+    """Copy each source into its target of equal shape and dtype, in one kernel."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
 def scale_each(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply in place, in one kernel."""
-    if tensors:  # on a CPU a number would be rounded to 16 bits where the tensors are
+    """Multiply all tensors in place, in one kernel."""
+    if tensors:  # a tensor, because on a CPU a Python number would be rounded to the dtype of 16-bit tensors
         torch._foreach_mul_(list(tensors), torch.full((), factor, device=tensors[0].device))
 
 
 def is_in_backward() -> bool:
-    """Whether a backward pass calls this: what runs forward now is a recomputation."""
+    """Return whether a backward pass is running. A forward pass inside it is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def rebuild_reducer() -> bool:
-    """Let the DistributedDataParallel whose forward pass this is average what requires a gradient now, and no more.
+    """Rebuild the reducer of the running DistributedDataParallel for the parameters that require a gradient now.
 
-    Returns whether there is one. Its constructor has taken what required a gradient then, and waits for all of it;
-    unpickling it builds its reducer anew, by the same calls.
+    Call it during its forward pass. Its constructor registers the parameters that required a gradient then, and the
+    reducer waits for all of them. These are the calls by which DistributedDataParallel's unpickling rebuilds it.
+
+    Returns:
+        Whether a DistributedDataParallel is running its forward pass.
     """
     ddp: Any = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
     if ddp is None:
