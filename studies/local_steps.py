@@ -28,7 +28,7 @@ from _parser import Parser, command, cpu_model, run_main
 from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
 from megatron.bcd import FAMILY_DEFAULTS, RunConfig, parse_run_config
-from megatron.bcd.data.batches import Dealt, batch_of, consecutive
+from megatron.bcd.data.batches import BatchSharding, consecutive_indices, load_batch
 from megatron.bcd.metrics.reporter import SilentReporter
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.outer.compression import COMPRESSIONS
@@ -167,14 +167,14 @@ def train(args: argparse.Namespace) -> dict[str, object]:
     outer = Outer(common, trainers, args)
     dataset = center.splits.train
     orders = [
-        consecutive(Dealt(micro_batch_size=each, rank=k, num_ranks=args.workers), total_samples=len(dataset),
-                    consumed_samples=0) for k in range(args.workers)
+        consecutive_indices(BatchSharding(micro_batch_size=each, rank=k, num_ranks=args.workers),
+                            total_samples=len(dataset), consumed_samples=0) for k in range(args.workers)
     ]  # fmt: skip
     moves: list[Tensors] | None = None
     for step in range(1, args.steps + 1):
         results = []
         for trainer, order in zip(trainers, orders, strict=True):
-            results.append(trainer.train_step(iter([batch_of(dataset, next(order), trainer.config)])))
+            results.append(trainer.train_step(iter([load_batch(dataset, next(order), trainer.config)])))
         is_end = step == args.steps
         if args.interval and moves is not None and (step % args.interval == args.delay or is_end):
             outer.apply(moves)

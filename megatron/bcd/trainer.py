@@ -884,7 +884,7 @@ class Trainer:
         training = self.config.training
         dataset = self.splits.test if split == "test" else self.splits.validation
         if dataset is None:
-            return data.no_batches()
+            return data.empty_batches()
         if split == "validation" and training.full_validation:
             return data.one_pass(dataset, self.config)
         if split == "test" or training.eval_fixed:

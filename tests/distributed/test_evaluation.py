@@ -43,7 +43,7 @@ def mean_over_split(config: RunConfig) -> tuple[float, int]:
         dataset, sums = one.splits.validation, torch.zeros(2, dtype=torch.float64)
         one.model.eval()
         for index in range(len(dataset)):
-            batch = data.batch_of(dataset, [index], one.config)
+            batch = data.load_batch(dataset, [index], one.config)
             token_losses = one.model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
             sums += torch.stack([token_losses.double().sum(), torch.tensor(float(token_losses.numel()))])
         return float(sums[0] / sums[1]), len(dataset)

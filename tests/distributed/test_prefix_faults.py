@@ -83,12 +83,12 @@ def test_a_killed_fill_begins_again(
 
 def read_in_another_order(config: RunConfig) -> str:
     """The error of a run that reads the entries of a phase one sample late."""
-    original = data.of_subset
+    original = data.subset_indices
 
     def late(*args: Any, position: int, **kwargs: Any) -> Any:
         return original(*args, position=position + 1, **kwargs)
 
-    with mock.patch.object(data, "of_subset", late), pytest.raises(RuntimeError) as raised:
+    with mock.patch.object(data, "subset_indices", late), pytest.raises(RuntimeError) as raised:
         worlds.train_run(config)
     return str(raised.value)
 

@@ -13,8 +13,8 @@ from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
-from megatron.bcd.data import Dealt, GroupShare, num_samples, of_subset
-from megatron.bcd.data.batches import consecutive, reshuffled
+from megatron.bcd.data import BatchSharding, GroupShare, num_samples, subset_indices
+from megatron.bcd.data.batches import consecutive_indices, reshuffled_indices
 from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.data.splits import _epoch_samples
 from megatron.bcd.training.state import StepResult, TrainState
@@ -86,11 +86,11 @@ def test_replica_groups_take_turns(micro_batch_size: int, ratio: float | None) -
 
     def read(group: int, num_groups: int, start: int, number: int) -> list[int]:
         share = GroupShare(group=group, num_groups=num_groups, batch_size=4)
-        dealt = Dealt(micro_batch_size=micro_batch_size, rank=0, num_ranks=1, share=share)
+        dealt = BatchSharding(micro_batch_size=micro_batch_size, rank=0, num_ranks=1, share=share)
         if subset is not None:
-            order = of_subset(dealt, subset=subset, phase=0, position=start)
+            order = subset_indices(dealt, subset=subset, phase=0, position=start)
         else:
-            order = consecutive(dealt, total_samples=96, consumed_samples=start)
+            order = consecutive_indices(dealt, total_samples=96, consumed_samples=start)
         return [index for batch in itertools.islice(order, number // micro_batch_size) for index in batch]
 
     alone = read(0, 1, 0, 48)
@@ -103,11 +103,11 @@ def test_replica_groups_take_turns(micro_batch_size: int, ratio: float | None) -
 def test_reshuffled_batches(has_shards: bool) -> None:
     """A sample that an epoch repeats or skips, the same order in two epochs, or a resumed run that goes elsewhere."""
     common = {"total_samples": 26, "has_shards": has_shards}
-    ranks = [Dealt(micro_batch_size=2, rank=rank, num_ranks=3) for rank in range(3)]
-    per_rank = [list(itertools.islice(reshuffled(rank, consumed_samples=0, **common), 8)) for rank in ranks]
+    ranks = [BatchSharding(micro_batch_size=2, rank=rank, num_ranks=3) for rank in range(3)]
+    per_rank = [list(itertools.islice(reshuffled_indices(rank, consumed_samples=0, **common), 8)) for rank in ranks]
     for epoch in (0, 1):
         seen = [index for batches in per_rank for batch in batches[4 * epoch : 4 * epoch + 4] for index in batch]
         assert len(set(seen)) == len(seen) == 24
     assert per_rank[0][:4] != per_rank[0][4:]
     for rank, expected in zip(ranks, per_rank, strict=True):
-        assert list(itertools.islice(reshuffled(rank, consumed_samples=5 * 6, **common), 3)) == expected[5:]
+        assert list(itertools.islice(reshuffled_indices(rank, consumed_samples=5 * 6, **common), 3)) == expected[5:]

@@ -12,7 +12,7 @@ import sentencepiece
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Engine
 
-from megatron.bcd.data.sft.text import Rendered, tokenized
+from megatron.bcd.data.sft.text import Rendered, tokenize_sample
 from megatron.bcd.tokenizer import Tokenizer
 
 WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -93,7 +93,7 @@ def test_learned_tokens_are_those_with_a_part_of_an_answer(family: str, shared_d
     for question, answer in questions(shared_data):
         for before, learned, after in forms(question, answer) if answer else ():
             text, edges = before + learned + after, (len(before), len(before) + len(learned))
-            tokens = tokenized(Rendered(text=text, answers=(edges,), needs_end=False), tokenizer)
+            tokens = tokenize_sample(Rendered(text=text, answers=(edges,), needs_end=False), tokenizer)
             for is_learned, (start, end) in zip(tokens.learned, tokenizer.spans(text), strict=True):
                 if start < end:  # else one of a character's bytes, which has no characters of its own
                     assert is_learned == (min(end, edges[1]) > max(start, edges[0])), (text, text[start:end])

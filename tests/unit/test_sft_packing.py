@@ -15,7 +15,7 @@ from support import fine_tuning
 
 from megatron.bcd.data.sft import dataset as plan
 from megatron.bcd.data.sft import store
-from megatron.bcd.data.sft.dataset import FineTuningDataset, divide, one_each, pack
+from megatron.bcd.data.sft.dataset import FineTuningDataset, divide, pack, pack_one_each
 from megatron.bcd.data.sft.text import Tokens
 from megatron.bcd.tokenizer import ByteLevelTokenizer
 
@@ -25,7 +25,7 @@ def test_every_sample_is_in_one_sequence(lengths: list[int]) -> None:
     """A sample that is lost or comes twice, a sequence that is too full, a new one where an old one had room."""
     samples = numpy.arange(len(lengths)) * 3
     packed = pack(samples, numpy.array(lengths, dtype=numpy.int64), 20)
-    sequences = [packed.of_sequence(number).tolist() for number in range(len(packed))]
+    sequences = [packed.sequence_samples(number).tolist() for number in range(len(packed))]
     assert sorted(sample for sequence in sequences for sample in sequence) == samples.tolist()
     full = [sum(lengths[sample // 3] for sample in sequence) for sequence in sequences]
     assert all(sequences) and all(length <= 20 for length in full)
@@ -83,7 +83,7 @@ def test_answers_that_do_not_fit(tmp_path: Path, flags: dict[str, bool], kept: l
         return
     members, num_left_out = plan._members(samples, config, [("--data-path", "records.jsonl")])
     assert (sorted(members[0].tolist()), num_left_out) == (kept, 4 - len(kept))
-    split = plan.one_each(members[0])
+    split = plan.pack_one_each(members[0])
     prepared = plan._Prepared(samples=samples, splits=(split, split, split), num_left_out=num_left_out)
     assert f"{num_left_out} samples are left out" in " ".join(plan._notes(config, prepared))
 
@@ -111,7 +111,7 @@ def dataset_of(samples: store.Samples, packed: plan.Packed | None = None, **opti
 def test_datasets_are_told_apart(tmp_path: Path) -> None:
     """A prefix cache that serves outputs of other records, or of records that were packed otherwise."""
     one, two = written(tmp_path), written(tmp_path, "two")
-    datasets = [dataset_of(one), dataset_of(two), dataset_of(one, packed=one_each(numpy.arange(3)))]
+    datasets = [dataset_of(one), dataset_of(two), dataset_of(one, packed=pack_one_each(numpy.arange(3)))]
     datasets += [dataset_of(one, seed=2), dataset_of(one, seq_length=7), dataset_of(one, has_segments=False)]
     assert len({dataset.unique_description_hash for dataset in datasets}) == len(datasets)
     assert dataset_of(one).unique_description_hash == datasets[0].unique_description_hash
@@ -155,10 +155,10 @@ def test_the_digest_is_of_content(tmp_path: Path) -> None:
     one, two = ("--data-path", str(path)), ("--data-path", str(other))
     path.write_text("one")
     tokenizer = ByteLevelTokenizer()
-    digest = store.digest_of([one], tokenizer, "auto")
+    digest = store.data_digest([one], tokenizer, "auto")
     shutil.copy(path, other)
-    assert store.digest_of([two], tokenizer, "auto") == digest
-    assert store.digest_of([one], tokenizer, "text") != digest
-    assert store.digest_of([one, two], tokenizer, "auto") != digest
+    assert store.data_digest([two], tokenizer, "auto") == digest
+    assert store.data_digest([one], tokenizer, "text") != digest
+    assert store.data_digest([one, two], tokenizer, "auto") != digest
     path.write_text("two")
-    assert store.digest_of([one], tokenizer, "auto") != digest
+    assert store.data_digest([one], tokenizer, "auto") != digest

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from support.fine_tuning import CHATML, tokenizer_folder
 
-from megatron.bcd.data.sft.text import ChatTemplate, Record, Renderer, record_of, tokens_of
+from megatron.bcd.data.sft.text import ChatTemplate, Record, Renderer, parse_record, tokenize_record
 from megatron.bcd.tokenizer import HuggingFaceTokenizer
 
 LLAMA2 = (
@@ -39,7 +39,7 @@ def learned_texts(
 ) -> list[tuple[str, list[str]]]:
     """Of each sample the text, and the pieces of it that are learned."""
     found = []
-    for tokens in tokens_of(record, Renderer(tokenizer, prompt_format), tokenizer):
+    for tokens in tokenize_record(record, Renderer(tokenizer, prompt_format), tokenizer):
         pieces, piece = [], []
         for token, is_learned in zip([*tokens.ids.tolist(), 0], [*tokens.learned.tolist(), False], strict=True):
             if is_learned:
@@ -75,7 +75,7 @@ EXPECTED = {
 def test_answers_are_learned(tmp_path: Path, name: str) -> None:
     """A question that is learned, an end token that is not, an answer as the model never sees it when it answers."""
     tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, TEMPLATES[name]))
-    samples = learned_texts(tokenizer, record_of({"messages": TALK}))
+    samples = learned_texts(tokenizer, parse_record({"messages": TALK}))
     assert [pieces for _, pieces in samples] == EXPECTED[name]
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TALK, tokenize=False)
     assert samples[-1][0].removesuffix("</s>").rstrip() == theirs.removesuffix("</s>").rstrip()
@@ -85,7 +85,7 @@ def test_answers_are_learned(tmp_path: Path, name: str) -> None:
 def test_an_answer_that_the_prompt_begins(tmp_path: Path, content: str) -> None:
     """A record that is refused because its first words are in the prompt, or in the name of its role."""
     tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, REASONING))
-    ((text, learned),) = learned_texts(tokenizer, record_of({"prompt": "p", "completion": content}))
+    ((text, learned),) = learned_texts(tokenizer, parse_record({"prompt": "p", "completion": content}))
     assert text == f"<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n{content.strip()}<|im_end|>"
     given = "<think>\n" if content.startswith("<think>\n1") else "<think>" if content == "<think>\n" else ""
     assert learned == [content.strip().removeprefix(given) + "<|im_end|>"]
@@ -95,7 +95,7 @@ def test_prompts(tmp_path: Path) -> None:
     """Alpaca's text with and without input; the token before a text; a template that is not used, or is used anyway."""
     plain = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path / "plain", None, bos=True))
     chat = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path / "chat", CHATML, bos=True))
-    with_input = record_of({"instruction": "Add.", "input": "1, 2", "output": "3"})
+    with_input = parse_record({"instruction": "Add.", "input": "1, 2", "output": "3"})
     ((text, learned),) = learned_texts(plain, with_input)
     assert text == (
         "<s>Below is an instruction that describes a task, paired with an input that provides further context. Write a "
@@ -103,14 +103,14 @@ def test_prompts(tmp_path: Path) -> None:
         "### Response:3</s>"
     )
     assert learned == ["3</s>"]
-    ((text, _),) = learned_texts(chat, record_of({"instruction": "Hi.", "output": ""}), "text")
+    ((text, _),) = learned_texts(chat, parse_record({"instruction": "Hi.", "output": ""}), "text")
     assert text.endswith("request.\n\n### Instruction:\nHi.\n\n### Response:</s>") and "Input" not in text
     ((text, learned),) = learned_texts(chat, with_input)
     assert text == "<|im_start|>user\nAdd.\n\n1, 2<|im_end|>\n<|im_start|>assistant\n3<|im_end|>"
     assert learned == ["3<|im_end|>"]
-    ((text, learned),) = learned_texts(chat, record_of({"prompt": "p", "completion": ""}))
+    ((text, learned),) = learned_texts(chat, parse_record({"prompt": "p", "completion": ""}))
     assert learned == ["<|im_end|>"] and text.endswith("assistant\n<|im_end|>")
-    assert learned_texts(plain, record_of({"prompt": "p", "completion": "c"})) == [("<s>pc</s>", ["c</s>"])]
+    assert learned_texts(plain, parse_record({"prompt": "p", "completion": "c"})) == [("<s>pc</s>", ["c</s>"])]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_what_has_no_text(
     """A template's error as a traceback, a record that loses its answer, a template that gets out of the sandbox."""
     tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template))
     with pytest.raises(ValueError, match=named):
-        tokens_of(record_of(record), Renderer(tokenizer, prompt_format), tokenizer)
+        tokenize_record(parse_record(record), Renderer(tokenizer, prompt_format), tokenizer)
 
 
 def test_the_template_sees_no_date(tmp_path: Path) -> None:

@@ -3,38 +3,38 @@
 from megatron.bcd.data.batches import (
     INDICES,
     Batch,
-    Dealt,
+    BatchSharding,
     GroupShare,
-    batch_of,
     batches,
-    no_batches,
-    of_subset,
+    context_shard,
+    empty_batches,
+    load_batch,
     one_pass,
-    part_of_sequences,
     subset_batches,
+    subset_indices,
 )
 from megatron.bcd.data.lengths import global_batch_size, num_iterations, num_samples, samples_after
-from megatron.bcd.data.sft.dataset import plan_fine_tuning, with_epochs
+from megatron.bcd.data.sft.dataset import plan_fine_tuning, resolve_epochs
 from megatron.bcd.data.splits import Splits, plan_splits
 
 __all__ = [
     "INDICES",
     "Batch",
-    "Dealt",
+    "BatchSharding",
     "GroupShare",
     "Splits",
-    "batch_of",
+    "load_batch",
     "batches",
     "global_batch_size",
-    "no_batches",
+    "empty_batches",
     "num_iterations",
     "num_samples",
-    "of_subset",
+    "subset_indices",
     "one_pass",
-    "part_of_sequences",
+    "context_shard",
     "plan_fine_tuning",
     "plan_splits",
     "samples_after",
     "subset_batches",
-    "with_epochs",
+    "resolve_epochs",
 ]

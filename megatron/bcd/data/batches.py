@@ -1,4 +1,4 @@
-"""Microbatches of this data-parallel rank.
+"""The microbatches of this data-parallel rank.
 
 Tensor shapes: B microbatch size, S sequence length.
 """
@@ -27,30 +27,30 @@ from megatron.bcd.runtime import device
 from megatron.bcd.runtime.exit import SIGNALS
 
 _MICROBATCHES_AT_ONCE = 256
-"""Microbatches whose indices are computed together, far faster than one by one."""
+"""Number of microbatches whose indices are computed together, which is much faster than one by one."""
 
 INDICES = "indices"
-"""Key of a batch: which samples of the dataset it holds."""
+"""Key of a batch: the dataset indices of its samples."""
 
 Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupShare:
-    """Which samples a replica group reads: the groups take turns, a global batch each."""
+    """The samples that a replica group reads. The groups alternate: each reads one global batch at a time."""
 
     group: int = 0
     num_groups: int = 1
     batch_size: int = 1
 
-    def place(self, number: Any) -> Any:
-        """Of this group's sample of that number (or numbers, an array), among those of all groups."""
+    def sample_number(self, number: Any) -> Any:
+        """Convert the number of a sample within this group (or an array of numbers) to that within all groups."""
         return number + (number // self.batch_size * (self.num_groups - 1) + self.group) * self.batch_size
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dealt:
-    """How the samples of a batch are dealt to the data-parallel ranks, of which this is one: a microbatch each."""
+class BatchSharding:
+    """How the samples of a batch are divided between the data-parallel ranks: one microbatch each."""
 
     micro_batch_size: int
     rank: int
@@ -58,7 +58,7 @@ class Dealt:
     share: GroupShare = GroupShare()
 
     @classmethod
-    def of_run(cls, config: RunConfig, share: GroupShare = GroupShare()) -> Dealt:
+    def from_run(cls, config: RunConfig, share: GroupShare = GroupShare()) -> BatchSharding:
         return cls(
             share=share,
             micro_batch_size=config.training.micro_batch_size,
@@ -68,49 +68,58 @@ class Dealt:
 
     @property
     def step(self) -> int:
-        """Samples of a microbatch on every rank."""
+        """Number of samples in one microbatch of every rank."""
         return self.micro_batch_size * self.num_ranks
 
 
-def consecutive(dealt: Dealt, *, total_samples: int, consumed_samples: int) -> Iterator[list[int]]:
-    """Indices of this rank's microbatches: consecutive samples (Megatron-LM's `single` order).
+def consecutive_indices(sharding: BatchSharding, *, total_samples: int, consumed_samples: int) -> Iterator[list[int]]:
+    """Yield the indices of this rank's microbatches: consecutive samples (Megatron-LM's `single` order).
 
-    A last batch that would be too short is left out.
+    A last batch that is too short is dropped.
     """
-    for number in itertools.count(0, dealt.step):
-        start = consumed_samples + dealt.share.place(number)
-        if start + dealt.step > total_samples:
+    for number in itertools.count(0, sharding.step):
+        start = consumed_samples + sharding.share.sample_number(number)
+        if start + sharding.step > total_samples:
             return
-        first = start + dealt.rank * dealt.micro_batch_size
-        yield list(range(first, first + dealt.micro_batch_size))
+        first = start + sharding.rank * sharding.micro_batch_size
+        yield list(range(first, first + sharding.micro_batch_size))
 
 
-def of_subset(dealt: Dealt, *, subset: PhaseSubset, phase: int, position: int) -> Iterator[list[int]]:
-    """The same of the subset of one phase, pass after pass without end. `position`: samples that the phase has trained
-    on already, over all ranks."""
-    in_batch = dealt.rank * dealt.micro_batch_size + numpy.arange(dealt.micro_batch_size)
-    of_batches = dealt.step * numpy.arange(_MICROBATCHES_AT_ONCE)
-    for start in itertools.count(0, dealt.step * _MICROBATCHES_AT_ONCE):
-        positions = (position + dealt.share.place(start + of_batches)[:, None] + in_batch[None, :]).reshape(-1)
-        yield from subset.samples(phase, positions).reshape(-1, dealt.micro_batch_size).tolist()
+def subset_indices(sharding: BatchSharding, *, subset: PhaseSubset, phase: int, position: int) -> Iterator[list[int]]:
+    """Yield the indices of this rank's microbatches in a phase's subset, endlessly, pass after pass.
 
-
-def reshuffled(dealt: Dealt, *, total_samples: int, consumed_samples: int, has_shards: bool) -> Iterator[list[int]]:
-    """The same of samples shuffled anew in every epoch, without end (stock Megatron-LM's `cyclic` order).
-
-    The order depends on the number of the epoch and on the parallel layout. What is left of an epoch after the last
-    full batch is left out. `has_shards`: each rank shuffles a contiguous part of its own, else all shuffle all and take
-    turns.
+    Args:
+        position: number of samples that all ranks together have already trained on in this phase.
     """
-    size, num_steps = dealt.micro_batch_size, total_samples // dealt.step
-    epoch, first_step = divmod(consumed_samples // dealt.step, max(1, num_steps))
+    in_batch = sharding.rank * sharding.micro_batch_size + numpy.arange(sharding.micro_batch_size)
+    batch_starts = sharding.step * numpy.arange(_MICROBATCHES_AT_ONCE)
+    for start in itertools.count(0, sharding.step * _MICROBATCHES_AT_ONCE):
+        positions = sharding.share.sample_number(start + batch_starts)[:, None] + in_batch[None, :]
+        positions = (position + positions).reshape(-1)
+        yield from subset.samples(phase, positions).reshape(-1, sharding.micro_batch_size).tolist()
+
+
+def reshuffled_indices(
+    sharding: BatchSharding, *, total_samples: int, consumed_samples: int, has_shards: bool
+) -> Iterator[list[int]]:
+    """Yield the indices of this rank's microbatches, reshuffled in every epoch, endlessly (Megatron-LM's `cyclic`).
+
+    The order depends on the epoch's number and the parallel layout. The remainder of an epoch after its last full batch
+    is dropped.
+
+    Args:
+        has_shards: each rank shuffles its own contiguous shard. Otherwise all shuffle everything and take turns.
+    """
+    size, num_steps = sharding.micro_batch_size, total_samples // sharding.step
+    epoch, first_step = divmod(consumed_samples // sharding.step, max(1, num_steps))
     while num_steps:
         generator = torch.Generator().manual_seed(epoch)
         if has_shards:
             part = num_steps * size
-            indices = dealt.rank * part + torch.randperm(part, generator=generator)
+            indices = sharding.rank * part + torch.randperm(part, generator=generator)
         else:
-            indices = torch.randperm(total_samples // size * size, generator=generator)[dealt.rank :: dealt.num_ranks]
+            order = torch.randperm(total_samples // size * size, generator=generator)
+            indices = order[sharding.rank :: sharding.num_ranks]
         for step in range(first_step, num_steps):
             yield indices[step * size : (step + 1) * size].tolist()
         epoch, first_step = epoch + 1, 0
@@ -123,27 +132,31 @@ def _collate(samples: Sequence[dict[str, Any]]) -> Batch:
 def batches(
     dataset: Any, config: RunConfig, *, consumed_samples: int, share: GroupShare = GroupShare()
 ) -> Iterator[Batch]:
-    """Microbatches of this data-parallel rank, on its device, from sample `consumed_samples` on, without end: after the
-    last sample the first one follows. A resumed run with other flags may have consumed more than there is. `tokens`
-    are where the embedding is.
+    """Yield this rank's microbatches on its device, from sample `consumed_samples` on, endlessly.
 
-    `tokens`, `labels`, `position_ids` int64 [B, S], `loss_mask` float32 [B, S], and with --reset-attention-mask
-    `attention_mask` bool [B, 1, S, S], True = masked. Of S this context-parallel rank's part; of masks, of their rows.
+    After the last sample comes the first one again: a run resumed with other flags may have consumed more samples than
+    the dataset has.
+
+    A batch holds `tokens`, `labels`, `position_ids` int64 [B, S], `loss_mask` float32 [B, S], and with
+    --reset-attention-mask `attention_mask` bool [B, 1, S, S], True = masked. With context parallelism it holds this
+    rank's part of S (of masks, the rows). `tokens` stay in host memory if the embedding is there.
     """
-    dealt, total = Dealt.of_run(config, share), len(dataset)
+    sharding, total = BatchSharding.from_run(config, share), len(dataset)
     if config.data.dataloader_type == "cyclic":
         has_shards = config.data.data_sharding
-        order = reshuffled(dealt, total_samples=total, consumed_samples=consumed_samples, has_shards=has_shards)
+        order = reshuffled_indices(
+            sharding, total_samples=total, consumed_samples=consumed_samples, has_shards=has_shards
+        )
         yield from _loaded(dataset, order, config)
         return
     for start in itertools.chain([consumed_samples % total], itertools.repeat(0)):
-        if start == 0 and total < dealt.step:
+        if start == 0 and total < sharding.step:
             return
-        yield from _loaded(dataset, consecutive(dealt, total_samples=total, consumed_samples=start), config)
+        yield from _loaded(dataset, consecutive_indices(sharding, total_samples=total, consumed_samples=start), config)
 
 
 class _WithIndices(torch.utils.data.Dataset[dict[str, Any]]):
-    """A dataset whose samples carry their index, so that a batch can be compared with a prefix cache's entries."""
+    """A dataset that adds the index to each sample, to compare batches with the entries of a prefix cache."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -152,8 +165,8 @@ class _WithIndices(torch.utils.data.Dataset[dict[str, Any]]):
         return {**self._dataset[index], INDICES: index}
 
 
-class _FilledUp(torch.utils.data.Dataset[dict[str, Any]]):
-    """A dataset followed by its first sample without a loss, as often as is asked for."""
+class _Padded(torch.utils.data.Dataset[dict[str, Any]]):
+    """A dataset that is padded with copies of its first sample that have no loss."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -166,12 +179,15 @@ class _FilledUp(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def one_pass(dataset: Any, config: RunConfig) -> Iterator[Batch]:
-    """As `batches`, every sample once. The last global batch is filled up with samples whose `loss_mask` is 0, so that
-    the mean per token depends on no batch size."""
+    """Return this rank's microbatches of one pass over the dataset.
+
+    Pad the last global batch with samples whose `loss_mask` is 0, so that the mean per token does not depend on the
+    batch size.
+    """
     global_batch = global_batch_size(config)
     total = math.ceil(len(dataset) / global_batch) * global_batch
-    order = consecutive(Dealt.of_run(config), total_samples=total, consumed_samples=0)
-    return _loaded(_FilledUp(dataset), order, config)
+    order = consecutive_indices(BatchSharding.from_run(config), total_samples=total, consumed_samples=0)
+    return _loaded(_Padded(dataset), order, config)
 
 
 def subset_batches(
@@ -183,14 +199,16 @@ def subset_batches(
     position: int,
     share: GroupShare = GroupShare(),
 ) -> Iterator[Batch]:
-    """As `batches`, of the subset that `phase` trains on, from `position` on, without end. Each batch has `indices`
-    too, int64 [B] in host memory."""
-    order = of_subset(Dealt.of_run(config, share), subset=subset, phase=phase, position=position)
+    """Return this rank's microbatches of the subset that `phase` trains on, from `position` on, endlessly.
+
+    Beyond the entries of `batches`, each has `indices`, int64 [B] in host memory.
+    """
+    order = subset_indices(BatchSharding.from_run(config, share), subset=subset, phase=phase, position=position)
     return _loaded(_WithIndices(dataset), order, config)
 
 
-def batch_of(dataset: Any, indices: Sequence[int], config: RunConfig) -> Batch:
-    """The samples `indices` as one microbatch, read at once; see `batches`."""
+def load_batch(dataset: Any, indices: Sequence[int], config: RunConfig) -> Batch:
+    """Load the samples `indices` as one microbatch, in the format of `batches`."""
     return _on_this_rank(config, _collate([dataset[index] for index in indices]))
 
 
@@ -203,16 +221,18 @@ def _loaded(dataset: Any, indices: Iterable[list[int]], config: RunConfig) -> It
         num_workers=workers,
         pin_memory=device.has_cuda(),
         persistent_workers=workers > 0,
-        worker_init_fn=_leave_signals_to_the_rank,
+        worker_init_fn=_ignore_signals,
+        # without a generator, the loader would draw from the model's
         generator=torch.Generator().manual_seed(config.training.seed),
-    )  # else the loader would draw from the model's generator
+    )
     return map(functools.partial(_on_this_rank, config), loader)
 
 
-def _leave_signals_to_the_rank(worker: int) -> None:
-    """Slurm and terminals signal every process of a job: a reader that died of it would end the rank before it saves.
+def _ignore_signals(worker: int) -> None:
+    """Make a data worker ignore signals except from its own rank.
 
-    A SIGTERM from its own rank still ends a reader: Python sends one when a rank fails, and then waits without limit.
+    Slurm and terminals signal every process of a job. If a worker died, its rank would fail before it saves. When a
+    rank fails, however, Python sends SIGTERM to its workers and waits for them without limit.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     threading.Thread(target=_end_with_the_rank, name="signals", daemon=True).start()
@@ -225,29 +245,28 @@ def _end_with_the_rank() -> None:
 
 
 def _on_this_rank(config: RunConfig, batch: Batch) -> Batch:
-    """On its device, and of each sequence the part that this context-parallel rank works on."""
+    """Move a batch to this rank's device, and select this context-parallel rank's part of each sequence."""
     stays, target = {"tokens"} if config.has_embedding_on_host else (), device.current()
     indices = {INDICES: batch.pop(INDICES)} if INDICES in batch else {}
     moved = {name: tensor if name in stays else tensor.to(target, non_blocking=True) for name, tensor in batch.items()}
     if "segment_ids" in moved:
-        moved["attention_mask"] = between_segments(moved.pop("segment_ids"))
+        moved["attention_mask"] = segment_mask(moved.pop("segment_ids"))
     return get_batch_on_this_cp_rank(moved) | indices
 
 
-def between_segments(segment_ids: torch.Tensor) -> torch.Tensor:
-    """The causal mask of sequences of several segments, bool [B, 1, S, S], True = masked, from the number of each
-    token's segment, [B, S]."""
+def segment_mask(segment_ids: torch.Tensor) -> torch.Tensor:
+    """Return the causal mask within segments, bool [B, 1, S, S], True = masked, given each token's segment [B, S]."""
     length = segment_ids.size(1)
     is_later = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).triu(1)
     return ((segment_ids[:, :, None] != segment_ids[:, None, :]) | is_later)[:, None]
 
 
-def part_of_sequences(hidden_states: torch.Tensor) -> torch.Tensor:
-    """Of [S, B, H], what this context-parallel rank works on."""
+def context_shard(hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return this context-parallel rank's part of [S, B, H]."""
     by_sample = {"": hidden_states.transpose(0, 1)}
     return get_batch_on_this_cp_rank(by_sample)[""].transpose(0, 1).contiguous()
 
 
-def no_batches() -> Iterator[Batch]:
-    """Empty batches without end, for a stage in the middle of the pipeline."""
+def empty_batches() -> Iterator[Batch]:
+    """Yield empty batches endlessly, for a stage in the middle of the pipeline."""
     return itertools.repeat({})

@@ -1,4 +1,4 @@
-"""How many steps a run has, and how many sequences it draws."""
+"""The number of steps of a run, and of the sequences it draws."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron.bcd.config import RunConfig
 
 
 def global_batch_size(config: RunConfig) -> int:
-    """Sequences of one training step: --global-batch-size, or one microbatch on every data-parallel rank."""
+    """Return the sequences per training step: --global-batch-size, or one microbatch per data-parallel rank."""
     return config.training.global_batch_size or (
         config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
     )
 
 
 def num_iterations(config: RunConfig) -> int:
-    """Training steps of the run. With --train-samples as stock counts them: a last batch that is not full is left out.
+    """Return the number of training steps. With --train-samples, an incomplete last batch is dropped as in stock.
 
     Raises:
         ValueError: --train-samples holds no full global batch.
@@ -43,13 +43,13 @@ def num_iterations(config: RunConfig) -> int:
 
 
 def samples_after(config: RunConfig, iterations: int) -> int:
-    """Sequences of the first `iterations` training steps, with the smaller batches of --rampup-batch-size."""
+    """Return the number of sequences in the first `iterations` steps, including the ramp of --rampup-batch-size."""
     ramp = list(itertools.islice(_ramp(config), iterations))
     return sum(ramp) + (iterations - len(ramp)) * global_batch_size(config)
 
 
 def _ramp(config: RunConfig) -> Iterator[int]:
-    """Sequences of each training step of --rampup-batch-size, until the batch stays as it is."""
+    """Yield the batch size of each training step until the ramp of --rampup-batch-size ends."""
     training = config.training
     if not training.rampup_batch_size:
         return
@@ -72,11 +72,13 @@ def _ramp(config: RunConfig) -> Iterator[int]:
 
 
 def num_samples(config: RunConfig, train_iters: int, *, least_steps_per_cycle: int) -> tuple[int, int | None, int]:
-    """Sequences that the run draws from the training, validation and test split; None for one pass over the split.
+    """Return the number of sequences drawn from the training, validation and test split; None is one pass.
 
-    These are stock Megatron-LM's numbers: they decide the order of the samples. With --eval-fixed the number does not
-    depend on the length of the run, so that every run and --skip-train have the same samples.
-    `least_steps_per_cycle` is `BlockSchedule.least_steps_per_cycle`.
+    They equal those of stock Megatron-LM, because they decide the order of the samples. With --eval-fixed the number
+    does not depend on the run's length, so every run, and --skip-train, evaluate the same samples.
+
+    Args:
+        least_steps_per_cycle: `BlockSchedule.least_steps_per_cycle`.
     """
     training = config.training
     batch = global_batch_size(config)

@@ -1,4 +1,4 @@
-"""Which samples of the training split a phase trains on, and how much of the data a run has seen."""
+"""The samples of the training split that each phase trains on, and how much of the data a run has seen."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from megatron.bcd.config import RunConfig
 
 
 class TrainingSamples:
-    """Batches of the training split: consecutive ones, or with --bcd-sample-ratio those of each phase's own subset."""
+    """Batches of the training split: consecutive samples, or with --bcd-sample-ratio a subset for each phase."""
 
     def __init__(self, config: RunConfig, *, dataset: Any, epoch_samples: int) -> None:
-        """`dataset` is None on a stage that needs no data; `epoch_samples`: sequences of one epoch."""
+        """
+        Args:
+            dataset: None on a stage that needs no data.
+            epoch_samples: number of sequences in an epoch.
+        """
         ratio = config.bcd.bcd_sample_ratio
         self.subset = (
             None
@@ -30,45 +34,48 @@ class TrainingSamples:
         self.share = data.GroupShare()
 
     def batches(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
-        """This rank's microbatches from here on; with subsets to the end of the phase, else of the run.
+        """Return this rank's remaining microbatches of the run, or with subsets of the phase.
 
-        `position`: samples that the phase has trained on.
+        Args:
+            position: number of samples that the phase has trained on.
         """
         if self._batches is None:
             self._batches = self._open(self._config, phase, consumed_samples, position)
         return self._batches
 
     def set_share(self, share: data.GroupShare, *, is_moved: bool = False) -> None:
-        """From the next batch on, read the samples of this replica group; `is_moved`: from another place on."""
+        """Read this replica group's samples from the next batch on. With `is_moved`, reopen at another position."""
         if is_moved or share != self.share:
             self._batches = None
         self.share = share
 
     def look_ahead(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
-        """The microbatches that `batches` will return, read separately; at the end of the data its last ones."""
+        """Return the microbatches that `batches` will return next, read separately; at the end of the data the last."""
         config = self._config.replace_section("data", num_workers=0)
         if self.dataset is not None and self.subset is None:
-            one = config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
-            consumed_samples = min(consumed_samples, max(0, len(self.dataset) - one))
+            batch = config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
+            consumed_samples = min(consumed_samples, max(0, len(self.dataset) - batch))
         return self._open(config, phase, consumed_samples, position)
 
     def end_phase(self) -> None:
-        """The next batch is the next phase's first."""
+        """Start the next phase's subset with the next batch."""
         if self.subset is not None:
             self._batches = None
 
     def num_distinct(self, num_in_phase: int) -> int:
-        """Different samples among the first `num_in_phase` of a phase."""
+        """Return the number of different samples among the first `num_in_phase` of a phase."""
         return num_in_phase if self.subset is None else min(num_in_phase, self.subset.size)
 
     def share_seen(self, *, in_phase: int, seen_before: int) -> float:
-        """Share of the epoch that the run has trained on: exact until phases repeat samples of earlier ones, at most
-        1."""
+        """Return the fraction of an epoch that the run has trained on, at most 1.
+
+        It is exact until a phase repeats samples of an earlier one.
+        """
         return min(1.0, (seen_before + self.num_distinct(in_phase)) / max(1, self.epoch_samples))
 
     def _open(self, config: RunConfig, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
         if self.dataset is None:
-            return data.no_batches()
+            return data.empty_batches()
         if self.subset is None:
             return data.batches(self.dataset, config, consumed_samples=consumed_samples, share=self.share)
         return data.subset_batches(

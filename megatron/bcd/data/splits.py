@@ -1,4 +1,4 @@
-"""The training, validation and test split: all are checked before any is built."""
+"""The training, validation and test split. All data is checked before any split is built."""
 
 from __future__ import annotations
 
@@ -30,39 +30,38 @@ _CHECKED_CHUNK_TOKENS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """Datasets of this rank; None where the split is empty or this stage needs no data."""
+    """The datasets of this rank; None if the split is empty or this stage needs no data."""
 
     train: Any
     validation: Any
     test: Any
     has_test: bool
-    """Whether the run has a test split, also where this stage has no data."""
+    """Whether the run has a test split; set on all stages."""
     num_validation: int
-    """Sequences of the validation split, also where this stage has no data."""
+    """Number of sequences in the validation split; set on all stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataPlan:
-    """Checked data."""
+    """Data that has passed all checks."""
 
     epoch_samples: int
-    """Sequences of one epoch of the training split."""
+    """Number of sequences in an epoch of the training split."""
     build: Callable[[], Splits]
-    """To be called once, on all ranks together."""
+    """Collective. Builds the splits; call it once."""
     notes: tuple[str, ...] = ()
-    """Lines of the run summary."""
+    """Lines for the run summary."""
 
 
 def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int, *, least_steps_per_cycle: int) -> DataPlan:
-    """Check the data, reading only.
+    """Check the data without writing anything.
 
     Raises:
-        ValueError: see `check_indexed_dataset`; or a split that is needed is shorter than one sequence, or ends before
-            the run.
+        ValueError: as `check_indexed_dataset`; or a required split has less than one sequence, or ends before the run.
     """
     dataset_config = _dataset_config(config, tokenizer)
     sizes = num_samples(config, train_iters, least_steps_per_cycle=least_steps_per_cycle)
-    epoch_samples, num_validation = sizes[0], sizes[1]  # synthetic data has no other end
+    epoch_samples, num_validation = sizes[0], sizes[1]  # synthetic data is endless, so its epoch is the run
     if not config.data.mock_data:
         num_tokens = _check_splits(config, dataset_config, tokenizer.vocab_size, sizes)
         epoch_samples = _epoch_samples(config, dataset_config, num_tokens[0])
@@ -79,13 +78,18 @@ def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int, *, least_st
 
 
 def _num_sequences(config: RunConfig, num_tokens: int) -> int:
-    """Sequences in one pass over a dataset: a sequence's labels reach one token into the next one."""
+    """Return the sequences in one pass over a dataset. A sequence's labels reach one token into the next one."""
     return max(0, num_tokens - 1) // config.model.seq_length
 
 
 def _epoch_samples(config: RunConfig, dataset_config: GPTDatasetConfig, num_tokens: Sequence[int]) -> int:
-    """Sequences until every dataset of the training split has been read once, drawn by the blend's weights; without
-    weights as many as they hold together. `num_tokens`: of the training split, by prefix."""
+    """Return the number of sequences after which every dataset of the training split was read once.
+
+    Without weights that is their sum, with weights the blend must run until the slowest dataset is through.
+
+    Args:
+        num_tokens: tokens of the training split, by prefix.
+    """
     blend = dataset_config.blend or dataset_config.blend_per_split[0]
     sequences = [_num_sequences(config, tokens) for tokens in num_tokens]
     if blend is None or blend[1] is None or len(sequences) == 1:
@@ -94,7 +98,7 @@ def _epoch_samples(config: RunConfig, dataset_config: GPTDatasetConfig, num_toke
 
 
 def stage_needs_data(config: RunConfig) -> bool:
-    """Whether this rank's pipeline stage reads tokens, labels or masks."""
+    """Return whether this rank's pipeline stage reads tokens, labels or masks."""
     is_at_an_end = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
     return is_at_an_end or config.data.reset_attention_mask
 
@@ -106,23 +110,23 @@ def _build_splits(
     *,
     num_validation: int,
 ) -> Splits:
-    """Build the splits and write their index cache, on all ranks together (Megatron Core's builder has barriers).
+    """Collective. Build the splits and write their index cache.
 
     Raises:
-        ValueError: the index cache can't be written, or holds a file that a killed run has left half written.
+        ValueError: the index cache is not writable, or a killed run left an incomplete file in it.
     """
     dataset_class = MockGPTDataset if config.data.mock_data else GPTDataset
     try:
         built = BlendedMegatronDatasetBuilder(
             dataset_class, list(sizes), lambda: stage_needs_data(config), dataset_config
         ).build()
-    except (ValueError, EOFError, pickle.UnpicklingError) as error:  # numpy's, of a file that is cut off
+    except (ValueError, EOFError, pickle.UnpicklingError) as error:  # raised by numpy for a truncated file
         damaged = _damaged_indexes(config)
         if not damaged:
             raise
         raise ValueError(
-            f"--data-cache-path {config.data.data_cache_path or '(beside the data)'}: the index cache is damaged, as "
-            f"after a run that was killed while it wrote: delete {' and '.join(damaged)}; the next start writes it anew"
+            f"--data-cache-path {config.data.data_cache_path or '(beside the data)'}: the index cache is damaged, "
+            f"probably by a run that was killed while writing it. Delete {' and '.join(damaged)}."
         ) from error
     except Exception as error:  # Megatron Core wraps the OSError
         reason = error if isinstance(error, OSError) else error.__cause__
@@ -130,7 +134,7 @@ def _build_splits(
             raise
         raise ValueError(
             f"--data-cache-path {config.data.data_cache_path or '(beside the data)'}: the index cache can't be "
-            f"written ({reason.strerror}: {reason.filename}); give a folder that can"
+            f"written ({reason.strerror}: {reason.filename}). Give a writable folder."
         ) from error
     bounds = dataset_config.split_matrix or dataset_config.blend_per_split
     assert sizes[1] is not None or built[1] is None or len(built[1]) == num_validation
@@ -144,7 +148,7 @@ def _build_splits(
 
 
 def _damaged_indexes(config: RunConfig) -> list[str]:
-    """Files of the index cache that are not whole. Where one is missing, Megatron Core writes it again."""
+    """Return the incomplete files of the index cache. Megatron Core writes a file again if it is missing."""
     data = config.data
     if data.data_cache_path is not None:
         folders = [data.data_cache_path]
@@ -188,8 +192,11 @@ def _dataset_config(config: RunConfig, tokenizer: Any) -> GPTDatasetConfig:
 def _check_splits(
     config: RunConfig, dataset_config: GPTDatasetConfig, vocab_size: int, sizes: tuple[int, int | None, int]
 ) -> list[list[int]]:
-    """Check every file of the blend, and that each split that is needed fills a sequence; a test split that does not
-    is left out. Returns tokens by split, then by prefix."""
+    """Check every file of the blend, and that each required split fills a sequence. Drop a test split that does not.
+
+    Returns:
+        Number of tokens by split, then by prefix.
+    """
     needed = sizes[0] > 0, config.training.eval_iters > 0, False
     if dataset_config.blend is not None:
         dataset_config.split_matrix[1:] = [
@@ -205,15 +212,16 @@ def _check_splits(
     for i, blend in enumerate(dataset_config.blend_per_split):
         if blend is None and needed[i]:
             raise ValueError(
-                f"{flags[i]} is missing; with data per split give one for the {_SPLIT_NAMES[i]} split"
-                + (", or --eval-iters 0" if i == 1 else "")
+                f"{flags[i]}: missing. With data per split, give data for the {_SPLIT_NAMES[i]} split"
+                + (", or --eval-iters 0." if i == 1 else ".")
             )
         for prefix in blend[0] if blend else ():
             num_tokens = int(check_indexed_dataset(prefix, vocab_size, flags[i]).sum())
             tokens_by_split[i].append(num_tokens)
             if num_tokens <= config.model.seq_length:
                 raise ValueError(
-                    f"{flags[i]} {prefix}: holds less than one sequence of {config.model.seq_length + 1:,} tokens"
+                    f"{flags[i]} {prefix}: holds less than one sequence of {config.model.seq_length + 1:,} tokens. "
+                    "Give more text, or a smaller --seq-length."
                 )
     return tokens_by_split
 
@@ -224,7 +232,7 @@ def _check_blends(
     num_tokens: Sequence[Sequence[int]],
     sizes: Sequence[int | None],
 ) -> None:
-    """Several datasets without weights are read once and no more; a test split that ends too early is left out."""
+    """Check that datasets without weights suffice, because they are read only once. Drop a test split that is short."""
     flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
     for i, name in enumerate(_SPLIT_NAMES):
         blend = dataset_config.blend or dataset_config.blend_per_split[i]
@@ -237,8 +245,8 @@ def _check_blends(
         flag = "--data-path" if dataset_config.blend else flags[i]
         weights = " ".join(f"{tokens} {prefix}" for tokens, prefix in zip(num_tokens[i], blend[0], strict=True))
         raise ValueError(
-            f"{flag}: {len(blend[0])} datasets without weights are read once, and have {sequences:,} {name} sequences "
-            f"where the run draws {drawn:,}; with weights they are read again, e.g. {flag} {weights}"
+            f"{flag}: {len(blend[0])} datasets without weights have {sequences:,} {name} sequences and are read once, "
+            f"but the run draws {drawn:,}. Give weights to read them repeatedly, e.g. {flag} {weights}"
         )
 
 
@@ -249,9 +257,9 @@ def _check_shares(
     documents: numpy.ndarray,
     needed: tuple[bool, ...],
 ) -> list[int]:
-    """Check the splits of one prefix; returns its tokens by split.
+    """Check the splits of one prefix. Return its tokens by split.
 
-    A split of less than one sequence must not reach Megatron Core, which never finishes building it.
+    Remove splits of less than one sequence: Megatron Core would never finish building them.
     """
     tokens_by_split = []
     for i, name in enumerate(_SPLIT_NAMES):
@@ -263,9 +271,9 @@ def _check_shares(
         dataset_config.split_matrix[i] = None
         if needed[i]:
             raise ValueError(
-                f"--split {dataset_config.split}: the {name} split of {prefix} holds {num_tokens:,} tokens and one "
-                f"sequence needs {config.model.seq_length + 1:,}; give it a larger share"
-                + (", or --eval-iters 0" if i == 1 else "")
+                f"--split {dataset_config.split}: the {name} split of {prefix} holds {num_tokens:,} tokens, but one "
+                f"sequence needs {config.model.seq_length + 1:,}. Give it a larger share"
+                + (", or --eval-iters 0." if i == 1 else ".")
             )
     return tokens_by_split
 
@@ -274,40 +282,40 @@ def _check_shares(
 
 
 def check_indexed_dataset(prefix: str, vocab_size: int, flag: str = "--data-path") -> numpy.ndarray:
-    """Check `prefix`.bin and .idx and return the tokens of each document.
+    """Check `prefix`.bin and .idx, and return the number of tokens of each document.
 
-    Every token of a small dataset is compared with the vocabulary, 64 spread chunks of 1 Mi tokens of a large one.
+    Compare every token of a small dataset with the vocabulary; of a large one, 64 evenly spaced chunks of 1 Mi tokens.
 
     Raises:
-        ValueError: a file is missing, truncated, not Megatron's, or made with another tokenizer.
+        ValueError: a file is missing, truncated, not Megatron's, or written with another tokenizer.
     """
     for suffix in (".idx", ".bin"):
         if not os.path.isfile(prefix + suffix):
             raise ValueError(
-                f"{flag} {prefix}: {prefix}{suffix} does not exist; give the prefix that tools/preprocess_data.py "
-                "wrote, without .bin or .idx"
+                f"{flag} {prefix}: {prefix}{suffix} does not exist. Give the prefix that tools/preprocess_data.py "
+                "wrote, without .bin or .idx."
             )
     if not os.path.getsize(prefix + ".bin"):
-        raise ValueError(f"{flag} {prefix}: {prefix}.bin is empty; run tools/preprocess_data.py on a text that is not")
+        raise ValueError(f"{flag} {prefix}: {prefix}.bin is empty. Run tools/preprocess_data.py on a non-empty text.")
     try:
         dataset = IndexedDataset(prefix)
         lengths, dtype = dataset.index.sequence_lengths, numpy.dtype(dataset.index.dtype)
         num_documents = len(dataset.index.document_indices) - 1
-    except Exception as error:  # its reader raises any exception on damaged bytes
+    except Exception as error:  # the reader raises all kinds of exceptions on damaged files
         raise ValueError(
-            f"{flag} {prefix}: {prefix}.idx is truncated or no Megatron index; run tools/preprocess_data.py again"
+            f"{flag} {prefix}: {prefix}.idx is truncated or no Megatron index. Run tools/preprocess_data.py again."
         ) from error
-    expected, found = int(lengths.sum(dtype=numpy.int64)) * dtype.itemsize, os.path.getsize(prefix + ".bin")
-    if expected != found or num_documents < 1:
+    expected, actual = int(lengths.sum(dtype=numpy.int64)) * dtype.itemsize, os.path.getsize(prefix + ".bin")
+    if expected != actual or num_documents < 1:
         raise ValueError(
-            f"{flag} {prefix}: {prefix}.bin has {found:,} bytes and its index describes {expected:,}; one of the two "
-            "is truncated or of another run; run tools/preprocess_data.py again"
+            f"{flag} {prefix}: {prefix}.bin has {actual:,} bytes, but its index describes {expected:,}. One of the two "
+            "is truncated or of another run. Run tools/preprocess_data.py again."
         )
     smallest, largest = _token_range(prefix + ".bin", dtype)
     if smallest < 0 or largest >= vocab_size:
         raise ValueError(
-            f"{flag} {prefix}: holds token {smallest if smallest < 0 else largest} and the vocabulary of this "
-            f"--tokenizer-type has {vocab_size}; give the tokenizer that made the data"
+            f"{flag} {prefix}: holds token {smallest if smallest < 0 else largest}, but the vocabulary of this "
+            f"--tokenizer-type has {vocab_size}. Give the tokenizer that made the data."
         )
     bounds = dataset.index.document_indices
     return numpy.add.reduceat(lengths.astype(numpy.int64), bounds[:-1])

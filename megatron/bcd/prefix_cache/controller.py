@@ -204,8 +204,8 @@ class PrefixCache:
     ) -> Iterator[data.Batch]:
         subset = self.samples.subset
         assert subset is not None
-        dealt = data.Dealt.of_run(self.config)
-        indices = data.of_subset(dealt, subset=subset, phase=self._phase, position=position)
+        sharding = data.BatchSharding.from_run(self.config)
+        indices = data.subset_indices(sharding, subset=subset, phase=self._phase, position=position)
         outputs = _read_ahead(file, indices, DTYPES[self.config.precision])
         with contextlib.closing(outputs):  # type: ignore[type-var]
             for batch, (samples, on_host) in zip(batches, outputs, strict=True):
@@ -217,7 +217,7 @@ class PrefixCache:
                     )
                 output = on_host.to(device.current(), non_blocking=True)
                 self._hits += output.size(1)
-                yield batch | {"prefix_output": data.part_of_sequences(output)}
+                yield batch | {"prefix_output": data.context_shard(output)}
 
 
 class _Reached(Exception):
@@ -291,7 +291,7 @@ class _Fill:
         if not self._needs_batch:
             return {}
         slots = numpy.pad(slots, (0, self._micro_batch_size - len(slots)), mode="edge")
-        return data.batch_of(self._cache.samples.dataset, self._file.samples[slots].tolist(), self._cache.config)
+        return data.load_batch(self._cache.samples.dataset, self._file.samples[slots].tolist(), self._cache.config)
 
     def _forward(self, model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
         """The chunk's output, or the input of the first active layer in it."""

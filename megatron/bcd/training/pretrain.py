@@ -107,12 +107,12 @@ def with_length(config: RunConfig) -> RunConfig:
     """`config` with --num-epochs as --train-iters. A collective; reads the data.
 
     Raises:
-        ValueError: as `data.with_epochs`; or the learning rate's schedule does not fit that number of steps.
+        ValueError: as `data.resolve_epochs`; or the learning rate's schedule does not fit that number of steps.
     """
     if config.training.num_epochs is None:
         return config
     tokenizer = build_tokenizer(**vars(config.tokenizer))
-    config = data.with_epochs(config, tokenizer, global_batch_size=data.global_batch_size(config))
+    config = data.resolve_epochs(config, tokenizer, global_batch_size=data.global_batch_size(config))
     check_learning_rate(config)
     return config
 

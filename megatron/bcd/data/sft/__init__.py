@@ -1,1 +1,1 @@
-"""Supervised fine-tuning: records of instructions and conversations, as datasets."""
+"""Supervised fine-tuning: datasets of instructions and conversations."""

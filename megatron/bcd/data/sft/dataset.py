@@ -1,4 +1,4 @@
-"""Datasets of supervised fine-tuning: samples are divided into splits and packed into sequences.
+"""Datasets for supervised fine-tuning: divide samples into splits and pack them into sequences.
 
 The same on every rank. S sequence length, R samples.
 """
@@ -20,7 +20,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import num_samples
 from megatron.bcd.data.sft.permutation import Permutation
 from megatron.bcd.data.sft.store import Files, Samples, tokenized_samples
-from megatron.bcd.data.sft.text import name_of
+from megatron.bcd.data.sft.text import describe_place
 from megatron.bcd.data.splits import DataPlan, Splits, stage_needs_data
 from megatron.bcd.tokenizer import Tokenizer
 
@@ -28,9 +28,9 @@ Indices = numpy.typing.NDArray[numpy.int64]
 
 
 def divide(num_samples: int, shares: Sequence[float]) -> list[Indices]:
-    """Indices of each split, in a random order, drawn without a seed: every run has the same validation samples.
+    """Return the indices of each split in a random order that is the same in every run.
 
-    `shares` need not sum to 1.
+    The order does not depend on the seed, so all runs have the same validation samples. `shares` need not sum to 1.
     """
     order = Permutation(max(1, num_samples), "splits of fine-tuning samples").at(numpy.arange(num_samples))
     bounds = numpy.rint(numpy.cumsum([0.0, *shares]) / sum(shares) * num_samples).astype(int).tolist()
@@ -38,48 +38,49 @@ def divide(num_samples: int, shares: Sequence[float]) -> list[Indices]:
 
 
 def divide_by_record(records: numpy.typing.NDArray[numpy.int64], shares: Sequence[float]) -> list[Indices]:
-    """As `divide`, but of records: the samples of one are in one split, side by side.
+    """Divide samples as `divide` does, but keep those of one record adjacent and in one split.
 
-    `records` [R, k]: names the record of each sample; samples of one record follow each other.
+    Args:
+        records: [R, k], identifies the record of each sample. Samples of one record are consecutive.
     """
     is_first = numpy.any(records[1:] != records[:-1], axis=1)
     numbers = numpy.cumsum([0, *is_first])[: len(records)]
     num_records = int(numbers[-1]) + 1 if len(numbers) else 0
-    found = []
+    splits = []
     for split in divide(num_records, shares):
         places = numpy.full(num_records, -1)
         places[split] = numpy.arange(len(split))
         members = numpy.flatnonzero(places[numbers] >= 0)
-        found.append(members[numpy.argsort(places[numbers[members]], kind="stable")])
-    return found
+        splits.append(members[numpy.argsort(places[numbers[members]], kind="stable")])
+    return splits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Samples, sequence by sequence."""
+    """Samples arranged into sequences."""
 
     samples: Indices
-    """Of the first sequence, then of the second, ..."""
+    """The samples of the first sequence, then of the second, ..."""
     bounds: Indices
-    """[number of sequences + 1]; where in `samples` each sequence begins, and where the last one ends."""
+    """[number of sequences + 1]; start of each sequence in `samples`, and the end of the last one."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
-    def of_sequence(self, index: int) -> Indices:
-        """The samples that share a sequence."""
+    def sequence_samples(self, index: int) -> Indices:
+        """Return the samples of one sequence."""
         return self.samples[self.bounds[index] : self.bounds[index + 1]]
 
 
-def one_each(samples: Indices) -> Packed:
-    """Every sample has a sequence of its own."""
+def pack_one_each(samples: Indices) -> Packed:
+    """Put every sample into a separate sequence."""
     return Packed(samples=samples, bounds=numpy.arange(len(samples) + 1))
 
 
 def pack(samples: Indices, lengths: numpy.typing.NDArray[numpy.integer], capacity: int) -> Packed:
-    """Put each sample, in the order given, into the sequence with the least room that is enough (online best fit).
+    """Put each sample, in the given order, into the fullest sequence that still has room for it (online best fit).
 
-    `lengths`: of the samples, each at most `capacity`. Sequences are numbered by their first samples.
+    `lengths` are those of the samples, each at most `capacity`. Sequences are numbered by their first samples.
     """
     sequences: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
@@ -103,7 +104,7 @@ def pack(samples: Indices, lengths: numpy.typing.NDArray[numpy.integer], capacit
 
 
 class FineTuningDataset(torch.utils.data.Dataset[Mapping[str, Any]]):
-    """The sequences of a split, epoch after epoch, each epoch in an order of its own."""
+    """The sequences of a split over all epochs. Each epoch has a different order."""
 
     def __init__(
         self,
@@ -116,8 +117,12 @@ class FineTuningDataset(torch.utils.data.Dataset[Mapping[str, Any]]):
         seed: int,
         has_segments: bool,
     ) -> None:
-        """`num_sequences`: of all epochs together; `end_token`: fills up sequences, without a loss; `has_segments`:
-        the model needs to know which tokens belong together."""
+        """
+        Args:
+            num_sequences: total over all epochs.
+            end_token: pads sequences; padding has no loss.
+            has_segments: whether the model masks attention between samples.
+        """
         self._samples, self._packed = samples, packed
         self._num_sequences, self._seq_length = num_sequences, seq_length
         self._end_token, self._seed, self._has_segments = end_token, seed, has_segments
@@ -129,11 +134,14 @@ class FineTuningDataset(torch.utils.data.Dataset[Mapping[str, Any]]):
         return self._num_sequences
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """`tokens`, `labels`, `position_ids` int64 [S], `loss_mask` float32 [S], and `segment_ids` int64 [S] if the
-        model needs them. A sample of N tokens takes N - 1 positions; positions restart with each."""
+        """Return `tokens`, `labels`, `position_ids` int64 [S], `loss_mask` float32 [S], and maybe `segment_ids`.
+
+        A sample of N tokens takes N - 1 positions, which start from 0 in each sample. `segment_ids` int64 [S] number
+        the samples, if the model masks attention between them.
+        """
         epoch, place = divmod(index, len(self._packed))
         order = Permutation(len(self._packed), f"{self._seed} fine-tuning epoch {epoch}")
-        return self._sequence(self._packed.of_sequence(int(order.at(numpy.array([place]))[0])))
+        return self._sequence(self._packed.sequence_samples(int(order.at(numpy.array([place]))[0])))
 
     def _sequence(self, samples: numpy.typing.NDArray[numpy.int64]) -> Mapping[str, Any]:
         length = self._seq_length
@@ -159,7 +167,7 @@ class FineTuningDataset(torch.utils.data.Dataset[Mapping[str, Any]]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Prepared:
-    """Samples of all files, and the sequences of the training, validation and test split."""
+    """The samples of all files, and the sequences of the training, validation and test split."""
 
     samples: Samples
     splits: tuple[Packed, Packed, Packed]
@@ -167,42 +175,43 @@ class _Prepared:
 
 
 def _prepare(config: RunConfig, tokenizer: Tokenizer) -> _Prepared:
-    """Tokenize the files, unless that has been done before, and pack the samples into sequences. A collective.
+    """Collective. Tokenize the files, unless an earlier run has, and pack the samples into sequences.
 
     Raises:
         ValueError: as `tokenized_samples`; or a sample does not fit, or a split that is needed has none.
     """
     data = config.data
-    of_splits = {
+    split_paths = {
         "--train-data-path": data.train_data_path,
         "--valid-data-path": data.valid_data_path,
         "--test-data-path": data.test_data_path,
     }
-    paths = {"--data-path": data.data_path} if data.data_path else of_splits
-    files = [(flag, path) for flag, of_flag in paths.items() for path in of_flag or ()]
-    samples = tokenized_samples(config, tokenizer, files, check=lambda made: _members(made, config, files))
+    paths = {"--data-path": data.data_path} if data.data_path else split_paths
+    files = [(flag, path) for flag, its_paths in paths.items() for path in its_paths or ()]
+    samples = tokenized_samples(config, tokenizer, files, check=lambda samples: _members(samples, config, files))
     members, num_left_out = _members(samples, config, files)
     lengths = numpy.minimum(samples.lengths - 1, config.model.seq_length)
     train, valid, test = (
-        pack(one, lengths[one], config.model.seq_length) if data.sft_packing else one_each(one) for one in members
+        pack(split, lengths[split], config.model.seq_length) if data.sft_packing else pack_one_each(split)
+        for split in members
     )
     return _Prepared(samples=samples, splits=(train, valid, test), num_left_out=num_left_out)
 
 
 def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[Indices], int]:
-    """Samples of each split, and the number of those that are left out. Raises ValueError as `_prepare`."""
-    keeps = _that_fit(samples, config, files)
+    """Return the samples of each split and the number of omitted ones. Raises ValueError as `_prepare` does."""
+    keeps = _which_fit(samples, config, files)
     shares = config.data.split_shares
     if config.data.data_path:
         assert shares is not None  # fine-tuning has a default
-        members = [of_split[keeps[of_split]] for of_split in divide_by_record(samples.places[:, :2], shares)]
+        members = [split[keeps[split]] for split in divide_by_record(samples.places[:, :2], shares)]
     else:
         flags = numpy.array([flag for flag, _ in files])[samples.places[:, 0]]
         in_files = [numpy.flatnonzero(keeps & (flags == f"--{name}-data-path")) for name in ("train", "valid", "test")]
         members = [kept[divide(len(kept), (1.0,))[0]] for kept in in_files]  # files are often sorted
     needed = (not config.training.skip_train, config.training.eval_iters > 0, False)
-    for name, of_split, is_needed in zip(("training", "validation", "test"), members, needed, strict=True):
-        if is_needed and not len(of_split):
+    for name, split, is_needed in zip(("training", "validation", "test"), members, needed, strict=True):
+        if is_needed and not len(split):
             where = f"--split {config.data.split}: " if config.data.data_path else ""
             raise ValueError(
                 f"{where}the {name} split has no record; give it more" + (", or --eval-iters 0" * (name != "training"))
@@ -210,8 +219,11 @@ def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[In
     return members, int((~keeps).sum())
 
 
-def _that_fit(samples: Samples, config: RunConfig, files: Files) -> Any:
-    """Return whether each sample is used, bool [R]. An answer does not fit if it is longer than a sequence or begins
+def _which_fit(samples: Samples, config: RunConfig, files: Files) -> Any:
+    """Return whether each sample is used, bool [R].
+
+    An answer does not fit if it is longer than a sequence or starts beyond its end. Without --sft-drop-long, a sample
+    is used if any part of an answer lies in the sequence.
     behind its end. Without --sft-drop-long a sample is used if any part of an answer lies in the sequence.
 
     Raises:
@@ -237,8 +249,8 @@ def _that_fit(samples: Samples, config: RunConfig, files: Files) -> Any:
             else f"has a prompt of {before:,} tokens, which leaves none of --seq-length {length} to its answer"
         )
         raise ValueError(
-            f"{flag} {path}, {name_of(place, is_line=bool(is_line))} {what}: give longer sequences, or leave out "
-            "--sft-refuse-long"
+            f"{flag} {path}, {describe_place(place, is_line=bool(is_line))} {what}. Give a larger "
+            "--seq-length, or omit --sft-refuse-long."
         )
     return keeps
 
@@ -260,8 +272,8 @@ def _notes(config: RunConfig, prepared: _Prepared) -> tuple[str, ...]:
     return tuple(f"fine-tuning: {line}" for line in lines)
 
 
-def with_epochs(config: RunConfig, tokenizer: Tokenizer, *, global_batch_size: int) -> RunConfig:
-    """`config` with --num-epochs as --train-iters, rounded up. A collective.
+def resolve_epochs(config: RunConfig, tokenizer: Tokenizer, *, global_batch_size: int) -> RunConfig:
+    """Collective. Return `config` with --num-epochs converted to --train-iters, rounded up.
 
     Raises:
         ValueError: as `plan_fine_tuning`.
@@ -278,7 +290,7 @@ def with_epochs(config: RunConfig, tokenizer: Tokenizer, *, global_batch_size: i
 def plan_fine_tuning(
     config: RunConfig, tokenizer: Tokenizer, train_iters: int, *, least_steps_per_cycle: int
 ) -> DataPlan:
-    """As `plan_splits`. A collective.
+    """Collective. Check the data and plan the splits, like `plan_splits`.
 
     Raises:
         ValueError: as `tokenized_samples`; or a sample does not fit, or a split that is needed has none.

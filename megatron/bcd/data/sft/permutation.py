@@ -1,4 +1,4 @@
-"""A random order of many indices, computed index by index."""
+"""A random order of many indices that is computed index by index."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _ROUNDS = 8
 
 
 class Permutation:
-    """A random order of ``range(size)`` in constant time and memory: a reader opens any sequence of any epoch.
+    """A random order of ``range(size)`` that needs constant time per index and no memory.
 
-    A Feistel network over pairs (left, right) with sides of about the square root of ``size``, walked until it lands in
-    the range again (J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains, 2002). ``key`` names the order, which
-    never changes: a resumed run must have the same training and validation samples.
+    A reader can thus open any sequence of any epoch. It is a Feistel network over pairs (left, right), each of about
+    sqrt(size) values; results outside the range pass through the network again until they are inside (J. Black, P.
+    Rogaway: Ciphers with Arbitrary Finite Domains, 2002). ``key`` determines the order. The algorithm must not change,
+    because a resumed run must have the same training and validation samples.
     """
 
     def __init__(self, size: int, key: str) -> None:
@@ -29,26 +30,26 @@ class Permutation:
         assert len(self._keys) == _ROUNDS
 
     def at(self, places: Indices) -> Indices:
-        """What stands at ``places``."""
-        found = self._network(places)
-        outside = numpy.flatnonzero(found >= self.size)
+        """Return the elements at positions ``places`` of the order."""
+        values = self._network(places)
+        outside = numpy.flatnonzero(values >= self.size)
         while len(outside):
-            found[outside] = self._network(found[outside])
-            outside = outside[found[outside] >= self.size]
-        return found
+            values[outside] = self._network(values[outside])
+            outside = outside[values[outside] >= self.size]
+        return values
 
     def _network(self, values: Indices) -> Indices:
-        """One pass over the pairs: each round shifts one side by a hash of the other."""
+        """Run the network once: each round shifts one side of the pair by a hash of the other."""
         pair = list(numpy.divmod(values.astype(numpy.uint64), self._sides[1]))
         for step, key in enumerate(self._keys):
             side = step % 2
-            pair[side] = (pair[side] + _mixed(pair[1 - side] + key) % self._sides[side]) % self._sides[side]
-        found: Indices = (pair[0] * self._sides[1] + pair[1]).astype(numpy.int64)
-        return found
+            pair[side] = (pair[side] + _mix(pair[1 - side] + key) % self._sides[side]) % self._sides[side]
+        result: Indices = (pair[0] * self._sides[1] + pair[1]).astype(numpy.int64)
+        return result
 
 
-def _mixed(values: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint64]:
-    """A hash of each value (the finalizer of SplitMix64); multiplication wraps."""
+def _mix(values: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint64]:
+    """Return a hash of each value (the finalizer of SplitMix64). Multiplication wraps around."""
     values = (values ^ (values >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
     return values ^ (values >> numpy.uint64(31))

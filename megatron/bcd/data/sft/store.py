@@ -1,5 +1,4 @@
-"""Tokenized records of a run's files: made by rank 0, kept on disk in a folder named by what it was made from, and read
-by all ranks.
+"""Tokenized records. Rank 0 writes them to a folder named by a hash of their sources, and all ranks read them.
 
 N tokens in all, R samples.
 """
@@ -23,14 +22,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.data.sft.text import Renderer, Tokens, name_of, read_records, tokens_of
+from megatron.bcd.data.sft.text import Renderer, Tokens, describe_place, read_records, tokenize_record
 from megatron.bcd.runtime import atomic_io, collectives
 from megatron.bcd.tokenizer import Tokenizer
 
 _FORMAT = 2
 _FLUSH_TOKENS = 1 << 20
-_LEFT_SECONDS = 24 * 3600.0
-"""After which a folder that nobody writes to was left by a job that was killed."""
+_ABANDONED_SECONDS = 24 * 3600.0
+"""Age of the last write after which a temporary folder must be the remains of a killed job."""
 _TOKENIZER_FILES = (
     "tokenizer*",
     "chat_template*",
@@ -40,10 +39,10 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "*.model",
     "*.tiktoken",
-    "config.json",  # transformers takes the kind of the tokenizer from it
+    "config.json",  # transformers reads the tokenizer's class from it
 )
 Files = Sequence[tuple[str, str]]
-"""The flag that names a file, and its path."""
+"""Pairs of a flag and the path that it names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,41 +54,41 @@ class Samples:
     learned: numpy.typing.NDArray[numpy.bool_]
     """[N]; see `Tokens.learned`."""
     bounds: numpy.typing.NDArray[numpy.int64]
-    """[R + 1]; where in `ids` each sample begins."""
+    """[R + 1]; start of each sample in `ids`."""
     places: numpy.typing.NDArray[numpy.int64]
-    """[R, 3]; number of the file, number of the record in it, and 1 for a line, 0 for an entry of a list."""
+    """[R, 3]; number of the file, number of the record in it, and 1 for a line or 0 for an entry of a list."""
     digest: str
-    """Of everything that they were made from."""
+    """Hash of all sources."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     @property
     def lengths(self) -> numpy.typing.NDArray[numpy.int64]:
-        """[R]; tokens of each sample."""
+        """[R]; number of tokens of each sample."""
         return numpy.diff(self.bounds)
 
 
 def tokenized_samples(
     config: RunConfig, tokenizer: Tokenizer, files: Files, *, check: Callable[[Samples], object]
 ) -> Samples:
-    """The samples of all files, from the disk where an earlier run has kept them. A collective.
+    """Collective. Return the samples of all files, from disk if an earlier run has written them.
 
-    `check` may refuse new ones, by a ValueError, before they are kept.
+    `check` may reject new samples with a ValueError before they are written.
 
     Raises:
-        ValueError: a file can't be read, or a record is none; or the samples can't be kept. One line; nothing is left
-            on the disk then.
+        ValueError: a file is not readable, a record is malformed, or the samples can't be written. Nothing is left on
+            disk then.
     """
     for flag, path in files:
         if not os.path.isfile(path):
             what = "is a folder" if os.path.isdir(path) else "does not exist"
-            raise ValueError(f"{flag} {path} {what}: with --sft give files of records, .jsonl or .json")
+            raise ValueError(f"{flag} {path}: {what}. With --sft give files of records, .jsonl or .json.")
     prompt_format = config.data.sft_prompt_format
-    digest = collectives.on_rank_0(lambda: digest_of(files, tokenizer, prompt_format))
+    digest = collectives.on_rank_0(lambda: data_digest(files, tokenizer, prompt_format))
     beside = os.path.join(os.path.dirname(os.path.abspath(files[0][1])), "cache")
     roots = [config.data.data_cache_path or beside]
-    if config.data.data_cache_path is None:  # data are often read-only
+    if config.data.data_cache_path is None:  # the data's folder is often read-only
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         roots.append(os.path.join(cache, "megatron-bcd"))
     roots = [os.path.join(root, "sft") for root in roots]
@@ -105,7 +104,7 @@ def tokenized_samples(
         except OSError as error:
             errors.append(f"{root}: {error.strerror}")
     raise ValueError(
-        f"--data-cache-path: the tokenized records can't be written ({', '.join(errors)}); give a folder that can"
+        f"--data-cache-path: the tokenized records can't be written ({', '.join(errors)}). Give a writable folder."
     )
 
 
@@ -117,7 +116,7 @@ def _prepare(
     files: Files,
     check: Callable[[Samples], object],
 ) -> None:
-    """Tokenize into a new folder, with a progress bar on a terminal."""
+    """Tokenize into a new folder. Show a progress bar on a terminal."""
     with (
         new_folder(root, digest) as folder,
         Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress,
@@ -136,9 +135,9 @@ def _tokenized(
         try:
             for place in read_records(path):
                 try:
-                    samples = tokens_of(place.record, renderer, tokenizer)
+                    samples = tokenize_record(place.record, renderer, tokenizer)
                 except ValueError as error:
-                    raise ValueError(f"{name_of(place.number, is_line=place.is_line)} {error}") from error
+                    raise ValueError(f"{describe_place(place.number, is_line=place.is_line)} {error}") from error
                 for tokens in samples:
                     yield (number, place.number, int(place.is_line)), tokens
                 progress.update(task, completed=place.bytes_read)
@@ -147,33 +146,33 @@ def _tokenized(
             raise ValueError(f"{flag} {path}{separator} {error}") from error
 
 
-def digest_of(files: Files, tokenizer: Tokenizer, prompt_format: str) -> str:
-    """32 hexadecimal digits of the content of the files and of the tokenizer. Raises ValueError: one can't be read."""
+def data_digest(files: Files, tokenizer: Tokenizer, prompt_format: str) -> str:
+    """Return a hash of the files' and the tokenizer's content, 32 hexadecimal digits. Raises ValueError."""
     digest = hashlib.sha256(f"{_FORMAT} {prompt_format}".encode())
     for flag, path in files:
-        digest.update(_digest_of_file(flag, path))
+        digest.update(_file_digest(flag, path))
     for name, value in tokenizer.unique_identifiers.items():
-        patterns = [os.path.join(glob.escape(value), one) for one in _TOKENIZER_FILES] if os.path.isdir(value) else []
-        found = sorted({path for pattern in patterns for path in glob.glob(pattern) if os.path.isfile(path)})
-        for path in found or ([value] if os.path.isfile(value) else []):
-            digest.update(_digest_of_file("--sft: the tokenizer's file", path))
+        patterns = [os.path.join(glob.escape(value), name) for name in _TOKENIZER_FILES] if os.path.isdir(value) else []
+        paths = sorted({path for pattern in patterns for path in glob.glob(pattern) if os.path.isfile(path)})
+        for path in paths or ([value] if os.path.isfile(value) else []):
+            digest.update(_file_digest("--sft: the tokenizer's file", path))
         digest.update(f"{name} {'' if os.path.exists(value) else value}".encode())
     return digest.hexdigest()[:32]
 
 
-def _digest_of_file(flag: str, path: str) -> bytes:
+def _file_digest(flag: str, path: str) -> bytes:
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").digest()
     except OSError as error:
-        raise ValueError(f"{flag} {path} can't be read ({error.strerror})") from None
+        raise ValueError(f"{flag} {path}: can't be read ({error.strerror})") from None
 
 
 def open_samples(root: str, digest: str) -> Samples | None:
-    """What `write` has made; None if it is not there, or not whole."""
+    """Return the samples that `write` has written; None if they are missing or incomplete."""
     folder = os.path.join(root, digest)
     try:
-        os.listdir(root)  # an NFS client may answer a look-up by name from its cache
+        os.listdir(root)  # an NFS client may answer a look-up by name from a stale cache
         bounds = numpy.load(os.path.join(folder, "bounds.npy"))
         places = numpy.load(os.path.join(folder, "places.npy"))
         num_tokens = int(bounds[-1])
@@ -192,36 +191,37 @@ def open_samples(root: str, digest: str) -> Samples | None:
 
 
 def _open_everywhere(root: str, digest: str) -> Samples:
-    found = open_samples(root, digest)
-    hosts = collectives.gather_objects(None if found is not None else os.uname().nodename)
+    samples = open_samples(root, digest)
+    hosts = collectives.gather_objects(None if samples is not None else os.uname().nodename)
     blind = sorted({host for host in hosts if host is not None})
     if blind:
         raise ValueError(
-            f"--data-cache-path: {', '.join(blind)} can't see the tokenized records in {root}; give a folder on a disk "
-            "that all nodes share"
+            f"--data-cache-path: {', '.join(blind)} can't see the tokenized records in {root}. Give a folder on a disk "
+            "that all nodes share."
         )
-    assert found is not None
-    return found
+    assert samples is not None
+    return samples
 
 
 @contextlib.contextmanager
 def new_folder(root: str, digest: str) -> Iterator[str]:
-    """A folder of a name of its own below `root`, which gets its final one at the end, and is deleted after an error.
+    """Create a temporary folder below `root`. Rename it at the end of the context, or delete it after an error.
 
-    What jobs that were killed left behind is deleted after a day. Raises OSError.
+    Also delete temporary folders of killed jobs that are older than a day. Raises OSError.
     """
     parents = [path for path in (os.path.dirname(root), root) if not os.path.isdir(path)]
     os.makedirs(root, exist_ok=True)
     for path in glob.glob(os.path.join(glob.escape(root), "*.part")):
         with contextlib.suppress(OSError):
-            if max(os.stat(one).st_mtime for one in (path, *glob.glob(f"{path}/*"))) < time.time() - _LEFT_SECONDS:
+            last_write = max(os.stat(part).st_mtime for part in (path, *glob.glob(f"{path}/*")))
+            if last_write < time.time() - _ABANDONED_SECONDS:
                 shutil.rmtree(path)
     folder = os.path.join(root, f"{digest}.{uuid.uuid4().hex}.part")
     os.mkdir(folder)
     try:
         yield folder
         atomic_io.sync(folder)
-        if open_samples(root, digest) is None:  # another job may have been quicker
+        if open_samples(root, digest) is None:  # another job may have been faster
             _publish(folder, root, digest)
         atomic_io.sync(root)
     finally:
@@ -235,14 +235,14 @@ def _publish(folder: str, root: str, digest: str) -> None:
     target = os.path.join(root, digest)
     try:
         os.rename(folder, target)
-    except OSError:  # there is a folder: a damaged one, or another job's that was complete a moment ago
+    except OSError:  # the folder exists: damaged, or another job has just published it
         if open_samples(root, digest) is None:
             shutil.rmtree(target)
             os.rename(folder, target)
 
 
 def write(folder: str, samples: Iterable[tuple[tuple[int, int, int], Tokens]]) -> None:
-    """Write samples with their places (see `Samples.places`). Raises OSError."""
+    """Write samples and their places (see `Samples.places`). Raises OSError."""
     bounds, places = [0], []
     with (
         open(os.path.join(folder, "ids.bin"), "wb", buffering=_FLUSH_TOKENS) as ids,

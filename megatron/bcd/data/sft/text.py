@@ -1,6 +1,6 @@
-"""Records of supervised fine-tuning (a line of a JSONL file, or an entry of a JSON list) as text and as tokens.
+"""Records of supervised fine-tuning (lines of a JSONL file, or entries of a JSON list) as text and as tokens.
 
-What is learned are the assistant's messages and what ends them.
+Only the assistant's messages, and the tokens that end them, contribute to the loss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHAPES = (
 )
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "function_call": "assistant"}
 _ROLES |= {"observation": "tool"}
-"""ShareGPT's names of roles; others keep their own."""
+"""Roles of ShareGPT and ours; other names stay unchanged."""
 Message = dict[str, str]
 _BOM = b"\xef\xbb\xbf"
 
@@ -43,43 +43,43 @@ class Record:
     answer: str = ""
     is_instruction: bool = False
     messages: tuple[Message, ...] = ()
-    """The conversation, up to the assistant's last message; empty for a prompt and its answer."""
+    """The conversation up to the assistant's last message; empty for a prompt and its answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A record, and where it was read."""
+    """A record and its position in a file."""
 
     record: Record
     number: int
-    """Of its line, or of its entry in a list, from 1."""
+    """Number of the line, or of the entry in a list, from 1."""
     is_line: bool
     bytes_read: int
-    """Of the file, up to the end of this record."""
+    """Bytes of the file up to the end of this record."""
 
 
-def name_of(number: int, *, is_line: bool) -> str:
-    """For messages."""
+def describe_place(number: int, *, is_line: bool) -> str:
+    """Return the name of a record's position for messages."""
     return f"line {number}" if is_line else f"entry {number}"
 
 
 def read_records(path: str) -> Iterator[Place]:
-    """The records of a file, JSONL or one JSON list, in order; blank lines are skipped.
+    """Yield the records of a JSONL file, or of one JSON list, in order. Skip blank lines.
 
     Raises:
-        ValueError: a line, its number first, is not a record; or the file can't be read or holds none. The message does
-            not name the file.
+        ValueError: the file is not readable or empty, or a record is malformed. The message starts with the record's
+            number and does not name the file.
     """
     try:
         with open(path, "rb") as file:
             is_line = file.read(4096).removeprefix(_BOM).lstrip()[:1] != b"["
         is_empty = True
-        for number, value, bytes_read in _lines(path) if is_line else _entries_of_list(path):
+        for number, value, bytes_read in _lines(path) if is_line else _list_entries(path):
             is_empty = False
             try:
-                record = record_of(value)
+                record = parse_record(value)
             except ValueError as error:
-                raise ValueError(f"{name_of(number, is_line=is_line)} {error}") from None
+                raise ValueError(f"{describe_place(number, is_line=is_line)} {error}") from None
             yield Place(record=record, number=number, is_line=is_line, bytes_read=bytes_read)
     except OSError as error:
         raise ValueError(f"can't be read ({error.strerror})") from None
@@ -100,7 +100,7 @@ def _lines(path: str) -> Iterator[tuple[int, Any, int]]:
                     raise ValueError(f"line {number} is not JSON ({_reason(error)}): give one record a line") from None
 
 
-def _entries_of_list(path: str) -> Iterator[tuple[int, Any, int]]:
+def _list_entries(path: str) -> Iterator[tuple[int, Any, int]]:
     size = os.path.getsize(path)
     with open(path, encoding="utf-8-sig") as file:
         try:
@@ -115,8 +115,8 @@ def _reason(error: Exception) -> str:
     return "it is not UTF-8" if isinstance(error, UnicodeError) else " ".join(str(error).split())[:100]
 
 
-def record_of(value: Any) -> Record:
-    """The record of a JSON value. Raises ValueError: it is none; the message follows the record's place."""
+def parse_record(value: Any) -> Record:
+    """Return the record of a JSON value. Raises ValueError, with a message to follow the record's position."""
     if not isinstance(value, dict):
         raise ValueError(f"is no object but {type(value).__name__}: a record is {SHAPES}")
     if "messages" in value:
@@ -139,19 +139,19 @@ def record_of(value: Any) -> Record:
 def _conversation(
     messages: Any, *, role: str = "role", content: str = "content", first: Mapping[str, Any] | None = None
 ) -> tuple[Message, ...]:
-    """Return the messages, whose parts have the keys `role` and `content`. A key "system" of `first` precedes them."""
+    """Return the messages, inputs the names of their keys. A key "system" in `first` becomes the first message."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f'has messages that are no list of {{"{role}": ..., "{content}": ...}}')
-    found = [{"role": _text(message, role), "content": _text(message, content)} for message in messages]
+    turns = [{"role": _text(message, role), "content": _text(message, content)} for message in messages]
     if first is not None:
-        found = [message | {"role": _ROLES.get(message["role"], message["role"])} for message in found]
+        turns = [message | {"role": _ROLES.get(message["role"], message["role"])} for message in turns]
         if first.get("system"):
-            found.insert(0, {"role": "system", "content": _text(first, "system")})
-    while found and found[-1]["role"] != "assistant":  # nothing answers them
-        found.pop()
-    if not found:
+            turns.insert(0, {"role": "system", "content": _text(first, "system")})
+    while turns and turns[-1]["role"] != "assistant":  # nothing answers them
+        turns.pop()
+    if not turns:
         raise ValueError("has no message of the role assistant: there is nothing to learn")
-    return tuple(found)
+    return tuple(turns)
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:
@@ -169,19 +169,21 @@ def _text(values: Mapping[str, Any], key: str) -> str:
 
 
 class ChatTemplate:
-    """Renders conversations as transformers does, but the template sees no date: equal conversations give equal texts
-    on every day."""
+    """Renders conversations as transformers does, except that templates see no date.
+
+    Equal conversations thus give equal texts on any day.
+    """
 
     def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
-        """Raises ValueError: there are several templates, and none is the default."""
+        """Raises ValueError: there are several templates and no default one."""
         self._engine = tokenizer.engine
         self._source = "{% set strftime_now = undefined %}\n" + self._engine.get_chat_template()
 
     def render(self, messages: Sequence[Mapping[str, str]], *, for_answer: bool = False) -> str:
-        """The text of a conversation; with `for_answer`, with what precedes the assistant's next message.
+        """Return the text of a conversation. With `for_answer`, append the beginning of the assistant's next message.
 
         Raises:
-            ValueError: the template refuses the conversation.
+            ValueError: the template rejects the conversation.
         """
         try:
             texts = self._engine.apply_chat_template(
@@ -201,20 +203,20 @@ class Rendered:
 
     text: str
     answers: tuple[tuple[int, int], ...]
-    """First character and end of each part of the text that is learned."""
+    """Start and end of each part of the text that contributes to the loss, in characters."""
     needs_end: bool
-    """Whether the end-of-document token is still to be appended, and learned: nothing in the text ends the answer."""
+    """Whether the text itself does not end the answer, so that an end-of-document token must be added and learned."""
 
 
 class Renderer:
     """Renders records in one of `PROMPT_FORMATS`.
 
-    `chat` is the tokenizer's chat template. `text` is Alpaca's prompt for instructions (Stanford Alpaca, 2023), and a
-    prompt as it is. `auto` is `chat` where the tokenizer has a template, and for every conversation, else `text`.
+    `chat` uses the tokenizer's chat template. `text` uses Alpaca's prompt for instructions (Stanford Alpaca, 2023) and
+    leaves other prompts unchanged. `auto` is `chat` for conversations and if the tokenizer has a template, else `text`.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_format: str) -> None:
-        """Raises ValueError: the format is `chat`, and the tokenizer has no chat template."""
+        """Raises ValueError: the format is `chat`, but the tokenizer has no chat template."""
         self._format = prompt_format
         self._start, self._template = "", None
         if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -225,10 +227,12 @@ class Renderer:
             raise ValueError(f"--sft-prompt-format chat: {_NO_TEMPLATE}")
 
     def samples(self, record: Record) -> list[Rendered]:
-        """The record as text; more than one where the template shortens an earlier answer when a later one follows.
+        """Return the record as text.
+
+        It has several samples if the template shortens earlier answers when a later one follows.
 
         Raises:
-            ValueError: the template is missing, or refuses the record; the message follows the record's place.
+            ValueError: there is no template, or it rejects the record. The message follows the record's position.
         """
         if record.messages and self._format == "text":
             raise ValueError("has messages, which --sft-prompt-format text has no form for: give auto")
@@ -251,13 +255,13 @@ _NO_TEMPLATE = (
 
 
 def alpaca(instruction: str, context: str = "") -> str:
-    """Stanford Alpaca's prompt."""
+    """Return Stanford Alpaca's prompt."""
     task = "Below is an instruction that describes a task"
     more = ", paired with an input that provides further context" if context else ""
-    given = f"### Input:\n{context}\n\n" if context else ""
+    inputs = f"### Input:\n{context}\n\n" if context else ""
     return (
         f"{task}{more}. Write a response that appropriately completes the request.\n\n"
-        f"### Instruction:\n{instruction}\n\n{given}### Response:"
+        f"### Instruction:\n{instruction}\n\n{inputs}### Response:"
     )
 
 
@@ -271,17 +275,17 @@ def _chat_samples(template: ChatTemplate, messages: Sequence[Message]) -> list[R
 
 
 def _turn(template: ChatTemplate, messages: Sequence[Message], index: int) -> Rendered:
-    """The conversation up to one message of the assistant, which alone is learned."""
+    """Return the conversation up to one of the assistant's messages. Only that message is learned."""
     text = template.render(messages[: index + 1])
     # some templates begin a prompt with words that they leave out of a finished message
     start = len(os.path.commonprefix((template.render(messages[:index], for_answer=True), text)))
     content = messages[index]["content"].strip()
-    found = text.find(content, start)
-    if found < 0:  # the prompt may end with the answer's first words, such as "<think>"
-        found = text.find(content, len(os.path.commonprefix((template.render(messages[:index]), text))))
-    if found < 0:
+    first = text.find(content, start)
+    if first < 0:  # the prompt may end with the answer's first words, such as "<think>"
+        first = text.find(content, len(os.path.commonprefix((template.render(messages[:index]), text))))
+    if first < 0:
         raise ValueError("has an answer that the tokenizer's chat template leaves out")
-    is_ended = bool(text[found + len(content) :].strip())
+    is_ended = bool(text[first + len(content) :].strip())
     end = len(text.rstrip()) if is_ended else len(text)
     return Rendered(text=text[:end], answers=((start, end),), needs_end=not is_ended)
 
@@ -296,47 +300,47 @@ class Tokens:
     ids: numpy.typing.NDArray[numpy.int32]
     """[N]"""
     learned: numpy.typing.NDArray[numpy.bool_]
-    """[N]; whether the loss counts the prediction of the token."""
+    """[N]; whether predicting the token contributes to the loss."""
 
 
-def tokens_of(record: Record, renderer: Renderer, tokenizer: Tokenizer) -> list[Tokens]:
-    """Samples of a record, see `Renderer.samples`.
+def tokenize_record(record: Record, renderer: Renderer, tokenizer: Tokenizer) -> list[Tokens]:
+    """Return the samples of a record, see `Renderer.samples`.
 
     Raises:
-        ValueError: the record can't be rendered or tokenized; the message follows the record's place.
+        ValueError: the record can't be rendered or tokenized. The message follows the record's position.
     """
     try:
-        return [tokenized(sample, tokenizer) for sample in renderer.samples(record)]
+        return [tokenize_sample(sample, tokenizer) for sample in renderer.samples(record)]
     except UnicodeError as error:
         raise ValueError(f"can't be tokenized ({error})") from error
 
 
-def tokenized(sample: Rendered, tokenizer: Tokenizer) -> Tokens:
-    """The text is tokenized as a whole. A token of which a part belongs to an answer is learned."""
+def tokenize_sample(sample: Rendered, tokenizer: Tokenizer) -> Tokens:
+    """Tokenize the whole text. A token contributes to the loss if any of its characters belongs to an answer."""
     ids = tokenizer.tokenize(sample.text)
     learned = numpy.zeros(len(ids) + sample.needs_end, dtype=bool)
     for start, end in sample.answers:
-        last = len(ids) if end == len(sample.text) else _end_of(sample.text, end, ids, tokenizer)
-        learned[_shared(tokenizer.tokenize(sample.text[:start]), ids) : last] = True
+        last = len(ids) if end == len(sample.text) else _answer_end(sample.text, end, ids, tokenizer)
+        learned[_num_common(tokenizer.tokenize(sample.text[:start]), ids) : last] = True
     if sample.needs_end:
         ids.append(tokenizer.eod)
         learned[-1] = True
     return Tokens(ids=numpy.array(ids, dtype=numpy.int32), learned=learned)
 
 
-def _end_of(text: str, end: int, ids: list[int], tokenizer: Tokenizer) -> int:
-    """Number of ids up to character `end` of the text, with the one that goes on behind it, if there is one.
+def _answer_end(text: str, end: int, ids: list[int], tokenizer: Tokenizer) -> int:
+    """Return the number of ids that cover the text up to character `end`, including one that extends beyond it.
 
-    The ids that follow are those that the text behind `end` ends with when it stands alone.
+    Tokens after `end` are identified by tokenizing text[end:] alone: they are the longest common suffix with `ids`.
     """
     before = tokenizer.tokenize(text[:end])
-    shared = _shared(before, ids)
+    shared = _num_common(before, ids)
     if shared == len(before):
         return shared
-    behind = _shared(tokenizer.tokenize(text[end:])[::-1], ids[::-1])
+    behind = _num_common(tokenizer.tokenize(text[end:])[::-1], ids[::-1])
     return max(shared + 1, len(ids) - behind)
 
 
-def _shared(left: list[int], right: list[int]) -> int:
-    """Number of ids at the start that both have."""
-    return next((i for i, (one, two) in enumerate(zip(left, right, strict=False)) if one != two), len(left))
+def _num_common(left: list[int], right: list[int]) -> int:
+    """Return the length of the common prefix."""
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(left))
