@@ -489,7 +489,7 @@ class Trainer:
             consumed_samples=self.state.consumed_samples,
             position=self.state.samples_in_phase,
         )
-        return self.prefix_cache.serve(batches, position=self.state.samples_in_phase)
+        return self.prefix_cache.add_prefix_outputs(batches, position=self.state.samples_in_phase)
 
     def _learning_rate(self, phase_state: PhaseState) -> float:
         """The rate of the active block's parameters in the coming step."""

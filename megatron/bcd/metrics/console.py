@@ -1,4 +1,4 @@
-"""Metrics as text: a live progress line on a terminal, plain single lines in a log file."""
+"""Metrics as text: a live progress line on a terminal, single lines in a log file."""
 
 import sys
 import time
@@ -15,32 +15,31 @@ _REFRESH_SECONDS = 0.1
 MIB = 2**20
 GIB = 2**30
 _LINE_LENGTH = 120
-_NUM_SHOWN = 4  # of a longer list only minimum and maximum are printed, to fit a screen
+_NUM_SHOWN = 4  # print only the minimum and maximum of longer lists, to fit a screen
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`num_bytes` in MiB, or in GiB from 1 GiB, with one decimal."""
+    """Return `num_bytes` in MiB, or in GiB from 1 GiB on, with one decimal."""
     return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.1f} MiB"
 
 
-def listed(values: Sequence[float], show: Callable[[float], str], noun: str) -> str:
-    """A short list in full; of a long one the minimum and maximum: "1.0 MiB to 3.0 MiB over 64 ranks"."""
+def format_list(values: Sequence[float], show: Callable[[float], str], noun: str) -> str:
+    """Return a short list in full, a long one as its range: "1.0 MiB to 3.0 MiB over 64 ranks"."""
     if len(values) <= _NUM_SHOWN:
         return ", ".join(show(value) for value in values) or "-"
     ends = dict.fromkeys((show(min(values)), show(max(values))))
     return f"{' to '.join(ends)} over {len(values)} {noun}"
 
 
-def format_left(milliseconds: float) -> str:
-    """A remaining time: "0:00:06 left", "3d 14h left"."""
+def format_time_left(milliseconds: float) -> str:
+    """Return a remaining time such as "0:00:06 left" or "3d 14h left"."""
     minutes, seconds = divmod(round(milliseconds / 1000.0), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours // 24}d {hours % 24}h left" if hours >= 24 else f"{hours}:{minutes:02d}:{seconds:02d} left"
 
 
 def step_lines(record: StepMetrics, *, train_iters: int, left: str) -> list[str]:
-    """The log line of one log step, of at most 120 characters; what does not fit (figures that flags ask for) follows
-    on another."""
+    """Return the log line of one log step, of at most 120 characters. Optional figures may need more lines."""
     step_ms = record.step_time_ms
     parts = [
         f"iteration {record.iteration:{len(str(train_iters))}d}/{train_iters}",
@@ -71,7 +70,7 @@ def step_lines(record: StepMetrics, *, train_iters: int, left: str) -> list[str]
 
 
 def timer_lines(times: Mapping[str, Sequence[float]], *, option: str) -> list[str]:
-    """Times of parts of a step by name and rank, under a heading, as --timing-log-option says; zeros are left out."""
+    """Return the times of parts of a step by name and rank, in the format of --timing-log-option. Omit zeros."""
     headings = {"max": "max time", "minmax": "(min, max) time", "all": "times"}
     lines = []
     for name, by_rank in times.items():
@@ -85,8 +84,10 @@ def timer_lines(times: Mapping[str, Sequence[float]], *, option: str) -> list[st
 
 
 def straggler_lines(times: Mapping[str, Sequence[float]], *, num_named: int) -> list[str]:
-    """The fastest and the slowest rank, of its forward passes and its batches; with `num_named` from 2 to the number of
-    ranks less 1, also so many of each by their forward passes."""
+    """Return the fastest and the slowest rank by its forward passes and its batches.
+
+    If `num_named` is at least 2 and less than the number of ranks, list that many ranks by their forward passes.
+    """
     if not times:
         return []
 
@@ -107,15 +108,15 @@ def straggler_lines(times: Mapping[str, Sequence[float]], *, num_named: int) -> 
 
 
 def evaluation_line(record: EvalMetrics) -> str:
-    """The log line of an evaluation."""
+    """Return the log line of an evaluation."""
     when = "at the end, iteration" if record.is_final else "at iteration"
     measure = f"perplexity {record.perplexity:,.3f}" if record.accuracy is None else f"accuracy {record.accuracy:.2%}"
     return f"{record.split} {when} {record.iteration:8d} | loss {record.loss:.6E} | {measure}"
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
-    """The run summary, one line for each fact and each block."""
-    stages = listed(summary.parameters_per_stage, lambda n: f"{n:,}", "stages")
+    """Return the run summary, one line for each fact and each block."""
+    stages = format_list(summary.parameters_per_stage, lambda n: f"{n:,}", "stages")
     num_blocks = f"{len(summary.blocks)} block{'' if len(summary.blocks) == 1 else 's'}"
     facts = [
         ("model", summary.model),
@@ -129,27 +130,32 @@ def summary_lines(summary: RunSummary) -> list[str]:
     highest = [max(column) for column in zip(*(block.model_state_bytes for block in summary.blocks), strict=True)]
     full = summary.full_model_state_bytes
     ratios = [mine / whole for mine, whole in zip(highest, full, strict=True) if whole]
-    ratio = f" ({listed(ratios, '{:.1%}'.format, 'ranks')} of full)" if ratios else ""
+    ratio = f" ({format_list(ratios, '{:.1%}'.format, 'ranks')} of full)" if ratios else ""
     states = [
         *(
-            (f"block {one.index}", f"{one.contents} | {one.share:.1%} of the parameters", one.model_state_bytes, "")
-            for one in summary.blocks
+            (
+                f"block {block.index}",
+                f"{block.contents} | {block.share:.1%} of the parameters",
+                block.model_state_bytes,
+                "",
+            )
+            for block in summary.blocks
         ),
         ("BCD", "maximum over the blocks", highest, ratio),
         ("full", "full-parameter training | 100.0% of the parameters", full, ""),
     ]
     facts += [
-        (name, f"{contents} | model state {listed(state, format_bytes, 'ranks')}{of_full} by rank (estimated)")
-        for name, contents, state, of_full in states
+        (name, f"{contents} | model state {format_list(state, format_bytes, 'ranks')}{suffix} by rank (estimated)")
+        for name, contents, state, suffix in states
     ]
     return ["Block coordinate descent on Megatron Core", *(f"{label:<11} {text}" for label, text in facts)]
 
 
 class Screen:
-    """Prints lines; on a terminal also a progress line below them."""
+    """Prints lines, and on a terminal a progress line below them."""
 
     def __init__(self, console: Console | None, *, train_iters: int, start_iteration: int) -> None:
-        # By default rich obeys FORCE_COLOR, which would write control characters into a log file.
+        # by default rich obeys FORCE_COLOR, which would write control characters into a log file
         self._console = console or Console(force_terminal=sys.stdout.isatty(), highlight=False)
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._train_iters = train_iters
@@ -175,15 +181,15 @@ class Screen:
         self._console.print(rich_text, soft_wrap=True, highlight=False)
 
     def time_left(self, record: StepMetrics) -> str:
-        """By the mean step so far: blocks differ in speed."""
+        """Return the remaining time, given the mean step so far, because blocks differ in speed."""
         self._busy_ms += record.step_time_ms * max(0, record.iteration - self._last)
         self._last = max(self._last, record.iteration)
         done = self._last - self._start
-        self._left = format_left(self._busy_ms / done * max(0, self._train_iters - self._last) if done else 0.0)
+        self._left = format_time_left(self._busy_ms / done * max(0, self._train_iters - self._last) if done else 0.0)
         return self._left
 
     def advance(self, iteration: int, record: StepMetrics | None = None) -> None:
-        """Move the progress line to `iteration`; a record updates its text."""
+        """Move the progress line to `iteration`. A record updates its text."""
         if not self._live:
             return
         if self._progress is None:
@@ -197,7 +203,7 @@ class Screen:
             self._refreshed = now
 
     def _started_progress(self) -> Progress:
-        # No refresh thread: it would hold locks while data workers are forked.
+        # no refresh thread: it would hold locks while data workers are forked
         progress = Progress(
             TextColumn("iteration {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),

@@ -1,4 +1,4 @@
-"""Reporter: writes metrics to the console and to all sinks."""
+"""Write metrics to the console and to all sinks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def _reason(error: OSError) -> str:
 class Reporter:
     """Console, metrics file, TensorBoard and Weights & Biases of one run; a context manager.
 
-    A resumed run (`start_iteration` > 0) appends to the metrics file; lines after `start_iteration` are dropped,
-    because the run repeats them. A fresh run replaces the file when it writes its first line. With `run`, a name that
-    stands in every line, both refuse a file of another run.
+    A resumed run (`start_iteration` > 0) appends to the metrics file and drops lines after `start_iteration`, because
+    it repeats those steps. A new run replaces the file with its first line. With `run`, a name that every line
+    contains, both reject a file of another run.
 
-    Raises ValueError, one line that names the flag, if --metrics-file is of something else, or a library is missing or
-    refuses.
+    Raises:
+        ValueError: --metrics-file is not a metrics file, or a library is missing or fails to start.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Reporter:
             )
 
     def run_summary(self, summary: RunSummary) -> None:
-        """Print what will run; later phase lines name the layers of these blocks."""
+        """Print the run summary, and store the blocks' layers for later lines about phases."""
         self._contents = {block.index: block.contents for block in summary.blocks}
         self._screen.run_summary(summary)
 
@@ -79,7 +79,7 @@ class Reporter:
             self._screen.line(line)
         self._screen.advance(record.iteration, record)
         if self._metrics is not None:
-            # of all switches since the last line
+            # all switches since the last line
             values = {**dataclasses.asdict(record), "switch_time_ms": self._switch_time_ms}
             values["switches"] = self._switches
             for name in ("timers_ms", "straggler_ms", "exchanged_bytes", "exchange_ms", "switches"):
@@ -91,11 +91,11 @@ class Reporter:
         self._write_scalars({**step_scalars(record), **timers}, record.iteration)
 
     def progress(self, iteration: int) -> None:
-        """Move a terminal's progress line between log steps; no other output."""
+        """Move a terminal's progress line between log steps."""
         self._screen.advance(iteration)
 
     def evaluation(self, record: EvalMetrics) -> None:
-        """Write one log line, and one metrics line without `loss`, which is for training losses."""
+        """Write one log line, and one metrics line without `loss`, which is reserved for training losses."""
         self._screen.line(evaluation_line(record), style="bold")
         if self._metrics is not None:
             self._write_metrics(
@@ -116,7 +116,7 @@ class Reporter:
             self._write_metrics(dataclasses.asdict(record))
 
     def phase(self, *, iteration: int, cycle: int, phase: int, block: int, switch_time_ms: float) -> None:
-        """Print one line at a switch; `iteration` is the number of steps done before it."""
+        """Print one line at a switch. `iteration` is the number of steps before it."""
         contents = self._contents.get(block, "")
         text = (
             f"-- phase {phase} at iteration {iteration}: cycle {cycle}, block {block}"
@@ -128,49 +128,49 @@ class Reporter:
         self._write_scalars({"bcd/switch-time-ms": switch_time_ms}, iteration)
 
     def note(self, text: str) -> None:
-        """Print a line that needs no action."""
+        """Print a line that requires no action."""
         self._screen.line(text)
 
     def warning(self, text: str) -> None:
-        """Print a line that the user should act on."""
+        """Print a warning that the user should act on."""
         self._screen.line(f"warning: {text}", style="yellow")
 
     def _write_metrics(self, values: Mapping[str, object]) -> None:
-        """A disk that is full must not end a run whose other ranks wait for this one."""
+        """Write a metrics line. A full disk must not end a run: the other ranks wait for this one."""
         assert self._metrics is not None
         try:
             self._metrics.write(values)
             self._metrics_fail = False
         except OSError as error:
             if not self._metrics_fail:
-                self.warning(f"--metrics-file: {error.strerror}; its lines are written as soon as that is possible")
+                self.warning(f"--metrics-file: {error.strerror}. Its lines will be written as soon as possible.")
             self._metrics_fail = True
 
     def _write_scalars(self, scalars: Mapping[str, float], iteration: int) -> None:
-        """As for metrics; a sink that has failed gets no more, because TensorBoard's writer does not recover."""
+        """Write scalars to all sinks. Drop a sink that fails, because TensorBoard's writer does not recover."""
         for sink in tuple(self._scalar_sinks):
             try:
                 sink.write(scalars, iteration=iteration)
             except OSError as error:
                 self._scalar_sinks.remove(sink)
-                self.warning(f"{sink.flag}: {_reason(error)}; from iteration {iteration} on nothing is written there")
+                self.warning(f"{sink.flag}: {_reason(error)}. Nothing is written there from iteration {iteration} on.")
                 with contextlib.suppress(OSError):
                     sink.close()
 
     def close(self) -> None:
-        """Restore the terminal and close every file; may be called twice."""
+        """Restore the terminal and close every file. May be called twice."""
         self._screen.close()
         if self._metrics is not None:
             try:
                 self._metrics.close()
             except OSError as error:
-                self.warning(f"--metrics-file: {error.strerror}; its last lines are lost")
+                self.warning(f"--metrics-file: {error.strerror}. Its last lines are lost.")
         while self._scalar_sinks:
             sink = self._scalar_sinks.pop()
             try:
                 sink.close()
             except OSError as error:
-                self.warning(f"{sink.flag}: {_reason(error)}; its last points are lost")
+                self.warning(f"{sink.flag}: {_reason(error)}. Its last points are lost.")
 
     def __enter__(self) -> Reporter:
         return self
@@ -180,7 +180,7 @@ class Reporter:
 
 
 class SilentReporter(Reporter):
-    """Of every rank but the first: the same interface, no output, so that all ranks run the same code."""
+    """The reporter of all ranks but rank 0: the same interface without output, so that all ranks run the same code."""
 
     def __init__(self) -> None:
         pass

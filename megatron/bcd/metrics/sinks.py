@@ -1,4 +1,4 @@
-"""Sinks for metrics besides the console: metrics file, TensorBoard, Weights & Biases."""
+"""Sinks for metrics: metrics file, TensorBoard, Weights & Biases."""
 
 import importlib
 import json
@@ -12,9 +12,9 @@ from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 
 
 def json_line(values: Mapping[str, object]) -> str:
-    """`values` as one line of strict JSON, floats unrounded.
+    """Return `values` as one line of strict JSON with unrounded floats.
 
-    JSON has no NaN or infinity: such a value becomes null, and `non_finite` holds it as text:
+    JSON has no NaN or infinity. Such a value becomes null, and `non_finite` holds it as text:
     {"loss": null, "non_finite": {"loss": "nan"}}.
     """
     broken = {k: repr(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
@@ -25,56 +25,55 @@ def json_line(values: Mapping[str, object]) -> str:
 
 
 class MetricsFile:
-    """JSON lines, each written at once.
+    """A file of JSON lines, each written immediately.
 
-    Read on construction, written from the first line on: a run that does not start leaves the file as it was.
+    It is read on construction and written with the first line, so a run that fails to start does not change it.
     """
 
     def __init__(self, path: str, *, start_iteration: int, run: str | None = None) -> None:
-        """Raises ValueError naming --metrics-file if the file cannot be read on resume, or is not of `run`. Whether it
-        can be written, the command line's rules have seen."""
+        """Raises ValueError: a resumed run cannot read the file, or it belongs to another run than `run`."""
         self._run = run
-        self._path = os.path.realpath(path)  # os.replace on a link would leave its target unchanged
+        self._path = os.path.realpath(path)  # os.replace on a link would not change its target
         self._file: FileIO | None = None
         self._kept: list[str] = []
         self._unwritten = b""
-        # a pipe or device must not be renamed over
+        # write pipes and devices in place: they must not be replaced
         self._in_place = os.path.exists(self._path) and not os.path.isfile(self._path)
         try:
             if os.path.isfile(self._path) and (start_iteration > 0 or run is not None):
                 self._kept = self._lines_until(start_iteration)
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a text file"
-            raise ValueError(f"--metrics-file {path}: {reason}; give another file") from error
+            raise ValueError(f"--metrics-file {path}: {reason}. Give another file.") from error
 
     def _lines_until(self, last: int) -> list[str]:
-        """Lines that stay: up to iteration `last`, 0 in a new run, which replaces what an earlier start of it wrote.
+        """Return the lines to keep, up to iteration `last`. A new run (`last` is 0) keeps none.
 
-        Raises ValueError for a line that is none of metrics, or of another run.
+        Raises ValueError: a line does not contain metrics, or belongs to another run.
         """
         with open(self._path, encoding="utf-8") as file:
             lines = file.read().split("\n")
         kept = []
-        for number, line in enumerate(lines[:-1], start=1):  # the last one is empty, or a killed run's incomplete one
+        for number, line in enumerate(lines[:-1], start=1):  # the last one is empty or incomplete
             try:
                 values = json.loads(line)
-                stays = 0 < values["iteration"] <= last and not values.get("is_final")  # that is repeated
+                is_kept = 0 < values["iteration"] <= last and not values.get("is_final")  # the run repeats that
                 run = values.get("run", self._run if last else None)  # older versions wrote no name
             except (ValueError, TypeError, KeyError, AttributeError):
                 raise ValueError(
-                    f"--metrics-file {self._path}: line {number} is not a line of metrics; give another file"
+                    f"--metrics-file {self._path}: line {number} is not a line of metrics. Give another file."
                 ) from None
-            if self._run not in (None, run) and (stays or not last):
+            if self._run not in (None, run) and (is_kept or not last):
                 raise ValueError(
-                    f"--metrics-file {self._path}: holds lines of another run; give another file, delete this one, or "
-                    "--load that run's checkpoints to continue it"
+                    f"--metrics-file {self._path}: holds lines of another run. Give another file, delete this one, or "
+                    "--load that run's checkpoints to continue it."
                 )
-            if stays:
+            if is_kept:
                 kept.append(f"{line}\n")
         return kept
 
     def write(self, values: Mapping[str, object]) -> None:
-        """Raises OSError, of a full disk for example; what could not be written goes before the next line."""
+        """Append a line. If the write fails with an OSError, the next call tries again."""
         named = values if self._run is None else {**values, "run": self._run}
         self._unwritten += (json_line(named) + "\n").encode()
         self._write_out()
@@ -82,7 +81,7 @@ class MetricsFile:
     def _write_out(self) -> None:
         if self._file is None:
             self._file = self._open()
-        while self._unwritten:  # unbuffered: a buffer would hold lines that a close could lose
+        while self._unwritten:  # not through a buffer, because closing it could lose lines
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def _open(self) -> FileIO:
@@ -95,7 +94,7 @@ class MetricsFile:
         return FileIO(self._path, "a")
 
     def close(self) -> None:
-        """Raises OSError if lines are left that can't be written; may be called twice."""
+        """Close the file. May be called twice. Raises OSError if lines remain that can't be written."""
         if self._unwritten:
             self._write_out()
         if self._file is not None:
@@ -104,7 +103,7 @@ class MetricsFile:
 
 
 def step_scalars(record: StepMetrics) -> dict[str, float]:
-    """Megatron's tags where they exist (its iteration-time is in seconds), else "bcd/..."."""
+    """Return the curves of a step under Megatron-LM's tags, others under "bcd/...". iteration-time is in seconds."""
     scalars: dict[str, float | None] = {
         "lm loss": record.loss,
         "learning-rate": record.learning_rate,
@@ -130,29 +129,29 @@ def step_scalars(record: StepMetrics) -> dict[str, float]:
 
 
 def timer_scalars(record: StepMetrics) -> dict[str, float]:
-    """Megatron's tags, "NAME-time": the maximum over the ranks in seconds."""
+    """Return the times under Megatron-LM's tags "NAME-time": the maximum over the ranks in seconds."""
     return {f"{name}-time": max(times) / 1000.0 for name, times in record.timers_ms.items() if max(times) > 0.0}
 
 
 def evaluation_scalars(record: EvalMetrics) -> dict[str, float]:
-    """Megatron's tags: "lm loss validation", "lm loss validation ppl"."""
+    """Return the curves of an evaluation under Megatron-LM's tags "lm loss validation", "lm loss validation ppl"."""
     tag = f"lm loss {record.split}"
     return {tag: record.loss, f"{tag} ppl": record.perplexity}
 
 
 class TensorBoard:
-    """TensorBoard events; created at the first write."""
+    """TensorBoard events. The file is created at the first write."""
 
     flag = "--tensorboard-dir"
 
     def __init__(self, folder: str, *, start_iteration: int) -> None:
-        """Raises ValueError naming --tensorboard-dir if TensorBoard is missing."""
+        """Raises ValueError: TensorBoard is not installed."""
         try:
             self._module = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:
-            raise ValueError("--tensorboard-dir needs TensorBoard: pip install tensorboard") from error
+            raise ValueError("--tensorboard-dir: TensorBoard is not installed. Run pip install tensorboard.") from error
         self._folder = folder
-        # drops the points that a resumed run repeats
+        # drop the points that a resumed run repeats
         self._purge_step = start_iteration + 1 if start_iteration > 0 else None
         self._writer: Any = None
 
@@ -169,17 +168,19 @@ class TensorBoard:
 
 
 class Wandb:
+    """A Weights & Biases run."""
+
     flag = "--wandb-project"
 
     def __init__(self, **settings: Any) -> None:
-        """Start a Weights & Biases run; raises ValueError naming --wandb-project if that fails."""
+        """Start the run. Raises ValueError: wandb is not installed or does not start."""
         try:
             module: Any = importlib.import_module("wandb")
         except ImportError as error:
-            raise ValueError("--wandb-project needs Weights & Biases: pip install wandb") from error
+            raise ValueError("--wandb-project: wandb is not installed. Run pip install wandb.") from error
         try:
             self._run: Any = module.init(**settings)
-        except Exception as error:  # wandb's versions share no error class
+        except Exception as error:  # wandb's versions have no common error class
             reason = " ".join(str(error).split()) or type(error).__name__
             project = settings["project"]
             raise ValueError(f"--wandb-project {project}: wandb did not start: {reason}") from error

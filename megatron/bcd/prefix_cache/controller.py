@@ -1,4 +1,4 @@
-"""Phases whose prefix is read from a file instead of computed.
+"""Read the output of a phase's prefix from a file instead of computing it.
 
 Tensor shapes: S sequence length, B micro-batch size, H hidden size.
 """
@@ -38,9 +38,9 @@ from megatron.bcd.prefix_cache.store import Indices, NoRoom, PrefixFile, cache_f
 from megatron.bcd.runtime import atomic_io, collectives, device, packages, replicas
 
 BREAK_EVEN = 1.15
-"""Least uses of a sample for which a cache pays: filling it costs at most as many forward passes of the prefix."""
+"""Minimum uses of a sample for a cache to pay. Filling it costs about this many forward passes of the prefix."""
 _MICROBATCHES_PER_ROUND = 16
-"""After each round all ranks exchange errors: ranks without work must not wait longer than a collective's timeout."""
+"""Number of microbatches between exchanges of errors. Idle ranks must not wait longer than a collective's timeout."""
 _MAX_PENDING_WRITES = 4
 _MICROBATCHES_AHEAD = 4
 _STOPPED = "the run is asked to stop"
@@ -48,10 +48,10 @@ _STOPPED = "the run is asked to stop"
 
 @dataclass(kw_only=True)
 class PrefixCache:
-    """--bcd-prefix-cache: fills the cache of each phase and reads from it. The same on every rank.
+    """The cache of --bcd-prefix-cache: fills it in each phase and reads from it. All ranks decide alike.
 
-    Every phase has other samples and a prefix of other weights: the folder holds the file of one phase, which the next
-    fill removes.
+    Every phase has different samples and different weights in its prefix. The folder therefore holds the file of one
+    phase, and the next phase replaces it.
     """
 
     config: RunConfig
@@ -64,11 +64,11 @@ class PrefixCache:
     implementation: Implementation
     reporter: Reporter
     should_stop: Callable[[], bool]
-    """Whether the run is asked to stop, which ends the filling of a cache; a collective."""
+    """Collective. Returns whether the run was asked to stop, which also ends the filling of a cache."""
     block: int = field(init=False, default=0)
     _phase: int = field(init=False, default=0)
     _file: PrefixFile | None = field(init=False, default=None)
-    _served: Iterator[data.Batch] | None = field(init=False, default=None)
+    _cached_batches: Iterator[data.Batch] | None = field(init=False, default=None)
     _hits: int = field(init=False, default=0)
 
     @property
@@ -76,53 +76,58 @@ class PrefixCache:
         return self.config.bcd.bcd_prefix_cache
 
     def begin_phase(self, phase: int, block: int, *, num_samples: int) -> bool:
-        """Fill the cache of `phase`, in which `block` is active; whether the phase reads its prefix from it. A
-        collective, with whole weights on every rank.
+        """Collective. Fill the cache of `phase`, in which `block` is active. All weights must be gathered.
 
-        `num_samples`: least number of samples, repeated ones included, that the phase trains on from its start.
+        Args:
+            num_samples: minimum number of samples, including repetitions, that the phase will train on.
+
+        Returns:
+            Whether the phase reads its prefix from the cache.
         """
         self.close()
         self._phase, self.block = phase, block
-        self._file = self._filled(num_samples)
+        self._file = self._filled_file(num_samples)
         return self._file is not None
 
-    def serve(self, batches: Iterator[data.Batch], *, position: int) -> Iterator[data.Batch]:
-        """`batches`, from sample `position` of the phase on; if the phase reads its prefix, with the input of the first
-        active layer added on the stage that holds that layer."""
+    def add_prefix_outputs(self, batches: Iterator[data.Batch], *, position: int) -> Iterator[data.Batch]:
+        """Return `batches`, from sample `position` of the phase on, with the prefix output of cached phases added.
+
+        Only the stage with the first active layer gets it.
+        """
         if self._file is None or self.stage != self.partition.first_trainable_stage(self.block):
             return batches
-        if self._served is None:
-            self._served = self._with_prefix_outputs(batches, self._file, position)
-        return self._served
+        if self._cached_batches is None:
+            self._cached_batches = self._with_prefix_outputs(batches, self._file, position)
+        return self._cached_batches
 
     def take_hits(self) -> int:
-        """Samples read by this rank since the last call; counted once over the ranks that share a microbatch."""
+        """Return the cache hits since the last call. Ranks that share a microbatch count it once."""
         hits, self._hits = self._hits, 0
         return hits if parallel_state.get_tensor_and_context_parallel_rank() == 0 else 0
 
     def bytes_on_disk(self) -> int:
-        """As rank 0 sees them; 0 on the other ranks."""
+        """Return the size of the cache on rank 0; 0 on the other ranks."""
         with contextlib.suppress(OSError):
             if self.root and torch.distributed.get_rank() == 0:
                 return sum(map(os.path.getsize, cache_files(self.root)))
         return 0
 
     def close(self) -> None:
-        """Stop reading ahead, at the end of a phase."""
-        if self._served is not None:
-            self._served.close()  # type: ignore[attr-defined]
-        self._served = self._file = None
+        """Stop reading ahead at the end of a phase."""
+        if self._cached_batches is not None:
+            self._cached_batches.close()  # type: ignore[attr-defined]
+        self._cached_batches = self._file = None
 
-    def _filled(self, num_samples: int) -> PrefixFile | None:
-        """The complete file of the present phase; None where the phase computes its prefix, with a note why."""
+    def _filled_file(self, num_samples: int) -> PrefixFile | None:
+        """Return the complete file of this phase, or None, with a note why, if the phase computes its prefix."""
         num_layers = len(self.partition.prefix_layers(self.block))
         subset = self.samples.subset
         if not num_layers or subset is None:
             return None
-        told = f"{subset.size:,} outputs of {num_layers} layer{'s' * (num_layers > 1)}"
+        contents = f"{subset.size:,} outputs of {num_layers} layer{'s' * (num_layers > 1)}"
         uses = subset.times_used(num_samples)
         if uses < BREAK_EVEN:
-            self._note_computing(f"{told} are used {uses:,.2f} times, and a cache pays from {BREAK_EVEN:.2f} on")
+            self._note_computing(f"{contents} are used {uses:,.2f} times, and a cache pays from {BREAK_EVEN:.2f} on")
             return None
         samples = numpy.sort(subset.indices(self._phase))
         assert self.root is not None
@@ -138,23 +143,23 @@ class PrefixCache:
         try:
             error = collectives.on_rank_0(lambda: atomic_io.capture_error(lambda: file.prepare(max_bytes=max_bytes)))
         except NoRoom as reason:
-            self._note_computing(f"{told} ({format_bytes(file.num_bytes)}) are {reason}")
+            self._note_computing(f"{contents} ({format_bytes(file.num_bytes)}) are {reason}")
             return None
         start = time.monotonic()
         if not error and not collectives.on_rank_0(file.is_complete):
             self.reporter.note(
-                f"prefix cache: phase {self._phase} stores {told} ({format_bytes(file.num_bytes)}), used {uses:,.2f} "
-                "times"
+                f"prefix cache: phase {self._phase} stores {contents} ({format_bytes(file.num_bytes)}), used "
+                f"{uses:,.2f} times"
             )
             error = _Fill(self, file).run()
             if error and torch.distributed.get_rank() == 0:
-                atomic_io.capture_error(file.remove)  # it would only be in the way on a disk that is full
+                atomic_io.capture_error(file.remove)  # an incomplete file only occupies space on a full disk
         if error == _STOPPED:
             self._note_computing(_STOPPED)
             return None
         if error:
             self.reporter.warning(
-                f"--bcd-prefix-cache {self.root}: can't be filled ({error}); phase {self._phase} computes its prefix"
+                f"--bcd-prefix-cache {self.root}: can't be filled ({error}). Phase {self._phase} computes its prefix."
             )
             return None
         self.reporter.note(
@@ -166,7 +171,7 @@ class PrefixCache:
         self.reporter.note(f"prefix cache: phase {self._phase} computes its prefix: {reason}")
 
     def _key(self, samples: Indices, num_layers: int) -> str:
-        """A hash of everything that decides what the file holds, the same on every rank. A collective."""
+        """Collective. Return a hash of everything that determines the file's content. Equal on all ranks."""
         config, weights = self.config, self._weights(num_layers)
 
         def key() -> str:
@@ -179,7 +184,7 @@ class PrefixCache:
                 "model": {name: str(value) for name, value in asdict(config.model).items()},
                 "precision": config.precision,
                 "positions": [config.data.reset_position_ids, config.data.reset_attention_mask],
-                "micro_batch_size": config.training.micro_batch_size,  # other shapes may select other kernels
+                "micro_batch_size": config.training.micro_batch_size,  # kernels may differ by shape
                 "implementation": self.implementation.describe(),
                 "device": device.name(),
                 "versions": [version("torch"), version("megatron-core"), packages.transformer_engine_version()],
@@ -189,7 +194,7 @@ class PrefixCache:
         return collectives.on_rank_0(key)
 
     def _weights(self, num_layers: int) -> list[tuple[int, int, str, str]]:
-        """A digest of each parameter before layer `num_layers`, by stage, tensor rank and name. A collective."""
+        """Collective. Return a hash of each parameter before layer `num_layers`, by stage, tensor rank and name."""
         mine = []
         if replicas.rank() == 0:
             tensor_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -213,20 +218,22 @@ class PrefixCache:
                 if (in_batch := batch.get(data.INDICES)) is not None and in_batch.tolist() != samples:
                     raise RuntimeError(
                         f"--bcd-prefix-cache {self.root}: a batch holds samples {in_batch.tolist()}, but the prefix "
-                        f"was read for samples {samples}. Leave the flag out, and report this as a bug."
+                        f"was read for samples {samples}. Omit the flag, and report this bug."
                     )
                 output = on_host.to(device.current(), non_blocking=True)
                 self._hits += output.size(1)
                 yield batch | {"prefix_output": data.context_shard(output)}
 
 
-class _Reached(Exception):
-    """Ends a forward pass at the input of the first active layer, which it holds."""
+class _PrefixDone(Exception):
+    """Ends a forward pass at the first active layer. Carries that layer's input."""
 
 
 class _Fill:
-    """The training's own forward passes, in micro-batches of the same size, up to the first active layer. Each
-    data-parallel replica does its share; a thread writes while the next micro-batch is computed."""
+    """Fills the cache with training's own forward passes, in micro-batches of the same size.
+
+    Each data-parallel replica computes its share. A thread writes while the next micro-batch is computed.
+    """
 
     def __init__(self, cache: PrefixCache, file: PrefixFile) -> None:
         self._cache, self._file = cache, file
@@ -236,8 +243,8 @@ class _Fill:
         first = partition.first_trainable_virtual_stage(block)
         self._num_stages, self._num_chunks = partition.first_trainable_stage(block) + 1, 1
         self._first_active: torch.nn.Module | None = None
-        """The first active layer, or the norm before an active head alone, where the prefix ends amid a chunk."""
-        if partition.num_chunks > 1:  # the prefix of layers is whole chunks
+        """The module before which the prefix ends inside a chunk: the first active layer, or the norm of the head."""
+        if partition.num_chunks > 1:  # the prefix consists of whole chunks
             self._num_stages, self._num_chunks = partition.num_stages, -(-first // partition.num_stages)
         if cache.stage == self._num_stages - 1 and (partition.num_chunks == 1 or first % partition.num_stages):
             chunk, decoder = self._num_chunks - 1, chunks_of(cache.model)[self._num_chunks - 1].decoder
@@ -249,7 +256,7 @@ class _Fill:
         self._error: str | None = None
 
     def run(self) -> str | None:
-        """Compute all entries. An error of any rank, `_STOPPED`, or None. A collective."""
+        """Collective. Compute all entries. Return an error of any rank, `_STOPPED`, or None."""
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         slots = numpy.arange(len(self._file.samples))
         share = -(-len(slots) // ranks)
@@ -268,7 +275,7 @@ class _Fill:
         return error or collectives.on_rank_0(lambda: atomic_io.capture_error(self._file.publish))
 
     def _compute(self, microbatches: Sequence[Indices]) -> None:
-        """Entries of these slots, by the pipeline of an evaluation that ends with the prefix. A collective."""
+        """Collective. Compute the entries of these slots by the pipeline of an evaluation that ends with the prefix."""
         done = iter(microbatches)
 
         def step(batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., None]]:
@@ -287,25 +294,25 @@ class _Fill:
         )
 
     def _batch(self, slots: Indices) -> data.Batch:
-        """Padded with the last sample to the micro-batch size of training, so that the same kernels run."""
+        """Return a batch padded with its last sample to training's micro-batch size, so that the same kernels run."""
         if not self._needs_batch:
             return {}
         slots = numpy.pad(slots, (0, self._micro_batch_size - len(slots)), mode="edge")
         return data.load_batch(self._cache.samples.dataset, self._file.samples[slots].tolist(), self._cache.config)
 
     def _forward(self, model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
-        """The chunk's output, or the input of the first active layer in it."""
+        """Return the chunk's output, or the input of the first active layer if it is in this chunk."""
         if self._first_active is None:
             return _output(model, batch)
 
         def stop(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NoReturn:
-            raise _Reached(args[0] if args else kwargs["hidden_states"])
+            raise _PrefixDone(args[0] if args else kwargs["hidden_states"])
 
         hook = self._first_active.register_forward_pre_hook(stop, with_kwargs=True)
         try:
             return _output(model, batch)  # that of an earlier chunk
-        except _Reached as reached:
-            hidden_states: torch.Tensor = reached.args[0]
+        except _PrefixDone as done:
+            hidden_states: torch.Tensor = done.args[0]
             return hidden_states
         finally:
             hook.remove()
@@ -344,13 +351,13 @@ def _read_ahead(
 
 
 def _describe_data(config: RunConfig, dataset: Any) -> list[str]:
-    """The dataset that indices refer to; its files by size and time, not by their content."""
+    """Return an identification of the dataset, by its files' sizes and times rather than their content."""
     parts = [type(dataset).__name__, str(getattr(dataset, "unique_description_hash", ""))]
     for word in (*(config.data.data_path or ()), *(config.data.train_data_path or ())):
         for path in (f"{word}.bin", f"{word}.idx"):
             with contextlib.suppress(OSError):
-                found = os.stat(path)
-                parts.append(f"{os.path.basename(path)} {found.st_size} {found.st_mtime_ns}")
+                status = os.stat(path)
+                parts.append(f"{os.path.basename(path)} {status.st_size} {status.st_mtime_ns}")
     return parts
 
 

@@ -1,7 +1,7 @@
-"""The file of one phase's prefix outputs.
+"""The file with one phase's prefix outputs.
 
-An entry is one sample's input of the first active layer; entries lie in the order of the samples' dataset indices. A
-file is written under a temporary name, and renamed when all ranks have written theirs: what has its name is whole.
+An entry is one sample's input of the first active layer. Entries are sorted by the samples' dataset indices. The file
+is written under a temporary name and renamed when all ranks are done, so a file with the final name is complete.
 
 Tensor shapes: S sequence length, B micro-batch size, H hidden size.
 """
@@ -28,15 +28,20 @@ Indices = numpy.typing.NDArray[numpy.int64]
 
 
 class NoRoom(Exception):
-    """The file is larger than it may be; the text says than what."""
+    """The file would exceed a limit, which the text names."""
 
 
 class PrefixFile:
-    """Entries by slot, 0 to the number of samples. Any rank may write any slot; no two write the same one."""
+    """Entries by slot, one per sample. Any rank may write any slot, but no two may write the same one."""
 
     def __init__(self, root: str, *, key: str, samples: Indices, shape: tuple[int, int], dtype: str) -> None:
-        """`key`: a hexadecimal hash of all that decides what the entries hold, which names the file. `samples`: dataset
-        indices, ascending; `shape`: [S, H] of an entry in `dtype`, fp32 or bf16."""
+        """
+        Args:
+            key: hexadecimal hash of everything that determines the entries. It names the file.
+            samples: dataset indices, ascending.
+            shape: [S, H] of an entry.
+            dtype: fp32 or bf16.
+        """
         self.path = os.path.join(root, f"prefix_{key[:32]}.bin")
         self.samples = samples
         self._root, self._incomplete = root, self.path + ".incomplete"
@@ -51,9 +56,10 @@ class PrefixFile:
         return os.path.isfile(self.path) and os.path.getsize(self.path) == self.num_bytes
 
     def prepare(self, *, max_bytes: int | None) -> None:
-        """Remove the files of other phases, and make room for this one if it is not complete.
+        """Remove the files of other phases, and reserve space for this one unless it is complete.
 
-        Without `max_bytes` it may take half of the free space: checkpoints need some, too. Raises NoRoom and OSError.
+        Without `max_bytes` it may take half of the free space, because checkpoints also need space. Raises NoRoom and
+        OSError.
         """
         os.makedirs(self._root, exist_ok=True)
         for path in cache_files(self._root):
@@ -70,7 +76,7 @@ class PrefixFile:
             file.truncate(self.num_bytes)
 
     def write(self, slots: Indices, hidden_states: torch.Tensor) -> None:
-        """The samples of `slots`, of [S, B, H]; what is padded behind them is not written. Raises OSError."""
+        """Write [S, B, H] to `slots`. Padding beyond them is ignored. Raises OSError."""
         by_sample = hidden_states.transpose(0, 1)[: len(slots)].contiguous()
         with open(self._incomplete, "r+b") as file:
             for slot, entry in zip(slots.tolist(), by_sample, strict=True):
@@ -78,23 +84,23 @@ class PrefixFile:
                 file.write(entry.view(torch.uint8).numpy().data)
 
     def sync(self) -> None:
-        """Flush what this rank has written to the disk. Raises OSError."""
+        """Flush this rank's writes to disk. Raises OSError."""
         atomic_io.sync(self._incomplete)
 
     def publish(self) -> None:
-        """Give the file its name, when all ranks have written and synced. Raises OSError."""
+        """Rename the file to its final name. Call this after all ranks have synced. Raises OSError."""
         os.rename(self._incomplete, self.path)
 
     def remove(self) -> None:
-        """What was not published. Raises OSError."""
+        """Remove an unpublished file. Raises OSError."""
         os.unlink(self._incomplete)
 
     def to_entries(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[S, B, H] in the precision of the file, in host memory."""
+        """Return [S, B, H] in the file's precision, in host memory."""
         return hidden_states.detach().to(_TORCH[self._dtype]).cpu()
 
     def read(self, samples: Indices, dtype: torch.dtype) -> torch.Tensor:
-        """The entries of these dataset indices as [S, B, H], in host memory (page-locked where there is a GPU)."""
+        """Return the entries of dataset indices as [S, B, H] in host memory, page-locked if there is a GPU."""
         entries = torch.from_numpy(self._entries[numpy.searchsorted(self.samples, samples)])
         by_sample = entries.view(_TORCH[self._dtype]).view(len(samples), *self._shape)
         batch = torch.empty(by_sample.transpose(0, 1).shape, dtype=dtype, pin_memory=device.has_cuda())
@@ -107,5 +113,5 @@ class PrefixFile:
 
 
 def cache_files(root: str) -> list[str]:
-    """Of any phase, below `root`, and files that are being written. Raises OSError."""
+    """Return the cache files below `root`, including incomplete ones. Raises OSError."""
     return [os.path.join(root, name) for name in sorted(os.listdir(root)) if _FILE_NAME.fullmatch(name)]
