@@ -222,7 +222,7 @@ def test_the_documents_rows(repo_root: Path) -> None:
     """A table that an older planner has printed."""
     for num_gpus in (1, 4):
         line = " | ".join(rtx4090.row("Qwen2.5-14B", num_gpus))
-        assert f"| {line} |" in (repo_root / "docs" / "planner.md").read_text()
+        assert f"| {line} |" in (repo_root / "studies" / "rtx4090.md").read_text()
 
 
 BLOCKS = ("--bcd-inactive-update", "none")
