@@ -202,9 +202,6 @@ METHODS = {
     "full_adam": "--bcd-num-blocks 1",
     "full_adam_8_bit": "--bcd-num-blocks 1 --adam-moments-dtype int8",
     "full_muon": MUON,
-    "lora_16": "--bcd-num-blocks 0 --bcd-low-rank 16",
-    "lora_64": "--bcd-num-blocks 0 --bcd-low-rank 64",
-    "lora_16_embedding": "--bcd-num-blocks 0 --bcd-low-rank 16 --bcd-low-rank-lr-ratio 7 --bcd-always-active embedding",
     "six_blocks": f"--bcd-preset finetune --bcd-inactive-update none {BLOCKS}",
     "factored": f"--bcd-num-blocks 0 {FACTORED} --bcd-embedding-update factored",
     "factored_unclipped": f"--bcd-num-blocks 0 {FACTORED} --bcd-embedding-update factored --clip-grad 0",
@@ -218,7 +215,6 @@ METHODS = {
 LANGUAGE_RATES: Mapping[str, Sequence[float]] = {
     "full_adam": (3e-4, 6e-4, 1.2e-3),
     "factored": (3e-4, 6e-4, 1.2e-3, 1.5e-4),
-    "lora_64": (1e-3, 2e-3),
     "factored_muon_blocks": (3e-4, 6e-4),
     "factored_adam_blocks": (3e-4, 6e-4),
     "orthogonal": (3e-4, 6e-4, 1.2e-3),
@@ -228,20 +224,17 @@ LANGUAGE_RATES: Mapping[str, Sequence[float]] = {
     "factored_unclipped": (3e-4,),
     "orthogonal_muon_blocks": (6e-4,),
     "full_adam_8_bit": (3e-4,),
-    "lora_16_embedding": (3e-4,),
-    "lora_16": (2e-3,),
 }
 """Learning rates by method, the more telling methods first."""
 INSTRUCTION_RATES: Mapping[str, Sequence[float]] = {
     "full_adam": (2.5e-5, 5e-5, 1e-4),
     "factored": (2.5e-5, 5e-5, 1e-4),
-    "lora_64": (5e-4, 1e-3),
     "factored_muon_blocks": (5e-5, 1e-4),
     "orthogonal": (5e-5, 1e-4),
     "full_muon": (5e-5, 1e-4),
     "six_blocks": (1.5e-4,),
 }
-DECIDING = ("full_adam", "factored", "lora_64", "factored_muon_blocks")
+DECIDING = ("full_adam", "factored", "factored_muon_blocks")
 """Methods that get two more seeds at their best rate."""
 
 
@@ -274,7 +267,7 @@ def jobs_of_task(setting: Setting, results: Results, task: str, table: Mapping[s
     for method, rates in table.items():
         flags = METHODS[method]
         if setting.is_tiny:
-            rates, flags = rates[:1], flags.replace("--bcd-low-rank 64", "--bcd-low-rank 8")
+            rates = rates[:1]
         best = best_rate(results, method, rates) if method in DECIDING and not setting.is_tiny else None
         for lr, seed in [*((lr, 1) for lr in rates), *((best, seed) for seed in (2, 3) if best)]:
             words = python(

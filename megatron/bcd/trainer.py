@@ -33,7 +33,6 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.utils import get_model_config
 
 from megatron.bcd import __version__, data
-from megatron.bcd.blocks.ownership import ADAPTER
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.blocks.schedule import PhaseState, block_schedule_from_config
 from megatron.bcd.checkpoint import loader, optimizer_state, run_state
@@ -50,7 +49,6 @@ from megatron.bcd.model.implementation import Implementation, implementation_her
 from megatron.bcd.model.loss import masked_loss, reduce_losses
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
-from megatron.bcd.optim.switch_check import fingerprint
 from megatron.bcd.outer.groups import ExchangeFailed, ReplicaGroups, RunParts
 from megatron.bcd.outer.membership import check_lighthouse
 from megatron.bcd.pipeline.schedule import PipelineSchedule
@@ -117,7 +115,7 @@ class Trainer:
         self._build_parts()
         self.groups = self._replica_groups()
         self.saver = Saver(config.checkpoint, self.reporter) if config.checkpoint.save else None
-        self.exporter = self._exporter(resumed, is_restart=is_restart)
+        self.exporter = self._exporter(is_continued=is_restart or resumed is not None)
         self.reporter.run_summary(
             summarize(
                 config=self.config,  # with what --bcd-frozen-weights auto has chosen
@@ -149,22 +147,11 @@ class Trainer:
             self.config, active=self.active, train=self.splits.train, parts=parts, reporter=self.reporter
         )
 
-    def _exporter(self, resumed: run_state.RunState | None, *, is_restart: bool) -> Exporter | None:
-        """Of --save-hf or --save-adapters."""
-        checkpoint = self.config.checkpoint
-        if checkpoint.save_hf is None and checkpoint.save_adapters is None:
+    def _exporter(self, *, is_continued: bool) -> Exporter | None:
+        """Return the exporter of --save-hf, if it is given."""
+        if self.config.checkpoint.save_hf is None:
             return None
-        is_continued = is_restart or resumed is not None
         return Exporter(self.config, self.reporter, run=self.state.run, is_continued=is_continued)
-
-    def _check_base(self) -> None:
-        """Whether the weights of --load are those of --load-hf but for adapters. Raises ValueError."""
-        files, named = self.config.checkpoint, unwrap_model(self.model).named_parameters()
-        base = [parameter for name, parameter in named if f"{ADAPTER}." not in name]
-        before = fingerprint(base)
-        load.load_weights(folder.ModelFolder(folder.locate(str(files.load_hf), flag="--load-hf")), self.model)
-        if any(collectives.gather_objects(fingerprint(base) != before)):
-            raise ValueError(f"--save-adapters: the weights of --load {files.load} are not --load-hf's: give --save-hf")
 
     def _build_model_and_data(self, build_model: ModelBuilder) -> tuple[str, ...]:
         """Tokenizer, splits and the model with its first weights; lines for the run summary about the data."""
@@ -198,8 +185,6 @@ class Trainer:
             builder.broadcast_from_first_replica(self.model)
         if self.source is not None:
             loader.load_weights(self.source, self.model)
-            if config.checkpoint.save_adapters is not None:
-                self._check_base()
         elif hf_name is not None:
             load.load_weights(folder.ModelFolder(folder.locate(hf_name, flag="--load-hf")), self.model)
         if (frozen_weights := builder.frozen_weights_of(self.model)) is not None:
@@ -997,7 +982,7 @@ class Trainer:
                 self.exporter.export(self.model, iteration=iteration)
             if is_last and not self.exporter.export(self.model):
                 raise TrainingFailed(
-                    f"the model of iteration {iteration} could not be written to {self.exporter.folders}; "
+                    f"the model of iteration {iteration} could not be written to --save-hf {self.exporter.root}; "
                     f"{self._where_to_resume()}"
                 )
 

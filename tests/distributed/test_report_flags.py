@@ -50,15 +50,12 @@ def test_change_nothing(world1: World, text_data: str, tmp_path: Path) -> None:
     [trace] = tmp_path.glob("*.pt.trace.json")
     names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
     assert "aten::matmul" in names and sum(name.startswith("Optimizer.step") for name in names) == 1
-    [beside] = world1.run(run_of, config_of(text_data, bcd_low_rank=4, log_throughput=True))
-    for (tflops, milliseconds), (with_adapters, longer) in zip(found["speeds"], beside["speeds"], strict=True):
+    for tflops, milliseconds in found["speeds"]:
         # 6 layers of width 32, sequences of 32, 264 tokens; Megatron-LM's formula with half of the causal mask
         layers, hidden, length, vocabulary = 6, 32, 32, 264
         share = 1 + length / (12 * hidden) + vocabulary / (12 * layers * hidden)
         flops = 72 * 8 * length * layers * hidden**2 * share
         assert tflops == pytest.approx(flops / milliseconds / 1e9, rel=1e-9)
-        flops += 6 * 8 * length * layers * 4 * 16 * hidden  # A: 32 -> 4 three times and 128 -> 4; B: 96, 32, 128 and 32
-        assert with_adapters == pytest.approx(flops / longer / 1e9, rel=1e-9)
 
 
 TIMED = ("forward-backward", "all-grads-sync", "embedding-grads-all-reduce", "optimizer", "optimizer-inner-step")

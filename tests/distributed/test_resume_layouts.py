@@ -27,10 +27,10 @@ PAIRS += [("context2", "one"), ("one", "context2")]
 # What is saved under each: gate and up lie side by side on every tensor-parallel rank, main parameters have bits of
 # their own, frozen blocks have moments, and what is always active has seen more steps than the block
 MODELS: dict[str, dict[str, Any]] = {
-    "one": {"swiglu": True, "bcd_low_rank": 2},
+    "one": {"swiglu": True},
     "pipeline2": {"bcd_optimizer_state": "host", "untie_embeddings_and_output_weights": True, "bcd_head_phase": True},
     "data2": {"bf16": True, "bcd_optimizer_state": "host", "bcd_always_active": "norms"},
-    "tensor2": {"swiglu": True, "bcd_low_rank": 2, "no_use_distributed_optimizer": True},
+    "tensor2": {"swiglu": True, "no_use_distributed_optimizer": True},
     "context2": {"bf16": True, "bcd_optimizer_state": "host"},
 }
 FACTORED = {"bcd_inactive_update": "factored", "bcd_embedding_update": "factored", "bcd_inactive_grad_dtype": "fp32"}

@@ -45,7 +45,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective"},
     "auto": {"recompute": "auto", "recompute_memory_gib": 1},
     "cache": {"bcd_sample_ratio": 0.5, "bcd_prefix_cache": True},
-    "adapters": {"bcd_low_rank": 2, "overlap_grad_reduce": True},
     "host_state": {"bcd_optimizer_state": "host", "train_iters": 9},
     "offload": {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
     "overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000},

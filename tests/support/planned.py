@@ -48,11 +48,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "streamed_pipeline2": TWO
     | {"pipeline_model_parallel_size": 2, "bcd_frozen_weights": "host", "bcd_resident_layers": 1, "num_layers": 12}
     | {"untie_embeddings_and_output_weights": True, "bcd_frozen": "embedding"},
-    "adapters": {"bcd_low_rank": 3},
-    "adapters_alone_bf16": TWO | {"bcd_low_rank": 3, "bcd_num_blocks": 0, "bf16": True},
-    "adapters_of_the_suffix": TWO
-    | {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "num_layers": 7}
-    | {"bcd_low_rank": 3, "bcd_low_rank_layers": "suffix"},
     "frozen_pipeline2": TWO | {"pipeline_model_parallel_size": 2, "bcd_frozen": "embedding,head"},
     "head_phase_pipeline2": TWO
     | {"pipeline_model_parallel_size": 2, "bf16": True}
@@ -91,8 +86,6 @@ def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
         num_blocks=flags.get("bcd_num_blocks", 3),
         layout=flags.get("bcd_layout"),
         inactive_update=flags.get("bcd_inactive_update"),
-        low_rank=flags.get("bcd_low_rank"),
-        low_rank_layers=flags.get("bcd_low_rank_layers"),
         frozen_weights=flags.get("bcd_frozen_weights"),
         resident_layers=flags.get("bcd_resident_layers"),
         frozen=frozenset(flags["bcd_frozen"].split(",")) if "bcd_frozen" in flags else None,

@@ -10,6 +10,7 @@ from support.command_line import BASE, parse
 
 from megatron.bcd.arguments import read_command_line
 from megatron.bcd.arguments.parse import ConfigurationError
+from megatron.bcd.arguments.stock import REMOVED
 from megatron.bcd.runtime import packages
 
 WORDS = [word for pair in BASE.items() for word in pair]
@@ -52,13 +53,6 @@ BAD_RUNS = {
 --bcd-embedding-update factored --bcd-inactive-update factored --bcd-frozen embedding
 --bcd-embedding-update factored --bcd-inactive-update factored --decoupled-lr 1e-3
 --bcd-resident-layers 99 --bcd-frozen-weights host
---bcd-low-rank 0
---bcd-low-rank 9999
---bcd-low-rank 4 --bcd-prefix-cache out/cache --bcd-sample-ratio 0.1 --hidden-dropout 0 --attention-dropout 0
---bcd-low-rank 4 --optimizer sgd
---bcd-low-rank-alpha 0 --bcd-low-rank 4
---save-adapters out/adapters --bcd-low-rank 4
---save-adapters out/adapters --bcd-low-rank 4 --bcd-num-blocks 0 --bcd-always-active norms
 --bcd-max-steps-per-block 4 --bcd-switch plateau --bcd-min-steps-per-block 5
 --bcd-max-steps-per-block 10 --bcd-switch plateau --bcd-plateau-window 5
 --bcd-phase-warmup-steps 100
@@ -121,7 +115,6 @@ BAD_RUNS = {
 --context-parallel-size 2
 """,
     4: """
---bcd-low-rank 4 --num-query-groups 2 --group-query-attention --tensor-model-parallel-size 4
 --num-query-groups 2 --group-query-attention --tensor-model-parallel-size 4 --optimizer muon
 --global-batch-size 3 --context-parallel-size 2
 --cp-comm-type a2a+p2p --context-parallel-size 4
@@ -148,6 +141,18 @@ def test_bad_run(ranks: int, line: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert "\n" not in str(error.value)
     assert words[0].split("=")[0] in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", [*REMOVED])
+def test_removed_flag(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag of an older version without effect, or called unknown, so that its user does not learn what to do."""
+    told = "removed. Train every layer with --bcd-preset finetune (6 bytes a parameter), or train LoRA with peft."
+    with pytest.raises(ValueError) as error:
+        parse(flag, "4")
+    assert str(error.value) == f"{flag}: {told}"
+    with pytest.raises(SystemExit) as left:
+        read_command_line([*WORDS, flag, "4", "--dry-run"], prog="test", world_size=1)
+    assert left.value.code == 2 and capsys.readouterr().err == f"test: error: {flag}: {told}\n"
 
 
 @pytest.mark.parametrize("flag", [*BASE])

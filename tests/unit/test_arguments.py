@@ -14,7 +14,13 @@ from megatron.bcd.arguments import parse_run_config, run_config_from_dict, run_c
 from megatron.bcd.arguments.flags import CORE_SECTIONS, dashed, generate_flags
 from megatron.bcd.arguments.stock import UNSUPPORTED, stock_flags, why_unsupported
 from megatron.bcd.arguments.validate import CONFLICTS
-from megatron.bcd.checkpoint.run_state import FORMAT_VERSION, RunState, from_json, has_same_optimizers
+from megatron.bcd.checkpoint.run_state import (
+    FORMAT_VERSION,
+    RunState,
+    check_same_weights,
+    from_json,
+    has_same_optimizers,
+)
 from megatron.bcd.config import RunConfig
 from megatron.bcd.config.sections import ALWAYS_ACTIVE
 
@@ -201,6 +207,25 @@ def test_older_names_of_stateless_updates() -> None:
     assert not has_same_optimizers(older, parse(*words, "--bcd-embedding-update", "factored"))
 
 
+def test_checkpoint_with_adapters() -> None:
+    """A checkpoint of an older version that is refused without adapters, or fails on their weights and not on its
+    flags."""
+    flags = run_config_to_dict(config := parse())
+    flags["bcd"] |= {"bcd_low_rank": None, "bcd_low_rank_alpha": None, "bcd_low_rank_layers": "all"}
+    flags["checkpoint"] |= {"save_adapters": None}
+    state = {field.name: 0 for field in dataclasses.fields(RunState)}
+    state |= {"flags": flags, "format_version": FORMAT_VERSION}
+    older = from_json(json.dumps(state), path="run_state.json")
+    assert run_config_from_dict(older.flags) == config
+    check_same_weights(json.dumps(state), config, source="run_state.json")
+    flags["bcd"]["bcd_low_rank"] = 4
+    told = re.escape("run_state.json: the checkpoint has adapters (--bcd-low-rank), which were removed. ")
+    with pytest.raises(ValueError, match=told):
+        from_json(json.dumps(state), path="run_state.json")
+    with pytest.raises(ValueError, match=told):
+        check_same_weights(json.dumps(state), config, source="run_state.json")
+
+
 def test_paper_preset_is_the_default() -> None:
     """A changed default that silently changes the published method."""
     named = parse("--bcd-preset", "paper")
@@ -259,8 +284,6 @@ EXCLUDING = (
     "--bcd-frozen-weights host",
     "--bcd-frozen-weights auto",
     "--bcd-head-phase --untie-embeddings-and-output-weights",
-    "--bcd-low-rank 2",
-    "--bcd-low-rank 2 --bcd-num-blocks 0",
     "--bcd-prefix-cache cache --bcd-sample-ratio 0.5 --hidden-dropout 0 --attention-dropout 0",
     "--group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",
     "--bcd-num-blocks 2",
@@ -281,7 +304,7 @@ def test_preset_finetune_takes_blocks(words: str) -> None:
 def test_every_conflict_takes_blocks() -> None:
     """A flag that is refused with stateless updates, and with preset finetune alone too."""
     conflicts = [flag for flag, others in CONFLICTS.items() if "--bcd-inactive-update" in others.split()]
-    known = {words.split()[0] for words in EXCLUDING} | {"--save-adapters"}  # which needs --bcd-low-rank
+    known = {words.split()[0] for words in EXCLUDING}
     assert {re.split("!?=", flag)[0] for flag in (*conflicts, *CONFLICTS["--bcd-inactive-update"].split())} <= known
 
 

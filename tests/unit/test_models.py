@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
 import sysconfig
 import types
 
 import pytest
 import torch
-from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from support.command_line import parse
 
-from megatron.bcd.model import builder, transformer_config
+from megatron.bcd.model import transformer_config
 from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.builder import PlainNorm
 from megatron.bcd.model.implementation import choose_implementation
@@ -147,20 +142,3 @@ def test_grouped_queries_keep_to_the_fast_kernels(
     q, k, v = (torch.zeros(7, 3, heads, 8, dtype=dtype) for heads in (4, 2, 2))
     attention(q, k, v, torch.zeros(1, 1, 7, 7, dtype=torch.bool) if with_mask else None)
     assert given["enable_gqa"] == (dtype is torch.bfloat16 and not with_mask)
-
-
-def test_norms_beside_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine's linear layers with a norm inside, whose output no adapter can read; norms under other names
-    in checkpoints."""
-    provider = types.ModuleType("transformer_engine_spec_provider")
-    provider.TESpecProvider = LocalSpecProvider  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megatron.core.extensions.transformer_engine_spec_provider", provider)
-    local, spec = get_gpt_layer_local_spec().submodules, get_gpt_layer_local_spec()
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
-    layer.self_attention.submodules.linear_qkv = layer.mlp.submodules.linear_fc1 = torch.nn.Linear
-    layer.sharded_state_dict_keys_map = {}
-    builder._take_norms_apart(spec)
-    assert layer.input_layernorm == layer.pre_mlp_layernorm == local.input_layernorm
-    assert layer.self_attention.submodules.linear_qkv == layer.mlp.submodules.linear_fc1 == ColumnParallelLinear
-    assert layer.sharded_state_dict_keys_map == local.sharded_state_dict_keys_map

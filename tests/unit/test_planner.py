@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planned import active_parameters
 
-from megatron.bcd.blocks.ownership import ADAPTER
 from megatron.bcd.config import LAYOUTS
 from megatron.bcd.planner import step_time
+from megatron.bcd.planner.adapters import ADAPTER
 from megatron.bcd.planner.estimate import largest_micro_batch, make_estimate, multiplier_of
 from megatron.bcd.planner.memory import fits, host_bytes, peak, rank_memory
 from megatron.bcd.planner.recipe import Recipe

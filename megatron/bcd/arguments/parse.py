@@ -115,7 +115,9 @@ def _add_flag(group: Any, flag: Flag) -> None:
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
-    """Why a flag is not accepted."""
+    """Return why a flag is not accepted."""
+    if name in stock.REMOVED:
+        return stock.REMOVED[name]
     reason = stock.why_unsupported(name)
     if reason is not None:
         return f"{name} is a Megatron-LM flag that Megatron-BCD does not support ({reason})"

@@ -132,7 +132,7 @@ ALIASES = {
 BELONG_TO = {
     "--save": "save_interval save_retain_interval overwrite_checkpoints log_progress async_save keep_last_checkpoints",
     "--load": "exit_on_missing_checkpoint ckpt_step finetune",
-    "--save-hf --save-adapters": "save_hf_interval",
+    "--save-hf": "save_hf_interval",
     "--group-query-attention": "num_query_groups",
     "--position-embedding-type=rope --use-rotary-position-embeddings": "rotary_base rotary_percent rotary_interleaved "
     "use_rope_scaling",
@@ -169,7 +169,6 @@ BELONG_TO = {
     "--bcd-order=greedy": "bcd_greedy_microbatches",
     "--bcd-frozen-weights=host": "bcd_resident_layers",
     "--bcd-inactive-update": "bcd_inactive_lr_ratio bcd_inactive_grad_dtype",
-    "--bcd-low-rank": "bcd_low_rank_alpha bcd_low_rank_layers bcd_low_rank_lr_ratio",
     "--bcd-prefix-cache": "bcd_prefix_cache_dtype bcd_prefix_cache_max_gib",
 }
 """Flags (as in ``flags.holds``), one of which has to be given, and the fields whose flags have no effect otherwise."""
@@ -185,6 +184,18 @@ REPLACED = {
 """Flags that this program had: accepted with any value, without effect, and the run summary says what took their
 place."""
 
+REMOVED = {
+    name: f"{name}: removed. Train every layer with --bcd-preset finetune (6 bytes a parameter), or train LoRA with "
+    "peft."
+    for name in [
+        "--bcd-low-rank",
+        "--bcd-low-rank-alpha",
+        "--bcd-low-rank-layers",
+        "--bcd-low-rank-lr-ratio",
+        "--save-adapters",
+    ]
+}
+"""The error message of each flag that this program had and no longer accepts."""
 REMOVED_CHOICES = {
     f"{flag}: invalid choice: '{rule}'": f"{flag} {rule}: this rule lost in every study and was removed. Give "
     "orthogonal or factored."

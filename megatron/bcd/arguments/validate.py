@@ -24,7 +24,7 @@ from megatron.bcd.arguments import stock
 from megatron.bcd.arguments.flags import dashed, flag_name, holds
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
-from megatron.bcd.config import ADAPTERS, SUFFIX_ADAPTERS, DataConfig, RunConfig
+from megatron.bcd.config import DataConfig, RunConfig
 from megatron.bcd.huggingface.folder import CONFIG, RUN
 from megatron.bcd.runtime import packages
 
@@ -56,7 +56,6 @@ CONFLICTS = {
     "--context-parallel-size": "--attention-backend=unfused",  # it needs the scores of whole sequences
     "--sft": "--mock-data --dataloader-type=cyclic --eod-mask-loss --context-parallel-size",
     "--save-hf": "--skip-train",
-    "--save-adapters": "--skip-train --finetune --bcd-inactive-update",
     "--bcd-sample-ratio": "--dataloader-type=cyclic",  # each phase draws samples of its own
     # Muon's gradients have no loss scale, and are not among the scores of greedy order
     "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss --bcd-order=greedy",
@@ -70,7 +69,6 @@ CONFLICTS = {
     "--bcd-switch=plateau": "--bcd-steps-per-block",
     "--bcd-stop-cycle-improvement": "--eval-iters=0",
     "--bcd-run-ahead": "--bcd-schedule=stock",
-    "--bcd-low-rank": "--optimizer=sgd",
     "--bcd-prefix-cache": "--sequence-parallel --fp8-format",  # ranks that read it would not scale with others
     "--fp8-format": "--transformer-impl=local",
     # what each replica group would decide by its own samples, or would not deal out
@@ -93,8 +91,6 @@ NEEDS = {
     "--exp-avg-sq-dtype": f"{_LOWER_MOMENTS} --adam-moments-dtype=fp32",
     "--weight-decay-incr-style": "--start-weight-decay --end-weight-decay",
     "--use-pytorch-profiler": "--tensorboard-dir",
-    # they belong to the weights of --load-hf; what else was trained needs --save-hf
-    "--save-adapters": "--load-hf --bcd-low-rank --bcd-num-blocks=0",
     # without a subset a phase uses no sample twice; the cache would repeat one dropout mask for ever
     "--bcd-prefix-cache": "--bcd-sample-ratio --hidden-dropout=0 --attention-dropout=0 --bcd-schedule=bcd",
 }
@@ -110,7 +106,7 @@ _AT_LEAST_1 = (
     "num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage recompute_num_layers "
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers bucket_size distributed_timeout_minutes "
     "hysteresis loss_scale_window muon_num_ns_steps bcd_steps_per_block bcd_greedy_microbatches straggler_minmax_count "
-    "bcd_low_rank replica_groups min_replica_groups outer_interval outer_timeout_seconds"
+    "replica_groups min_replica_groups outer_interval outer_timeout_seconds"
 )
 _AT_LEAST_0 = (
     "eval_iters num_workers profile_step_start manual_gc_interval lr_warmup_iters lr_warmup_samples lr_warmup_init "
@@ -120,7 +116,7 @@ _AT_LEAST_0 = (
 _ABOVE_0 = (
     "lr decoupled_lr adam_eps layernorm_epsilon init_method_std embedding_init_method_std rope_scaling_factor "
     "loss_scale initial_loss_scale min_loss_scale bcd_prefix_cache_max_gib recompute_memory_gib bcd_inactive_lr_ratio "
-    "muon_extra_scale_factor num_epochs bcd_low_rank_alpha bcd_low_rank_lr_ratio outer_lr"
+    "muon_extra_scale_factor num_epochs outer_lr"
 )
 _BELOW_1 = (
     "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction muon_momentum "
@@ -174,7 +170,6 @@ def find_problems(
         lambda: block_schedule_from_config(config, made[0]),
         lambda: _check_blocks(config, run, made[0]),
         lambda: _check_stateless(run, made[0]),
-        lambda: _check_adapters(run, made[0]),
         lambda: _check_groups(config, run, made[0]),
         lambda: _check_packages(run) if starts else None,
         lambda: _check_batch(run, world_size),
@@ -443,32 +438,6 @@ def _check_stateless(run: Run, partition: Partition) -> None:
     )
 
 
-def _check_adapters(run: Run, partition: Partition) -> None:
-    rank, tensor = run.bcd_low_rank or 0, run.tensor_model_parallel_size
-    hidden, heads = run.hidden_size, run.num_attention_heads
-    keys = (run.kv_channels or hidden // heads) * (run.num_query_groups or heads)
-    widths = (hidden, run.ffn_hidden_size or 4 * hidden, keys)
-    require(
-        rank <= min(widths),
-        f"--bcd-low-rank {rank}: must be at most {min(widths)}, the smaller side of the smallest matrix of a layer",
-    )
-    require(
-        run.bcd_low_rank is None or run.num_query_groups is None or run.num_query_groups % tensor == 0,
-        f"--bcd-low-rank: --num-query-groups {run.num_query_groups} is not divisible by --tensor-model-parallel-size "
-        f"{tensor}: a rank's rows are not whole queries, keys and values; give a smaller one",
-    )
-    others = sorted(partition.always_active - {ADAPTERS, SUFFIX_ADAPTERS})
-    require(
-        run.save_adapters is None or not others,
-        f"--save-adapters: --bcd-always-active trains {', '.join(others)} too: give --save-hf, or leave them out",
-    )
-    require(
-        run.bcd_low_rank is None or run.bcd_low_rank_layers == "suffix" or run.bcd_prefix_cache is None,
-        f"--bcd-low-rank {run.bcd_low_rank} trains adapters of all layers, and --bcd-prefix-cache needs layers before "
-        "the block that are not trained: give --bcd-low-rank-layers suffix, or leave out one of them",
-    )
-
-
 def _check_groups(config: RunConfig, run: Run, partition: Partition) -> None:
     if run.lighthouse is None:
         return
@@ -591,17 +560,12 @@ def _check_files(run: Run) -> None:
         retained is None or (interval is not None and retained % interval == 0),
         f"--save-retain-interval {retained}: must be a multiple of --save-interval {interval or '(not given)'}",
     )
-    for field in ("save_hf", "save_adapters", "bcd_prefix_cache"):
+    for field in ("save_hf", "bcd_prefix_cache"):
         path = getattr(run, field)
         require(
             path is None or run.save is None or os.path.realpath(path) != os.path.realpath(run.save),
             f"{flag_name(field)} {path} is the folder of --save: give each a folder of its own",
         )
-    require(
-        None in (run.save_hf, run.save_adapters)
-        or os.path.realpath(run.save_hf) != os.path.realpath(run.save_adapters),
-        f"--save-adapters {run.save_adapters} is the folder of --save-hf: give each a folder of its own",
-    )
     require(
         run.save is None or not any((Path(run.save) / name).exists() for name in (CONFIG, RUN)),
         f"--save {run.save} holds a model in Hugging Face's format: give another folder",
@@ -637,7 +601,7 @@ def _check_core_accepts(config: RunConfig) -> None:
 
 
 def _check_outputs(run: Run) -> None:
-    for field in ("save", "save_hf", "save_adapters", "tensorboard_dir", "wandb_save_dir"):
+    for field in ("save", "save_hf", "tensorboard_dir", "wandb_save_dir"):
         folder = getattr(run, field)
         if folder is not None:
             _check_can_write(f"{flag_name(field)} {folder}", Path(folder).absolute())

@@ -12,9 +12,6 @@ STACK_ELEMENTS = 1 << 22
 """Matrices that are stepped together: enough for kernels to be longer than their launch, few enough for their
 temporary memory, and for their reduction to begin early."""
 
-ADAPTER = "_adapter"
-"""Ends the names of modules with low-rank adapters (--bcd-low-rank)."""
-
 _FACTORED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """What --bcd-embedding-update is about: the table of positions has a row for each of few positions, and keeps Adam."""
 
@@ -36,24 +33,15 @@ class Ownership:
     """The block that owns it; a tied head belongs to the block of the embedding. None with --bcd-num-blocks 0, if no
     phase trains it (--bcd-frozen), and with --bcd-embedding-update factored."""
     is_always_active: bool
-    """Active in every phase (--bcd-always-active) with optimizer state, or an adapter.
-
-    Their optimizer state lives through the phases."""
-    active_in: frozenset[int] | None = None
-    """Of an adapter that is not active in every phase (--bcd-low-rank-layers suffix): blocks in whose phases it is."""
+    """Active in every phase (--bcd-always-active), with optimizer state that lives through the phases."""
     is_frozen: bool = False
     """No phase trains it (--bcd-frozen)."""
     stateless_in: frozenset[int] = frozenset()
     """Blocks during whose phases it is updated without state."""
 
-    @property
-    def num_phases(self) -> int:
-        """In how many phases of a cycle an adapter is active; 0 for all, and for other parameters."""
-        return 0 if self.active_in is None else len(self.active_in)
-
     def is_active(self, block: int) -> bool:
         """Whether the parameter is updated with optimizer state in a phase of ``block``."""
-        return block in self.active_in if self.active_in is not None else self.is_always_active or self.block == block
+        return self.is_always_active or self.block == block
 
     def is_stateless(self, block: int) -> bool:
         """Whether the parameter is updated without optimizer state in a phase of ``block``."""
@@ -68,7 +56,7 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
     Raises:
         KeyError: no module of the model has a parameter of that name.
     """
-    layer, chunk, active_in = None, 0, None
+    layer, chunk = None, 0
     block: int | None
     if name.startswith("chunks."):
         _, number, name = name.split(".", 2)
@@ -89,10 +77,6 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
         module, layer = "layer", partition.chunk_layers(stage, chunk)[int(name.split(".")[2])]
         block = partition.block_of_layer[layer]
         is_always_active |= not is_norm and name.endswith(".bias") and "biases" in partition.always_active
-        if f"{ADAPTER}." in name:
-            is_always_active = True
-            trained = frozenset(each.index for each in partition.blocks if partition.trains_adapter(layer, each.index))
-            active_in = trained if len(trained) < partition.num_blocks else None
     else:
         raise KeyError(name)
     kind = "norms" if is_norm else module
@@ -106,7 +90,6 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
         is_matrix=is_in_layer or is_outside,
         block=block if partition.has_active_block and not (is_frozen or is_outside) else None,
         is_always_active=is_always_active and not is_outside,
-        active_in=active_in,
         is_frozen=is_frozen,
         stateless_in=frozenset(
             each.index

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, groupby, pairwise
 
-from megatron.bcd.config import ADAPTERS, DEFAULT_NUM_BLOCKS, LAYOUTS, SUFFIX_ADAPTERS, RunConfig
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS, RunConfig
 
 _TIED = frozenset({"embedding", "head"})
-_IN_LAYERS = frozenset({"norms", "biases", ADAPTERS})
+_IN_LAYERS = frozenset({"norms", "biases"})
 """Always-active parts of every layer."""
 
 
@@ -121,8 +121,7 @@ class Partition:
     tied: bool
     """Whether the output head is a copy of the embedding."""
     always_active: frozenset[str] = frozenset()
-    """What is active in every phase: some of ``norms`` (all), ``biases`` and ``adapters`` (of layers), ``embedding``,
-    ``head``. ``suffix adapters`` are active from the block's first layer on."""
+    """What is active in every phase: some of ``norms`` (all), ``biases`` (of layers), ``embedding``, ``head``."""
     frozen: frozenset[str] = frozenset()
     """What no phase trains: some of ``embedding``, ``head`` (tied: both or none), ``norms`` (all)."""
     has_stateless_updates: bool = False
@@ -193,11 +192,6 @@ class Partition:
         is_active = self.has_active_block and self.block_of_layer[layer] == block
         return is_active or self.is_stateless(layer, block)
 
-    def trains_adapter(self, layer: int, block: int) -> bool:
-        """Whether the adapters of a layer are trained in the block's phase."""
-        is_suffix = SUFFIX_ADAPTERS in self.always_active and layer >= self.blocks[block].first_layer
-        return is_suffix or ADAPTERS in self.always_active
-
     @property
     def embedding_always_active(self) -> bool:
         """Whether the embedding is active in every phase; always-active tied heads include it."""
@@ -245,10 +239,7 @@ class Partition:
         submodels = self.blocks[block].submodels if self.has_active_block else ()
         return (
             any((submodel.chunk, submodel.stage) == (chunk, stage) for submodel in submodels)
-            or any(
-                self.is_stateless(layer, block) or self.trains_adapter(layer, block)
-                for layer in self.chunk_layers(stage, chunk)
-            )
+            or any(self.is_stateless(layer, block) for layer in self.chunk_layers(stage, chunk))
             or bool(_IN_LAYERS & self.always_active)
             or (virtual == 0 and self.embedding_active(block))
             or (virtual == self.num_virtual_stages - 1 and (self.head_active(block) or self.final_norm_active(block)))
@@ -269,12 +260,11 @@ class Partition:
 
     @cached_property
     def behind_prefix(self) -> tuple[tuple[tuple[bool, ...], ...], ...]:
-        """By virtual stage and block, of each layer after the prefix, in depth order: whether its weights, or adapters
-        beside them, are updated."""
+        """By virtual stage and block: whether each layer after the prefix is updated, in depth order."""
         return tuple(
             tuple(
                 tuple(
-                    self.trains_matrices(layer, block) or self.trains_adapter(layer, block)
+                    self.trains_matrices(layer, block)
                     for layer in self.chunk_layers(stage, chunk)
                     if layer >= len(self.prefix_layers(block))
                 )
@@ -293,14 +283,12 @@ class Partition:
         return describe_layers(self.blocks[block].layers) if self.has_active_block else ""
 
     def describe_extras(self, block: int) -> tuple[str, ...]:
-        """What is active beside layers: some of ``embedding``, ``all norms``, ``all biases``, ``adapters``
-        (``suffix adapters``), ``final norm``, ``head``."""
+        """What is active beside layers: some of ``embedding``, ``all norms``, ``all biases``, ``final norm``,
+        ``head``."""
         held = {
             "embedding": self.embedding_active(block),
             "all norms": self.norms_always_active,
             "all biases": "biases" in self.always_active,
-            ADAPTERS: ADAPTERS in self.always_active,
-            SUFFIX_ADAPTERS: SUFFIX_ADAPTERS in self.always_active,
             "final norm": self.final_norm_active(block) and not self.norms_always_active,
             "head": not self.tied and self.head_active(block),
         }
@@ -441,8 +429,8 @@ def _check_num_blocks(
         )
     if num_blocks != 0:
         return
-    if not stateless and not always_active & {ADAPTERS, SUFFIX_ADAPTERS}:
-        raise ValueError("--bcd-num-blocks 0 needs --bcd-inactive-update or --bcd-low-rank")
+    if not stateless:
+        raise ValueError("--bcd-num-blocks 0 needs --bcd-inactive-update")
     if not always_active:
         raise ValueError("--bcd-num-blocks 0 trains embedding, norms and head only if --bcd-always-active names them")
     if layout not in ("spread", "strided"):

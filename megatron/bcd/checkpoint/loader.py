@@ -13,7 +13,6 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.bcd.blocks.ownership import ADAPTER
 from megatron.bcd.checkpoint import layout, optimizer_state, random_states, run_state
 from megatron.bcd.checkpoint.run_state import RunState, StateSummary
 from megatron.bcd.checkpoint.safe_loading import only_data, unreadable
@@ -186,12 +185,10 @@ def load_weights(source: Source, model: torch.nn.Module) -> None:
     # Transformer Engine's modules have an extra state, for fp8, that those of other implementations lack; it stays out
     wanted = {name: value for name, value in sharded.items() if not name.endswith(_EXTRA_STATE)}
     with only_data():  # once for both: the index is unpickled once
-        absent = _check_same_model(sharded, source)
-        wanted = {name: value for name, value in wanted.items() if name not in absent}
+        _check_same_model(sharded, source)
         loaded = _load({"model": wanted}, source)
     missing, unexpected = gpt.load_state_dict(loaded["model"], strict=False)
-    missing = [name for name in missing if name not in absent and not name.endswith(_EXTRA_STATE)]
-    assert not unexpected and not missing, (missing, unexpected)
+    assert not unexpected and all(name.endswith(_EXTRA_STATE) for name in missing), (missing, unexpected)
 
 
 def load_kept_state(source: Source, active: ActiveBlock, *, next_block: int | None) -> None:
@@ -255,23 +252,15 @@ def _load(sharded: dict[str, Any], source: Source) -> dict[str, Any]:
         raise unreadable(source.name, error) from error
 
 
-def _check_same_model(sharded: dict[str, Any], source: Source) -> set[str]:
-    """Compare names and whole shapes of this rank's weights with the checkpoint's index. Raises ValueError.
-
-    Returns:
-        Names of adapters that it does not hold, where they may be new: only its weights are loaded.
-    """
+def _check_same_model(sharded: dict[str, Any], source: Source) -> None:
+    """Compare names and whole shapes of this rank's weights with the checkpoint's index. Raises ValueError."""
     try:
         with only_data():
             saved = dist_checkpointing.load_tensors_metadata(source.path)
     except (Exception, CheckpointException) as error:
         raise unreadable(source.name, error) from error
-    absent = set()
-    for name, tensor in sharded.items():
+    for tensor in sharded.values():
         if not isinstance(tensor, ShardedTensor):
-            continue
-        if f"{ADAPTER}." in name and tensor.key not in saved and source.state is None:
-            absent.add(name)
             continue
         there, here = saved.get(tensor.key), list(tensor.global_shape)
         # the padded vocabulary may differ
@@ -281,7 +270,6 @@ def _check_same_model(sharded: dict[str, Any], source: Source) -> set[str]:
                 f"{source.name} is of another model: {tensor.key} {found} and {here} in this run; give the flags of "
                 "the run that saved it"
             )
-    return absent
 
 
 def _on_rank_0(read: Callable[[], T]) -> T:

@@ -26,8 +26,7 @@ from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
 from megatron.bcd.runtime import collectives, replicas
 
 ALWAYS = "always"
-"""Owner of the always-active parameters; with a number behind it, of adapters that are active in so many phases of a
-cycle (`Ownership.num_phases`)."""
+"""Owner of the always-active parameters."""
 MATRICES = "matrices"
 """Owner of the main parameters of all bf16 matrices that rest in some phase, or are Muon's."""
 OUTER = "outer"
@@ -66,21 +65,6 @@ class _Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kept:
-    """State of an adapter that is frozen in this phase, whole on every rank."""
-
-    num_steps: int
-    held: Mapping[str, torch.Tensor]
-    start: int = 0
-
-    def names(self) -> set[str]:
-        return set(self.held)
-
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        return self.held
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Factors:
     """Second moments of a matrix on its owner; shapes as in `update_rules.split_factors`."""
 
@@ -91,7 +75,7 @@ class _Factors:
         return set(self.held)
 
 
-_Held: TypeAlias = Mapping[str, ParamShard | KeptShard | _Part | _Kept]
+_Held: TypeAlias = Mapping[str, ParamShard | KeptShard | _Part]
 
 
 def _held(active: ActiveBlock) -> dict[str, _Held]:
@@ -99,13 +83,7 @@ def _held(active: ActiveBlock) -> dict[str, _Held]:
     held: dict[str, _Held] = {str(block): kept for block, kept in active.kept.blocks.items()}
     if active.block is not None:
         held[str(active.block)] = active.own_shards()
-    of_always: dict[str, ParamShard | _Kept] = {
-        name: _Kept(num_steps=num_steps, held=tensors)
-        for name, (num_steps, tensors) in active.kept.always_active.items()
-    }
-    of_always |= active.always_active_shards()
-    for owner in [ALWAYS, *(f"{ALWAYS} {number}" for number in range(1, active.partition.num_blocks))]:
-        held[owner] = {name: of_always[name] for name in _parameters(active, owner) if name in of_always}
+    held[ALWAYS] = active.always_active_shards()
     outer: dict[str, _Part] = {}
     for name, tensor in active.outer_momenta.items():
         start = replicas.shard_slice(active.parameters.all()[name].numel()).start
@@ -177,7 +155,7 @@ def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummar
 
 def block_of(owner: str) -> int | None:
     """The block in whose phases alone these are held on the device; None for other owners."""
-    if owner in (MATRICES, OUTER) or _is_always(owner) or owner.startswith(FACTORED):
+    if owner in (ALWAYS, MATRICES, OUTER) or owner.startswith(FACTORED):
         return None
     return int(owner.removeprefix(_MOMENTUM))
 
@@ -185,10 +163,6 @@ def block_of(owner: str) -> int | None:
 def needs_build(owner: str) -> bool:
     """Whether offloaded state of the owner is set through the optimizer of its block."""
     return block_of(owner) is not None and not owner.startswith(_MOMENTUM)
-
-
-def _is_always(owner: str) -> bool:
-    return owner.startswith(ALWAYS)
 
 
 def as_kept(summary: StateSummary, active: ActiveBlock) -> StateSummary:
@@ -234,8 +208,8 @@ def sharded_state(
                     later[entry.key] = functools.partial(_tensor, shard, state_name)
                 continue
             tensors = shard.tensors() if shard else {}
-            is_sharded = active.is_sharded and not isinstance(shard, _Kept)
-            is_shared = is_sharded or (isinstance(shard, _Part) and (shard.is_whole or shard.is_part_of_replicas))
+            is_joined_part = isinstance(shard, _Part) and (shard.is_whole or shard.is_part_of_replicas)
+            is_shared = active.is_sharded or is_joined_part
             for state_name in state_names:
                 tensor = tensors.get(state_name)
                 is_joined = tensor is None or (is_shared and group.size() > 1)
@@ -298,7 +272,7 @@ def _parameters(active: ActiveBlock, owner: str) -> dict[str, torch.nn.Parameter
     if owner.startswith(FACTORED):
         return _factored_matrices(active, owner.removeprefix(FACTORED))
     if block is None:
-        return parameters.always_active(num_phases=int(owner.removeprefix(ALWAYS) or 0))
+        return parameters.always_active()
     of_block = parameters.of_block(block)
     if not owner.startswith(_MOMENTUM):
         is_muon_on = active.matrices is not None and active.is_muon
@@ -363,15 +337,7 @@ def set_state(active: ActiveBlock, summaries: Mapping[str, StateSummary], loaded
         if owner == MATRICES or owner.startswith(_MOMENTUM):
             _set_matrices(active, owner, loaded)
             continue
-        if _is_always(owner):
-            active.kept.always_active |= {
-                name: (summary["num_steps"], {one: loaded[f"{one}.{name}"].reshape(-1) for one in summary["names"]})
-                for name, parameter in _parameters(active, owner).items()
-                if not parameter.requires_grad
-            }
         for name, shard in held[owner].items():
-            if isinstance(shard, _Kept):
-                continue
             assert isinstance(shard, ParamShard), f"{owner} is not active"
             tensors = {
                 state_name: loaded[f"{state_name}.{name}"].reshape(-1)[shard.start : shard.end]

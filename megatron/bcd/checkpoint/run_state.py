@@ -18,12 +18,13 @@ _NETWORK = ("num_layers", "hidden_size", "swiglu", "quick_geglu", "ffn_hidden_si
             "num_query_groups", "kv_channels", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization",
             "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "squared_relu",
             "seq_length", "max_position_embeddings", "position_embedding_type", "untie_embeddings_and_output_weights",
-            "bf16", "fp16", "optimizer", "bcd_low_rank", "bcd_low_rank_alpha")  # fmt: skip
+            "bf16", "fp16", "optimizer")  # fmt: skip
 """Flags that must not change: the weights or the optimizer state would not fit, or mean something else."""
 _MAY_CHANGE_WITHOUT_STATE = ("seq_length", "max_position_embeddings", "bf16", "fp16", "optimizer")
 """Those of them that another run may have that loads the weights alone."""
-_LOW_RANK = ("bcd_low_rank", "bcd_low_rank_alpha")
-"""The same, where the checkpoint has no adapters."""
+_REMOVED = ("bcd_resting_layers", "bcd_inactive_layers", "bcd_low_rank", "bcd_low_rank_alpha", "bcd_low_rank_layers",
+            "bcd_low_rank_lr_ratio", "save_adapters")  # fmt: skip
+"""Flags that checkpoints of older versions name."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
                "hierarchical_context_parallel_sizes", "world_size", "num_workers",
                "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
@@ -109,12 +110,23 @@ def from_json(text: str, *, path: str) -> RunState:
     expected = {own.name for own in fields(RunState)}
     if set(values) | {"run"} != expected:
         raise ValueError(f"{path} is damaged (entries {sorted(set(values) ^ expected)} are missing or unknown)")
-    values["flags"]["bcd"] = {
-        name.replace("bcd_resting_", "bcd_inactive_"): value  # as older versions called them
-        for name, value in values["flags"].get("bcd", {}).items()
-        if name not in ("bcd_resting_layers", "bcd_inactive_layers")
-    }
+    check_has_no_adapters(values["flags"], source=path)
+    for section in ("bcd", "checkpoint"):
+        values["flags"][section] = {
+            name.replace("bcd_resting_", "bcd_inactive_"): value  # as older versions called them
+            for name, value in values["flags"].get(section, {}).items()
+            if name not in _REMOVED
+        }
     return RunState(**values)
+
+
+def check_has_no_adapters(flags: Mapping[str, Any], *, source: str) -> None:
+    """Raise ValueError if a run with the removed flag --bcd-low-rank wrote the checkpoint."""
+    if flags.get("bcd", {}).get("bcd_low_rank"):
+        raise ValueError(
+            f"{source}: the checkpoint has adapters (--bcd-low-rank), which were removed. Merge them with "
+            "tools/convert_checkpoint.py of the version that wrote it, and give the result to --load-hf."
+        )
 
 
 def consumed_samples(text: str) -> int:
@@ -153,11 +165,10 @@ def check_same_weights(text: str, config: RunConfig, *, source: str) -> None:
     try:
         saved = json.loads(text)["flags"]
         sections = {section: saved[section] for section in ("transformer", "model")}
-        sections |= {"bcd": {name: saved["bcd"][name] for name in _LOW_RANK if saved["bcd"].get(name)}}
     except (ValueError, KeyError, TypeError):
         return  # of a version that wrote other sections; shapes are compared when the weights are loaded
-    may_change = _MAY_CHANGE_WITHOUT_STATE + (() if sections["bcd"] else _LOW_RANK)  # new adapters beside old weights
-    names = [name for name in _NETWORK if name not in may_change]
+    check_has_no_adapters(saved, source=source)
+    names = [name for name in _NETWORK if name not in _MAY_CHANGE_WITHOUT_STATE]
     check_same_network(sections, config, source=source, names=names)
 
 

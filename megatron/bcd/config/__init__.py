@@ -11,11 +11,9 @@ from megatron.bcd.config.run import (
     run_config_to_dict,
 )
 from megatron.bcd.config.sections import (
-    ADAPTERS,
     DEFAULT_NUM_BLOCKS,
     LAYOUTS,
     ORDERS,
-    SUFFIX_ADAPTERS,
     SWITCHES,
     BcdConfig,
     CheckpointConfig,
@@ -29,13 +27,11 @@ from megatron.bcd.config.sections import (
 )
 
 __all__ = [
-    "ADAPTERS",
     "DEFAULT_NUM_BLOCKS",
     "LAYOUTS",
     "LOSS_CHUNK",
     "LOSS_PARTS",
     "ORDERS",
-    "SUFFIX_ADAPTERS",
     "SWITCHES",
     "BcdConfig",
     "CheckpointConfig",

@@ -63,9 +63,9 @@ FINE_TUNING_BLOCKS: dict[str, Any] = {
 arguments/derive.py."""
 _ASKS_FOR_BLOCKS = (
     "bcd_num_blocks", "bcd_layout", "bcd_order", "bcd_steps_per_block", "bcd_switch", "bcd_frozen", "bcd_head_phase",
-    "bcd_low_rank", "bcd_prefix_cache", "bcd_sample_ratio", "num_virtual_stages_per_pipeline_rank",
+    "bcd_prefix_cache", "bcd_sample_ratio", "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage", "bcd_frozen_weights", "bcd_main_params", "optimizer", "fp16",
-    "optimizer_cpu_offload", "save_adapters",
+    "optimizer_cpu_offload",
 )  # fmt: skip
 """Given without --bcd-inactive-update, these make preset finetune train blocks: no run without blocks reads them, or
 stateless updates exclude them."""

@@ -19,9 +19,6 @@ ORDERS = ("ascending", "descending", "random", "greedy")
 SWITCHES = ("steps", "plateau")
 ALWAYS_ACTIVE = ("norms", "biases", "embedding", "head")
 FROZEN = ("embedding", "head", "norms")
-ADAPTERS, SUFFIX_ADAPTERS = "adapters", "suffix adapters"
-"""What --bcd-low-rank adds to the always-active parts, by --bcd-low-rank-layers."""
-_ADAPTERS_OF = {"all": ADAPTERS, "suffix": SUFFIX_ADAPTERS}
 BF16_OR_FP32 = ("bf16", "fp32")
 OUTER_COMPRESSIONS = (*BF16_OR_FP32, "4bit")
 
@@ -172,25 +169,6 @@ class BcdConfig:
     muon_grad_dtype: str = option(
         "fp32", "precision in which gradients for Muon are reduced", choices=BF16_OR_FP32, group=OPTIMIZER
     )
-    bcd_low_rank: int | None = option(
-        None,
-        "rank of adapters (LoRA) beside every matrix of every layer, trained by Adam in every phase; with "
-        "--bcd-num-blocks 0 nothing else is trained",
-        metavar="R",
-        group=NETWORK,
-    )
-    bcd_low_rank_alpha: float | None = option(
-        None,
-        "what adapters add is multiplied by this over their rank, as in peft; default: 2 x --bcd-low-rank",
-        group=NETWORK,
-    )
-    bcd_low_rank_layers: str = option(
-        "all",
-        "layers whose adapters are trained: all, or suffix = those from the block's first layer on, so that stages "
-        "before it still run forward only",
-        choices=("all", "suffix"),
-    )
-    bcd_low_rank_lr_ratio: float = option(1.0, "learning rate of adapters over the active block's")
     bcd_sample_ratio: float | None = option(
         None,
         "each phase draws a new subset, this share of an epoch of the training split, and repeats it as steps need; "
@@ -234,23 +212,14 @@ class BcdConfig:
 
     @property
     def always_active(self) -> frozenset[str]:
-        """The entries of --bcd-always-active, or its default without what --bcd-frozen and --bcd-head-phase take; and
-        the adapters.
+        """The entries of --bcd-always-active, or its default without what --bcd-frozen and --bcd-head-phase take.
 
         Raises ValueError for one not in ALWAYS_ACTIVE.
         """
-        adapters = frozenset(() if self.bcd_low_rank is None else [_ADAPTERS_OF[self.bcd_low_rank_layers]])
         if self.bcd_always_active is None:
             left = frozenset(ALWAYS_ACTIVE if self.bcd_inactive_update != "none" else ()) - self.frozen
-            return left - (frozenset({"head"}) if self.bcd_head_phase else frozenset()) | adapters
-        return _parts("--bcd-always-active", self.bcd_always_active, ALWAYS_ACTIVE) | adapters
-
-    @property
-    def low_rank_scale(self) -> float | None:
-        """Of what adapters add; None without adapters."""
-        if self.bcd_low_rank is None:
-            return None
-        return 2.0 if self.bcd_low_rank_alpha is None else self.bcd_low_rank_alpha / self.bcd_low_rank
+            return left - (frozenset({"head"}) if self.bcd_head_phase else frozenset())
+        return _parts("--bcd-always-active", self.bcd_always_active, ALWAYS_ACTIVE)
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -539,12 +508,6 @@ class CheckpointConfig:
         None, "folder for the trained model in Hugging Face's format, at the end of the run", metavar="FOLDER"
     )
     save_hf_interval: int | None = option(None, "training steps between further models, in --save-hf/iter_NNNNNNN")
-    save_adapters: str | None = option(
-        None,
-        "folder for the adapters of --bcd-low-rank in peft's format, at the end of the run, where nothing else is "
-        "trained (--bcd-num-blocks 0)",
-        metavar="FOLDER",
-    )
     overwrite_checkpoints: bool = option(False, "delete the checkpoints of another run in --save")
     exit_on_missing_checkpoint: bool = option(False, "end with an error if --load holds no checkpoint")
     finetune: bool = option(False, "load the weights of --load only, and start at iteration 0")

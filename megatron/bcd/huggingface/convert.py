@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.bcd.blocks.ownership import ADAPTER
 from megatron.bcd.checkpoint import layout
 from megatron.bcd.huggingface import core_format, folder, tensors
 from megatron.bcd.huggingface.architecture import Architecture
 from megatron.bcd.huggingface.core_format import CoreCheckpoint, Piece
 from megatron.bcd.huggingface.folder import ModelFolder
-from megatron.bcd.model.adapters import merged, of_parts
 from megatron.bcd.runtime import atomic_io
 from megatron.bcd.tokenizer import Tokenizer
 
@@ -138,10 +136,6 @@ class Description:
     """Paths or contents of the other files, by name."""
     tokenizer: Tokenizer | None = None
     """That of the run, where it is known."""
-    low_rank_scale: float | None = None
-    """Of the checkpoint's adapters (--bcd-low-rank), if it has some: they are merged into the weights."""
-    base: str | None = None
-    """The model of --load-hf."""
 
 
 def describe(config_folder: str) -> Description:
@@ -158,7 +152,7 @@ def describe(config_folder: str) -> Description:
 
 
 def check_checkpoint(checkpoint: CoreCheckpoint, description: Description) -> None:
-    """Whether the checkpoint holds the weights of the network, and adapters if it says so, and no others.
+    """Check that the checkpoint holds the weights of the network and no others.
 
     Raises:
         ValueError: a tensor is missing, extra or misshapen.
@@ -166,9 +160,7 @@ def check_checkpoint(checkpoint: CoreCheckpoint, description: Description) -> No
     network = description.network
     rows = tensors.rows_of(network)
     expected = {row.key: ((network.num_layers,) if row.is_stacked else ()) + row.shape for row in rows}
-    has_adapters = description.low_rank_scale is not None
-    keys = [key for key in checkpoint.tensors if not (has_adapters and f"{ADAPTER}." in key)]
-    found = {key: checkpoint.shape(key) for key in keys}
+    found = {key: checkpoint.shape(key) for key in checkpoint.tensors}
     for row in rows:
         if row.is_vocabulary and row.key in found and found[row.key][0] >= row.shape[0]:
             found[row.key] = (row.shape[0], *found[row.key][1:])  # the rest is padding
@@ -321,57 +313,13 @@ def _shards(checkpoint: CoreCheckpoint, units: Sequence[Unit], max_bytes: int) -
 def tensors_of(
     checkpoint: CoreCheckpoint, units: Sequence[Unit], description: Description
 ) -> Iterator[tuple[str, Tensor]]:
-    """transformers' tensors by name, adapters merged, each with memory of its own."""
+    """Yield transformers' tensors by name, each with memory of its own."""
     for row, layer in units:
         whole = checkpoint.read(
             row.key,
             layer=layer if row.is_stacked else None,
             num_rows=row.shape[0] if row.is_vocabulary else None,
         )
-        if description.low_rank_scale is not None and (adapter := adapter_of(checkpoint, row, layer)) is not None:
-            groups = description.network.num_query_groups if "linear_qkv" in row.key else 1
-            whole = merged(whole, *adapter, groups=groups, scale=description.low_rank_scale)
         for name, part in zip(row.names_of(layer), row.split(whole), strict=True):
             is_own = part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
             yield name, part if is_own else part.clone(memory_format=torch.contiguous_format)
-
-
-def adapter_of(checkpoint: CoreCheckpoint, row: tensors.Row, layer: int) -> tuple[Tensor, list[Tensor]] | None:
-    """A and the Bs of the adapter beside a matrix; None if it has none."""
-    start = f"{row.key.removesuffix('.weight')}{ADAPTER}."
-    if f"{start}a" not in checkpoint.tensors:
-        return None
-    keys = [f"{start}b.{part}" for part in range(3) if f"{start}b.{part}" in checkpoint.tensors]
-    return checkpoint.read(f"{start}a", layer=layer), [checkpoint.read(key, layer=layer) for key in keys]
-
-
-def to_peft(checkpoint: CoreCheckpoint, path: str, description: Description, *, run: str | None = None) -> None:
-    """Write the checkpoint's adapters as a folder of peft's, for the weights of `description.base`. As
-    `to_hugging_face` otherwise."""
-    content: dict[str, Tensor] = {}
-    rank, modules = 0, set()
-    for row, layer in units_of(description.network):
-        if (adapter := adapter_of(checkpoint, row, layer)) is None:
-            continue
-        a, b = adapter
-        names, rank = row.names_of(layer), b[0].shape[1]
-        parts = [(a, torch.cat(b))] if len(names) == 1 else of_parts(a, b, dim=0)
-        for name, pair in zip(names, parts, strict=True):
-            module = name.removesuffix(".weight")
-            modules.add(module.rpartition(".")[2])
-            for letter, tensor in zip("AB", pair, strict=True):
-                content[f"base_model.model.{module}.lora_{letter}.weight"] = tensor.clone()
-    assert description.low_rank_scale is not None
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": description.base,
-        "r": rank,
-        "lora_alpha": description.low_rank_scale * rank,
-        "target_modules": sorted(modules),
-        "fan_in_fan_out": description.network.family == "gpt2",
-        "inference_mode": True,
-    }
-    with _written(path, run) as temporary:
-        _save(content, os.path.join(temporary, "adapter_model.safetensors"))
-        atomic_io.write(os.path.join(temporary, "adapter_config.json"), json.dumps(config, indent=2).encode())

@@ -1,4 +1,4 @@
-"""Models in Hugging Face's format out of a run (--save-hf), and adapters in peft's (--save-adapters)."""
+"""Models in Hugging Face's format out of a run (--save-hf)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _WEIGHTS = ".bcd-export"
 
 
 class Exporter:
-    """Writes model folders below --save-hf, and adapters to --save-adapters. Every method is a collective.
+    """Writes model folders below --save-hf. Every method is a collective.
 
-    All ranks write their weights as a checkpoint beside the first folder; rank 0 converts it and deletes it. So no rank
-    holds more than its own weights and one safetensors file.
+    All ranks write their weights as a checkpoint beside the folder; rank 0 converts it and deletes it. So no rank holds
+    more than its own weights and one safetensors file.
     """
 
     def __init__(self, config: RunConfig, reporter: Reporter, *, run: str, is_continued: bool) -> None:
@@ -34,77 +34,62 @@ class Exporter:
         `run`: see `run_state.name_of_run`. `is_continued`: the folder may hold its models.
 
         Raises:
-            ValueError: a folder holds something else, or is the folder of --load-hf, or transformers has no such
+            ValueError: --save-hf holds something else, or is the folder of --load-hf, or transformers has no such
                 network.
         """
         checkpoint = config.checkpoint
-        asked = {"--save-hf": checkpoint.save_hf, "--save-adapters": checkpoint.save_adapters}
-        # without links: the weights lie beside the folder, on the same disk
-        self._roots = {flag: os.path.realpath(path) for flag, path in asked.items() if path is not None}
+        assert checkpoint.save_hf is not None
+        self.root: str = os.path.realpath(checkpoint.save_hf)  # the weights lie beside the folder, on the same disk
         self._reporter, self._run = reporter, run
         self._is_first = torch.distributed.get_rank() == 0
 
         def describe() -> None:
-            for flag in self._roots:
-                path = str(asked[flag])
-                _check_folder(path, flag=flag, source=checkpoint.load_hf, run=run if is_continued else None)
+            _check_folder(str(checkpoint.save_hf), source=checkpoint.load_hf, run=run if is_continued else None)
             self._description = run_network.describe_run(config, is_on_gpu=device.has_cuda())  # of rank 0 alone
 
         collectives.on_rank_0(describe)
 
-    @property
-    def folders(self) -> str:
-        """The flags and their folders, for messages."""
-        return " and ".join(f"{flag} {root}" for flag, root in self._roots.items())
-
     def export(self, model: torch.nn.Module, *, iteration: int | None = None) -> bool:
-        """Write `model` to the folders, or to ``iter_0000007`` in them; a warning and False if one failed."""
+        """Write `model` to --save-hf, or to ``iter_0000007`` in it. Warn and return False if that fails."""
         started = time.monotonic()
-        inside = "" if iteration is None else f"iter_{iteration:07d}"
-        targets = {flag: os.path.join(root, inside).rstrip(os.sep) for flag, root in self._roots.items()}
-        weights = next(iter(targets.values())) + _WEIGHTS
-        is_inside = iteration is not None
-        error = collectives.on_rank_0(
-            lambda: atomic_io.capture_error(lambda: self._make_anew(weights, is_inside=is_inside))
-        )
+        target = self.root if iteration is None else os.path.join(self.root, f"iter_{iteration:07d}")
+        weights = target + _WEIGHTS
+        error = collectives.on_rank_0(lambda: atomic_io.capture_error(lambda: self._make_anew(weights)))
         if error is None:
             with frozen_on_host(model):
                 parts = {f"model.{name}": part for name, part in unwrap_model(model).sharded_state_dict().items()}
                 write = ShardWrite(parts, weights, in_background=False)
             write.start()
             error = write.finish()
-        is_written = True
-        for flag, target in targets.items():
-            failure, difference = error, None
-            if failure is None:
-                failure, difference = collectives.long_on_rank_0(lambda: self._convert(weights, flag, target))  # noqa: B023
-            if failure is not None:
-                self._reporter.warning(f"{flag} {target}: the model was not written ({failure})")
-                is_written = False
-                continue
-            self._reporter.note(f"model written to {target} ({time.monotonic() - started:,.1f} s)")
-            if difference is not None:
-                self._reporter.warning(f"{flag} {target}: {difference}")
+        difference = None
+        if error is None:
+            error, difference = collectives.long_on_rank_0(lambda: self._convert(weights, target))
         if self._is_first:
             shutil.rmtree(weights, ignore_errors=True)
-        return is_written
+        if error is not None:
+            self._reporter.warning(f"--save-hf {target}: the model was not written ({error})")
+            return False
+        self._reporter.note(f"model written to {target} ({time.monotonic() - started:,.1f} s)")
+        if difference is not None:
+            self._reporter.warning(f"--save-hf {target}: {difference}")
+        return True
 
-    def _make_anew(self, weights: str, *, is_inside: bool) -> None:
-        for root in self._roots.values():
-            if is_inside and _run_in(root) != self._run:  # before anything else is in it
-                path = os.path.join(root, RUN)
-                os.makedirs(root, exist_ok=True)
-                atomic_io.write(path + ".new", f"{self._run}\n".encode())
-                os.replace(path + ".new", path)
+    def _make_anew(self, weights: str) -> None:
+        if os.path.dirname(weights) == self.root and _run_in(self.root) != self._run:  # before anything else is in it
+            path = os.path.join(self.root, RUN)
+            os.makedirs(self.root, exist_ok=True)
+            atomic_io.write(path + ".new", f"{self._run}\n".encode())
+            os.replace(path + ".new", path)
         shutil.rmtree(weights, ignore_errors=True)
         os.makedirs(weights)
 
-    def _convert(self, weights: str, flag: str, target: str) -> tuple[str | None, str | None]:
+    def _convert(self, weights: str, target: str) -> tuple[str | None, str | None]:
         """Return what went wrong, and what other programs read otherwise."""
-        run, described = self._run if target == self._roots[flag] else None, self._description
-        write = convert.to_hugging_face if flag == "--save-hf" else convert.to_peft
-        error = atomic_io.capture_error(lambda: write(CoreCheckpoint(weights), target, described, run=run))
-        if error is not None or described.tokenizer is None or flag != "--save-hf":
+        run, described = self._run if target == self.root else None, self._description
+        error = atomic_io.capture_error(
+            lambda: convert.to_hugging_face(CoreCheckpoint(weights), target, described, run=run)
+        )
+        if error is not None or described.tokenizer is None:
             return error, None
         return None, tokenizer_export.difference(described.tokenizer, target)
 
@@ -118,8 +103,8 @@ def _run_in(folder: str) -> str | None:
         return None
 
 
-def _check_folder(asked: str, *, flag: str, source: str | None, run: str | None) -> None:
-    """Check that models may be written to the folder `asked` of `flag`. `source` is --load-hf.
+def _check_folder(asked: str, *, source: str | None, run: str | None) -> None:
+    """Check that models may be written to the folder `asked` of --save-hf. `source` is --load-hf.
 
     What it holds must be of `run`, which goes on: models of other runs, and those that others made, are not replaced.
 
@@ -128,11 +113,11 @@ def _check_folder(asked: str, *, flag: str, source: str | None, run: str | None)
     """
     root = os.path.realpath(asked)
     if source is not None and os.path.isdir(source) and os.path.realpath(source) == root:
-        raise ValueError(f"{flag} {asked} is the folder of --load-hf, whose model would be lost: give another one")
+        raise ValueError(f"--save-hf {asked} is the folder of --load-hf, whose model would be lost: give another one")
     if run is None or not os.path.isdir(root) or not os.listdir(root):
-        convert.check_output(asked, flag=flag)
+        convert.check_output(asked, flag="--save-hf")
     elif _run_in(root) != run:
         raise ValueError(
-            f"{flag} {asked} holds files that this run did not write: give its own folder, or one that is empty "
+            f"--save-hf {asked} holds files that this run did not write: give its own folder, or one that is empty "
             "or absent"
         )

@@ -8,7 +8,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from torch import Tensor
 
-from megatron.bcd.blocks.ownership import ADAPTER
 from megatron.bcd.huggingface.folder import ModelFolder
 from megatron.bcd.model.builder import unwrap_model
 
@@ -27,7 +26,7 @@ def load_weights(source: ModelFolder, model: torch.nn.Module) -> None:
     rows = {row.key: row for row in source.rows}
     last: tuple[str, int, Tensor] | None = None  # gate and up are two parts of one tensor
     for part in nested_values(sharded):
-        if not isinstance(part, ShardedTensor) or f"{ADAPTER}." in part.key:
+        if not isinstance(part, ShardedTensor):
             continue
         row = rows[part.key]
         layer = part.global_offset[0] if row.is_stacked else 0

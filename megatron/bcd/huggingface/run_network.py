@@ -75,7 +75,7 @@ def description_of(
         state = run_state.from_json(opened.read(), path=file)
     config = run_config_from_dict(state.flags)
     if config_folder is not None:
-        return replace(convert.describe(config_folder), low_rank_scale=config.bcd.low_rank_scale)
+        return convert.describe(config_folder)
     is_on_gpu = state.layout.get("device", "cpu") != "cpu"
     return describe_run(config, is_on_gpu=is_on_gpu, vocab_size=vocab_size, tokenizer=tokenizer)
 
@@ -89,7 +89,7 @@ def describe_run(
     Raises:
         ValueError: transformers has no such network, or nothing says how many ids the vocabulary has.
     """
-    load_hf, scale = config.checkpoint.load_hf, config.bcd.low_rank_scale
+    load_hf = config.checkpoint.load_hf
     if load_hf is not None and vocab_size is not None:
         raise ValueError("--vocab-size: the config.json of --load-hf says it; leave the flag out")
     if tokenizer is None:
@@ -100,7 +100,6 @@ def describe_run(
                 raise ValueError(f"the run's tokenizer can't be read ({error}): give --vocab-size") from None
     if load_hf is not None:
         described = convert.describe(folder.locate(load_hf, flag="--load-hf", weights=False))
-        described = replace(described, low_rank_scale=scale, base=load_hf)
         positions = config.model.max_position_embeddings or 0
         if positions > described.network.max_positions:
             described = replace(described, config=dict(described.config) | {"max_position_embeddings": positions})
@@ -113,7 +112,7 @@ def describe_run(
         network = network_of_run(config, is_on_gpu=is_on_gpu, vocab_size=vocab_size or own)
         content = config_of(network, dtype=_DTYPES[config.precision])
         content["eos_token_id"] = None if tokenizer is None else tokenizer.eod
-        described = convert.Description(network=network, config=content, companions={}, low_rank_scale=scale)
+        described = convert.Description(network=network, config=content, companions={})
     return replace(described, companions=_companions(described, config, tokenizer), tokenizer=tokenizer)
 
 

@@ -25,7 +25,6 @@ from torch import Tensor
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.adapters import add_adapters
 from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.frozen_weights import FrozenWeights, StreamedLayer
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
@@ -128,8 +127,6 @@ def _layer_spec(
     qk_layernorm = bool(config.transformer.get("qk_layernorm", False))
     if implementation.layers == "transformer_engine":
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_layernorm)
-        if config.bcd.bcd_low_rank is not None:
-            _take_norms_apart(spec)
     else:
         spec = get_gpt_layer_local_spec(
             qk_layernorm=qk_layernorm, normalization=config.transformer.get("normalization", "LayerNorm")
@@ -147,16 +144,6 @@ def _layer_spec(
         of_attention.q_layernorm = of_attention.k_layernorm = PlainNorm
     num_layers = get_num_layers_to_build(stage_config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=PlainNorm)
-
-
-def _take_norms_apart(spec: ModuleSpec) -> None:
-    """Transformer Engine's norms out of its linear layers: adapters need what the norms put out."""
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # imports the engine
-
-    backend, layer = TESpecProvider(), spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = backend.layer_norm()
-    layer.self_attention.submodules.linear_qkv = layer.mlp.submodules.linear_fc1 = backend.column_parallel_linear()
-    layer.sharded_state_dict_keys_map = get_gpt_layer_local_spec().submodules.sharded_state_dict_keys_map
 
 
 def build_model(config: RunConfig, padded_vocab_size: int, implementation: Implementation) -> torch.nn.Module:
@@ -236,17 +223,6 @@ def _build_chunk(
         for layer in model.decoder.layers:
             if layer.self_attention.linear_qkv.bias is not None:
                 layer.self_attention.linear_qkv.register_forward_hook(_with_bias_gradient)
-    if (scale := config.bcd.low_rank_scale) is not None:
-        assert config.bcd.bcd_low_rank is not None
-        for layer in model.decoder.layers:
-            add_adapters(
-                layer,
-                stage_config,
-                rank=config.bcd.bcd_low_rank,
-                scale=scale,
-                shares_a=config.model.position_embedding_type == "learned_absolute",  # GPT-2
-                seed=config.training.seed,
-            )
     # GPTModel takes no class for its decoder; BcdTransformerBlock only overrides methods, so the class can be changed
     # after the decoder is built
     model.decoder.__class__ = BcdTransformerBlock

@@ -27,7 +27,6 @@ from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.matrix_optimizer import build_matrix_optimizer, rules_of_phase
 from megatron.bcd.optim.param_shard import (
     ALWAYS_ACTIVE,
-    NUM_PHASES,
     ParamShard,
     all_optimizer_params,
     chained_optimizers,
@@ -57,8 +56,6 @@ class ParametersByBlock:
     def __init__(self, model: torch.nn.Module, *, partition: Partition, stage: int) -> None:
         self._parameters: Parameters = dict(unwrap_model(model).named_parameters())
         self._ownership = {name: ownership(name, partition=partition, stage=stage) for name in self._parameters}
-        for name, owned in self._ownership.items():
-            setattr(self._parameters[name], NUM_PHASES, owned.num_phases)
 
     def of_block(self, block: int) -> Parameters:
         """Parameters that are active in the block's phases only."""
@@ -85,10 +82,9 @@ class ParametersByBlock:
         layers without a block, in every phase."""
         return self._where(lambda owned: bool(owned.stateless_in) and owned.block == block and owned.module == "layer")
 
-    def always_active(self, *, num_phases: int | None = None) -> Parameters:
-        """Parameters that are active in every phase (--bcd-always-active), and adapters; of these those that are in
-        `num_phases` phases of a cycle, 0 for all."""
-        return self._where(lambda owned: owned.is_always_active and num_phases in (None, owned.num_phases))
+    def always_active(self) -> Parameters:
+        """Return the parameters that are active in every phase (--bcd-always-active)."""
+        return self._where(lambda owned: owned.is_always_active)
 
     def active(self) -> Parameters:
         """Parameters that require a gradient now."""
@@ -186,7 +182,7 @@ class ActiveBlock:
             self.set_loss_scaler_state(self._loss_scaler_state)
         self._connect()
         self.kept.restore(block, self.own_shards())
-        self.kept.restore_always_active(self.always_active_shards(), self.parameters.active())
+        self.kept.restore_always_active(self.always_active_shards())
         if self.matrices is not None:
             self._take_main_params(block)
             self.matrices.begin(rules)
@@ -241,10 +237,9 @@ class ActiveBlock:
         if self.matrices is not None:
             self._hand_over_main_params(handed_over)
         if self.partition.always_active:
-            active = self.parameters.active()
             self.kept.save_always_active(
                 self.always_active_shards(),
-                {name: one for name, one in self.parameters.always_active().items() if name in active},
+                self.parameters.always_active(),
                 group=replicas.group() if self.is_sharded else None,
             )
 

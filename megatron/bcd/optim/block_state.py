@@ -75,9 +75,9 @@ class BlockStateStore:
         self.keeps_moments = keeps_moments
         self.keeps_main_params = keeps_main_params
         self._blocks: dict[int, dict[str, KeptShard]] = {}
-        self.always_active: dict[str, tuple[int, dict[str, torch.Tensor]]] = {}
-        """During a switch, and of adapters that are frozen in a phase: number of steps, and the tensors of whole
-        parameters, flat, on the device or in host memory."""
+        self._always_active: dict[str, tuple[int, dict[str, torch.Tensor]]] = {}
+        """During a switch: the number of steps and the flat tensors of each always-active parameter, whole, on the
+        device or in host memory."""
 
     @property
     def blocks(self) -> Mapping[int, Mapping[str, KeptShard]]:
@@ -87,8 +87,7 @@ class BlockStateStore:
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory of all blocks."""
-        of_adapters = sum(one.nbytes for _, tensors in self.always_active.values() for one in tensors.values())
-        return of_adapters + sum(kept.num_bytes for block in self._blocks.values() for kept in block.values())
+        return sum(kept.num_bytes for block in self._blocks.values() for kept in block.values())
 
     def state(self) -> dict[str, Any]:
         """Copies of all that is kept, in host memory."""
@@ -96,11 +95,11 @@ class BlockStateStore:
             block: {name: {**vars(kept), "parameter": None} for name, kept in of_block.items()}
             for block, of_block in self._blocks.items()
         }
-        return memory.copy_to_host({"blocks": blocks, "always_active": self.always_active})
+        return memory.copy_to_host({"blocks": blocks})
 
     def set_state(self, state: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Load what `state` returned on the same rank of a run of the same layout; `parameters` by name."""
-        self.always_active = state["always_active"]
+        self._always_active = {}  # the phase's optimizer holds it
         self._blocks = {}
         for block, of_block in state["blocks"].items():
             ones = {name: KeptShard(**{**kept, "parameter": parameters[name]}) for name, kept in of_block.items()}
@@ -208,7 +207,7 @@ class BlockStateStore:
         *,
         group: torch.distributed.ProcessGroup | None,
     ) -> None:
-        """Save the state of the always-active `parameters` of this phase for the optimizer of the next block.
+        """Save the state of the always-active `parameters` for the optimizer of the next block.
 
         `group` is the data-parallel x context-parallel one if the distributed optimizer shards them, and this a
         collective over it: the next block's optimizer shards them differently, so each rank saves whole parameters.
@@ -225,21 +224,16 @@ class BlockStateStore:
                 return flat.cpu()
 
             states = {name: (held[name][0], {one: whole(name, one) for one in held[name][1]}) for name in parameters}
-        self.always_active |= states
+        self._always_active = states
 
-    def restore_always_active(self, shards: Mapping[str, ParamShard], active: Container[str]) -> None:
-        """Copy what `save_always_active` saved into the shards of a new optimizer, and drop it of all that is
-        `active`."""
+    def restore_always_active(self, shards: Mapping[str, ParamShard]) -> None:
+        """Copy the state that `save_always_active` saved into the shards of a new optimizer, and drop it."""
+        states, self._always_active = self._always_active, {}
         for name, shard in shards.items():
-            if name in self.always_active:
-                num_steps, tensors = self.always_active[name]
-                held = {key: tensor[shard.start : shard.end] for key, tensor in tensors.items()}
-                shard.set(held, num_steps=num_steps)
-        self.always_active = {
-            name: (num_steps, {key: tensor.cpu() for key, tensor in tensors.items()})
-            for name, (num_steps, tensors) in self.always_active.items()
-            if name not in active
-        }
+            if name in states:
+                num_steps, tensors = states[name]
+                sliced = {key: tensor[shard.start : shard.end] for key, tensor in tensors.items()}
+                shard.set(sliced, num_steps=num_steps)
 
 
 def _whole(parameter: torch.nn.Parameter, place: torch.Tensor, exceptions: Sequence[Any]) -> KeptShard:

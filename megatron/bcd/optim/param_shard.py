@@ -28,8 +28,6 @@ from megatron.bcd.runtime.compat import megatron_core
 
 ALWAYS_ACTIVE = "bcd_always_active"
 """Attribute of always-active parameters (--bcd-always-active), and key of the optimizer's groups of them."""
-NUM_PHASES = "bcd_num_phases"
-"""Attribute `Ownership.num_phases` of parameters: adapters that are stepped together have the same."""
 MAIN_PARAM = "master"
 """Name of the main parameter's state in checkpoints."""
 _REMAINDER = "master_param"

@@ -14,14 +14,13 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.utils import get_model_config
 
-from megatron.bcd.blocks.ownership import ADAPTER
-from megatron.bcd.config import ADAPTERS, RunConfig, core_keywords
+from megatron.bcd.config import RunConfig, core_keywords
 from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.optim.low_bit_adam import LowBitAdam
-from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, NUM_PHASES, chained_optimizers, param_shards
+from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, chained_optimizers, param_shards
 from megatron.bcd.runtime import memory, replicas
 
 
@@ -61,16 +60,6 @@ def build_optimizer(
     for parameter in always_active:
         setattr(parameter, ALWAYS_ACTIVE, True)
         overrides[ParamKey(attr=ALWAYS_ACTIVE)] = {ALWAYS_ACTIVE: True}
-    if config.bcd.bcd_low_rank is not None:
-        ratio, lr = config.bcd.bcd_low_rank_lr_ratio, settings.lr or 0.0
-        rates = {"max_lr": lr * ratio, "min_lr": (settings.min_lr or 0.0) * ratio, ADAPTERS: True}
-        for number in {getattr(parameter, NUM_PHASES) for parameter in wrapped.parameters()}:
-
-            def is_adapter(parameter: torch.Tensor, name: str, number: int = number) -> bool:
-                return f"{ADAPTER}." in name and getattr(parameter, NUM_PHASES) == number
-
-            key = ParamKey(with_name_predicate=ParamWithNamePredicate(name=f"{ADAPTERS} {number}", fn=is_adapter))
-            overrides[key] = rates | {NUM_PHASES: number}
     optimizer = get_megatron_optimizer(optimizer_config, [wrapped], config_overrides=overrides)
     if optimizer_config.optimizer_cpu_offload:
         # Megatron Core builds two optimizers and drops the first, whose hooks form a reference cycle

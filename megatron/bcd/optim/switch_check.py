@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron.bcd.config import ADAPTERS
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, all_optimizer_params
 from megatron.bcd.runtime import collectives
@@ -56,15 +55,11 @@ class SwitchCheck:
         now = self._fingerprints()
         has_changed = {kind: now[kind] != before for kind, before in self._at_start.items() if before[0]}
         ranks = collectives.gather_objects((self._stage, has_changed))
-        stages = {
-            kind: {stage for stage, changed in ranks if kind in changed} for kind in ("active", "inactive", "adapters")
-        }
+        stages = {kind: {stage for stage, changed in ranks if kind in changed} for kind in ("active", "inactive")}
         idle = {
             kind: sorted(holding - {stage for stage, changed in ranks if changed.get(kind)})
             for kind, holding in stages.items()
         }
-        if idle["adapters"]:
-            return f"adapters on pipeline stage(s) {idle['adapters']} did not change in a step"
         changed_frozen = [rank for rank, (_, changed) in enumerate(ranks) if changed.get("frozen")]
         if idle["inactive"]:
             return f"inactive layers on pipeline stage(s) {idle['inactive']} did not change in a step"
@@ -85,7 +80,6 @@ class SwitchCheck:
         inactive = () if self._matrices is None else self._matrices.tensors_to_step(is_of_block=False)
         return {
             "active": fingerprint(self._main_params()),
-            "adapters": fingerprint(self._adapters()),
             "inactive": fingerprint(inactive),
             "frozen": fingerprint(frozen),
         }
@@ -96,9 +90,6 @@ class SwitchCheck:
                 yield one.main_param
         if self._matrices is not None:
             yield from self._matrices.tensors_to_step(is_of_block=True)
-
-    def _adapters(self) -> Iterator[torch.Tensor]:
-        return (one.main_param for one in all_optimizer_params(self._optimizer) if one.group.get(ADAPTERS))
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from megatron.bcd.config import ADAPTERS, SUFFIX_ADAPTERS
+from megatron.bcd.planner.adapters import ADAPTERS, SUFFIX_ADAPTERS
 from megatron.bcd.planner.recipe import FACTORED, Recipe
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition, with_tied_parts
-from megatron.bcd.config import ADAPTERS, LAYOUTS, SUFFIX_ADAPTERS, BcdConfig
+from megatron.bcd.config import LAYOUTS, BcdConfig
 from megatron.bcd.config.presets import PRESETS, preset_fields
 from megatron.bcd.config.sections import ALWAYS_ACTIVE, OUTER_COMPRESSIONS
 from megatron.bcd.planner.activations import LayerBytes, layer_bytes
+from megatron.bcd.planner.adapters import ADAPTERS, SUFFIX_ADAPTERS, with_adapters
 from megatron.bcd.planner.cost import ModelShape, head_passes, state_budget
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.planner.tables import Cluster, Model
@@ -223,7 +224,7 @@ class Recipe:
 
     @property
     def bcd(self) -> BcdConfig:
-        """What the method's preset sets, where frozen weights lie, and adapters."""
+        """Return what the method's preset sets, and where frozen weights lie."""
         # as arguments/derive.py
         always = ALWAYS_ACTIVE if self.always_active is None else self.always_active
         is_trained = {"embedding", "head"} & {*always} - (self.frozen or frozenset())
@@ -233,8 +234,6 @@ class Recipe:
             self.inactive_update or "none",
             bcd_frozen_weights=self.frozen_weights or "device",
             bcd_resident_layers=self.resident_layers or 0,
-            bcd_low_rank=self.low_rank,
-            bcd_low_rank_layers=self.low_rank_layers or "all",
             **adam,
         )
 
@@ -330,17 +329,19 @@ class Recipe:
         has_layout = self.has_blocks or self.layout == "interleaved"
         taken = frozen | {"head"} if self.head_phase else frozen
         active = bcd.always_active - taken
+        is_lora = self.low_rank is not None and self.asked_blocks == 0
+        adapters = SUFFIX_ADAPTERS if self.low_rank_layers == "suffix" else ADAPTERS
         return _partition_of(
             head=self.head_passes if self.cut == "auto" and self.pipeline_size > 1 else None,
             num_layers=self.model.layers,
             num_stages=self.pipeline_size,
-            num_blocks=self.asked_blocks if self.has_blocks else 1,
+            num_blocks=1 if is_lora or not self.has_blocks else self.asked_blocks,
             layout=self.layout or bcd.bcd_layout if has_layout else "spread",
             tied=self.shape.tied,
             frozen=frozen,
-            always_active=active
-            if self.always_active is None
-            else self.always_active | active & {ADAPTERS, SUFFIX_ADAPTERS},
+            always_active=active if self.always_active is None else self.always_active,
+            adapters=frozenset() if self.low_rank is None else frozenset({adapters}),
+            are_adapters_alone=is_lora,
             has_stateless_updates=bcd.bcd_inactive_update != "none",
             embedding_update=bcd.bcd_embedding_update,
             num_parts=self.num_chunks,
@@ -391,7 +392,12 @@ def _state_of(
 
 
 @lru_cache(maxsize=1024)  # a search tries many batch sizes with the same partition
-def _partition_of(*, head: float | None, **settings: Any) -> Partition:
+def _partition_of(
+    *, head: float | None, adapters: frozenset[str], are_adapters_alone: bool, **settings: Any
+) -> Partition:
     """Of `partition` with these settings; with the cost of the head of stages that take equally long."""
-    sizes = None if head is None else balanced_cut(partition(**settings), head=head)
-    return partition(layers_per_stage=sizes, **settings)
+
+    def divided(sizes: tuple[int, ...] | None) -> Partition:
+        return with_adapters(partition(layers_per_stage=sizes, **settings), adapters, are_alone=are_adapters_alone)
+
+    return divided(None if head is None else balanced_cut(divided(None), head=head))

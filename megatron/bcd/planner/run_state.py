@@ -73,7 +73,6 @@ def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
         shifted_norms=fields.get("normalization", "LayerNorm") == "LayerNorm",
         qkv_bias=bool(fields.get("add_qkv_bias")),
         qk_norm_size=channels if fields.get("qk_layernorm") else 0,
-        low_rank=config.bcd.bcd_low_rank or 0,
     )
 
 
@@ -92,7 +91,7 @@ def phase_flops(config: RunConfig, partition: Partition, block: int, *, padded_v
     shape, length = shape_of(config, vocab_size=padded_vocab_size), config.model.seq_length
     matrices, core = cost.pass_products(shape, sequence=length)
     work = cost.layer_work(partition, block)
-    of_layers = sum(work) * (matrices + core / 2) + (work[0] + 2 * work[1]) * cost.adapter_products(shape)
+    of_layers = sum(work) * (matrices + core / 2)
     head = shape.hidden_size * padded_vocab_size
     return 2.0 * length * (of_layers + head * (2 + partition.head_active(block)))
 

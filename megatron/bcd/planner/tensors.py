@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm, prod
 
-from megatron.bcd.blocks.ownership import ADAPTER, Ownership, ownership
+from megatron.bcd.blocks.ownership import Ownership
 from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.planner.adapters import ADAPTER, ownership_with_adapters
 from megatron.bcd.planner.cost import ModelShape
 
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
@@ -62,7 +63,7 @@ def stage_tensors(
             name=name,
             size=-(-sum(map(prod, parts)) // (tensor_size if name.endswith(_SHARED_BY_TENSOR_RANKS) else 1)),
             is_shared=has_copy and name.endswith(("embedding.word_embeddings.weight", "output_layer.weight")),
-            owned=(owned := ownership(name, partition=partition, stage=stage)),
+            owned=(owned := ownership_with_adapters(name, partition=partition, stage=stage)),
             parts=parts if owned.is_matrix else (),
             num_factors=_num_factors(name, parts, tensor_size) if owned.is_matrix else 0,
         )
@@ -122,7 +123,7 @@ def _layer(shape: ModelShape) -> Iterator[_NameAndParts]:
 
 
 def _adapter(name: str, rank: int, num_inputs: int, inputs: int, *outputs: int) -> Iterator[_NameAndParts]:
-    """The adapter beside a matrix (`model.adapters`)."""
+    """The adapter beside a matrix."""
     yield f"{name}{ADAPTER}.a", ((num_inputs * rank, inputs),)
     for part, rows in enumerate(outputs):
         yield f"{name}{ADAPTER}.b.{part}", ((rows, rank),)

@@ -96,8 +96,7 @@ def _set_up(
     cache_claim = dir_claim.claim(cache, flag="--bcd-prefix-cache", contents="prefix caches")
     for warning in (*save_claim.warnings, *cache_claim.warnings):
         trainer.reporter.warning(warning)
-    kept = (save_dir, config.checkpoint.save_hf, config.checkpoint.save_adapters)
-    if not any(kept) and not config.training.skip_train:
+    if save_dir is None and config.checkpoint.save_hf is None and not config.training.skip_train:
         trainer.reporter.note("without --save nothing is kept of this run: neither weights nor a way to resume it")
     trainer.restore()
     return trainer, [save_claim, cache_claim]

@@ -221,12 +221,6 @@ def _notes(
         )
     if bcd.bcd_embedding_update != "adam":
         yield f"--bcd-embedding-update {bcd.bcd_embedding_update}: word embedding and untied head, in every phase"
-    if bcd.bcd_low_rank is not None:
-        which = "all layers" if bcd.bcd_low_rank_layers == "all" else "layers from the block's first on"
-        yield (
-            f"adapters of rank {bcd.bcd_low_rank}, of {which}: times {bcd.low_rank_scale:g}, "
-            f"{bcd.bcd_low_rank_lr_ratio:g} of the learning rate"
-        )
     if config.training.skip_train:
         return
     fraction = offload_fraction(config)
@@ -312,8 +306,6 @@ def _why_no_prefix(config: RunConfig) -> str:
     bcd = config.bcd
     if bcd.bcd_inactive_update != "none":
         return f"--bcd-inactive-update {bcd.bcd_inactive_update} updates all layers in every phase"
-    if bcd.bcd_low_rank is not None and bcd.bcd_low_rank_layers == "all":
-        return f"--bcd-low-rank {bcd.bcd_low_rank} trains adapters of all layers in every phase"
     return f"--bcd-always-active {bcd.bcd_always_active} trains the bottom of the model in every phase"
 
 
