@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from the python-pickle folders as published, read as data: no file can run code."""
+"""Read CIFAR-10 and CIFAR-100 from the published folders of pickles, without letting a file run code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Images:
     pixels_NCHW: torch.Tensor
     """uint8."""
     labels_N: torch.Tensor
-    """int64, from 0."""
+    """int64, starting at 0."""
 
     def __len__(self) -> int:
         return len(self.labels_N)
@@ -35,10 +35,8 @@ class Images:
 
 
 def read_split(folder: str, dataset: str, split: str) -> Images:
-    """All images of `split`, "train" or "test", in the order of the files.
-
-    Raises ValueError, one line that names folder or file, if they are not what was published for `dataset`.
-    """
+    """Return all images of `split` ("train" or "test"), in the files' order. Raises ValueError naming a bad folder or
+    file."""
     pattern = (_TRAIN_FILES if split == "train" else _TEST_FILES)[dataset]
     files = sorted(Path(folder).glob(pattern))
     if not files:
@@ -61,14 +59,14 @@ def _read_file(path: Path, dataset: str) -> Images:
     if not isinstance(content, dict) or not {b"data", _LABELS[dataset]} <= set(content):
         raise ValueError(f"{path}: must be a dict with data and {_LABELS[dataset].decode()}: a batch of {dataset}")
     pixels, labels = _array(content[b"data"], path), content[_LABELS[dataset]]
-    whole = isinstance(labels, list) and all(type(label) is int for label in labels)
-    if not whole or len(labels) != len(pixels) or not all(0 <= label < NUM_CLASSES[dataset] for label in labels):
+    are_integers = isinstance(labels, list) and all(type(label) is int for label in labels)
+    if not are_integers or len(labels) != len(pixels) or not all(0 <= label < NUM_CLASSES[dataset] for label in labels):
         raise ValueError(f"{path}: labels must be {len(pixels)} whole numbers from 0 to {NUM_CLASSES[dataset] - 1}")
     return Images(pixels_NCHW=torch.from_numpy(pixels.reshape(-1, 3, 32, 32).copy()), labels_N=torch.tensor(labels))
 
 
 def _array(value: Any, path: Path) -> np.ndarray:
-    """The pixels [N, 3072] that `value`, an unpickled array, describes."""
+    """Return the pixels [N, 3072] that `value`, an unpickled array, describes."""
     try:
         _, shape, dtype, is_fortran_order, content = value.state
         kind = dtype.arguments[0]
@@ -81,7 +79,7 @@ def _array(value: Any, path: Path) -> np.ndarray:
 
 
 class _Described:
-    """In place of a numpy array or dtype: what the pickle says about it, without making it."""
+    """Replaces a numpy array or dtype: stores what the pickle says about it, and creates nothing."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -90,39 +88,39 @@ class _Described:
         self.state = state
 
 
-def _bytes_of(text: str, encoding: bytes | str) -> bytes:
-    """In place of codecs.encode, with which Python 3 writes bytes for Python 2."""
+def _encode_latin1(text: str, encoding: bytes | str) -> bytes:
+    """Replace codecs.encode, with which Python 3 writes bytes for Python 2."""
     if encoding not in ("latin1", b"latin1"):
         raise pickle.UnpicklingError(f"encoding {encoding!r}")
     return text.encode("latin1")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes dicts, lists, numbers, text and `_Described`; any other class or function of a file is refused."""
+    """Creates dicts, lists, numbers, text and `_Described`, and refuses any other class or function."""
 
     _allowed = {
         **{(f"{package}.multiarray", "_reconstruct"): _Described for package in ("numpy.core", "numpy._core")},
         ("numpy", "ndarray"): "ndarray",
         ("numpy", "dtype"): _Described,
-        ("_codecs", "encode"): _bytes_of,
+        ("_codecs", "encode"): _encode_latin1,
     }
 
     def find_class(self, module: str, name: str) -> Any:
         try:
             return self._allowed[module, name]
         except KeyError:
-            named = ascii(f"{module}.{name}")[1:-1][:100]
-            raise pickle.UnpicklingError(f"{named} is refused: CIFAR has no such part, and it could run code") from None
+            shown = ascii(f"{module}.{name}")[1:-1][:100]
+            raise pickle.UnpicklingError(f"{shown} is refused: CIFAR does not use it, and it could run code") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Mean and standard deviation of each channel of the training images, and the size that they are shrunk to."""
+    """Mean and standard deviation of each channel of the training images, and the factor by which images shrink."""
 
     mean_C11: torch.Tensor
     deviation_C11: torch.Tensor
     shrink: int
-    """Side of the square of pixels that become one, their mean."""
+    """Side of the squares of pixels that are averaged into one pixel."""
 
     @classmethod
     def of(cls, images: Images, *, shrink: int) -> Scale:
@@ -131,7 +129,7 @@ class Scale:
         return cls(mean_C11=mean, deviation_C11=deviation, shrink=shrink)
 
     def __call__(self, pixels_NCHW: torch.Tensor) -> torch.Tensor:
-        """fp32 [N, C, H / shrink, W / shrink], channels last."""
+        """Return fp32 [N, C, H / shrink, W / shrink], channels last."""
         scaled = (pixels_NCHW.float() - self.mean_C11) / self.deviation_C11
         if self.shrink > 1:
             scaled = torch.nn.functional.avg_pool2d(scaled, self.shrink)
@@ -141,16 +139,17 @@ class Scale:
 def training_batches(
     images: Images, scale: Scale, *, batch_size: int, seed: int, augment: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches [B, C, H, W] and labels [B]: every epoch in a new order, its incomplete last batch left out.
+    """Yield batches [B, C, H, W] and labels [B] forever. Every epoch has a new order and drops its incomplete last
+    batch.
 
     With `augment` each image is shifted by up to 4 pixels and mirrored at random (He et al., arXiv 1512.03385, 4.2).
     """
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(images), generator=generator)
-        for picked in order[: len(images) // batch_size * batch_size].split(batch_size):
-            pixels = images.pixels_NCHW[picked]
-            yield scale(_augmented(pixels, generator) if augment else pixels), images.labels_N[picked]
+        for indices in order[: len(images) // batch_size * batch_size].split(batch_size):
+            pixels = images.pixels_NCHW[indices]
+            yield scale(_augmented(pixels, generator) if augment else pixels), images.labels_N[indices]
 
 
 def _augmented(pixels_NCHW: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -161,5 +160,5 @@ def _augmented(pixels_NCHW: torch.Tensor, generator: torch.Generator) -> torch.T
     columns_NW = torch.arange(width).expand(num, width)
     columns_NW = torch.where(mirrored_N1, columns_NW.flip(1), columns_NW)
     rows_NH1 = top_N11 + torch.arange(height).view(1, -1, 1)
-    # an index of [N, H, W] beside the slice of channels gives [N, H, W, C]
+    # indices [N, H, W] combined with the slice of channels give [N, H, W, C]
     return padded[torch.arange(num).view(-1, 1, 1), :, rows_NH1, left_N11 + columns_NW.unsqueeze(1)].permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""The two pictures of studies/study.py: test metric against model state, and against cost."""
+"""Draw the two pictures of studies/study.py: test metric against model state, and against cost."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ COLOURED = ("full training", "paper", "pretrain")
 MARKER_PIXELS = 11
 RADII = (14, 22, 32, 44, 58, 74, 92, 112, 136, 164)
 DIRECTIONS = 16
-MOST_LABELS = 20
-"""With more points only some have a name."""
+MAX_LABELS = 20
+"""With more points, only some are labelled."""
 LEADER_FROM = 20
-"""Pixels from which a label needs a line to its point, as it does where another point is nearer."""
+"""Distance in pixels from which a label needs a line to its point; it also needs one if another point is nearer."""
 
 
 def draw(study: Study, rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Both pictures of every model and text, as PNG files of `folder`; their paths."""
+    """Draw both pictures of every model and text as PNG files in `folder`; return their paths."""
     paths = []
     cases = [(case, list(group)) for case, group in groupby(rows, key=lambda row: (row.model, row.data))]
-    for (model, data), mine in cases:
+    for (model, data), case_rows in cases:
         case = f"{model}, {data}" if len(study.models) > 1 else data
         suffix = f"_{case.replace(', ', '_')}" if len(cases) > 1 else ""
         title = f"{study.title or study.name}" + (f": {case}" if suffix else "")
-        for kind, draw_one in (("state", draw_state), ("cost", draw_cost)):
+        for kind, draw_picture in (("state", draw_state), ("cost", draw_cost)):
             paths.append(folder / f"{study.name}{suffix}_{kind}.png")
-            draw_one(paths[-1], mine, title=title, metric=study.metric, baseline=study.baseline)
+            draw_picture(paths[-1], case_rows, title=title, metric=study.metric, baseline=study.baseline)
     return paths
 
 
 def draw_state(path: Path, rows: Sequence[Row], *, title: str, metric: str, baseline: str) -> None:
-    """Write a PNG of 1300 x 780 pixels: every method by bytes of model state per parameter, and the Pareto frontier."""
+    """Draw every method by bytes of model state per parameter, and the Pareto frontier (PNG, 1300 x 780 pixels)."""
     known = [row for row in rows if row.state is not None]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 7.8), dpi=100, layout="constrained")
@@ -54,11 +54,9 @@ def draw_state(path: Path, rows: Sequence[Row], *, title: str, metric: str, base
         axes.plot(*zip(*steps, strict=True), color=FAINT, linewidth=1.4, linestyle=(0, (5, 3)), zorder=1)
         axes.set_xlabel("live model state, bytes per parameter")
         axes.set_ylabel(_axis_name(metric))
-        shown = _named(known, baseline)
-        some = "" if len(shown) == len(known) else "; names: the frontier, full training, of each colour the lowest two"
-        _title(
-            axes, title, f"after equal training where the label gives no other length; dashed: Pareto frontier{some}"
-        )
+        shown = _labelled_methods(known, baseline)
+        some = "" if len(shown) == len(known) else "; labelled: frontier, full training, the lowest two of each colour"
+        _title(axes, title, f"after equal training unless the label gives a length; dashed: Pareto frontier{some}")
         _legend(figure, known)
         figure.draw_without_rendering()
         _label(axes, known, [row.state or 0 for row in known], shown)
@@ -66,7 +64,7 @@ def draw_state(path: Path, rows: Sequence[Row], *, title: str, metric: str, base
 
 
 def draw_cost(path: Path, rows: Sequence[Row], *, title: str, metric: str, baseline: str) -> None:
-    """Write a PNG of 1500 x 780 pixels: every method by a run's arithmetic and time, the baseline's run being 1."""
+    """Draw every method by a run's arithmetic and time, relative to the baseline's run (PNG, 1500 x 780 pixels)."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(15, 7.8), dpi=100, layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
@@ -88,7 +86,7 @@ def draw_cost(path: Path, rows: Sequence[Row], *, title: str, metric: str, basel
         _legend(figure, rows)
         figure.draw_without_rendering()
         for axes, known, costs in drawn:
-            _label(axes, known, costs, _named(known, baseline))
+            _label(axes, known, costs, _labelled_methods(known, baseline))
         figure.savefig(path)
 
 
@@ -102,13 +100,13 @@ def _title(axes: Axes, title: str, subtitle: str) -> None:
 
 
 def _colours(rows: Iterable[Row]) -> dict[str, str]:
-    """By group, the same in every picture for those of COLOURED."""
+    """Return a colour per group; those of COLOURED have the same colour in every picture."""
     groups = dict.fromkeys((*COLOURED, *(row.group for row in rows)))
     return {group: RUN_COLOURS[index % len(RUN_COLOURS)] for index, group in enumerate(groups)}
 
 
 def _scatter(axes: Axes, rows: Sequence[Row], xs: Sequence[float], baseline: str) -> None:
-    """Points with the range of their seeds, and a line at the baseline's height."""
+    """Draw points with the range of their seeds, and a line at the baseline's height."""
     colours = _colours(rows)
     for row, x in zip(rows, xs, strict=True):
         colour = colours[row.group]
@@ -129,25 +127,25 @@ def _legend(figure: Figure, rows: Sequence[Row]) -> None:
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
 
-def _named(rows: Sequence[Row], baseline: str) -> set[str]:
-    """Methods whose names are written: all, or where they are many those that decide."""
-    if len(rows) <= MOST_LABELS:
+def _labelled_methods(rows: Sequence[Row], baseline: str) -> set[str]:
+    """Return the methods to label: all, or the most important ones if there are many."""
+    if len(rows) <= MAX_LABELS:
         return {row.method for row in rows}
-    named = {row.method for row in frontier(rows)} | {baseline}
+    labelled = {row.method for row in frontier(rows)} | {baseline}
     for group in {row.group for row in rows}:
         members = sorted((row for row in rows if row.group == group), key=lambda row: row.test)
-        named |= {row.method for row in members[:2]}
-    return named
+        labelled |= {row.method for row in members[:2]}
+    return labelled
 
 
 def _label(axes: Axes, rows: Sequence[Row], xs: Sequence[float], shown: set[str]) -> None:
-    """Write the names of methods near their points, where they cover neither a point nor another name."""
+    """Write the methods' names near their points, where they cover neither points nor other names."""
     places = [axes.transData.transform((x, row.test)) for row, x in zip(rows, xs, strict=True)]
-    taken = [_box(x, y, MARKER_PIXELS, MARKER_PIXELS) for x, y in places] + _segments(axes)
+    taken = [_box(x, y, MARKER_PIXELS, MARKER_PIXELS) for x, y in places] + _line_boxes(axes)
     inside = axes.get_window_extent()
     colours = _colours(rows)
     renderer = axes.figure._get_renderer()
-    # crowded points choose first
+    # label crowded points first
     order = sorted(range(len(rows)), key=lambda i: sum(1 / (1 + math.dist(places[i], other)) for other in places))
     for index in reversed(order):
         row, (x, y) = rows[index], places[index]
@@ -156,7 +154,7 @@ def _label(axes: Axes, rows: Sequence[Row], xs: Sequence[float], shown: set[str]
         text = axes.text(0, 0, row.label, fontsize=9.5, color=colours[row.group], ha="center", va="center", zorder=5)
         text.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
         size = text.get_window_extent(renderer)
-        box = _free(x, y, size.width + 4, size.height + 2, taken, inside)
+        box = _free_box(x, y, size.width + 4, size.height + 2, taken, inside)
         taken.append(box)
         centre = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
         text.set_position(axes.transData.inverted().transform(centre))
@@ -167,8 +165,8 @@ def _label(axes: Axes, rows: Sequence[Row], xs: Sequence[float], shown: set[str]
             axes.plot(ends[:, 0], ends[:, 1], color=colours[row.group], linewidth=0.7, alpha=0.6, zorder=1)
 
 
-def _segments(axes: Axes) -> list[Bbox]:
-    """Where horizontal and vertical lines are drawn, in pixels."""
+def _line_boxes(axes: Axes) -> list[Bbox]:
+    """Return boxes in pixels around the horizontal and vertical lines."""
     paths = (line.get_transform().transform_path(line.get_path()).vertices for line in axes.lines)
     return [
         Bbox.from_extents(*(min(a, b) - 2 for a, b in zip(start, end, strict=True)),
@@ -177,8 +175,8 @@ def _segments(axes: Axes) -> list[Bbox]:
     ]  # fmt: skip
 
 
-def _free(x: float, y: float, width: float, height: float, taken: Sequence[Bbox], inside: Bbox) -> Bbox:
-    """The nearest place beside (x, y) that covers nothing, else the one that covers least."""
+def _free_box(x: float, y: float, width: float, height: float, taken: Sequence[Bbox], inside: Bbox) -> Bbox:
+    """Return the nearest box beside (x, y) that covers nothing, or else the one that covers least."""
     best, least = None, math.inf
     for radius, step in product(RADII, range(DIRECTIONS)):
         angle = 2 * math.pi * step / DIRECTIONS
@@ -199,11 +197,11 @@ def _box(x: float, y: float, width: float, height: float) -> Bbox:
 
 
 def _nearest(box: Bbox, x: float, y: float) -> tuple[float, float]:
-    """The place of the box that is nearest to (x, y)."""
+    """Return the point of the box that is nearest to (x, y)."""
     return min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1)
 
 
-def _overlap(one: Bbox, other: Bbox) -> float:
-    width = min(one.x1, other.x1) - max(one.x0, other.x0)
-    height = min(one.y1, other.y1) - max(one.y0, other.y0)
+def _overlap(box: Bbox, other: Bbox) -> float:
+    width = min(box.x1, other.x1) - max(box.x0, other.x0)
+    height = min(box.y1, other.y1) - max(box.y0, other.y0)
     return max(0.0, width) * max(0.0, height)

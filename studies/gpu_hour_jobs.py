@@ -1,4 +1,4 @@
-"""The measurements of studies/gpu_hour.py: one table for each part."""
+"""The measurements of studies/gpu_hour.py, with one function per part."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Job:
     texts: tuple[Path, ...] = ()
     """Texts (JSON lines) on which the model of --save-hf is scored afterwards."""
     makes: Path | None = None
-    """A file for later jobs. Such a job is repeated where the file is missing, and has no record unless it fails."""
+    """A file for later jobs. If the file is missing the job runs again; it has no record unless it fails."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Method and learning rate, for the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What the jobs of a run are built from."""
+    """The machine and the folders for which jobs are built."""
 
     is_tiny: bool
     has_gpu: bool
     memory_gib: float
     inputs: Path
-    """What `gpu_hour_inputs.py --unpack` wrote."""
+    """The folder that `gpu_hour_inputs.py --unpack` wrote."""
     output: Path
 
     @property
@@ -60,7 +60,7 @@ def python(text: str, *more: object) -> tuple[str, ...]:
 
 
 def sanity(setting: Setting, results: Results) -> list[Job]:
-    """Does the code run on this GPU as on emulated ones? The texts are tokenized beside that."""
+    """Does the code run on this GPU as it does on emulated ones? Also tokenize the texts."""
     check, tests = "tools/check_machine.py --json {metrics}", "-m pytest tests/gpu -q -p no:cacheprovider"
     if setting.is_tiny:
         return [
@@ -119,7 +119,7 @@ LEARNING = (
     ("factored", "--bcd-preset pretrain --bcd-inactive-update factored", 1.2e-3),
     ("full_adam", "--bcd-num-blocks 1", 6e-4),
 )
-"""Method, flags, learning rate; the more telling ones first."""
+"""Method, flags and learning rate, the most informative first."""
 RUN_SECONDS = 90
 """Aim for the training time of one learning run; `rate` measures how many steps that is."""
 
@@ -225,7 +225,7 @@ LANGUAGE_RATES: Mapping[str, Sequence[float]] = {
     "orthogonal_muon_blocks": (6e-4,),
     "full_adam_8_bit": (3e-4,),
 }
-"""Learning rates by method, the more telling methods first."""
+"""Learning rates by method, the most informative methods first."""
 INSTRUCTION_RATES: Mapping[str, Sequence[float]] = {
     "full_adam": (2.5e-5, 5e-5, 1e-4),
     "factored": (2.5e-5, 5e-5, 1e-4),
@@ -245,7 +245,7 @@ def fine_tuning(setting: Setting, results: Results) -> list[Job]:
     length = TINY_LANGUAGE if setting.is_tiny else LANGUAGE
     texts = f"--train-data-path {setting.data}/chichewa_train_text_document" \
         f" --valid-data-path {setting.data}/chichewa_valid_text_document"  # fmt: skip
-    return jobs_of_task(setting, results, f"{length} {texts}", LANGUAGE_RATES)
+    return task_jobs(setting, results, f"{length} {texts}", LANGUAGE_RATES)
 
 
 def instructions(setting: Setting, results: Results) -> list[Job]:
@@ -256,10 +256,10 @@ def instructions(setting: Setting, results: Results) -> list[Job]:
     length = "--train-iters 6 --lr-warmup-iters 1" if setting.is_tiny else "--num-epochs 1 --lr-warmup-fraction 0.03"
     task = f"--sft --data-path {records} --split 93,5,2 --seq-length 256 --sft-drop-long --micro-batch-size 4" \
         f" --global-batch-size 8 {length} --eval-interval 100000 --eval-iters 6"  # fmt: skip
-    return jobs_of_task(setting, results, task, INSTRUCTION_RATES)
+    return task_jobs(setting, results, task, INSTRUCTION_RATES)
 
 
-def jobs_of_task(setting: Setting, results: Results, task: str, table: Mapping[str, Sequence[float]]) -> list[Job]:
+def task_jobs(setting: Setting, results: Results, task: str, table: Mapping[str, Sequence[float]]) -> list[Job]:
     """Return every method at every rate, and more seeds for the deciding ones once their best rate is known."""
     texts = tuple(setting.inputs / name / "valid.jsonl" for name in ("chichewa", "english"))
     model = setting.inputs / "smollm2"
@@ -321,7 +321,7 @@ ON_HOST = (
 
 
 def speed(setting: Setting, results: Results) -> list[Job]:
-    """Step times side by side, and what copies of layers from host memory cost."""
+    """Measure step times side by side, and the cost of copying layers from host memory."""
     sizes, counted = (TINY_LLAMA, 1) if setting.is_tiny else (LLAMA_1_3B, 3)
     benchmark = f"tools/benchmark.py --family llama --rounds 1 {sizes} --bf16 --json {{metrics}} --methods"
     variants = {"paper": "--bcd-preset paper", "factored": f"--bcd-preset pretrain {FACTORED}", "muon": MUON}
@@ -334,11 +334,11 @@ def speed(setting: Setting, results: Results) -> list[Job]:
         jobs.append(Job(name="llama_1_3b_offload", words=offload, seconds=200 if setting.is_tiny else 100, kind="json"))
     for model, network in {"8b": LLAMA_8B, "14b": QWEN_14B}.items():
         for place in ("device", "host"):
-            jobs.append(steps_of(setting, f"{model}_{place}", network, f"{ON_HOST} {place}"))
+            jobs.append(time_steps(setting, f"{model}_{place}", network, f"{ON_HOST} {place}"))
     return jobs
 
 
-def steps_of(setting: Setting, name: str, network: str, flags: str) -> Job:
+def time_steps(setting: Setting, name: str, network: str, flags: str) -> Job:
     """Return the job that times eight steps of a LLaMA."""
     network = TINY_LLAMA if setting.is_tiny else network
     words = python(f"pretrain_llama_bcd.py {network} {STEPS} {flags} --metrics-file {{metrics}}")
@@ -346,7 +346,7 @@ def steps_of(setting: Setting, name: str, network: str, flags: str) -> Job:
 
 
 def large(setting: Setting, results: Results) -> list[Job]:
-    """8 billion parameters in the memory of one card: full Adam with 8-bit moments against `pretrain`."""
+    """Train 8 billion parameters in the memory of one card: full Adam with 8-bit moments against `pretrain`."""
     if setting.memory_gib < LARGE_GIB and not setting.is_tiny:
         return []
     methods = {
@@ -355,7 +355,7 @@ def large(setting: Setting, results: Results) -> list[Job]:
         "factored": "--bcd-preset pretrain --bcd-inactive-update factored",
     }
     recomputing = "" if setting.is_tiny else " --recompute auto"
-    return [steps_of(setting, name, LLAMA_8B, flags + recomputing) for name, flags in methods.items()]
+    return [time_steps(setting, name, LLAMA_8B, flags + recomputing) for name, flags in methods.items()]
 
 
 JOBS = {
@@ -363,4 +363,4 @@ JOBS = {
     "large": large,
 }  # fmt: skip
 WIDTHS = {"sanity": 4, "fine_tuning": 8, "instructions": 8}
-"""Jobs of a part that run at the same time; 1 where times are measured."""
+"""How many jobs of a part run at once; 1 if times are measured."""

@@ -1,4 +1,4 @@
-"""Tables and pictures of what studies/gpu_hour.sh measured: studies/gpu_hour/*.jsonl to studies/gpu_hour.md."""
+"""Write studies/gpu_hour.md and its picture from the results of studies/gpu_hour.sh in studies/gpu_hour/*.jsonl."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def write_report() -> list[Path]:
     if not any(results.values()):
         raise ValueError(f"{RESULTS} has no results: copy OUTPUT/results of studies/gpu_hour.sh there")
     page = ROOT / "studies" / "gpu_hour.md"
-    page.write_text("\n".join(lines_of(results)) + "\n", encoding="utf-8")
+    page.write_text("\n".join(page_lines(results)) + "\n", encoding="utf-8")
     paths = [page]
-    if curves_of(results["learning"]):
-        draw(PICTURE, curves_of(results["learning"]))
+    if best_curves(results["learning"]):
+        draw(PICTURE, best_curves(results["learning"]))
         paths.append(PICTURE)
     return paths
 
 
-def lines_of(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
+def page_lines(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
     yield from ("# What a GPU measured", "")
     records = [record for part in results.values() for record in part]
     keys = ("gpu", "torch", "cuda", "python", "megatron_core", "transformers")
@@ -87,63 +87,57 @@ def markdown(rows: Sequence[Sequence[str]]) -> Iterator[str]:
             yield f"|{' --- |' * len(row)}"
 
 
-def steps_of(record: Record) -> list[Record]:
+def header(titles: str) -> Iterator[Sequence[str]]:
+    """Yield the first row of a table."""
+    yield titles.split("|")
+
+
+def step_lines(record: Record) -> list[Record]:
     return [line for line in record.get("metrics", ()) if "step_time_ms" in line]
 
 
 def typical(record: Record, name: str) -> float:
     """Return the median of a field over the settled steps: those after the first tenth."""
-    steps = steps_of(record)
+    steps = step_lines(record)
     values = [line[name] for line in steps[max(2, len(steps) // 10) :] or steps]
     return statistics.median(values) if values else float("nan")
 
 
-def most(record: Record, name: str) -> float:
+def maximum_gib(record: Record, name: str) -> float:
     """Return the maximum over a run of a field that lists one value per rank, in GiB."""
-    return max((max(line[name]) for line in steps_of(record) if line.get(name)), default=0) / GIB
+    return max((max(line[name]) for line in step_lines(record) if line.get(name)), default=0) / GIB
 
 
-def name_of(record: Record) -> str:
+def method_name(record: Record) -> str:
     return NAMES.get(record.get("method", record["job"]), record.get("method", record["job"]).replace("_", " "))
 
 
 def learning(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
-    yield (
-        "method",
-        "rate",
-        "steps",
-        "tokens, millions",
-        "validation loss",
-        "tokens/s",
-        "model state, GiB",
-        "peak, GiB",
-    )
+    yield from header("method|rate|steps|tokens, millions|validation loss|tokens/s|model state, GiB|peak, GiB")
     for record in results["learning"]:
         if record["job"] == "rate" or (loss := final_loss(record)) is None:
             continue
-        last, tokens_per_step = (
-            steps_of(record)[-1],
-            typical(record, "tokens_per_second") * typical(record, "step_time_ms"),
-        )
+        last = step_lines(record)[-1]
+        tokens_per_step = typical(record, "tokens_per_second") * typical(record, "step_time_ms")
         yield (
-            name_of(record).replace(NAMES["factored"], IN_PRETRAINING),
+            method_name(record).replace(NAMES["factored"], IN_PRETRAINING),
             f"{record['lr']:g}",
             f"{last['iteration']:,}",
             f"{last['iteration'] * tokens_per_step / 1e9:.1f}",
             f"{loss:.3f}",
             f"{typical(record, 'tokens_per_second'):,.0f}",
-            f"{most(record, 'model_state_bytes'):.2f}",
-            f"{most(record, 'peak_memory_bytes'):.1f}",
+            f"{maximum_gib(record, 'model_state_bytes'):.2f}",
+            f"{maximum_gib(record, 'peak_memory_bytes'):.1f}",
         )
 
 
 def fine_tuning(results: Mapping[str, Sequence[Record]], *, part: str) -> Iterator[Sequence[str]]:
-    """One row for each method and rate: means over the seeds."""
-    yield ("method", "rate", "seeds", "validation", "new language", "English", "model state, MiB")
+    """Yield one row for each method and rate: means over the seeds."""
+    yield from header("method|rate|seeds|validation|new language|English|model state, MiB")
     groups: dict[tuple[str, float], list[Record]] = {}
     for record in results[part]:
         if record["job"] == "before" and not record["failure"]:
-            scores = scores_of(record)
+            scores = read_scores(record)
             yield (NAMES["before"], "", "", "", f"{scores['chichewa']:.3f}", f"{scores['english']:.3f}", "")
         elif final_loss(record) is not None:
             groups.setdefault((record["method"], record["lr"]), []).append(record)
@@ -151,23 +145,23 @@ def fine_tuning(results: Mapping[str, Sequence[Record]], *, part: str) -> Iterat
         losses = [loss for run in runs if (loss := final_loss(run)) is not None]
         scores = [run["scores"] for run in runs if run.get("scores")]
         yield (
-            name_of(runs[0]),
+            method_name(runs[0]),
             f"{lr:g}",
             str(len(runs)),
             f"{statistics.fmean(losses):.3f}" + (f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""),
             *(f"{statistics.fmean(score[text] for score in scores):.3f}" if scores else "" for text in TEXTS),
-            f"{most(runs[0], 'model_state_bytes') * 1024:,.0f}",
+            f"{maximum_gib(runs[0], 'model_state_bytes') * 1024:,.0f}",
         )
 
 
-def scores_of(record: Record) -> Mapping[str, float]:
+def read_scores(record: Record) -> Mapping[str, float]:
     import json
 
     return json.loads(next(line for line in reversed(record["log"]) if line.startswith("{")))
 
 
 def speed(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
-    yield ("method", "ms a step", "tokens/s", "TFLOP/s", "of the peak", "model state, GiB", "peak, GiB")
+    yield from header("method|ms a step|tokens/s|TFLOP/s|of the peak|model state, GiB|peak, GiB")
     records = [record for record in results["speed"] if "json" in record]
     for gpu, row in ((record["gpu"], row) for record in records for row in record["json"]["rows"]):
         peak = peak_tflops(gpu)
@@ -189,16 +183,9 @@ def peak_tflops(gpu: str) -> float | None:
 
 
 def on_host(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
-    """Step times by block with the layers on the device and in host memory; the difference is what no kernel hides."""
-    yield (
-        "model",
-        "block",
-        "device, ms",
-        "host, ms",
-        "not hidden",
-        "peak on the device",
-        "peak with layers on the host",
-    )
+    """Yield step times by block with the layers on the device and in host memory. The difference is copy time that no
+    kernel hides."""
+    yield from header("model|block|device, ms|host, ms|not hidden|peak on the device|peak with layers on the host")
     records = {record["job"]: record for record in results["speed"] if not record["failure"]}
     for model in ("8b", "14b"):
         device, host = records.get(f"{model}_device"), records.get(f"{model}_host")
@@ -207,36 +194,36 @@ def on_host(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
         times = [fastest_by_block(record) for record in (device, host)]
         for block in times[0].keys() & times[1].keys():
             near, far = times[0][block], times[1][block]
-            peaks = [f"{most(record, 'peak_memory_bytes'):.1f} GiB" for record in (device, host)]
+            peaks = [f"{maximum_gib(record, 'peak_memory_bytes'):.1f} GiB" for record in (device, host)]
             yield (model, str(block), f"{near:,.0f}", f"{far:,.0f}", f"{100 * (far - near) / far:.0f} %", *peaks)
 
 
 def fastest_by_block(record: Record) -> dict[int, float]:
-    """Return the fastest step of each block: the first ones of a block compile and fill caches."""
+    """Return the fastest step of each block, because a block's first steps compile and fill caches."""
     times: dict[int, float] = {}
-    for line in steps_of(record):
+    for line in step_lines(record):
         times[line["block"]] = min(line["step_time_ms"], times.get(line["block"], float("inf")))
     return times
 
 
 def large(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
-    yield ("method", "ms a step", "tokens/s", "model state, GiB", "peak, GiB")
+    yield from header("method|ms a step|tokens/s|model state, GiB|peak, GiB")
     for record in results["large"]:
         if not record["failure"]:
             yield (
-                name_of(record),
+                method_name(record),
                 f"{typical(record, 'step_time_ms'):,.0f}",
                 f"{typical(record, 'tokens_per_second'):,.0f}",
-                f"{most(record, 'model_state_bytes'):.1f}",
-                f"{most(record, 'peak_memory_bytes'):.1f}",
+                f"{maximum_gib(record, 'model_state_bytes'):.1f}",
+                f"{maximum_gib(record, 'peak_memory_bytes'):.1f}",
             )
 
 
 def sanity(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
-    yield ("check", "outcome")
+    yield from header("check|outcome")
     for record in results["sanity"]:
-        said = [line for line in record["log"] if " passed" in line or "PASS" in line or "FAIL" in line]
-        yield (record["job"], record["failure"] or (said[-1].strip("= ") if said else "passed"))
+        results_seen = [line for line in record["log"] if " passed" in line or "PASS" in line or "FAIL" in line]
+        yield (record["job"], record["failure"] or (results_seen[-1].strip("= ") if results_seen else "passed"))
 
 
 # ---------------------------------------------------------------- picture
@@ -245,7 +232,7 @@ Curve = tuple[str, list[float], list[float], list[float]]
 """Label, millions of tokens, minutes, validation losses."""
 
 
-def curves_of(records: Iterable[Record]) -> list[Curve]:
+def best_curves(records: Iterable[Record]) -> list[Curve]:
     """Return the validation curve of each method at its best rate."""
     best: dict[str, Record] = {}
     for record in records:
@@ -259,7 +246,7 @@ def curve(record: Record) -> Curve:
     """Return tokens and time of each validation; the time is that of the training steps before it."""
     per_step = typical(record, "tokens_per_second") * typical(record, "step_time_ms") / 1e3
     minutes, elapsed, last = {}, 0.0, 0
-    for line in steps_of(record):
+    for line in step_lines(record):
         elapsed += (line["iteration"] - last) * line["step_time_ms"] / 6e4
         last = line["iteration"]
         minutes[last] = elapsed
@@ -273,7 +260,7 @@ def curve(record: Record) -> Curve:
         return elapsed
 
     steps = [line["iteration"] for line in validations]
-    label = f"{name_of(record).replace(NAMES['factored'], IN_PRETRAINING)}, {record['lr']:g}".replace("`", "")
+    label = f"{method_name(record).replace(NAMES['factored'], IN_PRETRAINING)}, {record['lr']:g}".replace("`", "")
     tokens = [step * per_step / 1e6 for step in steps]
     return label, tokens, [time_at(step) for step in steps], [line["validation_loss"] for line in validations]
 

@@ -1,7 +1,7 @@
 """Collect the training text of studies/gpu_hour_inputs.py: documentation, books and source code of Debian packages.
 
-`collect` downloads the packages with apt-get and turns HTML, DocBook and manual pages into text. Simple rules drop what
-teaches little: text in other languages, lists and tables, licences, navigation, and paragraphs that occurred before.
+`collect` downloads the packages with apt-get and converts HTML, DocBook and manual pages to text. Simple rules drop
+text of little value: other languages, lists and tables, licences, navigation, and paragraphs that occurred before.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ENGLISH = "anarchism"
 """The package of the held-out English prose."""
 ENGLISH_BYTES = 100_000
 MAX_PROSE, MAX_CODE, MAX_READ = 16_000_000, 8_000_000, 100_000_000
-"""Characters that a package contributes, and bytes that are read of it."""
+"""Limits per package: characters of prose and of code that it contributes, and bytes that are read."""
 PIECE = 100_000
 """Longer documents are split near this many characters."""
 SAMPLE = 20
@@ -236,16 +236,16 @@ def documents(package: Path, seen: set[int]) -> list[Document]:
     files = list(read_files(package))
     counts = Counter(line for kind, text in files if kind == "markup" for line in {*map(str.strip, text.split("\n"))})
     frequent = {line for line, count in counts.items() if count > max(4, 0.01 * len(files)) and len(line) > 2}
-    found, name, size = [], package.name.split("_")[0], 0
+    kept, name, size = [], package.name.split("_")[0], 0
     random.Random(name).shuffle(files)
     for kind, raw in files:
         text = paragraphs(raw, kind, frequent if kind == "markup" else (), seen)
         if is_worth_reading(text, kind):
-            found.append(Document(name, kind, text))
+            kept.append(Document(name, kind, text))
             size += len(text)
         if size > (MAX_CODE if kind == "code" else MAX_PROSE):
             break
-    return found
+    return kept
 
 
 # ---------------------------------------------------------------- corpus
@@ -260,32 +260,39 @@ def collect(scratch: Path, tokenizer: Path, valid_tokens: int, train_tokens: int
         raise ValueError("apt-get download failed. Run apt-get update on Debian 12 first.")
     bpe = ByteLevelBPETokenizer(str(tokenizer / "vocab.json"), str(tokenizer / "merges.txt"))
     seen: set[int] = set()
-    found, versions = [], {}
+    collected, versions = [], {}
     for name in PACKAGES:
         package = next(scratch.glob(f"{name}_*.deb"))
         versions[name] = package.name.split("_")[1].replace("%3a", ":")
-        found += documents(package, seen)
-        print(f"{name}: {len(found)} documents, {sum(len(one.text) for one in found) / 1e6:.0f} MB", flush=True)
-    return divide(found, versions, bpe, valid_tokens, train_tokens)
+        collected += documents(package, seen)
+        print(
+            f"{name}: {len(collected)} documents, {sum(len(document.text) for document in collected) / 1e6:.0f} MB",
+            flush=True,
+        )
+    return divide(collected, versions, bpe, valid_tokens, train_tokens)
 
 
 def divide(
-    found: Sequence[Document], versions: dict[str, str], bpe: Any, valid_tokens: int, train_tokens: int
+    collected: Sequence[Document], versions: dict[str, str], bpe: Any, valid_tokens: int, train_tokens: int
 ) -> Corpus:
-    """Shuffle the documents and divide them. Every document is whole in one part; long ones are for training."""
+    """Shuffle the documents and divide them. Every document is whole in document part; long ones are for training."""
     order = random.Random(0)
     english: list[str] = []
     valid: list[str] = []
     train: list[tuple[str, str]] = []
     tokens: Counter[str] = Counter()
-    for one in order.sample(found, len(found)):
-        if one.package == ENGLISH and sum(map(len, english)) < ENGLISH_BYTES and len(one.text) < ENGLISH_BYTES:
-            english.append(one.text)
-        elif tokens["validation"] < valid_tokens and len(one.text) <= 2 * PIECE:
-            valid.append(one.text)
-            tokens["validation"] += len(bpe.encode(one.text).ids)
+    for document in order.sample(collected, len(collected)):
+        if (
+            document.package == ENGLISH
+            and sum(map(len, english)) < ENGLISH_BYTES
+            and len(document.text) < ENGLISH_BYTES
+        ):
+            english.append(document.text)
+        elif tokens["validation"] < valid_tokens and len(document.text) <= 2 * PIECE:
+            valid.append(document.text)
+            tokens["validation"] += len(bpe.encode(document.text).ids)
         else:
-            train += ((one.package, piece) for piece in pieces(one.text))
+            train += ((document.package, piece) for piece in pieces(document.text))
     order.shuffle(train)
     characters: Counter[str] = Counter()
     sampled: Counter[str] = Counter()

@@ -1,12 +1,11 @@
-"""What local steps cost in loss: K workers in turn in one process, and an outer Nesterov step on their mean change.
+"""Measure what local steps cost in loss: K workers in one process, and an outer Nesterov step on their mean change.
 
     python studies/local_steps.py --data-path out/wikitext-2_text_document --workers 4 --interval 25
 
-Every worker is a `Trainer` of its own with 1/K of the batch, so it trains as the product does; worker k reads the
-samples that data-parallel rank k of K would. After every --interval steps the workers' changes are averaged and the
-outer optimizer (DiLoCo, arXiv 2311.08105) moves the common weights, from which all go on. --workers 1 --interval 0 is
-synchronous training. A run is a line of --csv; one that has a line is not repeated.
-docs/replica_groups.md has the results.
+Every worker is a separate `Trainer` with 1/K of the batch; worker k reads the samples that data-parallel rank k of K
+would. After every --interval steps the workers' changes are averaged, the outer optimizer (DiLoCo, arXiv 2311.08105)
+steps the common weights, and all workers continue from them. --workers 1 --interval 0 is synchronous training. Each run
+adds a line to --csv; a run that has a line is not repeated. docs/replica_groups.md has the results.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from megatron.bcd.trainer import Trainer
 PROG = "studies/local_steps.py"
 ROOT = Path(__file__).resolve().parents[1]
 Tensors = dict[str, torch.Tensor]
-"""By parameter name."""
+"""Tensors by parameter name."""
 
 BATCH, SEQUENCE = 8, 128
 COMMON = f"""--seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --lr-decay-style cosine
@@ -59,37 +58,37 @@ METHODS = {
     "paper": "--bcd-preset paper",
 }
 BITS = {"fp32": 32.0, "bf16": 16.0, "4bit": 4.125}
-"""Of a number that is exchanged."""
+"""Bits per exchanged number."""
 COLUMNS = ("model", "method", "workers", "interval", "outer_lr", "outer_momentum", "fragments", "compression", "delay",
            "lr", "seed", "steps", "batch", "test", "test_of_mean", "validation", "bytes_per_step", "peak_bytes",
            "minutes", "text", "commit", "cpu", "flags")  # fmt: skip
-RESULTS = COLUMNS.index("test")
-"""The first column that is not an input."""
+FIRST_RESULT = COLUMNS.index("test")
+"""Index of the first column that is a result and not an input."""
 
 
 class Outer:
-    """The common weights, the outer momentum, and each worker's error of compression."""
+    """The common weights, the outer momentum, and each worker's compression error."""
 
     def __init__(self, weights: Tensors, trainers: Sequence[Trainer], args: argparse.Namespace) -> None:
         self.weights, self._trainers, self.args = weights, trainers, args
         self.momentum = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self.errors: dict[str, list[torch.Tensor]] = {}
-        """By parameter and worker."""
+        """Compression errors by parameter name, one per worker."""
         self.bytes_sent, self.peak_bytes = 0.0, 0.0
-        """By a worker: payload, without the factor 2 (K - 1) / K of a ring."""
+        """Payload per worker, without the factor 2 (K - 1) / K of a ring all-reduce."""
 
     @property
     def workers(self) -> list[Tensors]:
-        return [weights_of(trainer) for trainer in self._trainers]
+        return [current_weights(trainer) for trainer in self._trainers]
 
     def mean(self) -> Tensors:
         workers = self.workers
         return {name: torch.stack([worker[name] for worker in workers]).mean(0) for name in self.weights}
 
     def exchange(self, names: Iterable[str]) -> list[Tensors]:
-        """Step the common weights; by worker, what its weights have to move to get there.
+        """Step the common weights. Return, for each worker, what to add to its weights to reach them.
 
-        What has not changed (frozen layers) is not sent, and its outer momentum rests.
+        Parameters that no worker changed (frozen layers) are not sent, and their outer momentum stays.
         """
         workers = self.workers
         names = [name for name in names if any(not worker[name].equal(self.weights[name]) for worker in workers)]
@@ -104,29 +103,32 @@ class Outer:
         return [{name: self.weights[name] - worker[name] for name in names} for worker in workers]
 
     def _mean(self, name: str, changes: list[torch.Tensor]) -> torch.Tensor:
-        """What arrives, as in `Membership.mean`: each worker sums a share and misses what is lost of its mean."""
+        """Return the mean change after compression, as in `Membership.mean`.
+
+        Each worker averages one share of the tensor, and stores the error that compressing this mean causes.
+        """
         code, number = COMPRESSIONS[self.args.compression], len(changes)
         rows = [code.rows(change.flatten(), number) for change in changes]
         if name in self.errors:
-            rows = [one + error for one, error in zip(rows, self.errors[name], strict=True)]
-        received = [code.decode(code.encode(one)) for one in rows]
+            rows = [row + error for row, error in zip(rows, self.errors[name], strict=True)]
+        received = [code.decode(code.encode(row)) for row in rows]
         mean = torch.stack(received).mean(0)
-        arrived = code.decode(code.encode(mean))
+        result = code.decode(code.encode(mean))
         if code.keeps_errors:
-            self.errors[name] = [one - other for one, other in zip(rows, received, strict=True)]
+            self.errors[name] = [sent - decoded for sent, decoded in zip(rows, received, strict=True)]
             for k, errors in enumerate(self.errors[name]):
-                errors[k] += number * (mean - arrived)[k]
-        return arrived.flatten()[: changes[0].numel()].view_as(changes[0])
+                errors[k] += number * (mean - result)[k]
+        return result.flatten()[: changes[0].numel()].view_as(changes[0])
 
     def apply(self, moves: list[Tensors]) -> None:
-        """Move every worker, which keeps what it has learned since the exchange began (--delay)."""
+        """Move every worker. It keeps what it has learned since the exchange began (--delay)."""
         for worker, move in zip(self.workers, moves, strict=True):
             for name, value in move.items():
                 worker[name].add_(value)
 
 
-def config_of(args: argparse.Namespace, batch: int) -> RunConfig:
-    """Of a trainer with `batch` of the BATCH sequences, or of the evaluation, which has all."""
+def build_config(args: argparse.Namespace, batch: int) -> RunConfig:
+    """Return the configuration of a trainer with `batch` of the sequences; the evaluation has all."""
     family, shape = MODELS[args.model]
     flags = f"""{COMMON} {shape} {METHODS[args.method]} --micro-batch-size {batch} --global-batch-size {batch}
         --train-iters {args.steps} --lr {args.lr:g} --min-lr {args.lr / 10:g} --seed {args.seed}
@@ -135,46 +137,46 @@ def config_of(args: argparse.Namespace, batch: int) -> RunConfig:
     return parse_run_config(words, prog=PROG, defaults=FAMILY_DEFAULTS[family], world_size=1)
 
 
-def trainer_of(config: RunConfig) -> Trainer:
-    """A trainer that prints nothing; all start from the same weights."""
+def build_trainer(config: RunConfig) -> Trainer:
+    """Build a trainer that prints nothing. All trainers start from the same weights."""
     unset_num_microbatches_calculator()
     rng.seed_everything(config.training.seed)
     return Trainer(config, reporter=SilentReporter())
 
 
-def weights_of(trainer: Trainer) -> Tensors:
-    """The present ones: a switch may move them."""
+def current_weights(trainer: Trainer) -> Tensors:
+    """Return the current weights; a switch may replace the tensors."""
     return {name: weight.data for name, weight in unwrap_model(trainer.model).named_parameters()}
 
 
 def fragment(trainer: Trainer, args: argparse.Namespace, step: int, names: Iterable[str]) -> set[str]:
-    """What is exchanged after this step: all, or the layers of one block after the other; at the end all."""
+    """Return the parameters to exchange after this step: all, or the layers of one block in turn; all at the end."""
     if args.fragments == "all" or step == args.steps:
         return set(names)
-    of_stage = trainer.active.parameters
+    parameters = trainer.active.parameters
     block = (step // args.interval - 1) % trainer.block_schedule.num_blocks
-    return set(of_stage.of_block(block)) | set(of_stage.always_active())
+    return set(parameters.of_block(block)) | set(parameters.always_active())
 
 
 def train(args: argparse.Namespace) -> dict[str, object]:
-    """A run; its results by column."""
+    """Train and return the step_results by column."""
     started = time.monotonic()
-    center = trainer_of(config_of(args, args.batch))
-    common, each = weights_of(center), args.batch // args.workers
-    trainers = [trainer_of(config_of(args, each)) for _ in range(args.workers)]
+    center = build_trainer(build_config(args, args.batch))
+    common, worker_batch = current_weights(center), args.batch // args.workers
+    trainers = [build_trainer(build_config(args, worker_batch)) for _ in range(args.workers)]
     for trainer in trainers:
         trainer.restore()
     outer = Outer(common, trainers, args)
     dataset = center.splits.train
     orders = [
-        consecutive_indices(BatchSharding(micro_batch_size=each, rank=k, num_ranks=args.workers),
+        consecutive_indices(BatchSharding(micro_batch_size=worker_batch, rank=k, num_ranks=args.workers),
                             total_samples=len(dataset), consumed_samples=0) for k in range(args.workers)
     ]  # fmt: skip
     moves: list[Tensors] | None = None
     for step in range(1, args.steps + 1):
-        results = []
+        step_results = []
         for trainer, order in zip(trainers, orders, strict=True):
-            results.append(trainer.train_step(iter([load_batch(dataset, next(order), trainer.config)])))
+            step_results.append(trainer.train_step(iter([load_batch(dataset, next(order), trainer.config)])))
         is_end = step == args.steps
         if args.interval and moves is not None and (step % args.interval == args.delay or is_end):
             outer.apply(moves)
@@ -186,60 +188,62 @@ def train(args: argparse.Namespace) -> dict[str, object]:
             if args.delay == 0 or is_end:
                 outer.apply(moves)
                 moves = None
-        for trainer, result in zip(trainers, results, strict=True):
+        for trainer, result in zip(trainers, step_results, strict=True):
             trainer._after_step(result)
         if step % 100 == 0:
-            loss = sum(result.loss for result in results) / args.workers
+            loss = sum(result.loss for result in step_results) / args.workers
             print(f"step {step} loss {loss:.4f} {(time.monotonic() - started) / 60:.1f} min", flush=True)
     if not args.interval:
         common = mean
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     for split, column, values in (("test", "test_of_mean", mean), ("test", "test", common),
                                   ("validation", "validation", common)):  # fmt: skip
         for name, weight in unwrap_model(center.model).named_parameters():
             weight.data = values[name]
-        found[column] = round(center.evaluate(split), 5)
+        results[column] = round(center.evaluate(split), 5)
     is_sync = not args.interval
     sent = 2.0 * sum(weight.numel() for weight in common.values()) if is_sync else outer.bytes_sent / args.steps
-    found |= {"bytes_per_step": round(sent), "peak_bytes": round(sent if is_sync else outer.peak_bytes)}
-    return found | {"minutes": round((time.monotonic() - started) / 60, 1)}
+    results |= {"bytes_per_step": round(sent), "peak_bytes": round(sent if is_sync else outer.peak_bytes)}
+    return results | {"minutes": round((time.monotonic() - started) / 60, 1)}
 
 
 def parser() -> Parser:
-    made = Parser(prog=PROG, description=__doc__)
-    made.add_argument("--data-path", required=True, help="a text of tools/preprocess_data.py, by bytes")
-    made.add_argument("--csv", type=Path, default=ROOT / "studies" / "local_steps.csv")
-    made.add_argument("--model", choices=MODELS, default="llama-small")
-    made.add_argument("--method", choices=METHODS, default="pretrain")
-    made.add_argument("--workers", type=int, default=1, help="K, which divides --batch")
-    made.add_argument("--batch", type=int, default=BATCH, help="sequences of a step, over all workers")
-    made.add_argument("--interval", type=int, default=0, help="H, steps between exchanges; 0: synchronous, one worker")
-    made.add_argument("--outer-lr", type=float, default=0.7)
-    made.add_argument("--outer-momentum", type=float, default=0.9)
-    made.add_argument("--fragments", choices=("all", "block"), default="all", help="what an exchange holds")
-    made.add_argument("--compression", choices=BITS, default="fp32")
-    made.add_argument("--delay", type=int, default=0, help="steps from an exchange until its result is applied")
-    made.add_argument("--lr", type=float, default=6e-3)
-    made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--steps", type=int, default=600)
-    made.add_argument("--flags", default="", help="more flags of the training scripts")
-    return made
+    parser = Parser(prog=PROG, description=__doc__)
+    parser.add_argument("--data-path", required=True, help="a text of tools/preprocess_data.py, by bytes")
+    parser.add_argument("--csv", type=Path, default=ROOT / "studies" / "local_steps.csv")
+    parser.add_argument("--model", choices=MODELS, default="llama-small")
+    parser.add_argument("--method", choices=METHODS, default="pretrain")
+    parser.add_argument("--workers", type=int, default=1, help="K, which divides --batch")
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences of a step, over all workers")
+    parser.add_argument(
+        "--interval", type=int, default=0, help="H, steps between exchanges; 0: synchronous, one worker"
+    )
+    parser.add_argument("--outer-lr", type=float, default=0.7)
+    parser.add_argument("--outer-momentum", type=float, default=0.9)
+    parser.add_argument("--fragments", choices=("all", "block"), default="all", help="what an exchange holds")
+    parser.add_argument("--compression", choices=BITS, default="fp32")
+    parser.add_argument("--delay", type=int, default=0, help="steps from an exchange until its result is applied")
+    parser.add_argument("--lr", type=float, default=6e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--flags", default="", help="more flags of the training scripts")
+    return parser
 
 
 def is_done(args: argparse.Namespace, text: str) -> bool:
     """Whether the CSV has a line with these inputs."""
-    inputs = [*(str(getattr(args, column)) for column in COLUMNS[:RESULTS]), args.flags, text]
+    inputs = [*(str(getattr(args, column)) for column in COLUMNS[:FIRST_RESULT]), args.flags, text]
     if not args.csv.exists():
         return False
     with args.csv.open(newline="") as file:
-        rows = [[row[column] for column in (*COLUMNS[:RESULTS], "flags", "text")] for row in csv.DictReader(file)]
+        rows = [[row[column] for column in (*COLUMNS[:FIRST_RESULT], "flags", "text")] for row in csv.DictReader(file)]
     return inputs in rows
 
 
-def append(args: argparse.Namespace, text: str, found: dict[str, object]) -> None:
+def append(args: argparse.Namespace, text: str, results: dict[str, object]) -> None:
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    row = {**vars(args), **found, "text": text, "commit": commit, "cpu": cpu_model()}
+    row = {**vars(args), **results, "text": text, "commit": commit, "cpu": cpu_model()}
     is_new = not args.csv.exists()
     with args.csv.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")

@@ -1,14 +1,13 @@
-"""Trains transformers' model under the flags of a training script: the peer in comparisons.
+"""Train transformers' model under the flags of a training script, as the peer in comparisons.
 
     python studies/peer.py --peer {full,badam,lora} [--family llama] FLAG ...
     python studies/peer.py --count FLAG ...
 
 Initial weights, samples, masks, learning-rate schedule and evaluations are those of the training script with these
 flags; weight decay and the optimizer's arithmetic are the peer's. full: AdamW on all weights. badam: BAdam (PyPI) on
-the blocks of the flags, in their order; with --sft as it divides a model itself, one layer a block in random order.
-lora: adapters of rank 16 on all linear layers of the transformer (PyPI peft). --count prints the number of steps, and
-of validation sequences, and trains nothing. No checkpoint is written: --save and --load are accepted, and a run that is
-killed starts again.
+the blocks of the flags, in their order; with --sft BAdam's default, one layer per block in random order. lora: adapters
+of rank 16 on all linear layers of the transformer (PyPI peft). --count prints the numbers of steps and of validation
+sequences, and does not train. --save and --load are accepted, but no checkpoint is written: a killed run starts again.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ PROG = "studies/peer.py"
 PEERS = ("full", "badam", "lora")
 LORA_RANK, LORA_ALPHA = 16, 32
 LORA_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# Layers of Transformer Engine hold the norm before them, and checkpoints have its names.
-OWN_NORMS = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+# Transformer Engine's layers contain the norm before them, and checkpoints use those names.
+SEPARATE_NORMS = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.",
              "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}  # fmt: skip
 
 
-def loaded_model(config: RunConfig) -> torch.nn.Module:
-    """The model of --load-hf."""
+def load_model(config: RunConfig) -> torch.nn.Module:
+    """Load the model of --load-hf."""
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
@@ -65,8 +64,8 @@ def loaded_model(config: RunConfig) -> torch.nn.Module:
     return model.to(device.current())
 
 
-def drawn_model(config: RunConfig, vocab_size: int) -> torch.nn.Module:
-    """transformers' model with the initial weights that the training script draws."""
+def draw_model(config: RunConfig, vocab_size: int) -> torch.nn.Module:
+    """Build transformers' model with the initial weights that the training script draws."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     ours = dict(unwrap_model(build_model(config, vocab_size, implementation_here(config))).named_parameters())
@@ -79,17 +78,17 @@ def drawn_model(config: RunConfig, vocab_size: int) -> torch.nn.Module:
         for layer in range(network.num_layers if row.is_stacked else 1):
             name = row.key.replace("decoder.layers.", f"decoder.layers.{layer}.")
             if name not in ours:
-                for fused, own in OWN_NORMS.items():
-                    name = name.replace(fused, own)
+                for fused, separate in SEPARATE_NORMS.items():
+                    name = name.replace(fused, separate)
             state |= zip(row.names_of(layer), row.split(ours[name].detach()), strict=True)
-    unplaced = model.load_state_dict(state, strict=False)
-    # a tied head is no weight of its own
-    assert not unplaced.unexpected_keys and set(unplaced.missing_keys) <= {"lm_head.weight"}, unplaced
+    unmatched = model.load_state_dict(state, strict=False)
+    # a tied head shares the embedding's weight
+    assert not unmatched.unexpected_keys and set(unmatched.missing_keys) <= {"lm_head.weight"}, unmatched
     return model.to(device.current())
 
 
 def block_prefixes(partition: Partition, *, is_llama: bool) -> list[list[str]]:
-    """BAdam's block_prefix_list: the same layers, embedding, final norm and head per block as in the BCD run."""
+    """Return BAdam's block_prefix_list with the blocks of the BCD run: layers, embedding, final norm and head."""
     stem = "model.layers" if is_llama else "transformer.h"
     blocks = []
     for block in partition.blocks:
@@ -98,20 +97,20 @@ def block_prefixes(partition: Partition, *, is_llama: bool) -> list[list[str]]:
             prefixes += ["model.embed_tokens."] if is_llama else ["transformer.wte.", "transformer.wpe."]
         if partition.final_norm_active(block.index):
             prefixes += ["model.norm."] if is_llama else ["transformer.ln_f."]
-        if partition.head_active(block.index) and is_llama:  # GPT-2's is the embedding itself
+        if partition.head_active(block.index) and is_llama:  # GPT-2's head is the embedding
             prefixes += ["lm_head."]
         blocks.append(prefixes)
     return blocks
 
 
 def now() -> float:
-    """Seconds, once the device has done its work."""
+    """Return the time in seconds, once the device has finished its work."""
     device.synchronize()
     return time.perf_counter()
 
 
 class Peer:
-    """A model of transformers, what of it is trained, and its optimizer."""
+    """A model of transformers, its trainable weights and its optimizer."""
 
     def __init__(self, kind: str, config: RunConfig, model: torch.nn.Module) -> None:
         self.model, self.config = model.train(), config
@@ -141,25 +140,25 @@ class Peer:
     def _divide(self) -> None:
         from badam import BlockOptimizer
 
-        config, own = self.config, {}
+        config = self.config
         partition = partition_from_config(config)
         schedule = block_schedule_from_config(config, partition, num_steps=data.num_iterations(config))
         steps_per_block = round(schedule.settings.mean_steps)
         if config.data.sft:
-            own = {"switch_mode": "random", "switch_block_every": steps_per_block}
-        else:  # its own first phase is one step short: `step` switches
+            options: dict[str, Any] = {"switch_mode": "random", "switch_block_every": steps_per_block}
+        else:  # BAdam's first phase would be one step short, so `step` switches instead
             self._steps_per_block = steps_per_block
             blocks = block_prefixes(partition, is_llama=config.model.position_embedding_type == "rope")
-            own = {"switch_mode": "ascending", "switch_block_every": 2**62, "block_prefix_list": blocks}
+            options = {"switch_mode": "ascending", "switch_block_every": 2**62, "block_prefix_list": blocks}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that weights are in fp32, which is what is compared
+            warnings.simplefilter("ignore")  # BAdam warns about fp32 weights, which are intended here
             parameters = list(self.model.named_parameters())
             self.optimizer = BlockOptimizer(
-                base_optimizer=self._adam, named_parameters_list=parameters, verbose=0, **own
+                base_optimizer=self._adam, named_parameters_list=parameters, verbose=0, **options
             )
 
     def step(self, batches: Sequence[data.Batch], *, iteration: int, rate: float) -> dict[str, Any]:
-        """One step on these microbatches; a line of metrics, with BAdam's block, whose times differ."""
+        """Train on these microbatches. Return a line of metrics, with BAdam's block because step times depend on it."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         phase = (iteration - 1) // self._steps_per_block if self._steps_per_block else 0
@@ -176,7 +175,7 @@ class Peer:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         torch.nn.utils.clip_grad_norm_(trained, self.config.optimizer.clip_grad)
         seconds = now() - start
-        # before the step, which frees BAdam's gradients, and may switch its block
+        # count before the step, which frees BAdam's gradients and may switch its block
         self._state_bytes = max(self._state_bytes, self._count_bytes())
         block = self.optimizer.active_param_prefixs[0] if self.optimizer is not self._adam else 0
         start = now()
@@ -193,16 +192,17 @@ class Peer:
         }
 
     def _count_bytes(self) -> int:
-        """Weights, gradients, BAdam's copies of active weights, and moments: live storages, shared ones once."""
+        """Count weights, gradients, BAdam's copies of active weights, and moments; shared storages count once."""
         weights = list(self.model.parameters())
         tensors = [*weights, *(weight.grad for weight in weights if weight.grad is not None)]
         tensors += getattr(self.optimizer, "param_idx2hp", {}).values()
-        tensors += [value for one in self._adam.state.values() for value in one.values() if torch.is_tensor(value)]
+        states = self._adam.state.values()
+        tensors += [value for state in states for value in state.values() if torch.is_tensor(value)]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return sum(storages.values())
 
     def summed_loss(self, batch: data.Batch) -> Tensor:
-        """Over the tokens that count."""
+        """Return the sum of the losses of all tokens in the loss mask."""
         mask = batch.get("attention_mask")
         logits = self.model(
             input_ids=batch["tokens"],
@@ -217,7 +217,7 @@ class Peer:
 
     @torch.no_grad()
     def mean_loss(self, batches: Iterator[data.Batch], count: int) -> float:
-        """Per token that counts, over the next microbatches."""
+        """Return the loss per token in the loss mask, over the next `count` microbatches."""
         self.model.eval()
         total = num_tokens = 0.0
         for _ in range(count):
@@ -228,8 +228,8 @@ class Peer:
         return total / max(num_tokens, 1.0)
 
 
-def splits_of(config: RunConfig, tokenizer: Any) -> data.Splits:
-    """The samples of the training script."""
+def build_splits(config: RunConfig, tokenizer: Any) -> data.Splits:
+    """Build the samples of the training script."""
     steps = data.num_iterations(config)
     if config.data.sft:
         return data.plan_fine_tuning(config, tokenizer, steps, least_steps_per_cycle=1).build()
@@ -237,7 +237,7 @@ def splits_of(config: RunConfig, tokenizer: Any) -> data.Splits:
 
 
 class Evaluations:
-    """As the training script has them; counts are in microbatches."""
+    """The training script's evaluations; counts are in microbatches."""
 
     def __init__(self, config: RunConfig, peer: Peer, splits: data.Splits) -> None:
         self._config, self._peer, self._splits = config, peer, splits
@@ -260,7 +260,7 @@ class Evaluations:
 
 
 def train(config: RunConfig, peer: Peer, splits: data.Splits, metrics: MetricsFile) -> None:
-    """All steps and evaluations."""
+    """Run all steps and evaluations."""
     training, num_steps = config.training, data.num_iterations(config)
     per_step = data.global_batch_size(config) // training.micro_batch_size
     batches = data.batches(splits.train, config, consumed_samples=0)
@@ -288,8 +288,8 @@ def main(argv: Sequence[str]) -> None:
         parser.add_argument("--peer", choices=PEERS)
         parser.add_argument("--count", action="store_true")
         parser.add_argument("--family", choices=("gpt", "llama"))
-        own, words = parser.parse_known_args(argv)
-        family = own.family or ("llama" if "--sft" in words else "gpt")
+        options, words = parser.parse_known_args(argv)
+        family = options.family or ("llama" if "--sft" in words else "gpt")
         config = parse_run_config(words, prog=PROG, defaults=FAMILY_DEFAULTS[family], world_size=1)
         config = config.replace_section("checkpoint", save=None, load=None, save_interval=None)
         if not device.has_cuda():
@@ -300,19 +300,19 @@ def main(argv: Sequence[str]) -> None:
         training = config.training
         init_num_microbatches_calculator(0, None, data.global_batch_size(config), training.micro_batch_size, 1)
         tokenizer = build_tokenizer(**vars(config.tokenizer))
-        splits = splits_of(config, tokenizer)
-        if own.count:
+        splits = build_splits(config, tokenizer)
+        if options.count:
             print(json.dumps({"steps": data.num_iterations(config), "validation": splits.num_validation}))
         else:
             if config.report.metrics_file is None:
-                raise ValueError("--metrics-file is needed")
+                raise ValueError("--metrics-file: is required")
             if config.checkpoint.load_hf is None:
                 divisor = config.model.make_vocab_size_divisible_by
-                model = drawn_model(config, padded_vocab_size(tokenizer.vocab_size, divisor, 1))
+                model = draw_model(config, padded_vocab_size(tokenizer.vocab_size, divisor, 1))
             else:
-                model = loaded_model(config)
+                model = load_model(config)
             metrics = MetricsFile(config.report.metrics_file, start_iteration=0)
-            train(config, Peer(own.peer, config, model), splits, metrics)
+            train(config, Peer(options.peer, config, model), splits, metrics)
     torch.distributed.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""ResNets for CIFAR (He et al., arXiv 1512.03385, sections 3 and 4.2) out of transformers' blocks."""
+"""ResNets for CIFAR (He et al., arXiv 1512.03385, sections 3 and 4.2), built from transformers' blocks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import nn
 
 BASIC_DEPTHS = {"resnet8": 1, "resnet14": 2, "resnet20": 3}
-"""Blocks in each of three stages of 16, 32 and 64 channels: 6 n + 2 layers with weights."""
+"""Blocks in each of three stages with 16, 32 and 64 channels: 6 n + 2 layers with weights."""
 BOTTLENECK_DEPTHS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
 MODELS = (*BASIC_DEPTHS, *BOTTLENECK_DEPTHS)
 
 
 def build_resnet(name: str, num_classes: int) -> Any:
-    """The model `name`, one of MODELS, with a first convolution of 3 x 3 that keeps the size, as images are small.
+    """Build one of MODELS with a first convolution of 3 x 3 that keeps the size, because images are small.
 
     Shortcuts that change the shape are 1 x 1 convolutions: ResNet-14 for 10 classes has 175,258 parameters, as in the
-    paper (arXiv 2506.12037, table 10: 12 bytes for each are 2.01 MiB).
+    paper (arXiv 2506.12037, table 10: at 12 bytes each, 2.01 MiB).
     """
     import transformers
 
@@ -44,5 +44,5 @@ def build_resnet(name: str, num_classes: int) -> Any:
 
 
 def residual_blocks(model: Any) -> list[nn.Module]:
-    """The layers that block coordinate descent divides, in depth order."""
+    """Return the layers that block coordinate descent divides into blocks, in depth order."""
     return [layer for stage in model.resnet.encoder.stages for layer in stage.layers]

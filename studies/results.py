@@ -1,4 +1,4 @@
-"""Study files, results and tables: what has run, what is to be run, and what the page says."""
+"""Read study files and results, decide which runs are missing, and write the study's page."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ ROOT = Path(__file__).resolve().parents[1]
 CLUSTERS = str(ROOT / "examples" / "clusters.csv")
 PLACEHOLDER = re.compile(r"\{(\w+)(?:([*/])(\d+(?:\.\d+)?))?\}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-"""Of a model, a text or a method: it is part of a folder's name."""
+"""Pattern of the names of models, texts and methods, which become parts of folder names."""
 SMALLEST = 1e-9
-"""In place of an error of 0, which has no logarithm."""
+"""Replaces an error of 0, which has no logarithm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A model, a text or a method of a study: what it adds to the command line, and how it is run."""
+    """A model, a text or a method of a study: its flags, and how it is run."""
 
     name: str
     flags: str = ""
     program: str | None = None
     text: str | None = None
-    """A .txt or .jsonl file below the data folder, or "stdlib": the source of Python's standard library."""
+    """A .txt or .jsonl file in the data folder, or "stdlib": the source of Python's standard library."""
     label: str = ""
     group: str = ""
     """Methods of a group share a colour."""
     steps: float = 1.0
-    """Length of its runs, as a share of the study's steps."""
+    """Length of its runs, relative to the study's steps."""
     budgets: tuple[float, ...] = ()
-    """More lengths at the tuned learning rate, each with its own schedule."""
+    """More run lengths at the tuned learning rate, each with a full schedule."""
     models: tuple[str, ...] = ()
-    """The only models that it trains; default: all."""
+    """The models that it trains; default: all."""
     learning_rates: tuple[float, ...] = ()
     learning_rate_of: str | None = None
-    """Use the rate that was tuned for this method."""
+    """Use the learning rate that was tuned for this method."""
     arithmetic_as: str | None = None
-    """A method with the same arithmetic, for another program."""
+    """A method with the same arithmetic, for programs that the planner does not know."""
     description: str = ""
 
 
@@ -91,7 +91,7 @@ class Study:
 
 
 def read_study(path: str) -> Study:
-    """Raises ValueError: file, key, and what is wrong."""
+    """Read a study file. Raises ValueError naming the file, the key, and the problem."""
     entries = _mapping(read_yaml(path, instead="give a study file, such as studies/gpt_10_minutes.yaml"), path)
     for key in {"models", "data", "methods"} & entries.keys():
         named = _mapping(entries[key], f"{path}: {key}").items()
@@ -113,61 +113,61 @@ def _mapping(value: Any, where: str) -> dict[str, Any]:
 
 
 def _build(kind: type, entries: Mapping[str, Any], where: str) -> Any:
-    known = {each.name: each for each in fields(kind)}
+    known = {field.name: field for field in fields(kind)}
     for key in entries:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             raise ValueError(
                 f"{where}: unknown key {key}; " + (f"did you mean {near[0]}?" if near else "see docs/learning.md")
             )
-    for name, each in known.items():
-        if each.default is MISSING and name not in entries:
+    for name, field in known.items():
+        if field.default is MISSING and name not in entries:
             raise ValueError(f"{where}: {name} is missing")
     return kind(**{key: _converted(value, str(known[key].type), f"{where}: {key}") for key, value in entries.items()})
 
 
 def _converted(value: Any, kind: str, where: str) -> Any:
-    """A value of YAML as the field's type; numbers are more than 0."""
+    """Convert a YAML value to the field's type. Numbers must not be negative."""
     if kind.startswith("tuple[") and kind != "tuple[Variant, ...]":
         if not isinstance(value, list) or len(set(map(str, value))) < len(value):
             raise ValueError(f"{where}: {value!r}: must be a list of different values, such as [1, 2]")
-        return tuple(_converted(one, kind[6:].split(",")[0], where) for one in value)
+        return tuple(_converted(item, kind[6:].split(",")[0], where) for item in value)
     try:
         if kind == "float":
-            value = float(value)  # YAML 1.1 takes 3e-3 for text
+            value = float(value)  # YAML 1.1 reads 3e-3 as text
         if kind in ("int", "float") and not (value >= (kind == "float") * 1e-300 and math.isfinite(value)):
             raise ValueError
         if kind == "int" and type(value) is not int or kind.startswith("str") and not isinstance(value, str):
             raise ValueError
     except (TypeError, ValueError):
-        raise ValueError(f"{where}: {value!r}: must be of type {kind}, and no negative number") from None
+        raise ValueError(f"{where}: {value!r}: must be of type {kind}, and not negative") from None
     return " ".join(value.split()) if isinstance(value, str) else value
 
 
 def _check(study: Study) -> None:
-    """What one key cannot know of another."""
+    """Check the keys that depend on each other. Raises ValueError."""
     path = study.path
     for key in ("models", "data", "methods", "seeds", "learning_rates", "steps", "jobs", "threads"):
         if not getattr(study, key):
             raise ValueError(f"{path}: {key}: at least one is needed")
-    names = {kind: [each.name for each in getattr(study, kind)] for kind in ("models", "data", "methods")}
+    names = {kind: [variant.name for variant in getattr(study, kind)] for kind in ("models", "data", "methods")}
     for name in (name for kind in names.values() for name in kind):
         if not NAME.fullmatch(name):
-            raise ValueError(f"{path}: {name}: a name has letters, digits, and _ . - between them")
+            raise ValueError(f"{path}: {name}: a name has letters and digits, with _ . - between them")
     for data in study.data:
         if data.text is not None and (os.path.isabs(data.text) or ".." in Path(data.text).parts):
             raise ValueError(f"{path}: data: {data.name}: text: {data.text}: give a path below the data folder")
-    _one_of(study.metric, ("loss", "accuracy"), f"{path}: metric")
-    _one_of(study.baseline, names["methods"], f"{path}: baseline")
-    _one_of(study.tune_on or names["data"][0], names["data"], f"{path}: tune_on")
+    _check_choice(study.metric, ("loss", "accuracy"), f"{path}: metric")
+    _check_choice(study.baseline, names["methods"], f"{path}: baseline")
+    _check_choice(study.tune_on or names["data"][0], names["data"], f"{path}: tune_on")
     if study.gpu is not None:
-        _one_of(study.gpu, list(read_clusters(CLUSTERS)), f"{path}: gpu")
+        _check_choice(study.gpu, list(read_clusters(CLUSTERS)), f"{path}: gpu")
     for method in study.methods:
         where = f"{path}: methods: {method.name}"
         for key in ("learning_rate_of", "arithmetic_as"):
-            _one_of(getattr(method, key) or method.name, names["methods"], f"{where}: {key}")
+            _check_choice(getattr(method, key) or method.name, names["methods"], f"{where}: {key}")
         for model in method.models:
-            _one_of(model, names["models"], f"{where}: models")
+            _check_choice(model, names["models"], f"{where}: models")
         tuned_with = study.method(method.learning_rate_of or method.name)
         if tuned_with.models and not set(method.models or names["models"]) <= set(tuned_with.models):
             raise ValueError(f"{where}: learning_rate_of: {tuned_with.name} does not train all of its models")
@@ -177,21 +177,22 @@ def _check(study: Study) -> None:
         raise ValueError(f"{path}: methods: {study.baseline}: the baseline has all steps and trains all models")
     for entry in (study, *study.models, *study.data, *study.methods):
         for flags in (entry.flags, getattr(entry, "checkpoint_flags", "")):
-            filled_in(flags, dict.fromkeys(("lr", "steps", "seed", "data", "folder"), 1), where=f"{path}: {entry.name}")
+            fill_in(flags, dict.fromkeys(("lr", "steps", "seed", "data", "folder"), 1), where=f"{path}: {entry.name}")
 
 
-def _one_of(name: str, names: Sequence[str], where: str) -> None:
+def _check_choice(name: str, names: Sequence[str], where: str) -> None:
     if name not in names:
         raise ValueError(f"{where}: {name or 'nothing'}: must be one of {', '.join(names)}")
 
 
-def filled_in(template: str, values: Mapping[str, str | float], *, where: str) -> list[str]:
-    """Words of a command line, ``{lr}``, ``{steps/10}`` or ``{lr*0.1}`` filled in; a share of an int stays one."""
+def fill_in(template: str, values: Mapping[str, str | float], *, where: str) -> list[str]:
+    """Return the words of a command line with ``{lr}``, ``{steps/10}`` or ``{lr*0.1}`` filled in; an int stays an
+    int."""
 
-    def fill(found: re.Match[str]) -> str:
-        name, operation, operand = found.groups()
+    def fill(match: re.Match[str]) -> str:
+        name, operation, operand = match.groups()
         if name not in values:
-            raise ValueError(f"{found[0]}: placeholders are lr, steps, seed, data, folder")
+            raise ValueError(f"{match[0]}: placeholders are lr, steps, seed, data, folder")
         value: Any = values[name]
         if operation is not None:
             share = value * float(operand) if operation == "*" else value / float(operand)
@@ -218,7 +219,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training process; `budget`: its length as a share of the study's steps."""
+    """One training process; `budget` is its length relative to the study's steps."""
 
     point: Point
     lr: float
@@ -236,7 +237,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A line of the CSV file, of a run or of a method's step time (a timing line)."""
+    """A line of the CSV file: a run, or a method's step time (a timing line)."""
 
     model: str
     data: str
@@ -246,40 +247,40 @@ class Result:
     budget: float | None = None
     steps: int | None = None
     test: float | None = None
-    """Of the study's metric, lower is better (accuracy as error); None if not finite."""
+    """The study's metric, lower is better (accuracy as error); None if not finite."""
     validation: float | None = None
     """Mean of the evaluations after the last step."""
     curve: tuple[tuple[int, float | None], ...] = ()
-    """Iteration and validation metric: "100:2.5 200:2.1"."""
+    """Iteration and validation metric, in the file as "100:2.5 200:2.1"."""
     state_bytes_per_parameter: float | None = None
-    """Live model state, all ranks, maximum over the log steps."""
+    """Live model state of all ranks, maximum over the log steps."""
     host_bytes_per_parameter: float | None = None
     num_parameters: int | None = None
     peak_bytes: int | None = None
-    """Largest of a process, over the log steps."""
+    """Peak of the largest process, over the log steps."""
     step_ms: float | None = None
-    """`fastest_step_ms`; tables take those of timing lines."""
+    """`fastest_step_ms`; tables use those of timing lines."""
     rounds: int | None = None
-    """Only of a timing line: what its step time is the median of."""
+    """For timing lines only: the step time is the median of this many rounds."""
     minutes: float | None = None
     commit: str = ""
     cpu: str = ""
     text_sha256: str = ""
     command: str = ""
     failure: str = ""
-    """Why there is no test metric; not written."""
+    """Why there is no test metric; not written to the file."""
 
     @property
     def key(self) -> tuple[Any, ...]:
         return self.model, self.data, self.method, self.lr, self.seed, self.budget
 
 
-COLUMNS = [each.name for each in fields(Result) if each.name != "failure"]
+COLUMNS = [field.name for field in fields(Result) if field.name != "failure"]
 _READ: dict[str, Callable[[str], Any]] = {"int | None": int, "float | None": float, "str": str}
 
 
 def read_results(path: Path) -> list[Result]:
-    """Raises ValueError for a file that is none of these."""
+    """Read a file of results. Raises ValueError for another file."""
     if not path.exists():
         return []
     with open(path, encoding="utf-8", newline="") as file:
@@ -287,40 +288,40 @@ def read_results(path: Path) -> list[Result]:
             return [_result(line) for line in csv.DictReader(file)]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path}: not a file of results: {error!r}; remove it, or give another --results"
+                f"{path}: not a file of results: {error!r}. Remove it, or give another --results."
             ) from None
 
 
 def _result(line: Mapping[str, str]) -> Result:
     values: dict[str, Any] = {}
-    for each in fields(Result):
-        text = line.get(each.name, "")
-        if each.name == "curve":
+    for field in fields(Result):
+        text = line.get(field.name, "")
+        if field.name == "curve":
             pairs = (pair.split(":") for pair in text.split())
             values["curve"] = tuple((int(step), float(value) if value else None) for step, value in pairs)
         elif text:
-            values[each.name] = _READ[str(each.type)](text)
+            values[field.name] = _READ[str(field.type)](text)
     return Result(**values)
 
 
 def write_results(path: Path, results: Iterable[Result]) -> None:
-    """The whole file, or what was there before."""
+    """Write the file atomically."""
 
     def text(value: Any) -> str:
         if isinstance(value, tuple):
-            return " ".join(f"{step}:{text(one)}" for step, one in value)
+            return " ".join(f"{step}:{text(metric)}" for step, metric in value)
         return "" if value is None else str(value)
 
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(aside, "w", encoding="utf-8", newline="") as file:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         writer.writerows([text(getattr(result, name)) for name in COLUMNS] for result in results)
-    os.replace(aside, path)
+    os.replace(temporary, path)
 
 
 def summarise(lines: Sequence[dict[str, Any]], *, metric: str, num_parameters: int | None) -> dict[str, Any]:
-    """Fields of `Result` from a metrics file. Raises ValueError without training steps or a test at the end."""
+    """Return fields of `Result` from a metrics file. Raises ValueError without training steps or a final test."""
     steps = [line for line in lines if "step_time_ms" in line]
     tests = [line for line in lines if f"test_{metric}" in line]
     if not steps or not tests:
@@ -335,7 +336,7 @@ def summarise(lines: Sequence[dict[str, Any]], *, metric: str, num_parameters: i
     validations = [line for line in lines if key in line]
     last = [lower_is_better(line[key]) for line in validations if line["iteration"] == tests[-1]["iteration"]]
     number = steps[-1].get("num_parameters", num_parameters)
-    most = {name: max(sum(line.get(name, ())) for line in steps) for name in ("model_state_bytes", "host_state_bytes")}
+    peak = {name: max(sum(line.get(name, ())) for line in steps) for name in ("model_state_bytes", "host_state_bytes")}
     return {
         "test": lower_is_better(tests[-1][f"test_{metric}"]),
         "validation": _mean(last),
@@ -343,15 +344,15 @@ def summarise(lines: Sequence[dict[str, Any]], *, metric: str, num_parameters: i
             (line["iteration"], lower_is_better(line[key])) for line in validations if not line.get("is_final")
         ),
         "num_parameters": number,
-        "state_bytes_per_parameter": most["model_state_bytes"] / number if number else None,
-        "host_bytes_per_parameter": most["host_state_bytes"] / number if number else None,
+        "state_bytes_per_parameter": peak["model_state_bytes"] / number if number else None,
+        "host_bytes_per_parameter": peak["host_state_bytes"] / number if number else None,
         "peak_bytes": max(max(line.get("peak_memory_bytes", (0,))) for line in steps),
         "step_ms": fastest_step_ms(steps),
     }  # fmt: skip
 
 
 def fastest_step_ms(steps: Sequence[dict[str, Any]]) -> float:
-    """Mean over the blocks of the tenth percentile of a block's steps: other work on the machine only slows them."""
+    """Return the mean over the blocks of each block's tenth percentile: other work can only slow steps down."""
     by_block: dict[Any, list[float]] = {}
     for line in steps:
         by_block.setdefault(line.get("block"), []).append(line["step_time_ms"])
@@ -364,12 +365,12 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 Lookup = Callable[[Run], Result | None]
-"""The result of a run; None if it has none yet."""
+"""Returns the result of a run, or None if there is none yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """A point's learning rates with the validation metric at the first seed; inf for one that failed or diverged."""
+    """A point's learning rates with the validation metric of the first seed; inf if the run failed or diverged."""
 
     values: Mapping[float, float]
     todo: tuple[Run, ...]
@@ -381,7 +382,7 @@ class Grid:
 
     @property
     def best(self) -> float | None:
-        """None while runs are missing."""
+        """The best rate; None while runs are missing."""
         return None if self.todo else self.best_so_far
 
     @property
@@ -390,7 +391,7 @@ class Grid:
 
 
 def points(study: Study, only: str = "*") -> Iterator[Point]:
-    """Every method on every model and text; `only` is a list of patterns of methods' names, with commas."""
+    """Yield every method on every model and text; `only` is a comma-separated list of patterns of method names."""
     for model in study.models:
         for data in study.data:
             for method in study.methods:
@@ -399,39 +400,40 @@ def points(study: Study, only: str = "*") -> Iterator[Point]:
                     yield Point(model=model, data=data, method=method)
 
 
-def tuner(study: Study, point: Point) -> Point:
-    """The point whose grid gives this one's learning rate."""
+def tuning_point(study: Study, point: Point) -> Point:
+    """Return the point whose grid determines this one's learning rate."""
     data = next(data for data in study.data if data.name == (study.tune_on or point.data.name))
     return replace(point, data=data, method=study.method(point.method.learning_rate_of or point.method.name))
 
 
 def grid(study: Study, point: Point, lookup: Lookup) -> Grid:
-    """The rates of what tunes `point`, and up to `study.extend` more beyond an edge where that is the best."""
-    point = tuner(study, point)
-    given = point.method.learning_rates or study.learning_rates
-    rates = sorted(given)
+    """Return the grid that tunes `point`. While an edge is best, up to `study.extend` more rates are added beyond
+    it."""
+    point = tuning_point(study, point)
+    rates = sorted(point.method.learning_rates or study.learning_rates)
+    is_single = len(rates) == 1
     for extension in range(study.extend + 1):
-        found = [(run, lookup(run)) for run in (point.run(lr, study.seeds[0]) for lr in rates)]
+        results = [(run, lookup(run)) for run in (point.run(lr, study.seeds[0]) for lr in rates)]
         values = {
-            run.lr: math.inf if result.validation is None else result.validation for run, result in found if result
+            run.lr: math.inf if result.validation is None else result.validation for run, result in results if result
         }
-        current = Grid(values=values, todo=tuple(run for run, result in found if result is None))
-        if extension == study.extend or not current.at_edge or len(given) == 1:
+        current = Grid(values=values, todo=tuple(run for run, result in results if result is None))
+        if extension == study.extend or not current.at_edge or is_single:
             break
         rates = sorted([*rates, rates[-1] * 2 if current.best == rates[-1] else rates[0] / 2])
     return current
 
 
 def final_runs(study: Study, point: Point, lr: float) -> tuple[list[Run], list[Run]]:
-    """What is reported of a point at its tuned rate: all seeds, and the runs of other lengths."""
+    """Return the runs of a point at its tuned rate: those of all seeds, and those of other lengths."""
     others = [budget for budget in point.method.budgets if budget != point.method.steps]
     seeds = [point.run(lr, seed) for seed in study.seeds]
     return seeds, [point.run(lr, seed, budget) for seed in study.seeds for budget in others]
 
 
 def missing_runs(study: Study, lookup: Lookup, only: str = "*") -> tuple[list[Run], float]:
-    """Runs that can be started now: first what tunes, then further seeds, then other lengths. Beside them the length of
-    those that wait for a learning rate, in runs of the study's length."""
+    """Return the runs that can start now: first for tuning, then more seeds, then other lengths. Also return the total
+    length of the runs that wait for a learning rate, in runs of the study's length."""
     tuning, later, waiting = [], [], 0.0
     for point in points(study, only):
         rates = grid(study, point, lookup)
@@ -440,32 +442,31 @@ def missing_runs(study: Study, lookup: Lookup, only: str = "*") -> tuple[list[Ru
         if rates.best is not None:
             later += [(0, run) for run in seeds] + [(1, run) for run in budgets]
         elif rates.todo:
-            waiting += sum(run.budget for run in (*seeds[tuner(study, point) == point :], *budgets))
-    later.sort(
-        key=lambda item: (item[0], study.seeds.index(item[1].seed))
-    )  # every point with one seed before any with two
+            waiting += sum(run.budget for run in (*seeds[tuning_point(study, point) == point :], *budgets))
+    # run every point with one seed before any with two
+    later.sort(key=lambda item: (item[0], study.seeds.index(item[1].seed)))
     return [run for run in dict.fromkeys((*tuning, *(run for _, run in later))) if lookup(run) is None], waiting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Multiplier:
-    """Iterations until the baseline's final metric, over the baseline's iterations."""
+    """Iterations until the baseline's final metric, relative to the baseline's iterations."""
 
     value: float
     relation: str = "="
-    """"<=": from the validation curve, whose learning rate had not decayed yet; "<" or ">": outside what was run."""
+    """"<=": from the validation curve, before the learning rate has decayed; "<" or ">": outside the measured range."""
 
     def __str__(self) -> str:
         return {"=": "", "<=": "≤ ", "<": "< ", ">": "> "}[self.relation] + f"{self.value:.2f}"
 
     def times(self, factor: float | None) -> Multiplier | None:
-        """Cost to the baseline's metric, where a step costs `factor` of the baseline's."""
+        """Return the cost until the baseline's metric, if a step costs `factor` of the baseline's."""
         return None if factor is None else replace(self, value=self.value * factor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One method on one model and one text. "Relative": the baseline is 1."""
+    """One method on one model and one text. "Relative" means divided by the baseline's value."""
 
     model: str
     data: str
@@ -476,20 +477,20 @@ class Row:
     lr: float | None = None
     lr_note: str = ""
     tests: tuple[float, ...] = ()
-    """By seed."""
+    """Test metrics by seed."""
     seeds_wanted: int = 0
     relative_test: float | None = None
-    """Geometric mean, over the seeds that both have, of the ratio to the baseline's."""
+    """Geometric mean of the ratio to the baseline's test metric, over the seeds that both have."""
     multiplier: Multiplier | None = None
     length: float = 1.0
     state: float | None = None
-    """Bytes per parameter."""
+    """Model state in bytes per parameter."""
     host: float | None = None
     relative_state: float | None = None
     relative_time: float | None = None
     arithmetic: float | None = None
     dollars: float | None = None
-    """Of a run, without its evaluations."""
+    """Price of a run, without its evaluations."""
     num_parameters: int | None = None
 
     @property
@@ -502,26 +503,26 @@ class Row:
 
 
 class Table:
-    """The rows of a study from results alone; points without any result are left out."""
+    """Builds the rows of a study from results; points without a result are left out."""
 
     def __init__(self, study: Study, lookup: Lookup, *, arithmetic: Callable[[Point], float | None],
                  step_ms: Callable[[Point], float | None]) -> None:  # fmt: skip
         self.study, self._lookup, self._arithmetic, self._step_ms = study, lookup, arithmetic, step_ms
         self.used: dict[tuple[Any, ...], Result] = {}
-        """Results that the table rests on."""
+        """The results that the table uses."""
         rows = [(point, self._row(point)) for point in points(study)]
         self.rows = [self._with_costs(point, row) for point, row in rows if row is not None]
 
     def _results(self, runs: Iterable[Run]) -> dict[int, Result]:
-        """By seed, those with a finite test metric."""
-        found = [result for result in map(self._lookup, runs) if result is not None]
-        self.used |= {result.key: result for result in found}
-        return {result.seed or 0: result for result in found if result.test is not None}
+        """Return the results with a finite test metric by seed."""
+        results = [result for result in map(self._lookup, runs) if result is not None]
+        self.used |= {result.key: result for result in results}
+        return {result.seed or 0: result for result in results if result.test is not None}
 
     def _row(self, point: Point) -> Row | None:
         study, method = self.study, point.method
         tried = grid(study, point, self._lookup)
-        self._results(tuner(study, point).run(lr, study.seeds[0]) for lr in tried.values)
+        self._results(tuning_point(study, point).run(lr, study.seeds[0]) for lr in tried.values)
         names = {"model": point.model.name, "data": point.data.name, "method": method.name}
         row = Row(**names, label=method.label or method.name, group=method.group, length=method.steps)
         lr = tried.best_so_far
@@ -530,9 +531,10 @@ class Table:
         if not ours:
             if lr is None and (tried.todo or not tried.values) or lr is not None and self._lookup(seeds[0]) is None:
                 return None
-            failed = [self._lookup(tuner(study, point).run(rate, study.seeds[0])) for rate in tried.values]
+            failed = [self._lookup(tuning_point(study, point).run(rate, study.seeds[0])) for rate in tried.values]
             failed += [self._lookup(seeds[0])] if lr is not None else []
-            return replace(row, failure=next((one.failure for one in failed if one and one.failure), "no finite loss"))
+            reasons = (result.failure for result in failed if result and result.failure)
+            return replace(row, failure=next(reasons, "no finite loss"))
         baseline = replace(point, method=study.method(study.baseline))
         base_lr = grid(study, baseline, self._lookup).best_so_far
         theirs = self._results(final_runs(study, baseline, base_lr)[0]) if base_lr is not None else {}
@@ -544,7 +546,7 @@ class Table:
             row,
             lr=lr,
             lr_note=note,
-            tests=tuple(one.test for one in ours.values() if one.test is not None),
+            tests=tuple(result.test for result in ours.values() if result.test is not None),
             seeds_wanted=len(study.seeds),
             relative_test=ratio(_tests(ours), _tests(theirs)),
             multiplier=self._multiplier(point, ours, budgets, theirs) if theirs else None,
@@ -557,25 +559,24 @@ class Table:
     def _multiplier(
         self, point: Point, ours: Mapping[int, Result], budgets: Sequence[Run], theirs: Mapping[int, Result]
     ) -> Multiplier | None:
-        """From runs of several lengths where there are any, else from the validation curves."""
+        """Return the multiplier from runs of several lengths if there are any, or else from the validation curves."""
         if point.method.name == self.study.baseline:
             return Multiplier(value=1.0)
-        found: list[tuple[float, float | None]] = []
+        ratios: list[tuple[float, float | None]] = []
         if point.method.budgets:
             target = _tests(theirs)
             lengths = {
                 budget: self._results(run for run in budgets if run.budget == budget) for budget in point.method.budgets
             }
             for budget, runs in sorted({**lengths, point.method.steps: dict(ours)}.items()):
-                found.append((budget, ratio(_tests(runs), target)))
+                ratios.append((budget, ratio(_tests(runs), target)))
         else:
-            target = {seed: one.validation for seed, one in theirs.items()}
-            curves = {seed: {**dict(one.curve), one.steps or 0: one.validation} for seed, one in ours.items()}
+            target = {seed: run.validation for seed, run in theirs.items()}
+            curves = {seed: {**dict(run.curve), run.steps or 0: run.validation} for seed, run in ours.items()}
             for step in sorted({step for curve in curves.values() for step in curve}):
-                found.append(
-                    (step / self.study.steps, ratio({seed: one.get(step) for seed, one in curves.items()}, target))
-                )
-        known = [(length, relative) for length, relative in found if relative is not None]
+                values = {seed: curve.get(step) for seed, curve in curves.items()}
+                ratios.append((step / self.study.steps, ratio(values, target)))
+        known = [(length, relative) for length, relative in ratios if relative is not None]
         return crossing(known, relation="=" if point.method.budgets else "<=") if known else None
 
     def _with_costs(self, point: Point, row: Row) -> Row:
@@ -590,7 +591,7 @@ class Table:
         )
 
     def markdown(self, *, timing: Result | None) -> str:
-        """The page of the study; `timing` is a timing line, for its commit."""
+        """Return the page of the study; `timing` is a timing line, for its commit."""
         study = self.study
         lines = [f"# {study.title or study.name}", "", f"`python studies/study.py studies/{study.name}.yaml`", ""]
         for (model, data), group in groupby(self.rows, key=lambda row: (row.model, row.data)):
@@ -606,7 +607,7 @@ class Table:
                 "",
             ]
         commits, cpus = (
-            {getattr(one, key) for one in self.used.values() if getattr(one, key)} for key in ("commit", "cpu")
+            {getattr(result, key) for result in self.used.values() if getattr(result, key)} for key in ("commit", "cpu")
         )
         rates = ", ".join(f"{rate:g}" for rate in study.learning_rates)
         others = " (some methods: others)" if any(method.learning_rates for method in study.methods) else ""
@@ -628,7 +629,7 @@ class Table:
 
 
 def _tests(results: Mapping[int, Result]) -> dict[int, float | None]:
-    return {seed: one.test for seed, one in results.items()}
+    return {seed: result.test for seed, result in results.items()}
 
 
 def _median(results: Mapping[int, Result], key: str) -> float | None:
@@ -641,28 +642,28 @@ def _over(value: float | None, base: float | None) -> float | None:
 
 
 def ratio(ours: Mapping[int, float | None], theirs: Mapping[int, float | None]) -> float | None:
-    """Geometric mean of ours / theirs over the seeds that both have; None without one."""
+    """Return the geometric mean of ours / theirs over the seeds that both have, or None."""
     pairs = [(value, theirs.get(seed)) for seed, value in ours.items()]
     logs = [math.log(max(a, SMALLEST) / max(b, SMALLEST)) for a, b in pairs if a is not None and b is not None]
     return math.exp(statistics.fmean(logs)) if logs else None
 
 
-def crossing(found: Sequence[tuple[float, float]], *, relation: str) -> Multiplier:
-    """Where the ratio to the baseline first falls to 1, interpolated in its logarithm.
+def crossing(points: Sequence[tuple[float, float]], *, relation: str) -> Multiplier:
+    """Return the length at which the ratio to the baseline first falls to 1, interpolated in its logarithm.
 
-    `found`: (length, ratio), ascending.
+    `points`: (length, ratio), ascending.
     """
-    if found[0][1] <= 1:
-        return Multiplier(value=found[0][0], relation="<" if found[0][1] < 1 else relation)
-    for (before, above), (after, below) in pairwise(found):
+    if points[0][1] <= 1:
+        return Multiplier(value=points[0][0], relation="<" if points[0][1] < 1 else relation)
+    for (before, above), (after, below) in pairwise(points):
         if below <= 1:
             share = math.log(above) / (math.log(above) - math.log(below))
             return Multiplier(value=before + share * (after - before), relation=relation)
-    return Multiplier(value=found[-1][0], relation=">")
+    return Multiplier(value=points[-1][0], relation=">")
 
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
-    """The Pareto frontier: rows with less test metric than every row of as little state, ascending by state."""
+    """Return the Pareto frontier, ascending by state: rows that no row with at most as much state beats."""
     best: list[Row] = []
     known = [row for row in rows if row.test is not None and row.state is not None]
     for row in sorted(known, key=lambda row: (row.state or 0, row.test or 0)):
@@ -672,7 +673,7 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 
 
 def table_lines(rows: Sequence[Row], *, metric: str) -> list[str]:
-    """Markdown, rows in the order given."""
+    """Return Markdown lines with one line per row."""
 
     def shown(value: Any, form: str = "") -> str:
         return "-" if value is None else format(value, form) if form else str(value)

@@ -1,10 +1,10 @@
-"""The table of docs/planner.md: models from 7B to 70B on one, two and four RTX 4090s.
+"""Print the table of docs/planner.md: models from 7B to 70B on one, two and four RTX 4090s.
 
     python studies/rtx4090.py [--model NAME] [--num-gpus N]
 
-Planned: what `tools/plan.py --task sft --bcd-frozen-weights host` plans with 64 sequences a step, and the cheapest
-layout of its --method offload. Measured by LLMQ's authors: full training in bf16 (arXiv 2512.15306). Nothing here ran
-on a GPU.
+Plans are those of `tools/plan.py --task sft --bcd-frozen-weights host` with 64 sequences per step, and the cheapest
+layout of its --method offload; nothing ran on a GPU. The last column was measured by LLMQ's authors: full training in
+bf16 (arXiv 2512.15306).
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ LLMQ = {
     ("Qwen2.5-14B", 4): 5260,
     ("Qwen2.5-32B", 4): 2205,
 }
-"""Tokens per second that LLMQ publishes for models of this size, by number of RTX 4090s."""
+"""Tokens per second that LLMQ publishes for models of this size, by model and number of RTX 4090s."""
 COLUMNS = (
     "model", "GPUs", "PP x DP", "blocks", "micro-batch, recomputation", "GiB of 23.6", "host GiB", "copies not hidden",
     "tokens/s, planned", "full training with offload, planned", "full training by LLMQ, measured by its authors",
 )  # fmt: skip
-"""Host memory is a rank's."""
+"""Column titles. Host memory is per rank."""
 
 
-def flags_of(model: str, num_gpus: int, *more: str) -> list[str]:
+def plan_flags(model: str, num_gpus: int, *more: str) -> list[str]:
     words = ["--task", "sft", "--models", MODELS, "--model", model, "--gpu", "rtx4090", "--num-gpus", str(num_gpus)]
     return [*words, "--global-batch-size", "64", *more]
 
 
-def planned(model: str, num_gpus: int) -> Estimate:
-    flags = flags_of(model, num_gpus, "--bcd-frozen-weights", "host")
+def plan_blocks(model: str, num_gpus: int) -> Estimate:
+    flags = plan_flags(model, num_gpus, "--bcd-frozen-weights", "host")
     return make_estimate(plan.recipe_of(plan.parse_arguments(flags)))
 
 
-def offloaded(model: str, num_gpus: int) -> Estimate | None:
-    """Full training with the optimizer on the host, in its cheapest layout."""
-    flags = flags_of(model, num_gpus, "--method", "offload", "--search")
+def plan_offload(model: str, num_gpus: int) -> Estimate | None:
+    """Plan full training with the optimizer on the host, in its cheapest layout."""
+    flags = plan_flags(model, num_gpus, "--method", "offload", "--search")
     return next(iter(search(plan.recipe_of(plan.parse_arguments(flags)))), None)
 
 
 def row(model: str, num_gpus: int) -> list[str]:
-    ours, offload, measured = planned(model, num_gpus), offloaded(model, num_gpus), LLMQ.get((model, num_gpus))
+    ours, offload, measured = plan_blocks(model, num_gpus), plan_offload(model, num_gpus), LLMQ.get((model, num_gpus))
     recipe = ours.recipe
     if not ours.fits:
         raise ValueError(f"{model} does not fit on {num_gpus}")
@@ -76,12 +76,12 @@ def row(model: str, num_gpus: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="this row of studies/rtx4090.csv alone")
+    parser.add_argument("--model", help="only this row of studies/rtx4090.csv")
     parser.add_argument("--num-gpus", type=int)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     lines = [COLUMNS, ["---"] * len(COLUMNS)]
-    for model in [given.model] if given.model else read_models(MODELS):
-        for num_gpus in [given.num_gpus] if given.num_gpus else (1, 2, 4):
+    for model in [arguments.model] if arguments.model else read_models(MODELS):
+        for num_gpus in [arguments.num_gpus] if arguments.num_gpus else (1, 2, 4):
             lines.append(row(model, num_gpus))
     print("\n".join(f"| {' | '.join(line)} |" for line in lines))
 

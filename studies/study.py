@@ -1,12 +1,12 @@
-"""Runs a study: models x methods x texts x seeds with tuned learning rates; then a table and two pictures.
+"""Run a study: models x methods x texts x seeds with tuned learning rates; then write a table and two pictures.
 
     python studies/study.py studies/gpt_10_minutes.yaml
     python studies/study.py studies/gpt_frontier_small.yaml --list
     python studies/study.py studies/gpt_frontier_small.yaml --max-minutes 60 --only 'full*,muon*'
 
-Every run is one training process. Its result is a line of the study's CSV file; a run that has a line is not repeated,
-and one that was killed resumes from its checkpoint. docs/learning.md explains study files and columns. Exit code 1 if a
-run failed.
+Every run is one training process, and adds a line to the study's CSV file. A run that has a line is not repeated; a
+killed run resumes from its checkpoint. docs/learning.md explains study files and columns. The exit code is 1 if a run
+failed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from _parser import Parser, command, cpu_model, run_main
+from _parser import Parser, check_positive, command, cpu_model, run_main
 from _processes import failure_reason
 from results import (
     ROOT,
@@ -48,7 +47,7 @@ from results import (
     Study,
     Table,
     fastest_step_ms,
-    filled_in,
+    fill_in,
     missing_runs,
     points,
     read_results,
@@ -62,18 +61,18 @@ from megatron.bcd.blocks.partition import partition_from_config
 PROG = "studies/study.py"
 PICTURES = ROOT / "docs" / "images"
 PATIENCE_SECONDS = 60.0
-"""What a run that is asked to stop gets to write a checkpoint."""
+"""Time that a run gets to write a checkpoint after it is asked to stop."""
 TIMING_STEPS, TIMING_STEPS_PER_BLOCK = 60, 4
-"""Each of up to 15 blocks has its turn within a timing run."""
+"""With these values a timing run visits up to 15 blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Commands:
-    """Command and folder of every run."""
+    """Builds the command and the folder of every run."""
 
     study: Study
     texts: Mapping[str, tuple[Path, str]]
-    """By name of the data: prefix for --data-path, and the hash of the text."""
+    """The prefix for --data-path and the hash of the text, by name of the data."""
     data_folder: Path
     folder: Path
 
@@ -81,12 +80,12 @@ class Commands:
         return max(1, round(self.study.steps * run.budget))
 
     def words(self, run: Run, *, data_folder: str = "DATA") -> list[str]:
-        """Program and flags, without what depends on the machine."""
+        """Return program and flags, without the parts that depend on the machine."""
         point = run.point
         values = {"lr": run.lr, "steps": self.steps(run), "seed": run.seed, "data": data_folder}
         words = shlex.split(point.method.program or point.model.program or self.study.program)
         for entry in (self.study, point.model, point.data, point.method):
-            words += filled_in(entry.flags, values, where=entry.name)
+            words += fill_in(entry.flags, values, where=entry.name)
         return [*words, "--lr", f"{run.lr:g}", "--seed", str(run.seed)]
 
     def shown(self, run: Run) -> str:
@@ -96,19 +95,19 @@ class Commands:
         return self.texts[run.point.data.name][1] if run.point.data.name in self.texts else ""
 
     def run_folder(self, run: Run) -> Path:
-        """A readable name, and a hash of all that determines the outcome but the code's version."""
+        """Return a folder with a readable name and a hash of all that determines the outcome, except the code."""
         digest = hashlib.sha256(f"{self.shown(run)} {self.sha256(run)}".encode()).hexdigest()[:10]
         return self.folder / "{}-{}-{}-lr{:g}-seed{}-x{:g}-{}".format(*run.key, digest)
 
     def start(self, run: Run, metrics_file: Path) -> list[str]:
-        """What is started, in the project's root; nothing is saved."""
+        """Return the command that trains without saving, to be run in the project's root."""
         text = self.texts.get(run.point.data.name)
         paths = [*(["--data-path", str(text[0])] if text else []), "--metrics-file", str(metrics_file)]
         return [sys.executable, *self.words(run, data_folder=str(self.data_folder)), *paths]
 
     def checkpoint(self, run: Run) -> list[str]:
         values = {"steps": self.steps(run), "folder": str(self.run_folder(run) / "checkpoint")}
-        return filled_in(self.study.checkpoint_flags, values, where="checkpoint_flags")
+        return fill_in(self.study.checkpoint_flags, values, where="checkpoint_flags")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -116,7 +115,7 @@ class Commands:
 
 
 def prepare_texts(study: Study, *, data_folder: Path, folder: Path) -> dict[str, tuple[Path, str]]:
-    """The study's texts, tokenized into `folder` where they are not there yet. Raises ValueError for a missing one."""
+    """Tokenize the study's texts into `folder` unless that is done. Raises ValueError for a missing text."""
     folder.mkdir(parents=True, exist_ok=True)
     prepared = {}
     for name, text in ((data.name, data.text) for data in study.data if data.text is not None):
@@ -142,7 +141,7 @@ def _call(*words: str, about: str) -> None:
 
 
 class Runner:
-    """Runs what a study needs, side by side, and leaves no process behind."""
+    """Runs what a study needs in parallel, and leaves no process behind."""
 
     def __init__(self, commands: Commands, results_file: Path, *, only: str = "*") -> None:
         self.commands, self.study, self.only = commands, commands.study, only
@@ -151,7 +150,7 @@ class Runner:
         self._running: dict[Run, tuple[subprocess.Popen[bytes], float]] = {}
 
     def lookup(self, run: Run) -> Result | None:
-        """A result counts if its command and its text are today's."""
+        """Return the result of a run if its command and its text are unchanged."""
         result = self.results.get(run.key)
         if result is None or result.failure:
             return result
@@ -161,34 +160,26 @@ class Runner:
     @property
     def timing(self) -> Result | None:
         """One of the timing lines."""
-        return next((one for one in self.results.values() if one.rounds), None)
+        return next((result for result in self.results.values() if result.rounds), None)
 
     def step_ms(self, point: Point) -> float | None:
-        """Of the timing lines; texts make no difference."""
-        found = (
-            one
-            for one in self.results.values()
-            if one.rounds and (one.model, one.method) == (point.model.name, point.method.name)
-        )
-        return next((one.step_ms for one in found), None)  # fmt: skip
+        """Return the step time of a timing line, which does not depend on the text."""
+        names = (point.model.name, point.method.name)
+        timings = (result for result in self.results.values() if result.rounds)
+        return next((timing.step_ms for timing in timings if (timing.model, timing.method) == names), None)
 
     def todo(self) -> tuple[list[Run], float]:
-        """What could be started now, and about how many minutes are left for all."""
+        """Return the runs that can start now, and estimate the minutes until all are done."""
         todo, waiting = missing_runs(self.study, self.lookup, self.only)
-        done = [one for one in self.results.values() if one.minutes and one.steps]
-        per_step = (
-            sum(one.minutes or 0 for one in done) / sum(one.steps or 0 for one in done)
-            if done
-            else self.study.minutes / self.study.steps
-        )
+        done = [result for result in self.results.values() if result.minutes and result.steps]
+        per_step = self.study.minutes / self.study.steps
+        if done:
+            per_step = sum(result.minutes or 0 for result in done) / sum(result.steps or 0 for result in done)
         minutes = per_step * (sum(map(self.commands.steps, todo)) + self.study.steps * waiting) / self.study.jobs
         return [run for run in todo if run not in self._running], minutes
 
     def run(self, *, max_minutes: float | None, finished: Callable[[], Any] = lambda: None) -> None:
-        """Until nothing is left to start; after `max_minutes` only what runs is waited for.
-
-        `finished` is called after each run.
-        """
+        """Run the study and return the exit code. Raises ValueError for a user's mistake."""
         begin = time.monotonic()
         try:
             while True:
@@ -209,11 +200,11 @@ class Runner:
         folder = self.commands.run_folder(run)
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "log", "ab") as log:
-            try:  # the process inherits the lock: a run of a study that was killed outright may still be there
+            try:  # the process inherits the lock: a run may have outlived its killed study
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ValueError(f"{folder}: in use by a run of a killed study; wait for it, or end it") from None
-            if not any((folder / "checkpoint").glob("[!.]*")):  # it starts anew, perhaps in another version
+                raise ValueError(f"{folder}: in use by a run of a killed study. Wait for it, or end it.") from None
+            if not any((folder / "checkpoint").glob("[!.]*")):  # no resumption, perhaps another version: start afresh
                 (folder / "metrics.jsonl").unlink(missing_ok=True)
             process = subprocess.Popen(
                 [*self.commands.start(run, folder / "metrics.jsonl"), *self.commands.checkpoint(run)],
@@ -222,7 +213,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # an interrupt at the terminal is for this program, which then stops the runs
+                start_new_session=True,  # Ctrl-C must reach this program only, which then stops the runs
             )
         self._running[run] = process, time.monotonic()
         tell(f"start {run}")
@@ -247,17 +238,17 @@ class Runner:
         except (OSError, ValueError) as error:
             self.results[run.key] = Result(**about, failure=" ".join(str(error).split()))
         result = self.results[run.key]
-        said = f"failed: {result.failure}" if result.failure else f"test {result.test}, {minutes:.1f} min"
-        tell(f"done  {run}: {said}; about {self.todo()[1]:.0f} min left")
+        outcome = f"failed: {result.failure}" if result.failure else f"test {result.test}, {minutes:.1f} min"
+        tell(f"done  {run}: {outcome}; about {self.todo()[1]:.0f} min left")
 
     def _add(self, result: Result) -> None:
-        """Another process may have written to the file since."""
-        kept = {one.key: one for one in read_results(self._file)} | {result.key: result}
-        write_results(self._file, kept.values())
+        """Add a result to the file, which another process may have changed."""
+        stored = {other.key: other for other in read_results(self._file)} | {result.key: result}
+        write_results(self._file, stored.values())
         self.results[result.key] = result
 
     def take_times(self, rounds: int) -> None:
-        """Time every method in turn, one process at a time, `rounds` times: other work slows all of them alike."""
+        """Time every method in turn, one process at a time, `rounds` times, so that other work slows all alike."""
         first = self.study.data[0].name
         todo = [point for point in points(self.study, self.only) if point.data.name == first]
         taken: dict[Point, list[float]] = {point: [] for point in todo}
@@ -294,7 +285,7 @@ class Runner:
         return fastest_step_ms([line for line in lines if "step_time_ms" in line])
 
     def _stop_all(self) -> None:
-        """Ask what still runs to stop, which then writes a checkpoint, and kill what does not."""
+        """Ask the runs to stop, which makes them write a checkpoint, and kill those that do not."""
         for process, _ in self._running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -319,18 +310,18 @@ def commit() -> str:
 
 
 def step_arithmetic(commands: Commands, point: Point) -> float | None:
-    """Forward passes, input and weight gradients of the layers, over those of full training; None for a program that
-    the planner does not know, or flags that it refuses."""
+    """Return the arithmetic of a step relative to full training: forward passes, input and weight gradients of the
+    layers. Returns None for a program that the planner does not know, or flags that it rejects."""
     if point.method.arithmetic_as is not None:
         point = replace(point, method=commands.study.method(point.method.arithmetic_as))
     program, *flags = commands.words(point.run(1e-3, 1))
     form = {"pretrain_gpt_bcd.py": "gpt", "pretrain_llama_bcd.py": "llama"}.get(PurePath(program).name)
-    return arithmetic_of_flags(form, flags) if form else None
+    return flags_arithmetic(form, flags) if form else None
 
 
-def arithmetic_of_flags(form: str, flags: Sequence[str]) -> float | None:
-    """The same, of a training script's flags: mean over the blocks of one process, as in planner.cost, and
-    orthogonalisation."""
+def flags_arithmetic(form: str, flags: Sequence[str]) -> float | None:
+    """Return the same for a training script's flags: the mean over the blocks of one process, as in planner.cost,
+    including orthogonalisation."""
     from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config  # imports torch
 
     try:
@@ -349,16 +340,15 @@ def arithmetic_of_flags(form: str, flags: Sequence[str]) -> float | None:
 
 
 def _newton_schulz(config: Any) -> float:
-    """Newton-Schulz steps for one layer's matrices, over a forward pass of the layer for one iteration's tokens.
+    """Return the cost of Newton-Schulz for one layer's matrices, relative to a forward pass of the layer for one
+    iteration's tokens.
 
     A step multiplies m x n matrices (m <= n) in 4 m^2 n + 2 m^3 operations, a forward pass takes 2 m n per token.
     """
-    of = SimpleNamespace(
-        **{"ffn_hidden_size": None, "kv_channels": None, "num_query_groups": None} | config.transformer
-    )
-    hidden, heads = config.hidden_size, int(of.num_attention_heads)
-    ffn, head_size = int(of.ffn_hidden_size or 4 * hidden), int(of.kv_channels or hidden // heads)
-    query, key = heads * head_size, int(of.num_query_groups or heads) * head_size
+    sizes = config.transformer
+    hidden, heads = config.hidden_size, int(sizes["num_attention_heads"])
+    ffn, head_size = int(sizes.get("ffn_hidden_size") or 4 * hidden), int(sizes.get("kv_channels") or hidden // heads)
+    query, key = heads * head_size, int(sizes.get("num_query_groups") or heads) * head_size
     attention = [(query, hidden), (key, hidden), (key, hidden)]
     if not config.optimizer.muon_split_qkv:
         attention = [(query + 2 * key, hidden)]
@@ -370,48 +360,34 @@ def _newton_schulz(config: Any) -> float:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Raises ValueError for a flag that is unknown or no number."""
+    """Return the parsed flags. Raises ValueError for a bad one."""
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("study", metavar="STUDY.yaml")
     add("--results", type=Path, metavar="FILE", help="CSV file of results (default: beside the study file)")
-    add(
-        "--output",
-        type=Path,
-        default=Path("out", "studies"),
-        metavar="FOLDER",
-        help="of the runs (default: out/studies)",
-    )
-    add(
-        "--data",
-        type=Path,
-        default=Path(os.environ.get("STUDY_DATA") or ROOT.parent / "shared" / "data"),
-        metavar="FOLDER",
-        help="holds wikitext-2/train.txt and others (default: $STUDY_DATA, else ../shared/data)",
-    )
-    add("--only", default="*", metavar="GLOB", help="methods to run, with commas")
-    add("--jobs", type=int, metavar="N", help="runs side by side (default: the study's)")
-    add("--max-minutes", type=float, metavar="X", help="start no run after this time; what runs is waited for")
-    add("--list", action="store_true", help="print what is to be run, and end")
-    add("--redraw", action="store_true", help="run nothing: table and pictures of the results that there are")
-    add("--step-times", type=int, metavar="N", help="run nothing else: time every method in turn, N times")
+    add("--output", type=Path, default=Path("out", "studies"), metavar="FOLDER",
+        help="folder of the runs (default: out/studies)")  # fmt: skip
+    add("--data", type=Path, default=Path(os.environ.get("STUDY_DATA") or ROOT.parent / "shared" / "data"),
+        metavar="FOLDER", help="folder with wikitext-2/train.txt and others (default: $STUDY_DATA, or else "
+        "../shared/data)")  # fmt: skip
+    add("--only", default="*", metavar="GLOB,...", help="methods to run (default: all)")
+    add("--jobs", type=int, metavar="N", help="parallel runs (default: the study's)")
+    add("--max-minutes", type=float, metavar="X", help="start no run after this time, but wait for the current ones")
+    add("--list", action="store_true", help="print the runs that are missing, and exit")
+    add("--redraw", action="store_true", help="run nothing: write table and pictures from the existing results")
+    add("--step-times", type=int, metavar="N", help="only time every method in turn, N times")
     return parser.parse_args(argv)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """All of it; the exit code. Raises ValueError for a user's mistake."""
     study = read_study(arguments.study)
-    for name in ("jobs", "step_times"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    check_positive(arguments, "jobs", "step_times")
     study = replace(study, jobs=arguments.jobs or study.jobs)
     for pattern in arguments.only.split(","):
         if not fnmatch.filter([method.name for method in study.methods], pattern.strip()):
             names = ", ".join(method.name for method in study.methods)
-            raise ValueError(
-                f"--only {arguments.only}: {pattern.strip() or 'an empty name'} matches no method; there are {names}"
-            )
+            raise ValueError(f"--only {arguments.only}: {pattern.strip() or 'an empty name'} matches none of {names}")
     results_file = arguments.results or Path(arguments.study).with_suffix(".csv")
     folder = (arguments.output / study.name).resolve()
     for flag, place in (("--output", folder), ("--results", results_file.parent)):
@@ -434,7 +410,7 @@ def run(arguments: argparse.Namespace) -> int:
     text = table.markdown(timing=runner.timing)
     results_file.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
-    from figures import draw  # matplotlib takes a second to import
+    from figures import draw  # matplotlib is slow to import
 
     is_published = results_file.resolve().parent == ROOT / "studies"
     for path in draw(study, [row for row in table.rows if row.test is not None], PICTURES if is_published else folder):
@@ -443,12 +419,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_folder(path: Path, *, flag: str) -> None:
-    """Raises ValueError where nothing can be written."""
+    """Create the folder. Raises ValueError if it cannot be written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise ValueError(f"{flag}: {error.strerror}: {path}; give a folder that can be written") from None
+        raise ValueError(f"{flag} {path}: {error.strerror}. Give a folder that can be written.") from None
 
 
 @command(PROG)

@@ -1,10 +1,10 @@
-"""Trains a ResNet on CIFAR, in full or in blocks: table 2 of the paper (arXiv 2506.12037) in plain PyTorch.
+"""Train a ResNet on CIFAR, in full or in blocks: table 2 of the paper (arXiv 2506.12037) in plain PyTorch.
 
     python studies/train_resnet.py --model resnet8 --dataset cifar10 --data cifar-10-batches-py --optimizer sgd \\
         --lr 0.1 --epochs 10 --bcd-num-blocks 3 --bcd-steps-per-block 100 --metrics-file out/resnet8.jsonl
 
---bcd-num-blocks 1 is full training. Learning rate: up over --lr-warmup-iters, then a cosine down to 0. The model of the
-last step is evaluated on the test split. docs/pytorch.md has the commands for the paper's models and lengths.
+--bcd-num-blocks 1 is full training. The learning rate rises over --lr-warmup-iters and then falls to 0 by a cosine. The
+model of the last step is evaluated on the test split. docs/pytorch.md has the commands for the paper's models.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _EVALUATION_BATCH = 500
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Raises ValueError for a flag that is unknown or out of its range."""
+    """Return the parsed flags. Raises ValueError for a bad one."""
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--model", required=True, choices=MODELS)
@@ -45,13 +45,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--data", required=True, metavar="FOLDER", help="holds data_batch_1 ... and test_batch, or train and test")
     add("--optimizer", required=True, choices=("sgd", "adam"), help="sgd with --sgd-momentum, or AdamW")
     add("--lr", required=True, type=float)
-    add(
-        "--lr-multiplier",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="of --lr: for several optimizers on one grid of rates",
-    )
+    add("--lr-multiplier", type=float, default=1.0, metavar="X", help="factor of --lr, so that several optimizers can "
+        "share one grid of rates")  # fmt: skip
     add("--weight-decay", type=float, default=5e-4)
     add("--sgd-momentum", type=float, default=0.9)
     length = parser.add_mutually_exclusive_group(required=True)
@@ -60,25 +55,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--global-batch-size", type=int, default=128)
     add("--lr-warmup-iters", type=int, default=0, metavar="STEPS")
     add("--num-train", type=int, metavar="N", help="use the first N training images after the validation split's")
-    add("--num-validation", type=int, default=0, metavar="N", help="training images kept for validation (default: 0)")
+    add("--num-validation", type=int, default=0, metavar="N", help="training images used for validation (default: 0)")
     add("--shrink", type=int, default=1, choices=(1, 2, 4), help="average squares of this side: 2 gives 16 x 16 pixels")
     add("--no-augment", action="store_true", help="no random shifts and mirrors of training images")
     add("--seed", type=int, default=1234)
     add("--log-interval", type=int, default=10, metavar="STEPS")
-    add("--eval-interval", type=int, metavar="STEPS", help="of the validation split (default: at the end only)")
+    add("--eval-interval", type=int, metavar="STEPS", help="steps between validations (default: only at the end)")
     add("--metrics-file", metavar="FILE")
     _add_bcd_flags(parser)
     arguments = parser.parse_args(argv)
-    for name in (
-        "lr",
-        "lr_multiplier",
-        "epochs",
-        "train_iters",
-        "global_batch_size",
-        "log_interval",
-        "eval_interval",
-        "num_train",
-    ):
+    positive = "lr lr_multiplier epochs train_iters global_batch_size log_interval eval_interval num_train"
+    for name in positive.split():
         value = getattr(arguments, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be more than 0")
@@ -86,26 +73,23 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _add_bcd_flags(parser: argparse.ArgumentParser) -> None:
-    """Of block coordinate descent: names as for pretraining."""
+    """Add the flags of block coordinate descent, named as for pretraining."""
     add = parser.add_argument
     add("--bcd-num-blocks", type=int, default=3, help="1 is full training, 0 has no block (default: 3)")
     add("--bcd-steps-per-block", type=int, default=100)
     add("--bcd-layout", default="contiguous", choices=CHOICES["layout"], help="(default: contiguous)")
     add("--bcd-order", default="ascending", choices=CHOICES["order"])
     add("--bcd-optimizer-state", default="reset", choices=CHOICES["keep_state"])
-    add(
-        "--bcd-always-active",
-        metavar="PARTS",
-        help="none, or norms, biases, head, with commas (default: none; with --bcd-inactive-update all of them)",
-    )
+    add("--bcd-always-active", metavar="PARTS", help="none, or any of norms,biases,head (default: none; with "
+        "--bcd-inactive-update all of them)")  # fmt: skip
     add("--bcd-inactive-update", "--bcd-resting-update", default="none", choices=CHOICES["inactive_update"])
     add("--bcd-inactive-lr-ratio", "--bcd-resting-lr-ratio", type=float, default=0.2)
 
 
 def build_optimizer(arguments: argparse.Namespace, model: Any) -> BlockCoordinate:
-    """Raises ValueError where flags do not fit the model."""
+    """Build the optimizer. Raises ValueError if flags do not fit the model."""
 
-    def wrapped(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def build_inner(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         settings = {"lr": arguments.lr * arguments.lr_multiplier, "weight_decay": arguments.weight_decay}
         if arguments.optimizer == "adam":
             return torch.optim.AdamW(parameters, **settings)
@@ -115,7 +99,7 @@ def build_optimizer(arguments: argparse.Namespace, model: Any) -> BlockCoordinat
     always_active = None if parts is None else [] if parts == "none" else parts.split(",")
     return BlockCoordinate(
         model,
-        wrapped,
+        build_inner,
         layers=residual_blocks(model),
         num_blocks=arguments.bcd_num_blocks,
         steps_per_block=arguments.bcd_steps_per_block,
@@ -130,7 +114,7 @@ def build_optimizer(arguments: argparse.Namespace, model: Any) -> BlockCoordinat
 
 
 def learning_rate_factor(step: int, *, warmup: int, total: int) -> float:
-    """Factor of --lr in the step after `step` others."""
+    """Return the factor of --lr in the step after `step` others."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
@@ -138,29 +122,27 @@ def learning_rate_factor(step: int, *, warmup: int, total: int) -> float:
 
 @torch.no_grad()
 def evaluate(model: Any, images: Images, scale: Scale) -> tuple[float, float]:
-    """Mean loss, and accuracy from 0 to 1, of all images."""
+    """Return the mean loss and the accuracy (0 to 1) over all images."""
     model.eval()
-    loss, right = 0.0, 0
+    loss, num_correct = 0.0, 0
     for start in range(0, len(images), _EVALUATION_BATCH):
         part = images.slice(start, start + _EVALUATION_BATCH)
         logits = model(scale(part.pixels_NCHW)).logits
         loss += torch.nn.functional.cross_entropy(logits, part.labels_N, reduction="sum").item()
-        right += int((logits.argmax(dim=1) == part.labels_N).sum())
+        num_correct += int((logits.argmax(dim=1) == part.labels_N).sum())
     model.train()
-    return loss / len(images), right / len(images)
+    return loss / len(images), num_correct / len(images)
 
 
 class Training:
-    """Model, optimizer and images of one run, all on the device."""
+    """The model, optimizer and images of one run, all on the device."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        on = device.current()
-        images, self.test = (_on(on, read_split(arguments.data, arguments.dataset, name)) for name in ("train", "test"))
-        held_out, stop = (
-            arguments.num_validation,
-            arguments.num_train and arguments.num_validation + arguments.num_train,
-        )
+        place, folder = device.current(), arguments.data
+        images, self.test = (_move(read_split(folder, arguments.dataset, name), place) for name in ("train", "test"))
+        held_out, stop = arguments.num_validation, arguments.num_train
+        stop = stop and held_out + stop
         self.validation, self.train = images.slice(0, held_out), images.slice(held_out, stop)
         if held_out < 0 or len(self.train) < arguments.global_batch_size:
             raise ValueError(
@@ -171,7 +153,7 @@ class Training:
         steps_per_epoch = len(self.train) // arguments.global_batch_size
         self.train_iters = arguments.train_iters or arguments.epochs * steps_per_epoch
         torch.manual_seed(arguments.seed)
-        self.model = build_resnet(arguments.model, NUM_CLASSES[arguments.dataset]).to(on)
+        self.model = build_resnet(arguments.model, NUM_CLASSES[arguments.dataset]).to(place)
         self.optimizer = build_optimizer(arguments, self.model)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer,
@@ -208,7 +190,7 @@ class Training:
         self._evaluate(reporter, self.train_iters, "test", self.test, is_final=True)
 
     def _step(self, pixels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The loss, and the bytes of all gradients at their most, which is after the backward pass."""
+        """Take a step. Return the loss, and the bytes of all gradients at their peak, after the backward pass."""
         self.optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(self.model(pixels).logits, labels)
         loss.backward()
@@ -261,8 +243,8 @@ class Training:
         )
 
 
-def _on(where: torch.device, images: Images) -> Images:
-    return Images(pixels_NCHW=images.pixels_NCHW.to(where), labels_N=images.labels_N.to(where))
+def _move(images: Images, place: torch.device) -> Images:
+    return Images(pixels_NCHW=images.pixels_NCHW.to(place), labels_N=images.labels_N.to(place))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -184,7 +184,7 @@ class SelfTest:
     _runs: dict[Any, Run] = field(default_factory=dict)
 
     def checks(self) -> Iterator[Check]:
-        """Yield the result of each part as soon as it is known. Stops if the initial weights cannot be written."""
+        """Yield each part's result when it is known. Stops if the initial weights cannot be written."""
         try:
             self.runner.prepare()
         except CannotRun as error:

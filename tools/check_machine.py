@@ -181,7 +181,7 @@ def check_torch(probed: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def check_gpus(gpus: list[Mapping[str, Any]], cores: int) -> Iterator[Check]:
-    """Check the number of CPU cores, and that all GPUs are of one kind."""
+    """Check the number of CPU cores, and that all GPUs are the same model."""
     if cores < len(gpus):
         yield failed("cores", f"{cores} for {len(gpus)} processes", remedy="provide one core per process")
     else:
@@ -422,7 +422,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def checks(arguments: argparse.Namespace, folder: Path) -> Iterator[Check]:
-    """Yield the result of every part as soon as it is known."""
+    """Yield each part's result when it is known."""
     missing: list[str] = []
     for check in _check_installation(folder, probed := {}):
         if check.verdict == FAIL and (check.part in NEEDED or check.part.startswith("package ")):

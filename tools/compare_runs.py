@@ -51,7 +51,7 @@ COMMON = (
     "--log-interval 1 --metrics-file {folder}/metrics.jsonl --save {folder}/checkpoints "
     "--distributed-timeout-minutes 5 --cpu-kernels megatron"
 )
-"""Flags of every start; a configuration's flags follow and override them. Older versions have CPU kernels of their own
+"""Flags of every start; a configuration's flags follow and override them. Older versions have separate CPU kernels, own
 design, which --cpu-kernels turns off; now it has no effect."""
 DATA = "--tokenizer-type ByteLevelTokenizer --data-path {data} --split 80,10,10"
 IGNORED_FIELDS = frozenset(
@@ -87,7 +87,7 @@ Configurations = dict[str, list[Start]]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What both sides share."""
+    """The two checkouts, the output folder and the stop signal of a comparison."""
 
     checkouts: dict[str, Path]
     output: Path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fine_tuning import Row, Trained, row_of
+from fine_tuning import Row, Trained, build_row
 
 
 def run(*losses: float, seed: int = 1, step_ms: float = 10.0, state: int = 2**20) -> Trained:
@@ -14,7 +14,7 @@ def run(*losses: float, seed: int = 1, step_ms: float = 10.0, state: int = 2**20
 
 def row(*runs: Trained, full: Trained | None = None) -> Row:
     known = {} if full is None else {full.seed: full}
-    return row_of(runs, known, tokens=100, method="m", label="M", lr=1e-3, rates=((1e-3, 2.0), (1e-2, None)))
+    return build_row(runs, known, tokens=100, method="m", label="M", lr=1e-3, rates=((1e-3, 2.0), (1e-2, None)))
 
 
 def test_cost_is_time_to_the_best_of_full_training() -> None:

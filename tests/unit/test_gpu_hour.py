@@ -115,7 +115,7 @@ def test_full_adam_gets_a_third_rate_beyond_its_better_one(setting: Setting) -> 
 def test_deciding_methods_get_more_seeds_at_their_best_rate(setting: Setting) -> None:
     """One seed would decide the preset."""
     table, full = {"full_adam": (1e-4, 2e-4), "six_blocks": (1e-4,)}, replace(setting, is_tiny=False)
-    names = lambda results: [job.name for job in gpu_hour_jobs.jobs_of_task(full, results, "", table)]  # noqa: E731
+    names = lambda results: [job.name for job in gpu_hour_jobs.task_jobs(full, results, "", table)]  # noqa: E731
     assert "full_adam-0.0002-seed2" not in names({})
     results = {f"full_adam-{lr:g}-seed1": record_of("x", loss) for lr, loss in ((1e-4, 3.0), (2e-4, 2.0))}
     assert {"full_adam-0.0002-seed2", "full_adam-0.0002-seed3"} <= set(names(results))
@@ -134,7 +134,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for part, records in (("learning", learning), ("fine_tuning", tuned)):
         (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     results = {part: list(gpu_hour.read_results(tmp_path, part).values()) for part in gpu_hour_jobs.PARTS}
-    text = "\n".join(gpu_hour_report.lines_of(results))
+    text = "\n".join(gpu_hour_report.page_lines(results))
     assert "| `paper` | 0.001 | 10 | 0.1 | 4.000 | 100,000 | 1.00 | 2.0 |" in text
     assert "| full Adam | 0.0001 | 2 | 2.100 ± 0.141 | 1.000 | 2.500 | 1,024 |" in text
-    assert [label for label, *_ in gpu_hour_report.curves_of(learning)] == ["paper, 0.001", "pretrain, 0.001"]
+    assert [label for label, *_ in gpu_hour_report.best_curves(learning)] == ["paper, 0.001", "pretrain, 0.001"]

@@ -11,7 +11,7 @@ import results
 import study as tool
 import yaml
 from results import Lookup, Multiplier, Result, Row, Run, Study, Table, points, read_results, read_study, summarise
-from study import Commands, Runner, arithmetic_of_flags
+from study import Commands, Runner, flags_arithmetic
 
 PROGRAM = """
 import argparse, json, pathlib
@@ -208,7 +208,7 @@ def test_arithmetic(flags: str, expected: float | None) -> None:
     """Weight gradients of inactive layers, or orthogonalisation, that count nothing; a refused method that has some."""
     shape = "--num-layers 6 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
     batch = "--micro-batch-size 2 --global-batch-size 4 --train-iters 1 --lr 1e-3 --tokenizer-type ByteLevelTokenizer"
-    found = arithmetic_of_flags("gpt", f"{shape} {batch} {flags}".split())
+    found = flags_arithmetic("gpt", f"{shape} {batch} {flags}".split())
     assert found == pytest.approx(expected) if expected is not None else found is None
 
 
