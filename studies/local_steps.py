@@ -5,7 +5,7 @@
 Every worker is a separate `Trainer` with 1/K of the batch; worker k reads the samples that data-parallel rank k of K
 would. After every --interval steps the workers' changes are averaged, the outer optimizer (DiLoCo, arXiv 2311.08105)
 steps the common weights, and all workers continue from them. --workers 1 --interval 0 is synchronous training. Each run
-adds a line to --csv; a run that has a line is not repeated. docs/replica_groups.md has the results.
+adds a line to --csv; a run that has a line is not repeated. studies/local_steps.md has the results.
 """
 
 from __future__ import annotations

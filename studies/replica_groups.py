@@ -1,4 +1,4 @@
-"""Print the table of docs/replica_groups.md: tokens per second of synchronous runs and replica groups on slow links.
+"""Print the table of studies/replica_groups.md: tokens per second of synchronous runs and replica groups on slow links.
 
     python studies/replica_groups.py [--model NAME] [--preset paper] [--outer-interval 25]
 

@@ -1,4 +1,4 @@
-"""Print the table of docs/planner.md: models from 7B to 70B on one, two and four RTX 4090s.
+"""Print the table of studies/rtx4090.md: models from 7B to 70B on one, two and four RTX 4090s.
 
     python studies/rtx4090.py [--model NAME] [--num-gpus N]
 

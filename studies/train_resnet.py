@@ -4,7 +4,7 @@
         --lr 0.1 --epochs 10 --bcd-num-blocks 3 --bcd-steps-per-block 100 --metrics-file out/resnet8.jsonl
 
 --bcd-num-blocks 1 is full training. The learning rate rises over --lr-warmup-iters and then falls to 0 by a cosine. The
-model of the last step is evaluated on the test split. docs/pytorch.md has the commands for the paper's models.
+model of the last step is evaluated on the test split. studies/resnet_paper.md has the commands for the paper's models.
 """
 
 from __future__ import annotations
