@@ -19,7 +19,7 @@ def main() -> None:
 
         with exit_on_error(ValueError, prog=PROG):
             command = read_command_line(prog=PROG, defaults=FAMILY_DEFAULTS["llama"])
-        # not before the flags have been checked, and not in a dry run
+        # imported after the flags are checked, and not in a dry run
         from megatron.bcd.model.builder import build_model
         from megatron.bcd.training.pretrain import pretrain
 

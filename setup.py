@@ -1,6 +1,6 @@
-"""Installs ``megatron.bcd`` next to the ``megatron.core`` of the megatron-core wheel.
+"""Install ``megatron.bcd`` next to the ``megatron.core`` of the megatron-core wheel.
 
-``megatron`` is a namespace that the two share, so this package must never contain ``megatron/__init__.py``.
+``megatron`` is a namespace that both share, so this package must not contain ``megatron/__init__.py``.
 """
 
 import re
@@ -12,11 +12,11 @@ ROOT = Path(__file__).parent
 
 
 def version() -> str:
-    """The ``__version__`` of ``megatron/bcd/__init__.py``, without importing it."""
+    """Return the ``__version__`` of ``megatron/bcd/__init__.py`` without importing it."""
     text = (ROOT / "megatron" / "bcd" / "__init__.py").read_text(encoding="utf-8")
-    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
-    assert found, "megatron/bcd/__init__.py has no __version__ line"
-    return found[1]
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    assert match, "megatron/bcd/__init__.py has no __version__ line"
+    return match[1]
 
 
 def long_description() -> str:
@@ -35,8 +35,8 @@ setup(
     packages=find_namespace_packages(include=["megatron.bcd", "megatron.bcd.*"]),
     package_data={"megatron.bcd.arguments": ["megatron_flag_names.txt"]},
     python_requires=">=3.11",
-    # requirements.txt pins what was tested. Upper bounds: the patches in megatron/bcd/runtime are for one minor release
-    # of Megatron Core, and were run with torch 2.13.
+    # requirements.txt pins the tested versions. The upper bounds exist because the patches in megatron/bcd/runtime are
+    # for one minor release of Megatron Core, tested with torch up to 2.13.
     install_requires=[
         "filelock>=4.2",
         "jinja2>=3.1",

@@ -7,7 +7,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# What Megatron Core and PyTorch say at every start and no user can act on; here it is in time for any import order.
+# Filter messages that appear at every start and that no user can act on. Here they are filtered for any import order.
 for _message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
@@ -34,7 +34,7 @@ _PUBLIC = {
     "parse_run_config": "megatron.bcd.arguments",
     "pretrain": "megatron.bcd.training.pretrain",
 }
-"""docs/library.md: name to module, imported when it is asked for, because planning needs no torch."""
+"""The public API by module (docs/library.md). Imported on demand, because planning needs no torch."""
 
 __all__ = ["BlockCoordinate", "FAMILY_DEFAULTS", "RunConfig", "build_model", "parse_run_config", "pretrain"]
 

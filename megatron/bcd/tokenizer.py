@@ -1,11 +1,11 @@
-"""Tokenizers: text to token ids, under Megatron's --tokenizer-type names. Pure.
+"""Tokenizers: convert text to token ids, under Megatron's --tokenizer-type names. Pure.
 
-Ids equal those of stock Megatron-LM core_v0.16.1 without --legacy-tokenizer. ByteLevelTokenizer is not in stock. One
-deliberate difference: GPT2BPETokenizer reads a literal "<|endoftext|>" in the text as ordinary text, as OpenAI's
-encoder and the legacy tokenizer do, so that a document cannot forge a document boundary.
+Ids equal those of stock Megatron-LM core_v0.16.1 without --legacy-tokenizer. ByteLevelTokenizer does not exist in
+stock. One difference is deliberate: GPT2BPETokenizer reads a literal "<|endoftext|>" in a text as ordinary text, like
+OpenAI's encoder and the legacy tokenizer, so that a document cannot forge a document boundary.
 
-Only TikTokenizer is megatron.core.tokenizers': its other types download GPT-2's files, have other ids for bytes, make
-families' tokenizer.json anew, or gain nothing for the seconds that every worker imports torch and Megatron Core.
+Only TikTokenizer uses megatron.core.tokenizers. Its other types download GPT-2's files, number bytes differently or
+rebuild tokenizer.json by model family, or are not worth the seconds in which every worker imports torch.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from typing import Any
 
 TOKENIZER_JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
 NO_PAD = -1
-"""The pad id of a tokenizer without one: Megatron Core's own value for "in no dataset"."""
+"""The pad id of a tokenizer without padding: Megatron Core's value for an id that no dataset contains."""
 
 
 class Tokenizer(ABC):
     """Interface of all tokenizers.
 
-    It has what GPTDataset uses of Megatron Core's MegatronTokenizerBase: `vocab_size`, `eod`, `pad` and
+    It has the attributes of Megatron Core's MegatronTokenizerBase that GPTDataset uses: `vocab_size`, `eod`, `pad` and
     `unique_identifiers` (hashed into the name of the dataset's index cache).
     """
 
     def __init__(self, *, vocab_size: int, eod: int, pad: int = NO_PAD, **identifiers: str) -> None:
         self.vocab_size = vocab_size
-        """Number of ids, unpadded, `eod` included."""
+        """Number of ids including `eod`, without padding."""
         self.eod = eod
-        """Id that ends a document (--append-eod)."""
-        # A pad that is also the end of a document would mask real document ends out of the loss.
+        """Id of the end of a document (--append-eod)."""
+        # a pad equal to `eod` would remove the ends of documents from the loss
         self.pad = NO_PAD if pad == eod else pad
-        """Id whose labels are left out of the loss; NO_PAD if there is none beside `eod`."""
+        """Id whose labels have no loss; NO_PAD if it would be `eod`."""
         kind = f"{type(self).__module__}.{type(self).__qualname__}"
         self.unique_identifiers: OrderedDict[str, str] = OrderedDict({"class": kind, **identifiers})
-        """Class, files and options as text; equal for tokenizers built alike."""
+        """Class, files and options as text; equal for equally built tokenizers."""
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Ids of `text`, each in 0..vocab_size-1; no begin or end token is added."""
+        """Return the ids of `text`, each in 0..vocab_size-1. Add no begin or end token."""
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """UTF-8 bytes as ids 0..255, and eod = 256: 257 ids, no file."""
+    """UTF-8 bytes as ids 0..255, and eod = 256. Needs no file."""
 
     def __init__(self) -> None:
         super().__init__(vocab_size=257, eod=256)
@@ -65,9 +65,9 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class GPT2BPETokenizer(Tokenizer):
-    """GPT-2's byte-level BPE from its vocabulary (JSON) and merges files; eod is "<|endoftext|>".
+    """GPT-2's byte-level BPE, from its vocabulary (JSON) and merges files. eod is "<|endoftext|>".
 
-    Raises ValueError naming --vocab-file or --merge-file when a file is absent or malformed.
+    Raises ValueError: --vocab-file or --merge-file is missing or malformed.
     """
 
     EOD_TOKEN = "<|endoftext|>"
@@ -80,13 +80,13 @@ class GPT2BPETokenizer(Tokenizer):
 
         try:
             engine = Engine(models.BPE.from_file(vocab_file, merge_file))
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # the library raises Exception itself
             raise ValueError(
-                f"--vocab-file {vocab_file} and --merge-file {merge_file} are no vocabulary: {one_line(error)}"
+                f"--vocab-file {vocab_file} and --merge-file {merge_file}: are no vocabulary: {one_line(error)}"
             ) from error
         eod = engine.token_to_id(self.EOD_TOKEN)
         if eod is None:
-            raise ValueError(f"--vocab-file {vocab_file} has no token {self.EOD_TOKEN}; give GPT-2's encoder.json")
+            raise ValueError(f"--vocab-file {vocab_file}: has no token {self.EOD_TOKEN}. Give GPT-2's encoder.json.")
         engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         engine.decoder = decoders.ByteLevel()
         self.engine = engine
@@ -101,10 +101,9 @@ class GPT2BPETokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model file; eod is the model's end-of-sentence piece.
+    """A SentencePiece model file. eod is the model's end-of-sentence piece.
 
-    Raises ValueError naming --tokenizer-model when the file is absent, is no SentencePiece model, or
-    was trained without an end-of-sentence piece.
+    Raises ValueError: --tokenizer-model is missing, is no SentencePiece model, or has no end-of-sentence piece.
     """
 
     def __init__(self, *, tokenizer_model: str | None = None) -> None:
@@ -117,13 +116,13 @@ class SentencePieceTokenizer(Tokenizer):
                 self._model.LoadFromSerializedProto(file.read())
         except RuntimeError as error:
             raise ValueError(
-                f"--tokenizer-model {path} is not a SentencePiece model; "
-                "give a .model file, such as tools/train_tokenizer.py writes"
+                f"--tokenizer-model {path}: is not a SentencePiece model. "
+                "Give a .model file, such as tools/train_tokenizer.py writes."
             ) from error
         if self._model.eos_id() < 0:
             raise ValueError(
-                f"--tokenizer-model {path} has no end-of-sentence piece to end a document with; "
-                "train it with one (tools/train_tokenizer.py does)"
+                f"--tokenizer-model {path}: has no end-of-sentence piece to end a document with. "
+                "Train it with one (tools/train_tokenizer.py does)."
             )
         super().__init__(
             vocab_size=self._model.get_piece_size(),
@@ -140,20 +139,20 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A local Hugging Face folder, read by transformers: its tokenizer.json as it is where there is one.
+    """A local Hugging Face folder, read by transformers, from its tokenizer.json if it has one.
 
-    eod is the folder's eos_token, or its sep_token if it names no eos_token. Special tokens in the text are read as
-    such unless the folder says split_special_tokens; none is added. Nothing is downloaded, and no code of the folder
-    runs.
-    Raises ValueError naming --tokenizer-model when the folder is absent, unreadable or names no eos_token.
+    eod is the folder's eos_token, or its sep_token if it has no eos_token. Special tokens in the text are recognised
+    unless the folder sets split_special_tokens; none are added. Nothing is downloaded, and no code of the folder runs.
+
+    Raises ValueError: --tokenizer-model is missing, unreadable or has no eos_token.
     """
 
     def __init__(self, *, tokenizer_model: str | None = None) -> None:
         folder = _required("--tokenizer-model", tokenizer_model, "HuggingFaceTokenizer")
         if not os.path.isdir(folder):
             raise ValueError(
-                f"--tokenizer-model {folder} is not a folder; "
-                "HuggingFaceTokenizer needs a local one (nothing is downloaded)"
+                f"--tokenizer-model {folder}: is not a folder. "
+                "HuggingFaceTokenizer needs a local one, because nothing is downloaded."
             )
         self.folder = folder
         try:
@@ -161,20 +160,20 @@ class HuggingFaceTokenizer(Tokenizer):
         except ValueError as error:
             raise ValueError(f"--tokenizer-model {error}") from error
         self.special_tokens: dict[str, str] = dict(self.engine.special_tokens_map)
-        """By name, as templates of conversations use them: bos_token, eos_token, ..."""
+        """Special tokens by the name that chat templates use: bos_token, eos_token, ..."""
         vocab: dict[str, int] = self.engine.get_vocab()
         eod_token = self.special_tokens.get("eos_token") or self.special_tokens.get("sep_token")
         if eod_token is None or eod_token not in vocab:
             raise ValueError(
-                f"--tokenizer-model {folder} names no known eos_token to end a document with; "
+                f"--tokenizer-model {folder}: names no known eos_token to end a document with. "
                 'set "eos_token" in its tokenizer_config.json to a token of its vocabulary'
             )
         bos = self.special_tokens.get("bos_token")
         is_first = bos in vocab and list(self.engine.encode(""))[:1] == [vocab[bos]]
         self.start_of_text = bos if bos and is_first else ""
-        """The token that the model expects before a text; empty if it expects none."""
+        """The token that the model expects before a text, or an empty string."""
         super().__init__(
-            # Not len(vocab): ids may have gaps, and the embedding must hold the largest.
+            # not len(vocab): ids may have gaps, and the embedding needs a row for the largest
             vocab_size=max(vocab.values()) + 1,
             eod=vocab[eod_token],
             pad=vocab.get(self.special_tokens.get("pad_token", ""), NO_PAD),
@@ -189,16 +188,17 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class TikTokenizer(Tokenizer):
-    """Megatron Core's: a byte-level BPE vocabulary in tiktoken's terms, a JSON list of ranked tokens.
+    """Megatron Core's byte-level BPE tokenizer in tiktoken's format, a JSON list of ranked tokens.
 
-    The ids begin with `num_special_tokens` special tokens, of which seven have names; eod is "</s>". The ranked tokens
-    follow, cut off so that there are `vocab_size` ids in all. Special tokens in the text are read as such.
-    Raises ValueError naming --tokenizer-model, --vocab-size and --tiktoken-num-special-tokens when the file is absent
-    or malformed, or has too few tokens; or when tiktoken is not installed.
+    The first `num_special_tokens` ids are special tokens, seven of them with names; eod is "</s>". The ranked tokens
+    follow, truncated to `vocab_size` ids in total. Special tokens in the text are recognised.
+
+    Raises ValueError: --tokenizer-model is missing or malformed, or has too few tokens for --vocab-size and
+    --tiktoken-num-special-tokens; or tiktoken is not installed.
     """
 
     VOCAB_SIZE = 2**17
-    """Without --vocab-size."""
+    """Default of --vocab-size."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class TikTokenizer(Tokenizer):
     ) -> None:
         path = _existing_file("--tokenizer-model", tokenizer_model, "TikTokenizer")
         if importlib.util.find_spec("tiktoken") is None:
-            raise ValueError("--tokenizer-type TikTokenizer needs tiktoken: pip install tiktoken")
+            raise ValueError("--tokenizer-type TikTokenizer: tiktoken is not installed. Run pip install tiktoken.")
         from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
 
         num_ids, num_special = vocab_size or self.VOCAB_SIZE, tiktoken_num_special_tokens
@@ -220,9 +220,9 @@ class TikTokenizer(Tokenizer):
             )
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"--tokenizer-model {path} is no vocabulary of {num_ids} ids (--vocab-size) with {num_special} special "
-                "ones (--tiktoken-num-special-tokens, at least 7): it must be a .json list of objects with rank, "
-                "token_bytes and token_str, first the 256 single bytes, with a token for every other id"
+                f"--tokenizer-model {path}: is no vocabulary of {num_ids} ids (--vocab-size) with {num_special} "
+                "special ones (--tiktoken-num-special-tokens, at least 7). Give a .json list of objects with rank, token_bytes "
+                "and token_str, first the 256 single bytes, with a token for every other id."
             ) from error
         self.engine = stock.tokenizer
         super().__init__(
@@ -242,20 +242,20 @@ class TikTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text that consists of ids, "17 4 256"; for --mock-data and for text tokenized elsewhere.
+    """Text that consists of ids, "17 4 256", for --mock-data and for text tokenized elsewhere.
 
-    `vocab_size` ids 0..vocab_size-1 plus eod = vocab_size, so vocab_size + 1 in all, as in Megatron.
+    As in Megatron, `vocab_size` ids 0..vocab_size-1 are followed by eod = vocab_size.
     """
 
     def __init__(self, *, vocab_size: int | None = None) -> None:
         if vocab_size is None:
-            raise ValueError("--vocab-size is required by --tokenizer-type NullTokenizer")
+            raise ValueError("--vocab-size: is required by --tokenizer-type NullTokenizer. Give the number of ids.")
         if vocab_size < 1:
-            raise ValueError(f"--vocab-size {vocab_size} must be at least 1")
+            raise ValueError(f"--vocab-size {vocab_size}: is too small. Give at least 1.")
         super().__init__(vocab_size=vocab_size + 1, eod=vocab_size)
 
     def tokenize(self, text: str) -> list[int]:
-        """Raises ValueError for a word that is not a number in 0..eod."""
+        """Raises ValueError: a word is not a number in 0..eod."""
         ids = []
         for word in text.split():
             if not (word.isascii() and word.isdigit() and int(word) <= self.eod):
@@ -277,34 +277,34 @@ _CLASSES: dict[str, type[Tokenizer]] = {
     "TikTokenizer": TikTokenizer,
     "NullTokenizer": NullTokenizer,
 }
-"""By --tokenizer-type. The three SentencePiece names are one tokenizer, as in Megatron Core 0.16.1's build_tokenizer;
-none of them prepends a begin-of-sentence id."""
+"""Classes by --tokenizer-type. The three SentencePiece names mean the same tokenizer, which prepends no begin-of-sentence
+id, as in Megatron Core 0.16.1's build_tokenizer."""
 
 TOKENIZER_TYPES = tuple(_CLASSES)
 """Values of --tokenizer-type."""
 
 
-def build_tokenizer(tokenizer_type: str | None, **given: Any) -> Tokenizer:
-    """The tokenizer of Megatron's flags of the same names: vocab_file, merge_file, tokenizer_model, vocab_size,
-    tiktoken_pattern and tiktoken_num_special_tokens.
+def build_tokenizer(tokenizer_type: str | None, **options: Any) -> Tokenizer:
+    """Return the tokenizer of this type, by default a NullTokenizer.
 
-    Arguments that the type does not use are ignored, as stock recipes pass them. Without a type: NullTokenizer.
+    The options are Megatron's flags: vocab_file, merge_file, tokenizer_model, vocab_size, tiktoken_pattern and
+    tiktoken_num_special_tokens. Options that the type does not use are ignored, because stock recipes pass them.
 
     Raises:
-        ValueError: the type is unknown, or a file is absent or malformed; one line that names the flag.
+        ValueError: the type is unknown, or a file is missing or malformed. One line that names the flag.
     """
     tokenizer_type = tokenizer_type or "NullTokenizer"
     if tokenizer_type not in _CLASSES:
         raise ValueError(
-            f"--tokenizer-type {tokenizer_type} is not supported; choose from {', '.join(TOKENIZER_TYPES)}"
+            f"--tokenizer-type {tokenizer_type}: is not supported. Give one of {', '.join(TOKENIZER_TYPES)}."
         )
     build: Callable[..., Tokenizer] = _CLASSES[tokenizer_type]
-    names = inspect.signature(build).parameters.keys() & given.keys()
-    return build(**{name: given[name] for name in names})
+    names = inspect.signature(build).parameters.keys() & options.keys()
+    return build(**{name: options[name] for name in names})
 
 
 def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:
-    """`vocab_size` rounded up to a multiple of both factors' product (stock Megatron's rule).
+    """Return `vocab_size` rounded up to a multiple of both factors' product, as stock Megatron-LM does.
 
     50257 ids and 128 give 50304 rows at tensor parallel 1 and 50432 at 2.
     """
@@ -314,30 +314,30 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor
 
 def _required(flag: str, value: str | None, tokenizer_type: str) -> str:
     if not value:
-        raise ValueError(f"{flag} is required by --tokenizer-type {tokenizer_type}")
+        raise ValueError(f"{flag}: is required by --tokenizer-type {tokenizer_type}. Give a path.")
     return value
 
 
 def _existing_file(flag: str, value: str | None, tokenizer_type: str) -> str:
     path = _required(flag, value, tokenizer_type)
     if not os.path.isfile(path) or not os.access(path, os.R_OK):
-        raise ValueError(f"{flag} {path} is no file that can be read")
+        raise ValueError(f"{flag} {path}: is not a readable file. Give another path.")
     return path
 
 
 def open_tokenizer(folder: str) -> Any:
-    """transformers' reader of the tokenizer in a folder. Raises ValueError."""
+    """Return transformers' tokenizer for a folder. Raises ValueError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # the families' own classes would make parts of tokenizer.json anew
+    # the model families' own classes would rebuild parts of tokenizer.json
     is_whole = os.path.isfile(os.path.join(folder, TOKENIZER_JSON))
     kind = PreTrainedTokenizerFast if is_whole else AutoTokenizer
     try:
         return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever the folder's tokenizer class raises
-        raise ValueError(f"{folder} holds no tokenizer that transformers can read: {one_line(error)}") from error
+    except Exception as error:  # a folder's tokenizer class may raise anything
+        raise ValueError(f"{folder}: holds no tokenizer that transformers can read: {one_line(error)}") from error
 
 
 def one_line(error: Exception) -> str:
-    """An error's text without line breaks, cut to 200 characters."""
+    """Return an error's text on one line, truncated to 200 characters."""
     return " ".join(str(error).split())[:200]

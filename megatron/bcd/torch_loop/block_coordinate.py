@@ -30,60 +30,61 @@ Factory = Callable[..., Optimizer]
 def _check_inactive(lr_ratio: float, optimizer_settings: Mapping[str, Any]) -> None:
     for older in ("resting_update", "resting_lr_ratio"):
         if older in optimizer_settings:
-            raise ValueError(f"{older} has another name: give {older.replace('resting', 'inactive')}")
+            raise ValueError(f"{older}: was renamed. Give {older.replace('resting', 'inactive')}.")
     if not 0 < lr_ratio < float("inf"):
-        raise ValueError(f"inactive_lr_ratio {lr_ratio}: must be a finite number above 0")
+        raise ValueError(f"inactive_lr_ratio {lr_ratio}: is not a positive finite number. Give one, such as 0.2.")
 
 
-def _check_choices(**given: str) -> None:
-    for name, value in given.items():
+def _check_choices(**choices: str) -> None:
+    for name, value in choices.items():
         if value not in CHOICES[name]:
-            raise ValueError(f"{name} {value!r}: must be one of {', '.join(CHOICES[name])}")
+            raise ValueError(f"{name} {value!r}: is unknown. Give one of {', '.join(CHOICES[name])}.")
 
 
 class BlockCoordinate(Optimizer):
-    """Block coordinate descent (arXiv 2506.12037, Algorithm 1) around the optimizers of PyTorch.
+    """Block coordinate descent (arXiv 2506.12037, Algorithm 1) around optimizers of PyTorch.
 
-    ``param_groups`` are those of the wrapped optimizer over all parameters, the same objects in every phase, so that
-    learning-rate schedulers, ``GradScaler``, Accelerate and transformers' ``Trainer`` see an ordinary optimizer. A
-    frozen parameter has ``requires_grad`` False, no gradient and no state, and PyTorch's optimizers pass over it.
+    ``param_groups`` are those of the wrapped optimizer over all parameters, and remain the same objects in every phase.
+    Learning-rate schedulers, ``GradScaler``, Accelerate and transformers' ``Trainer`` therefore see an ordinary
+    optimizer. A frozen parameter has ``requires_grad`` False and neither gradient nor state, so optimizers skip it.
 
-    One step is one call of ``step``, however many backward passes it follows. Several processes need the model in
-    ``DistributedDataParallel``, wrapped before or after, or in FSDP2's ``fully_shard``, applied before.
+    A step is one call of ``step``, after any number of backward passes. With several processes, wrap the model in
+    ``DistributedDataParallel`` before or after, or apply FSDP2's ``fully_shard`` before.
 
-    Constructing it freezes all of ``model`` but its first active block.
+    The constructor freezes all of ``model`` except its first active block.
 
     Args:
-        model: parameters that do not require a gradient now stay out of all blocks.
+        model: the model. Parameters that do not require a gradient belong to no block.
         optimizer: a class of ``torch.optim``, called as ``optimizer(parameters, **optimizer_settings)``, or a
-            function of the list of parameters, which may group them.
-        num_blocks: blocks of layers. 1 is the wrapped optimizer, bit for bit. 0: no layer is ever active.
-        steps_per_block: steps of a phase.
-        order: "ascending", "descending" or "random" (from ``seed``).
-        layout: "contiguous" divides the layers into ranges, "strided" takes every ``num_blocks``-th one.
-        layers: the modules to divide, in order; default: the longest ``ModuleList`` or ``Sequential``.
-        keep_state: the optimizer's state of a block at the end of its phase: "reset" frees it, "host" keeps it in
-            host memory until the block's next phase.
-        always_active: what is trained in every phase: "norms", "biases", "embedding", "head", classes of modules,
-            patterns of parameter names. Default: nothing; with an inactive update all four kinds.
-        always_active_optimizer: another one for these parameters, made like ``optimizer`` (for example AdamW
-            beside Muon, which takes matrices only).
-        inactive_update: "orthogonal" moves the other blocks' matrices too at each step, without state, along their
-            orthogonalised gradients; convolutions count as matrices of outputs x the rest, and parameters of fewer
-            than two dimensions stay frozen. Weight decay is decoupled, as in AdamW.
-        inactive_lr_ratio: learning rate of these updates over the parameter's own.
-        switch: "steps", or "plateau": a phase ends when its mean loss over ``plateau_window`` steps has not
-            improved by ``plateau_min_improvement`` (relative) for as many steps. ``step`` then needs the loss: from
-            its closure, or from ``report_loss`` before it.
-        max_steps_per_block: with "plateau", the most steps of a phase.
-        seed: of the random order; rank 0's, where torch.distributed is initialized.
+            function that takes the list of parameters and may group them.
+        num_blocks: number of blocks. With 1, the result equals the wrapped optimizer's bit for bit. With 0, no layer is
+            ever active.
+        steps_per_block: number of steps per phase.
+        order: "ascending", "descending" or "random" (determined by ``seed``).
+        layout: "contiguous" divides the layers into ranges, "strided" assigns every ``num_blocks``-th layer to a block.
+        layers: the modules to divide, in order. Default: the longest ``ModuleList`` or ``Sequential``.
+        keep_state: what happens to a block's optimizer state at the end of its phase: "reset" frees it, "host" keeps it
+            in host memory until the block's next phase.
+        always_active: parameters trained in every phase: "norms", "biases", "embedding", "head", module classes, or
+            patterns of parameter names. Default: none; with an inactive update all four kinds.
+        always_active_optimizer: a separate optimizer for these parameters, built like ``optimizer`` (for example AdamW
+            beside Muon, which accepts matrices only).
+        inactive_update: "orthogonal" also updates the other blocks' matrices in each step, without state, along their
+            orthogonalised gradients. Convolutions count as matrices of outputs x the rest; parameters of fewer than two
+            dimensions stay frozen. Weight decay is decoupled, as in AdamW.
+        inactive_lr_ratio: learning rate of these updates, relative to the parameter's.
+        switch: "steps" or "plateau". With "plateau" a phase ends when its mean loss over ``plateau_window`` steps has
+            not improved by ``plateau_min_improvement`` (relative) within another window. ``step`` then needs the loss,
+            from its closure or from ``report_loss``.
+        max_steps_per_block: with "plateau", the maximum number of steps per phase.
+        seed: seed of the random order. If torch.distributed is initialized, rank 0's seed is used.
 
     Raises:
-        ValueError: an argument does not fit; one line that names it.
+        ValueError: an argument is invalid. One line that names it.
     """
 
     _is_reduced = True
-    """DistributedDataParallel averages what is active now. Stays so in a pickled model's hook, which has no state."""
+    """Whether the phase's gradients are averaged. A class attribute, because a pickled model's hook has no state."""
 
     def __init__(
         self,
@@ -111,15 +112,15 @@ class BlockCoordinate(Optimizer):
         _check_inactive(inactive_lr_ratio, optimizer_settings)
         if always_active is None:
             always_active = () if inactive_update == "none" else KINDS
-        self._divided = divide_parameters(
+        self._parameter_blocks = divide_parameters(
             model, num_blocks=num_blocks, layout=layout, layers=layers, always_active=always_active
         )
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not num_blocks and inactive_update == "none" and not self._divided.always_active:
-            raise ValueError("num_blocks 0 trains nothing: give an inactive_update or always_active")
+        if not num_blocks and inactive_update == "none" and not self._parameter_blocks.always_active:
+            raise ValueError("num_blocks 0: trains nothing. Give an inactive_update or always_active.")
         self._inactive_update, self._inactive_lr_ratio = inactive_update, inactive_lr_ratio
         self._keeps_state = keep_state == "host"
-        self._kept: dict[str, dict[str, Any]] = {}
+        self._offloaded: dict[str, dict[str, Any]] = {}
         self._schedule = _block_schedule(
             max(1, num_blocks),
             seed if _num_ranks() == 1 else collectives.on_rank_0(lambda: seed),
@@ -133,7 +134,7 @@ class BlockCoordinate(Optimizer):
         self._phase_state = PhaseState()
         self._loss: float | None = None
         self.optimizer_state_bytes = 0
-        """Live bytes of this rank's optimizer state in the last step, before a switch."""
+        """Bytes of this rank's optimizer state in the last step, before a switch."""
         self._optimizers = self._make_optimizers(named, optimizer, always_active_optimizer, optimizer_settings)
         model.requires_grad_(False)
         names = {id(p): name for name, p in named.items()}
@@ -152,24 +153,24 @@ class BlockCoordinate(Optimizer):
         always_active_optimizer: Factory | None,
         settings: dict[str, Any],
     ) -> list[Optimizer]:
-        always = self._divided.always_active if always_active_optimizer else frozenset()
+        always = self._parameter_blocks.always_active if always_active_optimizer else frozenset()
         in_blocks = [p for name, p in named.items() if name not in always]
         if not in_blocks:
-            raise ValueError("the model has no parameter that requires a gradient beside those of always_active")
-        made = [optimizer(in_blocks, **settings)]
+            raise ValueError("always_active: covers all parameters that require a gradient. Leave some for the blocks.")
+        optimizers = [optimizer(in_blocks, **settings)]
         if always and always_active_optimizer:
-            made.append(always_active_optimizer([p for name, p in named.items() if name in always]))
-        for wrapped in made:
+            optimizers.append(always_active_optimizer([p for name, p in named.items() if name in always]))
+        for wrapped in optimizers:
             if not isinstance(wrapped, Optimizer) or isinstance(wrapped, torch.optim.LBFGS):
                 raise ValueError(
-                    f"optimizer made a {type(wrapped).__name__}: must be a torch.optim.Optimizer whose step needs no "
-                    "closure"
+                    f"optimizer: returned a {type(wrapped).__name__}. Give a torch.optim.Optimizer whose step needs no "
+                    "closure."
                 )
-        return made
+        return optimizers
 
     @property
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """By name. Read from the groups, where Accelerate replaces parameters by sharded ones."""
+        """Parameters by name. Read from the groups, because Accelerate replaces parameters there by sharded ones."""
         groups = zip(self._names, self.param_groups, strict=True)
         pairs = (pair for names, group in groups for pair in zip(names, group["params"], strict=True))
         return {name: p for name, p in pairs if name is not None}
@@ -179,32 +180,32 @@ class BlockCoordinate(Optimizer):
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
-        """State of the parameters that are active, by parameter: a new mapping of the wrapped optimizers' entries."""
+        """State of the active parameters: a new mapping of the wrapped optimizers' entries."""
         return {p: entry for wrapped in self._optimizers for p, entry in wrapped.state.items()}
 
     @state.setter
     def state(self, _: Any) -> None:
-        """The constructor of Optimizer sets an empty one."""
+        """Ignore the empty state that the constructor of Optimizer sets."""
 
     @property
     def block(self) -> int:
-        """Number of the active block."""
+        """Index of the active block."""
         return self._schedule.block(self._phase_state)
 
     @property
     def phase(self) -> int:
-        """Number of phases that are over."""
+        """Number of completed phases."""
         return self._phase_state.phase
 
     @property
     def cycle(self) -> int:
-        """Number of cycles, one phase of every block each, that are over."""
+        """Number of completed cycles. In a cycle every block has one phase."""
         return self._schedule.cycle(self._phase_state)
 
     @property
     def active_names(self) -> frozenset[str]:
-        """Names of the parameters that the wrapped optimizers step now."""
-        return self._divided.always_active | self._divided.blocks[self.block]
+        """Names of the parameters that the wrapped optimizers step in this phase."""
+        return self._parameter_blocks.always_active | self._parameter_blocks.blocks[self.block]
 
     @property
     def active_parameters(self) -> list[nn.Parameter]:
@@ -214,24 +215,27 @@ class BlockCoordinate(Optimizer):
 
     @property
     def host_state_bytes(self) -> int:
-        """Bytes of this rank's optimizer state that wait in host memory for their block."""
-        return _num_bytes(entry["value"] for kept in self._kept.values() for entry in kept.values())
+        """Bytes of this rank's offloaded optimizer state in host memory."""
+        return _num_bytes(entry["value"] for state in self._offloaded.values() for entry in state.values())
 
     def describe(self) -> str:
-        """The active block, for people."""
-        layers = ", ".join(map(str, self._divided.layers[self.block])) or "none"
+        """Return a line about the active block."""
+        layers = ", ".join(map(str, self._parameter_blocks.layers[self.block])) or "none"
         return f"phase {self.phase}: block {self.block}, layers {layers}; {self._schedule.describe()}"
 
     def report_loss(self, loss: float) -> None:
-        """The training loss of the coming step, for ``switch="plateau"``; ``step`` takes the mean over the ranks."""
+        """Set the training loss of the coming step, for ``switch="plateau"``. ``step`` averages it over the ranks."""
         self._loss = float(loss)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the active parameters and the inactive ones, whose gradients it frees; switch if the phase is over.
+        """Step the active parameters, update the inactive ones and free their gradients; switch at the end of a phase.
 
-        Returns the loss of ``closure``, which is called once. Raises ValueError where ``switch="plateau"`` has no
-        loss, or where nothing has averaged the gradients of several processes.
+        Returns:
+            The loss of ``closure``, which is called once.
+
+        Raises:
+            ValueError: ``switch="plateau"`` has no loss, or the gradients of several processes were not averaged.
         """
         loss = None
         if closure is not None:
@@ -240,12 +244,12 @@ class BlockCoordinate(Optimizer):
             self.report_loss(loss)
         if _num_ranks() > 1 and not self._is_reduced and not all(map(_is_sharded, self.active_parameters)):
             raise ValueError(
-                f"nothing averages the gradients of {_num_ranks()} processes: wrap the model in "
-                "DistributedDataParallel, or apply fully_shard to it, and call the whole model"
+                f"the gradients of {_num_ranks()} processes were not averaged. Wrap the model in "
+                "DistributedDataParallel, or apply fully_shard to it, and call the whole model."
             )
         if self._schedule.settings.bcd_switch == "plateau":
             if self._loss is None:
-                raise ValueError('switch="plateau" needs the loss of every step: call report_loss(loss) before step()')
+                raise ValueError('switch="plateau": has no loss for this step. Call report_loss(loss) before step().')
             if _num_ranks() > 1:
                 total = torch.tensor(self._loss, device=self.param_groups[0]["params"][0].device)
                 distributed.all_reduce(total)
@@ -262,7 +266,7 @@ class BlockCoordinate(Optimizer):
         return loss
 
     def _before_forward(self, *_: Any) -> None:
-        """The first forward pass of a phase that has a backward pass."""
+        """Rebuild the reducer in the first forward pass of a phase that builds a graph."""
         if not self._is_reduced and torch.is_grad_enabled():
             self._is_reduced = pytorch.rebuild_reducer()
 
@@ -285,7 +289,7 @@ class BlockCoordinate(Optimizer):
                 p.grad = None
 
     def _enter_phase(self) -> None:
-        """Freeze what is not active, and move the optimizer's state to where the phase needs it."""
+        """Freeze inactive parameters, and move the optimizer's state to where the phase needs it."""
         self._is_reduced = False
         active = self.active_names
         for name, p in self._parameters.items():
@@ -301,8 +305,8 @@ class BlockCoordinate(Optimizer):
         for wrapped in self._optimizers:
             entry = wrapped.state.pop(p, None)
             if entry and self._keeps_state:
-                # a step count may lie in host memory always, so each value is marked
-                self._kept[name] = {
+                # step counts may always be in host memory, so store where each value was
+                self._offloaded[name] = {
                     key: {
                         "value": _to_host(value),
                         "is_on_device": isinstance(value, torch.Tensor) and value.device == p.device,
@@ -311,52 +315,58 @@ class BlockCoordinate(Optimizer):
                 }
 
     def _restore_state(self, name: str, p: nn.Parameter) -> None:
-        kept = self._kept.pop(name, None)
-        if kept is None:
+        state = self._offloaded.pop(name, None)
+        if state is None:
             return
         owner = next(w for w in self._optimizers if any(p is q for group in w.param_groups for q in group["params"]))
         owner.state[p] = {
-            key: entry["value"].to(p.device) if entry["is_on_device"] else entry["value"] for key, entry in kept.items()
+            key: entry["value"].to(p.device) if entry["is_on_device"] else entry["value"]
+            for key, entry in state.items()
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Wrapped optimizers, offloaded state and position in the phases, for ``torch.load(weights_only=True)``."""
+        """Return the wrapped optimizers' states, offloaded state and phase, for ``torch.load(weights_only=True)``."""
         return {
             "optimizers": [wrapped.state_dict() for wrapped in self._optimizers],
-            "kept_state": dict(self._kept),
+            "kept_state": dict(self._offloaded),
             "phase_state": self._phase_state.to_dict(),
-            "block_layers": [list(layers) for layers in self._divided.layers],
+            "block_layers": [list(layers) for layers in self._parameter_blocks.layers],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Continue where ``state_dict`` was taken; load the model's weights beside it.
+        """Continue from a state dict. Load the model's weights separately.
 
-        Raises ValueError if it is of other blocks or of another schedule.
+        Raises ValueError: the state dict has other blocks or another schedule.
         """
-        own = self.state_dict()
-        if set(state_dict) != set(own):
-            raise ValueError(f"state dict has the entries {sorted(state_dict)}: must be one of BlockCoordinate")
-        blocks, mine = state_dict["block_layers"], own["block_layers"]
-        if blocks != mine:
-            raise ValueError(f"state dict is of blocks with the layers {blocks}, the optimizer has {mine}")
+        mine = self.state_dict()
+        if set(state_dict) != set(mine):
+            raise ValueError(f"state_dict: has entries {sorted(state_dict)}. Give one of BlockCoordinate.")
+        if state_dict["block_layers"] != mine["block_layers"]:
+            raise ValueError(
+                f"state_dict: its blocks have the layers {state_dict['block_layers']}, but this optimizer's have "
+                f"{mine['block_layers']}. Give the same num_blocks and layout."
+            )
         phase_state = PhaseState.from_dict(state_dict["phase_state"])
         if not self._schedule.fits(phase_state) or len(state_dict["optimizers"]) != len(self._optimizers):
-            raise ValueError("state dict is of another order, switch or number of optimizers than this BlockCoordinate")
+            raise ValueError(
+                "state_dict: its order, switch or number of optimizers differs from this BlockCoordinate's. Give the "
+                "same arguments."
+            )
         for wrapped, saved in zip(self._optimizers, state_dict["optimizers"], strict=True):
             wrapped.load_state_dict(saved)
         self.param_groups = self._wrapped_groups()
-        self._kept = {}
+        self._offloaded = {}
         self._phase_state = phase_state
         self._enter_phase()
-        self._kept = {
-            name: {key: entry | {"value": _to_host(entry["value"])} for key, entry in kept.items()}
-            for name, kept in state_dict["kept_state"].items()
+        self._offloaded = {
+            name: {key: entry | {"value": _to_host(entry["value"])} for key, entry in state.items()}
+            for name, state in state_dict["kept_state"].items()
         }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ValueError: a group added later would be in no block."""
+        """Raise ValueError: a group added later would belong to no block."""
         if self._is_built:
-            raise ValueError("BlockCoordinate takes no further parameter groups: make them in optimizer=")
+            raise ValueError("BlockCoordinate accepts no further parameter groups: create them in optimizer=")
         super().add_param_group(param_group)
 
 
@@ -364,7 +374,7 @@ def _block_schedule(num_blocks: int, seed: int, **settings: Any) -> BlockSchedul
     try:
         return BlockSchedule(settings=BcdConfig(**settings), num_blocks=num_blocks, seed=seed)
     except ValueError as error:
-        # it names flags, this class has arguments
+        # the message names flags, but this class has arguments
         named = re.sub(r"--bcd-([a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))
         raise ValueError(named) from error
 
@@ -374,7 +384,7 @@ def _num_ranks() -> int:
 
 
 def _is_sharded(p: Any) -> bool:
-    """By FSDP2."""
+    """Return whether FSDP2 has sharded the parameter."""
     return hasattr(p, "full_tensor")
 
 
