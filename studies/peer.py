@@ -39,7 +39,7 @@ from megatron.bcd.huggingface.run_network import network_of_run
 from megatron.bcd.huggingface.tensors import rows_of
 from megatron.bcd.metrics.sinks import MetricsFile
 from megatron.bcd.model.builder import build_model, unwrap_model
-from megatron.bcd.model.implementation import implementation_here
+from megatron.bcd.model.implementation import available_implementation
 from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.runtime import device, distributed, memory, rng, threads
 from megatron.bcd.runtime.exit import exit_on_error
@@ -68,7 +68,7 @@ def draw_model(config: RunConfig, vocab_size: int) -> torch.nn.Module:
     """Build transformers' model with the initial weights that the training script draws."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    ours = dict(unwrap_model(build_model(config, vocab_size, implementation_here(config))).named_parameters())
+    ours = dict(unwrap_model(build_model(config, vocab_size, available_implementation(config))).named_parameters())
     network = network_of_run(config, is_on_gpu=device.has_cuda(), vocab_size=vocab_size)
     values = config_of(network, dtype="float32")
     settings = AutoConfig.for_model(values.pop("model_type"), **values)

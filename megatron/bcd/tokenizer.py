@@ -220,9 +220,9 @@ class TikTokenizer(Tokenizer):
             )
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"--tokenizer-model {path}: is no vocabulary of {num_ids} ids (--vocab-size) with {num_special} "
-                "special ones (--tiktoken-num-special-tokens, at least 7). Give a .json list of objects with rank, token_bytes "
-                "and token_str, first the 256 single bytes, with a token for every other id."
+                f"--tokenizer-model {path}: does not hold {num_ids} ids (--vocab-size) with {num_special} special "
+                "ones (--tiktoken-num-special-tokens). Give at least 7 special tokens and a .json list of objects with "
+                "rank, token_bytes and token_str, first the 256 single bytes, with a token for every other id."
             ) from error
         self.engine = stock.tokenizer
         super().__init__(
@@ -277,8 +277,8 @@ _CLASSES: dict[str, type[Tokenizer]] = {
     "TikTokenizer": TikTokenizer,
     "NullTokenizer": NullTokenizer,
 }
-"""Classes by --tokenizer-type. The three SentencePiece names mean the same tokenizer, which prepends no begin-of-sentence
-id, as in Megatron Core 0.16.1's build_tokenizer."""
+"""Classes by --tokenizer-type. As in Megatron Core 0.16.1's build_tokenizer, the SentencePiece names mean the same
+class, and it prepends no begin-of-sentence id."""
 
 TOKENIZER_TYPES = tuple(_CLASSES)
 """Values of --tokenizer-type."""

@@ -45,7 +45,7 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model import builder
 from megatron.bcd.model.builder import unwrap_model
-from megatron.bcd.model.implementation import Implementation, implementation_here
+from megatron.bcd.model.implementation import Implementation, available_implementation
 from megatron.bcd.model.loss import masked_loss, reduce_losses
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
@@ -179,7 +179,7 @@ class Trainer:
             where, number = self._run_memory().frozen_weights(memory_bytes=limit)
             config = config.replace_section("bcd", bcd_frozen_weights=where, bcd_resident_layers=number)
             self.config = config
-        self.implementation = implementation_here(config)
+        self.implementation = available_implementation(config)
         self.model = build_model(config, self.padded_vocab_size, self.implementation)
         if config.training.data_parallel_random_init:
             builder.broadcast_from_first_replica(self.model)
@@ -187,7 +187,7 @@ class Trainer:
             loader.load_weights(self.source, self.model)
         elif hf_name is not None:
             load.load_weights(folder.ModelFolder(folder.locate(hf_name, flag="--load-hf")), self.model)
-        if (frozen_weights := builder.frozen_weights_of(self.model)) is not None:
+        if (frozen_weights := builder.get_frozen_weights(self.model)) is not None:
             frozen_weights.begin_phase(())  # the ranks that share them have loaded them
         self.splits = plan.build()
         self.samples = TrainingSamples(config, dataset=self.splits.train, epoch_samples=plan.epoch_samples)

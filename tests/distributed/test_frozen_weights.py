@@ -19,7 +19,7 @@ from support.pairwise import Combination, pairwise, thinned
 
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.checkpoint.shard_writer import ShardWrite
-from megatron.bcd.model.builder import frozen_weights_of
+from megatron.bcd.model.builder import get_frozen_weights
 from megatron.bcd.optim import block_state
 from megatron.bcd.optim.bf16 import Bf16Residual, bf16_residual
 from megatron.bcd.optim.param_shard import MAIN_PARAM
@@ -118,12 +118,12 @@ def copies_by_step(config: Any) -> list[tuple[int, int]]:
     found, before = [], [0]
 
     def count(one: worlds.RecordedRun) -> None:
-        frozen = frozen_weights_of(one.model)
+        frozen = get_frozen_weights(one.model)
         assert frozen is not None
         found.append((one.block, frozen.num_copies - before[0]))
 
     def remember(one: worlds.RecordedRun) -> None:
-        before[0] = frozen_weights_of(one.model).num_copies  # type: ignore[union-attr]
+        before[0] = get_frozen_weights(one.model).num_copies  # type: ignore[union-attr]
 
     with worlds.started(config, before_step=remember, after_step=count) as one:
         one.train()
@@ -342,7 +342,7 @@ def kept_elsewhere(config: Any) -> list[str]:
     """Parameters of layers whose low bits do not lie beside the weights."""
     with worlds.started(config) as one:
         one.train()
-        frozen = frozen_weights_of(one.model)
+        frozen = get_frozen_weights(one.model)
         assert frozen is not None and len(one.active.kept.blocks) > 1
         kept = [item for block in one.active.kept.blocks.values() for item in block.items() if ".layers." in item[0]]
         assert kept

@@ -46,7 +46,7 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
         )
         tokenizer = build_tokenizer("ByteLevelTokenizer")
         splits = data.plan_splits(config, tokenizer, training.train_iters, least_steps_per_cycle=1).build()
-        model = builder.build_model(config, worlds.PADDED_VOCABULARY, implementation.implementation_here(config))
+        model = builder.build_model(config, worlds.PADDED_VOCABULARY, implementation.available_implementation(config))
         model_config = get_model_config(model)
         is_sharded = training.use_distributed_optimizer
         ddp_config = DistributedDataParallelConfig(

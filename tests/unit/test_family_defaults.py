@@ -10,7 +10,7 @@ from support.command_line import parse
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.implementation import implementation_here
+from megatron.bcd.model.implementation import available_implementation
 from megatron.bcd.model.transformer_config import build_transformer_config, describe_activation, tanh_gelu
 from megatron.bcd.runtime import device, packages
 from megatron.bcd.training import reporting
@@ -55,7 +55,7 @@ def test_each_default_can_be_undone(field: str) -> None:
 def activation(*words: str) -> tuple[Any, bool, str]:
     """What Megatron Core is told: function, whether its fused kernel is taken, and what the run summary says."""
     config = parse(*words)
-    built = build_transformer_config(config, implementation_here(config))
+    built = build_transformer_config(config, available_implementation(config))
     return built.activation_func, built.bias_activation_fusion, describe_activation(built)
 
 
@@ -89,5 +89,5 @@ def test_a_slow_width() -> None:
     """Matrices for which a GPU has slow kernels only, of which the run summary says nothing; or a false alarm."""
     for flags, is_slow in (("170 --bf16", True), ("170", False), ("168 --bf16", False), ("172 --fp16", True)):
         config = parse("--ffn-hidden-size", *flags.split())
-        built = build_transformer_config(config, implementation_here(config))
+        built = build_transformer_config(config, available_implementation(config))
         assert ("slow on GPUs" in reporting._describe_model(config, built, 256, 256)) == is_slow

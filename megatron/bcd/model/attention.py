@@ -1,10 +1,11 @@
-"""Core attention on PyTorch's scaled_dot_product_attention, also of sequences that are split over ranks.
+"""Core attention on PyTorch's scaled_dot_product_attention, also for context parallelism.
 
-Megatron Core cuts each sequence into 2 R chunks, R context-parallel ranks, and gives rank r chunks r and 2 R - 1 - r:
-together their causal attention costs every rank the same. Queries stay where they are, keys and values are gathered.
+With R context-parallel ranks, Megatron Core cuts each sequence into 2 R chunks and gives rank r chunks r and
+2 R - 1 - r, so that causal attention costs every rank the same. Here queries stay on their rank, and keys and values
+are gathered.
 
-Tensor shapes: S sequence length, C length of a chunk, L = 2 C of them on this rank, B micro-batch size, N attention
-heads and G query groups on this tensor-parallel rank, D head size.
+Tensor shapes: S sequence length, C length of a chunk, L = 2 C (this rank's part), B micro-batch size, N attention heads
+and G query groups on this tensor-parallel rank, D head size.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from torch.nn.attention.bias import causal_lower_right
 from megatron.bcd.runtime import device
 
 Attend = Callable[..., Tensor]
-"""Attention of queries [L, B, N, D] to keys and values [S, B, G, D]; mask as PyTorch's. Returns [L, B, N * D]."""
+"""Attention of queries [L, B, N, D] to keys and values [S, B, G, D] with PyTorch's mask. Returns [L, B, N * D]."""
 
 
 class ScaledDotProductAttention(MegatronModule):
     """Core attention of the local layers on `torch.nn.functional.scaled_dot_product_attention`.
 
-    Megatron Core's local DotProductAttention materialises the S x S scores of every head; this uses PyTorch's flash
-    kernels on CPU and GPU. Causal if no mask is given. The signatures are Megatron Core's.
+    Megatron Core's local DotProductAttention materialises the S x S scores of every head; this class uses PyTorch's
+    flash kernels on CPU and GPU. It is causal if no mask is given. The signatures are Megatron Core's.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ScaledDotProductAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         group = None if pg_collection is None else pg_collection.cp
         self._context_group = group if group is not None and group.size() > 1 else None
-        """None where sequences are whole."""
+        """None without context parallelism."""
 
     def forward(
         self,
@@ -64,9 +65,12 @@ class ScaledDotProductAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Query [S, B, N, D], key and value [S, B, G, D], mask [B or 1, 1, S, S], True where masked.
+        """Compute attention on this context-parallel rank's part of the sequences.
 
-        Of all of them this context-parallel rank's part; masks are whole in their last dimension.
+        Args:
+            query: [S, B, N, D].
+            key: [S, B, G, D], like `value`.
+            attention_mask: [B or 1, 1, S, S], True where masked. Its last dimension covers whole sequences.
 
         Returns:
             The context, [S, B, N * D].
@@ -77,7 +81,7 @@ class ScaledDotProductAttention(MegatronModule):
             pair = torch.cat((key, value), dim=-1)
             key, value = whole_sequence(pair, self._context_group).split((key.size(-1), value.size(-1)), dim=-1)
         dropout = self.dropout if self.training else 0.0
-        # tensor-parallel ranks hold different heads, so their dropout masks must differ
+        # tensor-parallel ranks have different heads, so their dropout masks must differ
         forks = dropout and not self.config.sequence_parallel
         with tensor_parallel.get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
             if attention_mask is not None:
@@ -87,9 +91,9 @@ class ScaledDotProductAttention(MegatronModule):
             return self._attend(query, key, value, is_causal=is_causal, dropout_p=dropout)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
-        """As `forward`, on PyTorch's function and with its arguments."""
+        """Call PyTorch's attention with these arguments. Shapes are those of `forward`."""
         heads_per_group = query.size(2) // key.size(2)
-        # masks of `causal_attention` are of a type of their own, and have a fast kernel
+        # `causal_attention` passes masks of a subclass of Tensor, for which there is a fast kernel
         has_only_slow_kernel = query.dtype == torch.float32 or type(arguments.get("attn_mask")) is Tensor
         if heads_per_group > 1 and has_only_slow_kernel and device.has_cuda():
             # on a GPU, only PyTorch's kernel that keeps the S x S scores supports grouped queries here
@@ -107,9 +111,9 @@ class ScaledDotProductAttention(MegatronModule):
 
 
 def whole_sequence(part_LB: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """This rank's part [L, B, ...] and those of the other ranks in the order of the sequence, [S, B, ...].
+    """Gather a sequence split over context-parallel ranks: [L, B, ...] to [S, B, ...].
 
-    A collective over the context-parallel group, also in backward, which sums the gradients of each part.
+    Collective, also in the backward pass, which sums the gradients of each part.
     """
     if group.size() == 1:
         return part_LB
@@ -121,9 +125,9 @@ def whole_sequence(part_LB: Tensor, group: torch.distributed.ProcessGroup) -> Te
 def causal_attention(
     attend: Attend, query: Tensor, key: Tensor, value: Tensor, group: torch.distributed.ProcessGroup, **arguments: Any
 ) -> Tensor:
-    """Queries [L, B, N, D] of this rank's chunks; keys and values [S, B, G, D] of whole sequences.
+    """Compute causal attention of this rank's chunks of queries to whole sequences of keys and values.
 
-    Each chunk attends to the keys up to its own end, the last of them under the diagonal.
+    Each chunk attends to the keys up to its own end; its mask is aligned to the lower right corner.
     """
     contexts = []
     for chunk, number in zip(query.chunk(2), (group.rank(), 2 * group.size() - 1 - group.rank()), strict=True):

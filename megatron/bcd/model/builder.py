@@ -240,7 +240,7 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_v
         embedding_size=embedding_size if config.has_embedding_on_host and stage == 0 else 0,
         num_resident=config.bcd.bcd_resident_layers,
         dtype=stage_config.params_dtype,
-        kept_dtype={"bf16": torch.int16, "fp16": torch.float32}.get(config.precision) if keeps else None,
+        residual_dtype={"bf16": torch.int16, "fp16": torch.float32}.get(config.precision) if keeps else None,
         is_streamed=lambda name: (
             not ownership(f"decoder.layers.0.{name}", partition=partition, stage=stage).is_always_active
         ),
@@ -248,7 +248,7 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_v
     )
 
 
-def frozen_weights_of(model: torch.nn.Module) -> FrozenWeights | None:
+def get_frozen_weights(model: torch.nn.Module) -> FrozenWeights | None:
     """Of --bcd-frozen-weights host; else None."""
     return getattr(unwrap_model(model), "frozen_weights", None)
 
@@ -257,7 +257,7 @@ def frozen_weights_of(model: torch.nn.Module) -> FrozenWeights | None:
 def frozen_on_host(model: torch.nn.Module) -> Iterator[Callable[[Tensor], bool]]:
     """Inside, frozen weights are those in host memory, if --bcd-frozen-weights has them there; yields what tells them
     from others. They do not change until the phase after the present one ends."""
-    frozen_weights = frozen_weights_of(model)
+    frozen_weights = get_frozen_weights(model)
     if frozen_weights is None:
         yield lambda _: False
         return

@@ -1,10 +1,10 @@
 """Frozen layers in host memory, copied to the device one by one (--bcd-frozen-weights host).
 
-A phase only reads its frozen weights. Those of a stage's layers lie in one arena of page-locked host memory, one flat
-piece a layer; while a layer computes, the next one is copied to one of two buffers on a stream of its own. The weights
-of the active block, and of the layers that stay on the device, are loaded when the phase begins; the active block's are
-written back when it ends. Of an embedding that no phase trains, the CPU gathers and sends the rows of each microbatch.
-Training is the same bit for bit. See docs/frozen_weights.md.
+A phase only reads its frozen weights. The frozen layers of a stage are stored in one arena of page-locked host memory,
+each as one flat piece. While a layer computes, the next one is copied to one of two device buffers on a separate CUDA
+stream. At the start of a phase, the active layers and the resident ones (frozen, but kept on the device) are loaded; at
+its end the active layers are written back. If no phase trains the embedding, the CPU gathers and sends the rows of each
+microbatch. Training is unchanged, bit for bit. See docs/frozen_weights.md.
 """
 
 from __future__ import annotations
@@ -26,47 +26,49 @@ from megatron.bcd.runtime import collectives, device, host_memory, memory
 from megatron.bcd.runtime.compat import pytorch
 
 _ALIGNMENT = 128
-"""Elements: kernels read vectors, and Transformer Engine wants matrices at multiples of 256 bytes."""
+"""In elements. Kernels read vectors, and Transformer Engine requires matrices at multiples of 256 bytes."""
 
 Use = tuple[int, str]
-"""A layer's number, and what reads it: forward, evaluation, recomputation or backward."""
+"""A layer's number, and the pass that reads it: forward, evaluation, recomputation or backward."""
 
 
 class _Layer:
-    """The streamed parameters of one layer, and where they lie in a flat tensor."""
+    """The streamed parameters of one layer, and their positions in a flat tensor."""
 
     def __init__(self, number: int, name: str, parameters: list[torch.nn.Parameter]) -> None:
         self.number, self.name = number, name
         self.parameters = parameters
         self.size = 0
-        """Elements of a flat tensor that holds them."""
+        """Number of elements in the layer's flat tensor."""
         self._starts = []
         for parameter in parameters:
             self._starts.append(self.size)
             self.size += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
         self.on_host: torch.Tensor
-        """Flat, in the arena; set by `FrozenWeights.add`."""
+        """The layer's flat tensor in the arena. Set by `FrozenWeights.add`."""
         self.is_streamed = True
-        """False while it is active or stays on the device."""
+        """False while the layer is active or resident."""
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' parts of a flat tensor."""
+        """Return the parameters' parts of a flat tensor."""
         return [
             flat[start : start + parameter.numel()].view(parameter.shape)
             for start, parameter in zip(self._starts, self.parameters, strict=True)
         ]
 
     @contextlib.contextmanager
-    def being_copied(self) -> Iterator[None]:
-        """Raises RuntimeError with the layer's name if the copy to the device that is started inside fails."""
+    def name_copy_errors(self) -> Iterator[None]:
+        """Add the layer's name to a RuntimeError of a copy to the device that starts inside the context."""
         try:
             yield
         except RuntimeError as error:
             raise RuntimeError(f"--bcd-frozen-weights: {self.name} can't be copied to the device: {error}") from error
 
     def place(self, flat: torch.Tensor) -> None:
-        """Let the parameters be parts of `flat`, which holds their values. A graph keeps parameters, not their
-        storage, so the place may change between forward and backward."""
+        """Point the parameters to the parts of `flat`, which holds their values.
+
+        A graph saves parameters, not their storage, so the storage may change between forward and backward.
+        """
         for parameter, view in zip(self.parameters, self.views(flat), strict=True):
             parameter.data = view
 
@@ -82,13 +84,16 @@ class _Buffer:
 
 
 class FrozenWeights:
-    """The layers of one pipeline stage, in the order in which `add` was called, and on the first stage the embedding.
+    """The streamed layers of one pipeline stage, in the order of `add`, and on the first stage the embedding.
 
-    `num_layers`: how many there will be. `embedding_size`: elements of the one that `add_embedding` gets, 0 for none.
-    `num_resident`: how many frozen layers stay on the device, the last ones, which backward passes read too.
-    `is_streamed` tells by the name within a layer which parameters are meant. The ranks of `group`, which hold the same
-    weights, share the arena on each node. `kept_dtype`: of what is kept of each element of a main parameter in `kept`,
-    as `BlockStateStore` does; None keeps nothing.
+    Args:
+        num_layers: number of calls of `add` to come.
+        embedding_size: number of elements that `add_embedding` will get; 0 if it is not called.
+        num_resident: keep the last N frozen layers on the device; backward passes read them, too.
+        dtype: dtype of the weights.
+        residual_dtype: dtype of the flat tensors in `residuals`; None if there are none.
+        is_streamed: returns whether a parameter is streamed, given its name within a layer.
+        group: the ranks with the same weights. Those on one node share an arena.
     """
 
     def __init__(
@@ -98,16 +103,16 @@ class FrozenWeights:
         embedding_size: int,
         num_resident: int,
         dtype: torch.dtype,
-        kept_dtype: torch.dtype | None,
+        residual_dtype: torch.dtype | None,
         is_streamed: Callable[[str], bool],
         group: torch.distributed.ProcessGroup,
     ) -> None:
         self.num_copies = 0
-        """Of layers to a buffer, since the start."""
-        self.kept: dict[torch.nn.Parameter, torch.Tensor] = {}
-        """Flat, in the arena, behind the layer's weights: for what weights lack of their main parameters."""
+        """Number of copies of layers to buffers since the start."""
+        self.residuals: dict[torch.nn.Parameter, torch.Tensor] = {}
+        """Flat tensors in the arena, behind the layer's weights, for what `BlockStateStore` keeps of main parameters."""
         self._num_layers, self._embedding_size, self._num_resident = num_layers, embedding_size, num_resident
-        self._dtype, self._kept_dtype = dtype, kept_dtype
+        self._dtype, self._residual_dtype = dtype, residual_dtype
         self._is_streamed, self._group = is_streamed, group
         self._arena: host_memory.SharedMemory
         self._layers: list[_Layer] = []
@@ -118,25 +123,25 @@ class FrozenWeights:
         self._clock = itertools.count(1)
         self._last: Use | None = None
         self._next: dict[Use, Use] = {}
-        """What came after each use the last time; passes repeat, so this is what comes next."""
+        """The use that followed each use the last time. Passes repeat, so this predicts the next one."""
 
     # ------------------------------------------------------------------------------------------------- construction
 
     @torch.no_grad()
     def add(self, module: TransformerLayer) -> None:
-        """Move a new layer's weights to the arena. A collective over all ranks for the first layer."""
+        """Move a new layer's weights to the arena. For the first layer, a collective over all ranks."""
         named = [parameter for name, parameter in module.named_parameters() if self._is_streamed(name)]
         layer = _Layer(len(self._layers), f"layer {module.layer_number - 1}", named)
-        sizes = [layer.size * (0 if one is None else one.itemsize) for one in (self._dtype, self._kept_dtype)]
+        sizes = [layer.size * (0 if dtype is None else dtype.itemsize) for dtype in (self._dtype, self._residual_dtype)]
         if not self._layers:
             total = sum(sizes) * self._num_layers + self._embedding_size * self._dtype.itemsize
             self._arena = host_memory.allocate(total, group=self._group, what="--bcd-frozen-weights host")
         assert not self._layers or layer.size == self._layers[0].size, "layers differ in size"
-        weights, kept = self._arena.data[layer.number * sum(sizes) :][: sum(sizes)].split(sizes)
+        weights, residuals = self._arena.data[layer.number * sum(sizes) :][: sum(sizes)].split(sizes)
         layer.on_host = weights.view(self._dtype)
-        if self._kept_dtype is not None:
-            views = layer.views(kept.view(self._kept_dtype))
-            self.kept |= {one: view.view(-1) for one, view in zip(named, views, strict=True)}
+        if self._residual_dtype is not None:
+            views = layer.views(residuals.view(self._residual_dtype))
+            self.residuals |= {parameter: view.view(-1) for parameter, view in zip(named, views, strict=True)}
         if self._arena.is_owner:
             self._write(layer)
         layer.place(layer.on_host)
@@ -146,7 +151,7 @@ class FrozenWeights:
 
     @torch.no_grad()
     def add_embedding(self, module: VocabParallelEmbedding) -> None:
-        """Move the weights of an embedding that no phase trains to the arena, behind all layers."""
+        """Move an embedding that no phase trains to the arena, behind all layers."""
         weight = module.weight
         on_host = self._arena.data[-weight.nbytes :].view(self._dtype).view(weight.shape)
         if self._arena.is_owner:
@@ -156,23 +161,25 @@ class FrozenWeights:
         module.__class__ = EmbeddingOnHost
 
     def move_rest(self, model: torch.nn.Module) -> None:
-        """As `model.to` the device, without what `add` and `add_embedding` have moved."""
+        """Move to the device what `add` and `add_embedding` have not moved to the arena."""
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             if not self.is_on_host(tensor):
                 tensor.data = tensor.data.to(device.current())
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies in the arena now."""
+        """Return whether the tensor is currently in the arena."""
         return bool(self._layers) and _storage(tensor) == _storage(self._arena.data)
 
     # ------------------------------------------------------------------------------------------------------- phases
 
     @torch.no_grad()
     def begin_phase(self, active: Container[torch.nn.Parameter]) -> None:
-        """Load the layers with an `active` parameter, and those that stay on the device. A collective over the
-        group: what its ranks on a node write is there for all of them."""
+        """Collective over the group. Load the layers with an `active` parameter, and the resident ones.
+
+        It starts with a barrier, because ranks on a node read what others have written to their arena.
+        """
         collectives.gather_objects(None, self._group)
-        are_active = [any(one in active for one in layer.parameters) for layer in self._layers]
+        are_active = [any(parameter in active for parameter in layer.parameters) for layer in self._layers]
         frozen = [layer.number for layer, is_active in zip(self._layers, are_active, strict=True) if not is_active]
         resident = frozen[len(frozen) - min(self._num_resident, len(frozen)) :]
         self._resident = {number: flat for number, flat in self._resident.items() if number in resident}
@@ -180,11 +187,11 @@ class FrozenWeights:
         for layer, is_active in zip(self._layers, are_active, strict=True):
             layer.is_streamed = not is_active and layer.number not in resident
             if is_active:
-                with layer.being_copied():
+                with layer.name_copy_errors():
                     for parameter in layer.parameters:
                         parameter.data = parameter.data.to(device.current(), copy=True)
             elif layer.number in resident and layer.number not in self._resident:
-                with layer.being_copied():
+                with layer.name_copy_errors():
                     self._resident[layer.number] = layer.on_host.to(device.current(), copy=True)
                 layer.place(self._resident[layer.number])
             elif layer.is_streamed:
@@ -192,8 +199,8 @@ class FrozenWeights:
 
     @torch.no_grad()
     def end_phase(self) -> None:
-        """Write the active layers back, and free their memory on the device."""
-        device.synchronize()  # nothing reads the buffers
+        """Write the active layers back to the arena, and free their device memory."""
+        device.synchronize()  # until nothing reads the buffers any more
         for buffer in self._buffers:
             if buffer.layer is not None:
                 buffer.layer.place(buffer.layer.on_host)
@@ -206,31 +213,31 @@ class FrozenWeights:
                 layer.is_streamed = True
 
     def streamed_parameters(self) -> set[torch.nn.Parameter]:
-        """What lies in host memory in this phase."""
-        of_layers = {parameter for layer in self._layers if layer.is_streamed for parameter in layer.parameters}
-        return of_layers if self._embedding is None else of_layers | {self._embedding}
+        """Return the parameters that are in host memory in this phase."""
+        parameters = {parameter for layer in self._layers if layer.is_streamed for parameter in layer.parameters}
+        return parameters if self._embedding is None else parameters | {self._embedding}
 
     def device_tensors(self) -> Iterator[torch.Tensor]:
-        """What lies on the device beside the active block."""
+        """Return the frozen tensors on the device: resident layers and buffers."""
         yield from self._resident.values()
         yield from (buffer.flat for buffer in self._buffers)
 
     @property
     def is_shared_by_all(self) -> bool:
-        """Whether every rank of the group reads what the others write to the arena."""
+        """Whether all ranks of the group share one arena."""
         return self._arena.has_whole_group
 
     def bytes_on_host(self) -> int:
-        """Of the weights in the arena; 0 where another rank of the node holds it."""
+        """Return the bytes of the weights in the arena, or 0 if another rank of the node owns it."""
         weights = [layer.on_host for layer in self._layers]
         weights += [] if self._embedding is None else [self._embedding]
         return sum(tensor.nbytes for tensor in weights) if self._arena.is_owner else 0
 
     @contextlib.contextmanager
     def all_on_host(self) -> Iterator[None]:
-        """Inside, all frozen layers are those of the arena, also those that lie on the device too. Between steps."""
+        """Inside the context, all frozen layers are in the arena, including resident ones. For use between steps."""
         resident = [(self._layers[number], flat) for number, flat in self._resident.items()]
-        for layer in [*(layer for layer, _ in resident), *(one.layer for one in self._buffers if one.layer)]:
+        for layer in [*(layer for layer, _ in resident), *(buffer.layer for buffer in self._buffers if buffer.layer)]:
             layer.place(layer.on_host)
         yield
         for layer, flat in resident:
@@ -250,34 +257,34 @@ class FrozenWeights:
 
     @torch.no_grad()
     def _use(self, layer: _Layer, what: str) -> None:
-        """Make the layer's weights available to what is computed next, and start to copy those that come after."""
+        """Make the layer's weights available to later kernels, and start to copy the predicted next layer."""
         if not layer.is_streamed:
             return
         use = (layer.number, what)
         if self._last is not None:
             self._next[self._last] = use
         self._last = use
-        buffer = self._buffer_of(layer) or self._load(layer)
+        buffer = self._find_buffer(layer) or self._load(layer)
         buffer.last_use = next(self._clock)
         self._stream.wait(buffer.copied)
         buffer.copied = None
         layer.place(buffer.flat)
         coming = self._layers[self._next.get(use, use)[0]]
-        if coming.is_streamed and self._buffer_of(coming) is None:
+        if coming.is_streamed and self._find_buffer(coming) is None:
             self._load(coming)
 
-    def _buffer_of(self, layer: _Layer) -> _Buffer | None:
+    def _find_buffer(self, layer: _Layer) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.layer is layer), None)
 
     def _load(self, layer: _Layer) -> _Buffer:
-        """Start to copy a layer over the one that was used longest ago."""
+        """Start to copy a layer into the least recently used buffer."""
         if not self._buffers:
             self._buffers = [_Buffer(layer.size, self._dtype) for _ in range(2)]
-        buffer = min(self._buffers, key=lambda one: one.last_use)
+        buffer = min(self._buffers, key=lambda buffer: buffer.last_use)
         if buffer.layer is not None:
             buffer.layer.place(buffer.layer.on_host)
         buffer.layer = layer
-        with layer.being_copied():
+        with layer.name_copy_errors():
             buffer.copied = self._stream.copy(layer.on_host, to=buffer.flat)
         self.num_copies += 1
         return buffer
@@ -288,7 +295,7 @@ class FrozenWeights:
 
 
 class StreamedLayer(TransformerLayer):
-    """Megatron Core's layer, whose frozen weights lie in host memory."""
+    """Megatron Core's transformer layer with frozen weights in host memory."""
 
     def __init__(self, *args: Any, frozen_weights: FrozenWeights, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -296,12 +303,16 @@ class StreamedLayer(TransformerLayer):
 
 
 class EmbeddingOnHost(VocabParallelEmbedding):
-    """Megatron Core's embedding, with weights in host memory: their rows are gathered there and sent. The CPU waits for
-    nothing, if it has the tokens."""
+    """Megatron Core's embedding with weights in host memory. The CPU gathers the rows of the tokens and sends them.
+
+    The CPU waits for nothing if it has the tokens.
+    """
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """From tokens [B, S] on any device: [B, S, H] on this process' device, or [S / ranks, B, H] if
-        `reduce_scatter_embeddings`."""
+        """Return the embeddings of tokens [B, S] on this process's device.
+
+        The shape is [B, S, H], or [S / ranks, B, H] with `reduce_scatter_embeddings`.
+        """
         tokens, is_split = input_.cpu().view(-1), self.tp_group.size() > 1
         if is_split:
             is_elsewhere = (tokens < self.vocab_start_index) | (tokens >= self.vocab_end_index)

@@ -1,4 +1,4 @@
-"""Choice of the modules and kernels that the model is built from: Transformer Engine, Apex or local."""
+"""Choose the modules and kernels of the model: Transformer Engine, Apex or local."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCALED_DOT_PRODUCT = "scaled_dot_product_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """The modules and kernels that the model is built from."""
+    """The modules and kernels of the model."""
 
     layers: str
     """`transformer_engine` or `local`."""
@@ -35,17 +35,18 @@ def choose_implementation(
     apex: bool,
     optimizer: str,
 ) -> Implementation:
-    """Transformer Engine's layers if available, else Megatron Core's local ones.
+    """Return Transformer Engine's layers if available, else Megatron Core's local ones.
 
-    Its layers use PyTorch's attention in fp32, where its own would keep the S x S scores of every head, and with
-    `has_attention_mask` (--reset-attention-mask): its fused attention is causal and takes no mask.
+    Its layers use PyTorch's attention in fp32, because its own would materialise the S x S scores of every head. They
+    also use it with `has_attention_mask` (--reset-attention-mask): its fused attention is causal and takes no mask.
 
     Raises:
-        ValueError: `transformer_impl` is `transformer_engine`, which is not available.
+        ValueError: `transformer_impl` is `transformer_engine`, but that is not available.
     """
     if transformer_impl == "transformer_engine" and not transformer_engine:
         raise ValueError(
-            "--transformer-impl transformer_engine needs Transformer Engine and a GPU; install it, or use auto or local"
+            "--transformer-impl transformer_engine: Transformer Engine or a GPU is missing. Install it, or use auto or "
+            "local."
         )
     if transformer_engine and transformer_impl != "local":
         uses_sdpa = has_attention_mask or precision == "fp32" and attention_backend != "unfused"
@@ -60,8 +61,8 @@ def choose_implementation(
     return Implementation(layers="local", attention=attention, norm=norm, optimizer=optimizer)
 
 
-def implementation_here(config: RunConfig) -> Implementation:
-    """`choose_implementation` for this run, from the packages that can be imported.
+def available_implementation(config: RunConfig) -> Implementation:
+    """Return the implementation for this run, given the packages that can be imported.
 
     Raises:
         ValueError: as `choose_implementation`.

@@ -1,7 +1,8 @@
-"""The loss without the logits of a microbatch (--cross-entropy-fusion-impl linear): head and cross entropy in one
-function, which holds the logits of a few hundred tokens, or of a part of the vocabulary, at a time.
+"""The loss without storing the logits of a microbatch (--cross-entropy-fusion-impl linear).
 
-torch.nn.functional.linear_cross_entropy returns the losses in the weights' dtype and knows no split vocabulary.
+One function computes head and cross entropy. At a time it stores the logits of a few hundred tokens, or of a part of
+the vocabulary. torch.nn.functional.linear_cross_entropy would return losses in the weights' dtype, and it supports no
+vocabulary that is split over ranks.
 
 Tensor shapes: T tokens, H hidden size, V this rank's part of the vocabulary, B micro-batch size, S sequence length.
 """
@@ -22,24 +23,24 @@ from torch import Tensor
 from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS
 
 
-def _of_target(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Where the targets are in `size` columns from `first`, and 1 where they are in them, else 0."""
+def _target_columns(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return the targets' columns relative to `first`, clamped to `size`, and whether they are inside (1.0 or 0.0)."""
     columns = labels - first
     return columns.clamp(0, size - 1), (columns >= 0).logical_and_(columns < size).float()
 
 
-def _gradient_of_logits(exponentials: Tensor, total: Tensor, labels: Tensor, first: int) -> Tensor:
-    """Softmax minus the targets, in place; `exponentials` [rows, columns], fp32, of columns from `first`."""
-    columns, is_inside = _of_target(labels, first, exponentials.size(1))
+def _logit_gradient(exponentials: Tensor, total: Tensor, labels: Tensor, first: int) -> Tensor:
+    """Return softmax minus targets, in place of `exponentials` [rows, columns], fp32. Columns start at `first`."""
+    columns, is_inside = _target_columns(labels, first, exponentials.size(1))
     exponentials.div_(total[:, None])
     exponentials[torch.arange(len(labels), device=labels.device), columns] -= is_inside
     return exponentials
 
 
-def _of_tokens(hidden: Tensor, weight: Tensor, labels: Tensor, group: Any, gradient: Tensor | None) -> Tensor:
-    """Losses, largest logits and sums of exponentials [3, rows] of a few tokens; writes their ``gradient``.
+def _token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, group: Any, gradient: Tensor | None) -> Tensor:
+    """Return losses, largest logits and sums of exponentials [3, rows] of a few tokens. Write their ``gradient``.
 
-    A function of its own: a loop would hold the logits of the chunk before beside those of the next.
+    This is a separate function so that its logits are freed before those of the next chunk are allocated.
     """
     first = group.rank() * len(weight)
     logits = (hidden @ weight.t()).float()
@@ -47,7 +48,7 @@ def _of_tokens(hidden: Tensor, weight: Tensor, labels: Tensor, group: Any, gradi
     if group.size() > 1:
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
     logits.sub_(largest[:, None])
-    columns, is_inside = _of_target(labels, first, len(weight))
+    columns, is_inside = _target_columns(labels, first, len(weight))
     target = logits.gather(1, columns[:, None])[:, 0].mul_(is_inside)
     exponentials = logits.exp_()
     sums = torch.stack([target, exponentials.sum(dim=1)])
@@ -55,70 +56,72 @@ def _of_tokens(hidden: Tensor, weight: Tensor, labels: Tensor, group: Any, gradi
         torch.distributed.all_reduce(sums, group=group)
     target, total = sums
     if gradient is not None:
-        of_logits = _gradient_of_logits(exponentials, total, labels, first)
-        torch.mm(of_logits.to(hidden.dtype), weight, out=gradient)
+        logit_gradient = _logit_gradient(exponentials, total, labels, first)
+        torch.mm(logit_gradient.to(hidden.dtype), weight, out=gradient)
     return torch.stack([total.log() - target, largest, total])
 
 
-def _of_columns(
-    hidden: Tensor, weight: Tensor, labels: Tensor, first: int, of_tokens: Tensor, factors: Tensor, gradient: Tensor
+def _write_weight_gradient(
+    hidden: Tensor, weight: Tensor, labels: Tensor, first: int, statistics: Tensor, factors: Tensor, gradient: Tensor
 ) -> None:
-    """Writes the ``gradient`` of a part of the vocabulary's weights, which starts at ``first``."""
-    _, largest, total = of_tokens
+    """Write the ``gradient`` of a part of the vocabulary's weights. The part starts at ``first``."""
+    _, largest, total = statistics
     exponentials = (hidden @ weight.t()).float().sub_(largest[:, None]).exp_()
-    of_logits = _gradient_of_logits(exponentials, total, labels, first).mul_(factors[:, None])
-    torch.mm(of_logits.to(hidden.dtype).t(), hidden, out=gradient)
+    logit_gradient = _logit_gradient(exponentials, total, labels, first).mul_(factors[:, None])
+    torch.mm(logit_gradient.to(hidden.dtype).t(), hidden, out=gradient)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses [T], fp32, of ``hidden`` [T, H], ``weight`` [V, H] and ``labels`` [T].
+    """Losses [T], fp32, given ``hidden`` [T, H], ``weight`` [V, H] and ``labels`` [T].
 
-    The forward pass goes over chunks of tokens and computes the gradient of ``hidden`` too, for factor 1 of each token;
-    the backward pass multiplies its rows. The gradient of an active ``weight`` is a sum over tokens, which needs their
-    factors: the backward pass computes the logits again, in chunks of the vocabulary.
+    The forward pass loops over chunks of tokens and also computes the gradient of ``hidden`` for a factor of 1 per
+    token; the backward pass then only scales its rows. The gradient of an active ``weight`` is a sum over tokens
+    weighted by these factors, so the backward pass recomputes the logits, in chunks of the vocabulary.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: Any, with_graph: bool) -> Tensor:
-        of_tokens = hidden.new_empty(3, len(hidden), dtype=torch.float32)
+        statistics = hidden.new_empty(3, len(hidden), dtype=torch.float32)
         gradient = torch.empty_like(hidden) if with_graph and ctx.needs_input_grad[0] else None
         for start in range(0, len(hidden), LOSS_CHUNK):
             rows = slice(start, start + LOSS_CHUNK)
-            of_rows = None if gradient is None else gradient[rows]
-            of_tokens[:, rows] = _of_tokens(hidden[rows], weight, labels[rows], group, of_rows)
+            row_gradient = None if gradient is None else gradient[rows]
+            statistics[:, rows] = _token_losses(hidden[rows], weight, labels[rows], group, row_gradient)
         ctx.first = group.rank() * len(weight)
         ctx.save_for_backward(
-            gradient, *((hidden, weight, labels, of_tokens) if ctx.needs_input_grad[1] else (None,) * 4)
+            gradient, *((hidden, weight, labels, statistics) if ctx.needs_input_grad[1] else (None,) * 4)
         )
-        return of_tokens[0].clone()
+        return statistics[0].clone()
 
     @staticmethod
     def backward(ctx: Any, factors: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        gradient, hidden, weight, labels, of_tokens = ctx.saved_tensors
-        of_hidden = None if gradient is None else gradient.mul_(factors[:, None])
+        gradient, hidden, weight, labels, statistics = ctx.saved_tensors
+        hidden_gradient = None if gradient is None else gradient.mul_(factors[:, None])
         if weight is None:
-            return of_hidden, None, None, None, None
-        of_weight = torch.empty_like(weight)
+            return hidden_gradient, None, None, None, None
+        weight_gradient = torch.empty_like(weight)
         chunk = LOSS_CHUNK // LOSS_PARTS
         size = max(1, len(weight) * chunk // max(len(hidden), chunk))
         for start in range(0, len(weight), size):
             part = slice(start, start + size)
-            _of_columns(hidden, weight[part], labels, ctx.first + start, of_tokens, factors, of_weight[part])
-        return of_hidden, of_weight, None, None, None
+            _write_weight_gradient(
+                hidden, weight[part], labels, ctx.first + start, statistics, factors, weight_gradient[part]
+            )
+        return hidden_gradient, weight_gradient, None, None, None
 
 
 class _DeferredHead(ColumnParallelLinear):
-    """Megatron Core's head, which with labels hands on its input in place of logits: the loss multiplies it."""
+    """Megatron Core's head. With labels it returns its input instead of logits, because the loss multiplies it."""
 
     is_deferred = False
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """[S, B, H] to [S, B, H] or [S, B, V]."""
+        """Map [S, B, H] to [S, B, H] or [S, B, V]."""
         return (input_, None) if self.is_deferred else super().forward(input_, *args, **kwargs)
 
 
 class LinearLossModel(GPTModel):
-    """GPTModel whose loss has no logits; without labels it returns them."""
+    """GPTModel whose loss needs no logits. Without labels it returns logits."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -126,13 +129,13 @@ class LinearLossModel(GPTModel):
             self.output_layer.__class__ = _DeferredHead
 
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """As GPTModel's: losses [B, S], fp32."""
+        """Return the losses [B, S], fp32, or without labels the logits."""
         if self.post_process:
             self.output_layer.is_deferred = labels is not None
         return super().forward(*args, labels=labels, **kwargs)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Losses [B, S] of labels [B, S]; ``logits`` is the head's input [S, B, H]."""
+        """Return the losses [B, S] of labels [B, S]. ``logits`` is the head's input [S, B, H]."""
         is_tied, group = self.share_embeddings_and_output_weights, self.pg_collection.tp
         weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
         if self.config.sequence_parallel:

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.bcd.model.transformer_config import OF_A_PHASE
+from megatron.bcd.model.transformer_config import PHASE_FIELDS
 
 
 class _PassThrough(torch.nn.Module):
@@ -36,23 +36,27 @@ def _require_gradient(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
 
 
 class BcdTransformerBlock(TransformerBlock):
-    """Megatron Core's layers of one stage, which can start after a frozen prefix.
+    """Megatron Core's layers of one stage, with a start after a frozen prefix.
 
-    With full activation recomputation, Megatron Core checkpoints with a re-entrant autograd function: if none of its
-    inputs requires a gradient, its output has no graph, and active layers inside get no gradient. So the prefix runs
-    without a graph and is not recomputed, and the input of the first active layer starts the graph.
+    With full activation recomputation, Megatron Core checkpoints by a re-entrant autograd function. If none of its
+    inputs requires a gradient, its output has no graph, and active layers inside it get no gradient. Therefore the
+    prefix runs without a graph and without recomputation, and the input of the first active layer starts the graph.
 
-    The same holds for recomputed norms (--recompute-modules layernorm): those of the first active layer would get no
-    gradient, so its input starts the graph there too.
+    Recomputed norms (--recompute-modules layernorm) have the same problem: the norms of the first active layer would
+    get no gradient. There, too, that layer's input starts the graph.
 
     With a prefix cache, `forward` starts at a later layer.
     """
 
     def recompute(self, granularity: str, num_layers: int) -> None:
-        """What backward passes recompute from now on, in place of what the flags say: none; selective, the core of
-        attention in every layer; full, the first `num_layers` layers after the prefix."""
+        """Set what backward passes recompute, instead of what the flags say.
+
+        Args:
+            granularity: "none"; "selective", the core of attention in every layer; or "full".
+            num_layers: with "full", the number of layers to recompute after the prefix.
+        """
         config: TransformerConfig = copy.copy(self.config)  # type: ignore[has-type]
-        for name in OF_A_PHASE:  # the copy would keep the first phase's wrapper, whose hooks would go on
+        for name in PHASE_FIELDS:  # the copy would keep the first phase's wrapper, whose hooks would go on
             setattr(config, name, None)
         is_full = granularity == "full" and num_layers > 0
         config.recompute_granularity = "full" if is_full else None
@@ -64,7 +68,7 @@ class BcdTransformerBlock(TransformerBlock):
             layer.self_attention.checkpoint_core_attention = granularity == "selective"
 
     num_prefix_layers = 0
-    """Layers of this stage that the current forward pass runs without a graph, under recomputation."""
+    """Number of this stage's layers that the current forward pass runs without a graph, under full recomputation."""
 
     def forward(
         self,
@@ -74,11 +78,12 @@ class BcdTransformerBlock(TransformerBlock):
         behind_prefix: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """As Megatron Core's, but layers before `first_layer` (number on this stage) are skipped.
+        """Run the layers like Megatron Core, but optionally skip the first ones.
 
         Args:
-            hidden_states: input of the first layer to run, [S, B, H]; with `first_layer`, on any stage.
-            behind_prefix: the first layer to run is the first active one; none runs before an active head alone.
+            hidden_states: input of the first layer to run, [S, B, H]. With `first_layer`, on any stage.
+            first_layer: number on this stage of the first layer to run.
+            behind_prefix: start with the first active layer. If only the head is active, run no layer.
         """
         layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
         if behind_prefix:
@@ -98,7 +103,7 @@ class BcdTransformerBlock(TransformerBlock):
 
     @contextlib.contextmanager
     def _graph_before_norms(self) -> Iterator[None]:
-        """Inside, the input of the first active layer requires a gradient if norms are recomputed."""
+        """Inside the context, the input of the first active layer requires a gradient if norms are recomputed."""
         is_selective = self.config.recompute_granularity == "selective"
         trainable = self._trainable_layers() if is_selective and torch.is_grad_enabled() else []
         if not trainable or "layernorm" not in (self.config.recompute_modules or ()):
@@ -111,11 +116,11 @@ class BcdTransformerBlock(TransformerBlock):
             hook.remove()
 
     def _trainable_layers(self) -> list[int]:
-        """Numbers, on this stage, of the layers with an active parameter."""
+        """Return the numbers, on this stage, of the layers with an active parameter."""
         return [i for i, layer in enumerate(self.layers) if any(p.requires_grad for p in layer.parameters())]
 
     def _get_layer(self, layer_number: int) -> Any:
-        # the last chunk of --recompute-num-layers layers may be longer than the number of layers left
+        # the last group of --recompute-num-layers layers may extend beyond the last layer
         index = self.num_prefix_layers + layer_number
         return self.layers[index] if index < len(self.layers) else _pass_through
 
@@ -130,8 +135,8 @@ class BcdTransformerBlock(TransformerBlock):
         **kwargs: Any,
     ) -> Tensor:
         trainable = self._trainable_layers()
-        # read again by the recomputation in backward, so both must stay until the next forward; they are equal for all
-        # microbatches of a phase
+        # The recomputation in the backward pass reads both values again, so they must stay until the next forward pass.
+        # They are equal for all microbatches of a phase.
         self.num_prefix_layers = 0 if hidden_states.requires_grad else (trainable[0] if trainable else len(self.layers))
         self.num_layers_per_pipeline_rank = len(self.layers) - self.num_prefix_layers
         with torch.no_grad():

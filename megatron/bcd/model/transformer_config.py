@@ -1,4 +1,4 @@
-"""Megatron Core's TransformerConfig from the flags."""
+"""Build Megatron Core's TransformerConfig from the flags."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.runtime import device, packages
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Of weights and activations, by the run's precision."""
-OF_A_PHASE = ("grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
-"""Fields of the model's configuration that belong to a phase: a copy with them would keep its wrapper and optimizer."""
+"""Dtype of weights and activations, by the run's precision."""
+PHASE_FIELDS = ("grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
+"""Fields that belong to a phase. A copy of the configuration with them would keep the phase's wrapper and optimizer."""
 
 
 def build_transformer_config(config: RunConfig, implementation: Implementation) -> TransformerConfig:
-    """Megatron Core's configuration from the flags, the precision and the available kernels.
+    """Return Megatron Core's configuration, given the flags, the precision and the available kernels.
 
     Raises:
         ValueError: a flag needs kernels that are not installed, or Megatron Core rejects the combination.
@@ -50,18 +50,18 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
         fields["bias_dropout_fusion"] = False
     if config.context_size > 1 and config.data.reset_attention_mask and implementation.attention != SCALED_DOT_PRODUCT:
         raise ValueError(
-            f"--reset-attention-mask cannot be combined with --context-parallel-size {config.context_size}: "
-            "Transformer Engine's attention splits causal masks only; give --transformer-impl local"
+            f"--reset-attention-mask: does not work with --context-parallel-size {config.context_size}, because "
+            "Transformer Engine's attention splits only causal masks. Give --transformer-impl local."
         )
     if implementation.layers == "local":
         fields["persist_layer_norm"] = False
         fields["apply_rope_fusion"] = False
         if "mlp" in (fields.get("recompute_modules") or ()) and fields.get("add_bias_linear", True):
             raise ValueError(
-                "--recompute-modules mlp needs --disable-bias-linear without Transformer Engine: Megatron Core's "
-                "recomputation of a layer with biases never ends; leave mlp out, or take --recompute-granularity full"
+                "--recompute-modules mlp: Megatron Core's recomputation of a layer with biases never ends without "
+                "Transformer Engine. Give --disable-bias-linear, omit mlp, or give --recompute-granularity full."
             )
-    # also with Transformer Engine: the output head is Megatron Core's own linear layer
+    # the output head is Megatron Core's linear layer even with Transformer Engine
     has_kernel = device.has_cuda() and packages.is_importable("fused_weight_gradient_mlp_cuda")
     if not has_kernel or _has_narrow_gradients(config):
         fields["gradient_accumulation_fusion"] = False
@@ -77,18 +77,18 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     try:
         return TransformerConfig(**fields)
     except AssertionError as error:
-        raise ValueError(f"Megatron Core refuses these flags: {error}") from error
+        raise ValueError(f"Megatron Core rejects these flags: {error}") from error
 
 
 def _has_narrow_gradients(config: RunConfig) -> bool:
-    """Whether gradients of fp32 weights are added up in bf16: the fused kernel takes half-precision inputs for that."""
+    """Return whether gradients of fp32 weights are summed in bf16, which the fused kernel does not support."""
     dtypes = [config.bcd.bcd_inactive_grad_dtype] if config.bcd.bcd_inactive_update != "none" else []
     dtypes += [config.bcd.muon_grad_dtype] if config.is_muon else []
     return config.precision == "fp32" and "bf16" in dtypes
 
 
 def _check_compiled_fusions(config: RunConfig, fields: Mapping[str, Any]) -> None:
-    """Raises ValueError on a GPU where Megatron Core's compiled functions would fail in the first step."""
+    """Raise ValueError if Megatron Core's compiled functions would fail on this GPU in the first step."""
     ways = {
         "bias_activation_fusion": f"with --no-bias-{'swiglu' if config.model.swiglu else 'gelu'}-fusion",
         "bias_dropout_fusion": "with --no-bias-dropout-fusion",
@@ -97,28 +97,28 @@ def _check_compiled_fusions(config: RunConfig, fields: Mapping[str, Any]) -> Non
     compiled = [way for field, way in ways.items() if fields.get(field)]
     if compiled and device.has_cuda() and (missing := packages.missing_for_compilation()):
         raise ValueError(
-            f"{missing} is missing, which the fused functions of Megatron Core need on a GPU (torch.compile): install "
-            f"gcc and python3-dev, or run {', '.join(compiled)}"
+            f"{missing} is missing, but Megatron Core's fused functions need it on a GPU (torch.compile). Install gcc "
+            f"and python3-dev, or run {', '.join(compiled)}."
         )
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
-    """GELU in the tanh form of OpenAI's GPT-2 (--openai-gelu), elementwise."""
+    """Return GELU in the tanh form of OpenAI's GPT-2 (--openai-gelu), elementwise."""
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2 (--squared-relu), elementwise. Megatron Core's is compiled, also where there is no compiler."""
+    """Return relu(x)^2 (--squared-relu), elementwise. Megatron Core's needs a compiler."""
     return torch.nn.functional.relu(x).pow(2)
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x) (--quick-geglu), elementwise; see `squared_relu`."""
+    """Return x sigmoid(1.702 x) (--quick-geglu), elementwise. Megatron Core's needs a compiler."""
     return x * torch.sigmoid(1.702 * x)
 
 
 def describe_activation(config: TransformerConfig) -> str:
-    """Name of the MLP's activation, for people."""
+    """Return the name of the MLP's activation."""
     names = {torch.nn.functional.silu: "SwiGLU", quick_gelu: "gated quick GELU", squared_relu: "squared ReLU"}
     if config.activation_func in names:
         return names[config.activation_func]
@@ -126,7 +126,7 @@ def describe_activation(config: TransformerConfig) -> str:
 
 
 def _uneven_layout(layers_per_stage: Sequence[int]) -> list[list[str]]:
-    """Megatron Core's pipeline layout if stages differ in their number of layers."""
+    """Return Megatron Core's pipeline layout for stages with different numbers of layers."""
     stages = [["decoder"] * number for number in layers_per_stage]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")

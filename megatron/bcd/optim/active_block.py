@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.builder import chunks_of, frozen_weights_of, unwrap_model
+from megatron.bcd.model.builder import chunks_of, get_frozen_weights, unwrap_model
 from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.matrix_optimizer import build_matrix_optimizer, rules_of_phase
 from megatron.bcd.optim.param_shard import (
@@ -137,9 +137,9 @@ class ActiveBlock:
         """--log-num-zeros-in-grad: of the last step; None if it was skipped."""
         self.wrapped: DistributedDataParallel | None = None
         self.optimizer: MegatronOptimizer | None = None
-        self._frozen_weights = frozen_weights_of(model)
+        self._frozen_weights = get_frozen_weights(model)
         self.kept = BlockStateStore(
-            places={} if self._frozen_weights is None else self._frozen_weights.kept,
+            places={} if self._frozen_weights is None else self._frozen_weights.residuals,
             are_shared=self._frozen_weights is not None and self._frozen_weights.is_shared_by_all,
             keeps_moments=config.bcd.bcd_optimizer_state == "host",
             keeps_main_params=config.bcd.bcd_main_params == "host",
