@@ -110,7 +110,7 @@ class FrozenWeights:
         self.num_copies = 0
         """Number of copies of layers to buffers since the start."""
         self.residuals: dict[torch.nn.Parameter, torch.Tensor] = {}
-        """Flat tensors in the arena, behind the layer's weights, for what `BlockStateStore` keeps of main parameters."""
+        """Flat tensors in the arena, behind the layer's weights, for the bits that `BlockStateStore` offloads."""
         self._num_layers, self._embedding_size, self._num_resident = num_layers, embedding_size, num_resident
         self._dtype, self._residual_dtype = dtype, residual_dtype
         self._is_streamed, self._group = is_streamed, group
