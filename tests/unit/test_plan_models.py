@@ -274,8 +274,8 @@ def test_learning_rates_are_those_of_the_studies(repo_root: Path) -> None:
     full = rates["smollm2", "full"]
     assert measured.FINE_TUNING["lora"].rate == pytest.approx(rates["smollm2", "lora"] / full)
     assert {11e6: rates["small_base", "full"], 135e6: full} == measured._FULL_RATES
-    text = (repo_root / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
-    assert "two times full Adam's rate for two blocks, three\n  times for six, eight times for thirty" in text
+    text = (repo_root / "studies" / "fine_tuning.md").read_text(encoding="utf-8")
+    assert "two times full Adam's rate for two blocks, three\ntimes for six, eight times for thirty" in text
     assert measured._RATE_OF_BLOCKS == {1: 1, 2: 2, 6: 3, 30: 8}
 
 
@@ -332,7 +332,7 @@ def test_no_cost_to_a_loss_that_was_not_reached(capsys: pytest.CaptureFixture[st
 
 def test_losses_are_those_of_the_documents(repo_root: Path) -> None:
     """A range that the tables do not have."""
-    text = (repo_root / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
+    text = (repo_root / "studies" / "fine_tuning.md").read_text(encoding="utf-8")
     ends = {"+1 to +31 %": ("+1.1 %", "+30.8 %"), "-0.1 to +11 %": ("-0.1 %", "+10.8 %"), "+2.3 %": ("+2.3 %",),
             "-1.3 to -0.1 %": ("-1.3 %", "-0.1 %"), "+0.2 to +7 %": ("1.800", "+7.1 %")}  # fmt: skip
     assert {found.loss for found in measured.FINE_TUNING.values()} - {None} == set(ends)
