@@ -61,8 +61,8 @@ IGNORED_FIELDS = frozenset(
 """Metrics fields that are not compared: times, memory as the allocator or operating system counts it, the run's name,
 which depends on a version's flags, and switches, which older versions lack. Every other field is compared, including
 fields added later."""
-REPLACED = ("eval-generate", "eval-generate-tokens", "bcd-resting-layers")
-"""Flags that something else replaced: both versions accept them, but only one gives them a value."""
+REMOVED = ("eval-generate", "eval-generate-tokens", "bcd-low-rank-layers", "bcd-low-rank-lr-ratio")
+"""Flags that have a value only in versions before their removal."""
 ADDED = {"bcd-frozen-weights": "device", "bcd-embedding-update": "adam"}
 """The behaviour of versions without a flag, if it is not "off"."""
 
@@ -317,7 +317,7 @@ def resolved_difference(lines: Mapping[str, tuple[str, int, list[str]]], task: T
 def first_difference(before: Mapping[str, Resolved], after: Mapping[str, Resolved]) -> str | None:
     """Return the first difference among the lines that the old version accepts.
 
-    A flag that only one version has counts as a difference unless it is off, or is one of REPLACED.
+    A flag that only one version has counts as a difference unless it is off, or is one of REMOVED.
     """
     for name, values in before.items():
         now = after[name]
@@ -327,7 +327,7 @@ def first_difference(before: Mapping[str, Resolved], after: Mapping[str, Resolve
             return f"{name} is refused: {now.strip()}"
         for flag in values | now:
             old, new = values.get(flag, ADDED.get(flag)), now.get(flag, ADDED.get(flag))
-            if flag not in REPLACED and (old or None) != (new or None):
+            if flag not in REMOVED and (old or None) != (new or None):
                 return f"{name}: {flag} was {old}, is {new}"
     return None
 
