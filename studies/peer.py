@@ -34,9 +34,9 @@ from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.huggingface.architecture import config_of
-from megatron.bcd.huggingface.run_network import network_of_run
-from megatron.bcd.huggingface.tensors import rows_of
+from megatron.bcd.huggingface.architecture import make_config
+from megatron.bcd.huggingface.run_network import run_architecture
+from megatron.bcd.huggingface.tensors import build_rows
 from megatron.bcd.metrics.sinks import MetricsFile
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.model.implementation import available_implementation
@@ -69,18 +69,18 @@ def draw_model(config: RunConfig, vocab_size: int) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     ours = dict(unwrap_model(build_model(config, vocab_size, available_implementation(config))).named_parameters())
-    network = network_of_run(config, is_on_gpu=device.has_cuda(), vocab_size=vocab_size)
-    values = config_of(network, dtype="float32")
+    network = run_architecture(config, is_on_gpu=device.has_cuda(), vocab_size=vocab_size)
+    values = make_config(network, dtype="float32")
     settings = AutoConfig.for_model(values.pop("model_type"), **values)
     model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32)
     state: dict[str, Tensor] = {}
-    for row in rows_of(network):
+    for row in build_rows(network):
         for layer in range(network.num_layers if row.is_stacked else 1):
             name = row.key.replace("decoder.layers.", f"decoder.layers.{layer}.")
             if name not in ours:
                 for fused, separate in SEPARATE_NORMS.items():
                     name = name.replace(fused, separate)
-            state |= zip(row.names_of(layer), row.split(ours[name].detach()), strict=True)
+            state |= zip(row.layer_names(layer), row.split(ours[name].detach()), strict=True)
     unmatched = model.load_state_dict(state, strict=False)
     # a tied head shares the embedding's weight
     assert not unmatched.unexpected_keys and set(unmatched.missing_keys) <= {"lm_head.weight"}, unmatched

@@ -83,7 +83,7 @@ def _to_bcd(options: argparse.Namespace) -> str:
     written = convert.to_core(source, options.output, padded_vocab_size=padded)
     return (
         f"{written}: {network.family}, {network.num_layers} layers, {network.vocab_size} ids in {padded} rows\n"
-        f"weights for --load {options.output} --finetune --load-hf {os.path.join(written, convert.CARRIED)}"
+        f"weights for --load {options.output} --finetune --load-hf {os.path.join(written, convert.COMPANIONS_FOLDER)}"
     )
 
 
@@ -93,7 +93,7 @@ def _to_hf(options: argparse.Namespace) -> str:
 
     convert.check_output(options.output, flag="--output")
     path = run_network.checkpoint_folder(options.input, flag="--input")
-    described = run_network.description_of(path, config_folder=options.config, vocab_size=options.vocab_size)
+    described = run_network.describe_checkpoint(path, config_folder=options.config, vocab_size=options.vocab_size)
     convert.to_hugging_face(
         CoreCheckpoint(path),
         options.output,
@@ -102,7 +102,7 @@ def _to_hf(options: argparse.Namespace) -> str:
     )
     lines = [f"{options.output}: {described.network.family}, from {path}"]
     if described.tokenizer is not None:
-        differs = tokenizer_export.difference(described.tokenizer, options.output)
+        differs = tokenizer_export.find_difference(described.tokenizer, options.output)
         lines += [f"warning: {options.output}: {differs}"] if differs else []
     return "\n".join(lines)
 

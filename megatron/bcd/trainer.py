@@ -39,8 +39,7 @@ from megatron.bcd.checkpoint import loader, optimizer_state, run_state
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.data.samples import TrainingSamples
-from megatron.bcd.huggingface import folder, load
-from megatron.bcd.huggingface.export import Exporter
+from megatron.bcd.huggingface import folder, run_models
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model import builder
@@ -147,11 +146,11 @@ class Trainer:
             self.config, active=self.active, train=self.splits.train, parts=parts, reporter=self.reporter
         )
 
-    def _exporter(self, *, is_continued: bool) -> Exporter | None:
+    def _exporter(self, *, is_continued: bool) -> run_models.Exporter | None:
         """Return the exporter of --save-hf, if it is given."""
         if self.config.checkpoint.save_hf is None:
             return None
-        return Exporter(self.config, self.reporter, run=self.state.run, is_continued=is_continued)
+        return run_models.Exporter(self.config, self.reporter, run=self.state.run, is_continued=is_continued)
 
     def _build_model_and_data(self, build_model: ModelBuilder) -> tuple[str, ...]:
         """Tokenizer, splits and the model with its first weights; lines for the run summary about the data."""
@@ -186,7 +185,7 @@ class Trainer:
         if self.source is not None:
             loader.load_weights(self.source, self.model)
         elif hf_name is not None:
-            load.load_weights(folder.ModelFolder(folder.locate(hf_name, flag="--load-hf")), self.model)
+            run_models.load_weights(folder.ModelFolder(folder.locate(hf_name, flag="--load-hf")), self.model)
         if (frozen_weights := builder.get_frozen_weights(self.model)) is not None:
             frozen_weights.begin_phase(())  # the ranks that share them have loaded them
         self.splits = plan.build()

@@ -42,7 +42,7 @@ def test_from_text_to_transformers(runs: ForkedRuns, tmp_path: Path, script: str
     assert len(said.splitlines()) == 1, "no warning"
     own = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(tmp_path / "sp.model"))
     for folder in ("out", "back"):
-        assert tokenizer_export.difference(own, str(tmp_path / folder)) is None
+        assert tokenizer_export.find_difference(own, str(tmp_path / folder)) is None
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
         assert [theirs(text)["input_ids"] for text in TEXT] == [own.tokenize(text) for text in TEXT]
         assert json.loads((tmp_path / folder / "config.json").read_text())["eos_token_id"] == own.eod

@@ -64,7 +64,7 @@ def both_ways(folder: Path, layers: int, hidden: int, shard_bytes: int) -> dict[
 
     def back() -> None:
         path = run_network.checkpoint_folder(root, flag="--input")
-        described = run_network.description_of(path)
+        described = run_network.describe_checkpoint(path)
         convert.to_hugging_face(CoreCheckpoint(path), str(folder / "back"), described, max_shard_bytes=shard_bytes)
 
     source = ModelFolder(str(folder / "model"))

@@ -15,8 +15,8 @@ from support.fine_tuning import tokenizer_folder
 
 from megatron.bcd.checkpoint.run_state import RunState, changed_flags
 from megatron.bcd.config import RunConfig, run_config_to_dict
-from megatron.bcd.huggingface.architecture import architecture_from_config, config_of, flags_of
-from megatron.bcd.huggingface.run_network import describe_run, network_of_run
+from megatron.bcd.huggingface.architecture import architecture_flags, architecture_from_config, make_config
+from megatron.bcd.huggingface.run_network import describe_run, run_architecture
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 48}
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 96}
@@ -59,7 +59,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"num_layers": 4}, "--num-layers"),
     (LLAMA, {"rotary_base": 10000}, "--rotary-base"),
     (GPT2, {"untie_embeddings_and_output_weights": True}, "--untie-embeddings-and-output-weights"),
-    (LLAMA | {"head_dim": "64"}, {}, "head_dim is '64', and must be a whole number above 0"),
+    (LLAMA | {"head_dim": "64"}, {}, "head_dim is '64', but must be a whole number above 0"),
     (GPT2, {"max_position_embeddings": 128}, "--max-position-embeddings"),
     (GPT2, {"seq_length": 65}, "--seq-length"),
     (LLAMA, {"seq_length": 97}, "--seq-length"),
@@ -158,9 +158,9 @@ def test_config_json_and_flags_say_the_same(tmp_path: Path, config: dict[str, An
     """A config.json made from flags that describes another network than the flags."""
     network = architecture_from_config(config, source="config.json")
     run = parse(tmp_path / "m", config)
-    made = network_of_run(run, is_on_gpu=False, vocab_size=300)
-    assert flags_of(made) == flags_of(network)
-    again = architecture_from_config(config_of(made, dtype="float32"), source="config.json")
+    made = run_architecture(run, is_on_gpu=False, vocab_size=300)
+    assert architecture_flags(made) == architecture_flags(network)
+    again = architecture_from_config(make_config(made, dtype="float32"), source="config.json")
     assert again == made
 
 
@@ -173,7 +173,7 @@ def test_vocabulary_of_a_run(tmp_path: Path) -> None:
     assert sizes == [257, 257, 300]
     run = run.replace_section("tokenizer", tokenizer_type="SentencePieceTokenizer", tokenizer_model="absent")
     assert describe_run(run, is_on_gpu=False, vocab_size=256).network.vocab_size == 256
-    with pytest.raises(ValueError, match="give --vocab-size"):
+    with pytest.raises(ValueError, match="--vocab-size: is required"):
         describe_run(run, is_on_gpu=False)
 
 
@@ -210,6 +210,6 @@ def test_what_transformers_does_not_have(tmp_path: Path) -> None:
         ({"form": "llama", "qk_layernorm": True, "add_qkv_bias": True}, "--add-qkv-bias True"),
     ):
         with pytest.raises(ValueError, match=message):
-            network_of_run(parse(tmp_path / "m", GPT2, **sizes | flags), is_on_gpu=False, vocab_size=300)
+            run_architecture(parse(tmp_path / "m", GPT2, **sizes | flags), is_on_gpu=False, vocab_size=300)
     run = parse(tmp_path / "m", GPT2, **sizes)
-    assert [network_of_run(run, is_on_gpu=gpu, vocab_size=300).gelu for gpu in (False, True)] == ["exact", "tanh"]
+    assert [run_architecture(run, is_on_gpu=gpu, vocab_size=300).gelu for gpu in (False, True)] == ["exact", "tanh"]

@@ -59,7 +59,7 @@ def sentencepiece_model(path: Path, **options: Any) -> Tokenizer:
 
 def exported(tokenizer: Tokenizer, folder: Path, *, family: str = "gpt2") -> Path:
     folder.mkdir()
-    for name, content in tokenizer_export.files_of(tokenizer, adds_special_tokens=False).items():
+    for name, content in tokenizer_export.export_files(tokenizer, adds_special_tokens=False).items():
         (folder / name).write_bytes(content)
     (folder / "config.json").write_text(json.dumps({"model_type": family}))
     return folder
@@ -124,7 +124,7 @@ def test_symbols_and_replaced_characters(tmp_path: Path, kind: str) -> None:
     texts = [*lines(1000), "\ufb01\uff21\u00bd \u212b"]
     assert differing(tokenizer, folder, texts) == []
     assert differing(tokenizer, folder, ["e\u0323\u0302"]) != []
-    assert tokenizer_export.difference(tokenizer, str(folder)) is not None
+    assert tokenizer_export.find_difference(tokenizer, str(folder)) is not None
 
 
 def byte_level_bpe(folder: Path) -> tokenizers.ByteLevelBPETokenizer:
@@ -192,11 +192,11 @@ def test_other_types(tmp_path: Path, kind: str, family: str) -> None:
     tokenizer = OTHERS[kind](tmp_path / "given")
     folder = exported(tokenizer, tmp_path / "out", family=family)
     assert differing(tokenizer, folder, list(lines(1000))) == []
-    assert tokenizer_export.difference(tokenizer, str(folder)) is None
+    assert tokenizer_export.find_difference(tokenizer, str(folder)) is None
 
 
 def test_a_given_tokenizer_keeps_its_chat_template(tmp_path: Path) -> None:
     """tools/generate.py --chat --tokenizer-model FOLDER that finds no template in FOLDER/chat_template.jinja."""
     given = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=tokenizer_folder(tmp_path, CHATML))
-    reader = in_memory._tokenizer_of("", given)
+    reader = in_memory._open_tokenizer("", given)
     assert "<|im_start|>user" in reader.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)

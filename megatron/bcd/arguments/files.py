@@ -11,7 +11,7 @@ from megatron.bcd.arguments.flags import TOKENIZER, Flag
 from megatron.bcd.arguments.stock import NETWORK
 from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.huggingface import convert, folder
-from megatron.bcd.huggingface.architecture import defaults_of, flags_of
+from megatron.bcd.huggingface.architecture import architecture_flags, default_flags
 
 _SPLITS = ("train", "valid", "test")
 _PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -72,7 +72,7 @@ def values_of_model(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[di
     name = given["load_hf"]
     path = folder.locate(name, flag="--load-hf", weights=False)
     network = folder.read_architecture(path)
-    fixed = flags_of(network)
+    fixed = architecture_flags(network)
     for flag in flags:
         value = given.get(flag.field)
         if value is not None and value != fixed.get(flag.field, value):
@@ -93,7 +93,7 @@ def values_of_model(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[di
             f"--load-hf {name} has resid_pdrop {inner} and embd_pdrop {outer}, and --hidden-dropout is one value for "
             "both: give it"
         )
-    defaults = defaults_of(network)
+    defaults = default_flags(network)
     has_tokenizer_flag = {"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"} & given.keys()
     if not has_tokenizer_flag and folder.has_tokenizer(path):
         defaults |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": os.path.abspath(path)}
@@ -139,7 +139,7 @@ def positions_of_checkpoint(values: Mapping[str, Any]) -> int | None:
     except ValueError:  # no run has written it
         found = layout.candidates(values["load"]) if values["ckpt_step"] is None else [values["ckpt_step"]]
     try:
-        carried = os.path.join(layout.iteration_folder(values["load"], found[0]), convert.CARRIED)
+        carried = os.path.join(layout.iteration_folder(values["load"], found[0]), convert.COMPANIONS_FOLDER)
         return folder.read_architecture(carried).plain_positions
     except (ValueError, IndexError):
         return None  # if that matters, loading the weights says so

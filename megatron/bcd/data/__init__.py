@@ -1,4 +1,4 @@
-"""Indexed datasets, their checks, and the microbatches of a run."""
+"""Datasets, their checks, and the microbatches of a run."""
 
 from megatron.bcd.data.batches import (
     INDICES,

@@ -1,4 +1,4 @@
-"""Models in Hugging Face's format: read, converted and written (docs/huggingface.md).
+"""Read, convert and write models in Hugging Face's format (docs/huggingface.md).
 
-Only safetensors files are read; the libraries for them are imported where they are used.
+Only safetensors files are read. The libraries for them are imported where they are used.
 """

@@ -1,4 +1,4 @@
-"""The network that a config.json describes, as sizes, and as flags of the training scripts. Pure."""
+"""The architecture in a config.json: its sizes, and the flags of the training scripts for it. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-"""transformers' class to family, which is also its ``model_type``."""
+"""Families, which are also the ``model_type``, by transformers' class."""
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron Core's RoPE scaling has built in; only the factor is free."""
+"""Constants of Megatron Core's RoPE scaling. Only the factor can be set."""
 
 _DIFFERENCES = {
     "num_experts num_local_experts n_routed_experts": "its layers have experts",
@@ -33,7 +33,7 @@ _DIFFERENCES = {
     "phi3": "its queries, keys and values are one matrix, and so are gate and up",
     "use_parallel_residual parallel_attn": "its attention and MLP run side by side",
 }
-"""Keys of a config.json or model types, and how such a network differs. The first counts."""
+"""Keys of a config.json or model types, and how such an architecture differs. The first match is reported."""
 
 MISTRAL_WINDOW = 4096
 """transformers' default of a Mistral's sliding window."""
@@ -56,61 +56,61 @@ class Architecture:
     norm_epsilon: float
     tied: bool
     rotary_base: int | None = None
-    """None: learned positions."""
+    """None if positions are learned."""
     rope_scaling_factor: float | None = None
-    """Of LLaMA 3's scaling; None without it."""
+    """Factor of LLaMA 3's scaling; None without it."""
     linear_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
     gelu: str | None = None
     """``tanh`` or ``exact``; None for SwiGLU."""
     sliding_window: int | None = None
-    """Tokens that a token sees; None: all."""
+    """Number of tokens that a token attends to; None for all."""
     hidden_dropout: float = 0.0
     embedding_dropout: float = 0.0
-    """Of the embedding's output; Megatron Core applies `hidden_dropout` there too."""
+    """Dropout of the embedding's output. Megatron Core applies `hidden_dropout` there too."""
     attention_dropout: float = 0.0
 
     @property
     def plain_positions(self) -> int:
-        """The most positions at which the network is what attention without a sliding window makes of it."""
+        """Maximum number of positions for which attention needs no sliding window."""
         return min(self.max_positions, self.sliding_window or self.max_positions)
 
 
 def read_architecture(path: str) -> Architecture:
-    """The network of a ``config.json``, or of the folder that holds one.
+    """Return the architecture in a ``config.json``, or in the folder that contains one.
 
     Raises:
-        ValueError: it is absent or no JSON object, or as `architecture_from_config`.
+        ValueError: the file is missing or no JSON object, or as `architecture_from_config`.
     """
     file = os.path.join(path, CONFIG) if os.path.isdir(path) else path
     folder = os.path.dirname(file)
-    config = read_json(file, absent=f"{folder} has no {CONFIG}; give the folder of a model in Hugging Face's format")
+    config = read_json(file, absent=f"{folder}: has no {CONFIG}. Give the folder of a model in Hugging Face's format.")
     return architecture_from_config(config, source=file)
 
 
 def read_json(path: str, *, absent: str) -> dict[str, Any]:
-    """The object in a file; `absent` is the message if there is none. Raises ValueError."""
+    """Return the JSON object in a file. `absent` is the message if the file is missing. Raises ValueError."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
     except FileNotFoundError:
         raise ValueError(absent) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} can't be read ({' '.join(str(error).split())[:200]})") from None
+        raise ValueError(f"{path}: can't be read ({' '.join(str(error).split())[:200]})") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path}: holds no JSON object")
     return content
 
 
 def architecture_from_config(config: Mapping[str, Any], *, source: str) -> Architecture:
-    """The network of a config.json; `source` is its path, for messages.
+    """Return the architecture in a config.json. `source` is its path, for messages.
 
     Raises:
-        ValueError: it is of no supported family, or Megatron Core's dense layers lack something that it asks for.
+        ValueError: the family is not supported, or Megatron Core's dense layers lack a feature.
     """
     if config.get("quantization_config"):
-        raise ValueError(f"{source}: quantization_config: quantised weights can't be converted; give the original ones")
+        raise ValueError(f"{source}: quantization_config: quantised weights are not supported. Give the original ones.")
     family = _family(config, source)
     read = _Reader(config, source)
     return _gpt2(read) if family == "gpt2" else _llama(read, family)
@@ -119,13 +119,13 @@ def architecture_from_config(config: Mapping[str, Any], *, source: str) -> Archi
 def _family(config: Mapping[str, Any], source: str) -> str:
     classes, kind = config.get("architectures") or [], config.get("model_type")
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-        raise ValueError(f"{source}: architectures is {_shown(classes)}, and must be a list of names")
+        raise ValueError(f"{source}: architectures is {_shown(classes)}, but must be a list of names")
     family = FAMILIES.get(classes[0]) if classes else kind
     if family not in FAMILIES.values() or kind not in (None, family):
-        found = classes[0] if classes else kind
+        name = classes[0] if classes else kind
         reasons = ((key, why) for keys, why in _DIFFERENCES.items() for key in keys.split())
         reason = next((f" ({key}: {why})" for key, why in reasons if key == kind or config.get(key)), "")
-        raise _unsupported(source, f"architecture {found} is not supported{reason}; {', '.join(FAMILIES)} are")
+        raise _unsupported(source, f"architecture {name} is not supported{reason}; {', '.join(FAMILIES)} are")
     return str(family)
 
 
@@ -139,11 +139,11 @@ def _shown(value: object) -> str:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)  # JSON may say NaN
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)  # JSON may have NaN
 
 
 class _Reader:
-    """Values of a config.json, checked for their types."""
+    """Reads values of a config.json and checks their types."""
 
     def __init__(self, config: Mapping[str, Any], source: str) -> None:
         self.config, self.source = config, source
@@ -152,18 +152,18 @@ class _Reader:
         value = self.config.get(name)
         value = default if value is None else value
         if type(value) is not int or value < 1:
-            found = "is missing" if value is None else f"is {_shown(value)}"
-            raise ValueError(f"{self.source}: {name} {found}, and must be a whole number above 0")
+            problem = "is missing" if value is None else f"is {_shown(value)}"
+            raise ValueError(f"{self.source}: {name} {problem}, but must be a whole number above 0")
         return value
 
     def optional_size(self, name: str, default: int | None) -> int | None:
-        """The value of `name`, `default` without it; null is None."""
+        """Return the value of `name`; `default` if the key is missing, None if it is null."""
         return None if self.config.get(name, default) is None else self.size(name, default)
 
     def number(self, name: str, default: float) -> float:
         value = self.config.get(name, default)
         if not _is_number(value):
-            raise ValueError(f"{self.source}: {name} is {_shown(value)}, and must be a number")
+            raise ValueError(f"{self.source}: {name} is {_shown(value)}, but must be a number")
         return float(value)
 
     def switch(self, name: str, default: bool) -> bool:
@@ -171,7 +171,7 @@ class _Reader:
         return default if value is None else bool(value)
 
     def require(self, name: str, default: Any, *supported: Any) -> Any:
-        """The value of `name`, which must be one of `supported`."""
+        """Return the value of `name`, which must be one of `supported`."""
         value = self.config.get(name, default)
         if value not in supported:
             options = " or ".join(map(repr, supported))
@@ -179,7 +179,7 @@ class _Reader:
         return value
 
     def heads(self, name: str, hidden_size: int, *, explicit: int | None = None) -> tuple[int, int]:
-        """Number of attention heads, and their width."""
+        """Return the number of attention heads, and their width."""
         heads = self.size(name)
         if explicit is None and hidden_size % heads:
             raise ValueError(f"{self.source}: {name} {heads} does not divide the hidden size {hidden_size}")
@@ -226,10 +226,10 @@ def _llama(read: _Reader, family: str) -> Architecture:
         raise _unsupported(
             read.source,
             f"attention_bias {bias} without the same mlp_bias is not supported: Megatron Core's layers have biases "
-            "everywhere, nowhere, or in queries, keys and values alone",
+            "everywhere, nowhere, or only in queries, keys and values",
         )
     has_window = read.switch("use_sliding_window", family == "mistral")
-    # a Mistral without the key has transformers' default, one with null sees everything
+    # a Mistral without the key has transformers' default window; one with null has none
     window = (
         read.optional_size("sliding_window", MISTRAL_WINDOW if family == "mistral" else None) if has_window else None
     )
@@ -256,14 +256,14 @@ def _llama(read: _Reader, family: str) -> Architecture:
 
 
 def _rope(read: _Reader) -> tuple[int, float | None]:
-    """Base and LLaMA 3's factor. transformers 5 writes ``rope_parameters``, older ones two entries."""
+    """Return the base and LLaMA 3's factor. transformers 5 writes ``rope_parameters``, older versions two entries."""
     rope = read.config.get("rope_parameters") or read.config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"{read.source}: rope_parameters or rope_scaling is {rope!r}, and must be an object")
+        raise ValueError(f"{read.source}: rope_parameters or rope_scaling is {rope!r}, but must be an object")
     base = rope.get("rope_theta", read.config.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not _is_number(base) or base != int(base):
-        raise ValueError(f"{read.source}: rope_theta {_shown(base)} is not supported; --rotary-base is a whole number")
+        raise ValueError(f"{read.source}: rope_theta {_shown(base)} is not an integer, as --rotary-base must be")
     if rope.get("partial_rotary_factor", 1.0) != 1.0 or kind not in ("default", "llama3"):
         shown = kind if kind not in ("default", "llama3") else "with a partial_rotary_factor"
         raise _unsupported(read.source, f"RoPE type {shown} is not supported; default and llama3 are")
@@ -280,8 +280,8 @@ def _rope(read: _Reader) -> tuple[int, float | None]:
     return int(base), float(rope["factor"])
 
 
-def flags_of(network: Architecture) -> dict[str, Any]:
-    """Values of the training scripts' flags by field name: those that the weights or their meaning depend on."""
+def architecture_flags(network: Architecture) -> dict[str, Any]:
+    """Return the training flags, by field name, that determine the weights or their meaning."""
     is_grouped = network.num_query_groups != network.num_attention_heads
     values: dict[str, Any] = {
         "num_layers": network.num_layers,
@@ -307,7 +307,7 @@ def flags_of(network: Architecture) -> dict[str, Any]:
     if is_grouped:
         values["num_query_groups"] = network.num_query_groups
     if network.gelu == "exact":
-        values["bias_gelu_fusion"] = False  # Megatron Core's fused kernel has the tanh form only
+        values["bias_gelu_fusion"] = False  # Megatron Core's fused kernel computes only the tanh form
     if network.rotary_base is None:
         values["max_position_embeddings"] = network.max_positions
     else:
@@ -318,20 +318,20 @@ def flags_of(network: Architecture) -> dict[str, Any]:
     return values
 
 
-def defaults_of(network: Architecture) -> dict[str, Any]:
-    """Values of flags that a run takes from the model unless its command line gives others."""
+def default_flags(network: Architecture) -> dict[str, Any]:
+    """Return the flags that a run takes from the model unless its command line sets them."""
     values: dict[str, Any] = {
         "hidden_dropout": network.hidden_dropout,
         "attention_dropout": network.attention_dropout,
-        "make_vocab_size_divisible_by": 1,  # padding rows would take part in the softmax
+        "make_vocab_size_divisible_by": 1,  # the softmax would include padding rows
     }
     if network.rotary_base is not None:
         values["max_position_embeddings"] = network.plain_positions
     return values
 
 
-def config_of(network: Architecture, *, dtype: str) -> dict[str, Any]:
-    """A config.json for `network` with weights of `dtype` (``float32``, ``bfloat16`` or ``float16``)."""
+def make_config(network: Architecture, *, dtype: str) -> dict[str, Any]:
+    """Return a config.json for an architecture. `dtype` is ``float32``, ``bfloat16`` or ``float16``."""
     names = {family: name for name, family in FAMILIES.items()}
     common: dict[str, Any] = {
         "architectures": [names[network.family]],

@@ -1,4 +1,4 @@
-"""Between a model folder in Hugging Face's format and a checkpoint folder of this program, one tensor at a time."""
+"""Convert between a model folder in Hugging Face's format and a checkpoint folder, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -24,37 +24,41 @@ from megatron.bcd.huggingface.folder import ModelFolder
 from megatron.bcd.runtime import atomic_io
 from megatron.bcd.tokenizer import Tokenizer
 
-CARRIED = "huggingface"
-"""Folder inside a converted checkpoint with config.json and the files beside it."""
+COMPANIONS_FOLDER = "huggingface"
+"""Folder inside a converted checkpoint with config.json and its companions."""
 MAX_SHARD_BYTES = 5 * 10**9
 _PIECE_BYTES = 16 * 2**20
 _ITERATION = 0
 LEFTOVER = os.path.basename(layout.incomplete_folder("", _ITERATION))
-"""What a conversion to a checkpoint that was killed leaves in its folder; `to_core` deletes it."""
+"""Name of an incomplete conversion to a checkpoint after a crash; `to_core` deletes it."""
 
 
 def check_output(path: str, *, flag: str, leftover: str | None = None) -> None:
-    """Whether a model may be written to `path`, which may be a link to an empty folder; `leftover` may be in it.
+    """Check that a model may be written to `path`, which may be a link to an empty folder.
+
+    Args:
+        leftover: the name of an entry that the folder may contain.
 
     Raises:
-        ValueError: there is something already, or its parent can't be written to.
+        ValueError: `path` is not empty, or its parent is not writable.
     """
     if os.path.lexists(path) and not (os.path.isdir(path) and set(os.listdir(path)) <= {leftover}):
-        raise ValueError(f"{flag} {path}: there is something already; give a folder that is empty or absent")
+        raise ValueError(f"{flag} {path}: is not empty. Give an empty or a new folder.")
     parent = os.path.realpath(path)
     while not os.path.isdir(parent):
         parent = os.path.dirname(parent)
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{flag} {path}: {parent} can't be written to; give another folder")
+        raise ValueError(f"{flag} {path}: {parent} is not writable. Give another folder.")
 
 
 # --- from Hugging Face's format
 
 
 def to_core(source: ModelFolder, root: str, *, padded_vocab_size: int) -> str:
-    """Write `source` as the weights of a checkpoint below `root`; the folder of the checkpoint.
+    """Write `source` as the weights of a checkpoint below `root`, and return the checkpoint's folder.
 
-    Padding rows of the vocabulary are zeros. On failure nothing is left. What a killed conversion has left is deleted.
+    Padding rows of the vocabulary are zero. A failed conversion leaves nothing behind. Remains of a killed conversion
+    are deleted.
 
     Raises:
         OSError, RuntimeError: a file can't be written.
@@ -66,10 +70,10 @@ def to_core(source: ModelFolder, root: str, *, padded_vocab_size: int) -> str:
     os.makedirs(temporary)
     try:
         core_format.write(temporary, _files(source, padded_vocab_size))
-        carried = os.path.join(temporary, CARRIED)
-        os.mkdir(carried)
+        companions = os.path.join(temporary, COMPANIONS_FOLDER)
+        os.mkdir(companions)
         for name in (folder.CONFIG, *folder.companions(source.folder)):
-            shutil.copyfile(os.path.join(source.folder, name), os.path.join(carried, name))
+            shutil.copyfile(os.path.join(source.folder, name), os.path.join(companions, name))
         paths = [os.path.join(parent, name) for parent, _, names in os.walk(temporary) for name in names]
         layout.finish(temporary, {os.path.relpath(path, temporary): layout.file_digest(path) for path in paths})
         layout.publish(root, _ITERATION)
@@ -80,7 +84,7 @@ def to_core(source: ModelFolder, root: str, *, padded_vocab_size: int) -> str:
 
 
 def _files(source: ModelFolder, padded_vocab_size: int) -> list[list[Piece]]:
-    """What goes into each file: every layer has one, the embedding and the rest another."""
+    """Return the contents of each file: one for embedding, final norm and head, and one per layer."""
     num_layers = source.network.num_layers
     outside = [row for row in source.rows if not row.is_stacked]
     files = [[piece for row in outside for piece in _pieces(source, row, padded_vocab_size)]]
@@ -103,7 +107,7 @@ def _files(source: ModelFolder, padded_vocab_size: int) -> list[list[Piece]]:
 
 
 def _pieces(source: ModelFolder, row: tensors.Row, padded_vocab_size: int) -> Iterator[Piece]:
-    """A tensor outside the layers; one of the vocabulary in parts of `_PIECE_BYTES` or a little less."""
+    """Yield the pieces of a tensor outside the layers. A vocabulary is cut into pieces of at most `_PIECE_BYTES`."""
     shape, dtype = row.shape, source.dtype(row)
     if not row.is_vocabulary:
         offsets = (0,) * len(shape)
@@ -127,7 +131,7 @@ def _pieces(source: ModelFolder, row: tensors.Row, padded_vocab_size: int) -> It
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What is written beside the weights."""
+    """The files beside the weights."""
 
     network: Architecture
     config: Mapping[str, Any]
@@ -135,14 +139,14 @@ class Description:
     companions: Mapping[str, str | bytes]
     """Paths or contents of the other files, by name."""
     tokenizer: Tokenizer | None = None
-    """That of the run, where it is known."""
+    """The run's tokenizer, if it is known."""
 
 
 def describe(config_folder: str) -> Description:
-    """The description in a folder in Hugging Face's format.
+    """Return the description in a folder in Hugging Face's format.
 
     Raises:
-        ValueError: its config.json is absent, damaged or not supported.
+        ValueError: its config.json is missing, damaged or not supported.
     """
     network = folder.read_architecture(config_folder)
     with open(os.path.join(config_folder, folder.CONFIG), encoding="utf-8") as file:
@@ -152,19 +156,19 @@ def describe(config_folder: str) -> Description:
 
 
 def check_checkpoint(checkpoint: CoreCheckpoint, description: Description) -> None:
-    """Check that the checkpoint holds the weights of the network and no others.
+    """Check that the checkpoint contains exactly the weights of the network.
 
     Raises:
         ValueError: a tensor is missing, extra or misshapen.
     """
     network = description.network
-    rows = tensors.rows_of(network)
+    rows = tensors.build_rows(network)
     expected = {row.key: ((network.num_layers,) if row.is_stacked else ()) + row.shape for row in rows}
-    found = {key: checkpoint.shape(key) for key in checkpoint.tensors}
+    actual = {key: checkpoint.shape(key) for key in checkpoint.tensors}
     for row in rows:
-        if row.is_vocabulary and row.key in found and found[row.key][0] >= row.shape[0]:
-            found[row.key] = (row.shape[0], *found[row.key][1:])  # the rest is padding
-    folder.check_tensors(expected, found, source=checkpoint.folder)
+        if row.is_vocabulary and row.key in actual and actual[row.key][0] >= row.shape[0]:
+            actual[row.key] = (row.shape[0], *actual[row.key][1:])  # ignore padding
+    folder.check_tensors(expected, actual, source=checkpoint.folder)
 
 
 def to_hugging_face(
@@ -175,26 +179,28 @@ def to_hugging_face(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     run: str | None = None,
 ) -> None:
-    """Write the checkpoint's weights as a model folder `path`, with the name of its `run`. On failure nothing is left.
+    """Write the checkpoint's weights as a model folder `path`.
 
-    A model that is there is replaced (the caller has checked that this is meant); other files stay.
+    Replace a model in that folder (the caller has checked that this is intended), and keep other files. A failed
+    conversion leaves nothing behind. It needs memory for one safetensors file: `max_shard_bytes`, or one larger tensor.
 
-    Memory: one safetensors file, at most `max_shard_bytes` unless one tensor has more.
+    Args:
+        run: name of the run to record in the folder.
 
     Raises:
         ValueError: as `check_checkpoint`, or a file of the checkpoint can't be read.
         OSError: a file can't be written.
     """
     check_checkpoint(checkpoint, description)
-    with _written(path, run) as temporary:
+    with _temporary_folder(path, run) as temporary:
         dtypes = _write_weights(checkpoint, temporary, description, max_shard_bytes)
         write_description(temporary, description, dtype=dtypes.pop() if len(dtypes) == 1 else None)
 
 
 @contextlib.contextmanager
-def _written(path: str, run: str | None) -> Iterator[str]:
-    """A temporary folder, which becomes `path` at the end; on failure nothing is left."""
-    path = os.path.realpath(path)  # a folder can't be renamed onto a link, nor to another disk
+def _temporary_folder(path: str, run: str | None) -> Iterator[str]:
+    """Create a temporary folder. Rename it to `path` at the end of the context, or delete it after an error."""
+    path = os.path.realpath(path)  # a folder can't be renamed onto a link or to another disk
     temporary = path + ".bcd-incomplete"
     shutil.rmtree(temporary, ignore_errors=True)
     os.makedirs(temporary)
@@ -211,7 +217,7 @@ def _written(path: str, run: str | None) -> Iterator[str]:
 
 
 def write_description(path: str, description: Description, *, dtype: torch.dtype | None = None) -> None:
-    """Write config.json, which names the `dtype` of the weights, and what belongs beside it."""
+    """Write config.json, with the `dtype` of the weights, and its companions."""
     config = dict(description.config)
     if dtype is not None:
         config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -226,9 +232,9 @@ def write_description(path: str, description: Description, *, dtype: torch.dtype
 
 
 def _publish(temporary: str, path: str) -> None:
-    """Give the folder its name; where there is one with other contents, replace the model in it, config.json last."""
+    """Rename the folder. If the target has other contents, replace the model inside it, config.json last."""
     try:
-        os.rename(temporary, path)  # also onto an empty folder
+        os.rename(temporary, path)  # succeeds also onto an empty folder
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
@@ -244,12 +250,12 @@ def _publish(temporary: str, path: str) -> None:
 
 
 Unit = tuple[tensors.Row, int]
-"""A row, and a layer."""
+"""A row and a layer."""
 
 
-def units_of(network: Architecture) -> list[Unit]:
-    """Every row of every layer, in the model's order."""
-    rows = tensors.rows_of(network)
+def list_units(network: Architecture) -> list[Unit]:
+    """Return every row of every layer, in the model's order."""
+    rows = tensors.build_rows(network)
     first = next(number for number, row in enumerate(rows) if row.is_stacked)
     stacked = [row for row in rows if row.is_stacked]
     layers = [(row, layer) for layer in range(network.num_layers) for row in stacked]
@@ -259,14 +265,14 @@ def units_of(network: Architecture) -> list[Unit]:
 def _write_weights(
     checkpoint: CoreCheckpoint, path: str, description: Description, max_shard_bytes: int
 ) -> set[torch.dtype]:
-    """Write the safetensors files and their index; the dtypes of the tensors."""
-    shards = _shards(checkpoint, units_of(description.network), max_shard_bytes)
+    """Write the safetensors files and their index. Return the dtypes of the tensors."""
+    shards = _shards(checkpoint, list_units(description.network), max_shard_bytes)
     weight_map: dict[str, str] = {}
     dtypes: set[torch.dtype] = set()
     total = 0
     for number, units in enumerate(shards, start=1):
         name = folder.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        content = dict(tensors_of(checkpoint, units, description))
+        content = dict(read_tensors(checkpoint, units))
         _save(content, os.path.join(path, name))
         weight_map |= dict.fromkeys(content, name)
         dtypes |= {tensor.dtype for tensor in content.values()}
@@ -279,47 +285,45 @@ def _write_weights(
 
 
 def _save(content: dict[str, Tensor], path: str) -> None:
-    """Write a safetensors file with the permissions of any new file: the library lets only its owner read it.
+    """Write a safetensors file with the permissions of any new file. The library would make it private to its owner.
 
     Raises:
-        OSError: it can't be written.
+        OSError: the file can't be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    with open(path, "wb") as file:  # what umask and the folder make of it
+    with open(path, "wb") as file:  # umask and the folder determine the permissions
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     try:
         save_file(content, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk, too; it is no OSError
-        raise OSError(f"{path} can't be written ({' '.join(str(error).split())[:200]})") from None
+    except SafetensorError as error:  # also for a full disk, although it is no OSError
+        raise OSError(f"{path}: can't be written ({' '.join(str(error).split())[:200]})") from None
     os.chmod(path, mode)
 
 
 def _shards(checkpoint: CoreCheckpoint, units: Sequence[Unit], max_bytes: int) -> list[list[Unit]]:
-    """The units by file; a file's tensors have at most `max_bytes`, or are one unit's."""
+    """Divide the units into files of at most `max_bytes`, unless a single unit is larger."""
     shards: list[list[Unit]] = [[]]
-    held = 0
+    shard_bytes = 0
     for row, layer in units:
         size = torch.Size(row.shape).numel() * checkpoint.dtype(row.key).itemsize
-        if shards[-1] and held + size > max_bytes:
+        if shards[-1] and shard_bytes + size > max_bytes:
             shards.append([])
-            held = 0
+            shard_bytes = 0
         shards[-1].append((row, layer))
-        held += size
+        shard_bytes += size
     return shards
 
 
-def tensors_of(
-    checkpoint: CoreCheckpoint, units: Sequence[Unit], description: Description
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield transformers' tensors by name, each with memory of its own."""
+def read_tensors(checkpoint: CoreCheckpoint, units: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and values of transformers' tensors. Tensors do not share memory."""
     for row, layer in units:
         whole = checkpoint.read(
             row.key,
             layer=layer if row.is_stacked else None,
             num_rows=row.shape[0] if row.is_vocabulary else None,
         )
-        for name, part in zip(row.names_of(layer), row.split(whole), strict=True):
-            is_own = part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
-            yield name, part if is_own else part.clone(memory_format=torch.contiguous_format)
+        for name, part in zip(row.layer_names(layer), row.split(whole), strict=True):
+            is_separate = part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
+            yield name, part if is_separate else part.clone(memory_format=torch.contiguous_format)

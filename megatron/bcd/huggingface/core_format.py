@@ -1,7 +1,7 @@
-"""Megatron Core's distributed checkpoints, read and written tensor by tensor in one process, without process groups.
+"""Read and write Megatron Core's distributed checkpoints tensor by tensor in one process, without process groups.
 
-The format is that of torch.distributed.checkpoint: `_Plan` and `_Target` tell its file reader and writer where tensors
-come from and go to.
+The format is that of torch.distributed.checkpoint. `_Plan` and `_Target` implement the part of its planner interface
+that its file writer and reader call.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from megatron.bcd.checkpoint.shard_writer import Writer, write_beside_shards
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A contiguous part of one tensor, to be written; `read` gives it when its turn comes."""
+    """A contiguous part of one tensor to write. `read` returns its values when they are needed."""
 
     key: str
     whole: tuple[int, ...]
-    """Shape of the tensor."""
+    """Shape of the whole tensor."""
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class Piece:
 
 
 class _Plan:
-    """What PyTorch's writer asks of a planner: reads a piece when it is about to be written."""
+    """The planner for PyTorch's writer: reads a piece when it is about to be written."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = {(piece.key, torch.Size(piece.offsets)): piece for piece in pieces}
@@ -72,7 +72,7 @@ class _Plan:
 
 
 def write(folder: str, files: Sequence[Sequence[Piece]]) -> None:
-    """Write a checkpoint without its ``checksums.json``; a file's pieces are in memory together, no more.
+    """Write a checkpoint without its ``checksums.json``. Only the pieces of one file are in memory at a time.
 
     Raises:
         OSError, RuntimeError: a file can't be written.
@@ -89,7 +89,7 @@ def write(folder: str, files: Sequence[Sequence[Piece]]) -> None:
 
 
 class _Target:
-    """What PyTorch's reader asks of a planner: what is read is copied into one tensor."""
+    """The planner for PyTorch's reader: copies everything that is read into one tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -101,23 +101,23 @@ class _Target:
         return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass  # `resolve_tensor` gave a view
+        pass  # `resolve_tensor` has returned a view
 
 
 class CoreCheckpoint:
-    """A checkpoint of Megatron Core, whoever wrote it under whatever parallel sizes."""
+    """A checkpoint of Megatron Core with any parallel sizes, from any program."""
 
     def __init__(self, folder: str) -> None:
         """Read the index.
 
         Raises:
-            ValueError: it can't be read, or contains more than data.
+            ValueError: the index can't be read, or contains more than data.
         """
         self.folder = folder
         try:
             with only_data():
                 self._metadata: Metadata = FileSystemReader(folder).read_metadata()
-        except (Exception, CheckpointException) as error:  # the unpickler raises many types
+        except (Exception, CheckpointException) as error:  # unpickling can raise many types
             raise unreadable(folder, error) from None
         self.tensors = {
             key: entry
@@ -126,19 +126,19 @@ class CoreCheckpoint:
         }
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return tuple(self.tensors[key].size)
 
     def dtype(self, key: str) -> torch.dtype:
-        """Of the tensor as it is stored."""
+        """Return the stored dtype of the tensor."""
         dtype: torch.dtype = self.tensors[key].properties.dtype
         return dtype
 
     def read(self, key: str, *, layer: int | None = None, num_rows: int | None = None) -> Tensor:
-        """A tensor; of one that is stacked, that of `layer`; of any other, the first `num_rows`.
+        """Return a tensor: layer `layer` of a stacked one, or the first `num_rows` rows of another one.
 
         Raises:
-            ValueError: a file can't be read, or a part of the tensor is in none.
+            ValueError: a file can't be read, or a part of the tensor is missing.
         """
         shape = list(self.shape(key))
         offsets = [0] * len(shape)
@@ -156,6 +156,6 @@ class CoreCheckpoint:
                 reader = FileSystemReader(self.folder)
                 reader.set_up_storage_reader(self._metadata, True)
                 reader.read_data(LoadPlan(items), _Target(target)).wait()  # type: ignore[arg-type]
-        except (Exception, CheckpointException) as error:  # the readers raise many types
+        except (Exception, CheckpointException) as error:  # the readers can raise many types
             raise unreadable(self.folder, error) from None
         return target if layer is None else target[0]

@@ -1,4 +1,4 @@
-"""A model folder in Hugging Face's format: config.json, safetensors files, and what lies beside them."""
+"""A model folder in Hugging Face's format: config.json, safetensors files and their companions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 GENERATION = "generation_config.json"
 RUN = ".bcd-run"
-"""In a folder of --save-hf: the name of the run that writes there."""
+"""A file in a folder of --save-hf with the name of the run that writes there."""
 COMPANIONS = (
     GENERATION,
     "tokenizer.json",
@@ -33,7 +33,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files that go with a model, carried along as they are."""
+"""Files that belong to a model and are copied unchanged."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -43,20 +43,20 @@ _HUB_FILES = ("*.safetensors", INDEX, CONFIG, *COMPANIONS)
 
 
 def locate(name: str, *, flag: str, weights: bool = True) -> str:
-    """The folder of a model: `name` itself, or where huggingface_hub stores the model of that name.
+    """Return the folder of a model: `name` itself, or the folder to which huggingface_hub downloads it.
 
     Args:
         name: a folder, or a name such as ``openai-community/gpt2``.
-        flag: for messages.
-        weights: whether the weights are wanted too.
+        flag: the flag to name in messages.
+        weights: whether to download the weights too.
 
     Raises:
-        ValueError: it is neither, or the hub can't be reached.
+        ValueError: `name` is neither, or the hub can't be reached.
     """
     if os.path.isdir(name):
         return name
     if os.path.exists(name) or not _HUB_NAME.fullmatch(name):
-        raise ValueError(f"{flag} {name}: no such folder; give one that holds {CONFIG} and safetensors files")
+        raise ValueError(f"{flag} {name}: no such folder. Give one that holds {CONFIG} and safetensors files.")
     from huggingface_hub import snapshot_download
 
     patterns = list(_HUB_FILES if weights else (CONFIG, *COMPANIONS))
@@ -64,17 +64,17 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
         return str(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the library and its HTTP client raise many types
         raise ValueError(
-            f"{flag} {name}: no such folder, and the hub does not give a model of that name ({type(error).__name__})"
+            f"{flag} {name}: no such folder, and the hub returned no model of that name ({type(error).__name__})"
         ) from None
 
 
 def companions(folder: str) -> list[str]:
-    """Names of the folder's files that go with a model, without ``config.json`` and weights."""
+    """Return the names of the folder's companion files: everything but ``config.json`` and weights."""
     return [name for name in COMPANIONS if os.path.isfile(os.path.join(folder, name))]
 
 
 def has_tokenizer(folder: str) -> bool:
-    """Whether it holds a tokenizer's files."""
+    """Return whether the folder contains a tokenizer's files."""
     return any(os.path.isfile(os.path.join(folder, name)) for name in TOKENIZERS)
 
 
@@ -82,117 +82,117 @@ def has_tokenizer(folder: str) -> bool:
 class _Entry:
     file: str
     name: str
-    """In the file."""
+    """The name in the file."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class ModelFolder:
-    """A folder whose tensors are all there, and of the shapes that its config.json says. Only headers are kept."""
+    """A folder with all the tensors, in the right shapes, of the model in its config.json. Caches only headers."""
 
     def __init__(self, folder: str) -> None:
         """Check the folder.
 
         Raises:
-            ValueError: a file or tensor is missing, damaged, extra or misshapen, or the network is not supported; one
-                line.
+            ValueError: a file or tensor is missing, damaged, extra or misshapen, or the architecture is not supported.
+                One line.
         """
         self.folder = folder
         self.network = read_architecture(folder)
-        self.rows = tensors.rows_of(self.network)
+        self.rows = tensors.build_rows(self.network)
         self._entries = self._headers()
         self._check()
 
     def dtype(self, row: tensors.Row, layer: int = 0) -> torch.dtype:
-        """Of the tensors of `row`."""
-        return self._entries[row.names_of(layer)[0]].dtype
+        """Return the dtype of the tensors of `row`."""
+        return self._entries[row.layer_names(layer)[0]].dtype
 
     def read(self, row: tensors.Row, layer: int = 0) -> Tensor:
-        """Megatron Core's tensor of `row`, without padding and without the axis of layers.
+        """Return Megatron Core's tensor of `row`, without padding and without the axis of layers.
 
         Raises:
             ValueError: a file can't be read.
         """
-        return row.join([self._read(name) for name in row.names_of(layer)])
+        return row.join([self._read(name) for name in row.layer_names(layer)])
 
     def read_rows(self, row: tensors.Row, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a vocabulary's tensor; those beyond its end are zeros."""
+        """Return rows `start` to `stop` of a vocabulary's tensor. Rows beyond its end are zero."""
         entry = self._entries[row.names[0]]
-        held = min(stop, entry.shape[0])
-        with _opened(entry.file) as file:
-            rows: Tensor = file.get_slice(entry.name)[min(start, held) : held]
+        end = min(stop, entry.shape[0])
+        with _open_safetensors(entry.file) as file:
+            rows: Tensor = file.get_slice(entry.name)[min(start, end) : end]
         missing = stop - start - rows.size(0)
         return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
     def _read(self, name: str) -> Tensor:
-        # the file is opened for each tensor: pages of a mapping count as this process's memory until it is gone
+        # open the file for each tensor: mapped pages count as this process's memory until the mapping is closed
         entry = self._entries[name]
-        with _opened(entry.file) as file:
+        with _open_safetensors(entry.file) as file:
             tensor: Tensor = file.get_tensor(entry.name)
         return tensor
 
     def _headers(self) -> dict[str, _Entry]:
         entries: dict[str, _Entry] = {}
         for path in _weight_files(self.folder):
-            for entry in _entries_of(path):
-                ours = tensors.canonical(entry.name, self.network)
+            for entry in _read_header(path):
+                ours = tensors.canonical_name(entry.name, self.network)
                 if ours in entries:
                     raise ValueError(f"{path}: {entry.name} is also in {entries[ours].file}")
                 entries[ours] = entry
         return entries
 
     def _check(self) -> None:
-        """Compare names, shapes and dtypes with the table. Raises ValueError."""
+        """Compare names, shapes and dtypes with the table of tensors. Raises ValueError."""
         self._check_tied()
         expected: dict[str, tuple[int, ...]] = {}
         for row in self.rows:
             for layer in range(self.network.num_layers if row.is_stacked else 1):
-                names = row.names_of(layer)
+                names = row.layer_names(layer)
                 expected |= dict(zip(names, row.shapes, strict=True))
                 kinds = {self._entries[name].dtype for name in names if name in self._entries}
                 if len(kinds) > 1:
-                    raise ValueError(f"{self.folder}: {', '.join(names)} must have one dtype, and have {len(kinds)}")
+                    raise ValueError(f"{self.folder}: {', '.join(names)} must have one dtype, but have {len(kinds)}")
         check_tensors(expected, {name: entry.shape for name, entry in self._entries.items()}, source=self.folder)
 
     def _check_tied(self) -> None:
-        """A head beside a tied embedding must be its copy; it is left out then."""
+        """Check that a head beside a tied embedding is its copy, and ignore it then. Raises ValueError."""
         if not self.network.tied or "lm_head.weight" not in self._entries:
             return
         head = "lm_head.weight"
         embedding = next(row.names[0] for row in self.rows if row.is_vocabulary)
         if embedding in self._entries and not torch.equal(self._read(head), self._read(embedding)):
             raise ValueError(
-                f"{self.folder}: {CONFIG} says that the head is tied to the embedding (tie_word_embeddings), and "
+                f"{self.folder}: {CONFIG} says that the head is tied to the embedding (tie_word_embeddings), but "
                 f"{head} differs from {embedding}"
             )
         del self._entries[head]
 
 
 def check_tensors(
-    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], *, source: str
+    expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]], *, source: str
 ) -> None:
-    """Compare names and shapes.
+    """Compare names and shapes of tensors.
 
     Raises:
-        ValueError: a tensor is missing, extra or of another shape; names the first.
+        ValueError: a tensor is missing, extra or of another shape. The message names the first one.
     """
     faults = (
-        ("is missing", sorted(expected.keys() - found.keys())),
-        (f"is no part of the model that {CONFIG} describes", sorted(found.keys() - expected.keys())),
+        ("is missing", sorted(expected.keys() - actual.keys())),
+        (f"is not part of the model that {CONFIG} describes", sorted(actual.keys() - expected.keys())),
     )
     for fault, names in faults:
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise ValueError(f"{source}: tensor {names[0]} {fault}{more}")
     for name, shape in expected.items():
-        if found[name] != shape:
+        if actual[name] != shape:
             raise ValueError(
-                f"{source}: tensor {name} has the shape {list(found[name])}, and {CONFIG} says {list(shape)}"
+                f"{source}: tensor {name} has the shape {list(actual[name])}, but {CONFIG} implies {list(shape)}"
             )
 
 
 def _weight_files(folder: str) -> list[str]:
-    """Paths of the safetensors files: those of the index, or the only one. Raises ValueError."""
+    """Return the paths of the safetensors files in the index, or of the only one. Raises ValueError."""
     index = os.path.join(folder, INDEX)
     if os.path.isfile(index):
         table = read_json(index, absent="").get("weight_map")
@@ -201,45 +201,45 @@ def _weight_files(folder: str) -> list[str]:
         names = sorted(set(table.values()))
         for name in names:
             if os.path.basename(name) != name or not os.path.isfile(os.path.join(folder, name)):
-                raise ValueError(f"{folder}: {name}, which {INDEX} names, is missing")
+                raise ValueError(f"{folder}: {name} is missing, but {INDEX} names it")
         return [os.path.join(folder, name) for name in names]
-    found = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    if SINGLE in found:
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    if SINGLE in names:
         return [os.path.join(folder, SINGLE)]
-    if len(found) == 1:
-        return [os.path.join(folder, found[0])]
-    if found:
-        raise ValueError(f"{folder}: {len(found)} safetensors files and no {INDEX} that says which are the model")
+    if len(names) == 1:
+        return [os.path.join(folder, names[0])]
+    if names:
+        raise ValueError(f"{folder}: holds {len(names)} safetensors files, but no {INDEX} that lists the model's")
     pickles = sorted(name for name in os.listdir(folder) if name.endswith(_PICKLES))
     if pickles:
         raise ValueError(
-            f"{folder}: {pickles[0]} is a pickle, which can run code when it is read; save the model as safetensors "
-            "(transformers: model.save_pretrained)"
+            f"{folder}: {pickles[0]} is a pickle, which can run code when it is read. Save the model as safetensors "
+            "(transformers: model.save_pretrained)."
         )
-    raise ValueError(f"{folder}: no safetensors file; give the folder of a model in Hugging Face's format")
+    raise ValueError(f"{folder}: holds no safetensors file. Give the folder of a model in Hugging Face's format.")
 
 
-def _entries_of(path: str) -> Iterator[_Entry]:
-    """The weights that a file's header lists. Raises ValueError."""
-    with _opened(path) as file:
+def _read_header(path: str) -> Iterator[_Entry]:
+    """Yield the weights in a file's header. Raises ValueError."""
+    with _open_safetensors(path) as file:
         names = file.keys()
         for name in sorted(names):
-            if tensors.ignored(name):
+            if tensors.is_buffer(name):
                 continue
             header = file.get_slice(name)
             kind = header.get_dtype()
             if kind not in _DTYPES:
-                raise ValueError(f"{path}: {name} is of type {kind}; only {', '.join(_DTYPES)} can be converted")
+                raise ValueError(f"{path}: {name} is of type {kind}, but only {', '.join(_DTYPES)} can be converted")
             yield _Entry(file=path, name=name, shape=tuple(header.get_shape()), dtype=_DTYPES[kind])
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[Any]:
-    """The opened safetensors file. Raises ValueError, also for what can't be read of it later."""
+def _open_safetensors(path: str) -> Iterator[Any]:
+    """Open a safetensors file. Raises ValueError, also if reading fails inside the context."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} can't be read ({' '.join(str(error).split())[:200]})") from None
+        raise ValueError(f"{path}: can't be read ({' '.join(str(error).split())[:200]})") from None

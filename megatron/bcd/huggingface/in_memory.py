@@ -1,4 +1,4 @@
-"""A model and its tokenizer as transformers has them, from a folder in Hugging Face's format or from a checkpoint."""
+"""Load a model and its tokenizer as transformers' objects, from Hugging Face's format or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from megatron.bcd.huggingface.core_format import CoreCheckpoint
 from megatron.bcd.tokenizer import HuggingFaceTokenizer, Tokenizer, open_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By the name that --precision has for it."""
+"""Dtypes by their names in --precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """transformers' objects."""
+    """transformers' model and tokenizer."""
 
     model: Any
     tokenizer: Any
 
     @property
     def positions(self) -> int:
-        """The most tokens of a text."""
+        """Maximum number of tokens in a text."""
         return int(self.model.config.max_position_embeddings)
 
 
 def open_model(
     path: str, *, precision: str | None = None, device: str = "cpu", tokenizer: Tokenizer | None = None
 ) -> LoadedModel:
-    """The model in `path`: a model in Hugging Face's format (a folder, or a name on the hub), a folder of --save (its
-    newest checkpoint) or one checkpoint.
+    """Load a model.
 
     Args:
-        path: see above.
-        precision: of `DTYPES`; None for that of the weights.
-        device: where the model shall be.
-        tokenizer: in place of the model's own.
+        path: a model in Hugging Face's format (a folder, or a name on the hub), a folder of --save (its newest
+            checkpoint is used), or one checkpoint.
+        precision: a key of `DTYPES`; None for that of the weights.
+        device: the device of the model.
+        tokenizer: a tokenizer to use instead of the model's.
 
     Raises:
-        ValueError: a file is missing or damaged, or there is no tokenizer; one line.
+        ValueError: a file is missing or damaged, or there is no tokenizer. One line.
     """
     import transformers
 
@@ -51,56 +51,56 @@ def open_model(
     transformers.utils.logging.disable_progress_bar()
     dtype = None if precision is None else DTYPES[precision]
     if os.path.isdir(path) and not os.path.isfile(os.path.join(path, folder.CONFIG)):
-        return _of_checkpoint(run_network.checkpoint_folder(path, flag="--model"), dtype, device, tokenizer)
+        return _load_checkpoint(run_network.checkpoint_folder(path, flag="--model"), dtype, device, tokenizer)
     path = folder.locate(path, flag="--model")
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype or "auto", use_safetensors=True, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # transformers, its models and safetensors raise many types
-        raise ValueError(f"--model {path} can't be read ({' '.join(str(error).split())[:200]})") from None
-    return LoadedModel(model=model.eval().to(device), tokenizer=_tokenizer_of(path, tokenizer))
+    except Exception as error:  # transformers, its models and safetensors can raise many types
+        raise ValueError(f"--model {path}: can't be read ({' '.join(str(error).split())[:200]})") from None
+    return LoadedModel(model=model.eval().to(device), tokenizer=_open_tokenizer(path, tokenizer))
 
 
-def _of_checkpoint(path: str, dtype: torch.dtype | None, device: str, tokenizer: Tokenizer | None) -> LoadedModel:
-    """One tensor at a time: memory is that of the model."""
+def _load_checkpoint(path: str, dtype: torch.dtype | None, device: str, tokenizer: Tokenizer | None) -> LoadedModel:
+    """Load a checkpoint tensor by tensor, so that only the model needs memory."""
     import transformers
     from transformers.initialization import no_init_weights
 
-    described = run_network.description_of(path, tokenizer=tokenizer)
+    description = run_network.describe_checkpoint(path, tokenizer=tokenizer)
     checkpoint = CoreCheckpoint(path)
-    convert.check_checkpoint(checkpoint, described)
+    convert.check_checkpoint(checkpoint, description)
     with tempfile.TemporaryDirectory() as beside:
-        convert.write_description(beside, described)
+        convert.write_description(beside, description)
         config = transformers.AutoConfig.from_pretrained(beside, local_files_only=True)
         with torch.device(device), no_init_weights():
             stored = next(iter(checkpoint.tensors))
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype or checkpoint.dtype(stored))
         if os.path.isfile(os.path.join(beside, folder.GENERATION)):
             model.generation_config = transformers.GenerationConfig.from_pretrained(beside)
-        own = None if described.tokenizer is tokenizer else tokenizer  # it is in the folder
-        loaded = LoadedModel(model=model.eval(), tokenizer=_tokenizer_of(beside, own))
+        override = None if description.tokenizer is tokenizer else tokenizer  # else it is in the folder already
+        loaded = LoadedModel(model=model.eval(), tokenizer=_open_tokenizer(beside, override))
     model.tie_weights()
     weights = model.state_dict()
-    for name, tensor in convert.tensors_of(checkpoint, convert.units_of(described.network), described):
+    for name, tensor in convert.read_tensors(checkpoint, convert.list_units(description.network)):
         weights[name].copy_(tensor)
     return loaded
 
 
-def _tokenizer_of(path: str, own: Tokenizer | None) -> Any:
-    """transformers' reader of the tokenizer in a model's folder, or of `own`. Raises ValueError."""
-    if own is not None:
+def _open_tokenizer(path: str, override: Tokenizer | None) -> Any:
+    """Return transformers' tokenizer for a model's folder, or for `override`. Raises ValueError."""
+    if override is not None:
         with tempfile.TemporaryDirectory() as exported:
-            for name, content in tokenizer_export.files_of(own, adds_special_tokens=True).items():
+            for name, content in tokenizer_export.export_files(override, adds_special_tokens=True).items():
                 with open(os.path.join(exported, name), "wb") as file:
                     file.write(content)
-            reader = _tokenizer_of(exported, None)
-        if isinstance(own, HuggingFaceTokenizer):  # a template may be a file beside the tokenizer's
-            reader.chat_template = own.engine.chat_template
+            reader = _open_tokenizer(exported, None)
+        if isinstance(override, HuggingFaceTokenizer):  # its chat template may be in a separate file
+            reader.chat_template = override.engine.chat_template
         return reader
     if not folder.has_tokenizer(path):
-        raise ValueError("the model comes without a tokenizer that reads text: give --tokenizer-type and its files")
+        raise ValueError("--model: has no tokenizer that reads text. Give --tokenizer-type and its files.")
     try:
         return open_tokenizer(path)
     except ValueError as error:
-        raise ValueError(f"{error}; give --tokenizer-type") from None
+        raise ValueError(f"{error}. Give --tokenizer-type.") from None

@@ -1,4 +1,4 @@
-"""What a folder in Hugging Face's format says beside weights, from a checkpoint of this program or a run's flags."""
+"""Describe a checkpoint's or a run's model in Hugging Face's format: config.json and the files beside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.config import RunConfig, run_config_from_dict
 from megatron.bcd.huggingface import convert, folder, tokenizer_export
-from megatron.bcd.huggingface.architecture import Architecture, config_of, flags_of
+from megatron.bcd.huggingface.architecture import Architecture, architecture_flags, make_config
 from megatron.bcd.tokenizer import (
     HuggingFaceTokenizer,
     NullTokenizer,
@@ -22,54 +22,54 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def checkpoint_folder(path: str, *, flag: str) -> str:
-    """`path` if it is a checkpoint itself, else the newest complete one below it.
+    """Return `path` if it is a checkpoint, else the newest complete checkpoint below it.
 
     Raises:
-        ValueError: there is none, or one of its files is damaged.
+        ValueError: there is no checkpoint, or one of its files is damaged.
     """
     if not os.path.isdir(path):
-        raise ValueError(f"{flag} {path}: no such folder; give a folder of --save")
+        raise ValueError(f"{flag} {path}: no such folder. Give a folder of --save.")
     if not os.path.isfile(os.path.join(path, ".metadata")):
-        found = layout.candidates(path)
-        if not found:
-            raise ValueError(f"{flag} {path}: holds no checkpoint; give a folder of --save, or a checkpoint in it")
-        path = layout.iteration_folder(path, found[0])
+        iterations = layout.candidates(path)
+        if not iterations:
+            raise ValueError(f"{flag} {path}: holds no checkpoint. Give a folder of --save, or a checkpoint in it.")
+        path = layout.iteration_folder(path, iterations[0])
     damage = None if layout.is_foreign(path) else layout.damage(path)
     if damage is not None:
         raise ValueError(f"{flag} {path}: {damage}")
     return path
 
 
-def description_of(
+def describe_checkpoint(
     path: str,
     *,
     config_folder: str | None = None,
     vocab_size: int | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> convert.Description:
-    """What goes with the weights of the checkpoint `path`.
+    """Return the description of a checkpoint's model.
 
     Args:
         path: the checkpoint.
-        config_folder: the folder to take config.json and companions from; None for what was carried along with the
-            checkpoint, else what the flags of its run say.
-        vocab_size: rows without padding; None for what config.json or the run's tokenizer says.
-        tokenizer: in place of the run's.
+        config_folder: the folder with config.json and companions. Default: the copy in the checkpoint, else the flags
+            of its run.
+        vocab_size: rows without padding. Default: the value in config.json or of the run's tokenizer.
+        tokenizer: a tokenizer to use instead of the run's.
 
     Raises:
-        ValueError: nothing says it, or transformers has no such network.
+        ValueError: there is no description, or transformers lacks the architecture.
     """
-    carried = os.path.join(path, convert.CARRIED)
-    if config_folder is None and os.path.isdir(carried):
-        config_folder = carried
+    companions = os.path.join(path, convert.COMPANIONS_FOLDER)
+    if config_folder is None and os.path.isdir(companions):
+        config_folder = companions
     if config_folder is not None and vocab_size is not None:
-        raise ValueError("--vocab-size: config.json says it; leave the flag out")
+        raise ValueError(f"--vocab-size {vocab_size}: config.json determines it. Omit the flag.")
     file = os.path.join(path, layout.RUN_STATE)
     if not os.path.isfile(file):
         if config_folder is not None:
             return convert.describe(config_folder)
         raise ValueError(
-            f"{path} has no {layout.RUN_STATE} that describes the network: give tools/convert_checkpoint.py --config"
+            f"{path}: has no {layout.RUN_STATE} with the architecture. Give tools/convert_checkpoint.py --config."
         )
     with open(file, encoding="utf-8") as opened:
         state = run_state.from_json(opened.read(), path=file)
@@ -83,44 +83,46 @@ def description_of(
 def describe_run(
     config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None = None, tokenizer: Tokenizer | None = None
 ) -> convert.Description:
-    """What goes with the weights of a run: the model of --load-hf, or a config.json made from its flags. `tokenizer`
-    in place of the run's.
+    """Return the description of a run's model: that of --load-hf, or a config.json made from the flags.
+
+    Args:
+        tokenizer: a tokenizer to use instead of the run's.
 
     Raises:
-        ValueError: transformers has no such network, or nothing says how many ids the vocabulary has.
+        ValueError: transformers lacks the architecture, or the size of the vocabulary is unknown.
     """
     load_hf = config.checkpoint.load_hf
     if load_hf is not None and vocab_size is not None:
-        raise ValueError("--vocab-size: the config.json of --load-hf says it; leave the flag out")
+        raise ValueError(f"--vocab-size {vocab_size}: the config.json of --load-hf determines it. Omit the flag.")
     if tokenizer is None:
         try:
             tokenizer = build_tokenizer(**vars(config.tokenizer))
         except ValueError as error:
             if load_hf is None and vocab_size is None:
-                raise ValueError(f"the run's tokenizer can't be read ({error}): give --vocab-size") from None
+                raise ValueError(f"--vocab-size: is required, because the tokenizer can't be read ({error})") from None
     if load_hf is not None:
-        described = convert.describe(folder.locate(load_hf, flag="--load-hf", weights=False))
+        description = convert.describe(folder.locate(load_hf, flag="--load-hf", weights=False))
         positions = config.model.max_position_embeddings or 0
-        if positions > described.network.max_positions:
-            described = replace(described, config=dict(described.config) | {"max_position_embeddings": positions})
+        if positions > description.network.max_positions:
+            description = replace(description, config=dict(description.config) | {"max_position_embeddings": positions})
         if tokenizer is None or isinstance(tokenizer, NullTokenizer):
-            return described
+            return description
     else:
-        own = 0 if tokenizer is None else tokenizer.vocab_size
-        if vocab_size is not None and vocab_size < own:
-            raise ValueError(f"--vocab-size {vocab_size}: the run's tokenizer has {own} ids; give at least that")
-        network = network_of_run(config, is_on_gpu=is_on_gpu, vocab_size=vocab_size or own)
-        content = config_of(network, dtype=_DTYPES[config.precision])
+        num_ids = 0 if tokenizer is None else tokenizer.vocab_size
+        if vocab_size is not None and vocab_size < num_ids:
+            raise ValueError(f"--vocab-size {vocab_size}: the run's tokenizer has {num_ids} ids. Give at least that.")
+        network = run_architecture(config, is_on_gpu=is_on_gpu, vocab_size=vocab_size or num_ids)
+        content = make_config(network, dtype=_DTYPES[config.precision])
         content["eos_token_id"] = None if tokenizer is None else tokenizer.eod
-        described = convert.Description(network=network, config=content, companions={})
-    return replace(described, companions=_companions(described, config, tokenizer), tokenizer=tokenizer)
+        description = convert.Description(network=network, config=content, companions={})
+    return replace(description, companions=_companions(description, config, tokenizer), tokenizer=tokenizer)
 
 
 def _companions(
-    described: convert.Description, config: RunConfig, tokenizer: Tokenizer | None
+    description: convert.Description, config: RunConfig, tokenizer: Tokenizer | None
 ) -> dict[str, str | bytes]:
-    """The generation_config.json of `described`, and the files of the tokenizer."""
-    files = {name: path for name, path in described.companions.items() if name == folder.GENERATION}
+    """Return the generation_config.json of `description`, and the files of the tokenizer."""
+    files = {name: path for name, path in description.companions.items() if name == folder.GENERATION}
     if isinstance(tokenizer, HuggingFaceTokenizer):
         names = folder.companions(tokenizer.folder)
         files |= {name: os.path.join(tokenizer.folder, name) for name in names if name != folder.GENERATION}
@@ -128,17 +130,17 @@ def _companions(
         files["tokenizer.model"] = tokenizer.unique_identifiers["tokenizer_model"]
     if tokenizer is not None:
         expects = config.checkpoint.load_hf is not None or config.data.sft
-        files |= tokenizer_export.files_of(tokenizer, adds_special_tokens=expects)
+        files |= tokenizer_export.export_files(tokenizer, adds_special_tokens=expects)
     return files
 
 
-def network_of_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> Architecture:
-    """The network that the flags of a run describe, as one of the families.
+def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> Architecture:
+    """Return the architecture that a run's flags describe, as one of transformers' families.
 
     Whether GELU is exact depends on the machine: Megatron Core's fused kernel, on GPUs only, has the tanh form.
 
     Raises:
-        ValueError: it is none of them; names the flag.
+        ValueError: no family fits. The message names a flag.
     """
     fields, model = config.transformer, config.model
     heads = int(fields["num_attention_heads"])
@@ -178,29 +180,29 @@ def _family(*, is_rope: bool, qk_norm: bool, only_qkv_bias: bool) -> str:
     return "qwen3" if qk_norm else "qwen2" if only_qkv_bias else "llama"
 
 
-_OF_FAMILY: dict[str, dict[str, Any]] = {
+_FAMILY_FLAGS: dict[str, dict[str, Any]] = {
     "gpt2": {"swiglu": False, "add_bias_linear": True, "qk_layernorm": False, "group_query_attention": False},
     "qwen3": {"add_bias_linear": False, "add_qkv_bias": False},
 }
-"""What a family has beyond `flags_of`; the others have SwiGLU."""
+"""Flags of a family that `architecture_flags` does not return. The other families have SwiGLU."""
 
 
 def _check_expressible(config: RunConfig, network: Architecture) -> None:
-    """Whether config.json has the same meaning as the flags. Raises ValueError."""
+    """Check that config.json can express the flags. Raises ValueError."""
     actual: dict[str, Any] = dict(config.transformer) | vars(config.model)
     actual["group_query_attention"] = network.num_query_groups != network.num_attention_heads
-    wanted = flags_of(network) | {"swiglu": True} | _OF_FAMILY.get(network.family, {})
+    expected = architecture_flags(network) | {"swiglu": True} | _FAMILY_FLAGS.get(network.family, {})
     if network.family == "gpt2":
-        wanted["kv_channels"] = network.hidden_size // network.num_attention_heads
+        expected["kv_channels"] = network.hidden_size // network.num_attention_heads
         actual["kv_channels"] = network.head_size
     else:
-        wanted.pop("kv_channels")
+        expected.pop("kv_channels")
     for name in ("layernorm_epsilon", "ffn_hidden_size", "num_query_groups", "openai_gelu"):
-        wanted.pop(name, None)  # the network has them from the flags, or Megatron Core's default
-    for name, value in wanted.items():
-        found = actual.get(name, value)
-        if found != value:
+        expected.pop(name, None)  # the architecture was built from these flags or from Megatron Core's defaults
+    for name, value in expected.items():
+        flag_value = actual.get(name, value)
+        if flag_value != value:
             raise ValueError(
-                f"--{name.replace('_', '-')} {found}: transformers' {network.family} model has {value}, so this run's "
-                "model can't be written in Hugging Face's format"
+                f"--{name.replace('_', '-')} {flag_value}: transformers' {network.family} model has {value}, so this "
+                "run's model can't be written in Hugging Face's format. Omit --save-hf."
             )

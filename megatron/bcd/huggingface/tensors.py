@@ -1,6 +1,6 @@
-"""Which tensors of Megatron Core's checkpoints are which of transformers', and how one is made from the other.
+"""The mapping between tensors of Megatron Core's checkpoints and of transformers, and the conversions.
 
-Letters: V vocabulary, P positions, H hidden size, F FFN size, N heads, G query groups, Q = N / G heads of a group,
+Letters: V vocabulary, P positions, H hidden size, F FFN size, N heads, G query groups, Q = N / G heads per group,
 D head size.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.bcd.huggingface.architecture import Architecture
 
 LAYERS = "decoder.layers."
-"""What keys of Megatron Core's layers start with; their tensors are stacked, [layers, ...]."""
+"""Prefix of the keys of Megatron Core's layers. Their tensors are stacked: [layers, ...]."""
 
 Join = Callable[[Sequence[Tensor]], Tensor]
 Split = Callable[[Tensor], Sequence[Tensor]]
@@ -24,44 +24,44 @@ Split = Callable[[Tensor], Sequence[Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One tensor of Megatron Core, or of each of its layers, and those of transformers that it is made of."""
+    """One tensor of Megatron Core (or one per layer) and the tensors of transformers that it consists of."""
 
     key: str
     names: tuple[str, ...]
-    """``{}`` stands for the layer."""
+    """Names in transformers; ``{}`` is the number of the layer."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of `names`."""
+    """Shapes of `names`."""
     join: Join = lambda parts: parts[0]
     split: Split = lambda tensor: (tensor,)
     is_vocabulary: bool = False
-    """The first axis is padded in Megatron Core."""
+    """Whether Megatron Core pads the first axis."""
 
     @property
     def is_stacked(self) -> bool:
         return self.key.startswith(LAYERS)
 
-    def names_of(self, layer: int) -> tuple[str, ...]:
-        """The names for one layer; of a row outside the layers, its names."""
+    def layer_names(self, layer: int) -> tuple[str, ...]:
+        """Return transformers' names for one layer. A row outside the layers ignores the number."""
         return tuple(name.format(layer) for name in self.names)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of Megatron Core's tensor, without padding and without the axis of layers."""
+        """Shape of Megatron Core's tensor, without padding and without the axis of layers."""
         return tuple(self.join([torch.empty(shape, device="meta") for shape in self.shapes]).shape)
 
 
-def rows_of(network: Architecture) -> tuple[Row, ...]:
-    """Every tensor of the model: what comes before the layers, one row for each tensor of a layer, what comes after."""
+def build_rows(network: Architecture) -> tuple[Row, ...]:
+    """Return the rows of a model: those before the layers, one per tensor of a layer, and those after the layers."""
     return tuple(_gpt2_rows(network) if network.family == "gpt2" else _llama_rows(network))
 
 
-def ignored(name: str) -> bool:
-    """Whether transformers' tensor holds no weight: masks and frequencies that older versions saved."""
+def is_buffer(name: str) -> bool:
+    """Return whether transformers' tensor is no weight: older versions also saved masks and frequencies."""
     return name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias"))
 
 
-def canonical(name: str, network: Architecture) -> str:
-    """The name with the prefix that older GPT-2 files leave out."""
+def canonical_name(name: str, network: Architecture) -> str:
+    """Return the name with the prefix that older GPT-2 files lack."""
     is_bare = network.family == "gpt2" and name.startswith(("wte.", "wpe.", "h.", "ln_f."))
     return f"transformer.{name}" if is_bare else name
 
@@ -71,7 +71,7 @@ def canonical(name: str, network: Architecture) -> str:
 
 @dataclass(frozen=True)
 class _QueryKeyValue:
-    """Megatron Core's rows lie group by group: Q queries, a key, a value, of D rows each."""
+    """Megatron Core's order of rows, group by group: Q queries, a key and a value of D rows each."""
 
     groups: int
     queries: int
@@ -86,15 +86,15 @@ class _QueryKeyValue:
         return [part.flatten(0, 2) for part in rows.split((self.queries, 1, 1), dim=1)]
 
     def join_fused(self, parts: Sequence[Tensor]) -> Tensor:
-        """From GPT-2's one tensor: a weight [H, 3 H], or a bias."""
-        return self.join(_turned(parts[0]).chunk(3))
+        """Convert GPT-2's single tensor: a weight [H, 3 H], or a bias."""
+        return self.join(_transpose(parts[0]).chunk(3))
 
     def split_fused(self, tensor: Tensor) -> Sequence[Tensor]:
-        return (_turned(torch.cat(list(self.split(tensor)))),)
+        return (_transpose(torch.cat(list(self.split(tensor)))),)
 
 
-def _turned(tensor: Tensor) -> Tensor:
-    """GPT-2's linear layers hold [inputs, outputs]; a bias stays as it is."""
+def _transpose(tensor: Tensor) -> Tensor:
+    """Transpose a weight, because GPT-2's linear layers store [inputs, outputs]. Return a bias unchanged."""
     return tensor.t().contiguous() if tensor.dim() == 2 else tensor
 
 
@@ -146,7 +146,7 @@ def _gpt2_rows(network: Architecture) -> Iterator[Row]:
     qkv = _QueryKeyValue(heads, 1, network.head_size)
 
     def layer_row(key: str, name: str, shape: tuple[int, ...], **transforms: Any) -> Row:
-        turn = {"join": lambda parts: _turned(parts[0]), "split": lambda tensor: (_turned(tensor),)} | transforms
+        turn = {"join": lambda parts: _transpose(parts[0]), "split": lambda tensor: (_transpose(tensor),)} | transforms
         return Row(key=LAYERS + key, names=("transformer.h.{}." + name,), shapes=(shape,), **turn)
 
     yield Row(

@@ -1,4 +1,4 @@
-"""A run's tokenizer as transformers reads it: tokenizer.json and tokenizer_config.json."""
+"""Export a run's tokenizer for transformers: tokenizer.json and tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from megatron.bcd import tokenizer as own
+from megatron.bcd import tokenizer as bcd
 from megatron.bcd.tokenizer import CONFIG, TOKENIZER_JSON, one_line
 
 _END = "<|endoftext|>"
 _SPACE = "\u2581"
 _NEVER = -1000.0
-"""Score of a piece that no text may become: below any path of other pieces through its characters."""
+"""Score of a piece that no text may be split into. It is below any path of other pieces through its characters."""
 LINES = (
     "The planner, and don't 1234",
     "=======     aaaaaaaaaaa",
@@ -25,33 +25,34 @@ LINES = (
     "e\u0323\u0302 \u0308 marks",
     "<s> </s> <unk> <0x0A> <|endoftext|>",
 )
-"""What readers of a tokenizer are compared on: white space, scripts, combining marks, special tokens spelled out."""
+"""Texts to compare tokenizers on: white space, scripts, combining marks, spelled-out special tokens."""
 
 
-def files_of(tokenizer: own.Tokenizer, *, adds_special_tokens: bool) -> dict[str, bytes]:
-    """tokenizer.json and tokenizer_config.json by name; none of a tokenizer that the library tokenizers does not have.
+def export_files(tokenizer: bcd.Tokenizer, *, adds_special_tokens: bool) -> dict[str, bytes]:
+    """Return tokenizer.json and tokenizer_config.json by name; empty if the tokenizers library has no equivalent.
 
-    `adds_special_tokens`: the model was trained on what a Hugging Face tokenizer puts before a text.
+    Args:
+        adds_special_tokens: whether the model was trained with the special tokens that a Hugging Face tokenizer adds.
     """
     config: dict[str, Any] = {"eos_token": _END}
-    if isinstance(tokenizer, own.SentencePieceTokenizer):
-        engine, config = _of_sentencepiece(tokenizer.unique_identifiers["tokenizer_model"])
-    elif isinstance(tokenizer, own.GPT2BPETokenizer):
+    if isinstance(tokenizer, bcd.SentencePieceTokenizer):
+        engine, config = _convert_sentencepiece(tokenizer.unique_identifiers["tokenizer_model"])
+    elif isinstance(tokenizer, bcd.GPT2BPETokenizer):
         engine = _copy(tokenizer.engine)
-    elif isinstance(tokenizer, own.ByteLevelTokenizer):
+    elif isinstance(tokenizer, bcd.ByteLevelTokenizer):
         engine = _byte_level({bytes([i]): i for i in range(256)}, {_END: tokenizer.eod})
-    elif isinstance(tokenizer, own.TikTokenizer):
+    elif isinstance(tokenizer, bcd.TikTokenizer):
         state = tokenizer.engine.__getstate__()
         engine = _byte_level(state["mergeable_ranks"], state["special_tokens"], pattern=state["pat_str"])
         config = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    elif isinstance(tokenizer, own.HuggingFaceTokenizer):
-        engine = getattr(tokenizer.engine, "backend_tokenizer", None)  # a class that is written in Python has none
+    elif isinstance(tokenizer, bcd.HuggingFaceTokenizer):
+        engine = getattr(tokenizer.engine, "backend_tokenizer", None)  # a class written in Python has none
         config = dict(tokenizer.special_tokens)
         file = os.path.join(tokenizer.folder, CONFIG)
         if os.path.isfile(file):
             with open(file, encoding="utf-8") as opened:
                 config |= json.load(opened)
-        config.pop("auto_map", None)  # its code is not exported
+        config.pop("auto_map", None)  # the code that it names is not exported
         if engine is not None:
             engine = _copy(engine)
             engine.no_truncation()
@@ -63,11 +64,11 @@ def files_of(tokenizer: own.Tokenizer, *, adds_special_tokens: bool) -> dict[str
         engine = None
     if engine is None:
         return {}
-    if isinstance(tokenizer, own.SentencePieceTokenizer | own.GPT2BPETokenizer | own.ByteLevelTokenizer):
+    if isinstance(tokenizer, bcd.SentencePieceTokenizer | bcd.GPT2BPETokenizer | bcd.ByteLevelTokenizer):
         engine.add_special_tokens([token for token in config.values() if token])
-        # what a text spells out is text, as in training
+        # special tokens that a text spells out are text, as in training
         config |= {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
-    # the families' own classes would make parts of tokenizer.json anew
+    # the model families' own classes would rebuild parts of tokenizer.json
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     return {
         TOKENIZER_JSON: engine.to_str().encode(),
@@ -75,24 +76,26 @@ def files_of(tokenizer: own.Tokenizer, *, adds_special_tokens: bool) -> dict[str
     }
 
 
-def difference(tokenizer: own.Tokenizer, folder: str) -> str | None:
-    """How the tokenizer of an exported folder is read otherwise than by the run, as a part of one line; None if it
-    is not. A look at `LINES`, by this program and by transformers."""
-    if isinstance(tokenizer, own.NullTokenizer):
+def find_difference(tokenizer: bcd.Tokenizer, folder: str) -> str | None:
+    """Return how an exported folder's tokenizer differs from the run's, as a part of one line; None if it does not.
+
+    Compare the ids of `LINES`, by this package and by transformers.
+    """
+    if isinstance(tokenizer, bcd.NullTokenizer):
         return "NullTokenizer has no text to read: the model is written without a tokenizer"
     from transformers import AutoTokenizer
 
     try:
         theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         readers: dict[str, Callable[[str], list[int]]] = {
-            "this program": own.HuggingFaceTokenizer(tokenizer_model=folder).tokenize,
+            "this program": bcd.HuggingFaceTokenizer(tokenizer_model=folder).tokenize,
             "AutoTokenizer of transformers": lambda text: list(theirs.encode(text, add_special_tokens=False)),
         }
         for name, encode in readers.items():
             wrong = next((line for line in LINES if encode(line) != tokenizer.tokenize(line)), None)
             if wrong is not None:
                 return f"{name} reads its tokenizer otherwise than the run: {wrong!r} has other ids"
-    except Exception as error:  # whatever a tokenizer's class raises
+    except Exception as error:  # a tokenizer's class may raise anything
         return f"its tokenizer can't be read ({one_line(error)})"
     return None
 
@@ -102,14 +105,14 @@ def _copy(engine: Any) -> Any:
 
 
 def _merges(words: Iterable[str]) -> list[tuple[str, str]]:
-    """All pairs that make one of `words`, which are in order of priority."""
+    """Return all pairs that form one of `words`, which are sorted by priority."""
     known = dict.fromkeys(words)
     pairs = ((word[:i], word[i:]) for word in known for i in range(1, len(word)))
     return [(left, right) for left, right in pairs if left in known and right in known]
 
 
 def _byte_level(ids: dict[bytes, int], special: dict[str, int], *, pattern: str | None = None) -> Any:
-    """BPE of bytes, in words that `pattern` cuts out; `ids` in order of rank."""
+    """Return byte-level BPE on the words that `pattern` cuts out. `ids` are sorted by rank."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters for bytes
@@ -125,11 +128,11 @@ def _byte_level(ids: dict[bytes, int], special: dict[str, int], *, pattern: str 
     return engine
 
 
-def _of_sentencepiece(path: str) -> tuple[Any, dict[str, Any]]:
-    """The library's form of a model file, and its special tokens; None for a kind that is neither unigram nor BPE.
+def _convert_sentencepiece(path: str) -> tuple[Any, dict[str, Any]]:
+    """Return the tokenizers library's form of a model file, and its special tokens; None if it is not unigram or BPE.
 
-    Replacements of characters (a model that is not trained with the rule "identity") are taken from the model's own
-    table, which the library applies to characters with combining marks otherwise than SentencePiece.
+    Replacements of characters (for models not trained with the rule "identity") come from the model's table, which the
+    library applies to characters with combining marks differently from SentencePiece.
     """
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
@@ -144,7 +147,7 @@ def _of_sentencepiece(path: str) -> tuple[Any, dict[str, Any]]:
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
     if trainer.model_type == trainer.UNIGRAM:
         highest = max(scores.values())
-        scores |= {symbol: len(symbol.encode()) * highest - 0.1 for symbol in symbols}  # as SentencePiece has it
+        scores |= {symbol: len(symbol.encode()) * highest - 0.1 for symbol in symbols}  # SentencePiece's rule
         pieces = [(piece.piece, scores.get(piece.piece, _NEVER)) for piece in proto.pieces]
         engine = Tokenizer(models.Unigram(pieces, model.unk_id(), trainer.byte_fallback))
     elif trainer.model_type == trainer.BPE:
@@ -165,7 +168,7 @@ def _of_sentencepiece(path: str) -> tuple[Any, dict[str, Any]]:
     steps: list[Any] = []
     if rules.precompiled_charsmap:
         ends = model.normalize("a\r\na").strip(_SPACE).replace(_SPACE, " ")[1:-1]
-        # The library looks at "\r\n" as one character.
+        # the library treats "\r\n" as one character
         steps = [normalizers.Replace("\r\n", ends), normalizers.Precompiled(rules.precompiled_charsmap)]
     if rules.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(rf"\A +|[ {_SPACE}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]

@@ -1,4 +1,4 @@
-"""Builds the model of one pipeline stage.
+"""Build the model of one pipeline stage.
 
 Tensor shapes: S sequence length on this rank, B micro-batch size, H hidden size.
 """
@@ -37,9 +37,9 @@ from megatron.bcd.runtime import device, replicas, rng
 class PlainNorm(torch.nn.Module):
     """LayerNorm or RMSNorm in plain PyTorch with --apply-layernorm-1p and --sequence-parallel.
 
-    Megatron Core's own wrapper of PyTorch's norms has neither. With --apply-layernorm-1p the weight is what is added
-    to 1. With --sequence-parallel each tensor-parallel rank sees a part of the sequence: Megatron Core sums the
-    gradients of parameters that say so over these ranks. The signature is that of Megatron Core's norms.
+    Megatron Core's wrapper of PyTorch's norms supports neither. With --apply-layernorm-1p the weight is an offset from
+    1. With --sequence-parallel each tensor-parallel rank has a part of the sequence, and Megatron Core sums the
+    gradients of parameters marked `sequence_parallel` over these ranks. The signature is that of Megatron Core's norms.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -53,10 +53,10 @@ class PlainNorm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[S, B, H], or [S, B, heads, head size] for queries and keys."""
+        """Normalise [S, B, H], or [S, B, heads, head size] for queries and keys."""
         if not self.is_centered:
             return self._normalized(x, self.weight, self.bias)
-        # in 16 bits the sum would lose what a small weight says: 1 + 0.001 is 1 in bf16
+        # in fp32, because 16 bits cannot hold the sum: 1 + 0.001 is 1 in bf16
         bias = None if self.bias is None else self.bias.float()
         return self._normalized(x.float(), self.weight.float() + 1, bias).to(x.dtype)
 
@@ -67,11 +67,10 @@ class PlainNorm(torch.nn.Module):
 
 
 class ChunkedModel(MegatronModule):
-    """The chunks of one stage, in depth order. One after the other they stand for the whole module: `select` says which
-    one runs forward.
+    """The chunks of one stage, ordered by depth. `select` determines which one runs forward.
 
-    One module for all of them gives a block one DDP wrapper, one set of gradient buffers and one optimizer, however
-    many chunks it has.
+    One module for all chunks means one DDP wrapper, one set of gradient buffers and one optimizer per block, however
+    many chunks there are.
     """
 
     def __init__(self, chunks: Sequence[GPTModel]) -> None:
@@ -79,36 +78,36 @@ class ChunkedModel(MegatronModule):
         self.chunks = torch.nn.ModuleList(chunks)
         self.share_embeddings_and_output_weights = chunks[0].share_embeddings_and_output_weights
         self.model_type, self.vocab_size = chunks[0].model_type, chunks[0].vocab_size
-        # what Megatron Core asks of the model when it sums gradients of tied embeddings
+        # Megatron Core reads these when it sums gradients of tied embeddings
         self.pre_process, self.post_process = chunks[0].pre_process, chunks[-1].post_process
-        self._selected: list[Any] = [chunks[0]]  # in a list, or it would be a submodule again
+        self._selected: list[Any] = [chunks[0]]  # in a list, because as an attribute it would be a submodule again
 
     def select(self, chunk: int) -> None:
-        """Let `forward` and `set_input_tensor` be those of this chunk."""
+        """Make `forward` and `set_input_tensor` use this chunk."""
         self._selected = [self.chunks[chunk]]
 
     @property
     def decoder(self) -> torch.nn.Module:
-        """The selected chunk's layers, where Megatron Core notes the microbatch."""
+        """The selected chunk's layers, where Megatron Core stores the microbatch's number."""
         return self._selected[0].decoder  # type: ignore[no-any-return]
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
-        """Of the selected chunk."""
+        """Set the input of the selected chunk."""
         self._selected[0].set_input_tensor(input_tensor)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Of the selected chunk."""
+        """Run the selected chunk."""
         return self._selected[0](*args, **kwargs)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
-        """The tied weight that this stage holds: the embedding's on the first stage, its copy on the last."""
+        """Return this stage's tied weight: the embedding on the first stage, its copy on the last one."""
         return self.chunks[0 if self.pre_process else -1].shared_embedding_or_output_weight()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As GPTModel's: the names are this module's, the keys in a checkpoint those of the whole model."""
-        assert not prefix and not sharded_offsets, "only the whole of a stage is saved"
+        """Return GPTModel's state. Names are this module's, keys in a checkpoint those of the whole model."""
+        assert not prefix and not sharded_offsets, "stages are saved as a whole"
         return {
             f"chunks.{number}.{name}": entry
             for number, chunk in enumerate(self.chunks)
@@ -123,7 +122,7 @@ def _layer_spec(
     vp_stage: int | None,
     frozen_weights: FrozenWeights | None,
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """What the stage's layers are built from."""
+    """Return the layer spec of this stage."""
     qk_layernorm = bool(config.transformer.get("qk_layernorm", False))
     if implementation.layers == "transformer_engine":
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_layernorm)
@@ -138,10 +137,10 @@ def _layer_spec(
     is_special = stage_config.layernorm_zero_centered_gamma or stage_config.sequence_parallel
     if not (is_special and implementation.norm.startswith("PyTorch")):
         return spec
-    of_layer, of_attention = spec.submodules, spec.submodules.self_attention.submodules
-    of_layer.input_layernorm = of_layer.pre_mlp_layernorm = PlainNorm
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = PlainNorm
     if qk_layernorm:
-        of_attention.q_layernorm = of_attention.k_layernorm = PlainNorm
+        attention.q_layernorm = attention.k_layernorm = PlainNorm
     num_layers = get_num_layers_to_build(stage_config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=PlainNorm)
 
@@ -149,12 +148,11 @@ def _layer_spec(
 def build_model(config: RunConfig, padded_vocab_size: int, implementation: Implementation) -> torch.nn.Module:
     """Build this rank's pipeline stage on its device, in the run's precision, with all parameters trainable.
 
-    Megatron Core's virtual pipeline size is set for the process.
-
-    Parallel groups and random generators must be initialised.
+    It also sets Megatron Core's virtual pipeline size for the process. Parallel groups and random generators must be
+    initialised.
 
     Returns:
-        A GPTModel, or a ChunkedModel of several; in 16-bit precision wrapped in a Float16Module.
+        A GPTModel, or a ChunkedModel; in 16-bit precision inside a Float16Module.
 
     Raises:
         ValueError: as `build_transformer_config`.
@@ -222,15 +220,15 @@ def _build_chunk(
     if "biases" in config.bcd.always_active:
         for layer in model.decoder.layers:
             if layer.self_attention.linear_qkv.bias is not None:
-                layer.self_attention.linear_qkv.register_forward_hook(_with_bias_gradient)
-    # GPTModel takes no class for its decoder; BcdTransformerBlock only overrides methods, so the class can be changed
-    # after the decoder is built
+                layer.self_attention.linear_qkv.register_forward_hook(_add_bias_gradient)
+    # GPTModel has no argument for the decoder's class. BcdTransformerBlock only overrides methods, so the class can be
+    # changed afterwards.
     model.decoder.__class__ = BcdTransformerBlock
     return model
 
 
 def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_vocab_size: int) -> FrozenWeights:
-    """Of this stage, without what is active in every phase."""
+    """Return the frozen weights of this stage, except parameters that are always active."""
     partition = partition_from_config(config)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     keeps = config.bcd.bcd_main_params == "host"
@@ -249,14 +247,16 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_v
 
 
 def get_frozen_weights(model: torch.nn.Module) -> FrozenWeights | None:
-    """Of --bcd-frozen-weights host; else None."""
+    """Return the frozen weights of --bcd-frozen-weights host, or None."""
     return getattr(unwrap_model(model), "frozen_weights", None)
 
 
 @contextlib.contextmanager
 def frozen_on_host(model: torch.nn.Module) -> Iterator[Callable[[Tensor], bool]]:
-    """Inside, frozen weights are those in host memory, if --bcd-frozen-weights has them there; yields what tells them
-    from others. They do not change until the phase after the present one ends."""
+    """Inside the context, all frozen weights of --bcd-frozen-weights host are in host memory.
+
+    Yields a function that returns whether a tensor is one of them. They do not change before the next phase ends.
+    """
     frozen_weights = get_frozen_weights(model)
     if frozen_weights is None:
         yield lambda _: False
@@ -265,12 +265,12 @@ def frozen_on_host(model: torch.nn.Module) -> Iterator[Callable[[Tensor], bool]]
         yield frozen_weights.is_on_host
 
 
-def _with_bias_gradient(linear: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """Adds a zero with the gradient of the bias, where the weight is frozen (--bcd-always-active biases).
+def _add_bias_gradient(linear: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Add a zero that has the bias's gradient, for an active bias of a frozen weight (--bcd-always-active biases).
 
-    Megatron Core's linear layer with a frozen weight returns no gradient for its bias, and Transformer Engine computes
-    it with the weight's. Queries, keys and values have the only such bias: the other linear layers return theirs
-    unused, for the fused kernels behind them.
+    Megatron Core's linear layer returns no gradient for the bias of a frozen weight, and Transformer Engine computes it
+    together with the weight's. Only queries, keys and values need this: other linear layers return their bias
+    separately, for fused kernels.
     """
     if not linear.bias.requires_grad or linear.weight.requires_grad or not torch.is_grad_enabled():
         return output
@@ -279,32 +279,32 @@ def _with_bias_gradient(linear: Any, inputs: Any, output: tuple[Tensor, Any]) ->
 
 @torch.no_grad()
 def broadcast_from_first_replica(model: torch.nn.Module) -> None:
-    """Copy the weights of the first replica to the others (--data-parallel-random-init). A collective."""
+    """Collective. Copy the weights of the first replica to the others (--data-parallel-random-init)."""
     for parameter in model.parameters():
         torch.distributed.broadcast(parameter, src=replicas.first(), group=replicas.group())
 
 
 def unwrap_model(model: torch.nn.Module) -> GPTModel:
-    """The GPTModel, or ChunkedModel, inside DDP and Float16Module wrappers."""
+    """Return the GPTModel or ChunkedModel inside DDP and Float16Module wrappers."""
     while hasattr(model, "module"):
         model = model.module
     return model  # type: ignore[return-value]
 
 
 def select_chunk(model: torch.nn.Module, chunk: int) -> None:
-    """Let the forward pass of a stage of several chunks be that of one of them; a stage of one is left alone."""
+    """Make a stage's forward pass use one of its chunks. Does nothing if the stage has no chunks."""
     unwrapped: torch.nn.Module = unwrap_model(model)
     if isinstance(unwrapped, ChunkedModel):
         unwrapped.select(chunk)
 
 
 def chunks_of(model: torch.nn.Module) -> list[GPTModel]:
-    """The GPTModels of this stage."""
+    """Return the GPTModels of this stage."""
     unwrapped: torch.nn.Module = unwrap_model(model)
     return list(unwrapped.chunks) if isinstance(unwrapped, ChunkedModel) else [unwrap_model(model)]  # type: ignore[arg-type]
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Number of parameters of this stage over its tensor-parallel ranks; replicated parameters count once."""
+    """Return the number of parameters of this stage over its tensor-parallel ranks. Replicated ones count once."""
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     return sum(p.numel() * (ranks if getattr(p, "tensor_model_parallel", False) else 1) for p in model.parameters())
