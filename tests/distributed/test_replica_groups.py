@@ -123,13 +123,13 @@ def train(
         tell(own, place)
         ends.append(own._parts.iteration())
 
-    place = data.GroupShare.place
+    sample_number = data.GroupShare.sample_number
 
     def first(own: data.GroupShare, number: Any) -> Any:
-        return place(dataclasses.replace(own, group=0), number)
+        return sample_number(dataclasses.replace(own, group=0), number)
 
     with (
-        mock.patch.object(data.GroupShare, "place", first if reads_same else place),
+        mock.patch.object(data.GroupShare, "sample_number", first if reads_same else sample_number),
         mock.patch.object(groups.ReplicaGroups, "join", joining),
         mock.patch.object(groups.OuterStep, "change", changed),
         mock.patch.object(groups.OuterStep, "apply", applied),
