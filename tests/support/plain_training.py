@@ -55,7 +55,7 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
         )
         wrapped = [
             DistributedDataParallel(config=model_config, ddp_config=ddp_config, module=module)
-            for module in (builder.chunks_of(model) if config.num_chunks > 1 else [model])
+            for module in (builder.get_chunks(model) if config.num_chunks > 1 else [model])
         ]
         keywords = core_keywords(config.optimizer) | {"use_distributed_optimizer": is_sharded}
         optimizer = get_megatron_optimizer(OptimizerConfig(**keywords), wrapped)

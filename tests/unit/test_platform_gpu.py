@@ -115,7 +115,7 @@ def test_few_messages_are_held(monkeypatch: pytest.MonkeyPatch, receives: bool) 
     monkeypatch.setattr(torch.distributed, "get_global_rank", lambda group, place: place)
     monkeypatch.setattr(device, "current", lambda: torch.device("cpu"))
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    messages = Messages(group, dtype=torch.float32, max_sends=2, paces=True)
+    messages = Messages(group, dtype=torch.float32, max_sends=2, throttles_cpu=True)
     for _ in range(20):
         if receives:
             messages.wait_for(messages.receive_forward((1,)))

@@ -36,9 +36,7 @@ def num_iterations(config: RunConfig) -> int:
         iterations += 1
     iterations += max(0, samples - consumed) // full_batch
     if iterations < 1:
-        raise ValueError(
-            f"--train-samples {samples} is less than one global batch; give at least --global-batch-size {full_batch}"
-        )
+        raise ValueError(f"--train-samples {samples}: is less than one global batch of {full_batch}. Give more.")
     return iterations
 
 
@@ -59,7 +57,7 @@ def _ramp(config: RunConfig) -> Iterator[int]:
         training.micro_batch_size,
         parallel_state.get_data_parallel_world_size(),
         False,
-        1,  # a rank other than 0 prints nothing
+        1,  # the rank; only rank 0 prints
         start,
         increment,
         ramp,

@@ -22,7 +22,7 @@ from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import num_samples
 
-_DEFAULT_SPLIT = "969, 30, 1"  # Megatron-LM's
+_DEFAULT_SPLIT = "969, 30, 1"  # Megatron-LM's default
 _SPLIT_NAMES = ("training", "validation", "test")
 _CHECKED_CHUNKS = 64
 _CHECKED_CHUNK_TOKENS = 1 << 20

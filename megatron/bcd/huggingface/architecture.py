@@ -125,7 +125,7 @@ def _family(config: Mapping[str, Any], source: str) -> str:
         name = classes[0] if classes else kind
         reasons = ((key, why) for keys, why in _DIFFERENCES.items() for key in keys.split())
         reason = next((f" ({key}: {why})" for key, why in reasons if key == kind or config.get(key)), "")
-        raise _unsupported(source, f"architecture {name} is not supported{reason}; {', '.join(FAMILIES)} are")
+        raise _unsupported(source, f"architecture {name} is not supported{reason}. Supported are {', '.join(FAMILIES)}")
     return str(family)
 
 
@@ -175,7 +175,7 @@ class _Reader:
         value = self.config.get(name, default)
         if value not in supported:
             options = " or ".join(map(repr, supported))
-            raise _unsupported(self.source, f"{name} {value!r} is not supported; only {options} is")
+            raise _unsupported(self.source, f"{name} {value!r} is not supported, only {options}")
         return value
 
     def heads(self, name: str, hidden_size: int, *, explicit: int | None = None) -> tuple[int, int]:
@@ -266,7 +266,7 @@ def _rope(read: _Reader) -> tuple[int, float | None]:
         raise ValueError(f"{read.source}: rope_theta {_shown(base)} is not an integer, as --rotary-base must be")
     if rope.get("partial_rotary_factor", 1.0) != 1.0 or kind not in ("default", "llama3"):
         shown = kind if kind not in ("default", "llama3") else "with a partial_rotary_factor"
-        raise _unsupported(read.source, f"RoPE type {shown} is not supported; default and llama3 are")
+        raise _unsupported(read.source, f"RoPE type {shown} is not supported, only default and llama3")
     if kind == "default":
         return int(base), None
     for name, value in LLAMA3_ROPE.items():

@@ -62,7 +62,7 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
     patterns = list(_HUB_FILES if weights else (CONFIG, *COMPANIONS))
     try:
         return str(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # the library and its HTTP client raise many types
+    except Exception as error:  # the library and its HTTP client can raise many types
         raise ValueError(
             f"{flag} {name}: no such folder, and the hub returned no model of that name ({type(error).__name__})"
         ) from None

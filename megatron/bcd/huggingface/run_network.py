@@ -71,8 +71,8 @@ def describe_checkpoint(
         raise ValueError(
             f"{path}: has no {layout.RUN_STATE} with the architecture. Give tools/convert_checkpoint.py --config."
         )
-    with open(file, encoding="utf-8") as opened:
-        state = run_state.from_json(opened.read(), path=file)
+    with open(file, encoding="utf-8") as stream:
+        state = run_state.from_json(stream.read(), path=file)
     config = run_config_from_dict(state.flags)
     if config_folder is not None:
         return convert.describe(config_folder)

@@ -50,8 +50,8 @@ def export_files(tokenizer: bcd.Tokenizer, *, adds_special_tokens: bool) -> dict
         config = dict(tokenizer.special_tokens)
         file = os.path.join(tokenizer.folder, CONFIG)
         if os.path.isfile(file):
-            with open(file, encoding="utf-8") as opened:
-                config |= json.load(opened)
+            with open(file, encoding="utf-8") as stream:
+                config |= json.load(stream)
         config.pop("auto_map", None)  # the code that it names is not exported
         if engine is not None:
             engine = _copy(engine)
@@ -115,7 +115,7 @@ def _byte_level(ids: dict[bytes, int], special: dict[str, int], *, pattern: str 
     """Return byte-level BPE on the words that `pattern` cuts out. `ids` are sorted by rank."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters for bytes
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's alphabet shows as themselves
     letters = {byte: chr(byte) for byte in shown}
     letters |= {byte: chr(256 + i) for i, byte in enumerate(sorted(set(range(256)) - letters.keys()))}
     vocabulary = {"".join(letters[byte] for byte in token): i for token, i in ids.items()}

@@ -28,7 +28,7 @@ class StepMetrics:
     model_state_bytes: tuple[int, ...]
     """Live bytes of weights + gradients + optimizer state, by rank."""
     peak_memory_bytes: tuple[int, ...]
-    """By rank."""
+    """By rank: peak of memory allocated on the GPU, or of the resident set size on a CPU."""
     reserved_memory_bytes: tuple[int, ...] = ()
     """By rank: peak of memory that PyTorch's allocator reserves on the GPU; 0 on a CPU."""
     gradient_bytes: tuple[int, ...] = ()

@@ -53,7 +53,7 @@ class MetricsFile:
         """
         with open(self._path, encoding="utf-8") as file:
             lines = file.read().split("\n")
-        kept = []
+        lines_to_keep = []
         for number, line in enumerate(lines[:-1], start=1):  # the last one is empty or incomplete
             try:
                 values = json.loads(line)
@@ -69,8 +69,8 @@ class MetricsFile:
                     "--load that run's checkpoints to continue it."
                 )
             if is_kept:
-                kept.append(f"{line}\n")
-        return kept
+                lines_to_keep.append(f"{line}\n")
+        return lines_to_keep
 
     def write(self, values: Mapping[str, object]) -> None:
         """Append a line. If the write fails with an OSError, the next call tries again."""

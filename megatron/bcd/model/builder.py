@@ -298,7 +298,7 @@ def select_chunk(model: torch.nn.Module, chunk: int) -> None:
         unwrapped.select(chunk)
 
 
-def chunks_of(model: torch.nn.Module) -> list[GPTModel]:
+def get_chunks(model: torch.nn.Module) -> list[GPTModel]:
     """Return the GPTModels of this stage."""
     unwrapped: torch.nn.Module = unwrap_model(model)
     return list(unwrapped.chunks) if isinstance(unwrapped, ChunkedModel) else [unwrap_model(model)]  # type: ignore[arg-type]

@@ -125,7 +125,7 @@ class FrozenWeights:
         self._next: dict[Use, Use] = {}
         """The use that followed each use the last time. Passes repeat, so this predicts the next one."""
 
-    # ------------------------------------------------------------------------------------------------- construction
+    # --- construction
 
     @torch.no_grad()
     def add(self, module: TransformerLayer) -> None:
@@ -170,7 +170,7 @@ class FrozenWeights:
         """Return whether the tensor is currently in the arena."""
         return bool(self._layers) and _storage(tensor) == _storage(self._arena.data)
 
-    # ------------------------------------------------------------------------------------------------------- phases
+    # --- phases
 
     @torch.no_grad()
     def begin_phase(self, active: Container[torch.nn.Parameter]) -> None:
@@ -243,7 +243,7 @@ class FrozenWeights:
         for layer, flat in resident:
             layer.place(flat)
 
-    # --------------------------------------------------------------------------------------------------------- uses
+    # --- uses
 
     def _before_forward(self, layer: _Layer, module: torch.nn.Module) -> None:
         if pytorch.is_in_backward():

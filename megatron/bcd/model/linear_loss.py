@@ -125,7 +125,7 @@ class LinearLossModel(GPTModel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.post_process:  # GPTModel takes no class for its head
+        if self.post_process:  # GPTModel has no argument for the head's class
             self.output_layer.__class__ = _DeferredHead
 
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:

@@ -56,13 +56,13 @@ class BcdTransformerBlock(TransformerBlock):
             num_layers: with "full", the number of layers to recompute after the prefix.
         """
         config: TransformerConfig = copy.copy(self.config)  # type: ignore[has-type]
-        for name in PHASE_FIELDS:  # the copy would keep the first phase's wrapper, whose hooks would go on
+        for name in PHASE_FIELDS:  # the copy would keep the first phase's wrapper, and its hooks
             setattr(config, name, None)
         is_full = granularity == "full" and num_layers > 0
         config.recompute_granularity = "full" if is_full else None
         config.recompute_method = "block" if is_full else None
         config.recompute_num_layers = num_layers if is_full else None
-        self.config = config  # of the layers' container alone: other modules keep theirs
+        self.config = config  # only of the layers' container: other modules keep their configuration
         layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
         for layer in layers:
             layer.self_attention.checkpoint_core_attention = granularity == "selective"

@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.builder import chunks_of, get_frozen_weights, unwrap_model
+from megatron.bcd.model.builder import get_chunks, get_frozen_weights, unwrap_model
 from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.matrix_optimizer import build_matrix_optimizer, rules_of_phase
 from megatron.bcd.optim.param_shard import (
@@ -210,7 +210,7 @@ class ActiveBlock:
         has_others = bool(self.partition.always_active) or self._frozen_weights is not None
         in_buffers = self._in_buffers if has_others else []
         megatron_core.drop_gradient_hooks(self.wrapped)
-        for chunk in chunks_of(self.model):
+        for chunk in get_chunks(self.model):
             chunk.set_input_tensor(None)  # holds the last input that was received, and its gradient
         for parameter in self.model.parameters():
             parameter.grad = None

@@ -80,11 +80,11 @@ def max_graphs(shape: PlanShape, stage: int) -> int:
 
 def peak_graphs(actions: Iterable[Action]) -> int:
     """Return the peak number of microbatches whose activations are kept."""
-    kept = most = 0
+    live = peak = 0
     for action in actions:
-        kept += (action.kind is Kind.FORWARD) - action.kind.is_backward
-        most = max(most, kept)
-    return most
+        live += (action.kind is Kind.FORWARD) - action.kind.is_backward
+        peak = max(peak, live)
+    return peak
 
 
 def stock_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:

@@ -21,7 +21,6 @@ from megatron.bcd.pipeline.plan import Action, Kind, Message, Plan, action_messa
 class ActionCosts:
     """The time of every kind of pass, by virtual stage, and of a message."""
 
-    """The time of every kind of pass, by virtual stage, and of a message."""
     forward: Sequence[float]
     """Passes with and without a graph."""
     backward: Sequence[float]

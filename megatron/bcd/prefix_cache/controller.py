@@ -30,7 +30,7 @@ from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.metrics.console import format_bytes
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.attention import whole_sequence
-from megatron.bcd.model.builder import chunks_of, unwrap_model
+from megatron.bcd.model.builder import get_chunks, unwrap_model
 from megatron.bcd.model.implementation import Implementation
 from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.pipeline.schedule import PipelineSchedule
@@ -247,7 +247,7 @@ class _Fill:
         if partition.num_chunks > 1:  # the prefix consists of whole chunks
             self._num_stages, self._num_chunks = partition.num_stages, -(-first // partition.num_stages)
         if cache.stage == self._num_stages - 1 and (partition.num_chunks == 1 or first % partition.num_stages):
-            chunk, decoder = self._num_chunks - 1, chunks_of(cache.model)[self._num_chunks - 1].decoder
+            chunk, decoder = self._num_chunks - 1, get_chunks(cache.model)[self._num_chunks - 1].decoder
             layers = partition.chunk_layers(cache.stage, chunk)
             number = len(partition.prefix_layers(block)) - layers.start
             self._first_active = decoder.layers[number] if number < len(layers) else decoder.final_layernorm
@@ -310,7 +310,7 @@ class _Fill:
 
         hook = self._first_active.register_forward_pre_hook(stop, with_kwargs=True)
         try:
-            return _output(model, batch)  # that of an earlier chunk
+            return _output(model, batch)  # an earlier chunk's output
         except _PrefixDone as done:
             hidden_states: torch.Tensor = done.args[0]
             return hidden_states

@@ -21,7 +21,7 @@ import torch
 from megatron.bcd.runtime import atomic_io, device
 
 _FILE_NAME = re.compile(r"prefix_[0-9a-f]{32}\.bin(\.incomplete)?")
-_NUMPY = {"fp32": numpy.float32, "bf16": numpy.int16}  # numpy has no bf16: its bits
+_NUMPY = {"fp32": numpy.float32, "bf16": numpy.int16}  # numpy has no bf16, so use its bits
 _TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Indices = numpy.typing.NDArray[numpy.int64]

@@ -32,7 +32,7 @@ def sync(path: str) -> None:
 def os_error(error: BaseException) -> BaseException:
     """Return the operating system's error that caused `error`, or `error` itself if there is none.
 
-    PyTorch's file writer, for example, hides a full disk behind an error of its own class.
+    PyTorch's file writer, for example, raises another error on top of that of a full disk.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):

@@ -53,11 +53,11 @@ def initialize(
     if backend == "auto":
         backend = "nccl" if device.has_cuda() else "gloo"
     if backend == "nccl" and not device.has_cuda():
-        raise ValueError("--distributed-backend nccl needs a GPU and this machine shows none; use gloo or auto")
+        raise ValueError("--distributed-backend nccl: this machine shows no GPU. Give gloo or auto.")
     if backend == "gloo" and device.has_cuda():
         raise ValueError(
-            "--distributed-backend gloo is for CPUs and this machine shows a GPU; use nccl or auto, or hide the "
-            "GPU with CUDA_VISIBLE_DEVICES="
+            "--distributed-backend gloo: is for CPUs, but this machine shows a GPU. Give nccl or auto, or hide the GPU "
+            "with CUDA_VISIBLE_DEVICES="
         )
     if device.has_cuda():
         torch.cuda.set_device(_local_gpu())
@@ -127,20 +127,20 @@ def _local_gpu() -> int:
     local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
     if local_rank is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
-            "LOCAL_RANK, the number of a process on its node, is not set, nor is SLURM_LOCALID; start the processes "
-            "with torchrun or srun, or set it"
+            "LOCAL_RANK: neither it, the number of a process on its node, nor SLURM_LOCALID is set. Start the processes "
+            "with torchrun or srun, or set it."
         )
     number, count = int(local_rank or "0"), torch.cuda.device_count()
     if number >= count == 1:
         raise ValueError(
-            f"process {number + 1} of this node sees one GPU; if the node has more, each process must see all of them: "
-            "leave out srun's --gpus-per-task and --gpu-bind and a CUDA_VISIBLE_DEVICES per process; if it has one, "
-            "start one process"
+            f"process {number + 1} of this node sees only one GPU. If the node has more, let each process see all of "
+            "them: omit srun's --gpus-per-task and --gpu-bind, and CUDA_VISIBLE_DEVICES per process. Otherwise start "
+            "one process."
         )
     if number >= count:
         raise ValueError(
-            f"--nproc-per-node asks for at least {number + 1} processes on this node and it has {count} GPU(s); start "
-            "one process per GPU"
+            f"--nproc-per-node: this node has at least {number + 1} processes, but only {count} GPU(s). Start one "
+            "process per GPU."
         )
     return number
 

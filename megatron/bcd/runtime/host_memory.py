@@ -59,8 +59,8 @@ def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str
         if total > free[its_node]:
             raise ValueError(
                 f"{what}: a node needs {total / 2**30:.1f} GiB of host memory, and {free[its_node] / 2**30:.1f} GiB "
-                "are available (MemAvailable, and the limit of the control group): spread the layers over more nodes "
-                "(--pipeline-model-parallel-size), or take --bcd-frozen-weights device"
+                "are available (MemAvailable, and the limit of the control group). Spread the layers over more nodes "
+                "(--pipeline-model-parallel-size), or give --bcd-frozen-weights device."
             )
     try:
         handle = os.memfd_create("megatron-bcd") if is_owner else -1
@@ -72,9 +72,9 @@ def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str
         mapping = mmap.mmap(handle, num_bytes)
     except OSError as error:
         raise ValueError(
-            f"{what}: rank {rank} can't map {num_bytes / 2**30:.1f} GiB of memory that rank {first} shares ({error}): "
-            "start the ranks of a node as one user, without limits of file size and address space (ulimit -f and -v "
-            "unlimited), or take --bcd-frozen-weights device"
+            f"{what}: rank {rank} can't map {num_bytes / 2**30:.1f} GiB of memory that rank {first} shares ({error}). "
+            "Start the ranks of a node as one user, without limits of file size and address space (ulimit -f and -v "
+            "unlimited), or give --bcd-frozen-weights device."
         ) from error
     collectives.gather_objects(None, group)  # keep the owner's handle open until all ranks have opened it
     os.close(handle)
@@ -89,7 +89,7 @@ def available_bytes() -> int:
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     for folder, limit, used, prefix in _CONTROL_GROUPS:
-        with contextlib.suppress(OSError, ValueError):  # another version, or no limit ("max")
+        with contextlib.suppress(OSError, ValueError):  # the other version of control groups, or no limit ("max")
             statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             # the page cache counts as used, but the kernel drops it when memory is short
             cached = sum(int(statistics[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
@@ -110,8 +110,8 @@ def _lock_pages(mapping: mmap.mmap, data: torch.Tensor, what: str) -> None:
         allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
         raise ValueError(
             f"{what}: CUDA can't page-lock {data.nbytes / 2**30:.1f} GiB of host memory (error {int(error)}; ulimit -l "
-            f"is {allowed}): start the container with more memory and no limit of locked memory (ulimit -l unlimited), "
-            "or take --bcd-frozen-weights device"
+            f"is {allowed}). Start the container with more memory and no limit of locked memory (ulimit -l unlimited), "
+            "or give --bcd-frozen-weights device."
         )
     # but not at the interpreter's exit, when CUDA may already be gone
     weakref.finalize(mapping, runtime.cudaHostUnregister, data.data_ptr()).atexit = False

@@ -6,7 +6,7 @@ import torch
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.builder import chunks_of
+from megatron.bcd.model.builder import get_chunks
 from megatron.bcd.planner.activations import Recomputed
 from megatron.bcd.planner.run_state import RunMemory
 from megatron.bcd.runtime import collectives, memory
@@ -43,7 +43,7 @@ class Recomputation:
         """`block` is active from now on."""
         if self._choices:
             choice = self._choices[self._stage][block]
-            for number, chunk in enumerate(chunks_of(self._model)):
+            for number, chunk in enumerate(get_chunks(self._model)):
                 chunk.decoder.recompute(choice.granularity, choice.num_whole(number))
 
     def describe(self, partition: Partition) -> tuple[str, ...]:

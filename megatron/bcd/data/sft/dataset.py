@@ -84,7 +84,9 @@ def pack(samples: Indices, lengths: numpy.typing.NDArray[numpy.integer], capacit
     """
     sequences: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0  # bit r is set where a sequence has room r: the lowest bit from a length on is the best fit
+    # Bit r of this integer is set if some sequence has room for r more tokens. Shifting it right by a sample's length
+    # drops the sequences that are too full; the lowest remaining bit is then the one with the least sufficient room.
+    rooms = 0
     for sample, length in zip(samples.tolist(), lengths.tolist(), strict=True):
         enough = rooms >> length
         if enough:
@@ -208,13 +210,15 @@ def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[In
     else:
         flags = numpy.array([flag for flag, _ in files])[samples.places[:, 0]]
         in_files = [numpy.flatnonzero(keeps & (flags == f"--{name}-data-path")) for name in ("train", "valid", "test")]
-        members = [kept[divide(len(kept), (1.0,))[0]] for kept in in_files]  # files are often sorted
+        members = [kept[divide(len(kept), (1.0,))[0]] for kept in in_files]  # shuffle, because files are often sorted
     needed = (not config.training.skip_train, config.training.eval_iters > 0, False)
     for name, split, is_needed in zip(("training", "validation", "test"), members, needed, strict=True):
         if is_needed and not len(split):
             where = f"--split {config.data.split}: " if config.data.data_path else ""
             raise ValueError(
-                f"{where}the {name} split has no record; give it more" + (", or --eval-iters 0" * (name != "training"))
+                f"{where}the {name} split has no record. Give it more"
+                + (", or --eval-iters 0" * (name != "training"))
+                + "."
             )
     return members, int((~keeps).sum())
 

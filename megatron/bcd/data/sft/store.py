@@ -227,7 +227,7 @@ def new_folder(root: str, digest: str) -> Iterator[str]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for path in reversed(parents):
-            with contextlib.suppress(OSError):  # not empty
+            with contextlib.suppress(OSError):  # the folder is not empty
                 os.rmdir(path)
 
 

@@ -84,7 +84,7 @@ def read_records(path: str) -> Iterator[Place]:
     except OSError as error:
         raise ValueError(f"can't be read ({error.strerror})") from None
     if is_empty:
-        raise ValueError(f"is empty: give a file with records {SHAPES}")
+        raise ValueError(f"is empty. Give a file with records {SHAPES}.")
 
 
 def _lines(path: str) -> Iterator[tuple[int, Any, int]]:
@@ -97,7 +97,9 @@ def _lines(path: str) -> Iterator[tuple[int, Any, int]]:
                 try:
                     yield number, json.loads(text), bytes_read
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"line {number} is not JSON ({_reason(error)}): give one record a line") from None
+                    raise ValueError(
+                        f"line {number} is not JSON ({_reason(error)}). Give one record per line."
+                    ) from None
 
 
 def _list_entries(path: str) -> Iterator[tuple[int, Any, int]]:
@@ -106,7 +108,9 @@ def _list_entries(path: str) -> Iterator[tuple[int, Any, int]]:
         try:
             entries = json.load(file)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"is not JSON ({_reason(error)}): give a list of records, or one record a line") from None
+            raise ValueError(
+                f"is not JSON ({_reason(error)}). Give a list of records, or one record per line."
+            ) from None
     for number, entry in enumerate(entries, start=1):
         yield number, entry, size * number // len(entries)
 
@@ -118,7 +122,7 @@ def _reason(error: Exception) -> str:
 def parse_record(value: Any) -> Record:
     """Return the record of a JSON value. Raises ValueError, with a message to follow the record's position."""
     if not isinstance(value, dict):
-        raise ValueError(f"is no object but {type(value).__name__}: a record is {SHAPES}")
+        raise ValueError(f"is no object but {type(value).__name__}. A record is {SHAPES}.")
     if "messages" in value:
         return Record(messages=_conversation(value["messages"]))
     if "conversations" in value:
@@ -133,7 +137,7 @@ def parse_record(value: Any) -> Record:
     if {"prompt", "completion"} <= value.keys():
         return Record(prompt=_text(value, "prompt"), answer=_text(value, "completion"))
     keys = ", ".join(sorted(map(str, value))[:6]) or "no key"
-    raise ValueError(f"has {keys}: a record is {SHAPES}")
+    raise ValueError(f"has {keys}. A record is {SHAPES}.")
 
 
 def _conversation(
@@ -147,17 +151,17 @@ def _conversation(
         turns = [message | {"role": _ROLES.get(message["role"], message["role"])} for message in turns]
         if first.get("system"):
             turns.insert(0, {"role": "system", "content": _text(first, "system")})
-    while turns and turns[-1]["role"] != "assistant":  # nothing answers them
+    while turns and turns[-1]["role"] != "assistant":  # drop messages without an answer
         turns.pop()
     if not turns:
-        raise ValueError("has no message of the role assistant: there is nothing to learn")
+        raise ValueError("has no message of the role assistant, so there is nothing to learn")
     return tuple(turns)
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:
     text = values.get(key)
     if not isinstance(text, str):
-        raise ValueError(f"has {key!r} that is {'missing' if key not in values else 'no text'}: give a string")
+        raise ValueError(f"has {key!r} that is {'missing' if key not in values else 'no text'}. Give a string.")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -235,12 +239,12 @@ class Renderer:
             ValueError: there is no template, or it rejects the record. The message follows the record's position.
         """
         if record.messages and self._format == "text":
-            raise ValueError("has messages, which --sft-prompt-format text has no form for: give auto")
+            raise ValueError("has messages, but --sft-prompt-format text supports only prompts. Give auto.")
         if self._template is None:
             if record.messages:
                 raise ValueError(f"has messages, and {_NO_TEMPLATE}")
-            asked = alpaca(record.prompt, record.context) if record.is_instruction else record.prompt
-            prompt = self._start + asked
+            question = alpaca(record.prompt, record.context) if record.is_instruction else record.prompt
+            prompt = self._start + question
             text = prompt + record.answer
             return [Rendered(text=text, answers=((len(prompt), len(text)),), needs_end=True)]
         question = "\n\n".join(part for part in (record.prompt, record.context) if part)
@@ -249,8 +253,8 @@ class Renderer:
 
 
 _NO_TEMPLATE = (
-    "the tokenizer has no chat template: give --tokenizer-type HuggingFaceTokenizer with a folder that has "
-    "chat_template.jinja, or chat_template in its tokenizer_config.json"
+    "the tokenizer has no chat template. Give --tokenizer-type HuggingFaceTokenizer with a folder that has "
+    "chat_template.jinja, or chat_template in its tokenizer_config.json."
 )
 
 
@@ -277,7 +281,7 @@ def _chat_samples(template: ChatTemplate, messages: Sequence[Message]) -> list[R
 def _turn(template: ChatTemplate, messages: Sequence[Message], index: int) -> Rendered:
     """Return the conversation up to one of the assistant's messages. Only that message is learned."""
     text = template.render(messages[: index + 1])
-    # some templates begin a prompt with words that they leave out of a finished message
+    # some templates begin a prompt with words that they omit from a finished message
     start = len(os.path.commonprefix((template.render(messages[:index], for_answer=True), text)))
     content = messages[index]["content"].strip()
     first = text.find(content, start)

@@ -61,7 +61,7 @@ def patch_optimizer_offload() -> None:
 
 @functools.cache
 def patch_grad_norm() -> None:
-    """Without Transformer Engine and Apex: compute the gradient norm on the device, and clip all gradients at once.
+    """Compute the gradient norm on the device and clip all gradients at once, without Transformer Engine and Apex.
 
     Megatron Core's implementation copies one norm per gradient to the host, so the CPU waits for the device once per
     gradient. Its clipping scales and copies the gradients one by one.
@@ -114,7 +114,7 @@ def take_fused_adam(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def gather_parameters(wrapped: Any) -> None:
-    """With --overlap-param-gather: finish pending all-gathers of DDP's parameters, and stop them in forward passes."""
+    """Finish pending all-gathers of DDP's parameters, and gather none in forward passes (--overlap-param-gather)."""
     if wrapped.use_forward_hook and wrapped.remove_forward_pre_hook_handles:
         wrapped.disable_forward_pre_hook(param_sync=True)
 
