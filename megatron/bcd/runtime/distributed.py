@@ -127,8 +127,8 @@ def _local_gpu() -> int:
     local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
     if local_rank is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
-            "LOCAL_RANK: neither it, the number of a process on its node, nor SLURM_LOCALID is set. Start the processes "
-            "with torchrun or srun, or set it."
+            "LOCAL_RANK: neither it, the number of a process on its node, nor SLURM_LOCALID is set. Start the "
+            "processes with torchrun or srun, or set it."
         )
     number, count = int(local_rank or "0"), torch.cuda.device_count()
     if number >= count == 1:
