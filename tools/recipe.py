@@ -1,15 +1,14 @@
-"""Prints a recipe as bash for examples/pretrain.sh and finetune.sh: the planner's choices, from three tables there.
+"""Print a recipe as bash for examples/pretrain.sh and finetune.sh. The planner chooses it, from three tables there.
 
     python tools/recipe.py whole G-5.4B pretrain rtx4090 --seq-length 512
     python tools/recipe.py tiny=2 L-6.0B paper rtx4090
 
 The words are whole or tiny=N, then MODEL, METHOD and CLUSTER, then flags of the planner and of the training script.
 ``whole`` prints assignments for bash's eval: flags of the model (MODEL_ARGS), of ranks, batch and method (LAYOUT_ARGS),
-and those that the planner does not have (EXTRA_ARGS), names and numbers, the estimate as text (PLAN), and MISFIT: why
-it does not fit and what would, or empty. ``tiny=N`` scales the flags down to a run of seconds on at most N ranks. This
-word comes first, so that none of the user's words is mistaken for it. NUM_GPUS, MICRO_BATCH, GLOBAL_BATCH, PRECISION,
-RECOMPUTE and REPLICA_GROUPS in the environment are flags of the planner; NNODES and GPUS_PER_NODE say where the GPUs
-are. No torch.
+and those that the planner does not have (EXTRA_ARGS); names and numbers; the estimate as text (PLAN); and MISFIT: why
+it does not fit and what would, or empty. ``tiny=N`` scales the flags down to a run of seconds on at most N ranks. It
+comes first, so that it cannot be one of the user's words. NUM_GPUS, MICRO_BATCH, GLOBAL_BATCH, PRECISION, RECOMPUTE and
+REPLICA_GROUPS in the environment are flags of the planner; NNODES and GPUS_PER_NODE say where the GPUs are. No torch.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser, print_error, run_main
-from plan import ROOT, add_recipe_flags, fields_of, is_adapters_alone, show_figures, words_of
+from plan import ROOT, SFT_DEFAULTS, add_recipe_flags, recipe_values, show_figures, words_of
 
 from megatron.bcd.planner.command import SCRIPTS, layout_flags, network_flags
 from megatron.bcd.planner.estimate import make_estimate
 from megatron.bcd.planner.measured import learning_rate
-from megatron.bcd.planner.recipe import METHODS, PRESET_OF, SFT_DEFAULTS, Recipe
+from megatron.bcd.planner.recipe import METHODS, PRESET_OF, Recipe
 from megatron.bcd.planner.search import place, remedies
 from megatron.bcd.planner.tables import GIB, Cluster, Placement, read_rows
 
@@ -43,7 +42,7 @@ _VARIABLES = {
     "REPLICA_GROUPS": "--replica-groups",
 }
 _WORDS = {"--model": "MODEL", "--method": "METHOD", "--gpu": "CLUSTER"}
-"""The planner's flags that are words of a recipe."""
+"""The planner's flags that a recipe has as words."""
 _BY_THE_RECIPE = {
     "give --recompute": "--recompute-activations --recompute-granularity --recompute-method --recompute-num-layers",
     "give a row of your own with --models FILE, or a config.json as MODEL": "--num-layers --hidden-size"
@@ -51,13 +50,13 @@ _BY_THE_RECIPE = {
     " --no-group-query-attention --num-query-groups --swiglu --no-swiglu --position-embedding-type"
     " --use-rotary-position-embeddings --untie-embeddings-and-output-weights --no-untie-embeddings-and-output-weights",
     "give --seq-length": "--max-position-embeddings",
-    "METHOD decides it; for another, write the command yourself": "--bcd-schedule --bcd-preset --optimizer"
+    "METHOD decides it. For another value write the command yourself": "--bcd-schedule --bcd-preset --optimizer"
     " --optimizer-cpu-offload --optimizer-offload-fraction --muon-momentum-dtype --muon-grad-dtype"
     " --bcd-inactive-grad-dtype --bcd-embedding-update",
-    "the estimate covers its default only; write the command yourself": "--tensor-model-parallel-size"
+    "the estimate covers its default only. Write the command yourself": "--tensor-model-parallel-size"
     " --attention-backend --no-use-distributed-optimizer --grad-reduce-in-bf16 --make-vocab-size-divisible-by",
 }
-"""Flags with which the command would differ from the estimate, by what to do instead."""
+"""Flags that would make the command differ from the estimate, by what to do instead."""
 _DATA = {
     "pretrain": {
         "set DATA_PATH": "--data-path --train-data-path --valid-data-path",
@@ -65,18 +64,23 @@ _DATA = {
         "set TOKENIZER_ARGS": "--tokenizer-type",
     },
     "sft": {
-        "set SAVE, from which all of them follow": "--save --load --save-hf --metrics-file",
+        "set SAVE, which decides all of them": "--save --load --save-hf --metrics-file",
         "set DATA": "--data-path --train-data-path --mock-data",
         "set MODEL_DIR": "--load-hf",
     },
 }
-"""The same, by task."""
+"""The same by task."""
 
 
 def request_of(words: Sequence[str], environment: Mapping[str, str]) -> tuple[Recipe, dict[str, Any], list[str]]:
-    """The recipe of MODEL, METHOD, CLUSTER and flags; the fields that were given for it, with None for the planner's
-    choice; and the flags that do not affect it. Raises ValueError for a flag that the recipe sets, a name that no table
-    has, or an invalid combination of numbers."""
+    """Read the words MODEL, METHOD and CLUSTER, and the flags.
+
+    Returns:
+        The recipe; the values that were given for it, with None for the planner's choice; and the other flags.
+
+    Raises:
+        ValueError: for a flag that the recipe sets, a name that no table has, or an invalid combination of numbers.
+    """
     parser = Parser(prog=PROG, add_help=False)
     for name in ("model", "method", "gpu"):
         parser.add_argument(name, metavar=_WORDS[f"--{name}"])
@@ -90,26 +94,25 @@ def request_of(words: Sequence[str], environment: Mapping[str, str]) -> tuple[Re
         if (flag := word.split("=", 1)[0]) in instead:
             raise ValueError(f"{flag}: is set by the recipe; {instead[flag]}")
     method = "bcd" if arguments.method == PRESET_OF["bcd"] else arguments.method
-    if method == "finetune" and is_adapters_alone(arguments):
-        method = "bcd"
     if method not in METHODS:
         known = ", ".join(PRESET_OF.get(name, name) for name in METHODS if name != "finetune")
-        raise ValueError(f"METHOD {method}: must be one of {known}, bcd (as paper)")
-    fields = fields_of(arguments, method)
-    fields["cluster"], fields["num_gpus"] = _nodes(fields["cluster"], fields["num_gpus"], environment)
+        raise ValueError(f"METHOD {method}: must be one of {known}, bcd (the same as paper)")
+    values = recipe_values(arguments, method)
+    values["cluster"], values["num_gpus"] = _nodes(values["cluster"], values["num_gpus"], environment)
     placements = read_rows(os.path.join(ROOT, "examples", "methods.csv"), Placement)
-    return place(placements=placements, **fields), fields, extra
+    return place(placements=placements, **values), values, extra
 
 
 def _nodes(cluster: Cluster, num_gpus: int | None, environment: Mapping[str, str]) -> tuple[Cluster, int | None]:
-    """The cluster with GPUS_PER_NODE, and the number of GPUs. Of the three numbers, two are enough."""
+    """Return the cluster with GPUS_PER_NODE, and the number of GPUs. Two of the three numbers are enough."""
     nodes, per_node = (_number(environment, name) for name in ("NNODES", "GPUS_PER_NODE"))
     if nodes is None and per_node is None:
         return cluster, num_gpus
     nodes = nodes or (num_gpus or 1) // (per_node or 1) or 1
     per_node = per_node or (cluster.gpus_per_node if num_gpus is None else num_gpus // nodes or 1)
     if num_gpus not in (None, nodes * per_node):
-        raise ValueError(f"--num-gpus {num_gpus} is not NNODES={nodes} x GPUS_PER_NODE={per_node}: give one of them")
+        product = f"NNODES={nodes} x GPUS_PER_NODE={per_node}"
+        raise ValueError(f"--num-gpus {num_gpus}: is not {product}. Give one of them.")
     return replace(cluster, gpus_per_node=per_node), nodes * per_node
 
 
@@ -120,8 +123,8 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     return int(text) if text else None
 
 
-def as_bash(recipe: Recipe, fields: Mapping[str, Any], extra: Sequence[str], *, tiny: int | None = None) -> str:
-    """Assignments for eval. PLAN is the full recipe's estimate also if the flags are scaled down."""
+def as_bash(recipe: Recipe, values: Mapping[str, Any], extra: Sequence[str], *, tiny: int | None = None) -> str:
+    """Return assignments for eval. PLAN is the whole recipe's estimate even if the flags are scaled down."""
     estimate = make_estimate(recipe)
     shown = recipe if tiny is None else scaled_down(recipe, num_gpus=tiny)
     misfit = ""
@@ -129,9 +132,9 @@ def as_bash(recipe: Recipe, fields: Mapping[str, Any], extra: Sequence[str], *, 
         misfit = (
             f"{recipe.model.name} with METHOD {recipe.method} does not fit on {recipe.num_gpus} x "
             f"{recipe.cluster.gpu}: {estimate.peak.total / GIB:.1f} of {recipe.cluster.memory_gib:g} GiB estimated; "
-            f"{what_fits(recipe, fields)}"
+            f"{what_fits(recipe, values)}"
         )
-    values = {
+    variables = {
         "MODEL": recipe.model.name,
         "CLUSTER": recipe.cluster.name,
         "SCRIPT": SCRIPTS[shown.model.form],
@@ -142,7 +145,7 @@ def as_bash(recipe: Recipe, fields: Mapping[str, Any], extra: Sequence[str], *, 
         "GPUS_PER_NODE": shown.gpus_per_node,
         "NUM_STAGES": shown.pipeline_size,
         "NUM_BLOCKS": shown.partition.num_blocks,
-        "REPLICA_GROUPS": shown.replica_groups,
+        "REPLICA_GROUPS": shown.config.groups.replica_groups,
         "ITERATIONS": estimate.cost.iterations,
         "LEARNING_RATE": learning_rate(recipe).flag,
         "PLAN": show_figures(estimate),
@@ -153,31 +156,31 @@ def as_bash(recipe: Recipe, fields: Mapping[str, Any], extra: Sequence[str], *, 
         "LAYOUT_ARGS": layout_flags(shown),
         "EXTRA_ARGS": [shlex.quote(word) for word in extra],
     }
-    lines = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
+    lines = [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
     return "\n".join([*lines, *(f"{name}=({' '.join(flags)})" for name, flags in arrays.items())])
 
 
-def what_fits(recipe: Recipe, fields: Mapping[str, Any]) -> str:
-    """Flags and methods with which it fits."""
+def what_fits(recipe: Recipe, values: Mapping[str, Any]) -> str:
+    """Return flags and methods with which the recipe fits, in words."""
     names = ("num_gpus", "cluster", "recompute", "micro_batch_size")
     chosen = {name: getattr(recipe, name) for name in names}
-    found = [" ".join(words_of(changes)) for changes, _ in remedies({**fields, **chosen})]
+    found = [" ".join(words_of(changes)) for changes, _ in remedies({**values, **chosen})]
     if not found:
-        return "nothing fits: take a smaller model, a GPU with more memory or a shorter --seq-length"
+        return "nothing fits. Take a smaller model, a GPU with more memory or a shorter --seq-length."
     return f"would fit: {in_words(', or '.join(found))}"
 
 
 def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
-    """The same recipe with a small model of the same family, on at most ``num_gpus`` ranks of one node.
+    """Return the recipe with a small model of the same family, on at most ``num_gpus`` ranks of one node.
 
     Method, layout, number of blocks (in layout ``stage``: one per stage), precision and recomputation stay, and a
     pipeline stays a pipeline. The vocabulary is ByteLevelTokenizer's.
     """
     model, ranks = recipe.model, min(num_gpus, recipe.num_gpus)
-    stages = min(recipe.pipeline_size, ranks)
+    stages, num_blocks = min(recipe.pipeline_size, ranks), recipe.given("bcd_num_blocks")
     small = replace(
         model,
-        layers=max(6, stages * (recipe.num_blocks or 3)),
+        layers=max(6, stages * (num_blocks or 3)),
         hidden=64,
         heads=4,
         groups=2 if model.groups < model.heads else 4,
@@ -187,40 +190,40 @@ def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
         head_dim=0,
         positions=0,
     )
-    return replace(
-        recipe,
+    return recipe.changed(
         model=small,
         cluster=replace(recipe.cluster, gpus_per_node=ranks),
         num_gpus=ranks,
-        num_blocks=None if recipe.layout == "stage" else recipe.num_blocks,
-        pipeline_size=stages,
-        context_size=1,
+        bcd_num_blocks=None if recipe.given("bcd_layout") == "stage" else num_blocks,
+        pipeline_model_parallel_size=stages,
+        context_parallel_size=1,
         replica_groups=1,
-        sequence=None,
+        seq_length=None,
         micro_batch_size=2,
         global_batch_size=8,
     )
 
 
 def in_words(text: str) -> str:
-    """Flags of the planner that are words of a recipe, as these words."""
+    """Return the text with words of a recipe in place of the planner's flags."""
     for flag, word in _WORDS.items():
         text = text.replace(f"{flag} ", f"{word} ")
     return text
 
 
 def run(argv: Sequence[str] | None, environment: Mapping[str, str]) -> str:
-    """The text to print. Raises ValueError for a user's mistake."""
+    """Return the text to print. Raises ValueError for a user's mistake."""
     purpose, *words = (sys.argv[1:] if argv is None else argv) or [""]
     if purpose in ("-h", "--help"):
         return str(__doc__)
     name, _, number = purpose.partition("=")
     if purpose != "whole" and not (name == "tiny" and number.isdecimal()):
-        raise ValueError("the first word must be whole or tiny=N; start examples/pretrain.sh, which gives it")
+        raise ValueError("the first word must be whole or tiny=N. Start examples/pretrain.sh, which gives it.")
     return as_bash(*request_of(words, environment), tiny=int(number) if number else None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Print the recipe and return the exit code."""
     try:
         print(run(argv, os.environ))
     except ValueError as error:

@@ -3,8 +3,6 @@ to the byte, and within 5 % what autograd keeps."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from support import worlds
 from support.dist import World
@@ -39,12 +37,12 @@ def counted(config: RunConfig) -> tuple[list[tuple[list[int], list[int]]], list[
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if "offload" not in name])  # gpu/test_bytes.py has them
-def test_planned_is_counted(repo_root: Path, world1: World, world2: World, text_data: str, name: str) -> None:
+def test_planned_is_counted(world1: World, world2: World, text_data: str, name: str) -> None:
     """A budget that forgets padding, main parameters, step counters, the head's copy or a shard, or activations of a
     stage: a plan that fits, and a run that does not; a layer that is on no stage or on two. The hidden size 40 is no
     multiple of any alignment."""
     flags = {"num_layers": 6, "hidden_size": 40} | RUNS[name]
-    recipe = recipe_of(repo_root, flags)
+    recipe = recipe_of(flags)
     state = planned_state(recipe)
     config = worlds.run_config(data_path=text_data, **flags, train_iters=2 * len(state))
     steps, told, stages, total = (world2 if "world_size" in flags else world1).run(counted, config)[0]

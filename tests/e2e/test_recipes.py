@@ -19,6 +19,7 @@ import recipe
 from support.fine_tuning import CHATML, tokenizer_folder, write_records
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
+from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.recipe import METHODS, Recipe
@@ -97,26 +98,28 @@ def planned_for(words: Sequence[str], environment: Mapping[str, str]) -> Recipe:
 
 
 def assert_agrees(config: RunConfig, planned: Recipe) -> None:
-    """The run has the layout, the batch, the method and the model that were planned."""
-    model = planned.model
-    sizes = (config.num_layers, config.hidden_size, config.model.seq_length, config.transformer["ffn_hidden_size"])
-    assert sizes == (model.layers, model.hidden, planned.tokens, model.ffn)
-    assert config.transformer["num_attention_heads"] == model.heads
-    assert config.model.swiglu == (model.form == "llama") and config.tied == (model.form == "gpt")
-    assert (config.pipeline_size, config.precision) == (planned.pipeline_size, planned.precision)
-    assert config.training.micro_batch_size == planned.micro_batch_size
-    assert config.training.global_batch_size == planned.global_batch_size
-    assert (config.transformer.get("recompute_granularity") == "full") == (planned.recompute == "full")
-    assert (config.training.recompute == "auto") == (planned.recompute == "auto")
-    number = 3 if planned.asked_blocks is None else planned.asked_blocks
-    assert config.bcd.bcd_num_blocks == (number if planned.has_blocks else 1)
-    assert config.bcd.bcd_embedding_update == planned.bcd.bcd_embedding_update
-    assert config.bcd.bcd_preset == (planned.method if planned.method in ("pretrain", "finetune") else None)
-    assert config.bcd.always_active == planned.partition.always_active
-    assert (config.optimizer.optimizer == "muon") == planned.is_muon
-    assert config.optimizer.optimizer_cpu_offload == (planned.method == "offload")
+    """Check that the parser makes the planned configuration of the command line."""
+    plan = planned.config
+    assert (config.bcd, config.optimizer.optimizer) == (plan.bcd, plan.optimizer.optimizer)
+    assert config.optimizer.optimizer_cpu_offload == plan.optimizer.optimizer_cpu_offload
+    assert {name: config.transformer[name] for name in plan.transformer} == plan.transformer
+    for section, fields in SAME_FIELDS.items():
+        for field in fields.split():
+            assert getattr(getattr(config, section), field) == getattr(getattr(plan, section), field), field
+    assert (config.precision, config.moment_dtypes) == (planned.precision, plan.moment_dtypes)
     assert planned.precision == "fp32" or config.ddp.grad_reduce_in_fp32
-    assert config.bcd.bcd_schedule == ("bcd" if planned.has_blocks else "stock")
+    assert (config.pipeline_size, config.num_chunks, config.has_linear_loss) == (
+        plan.pipeline_size, plan.num_chunks, plan.has_linear_loss)  # fmt: skip
+    assert partition_from_config(config) == planned.partition
+
+
+SAME_FIELDS = {
+    "model": "seq_length swiglu position_embedding_type max_position_embeddings untie_embeddings_and_output_weights "
+    "make_vocab_size_divisible_by",
+    "training": "micro_batch_size global_batch_size recompute use_distributed_optimizer",
+    "groups": "replica_groups outer_interval outer_delay outer_compression",
+}
+"""The fields that the planner reads, by section."""
 
 
 def arrays_of(text: str) -> dict[str, list[str]]:
@@ -199,7 +202,7 @@ def test_dry_run(words: tuple[str, ...], variables: dict[str, str], stub: Path, 
         assert config.data.mock_data and config.training.train_iters == 7
     groups, name = config.groups, variables.get("REPLICA_ID")
     assert (groups.replica_groups, groups.replica_id, groups.lighthouse) == (
-        planned.replica_groups, name, variables.get("LIGHTHOUSE"))  # fmt: skip
+        planned.config.groups.replica_groups, name, variables.get("LIGHTHOUSE"))  # fmt: skip
     assert name is None or str(config.report.metrics_file).endswith(f"-{name}.jsonl")
     assert os.listdir(tmp_path) == ["stub"]
 

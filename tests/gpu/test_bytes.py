@@ -7,7 +7,6 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -89,12 +88,12 @@ def allocated(config: Any, *, leaks: bool = False) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_allocated_is_planned(repo_root: Path, gpus: Worlds, text_data: str, name: str) -> None:
+def test_allocated_is_planned(gpus: Worlds, text_data: str, name: str) -> None:
     """Model state that the run holds and neither counts nor plans, to the byte; a peak that does not fit though its
     plan does. A stage keeps the message that it received last, with its gradient if it
     has one, and a few numbers stay."""
     flags = SIZES | RUNS[name]
-    recipe = recipe_of(repo_root, flags)
+    recipe = recipe_of(flags)
     planned = planned_memory(recipe)
     num_blocks = len(planned)
     config = worlds.run_config(data_path=text_data, **flags, train_iters=4 * num_blocks, bcd_steps_per_block=2)

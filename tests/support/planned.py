@@ -1,4 +1,4 @@
-"""What the planner says of the small runs of `worlds`."""
+"""Plan the small runs of `worlds`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.planner.cost import ModelShape
-from megatron.bcd.planner.memory import rank_memory, recomputation, stage_activations
-from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.memory import rank_memory, recomputation
+from megatron.bcd.planner.recipe import Recipe, make_recipe
 from megatron.bcd.planner.state import RankMemory
 from megatron.bcd.planner.tables import Model, read_clusters
 from megatron.bcd.planner.tensors import stage_tensors
 from support import worlds
 
+CLUSTER = read_clusters(Path(__file__).resolve().parents[2] / "examples" / "clusters.csv")["rtx4090"]
 TWO = {"world_size": 2}
 PRETRAIN = {"bcd_preset": "pretrain"}
 LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
@@ -58,8 +59,8 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
-    """The planner's view of a small run."""
+def recipe_of(flags: dict[str, Any]) -> Recipe:
+    """Return the recipe of a small run."""
     model = Model(
         name="small",
         form="gpt",
@@ -76,50 +77,47 @@ def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
         biases="qkv" if flags.get("add_qkv_bias") else "",
         qk_norm=flags.get("qk_layernorm"),
     )
-    return Recipe(
+    names = (
+        "bcd_layout", "bcd_inactive_update", "bcd_frozen_weights", "bcd_resident_layers", "bcd_frozen",
+        "bcd_always_active", "bcd_head_phase", "adam_moments_dtype", "cross_entropy_fusion_impl",
+        "pipeline_model_parallel_size", "context_parallel_size", "bcd_order",
+    )  # fmt: skip
+    method = "offload" if flags.get("optimizer_cpu_offload") else flags.get("bcd_preset", "bcd")
+    return make_recipe(
         model=model,
-        cluster=read_clusters(root / "examples" / "clusters.csv")["rtx4090"],
+        cluster=CLUSTER,
         num_gpus=flags.get("world_size", 1),
-        pipeline_size=flags.get("pipeline_model_parallel_size", 1),
-        context_size=flags.get("context_parallel_size", 1),
-        method="offload" if flags.get("optimizer_cpu_offload") else flags.get("bcd_preset", "bcd"),
-        num_blocks=flags.get("bcd_num_blocks", 3),
-        layout=flags.get("bcd_layout"),
-        inactive_update=flags.get("bcd_inactive_update"),
-        frozen_weights=flags.get("bcd_frozen_weights"),
-        resident_layers=flags.get("bcd_resident_layers"),
-        frozen=frozenset(flags["bcd_frozen"].split(",")) if "bcd_frozen" in flags else None,
-        always_active=frozenset({flags["bcd_always_active"]}) if "bcd_always_active" in flags else None,
-        head_phase=flags.get("bcd_head_phase"),
-        adam_moments_dtype=flags.get("adam_moments_dtype", "fp32"),
+        method=method,
         precision="bf16" if flags.get("bf16") else "fp32",
-        cross_entropy_fusion_impl=flags.get("cross_entropy_fusion_impl"),
+        bcd_num_blocks=flags.get("bcd_num_blocks", 3),
         micro_batch_size=flags.get("micro_batch_size", 2),
         global_batch_size=8,
-        vocabulary_multiple=flags.get("make_vocab_size_divisible_by", worlds.PADDED_VOCABULARY),
+        make_vocab_size_divisible_by=flags.get("make_vocab_size_divisible_by", worlds.PADDED_VOCABULARY),
+        **{name: flags.get(name) for name in names},
     )
 
 
 def shape_of(form: str = "gpt", *, tied: bool | None = None, **sizes: int) -> ModelShape:
-    """Of a model with heads as wide as the model, or as head_dim says; a GPT-2, or a LLaMA with `ffn`."""
+    """Return the shape of a GPT-2, or of a LLaMA with `ffn`. Heads are as wide as the model, or as head_dim says."""
     given = {"heads": 1, "groups": sizes.get("heads", 1), "ffn": 4 * sizes["hidden"], "vocabulary": 50257} | sizes
-    return Model(name="any", form=form, sequence=1024, source="", tied=tied, **given).shape()  # type: ignore[arg-type]
+    model = Model(name="any", form=form, sequence=1024, source="", tied=tied, **given)  # type: ignore[arg-type]
+    return make_recipe(model=model, cluster=CLUSTER, num_gpus=1, bcd_num_blocks=1).shape
 
 
 def stage_parameters(shape: ModelShape, partition: Partition, *, padded: int) -> tuple[int, ...]:
-    """Parameters that each pipeline stage holds, the tied head's copy included."""
+    """Return the parameters of each pipeline stage, the tied head's copy included."""
     stages = [stage_tensors(shape, partition, stage, padded_vocabulary=padded) for stage in range(partition.num_stages)]
     return tuple(sum(tensor.size for tensor in tensors) for tensors in stages)
 
 
 def active_parameters(shape: ModelShape, partition: Partition, block: int, *, padded: int) -> tuple[int, ...]:
-    """Parameters of each pipeline stage that are active in the block's phase."""
+    """Return the parameters of each pipeline stage that are active in the block's phase."""
     stages = [stage_tensors(shape, partition, stage, padded_vocabulary=padded) for stage in range(partition.num_stages)]
     return tuple(sum(tensor.size for tensor in tensors if tensor.is_active(block)) for tensors in stages)
 
 
 def planned_memory(recipe: Recipe) -> list[list[RankMemory]]:
-    """By block, then by rank."""
+    """Return the memory by block, then by rank."""
     replicas = [rank_memory(recipe, replica=rank) for rank in range(recipe.num_replicas)]
     return [
         [
@@ -134,15 +132,15 @@ def planned_memory(recipe: Recipe) -> list[list[RankMemory]]:
 
 
 def planned_state(recipe: Recipe) -> list[list[int]]:
-    """Bytes of model state by block, then by rank."""
+    """Return the bytes of model state by block, then by rank."""
     return [[memory.model_state for memory in ranks] for ranks in planned_memory(recipe)]
 
 
 def planned_activations(recipe: Recipe) -> list[list[int]]:
-    """Bytes that autograd keeps, by block, then by rank."""
+    """Return the bytes that autograd saves, by block, then by rank."""
     return [
         [
-            stage_activations(recipe, stage, block).saved_bytes(recomputation(recipe)[stage][block])
+            recipe.memory.activations(stage, block).saved_bytes(recomputation(recipe)[stage][block])
             for stage in range(recipe.pipeline_size)
             for _ in range(recipe.num_replicas)
         ]

@@ -69,7 +69,7 @@ def rank_of_stage(recipe: Recipe, stage: int) -> Iterator[None]:
 
 def built(recipe: Recipe) -> list[dict[str, int]]:
     """By stage, the parameters of the model that the recipe's command builds."""
-    words = shlex.split(torchrun_command(replace(recipe, task="pretrain"), iterations=1).replace("\\\n", ""))
+    words = shlex.split(torchrun_command(recipe.changed(task="pretrain"), iterations=1).replace("\\\n", ""))
     script = SCRIPTS[recipe.model.form]
     defaults = FAMILY_DEFAULTS[recipe.model.form]
     config = parse_run_config(

@@ -1,4 +1,4 @@
-"""planner: memory, time and money of a recipe."""
+"""Tests of the planner: memory, time and cost of a recipe."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron.bcd.planner import step_time
 from megatron.bcd.planner.adapters import ADAPTER
 from megatron.bcd.planner.estimate import largest_micro_batch, make_estimate, multiplier_of
 from megatron.bcd.planner.memory import fits, host_bytes, peak, rank_memory
-from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.recipe import Recipe, make_recipe
 from megatron.bcd.planner.search import fewest_gpus, layouts, search, shortest_that_fits, valid_pipelines
 from megatron.bcd.planner.step_time import head_pass, layer_pass, phase_seconds
 from megatron.bcd.planner.tables import Model, read_clusters, read_models
-from megatron.bcd.planner.tensors import buffer_of, stage_tensors
+from megatron.bcd.planner.tensors import build_buffer, stage_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = read_models(ROOT / "examples" / "models.csv")
@@ -34,7 +34,7 @@ SMALL = Model(
 
 def recipe(model: str | Model = SMALL, gpu: str = "rtx4090", **fields: Any) -> Recipe:
     named = MODELS[model] if isinstance(model, str) else model
-    return Recipe(model=named, cluster=CLUSTERS[gpu], **({"num_gpus": 1} | fields))
+    return make_recipe(model=named, cluster=CLUSTERS[gpu], **({"num_gpus": 1} | fields))
 
 
 @st.composite
@@ -56,13 +56,13 @@ def recipes(draw: st.DrawFn) -> Recipe:
     )
     data = draw(st.integers(1, 4))
     num_gpus = stages * data
-    return Recipe(
+    return make_recipe(
         model=model,
         cluster=replace(CLUSTERS["rtx4090"], gpus_per_node=num_gpus),
         num_gpus=num_gpus,
-        pipeline_size=stages,
-        num_blocks=None if layout == "stage" else blocks,
-        layout=layout,
+        pipeline_model_parallel_size=stages,
+        bcd_num_blocks=None if layout == "stage" else blocks,
+        bcd_layout=layout,
         precision=draw(st.sampled_from(("fp32", "bf16"))),
         micro_batch_size=draw(st.integers(1, 2)),
         global_batch_size=2 * data * draw(st.integers(1, 6)),
@@ -75,13 +75,14 @@ def test_ranks_share_a_buffer(num_ranks: int) -> None:
     """A buffer that ranks cannot share evenly. Of two ranks: distributed/test_planned_bytes.py."""
     one = recipe()
     tensors = stage_tensors(one.shape, one.partition, 0, padded_vocabulary=one.padded_vocabulary)
-    buffer = buffer_of(tensors, num_ranks=num_ranks)
-    assert buffer.size % num_ranks == 0 and sum(buffer.held) == sum(tensor.size for tensor in tensors)
+    buffer = build_buffer(tensors, num_ranks=num_ranks)
+    assert buffer.size % num_ranks == 0 and sum(buffer.stored) == sum(tensor.size for tensor in tensors)
 
 
 def test_context_parallel_costs_an_exchange() -> None:
     """Keys and values of the other ranks that come for nothing. Bytes: distributed/test_planned_bytes.py."""
-    split = recipe("G-5.4B", precision="bf16", num_gpus=4, global_batch_size=4, sequence=8192, context_size=4)
+    size = {"num_gpus": 4, "global_batch_size": 4, "seq_length": 8192, "context_parallel_size": 4}
+    split = recipe("G-5.4B", precision="bf16", **size)
     gathered = 2 * 8192 * split.shape.key_value_size * 2
     forward, backward = split.model.layers, sum(split.partition.num_behind_prefix(0, 0))
     exchanged = 4 * (forward + backward) * gathered * 3 / 4 / (1e9 * split.cluster.link_gb_per_s)
@@ -93,8 +94,8 @@ def test_context_parallel_costs_an_exchange() -> None:
 @pytest.mark.parametrize(("method", "phases"), [("bcd", 1), ("pretrain", 3)])
 def test_replica_groups_exchange_what_a_phase_trains(method: str, phases: int) -> None:
     """Blocks that are sent without having changed, a ring's share or a bill of one group."""
-    one = recipe("G-1.6B", method=method, precision="bf16", num_gpus=4, pipeline_size=2)
-    groups = replace(one, replica_groups=4, outer_interval=25)
+    one = recipe("G-1.6B", method=method, precision="bf16", num_gpus=4, pipeline_model_parallel_size=2)
+    groups = one.changed(replica_groups=4, outer_interval=25)
     alone, joined = make_estimate(one), make_estimate(groups)
     exchange = joined.exchange
     assert alone.exchange is None and exchange is not None
@@ -103,8 +104,8 @@ def test_replica_groups_exchange_what_a_phase_trains(method: str, phases: int) -
     assert exchange.sent == pytest.approx(2 * 3 / 4 * 2 * both * phases / 3)
     assert exchange.seconds == pytest.approx(exchange.sent / 6.25e9)
     assert joined.iteration_seconds == pytest.approx(alone.iteration_seconds + exchange.seconds / 25)
-    delayed = make_estimate(replace(groups, outer_delay=24)).iteration_seconds  # hides all but a phase's last
-    share = 25 / one.bcd.mean_steps
+    delayed = make_estimate(groups.changed(outer_delay=24)).iteration_seconds  # hides all but a phase's last
+    share = 25 / one.config.bcd.mean_steps
     assert delayed == pytest.approx(alone.iteration_seconds + exchange.seconds / 25 * share)
     assert joined.tokens_per_second == pytest.approx(4 * 64 * 1024 / joined.iteration_seconds)
     slower = joined.iteration_seconds / alone.iteration_seconds
@@ -136,24 +137,10 @@ def test_one_stage_does_one_thing_after_the_other() -> None:
         assert phase.reductions == 0
 
 
-@pytest.mark.parametrize(("layers", "reached"), [("all", (12, 12, 12)), ("suffix", (12, 8, 4))])
-def test_adapters_take_three_passes(layers: str, reached: tuple[int, ...]) -> None:
-    """Products of adapters that cost nothing, or those of a prefix that has a backward pass."""
-    one = recipe(low_rank=4, low_rank_layers=layers, global_batch_size=1)
-    layer, head = layer_pass(one).seconds(one), head_pass(one).seconds(one)
-    tensors = stage_tensors(one.shape, one.partition, 0, padded_vocabulary=512)
-    products = sum(tensor.size for tensor in tensors if ADAPTER in tensor.name) // 12
-    adapter = 2 * one.micro_batch_tokens * products / one.cluster.flops_per_s(one.precision)
-    for block, behind in enumerate(reached):
-        passes = (12 + behind + 4) * layer + (12 + 2 * behind) * adapter
-        passes += (2 + one.partition.head_active(block)) * head
-        assert phase_seconds(one, block).pipeline == pytest.approx(passes)
-
-
 def test_time_of_stateless_updates_and_muon() -> None:
     """W that is not charged for stateless updates, an orthogonalisation that every data-parallel rank repeats, or one
     that costs as much in fp32; gradients and weights of matrices that no link carries."""
-    one = recipe(method="pretrain", num_blocks=3)
+    one = recipe(method="pretrain", bcd_num_blocks=3)
     full = phase_seconds(recipe(method="full"), 0)
     assert phase_seconds(one, 1).pipeline == pytest.approx(full.pipeline)
     # query, key, value and projection 64 x 64, two of 64 x 256
@@ -175,7 +162,7 @@ def test_time_of_stateless_updates_and_muon() -> None:
 @given(recipes(), st.integers(1, 60))
 def test_many_microbatches_go_on_as_some(one: Recipe, number: int) -> None:
     """Extrapolating from microbatches in which the pipeline still fills."""
-    one = replace(one, global_batch_size=number * one.micro_batch_size * one.data_size)
+    one = one.changed(global_batch_size=number * one.micro_batch_size * one.data_size)
     for block in range(one.partition.num_blocks if one.partition.num_chunks == 1 else 0):
         phase = phase_seconds(one, block)
         with mock.patch.object(step_time, "_SIMULATED_ROUNDS", number):
@@ -186,25 +173,26 @@ def test_many_microbatches_go_on_as_some(one: Recipe, number: int) -> None:
 
 def test_what_makes_an_iteration_slow() -> None:
     """Signs: recomputation, a slow network, a bubble, data-parallel reductions."""
-    base = recipe("G-5.4B", num_gpus=8, pipeline_size=8, method="full")
-    plain, more = make_estimate(base), make_estimate(replace(base, global_batch_size=256))
+    base = recipe("G-5.4B", num_gpus=8, pipeline_model_parallel_size=8, method="full")
+    plain, more = make_estimate(base), make_estimate(base.changed(global_batch_size=256))
     assert make_estimate(replace(base, recompute="full")).iteration_seconds > 1.25 * plain.iteration_seconds
     slow = replace(base.cluster, gpus_per_node=4, network_gb_per_s=0.1)
     assert make_estimate(replace(base, cluster=slow)).iteration_seconds > plain.iteration_seconds
     assert more.bubble < plain.bubble and 0 < more.full_training_share < base.cluster.compute_share
-    assert make_estimate(replace(base, pipeline_size=4)).phases[0].reductions > 0 == plain.phases[0].reductions
+    shorter = make_estimate(base.changed(pipeline_model_parallel_size=4))
+    assert shorter.phases[0].reductions > 0 == plain.phases[0].reductions
 
 
 def test_bill() -> None:
     """Days for one GPU, dollars for one day, a multiplier on full training."""
-    one = recipe("G-1.6B", num_blocks=4)
+    one = recipe("G-1.6B", bcd_num_blocks=4)
     plan = make_estimate(one, tokens=1e9, multiplier=2.0)
     assert plan.cost.multiplier == pytest.approx(2.4)
     assert plan.cost.iterations == -int(-2.4e9 // (64 * 1024))
     hours = plan.cost.iterations * plan.iteration_seconds / 3600
     assert plan.cost.days == pytest.approx(hours / 24)
     assert plan.cost.dollars == pytest.approx(0.29 * hours)
-    assert make_estimate(replace(one, method="full", num_blocks=None)).cost.multiplier == 1
+    assert make_estimate(one.changed(method="full", bcd_num_blocks=None)).cost.multiplier == 1
     for num_blocks, epochs in ((2, 40), (3, 50), (4, 60)):  # table 11 of the paper: 18 epochs in full training
         assert multiplier_of("bcd", num_blocks, 50 / 18)[0] == pytest.approx(epochs / 18)
     assert make_estimate(one).cost.tokens == 20 * one.shape.num_parameters
@@ -218,7 +206,7 @@ def test_search_finds_the_cheapest() -> None:
     # other cuts and ways to form blocks are tried on the cheapest of these
     assert found[0].cost.dollars <= 1.01 * min(plan.cost.dollars for plan in every)
     assert [plan.cost.dollars for plan in found] == sorted(plan.cost.dollars for plan in found)
-    assert {plan.recipe.partition.num_blocks for plan in search(replace(base, num_blocks=3))} == {3}
+    assert {plan.recipe.partition.num_blocks for plan in search(base.changed(bcd_num_blocks=3))} == {3}
 
 
 def test_fewest_gpus_fit() -> None:
@@ -231,22 +219,22 @@ def test_fewest_gpus_fit() -> None:
     little = replace(recipe("G-5.4B", num_gpus=2), cluster=replace(CLUSTERS["rtx4090"], memory_gib=20.0))
     number = fewest_gpus(little)
     assert number is not None and number & (number - 1), "no power of two"
-    assert any(fits(each) for each in layouts(replace(little, num_gpus=number, pipeline_size=number)))
+    assert any(fits(each) for each in layouts(little.changed(num_gpus=number, pipeline_model_parallel_size=number)))
 
 
 def test_what_fits_is_the_shortest_pipeline_and_the_largest_micro_batch() -> None:
     """A default that does not fit where a longer pipeline would; a micro-batch that does not fit, or is left out."""
     one = recipe("G-1.6B")
     largest = largest_micro_batch(one)
-    assert largest is not None and fits(replace(one, micro_batch_size=largest))
-    assert not fits(replace(one, micro_batch_size=2 * largest))
+    assert largest is not None and fits(one.changed(micro_batch_size=largest))
+    assert not fits(one.changed(micro_batch_size=2 * largest))
     assert largest_micro_batch(recipe("G-10B")) is None
     suited = valid_pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8)
     chosen = shortest_that_fits(suited)
     assert fits(chosen)
     assert not any(fits(each) for each in suited if each.pipeline_size < chosen.pipeline_size)
     with pytest.raises(ValueError, match="--bcd-num-blocks"):
-        valid_pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8, num_blocks=40)
+        valid_pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8, bcd_num_blocks=40)
 
 
 @pytest.mark.parametrize(

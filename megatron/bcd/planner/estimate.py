@@ -1,4 +1,4 @@
-"""The estimate of a recipe: memory, fit, time, tokens per second, days and dollars."""
+"""Estimate a recipe: memory, fit, time, tokens per second, days and dollars."""
 
 from __future__ import annotations
 
@@ -8,41 +8,40 @@ from typing import Any
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.planner.memory import fits, fits_on_host, host_bytes, peak, rank_memory
-from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.recipe import LORA, Recipe
 from megatron.bcd.planner.replica_groups import Exchange, exchange_of, waiting_seconds
 from megatron.bcd.planner.state import RankMemory
 from megatron.bcd.planner.step_time import PhaseTime, cycle_seconds, head_pass, layer_pass
 from megatron.bcd.planner.tables import GIB
 
 EQUAL_EPOCHS = "equal epochs"
-"""Source of the multiplier 1.0 of a method that was not seen to reach full training's loss."""
+"""The source of the multiplier 1.0 of a method that is not known to reach full training's loss."""
 MULTIPLIERS = {
     # Adam and three blocks, 2.78 and 2.09 (table 2 of the paper)
     "bcd": (2.44, "the paper's two GPT-2 runs"),
-    # at most that, in steps to full Adam's loss, in all of this project's studies
+    # the largest number of steps to full Adam's loss in this project's studies
     "pretrain": (0.53, "models of 0.7 to 3.3 M parameters, docs/learning.md; none larger measured"),
     "muon": (0.52, "models of 0.7 to 3.3 M parameters, docs/learning.md; none larger measured"),
 }
-"""B-F multiplier of a method at three blocks, and where it is from: iterations to full training's loss over full
-training's. Fine-tuning costs equal epochs, after which the losses differ (`measured.FINE_TUNING`)."""
+"""The B-F multiplier of a method at three blocks, and its source: iterations to full training's loss over full
+training's. In fine-tuning the cost is that of equal epochs, after which the losses differ (`measured.FINE_TUNING`)."""
 _SHOWN = (
-    "method", "num_gpus", "num_nodes", "pipeline_size", "context_size", "data_size", "precision", "replica_groups",
-    "micro_batch_size",
+    "method", "num_gpus", "num_nodes", "pipeline_size", "data_size", "precision", "micro_batch_size",
     "global_batch_size", "num_microbatches", "recompute",
 )  # fmt: skip
 _TIMES = ("iteration_seconds", "bubble", "copy_share", "tokens_per_second", "full_training_share")
 DEFAULT_TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022."""
 DEFAULT_SFT_TOKENS = 3 * 52002 * 120.0
-"""Three epochs of Alpaca: 52,002 records of some 120 tokens. 78 are the record's (mean of 5,000 records, GPT-2's
-tokenizer), the rest is the prompt around it."""
+"""Three epochs of Alpaca: 52,002 records of some 120 tokens. A record has 78 (mean of 5,000 records, GPT-2's
+tokenizer), the prompt around it has the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """Cost of training to the loss that full training reaches on a number of tokens, or on equal epochs."""
+    """The cost of reaching the loss of full training on a number of tokens, or of equal epochs."""
 
-    tokens: float  # read by full training
+    tokens: float  # that full training reads
     multiplier: float  # at this number of blocks; 1 where all parameters are active
     multiplier_source: str
     iterations: int
@@ -52,13 +51,13 @@ class TrainingCost:
 
     @property
     def is_to_full_loss(self) -> bool:
-        """Whether it is the cost of full training's loss, not of equal epochs."""
+        """Whether this is the cost of full training's loss, not of equal epochs."""
         return self.multiplier_source != EQUAL_EPOCHS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Memory, time and cost of a recipe."""
+    """The memory, time and cost of a recipe."""
 
     recipe: Recipe
     parameters: int  # of the model, unpadded
@@ -70,20 +69,22 @@ class Estimate:
     iteration_seconds: float  # mean over a cycle, exchanges included
     bubble: float  # mean over a cycle
     tokens_per_second: float  # of all replica groups
-    copy_share: float  # of the time: copies of frozen layers that no computation hides
-    full_training_share: float  # of the GPUs' peak, that full training would achieve at this number of tokens a second
+    copy_share: float  # part of the time that waits for copies of frozen layers
+    full_training_share: float  # part of the GPUs' peak that full training would achieve at this speed
     cost: TrainingCost
 
     @property
     def peak(self) -> RankMemory:
+        """The rank and phase with the largest peak."""
         return peak(self.ranks)
 
     @property
     def fits(self) -> bool:
+        """Whether GPUs and hosts have enough memory."""
         return self.peak.total <= self.recipe.cluster.memory_gib * GIB and fits_on_host(self.recipe)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON. Bytes, seconds, dollars."""
+        """Return plain values for JSON, in bytes, seconds and dollars."""
         recipe = self.recipe
         return {
             "model": asdict(recipe.model) | {"parameters": self.parameters},
@@ -94,7 +95,9 @@ class Estimate:
                 "layout": recipe.partition.layout,
                 "num_chunks": recipe.partition.num_chunks,
                 "sequence": recipe.tokens,
-                "pipeline_cut": recipe.cut,
+                "pipeline_cut": recipe.config.training.pipeline_cut,
+                "context_size": recipe.config.context_size,
+                "replica_groups": recipe.config.groups.replica_groups,
                 **{name: getattr(recipe, name) for name in _SHOWN},
             },
             "memory": {
@@ -117,9 +120,12 @@ class Estimate:
 def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: float | None = None) -> Estimate:
     """Estimate a recipe.
 
-    ``tokens`` is what full training would read, by default 20 per parameter, for fine-tuning three epochs of Alpaca;
-    ``multiplier`` is the B-F multiplier at three blocks, by default the method's. Raises ValueError if either is out of
-    range.
+    Args:
+        tokens: number that full training would read. Default: 20 per parameter; in fine-tuning three epochs of Alpaca.
+        multiplier: the B-F multiplier at three blocks, by default the method's.
+
+    Raises:
+        ValueError: either is out of range.
     """
     phases = cycle_seconds(recipe)
     computing = sum(phase.total for phase in phases) / len(phases)
@@ -142,7 +148,7 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
         exchange=exchange_of(recipe),
         iteration_seconds=seconds,
         bubble=sum(phase.bubble for phase in phases) / len(phases),
-        tokens_per_second=recipe.replica_groups * recipe.global_batch_size * recipe.tokens / seconds,
+        tokens_per_second=recipe.config.groups.replica_groups * recipe.global_batch_size * recipe.tokens / seconds,
         copy_share=copy_share,
         full_training_share=flops / seconds / (recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)),
         cost=training_cost(recipe, seconds, tokens=tokens, multiplier=multiplier),
@@ -150,7 +156,7 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
 
 
 def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multiplier: float | None) -> TrainingCost:
-    """The cost at ``seconds`` per iteration."""
+    """Return the cost of training at ``seconds`` per iteration."""
     for flag, given, most in (("--tokens", tokens, 1e18), ("--bf-multiplier", multiplier, 1e6)):
         if given is not None and not 0 < given < most:
             raise ValueError(f"{flag} {given:g}: must be more than 0 and less than {most:g}")
@@ -158,11 +164,12 @@ def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multi
         is_sft = recipe.task == "sft"
         tokens = DEFAULT_SFT_TOKENS if is_sft else DEFAULT_TOKENS_PER_PARAMETER * recipe.shape.num_parameters
     value, source = multiplier_of(recipe.method, recipe.partition.num_blocks, multiplier)
-    if multiplier is None and recipe.task == "sft" and (recipe.has_blocks or recipe.name == "muon"):
+    if multiplier is None and recipe.task == "sft" and recipe.method not in ("full", "offload"):
         value, source = 1.0, EQUAL_EPOCHS
-    iterations = -int(-tokens * value // (recipe.replica_groups * recipe.global_batch_size * recipe.tokens))
+    groups = recipe.config.groups.replica_groups
+    iterations = -int(-tokens * value // (groups * recipe.global_batch_size * recipe.tokens))
     hours = iterations * seconds / 3600
-    gpu_hours = hours * recipe.num_gpus * recipe.replica_groups
+    gpu_hours = hours * recipe.num_gpus * groups
     return TrainingCost(
         tokens=tokens,
         multiplier=value,
@@ -175,24 +182,24 @@ def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multi
 
 
 def multiplier_of(method: str, num_blocks: int, given: float | None = None) -> tuple[float, str]:
-    """B-F multiplier of a method at ``num_blocks``, and its source; ``given`` replaces the value at three blocks."""
-    if method not in (*MULTIPLIERS, "finetune"):
+    """Return the B-F multiplier at ``num_blocks``, and its source. ``given`` replaces the method's at three blocks."""
+    if method not in (*MULTIPLIERS, "finetune", LORA):
         return 1.0, "full training"
     value, source = MULTIPLIERS.get(method, (1.0, EQUAL_EPOCHS)) if given is None else (given, "--bf-multiplier")
     if method == "bcd" and num_blocks > 1:
-        # Table 11 of the paper has 2.22, 2.78 and 3.33 at two, three and four blocks (Adam). A small GPT here had 2.24,
-        # 2.89 and more than 5 at two, three and six; this gives 4.6 at six (docs/learning.md).
+        # The paper has 2.22, 2.78 and 3.33 at two, three and four blocks (table 11, Adam). A small GPT here had 2.24,
+        # 2.89 and more than 5 at two, three and six blocks (docs/learning.md). This formula gives 4.6 at six.
         value = value * (num_blocks + 2) / 5
     elif method == "bcd":
         value = 1.0
     elif method == "pretrain" and given is None and num_blocks != DEFAULT_NUM_BLOCKS:
-        source += "; taken from three blocks"
+        source += "; measured with three blocks"
     return value, source
 
 
 def largest_micro_batch(recipe: Recipe) -> int | None:
-    """The largest micro-batch that fits and divides the batch of a data-parallel rank."""
+    """Return the largest micro-batch that fits and divides the batch of a data-parallel rank."""
     per_rank = recipe.global_batch_size // recipe.data_size
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-    fitting = takewhile(lambda size: fits(replace(recipe, micro_batch_size=size)), sizes)
+    fitting = takewhile(lambda size: fits(recipe.changed(micro_batch_size=size)), sizes)
     return max(fitting, default=None)

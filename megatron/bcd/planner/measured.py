@@ -1,6 +1,6 @@
-"""What this project's studies measured of each method, for plans: the loss beside full Adam's, and the learning rate.
+"""What this project's studies measured of each method: the loss beside full Adam's, and the learning rate.
 
-A method's name is `Recipe.name`. A new method is a row of `FINE_TUNING` or `PRETRAINING`.
+A method's name is `Recipe.name`. A new method is a new row of `FINE_TUNING` or `PRETRAINING`.
 """
 
 from __future__ import annotations
@@ -9,94 +9,97 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from megatron.bcd.planner.adapters import ADAPTERS, SUFFIX_ADAPTERS
-from megatron.bcd.planner.recipe import FACTORED, Recipe
+from megatron.bcd.planner.recipe import FACTORED, LORA, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What training by a method led to, beside full Adam at equal epochs."""
+    """The results of a method beside full Adam at equal epochs."""
 
     rate: float | None
-    """The best learning rate, over full Adam's; None: by number of blocks (`_RATE_OF_BLOCKS`)."""
-    adapter_rate: float | None = None
-    """--bcd-low-rank-lr-ratio."""
-    loss: str | None = None
-    """By how much it ended above full Adam's, lowest to highest; None: not measured."""
+    """The best learning rate over full Adam's. None: it depends on the number of blocks (`_RATE_OF_BLOCKS`)."""
+    loss: tuple[float, ...] = ()
+    """Final loss above full Adam's in percent: lowest and highest, or a single number. Empty: not measured."""
     runs: str = ""
-    """Where the loss was measured."""
+    """The runs with this loss."""
     model: str
+    """The model of the learning rate, and of the loss."""
     source: str = ""
     """The page, if not the task's."""
+
+    @property
+    def loss_text(self) -> str:
+        """The loss for people, such as "+1 to +31 %"."""
+        return f"{' to '.join(f'{number:+g}' for number in self.loss)} %"
+
+    @property
+    def always_reaches_full(self) -> bool:
+        """Whether every run reached full Adam's loss."""
+        return bool(self.loss) and max(self.loss) <= 0
 
 
 FINE_TUNING = {
     "full": Finding(rate=1, model="SmolLM2-135M"),
     "muon": Finding(rate=3, model="pretraining of 3 M parameters"),
     "finetune": Finding(
-        rate=None, loss="+1 to +31 %", runs="2 to 30 blocks, instructions; 6, a new language", model="SmolLM2-135M"
+        rate=None, loss=(1, 31), runs="2 to 30 blocks, instructions; 6, a new language", model="SmolLM2-135M"
     ),
     FACTORED: Finding(
         rate=1,
-        loss="-1.3 to -0.1 %",
+        loss=(-1.3, -0.1),
         runs="a new language and instructions, one seed",
         model="SmolLM2-135M",
-        source="studies/gpu_hour.md",
+        source="studies/gpu_hour.md, before commit f6976d1, since which the rule does not clip gradients",
     ),
     "paper": Finding(rate=None, model="preset finetune on SmolLM2-135M"),
     "pretrain": Finding(
         rate=1,
-        loss="+2.3 %",
+        loss=(2.3,),
         runs="the update of inactive layers in preset finetune",
         model="11 M parameters, one rate",
     ),
-    "lora": Finding(
-        rate=10, loss="-0.1 to +11 %", runs="rank 16, instructions and a new language", model="SmolLM2-135M"
-    ),
-    "finetune+lora": Finding(
-        rate=1, adapter_rate=7, loss="+0.2 to +7 %", runs="rank 16, the same", model="SmolLM2-135M"
+    LORA: Finding(
+        rate=10, loss=(-0.1, 11), runs="peft, rank 16, instructions and a new language", model="SmolLM2-135M"
     ),
 }
-"""Of --task sft. Source: docs/fine_tuning.md, Side by side."""
+"""The results of --task sft. Source: docs/fine_tuning.md, Side by side."""
 PRETRAINING = {
     "full": Finding(rate=1, model="3 M parameters"),
     "muon": Finding(rate=3, model="3 M parameters: 2 for a LLaMA, 4 for a GPT"),
     "paper": Finding(rate=1, model="3 M parameters"),
     "pretrain": Finding(rate=3, model="3 M parameters: 2 for a LLaMA, 4 for a GPT"),
 }
-"""Of --task pretrain, of which `estimate.MULTIPLIERS` has the cost. Source: docs/learning.md, Headline studies."""
+"""The results of --task pretrain; `estimate.MULTIPLIERS` has the costs. Source: docs/learning.md, Headline studies."""
 _RATE_OF_BLOCKS = {1: 1.0, 2: 2.0, 6: 3.0, 30: 8.0}
-"""Over full Adam's, by number of blocks (docs/fine_tuning.md, A published model, three times the data)."""
+"""The best rate over full Adam's, by number of blocks. Source: docs/fine_tuning.md, A published model, three times the
+data."""
 _FULL_RATES = {11e6: 3e-4, 135e6: 1e-4}
 """Full Adam's best rate in fine-tuning, by number of parameters (docs/fine_tuning.md, Side by side)."""
 _PRETRAINING_RATE = 1e-4
-"""Full Adam's, not measured: models of 3 M parameters want 1.5e-3, and larger ones less."""
+"""Full Adam's rate, not measured: models of 3 M parameters need 1.5e-3, and larger ones less."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """--lr of a plan."""
+    """The --lr of a plan."""
 
     flag: str
     text: str
-    """Where it is from, and whether it is a guess, in one line."""
+    """One line: the source of the rate, and whether it is a guess."""
 
 
 def finding(recipe: Recipe) -> Finding:
-    """Return what was measured of the recipe's method. Adapters beside an always active part count as beside
-    blocks."""
-    name = {"offload": "full"}.get(recipe.name, recipe.name)
-    if recipe.low_rank and (name != "lora" or recipe.partition.always_active - {ADAPTERS, SUFFIX_ADAPTERS}):
-        name = "finetune+lora"
+    """Return the results of the recipe's method."""
+    name = "full" if recipe.method == "offload" else recipe.name
     return (PRETRAINING if recipe.task == "pretrain" and name in PRETRAINING else FINE_TUNING)[name]
 
 
 def learning_rate(recipe: Recipe) -> LearningRate:
-    """Return the rate of the recipe's method, number of blocks and size, to one digit."""
-    found, number = finding(recipe), recipe.partition.num_blocks
-    times, of_blocks = found.rate, ""
+    """Return the rate for the recipe's method, number of blocks and size, to one digit."""
+    result, number = finding(recipe), recipe.partition.num_blocks
+    times, with_blocks = result.rate, ""
     if times is None:
-        times, of_blocks = _rate_of_blocks(number), f" with {number} block{'s' * (number > 1)}"
+        times, with_blocks = _rate_of_blocks(number), f" with {number} block{'s' * (number > 1)}"
     if recipe.task == "sft":
         page, (full, guess) = "docs/fine_tuning.md", _full_rate(recipe.shape.num_parameters)
     else:
@@ -105,14 +108,16 @@ def learning_rate(recipe: Recipe) -> LearningRate:
     flag = _short(times * full)
     return LearningRate(
         flag=flag,
-        text=f"learning rate {flag}{', a guess' * bool(guess)}: {times:.2g} x full Adam's{of_blocks} ({found.model}, "
-        f"{found.source or page}){guess}",
+        text=f"learning rate {flag}{', a guess' * bool(guess)}: {times:.2g} x full Adam's{with_blocks} "
+        f"({result.model}, {result.source or page}){guess}",
     )
 
 
 def _full_rate(num_parameters: int) -> tuple[float, str]:
-    """Return full Adam's rate in fine-tuning, and what it is a guess by: away from the measured sizes it falls with the
-    root of the size, as it does between them."""
+    """Return full Adam's rate in fine-tuning, and the reason if it is a guess.
+
+    Away from the measured sizes it falls with the root of the size, as it does between them.
+    """
     size = min(_FULL_RATES, key=lambda known: abs(math.log(num_parameters / known)))
     if size / 1.5 < num_parameters < size * 1.5:
         return _FULL_RATES[size], ""
@@ -131,5 +136,5 @@ def _rate_of_blocks(number: int) -> float:
 
 
 def _short(rate: float) -> str:
-    """1e-4."""
+    """Return the rate as text, such as 1e-4."""
     return f"{rate:.0e}".replace("e-0", "e-")

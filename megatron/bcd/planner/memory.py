@@ -1,4 +1,4 @@
-"""Memory of every rank of a recipe in every phase: model state, activations, messages, and what the host holds."""
+"""Estimate the memory of every rank of a recipe in every phase, and the host memory that it needs."""
 
 from __future__ import annotations
 
@@ -7,44 +7,51 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from megatron.bcd.pipeline.plan import PlanShape, steady_shape
-from megatron.bcd.planner.activations import Recomputed, StageActivations
+from megatron.bcd.planner import cost
+from megatron.bcd.planner.activations import Recomputed
 from megatron.bcd.planner.cost import OFFLOADED_BYTES
-from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.recipe import LORA, Recipe
 from megatron.bcd.planner.replica_groups import exchange_of
 from megatron.bcd.planner.state import RankMemory
 from megatron.bcd.planner.tables import GIB
 
-
-def schedule_shape(recipe: Recipe, block: int) -> PlanShape:
-    """The pipeline schedule in the middle of the block's phase."""
-    return steady_shape(recipe.partition, block, num_microbatches=recipe.num_microbatches, head=recipe.head_passes)
-
-
-def stage_activations(recipe: Recipe, stage: int, block: int) -> StageActivations:
-    return StageActivations(
-        state=recipe.state,
-        sequence=recipe.tokens,
-        sizes=recipe.layer_bytes,
-        shape=schedule_shape(recipe, block),
-        stage=stage,
-        block=block,
-    )
+LORA_RANK = 16
+"""The rank of the adapters in a comparison."""
 
 
 def rank_memory(recipe: Recipe, *, replica: int = 0) -> tuple[RankMemory, ...]:
-    """One rank per stage in every phase, ordered by stage, then by block."""
+    """Return the memory of one rank per stage in every phase, ordered by stage, then by block."""
     choices, framework, ranks = recomputation(recipe), int(recipe.cluster.framework_gib * GIB), []
     for stage, block in product(range(recipe.pipeline_size), range(recipe.partition.num_blocks)):
-        one = stage_activations(recipe, stage, block)
-        moving = {"activations": one.peak_bytes(choices[stage][block]), "communication": one.message_bytes}
-        ranks.append(replace(recipe.state.rank(stage, block, replica), **moving, framework=framework))
+        activations = recipe.memory.activations(stage, block)
+        rank = recipe.state.rank(stage, block, replica)
+        if recipe.method == LORA:
+            rank = _with_adapters(recipe, rank)
+        rank = replace(rank, activations=activations.peak_bytes(choices[stage][block]))
+        ranks.append(replace(rank, communication=activations.message_bytes, framework=framework))
     return tuple(ranks)
+
+
+def _with_adapters(recipe: Recipe, rank: RankMemory) -> RankMemory:
+    """Return the state of a rank that trains adapters alone. peft's optimizer is not sharded."""
+    budget, elements = recipe.state.budget, adapter_elements(recipe, rank.stage)
+    return replace(
+        rank,
+        weights=rank.weights + budget.weight * elements,
+        gradients=budget.gradient * elements,
+        optimizer=int(budget.optimizer * elements),
+        optimizer_work=0,
+    )
+
+
+def adapter_elements(recipe: Recipe, stage: int) -> int:
+    """Return the elements of the stage's adapters."""
+    return cost.adapter_elements(recipe.shape, LORA_RANK) * len(recipe.partition.stage_layers(stage))
 
 
 @lru_cache(maxsize=256)
 def recomputation(recipe: Recipe) -> tuple[tuple[Recomputed, ...], ...]:
-    """What is recomputed, by stage and block: as the recipe says, or with auto the least that fits."""
+    """Return what is recomputed, by stage and block: what the recipe says, or with auto the least that fits."""
     blocks = range(recipe.partition.num_blocks)
     return tuple(tuple(_recomputed(recipe, stage, block) for block in blocks) for stage in range(recipe.pipeline_size))
 
@@ -56,57 +63,64 @@ def _recomputed(recipe: Recipe, stage: int, block: int) -> Recomputed:
     if recipe.recompute == "full":
         return Recomputed(granularity="full", layers=tuple(numbers))
     limit = recipe.memory_share * recipe.cluster.memory_gib * GIB - int(recipe.cluster.framework_gib * GIB)
-    return stage_activations(recipe, stage, block).least_recomputation(limit=limit)
+    return recipe.memory.activations(stage, block).least_recomputation(limit=limit)
 
 
 def host_bytes(recipe: Recipe) -> int:
-    """Host memory of one rank: with method offload weights, gradients and moments; else offloaded momenta, what 16-bit
-    weights lack of main parameters (--bcd-main-params host), and its share of a node's frozen weights; beside it what
-    replica groups exchange."""
+    """Return the host memory of one rank.
+
+    Method offload needs weights, gradients and moments. Other methods need offloaded momenta, what 16-bit weights lack
+    of their main parameters (--bcd-main-params host), and the rank's share of its node's frozen weights. Replica groups
+    add the memory of their exchanges.
+    """
     exchange = exchange_of(recipe)
-    return _kept_bytes(recipe) + (exchange.host_bytes if exchange else 0)
+    return _offloaded_bytes(recipe) + (exchange.host_bytes if exchange else 0)
 
 
-def _kept_bytes(recipe: Recipe) -> int:
+def _offloaded_bytes(recipe: Recipe) -> int:
     stages = range(recipe.pipeline_size)
     if recipe.method == "offload":
-        return OFFLOADED_BYTES * max(max(buffers[0].held) for buffers in recipe.state.buffers)
+        return OFFLOADED_BYTES * max(max(buffers[0].stored) for buffers in recipe.state.buffers)
     ranks, blocks = range(recipe.num_replicas), range(recipe.partition.num_blocks)
-    kept = max(recipe.state.share(*place).kept for place in product(stages, blocks, ranks))
+    offloaded = max(recipe.state.share(*place).kept for place in product(stages, blocks, ranks))
     if recipe.is_streamed:
         largest = max(
             len(layers.sizes) * layers.padded + recipe.state.embedding_on_host(stage)
             for stage, layers in enumerate(recipe.state.streamed)
         )
-        kept += recipe.bytes_per_element * largest // min(recipe.num_replicas, recipe.gpus_per_node)
+        offloaded += recipe.bytes_per_element * largest // min(recipe.num_replicas, recipe.gpus_per_node)
     # main parameters of stateless updates are on the device
-    if len(blocks) == 1 or recipe.bcd.bcd_inactive_update != "none":
-        return kept
-    return kept + max(_offloaded_main_params(recipe, stage) for stage in stages)
+    if len(blocks) == 1 or recipe.config.bcd.bcd_inactive_update != "none":
+        return offloaded
+    return offloaded + max(_offloaded_main_params(recipe, stage) for stage in stages)
 
 
 def _offloaded_main_params(recipe: Recipe, stage: int) -> int:
-    """In bf16, 2 bytes restore the main parameter; in fp16 it is kept whole. The one bf16 main parameter in some
-    100,000 that is stored in full is not counted."""
+    """Return the bytes of main parameters in host memory: 2 per parameter in bf16, 4 in fp16, none in fp32.
+
+    The bf16 main parameters that are stored whole, one in some 100,000, do not count.
+    """
     tensors = recipe.state.tensors[stage]
-    kept = (each.size for each in tensors if each.owned.block is not None and not each.owned.is_always_active)
-    return math.ceil({"fp32": 0, "bf16": 2, "fp16": 4}[recipe.precision] * sum(kept) / recipe.num_replicas)
+    offloaded = (each.size for each in tensors if each.owned.block is not None and not each.owned.is_always_active)
+    return math.ceil({"fp32": 0, "bf16": 2, "fp16": 4}[recipe.precision] * sum(offloaded) / recipe.num_replicas)
 
 
 def peak(ranks: tuple[RankMemory, ...]) -> RankMemory:
-    """The rank and phase with the largest peak."""
+    """Return the rank and phase with the largest peak."""
     return max(ranks, key=lambda rank: rank.total)
 
 
 def fits_on_host(recipe: Recipe) -> bool:
-    """Whether a node's ranks have the host memory that they need, where it is limited."""
+    """Return whether the ranks of a node have enough host memory, if it is limited."""
     limit = recipe.host_memory_gb
     return limit is None or recipe.gpus_per_node * host_bytes(recipe) <= 1e9 * limit
 
 
 def fits(recipe: Recipe, *, share: float = 1.0) -> bool:
-    """Whether every rank's peak is within this share of its GPU's memory, and `fits_on_host`. With auto: if all layers
-    are recomputed."""
+    """Return whether every rank's peak is within this share of its GPU's memory, and `fits_on_host`.
+
+    With --recompute auto the question is whether it fits if all layers are recomputed.
+    """
     if not fits_on_host(recipe):
         return False
     if recipe.recompute == "auto":

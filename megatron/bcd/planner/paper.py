@@ -1,11 +1,11 @@
-"""The paper's tables 3 to 8 and 12 to 16 (arXiv 2506.12037), recomputed cell by cell.
+"""Recompute the paper's tables 3 to 8 and 12 to 16 (arXiv 2506.12037), cell by cell.
 
-Memory follows from the number of parameters, costs from the paper's own times, prices and B-F multipliers, times from
-the planner's simulation with shares of the GPU fitted on G-1.6B and L-1.5B (tables 3, 4, 15, 16).
+Memory follows from the number of parameters; costs from the paper's own times, prices and B-F multipliers; times from
+the planner's simulation with shares of the GPU that are fitted on G-1.6B and L-1.5B (tables 3, 4, 15, 16).
 
 The paper does not state its batch. Its times grow with the model size and not with the model size per GPU, so one
-microbatch passes through the pipeline at a time; one sequence of 1,024 tokens is assumed. Only the product of tokens
-and achieved share can be observed.
+microbatch passes through the pipeline at a time. Its length is assumed: one sequence of 1,024 tokens. Only the product
+of tokens and achieved share can be observed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.recipe import Recipe, make_recipe
 from megatron.bcd.planner.step_time import mean_seconds
 from megatron.bcd.planner.tables import GIB, Cluster, Model, Published
 
@@ -46,12 +46,12 @@ class Cell:
 
     @property
     def difference(self) -> float | None:
-        """Published less recomputed."""
+        """The published number less the recomputed one."""
         return None if self.recomputed is None else round(self.published - self.recomputed, 6)
 
 
 TimedRun = tuple[Recipe, float]
-"""A run of the paper, and the milliseconds of its iteration."""
+"""A run of the paper, and the published milliseconds of its iteration."""
 
 
 class Paper:
@@ -65,9 +65,10 @@ class Paper:
         self._values = {(each.table, each.row, each.column): float(each.value) for each in published}
         shares, host = self.fitting_runs(cluster)
         self.cluster = fit_host(host, fit_shares(shares, cluster))
-        """The RTX 4090 nodes, with the fitted shares."""
+        """The nodes of RTX 4090s, with the fitted shares."""
 
     def figure(self, table: int | str, row: str, column: str) -> float:
+        """Return a published number. Raises ValueError if it is missing."""
         value = self._values.get((str(table), row, column))
         if value is None:
             raise ValueError(f"the published figures lack table {table}, row {row}, column {column}")
@@ -75,12 +76,12 @@ class Paper:
 
     @cached_property
     def cells(self) -> list[Cell]:
-        """Every cell, in the tables' order."""
-        tables = [each for each in self._published if "." not in each.table]  # with a dot: sections
+        """All cells, in the order of the tables."""
+        tables = [each for each in self._published if "." not in each.table]  # a section's name has a dot
         return [self._cell(int(each.table), each.row, each.column, float(each.value)) for each in tables]
 
     def mean_error(self, table: int) -> float:
-        """Mean absolute error, relative, of a table's times that no fit has seen."""
+        """Return the mean absolute relative error of a table's times that were not fitted."""
         seen = [cell for cell in self.cells if cell.column.endswith("_ms") and cell.row not in FITTED_MODELS]
         errors = [abs((cell.recomputed or 0) / cell.published - 1) for cell in seen if cell.table == table]
         return sum(errors) / len(errors)
@@ -98,8 +99,8 @@ class Paper:
         return Cell(table=table, row=row, column=column, published=published, recomputed=rounded, note=note)
 
     def _memory(self, table: int, row: str, column: str) -> tuple[float, str]:
-        """Model state of the whole model in GiB: 16 bytes per parameter, 8 with a third active."""
-        parameters = self._model(row).shape().num_parameters
+        """Return the model state of the whole model in GiB: 16 bytes per parameter, 8 with a third active."""
+        parameters = make_recipe(model=self._model(row), cluster=self.cluster, num_gpus=1).shape.num_parameters
         if column == "bcd_mem_gib":
             gib, note = (4 * parameters + 12 * parameters / 3) / GIB, "4 + 12 / 3 bytes per parameter"
         else:
@@ -110,7 +111,7 @@ class Paper:
         return gib, _INCONSISTENT if (table, row, column) in INCONSISTENT_MEMORY else note
 
     def _reduction(self, table: int, row: str, column: str, published: float) -> tuple[float, str]:
-        """100 (1 - k n_BCD t_BCD price / (n_full t_full price)); GPU hours are without prices."""
+        """Return 100 (1 - k n_BCD t_BCD price / (n_full t_full price)). The GPU hours leave out the prices."""
         figure, gpu, is_cost = self.figure, FULL_GPU[table], table < 10
         is_worst = "worst" in column
         multiplier = figure("4.2.3", "B-F multiplier", "worst") if is_worst else AVERAGE_MULTIPLIER
@@ -129,12 +130,13 @@ class Paper:
         return recomputed, f"does not follow from the paper's times: implies {implied}, table 4 has {full:,.0f}"
 
     def _bcd_gpu_ms(self, row: str) -> float:
-        """GPU-milliseconds of a BCD iteration: table 15 where it has the model, else table 4."""
+        """Return the GPU-milliseconds of a BCD iteration: table 15's if it has the model, otherwise table 4's."""
         gpus = self.figure(5, row, "bcd_nodes") * self.figure(5, row, "bcd_gpus_per_node")
         in_15 = self._values.get(("15", row, "unfrozen_1_3_iter_ms"))
         return gpus * (self.figure(4, row, "bcd_iter_ms") if in_15 is None else in_15)
 
     def _full_gpu_ms(self, table: int, row: str) -> float:
+        """Return the GPU-milliseconds of an iteration of full training."""
         costs = table - 7 if table > 10 else table  # tables 12 to 14 are the GPU hours of 5 to 7
         nodes, per_node = self.figure(costs, row, "full_nodes"), self.figure(costs, row, "full_gpus_per_node")
         if FULL_GPU[table] != "RTX 4090":
@@ -158,7 +160,7 @@ class Paper:
         return self._models[name]
 
     def _timed_run(self, table: int, row: str, column: str, cluster: Cluster) -> TimedRun:
-        """The run whose iteration time is published in this cell: all GPUs in one pipeline, fp32, one sequence."""
+        """Return the run of this cell's time: all GPUs are one pipeline, in fp32, with one sequence."""
         method = {"distributed": "full", "offload": "offload"}.get(column.partition("_")[0], "bcd")
         num_blocks = 3
         if table == 4:
@@ -170,20 +172,20 @@ class Paper:
             if column.startswith("unfrozen_1_"):
                 num_blocks = int(column.split("_")[2])
             per_node = min(gpus, 8)
-        recipe = Recipe(
+        recipe = make_recipe(
             model=self._model(row),
             cluster=replace(cluster, gpus_per_node=per_node),
             num_gpus=gpus,
-            pipeline_size=gpus,
+            pipeline_model_parallel_size=gpus,
             method=method,
-            num_blocks=num_blocks if method == "bcd" else None,
+            bcd_num_blocks=num_blocks if method == "bcd" else None,
             global_batch_size=1,
             unfused_attention=True,
         )
         return recipe, self.figure(table, row, column)
 
     def fitting_runs(self, cluster: Cluster) -> tuple[list[TimedRun], list[TimedRun]]:
-        """The runs of the two fits: times of the fitted models in tables 4, 15 and 16, and offload's in table 3."""
+        """Return the runs of the two fits: the fitted models in tables 4, 15 and 16, and with offload in table 3."""
         shares = []
         for row, fractions in zip(FITTED_MODELS, (15, 16), strict=True):
             shares.append(self._timed_run(4, row, "distributed_iter_ms", cluster))
@@ -193,12 +195,12 @@ class Paper:
 
 
 def _iteration_ms(recipe: Recipe, **changes: Any) -> float:
-    """Mean over the blocks, with a changed cluster."""
+    """Return the mean time over the blocks, with a changed cluster."""
     return 1e3 * mean_seconds(replace(recipe, cluster=replace(recipe.cluster, **changes)))
 
 
 def fit_shares(runs: Sequence[TimedRun], cluster: Cluster) -> Cluster:
-    """The cluster with the compute and memory shares that minimise the squared relative errors of these runs.
+    """Return the cluster with the compute and memory shares that minimise the squared relative errors of these runs.
 
     With one microbatch the time is linear in the inverse of each share, so this is linear least squares.
     """
@@ -213,7 +215,7 @@ def fit_shares(runs: Sequence[TimedRun], cluster: Cluster) -> Cluster:
 
 
 def fit_host(runs: Sequence[TimedRun], cluster: Cluster) -> Cluster:
-    """The cluster with the host bandwidth that minimises the same errors for runs with the optimizer on the host."""
+    """Return the cluster with the host bandwidth that minimises the same errors for runs with method offload."""
     fitted = [(replace(recipe, cluster=cluster), ms) for recipe, ms in runs]
     host, left = _slopes(fitted, {"host_gb_per_s": 1e12}, {"host_gb_per_s": 1.0})
     return replace(cluster, host_gb_per_s=_dot(host, host) / _dot(host, left))
@@ -222,7 +224,7 @@ def fit_host(runs: Sequence[TimedRun], cluster: Cluster) -> Cluster:
 def _slopes(
     runs: Sequence[TimedRun], idle: dict[str, float], used: dict[str, float]
 ) -> tuple[list[float], list[float]]:
-    """Of each run, over its published time: what ``used`` adds to a time with ``idle``, and what that leaves."""
+    """Return the time that ``used`` adds to each run's time with ``idle``, and the rest, over the published time."""
     pairs = [(_iteration_ms(recipe, **idle), _iteration_ms(recipe, **idle | used), ms) for recipe, ms in runs]
     return [(more - base) / ms for base, more, ms in pairs], [1 - base / ms for base, _, ms in pairs]
 

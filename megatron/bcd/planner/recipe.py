@@ -1,203 +1,119 @@
-"""Description of one run for the planner: a model on a cluster, with a method and a layout."""
+"""A run to plan: its flags, the training configuration that follows from them, and the GPUs that it gets. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields, replace
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from megatron.bcd.blocks.cut import balanced_cut
-from megatron.bcd.blocks.partition import Partition, partition, with_tied_parts
-from megatron.bcd.config import LAYOUTS, BcdConfig
-from megatron.bcd.config.presets import PRESETS, preset_fields
-from megatron.bcd.config.sections import ALWAYS_ACTIVE, OUTER_COMPRESSIONS
-from megatron.bcd.planner.activations import LayerBytes, layer_bytes
-from megatron.bcd.planner.adapters import ADAPTERS, SUFFIX_ADAPTERS, with_adapters
-from megatron.bcd.planner.cost import ModelShape, head_passes, state_budget
+from megatron.bcd.blocks.partition import Partition, partition_from_config
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS, BcdConfig, RunConfig
+from megatron.bcd.config.presets import PRESETS, preset_values
+from megatron.bcd.planner import run_state
+from megatron.bcd.planner.cost import ModelShape
+from megatron.bcd.planner.run_state import RunMemory
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.planner.tables import Cluster, Model
+from megatron.bcd.tokenizer import padded_vocab_size
 
 PRESET_OF = {"bcd": "paper", "pretrain": "pretrain", "finetune": "finetune"}
 """The --bcd-preset of each method of block coordinate descent."""
 METHODS = ("bcd", "pretrain", "finetune", "full", "offload", "muon")
-"""Block coordinate descent as in the paper; with --bcd-preset pretrain or finetune; full training; full training with
-the optimizer on the host, or with Muon."""
+"""Block coordinate descent as published, or with preset pretrain or finetune; full training; full training with the
+optimizer on the host, or with Muon."""
+LORA = "lora"
+"""Adapters as peft trains them. A method for comparisons only: this project does not train them."""
 FACTORED = "finetune, factored"
-"""The name of method finetune with --bcd-inactive-update factored."""
+"""The name of method finetune without blocks."""
 MUON = {name: value for name, value in PRESETS["pretrain"].items() if name == "optimizer" or name.startswith("muon_")}
-"""Flags of Muon by field name, as preset pretrain has them."""
-RECOMPUTE_CHOICES = ("none", "full", "auto")
-"""auto: in each phase and on each stage the least that fits (`activations.least_recomputation`)."""
-CUTS = ("even", "auto")
-"""auto: stages take equally long, head counted (`blocks.cut`)."""
-MOMENTS = ("fp32", "bf16", "int8")
-"""Of --adam-moments-dtype."""
-FROZEN_WEIGHTS = ("device", "host")
-FUSED_LOSSES = ("native", "linear")
+"""The flags of Muon by field name, as preset pretrain has them."""
+_STOCK = {"bcd_num_blocks": 1, "bcd_schedule": "stock"}
+METHOD_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "bcd": {},
+    "pretrain": {"bcd_preset": "pretrain"},
+    "finetune": {"bcd_preset": "finetune"},
+    "full": _STOCK,
+    "offload": _STOCK | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
+    "muon": _STOCK | MUON,
+    LORA: _STOCK | {"bcd_frozen": "embedding,head"},
+}
+"""The flags that a method sets, by field name."""
+DEFAULTS: dict[str, Any] = {
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "micro_batch_size": 1,
+    "global_batch_size": 64,
+    "optimizer": "adam",
+}
+"""The values of flags that were not given and have another default, or none, in RunConfig."""
 VOCABULARY_MULTIPLE = {"pretrain": 128, "sft": 1}
-"""--make-vocab-size-divisible-by; of a published model 1, because rows of padding would take part in the softmax."""
-SFT_DEFAULTS = {"precision": "bf16", "sequence": 1024, "global_batch_size": 8} | dict.fromkeys(
-    ("recompute", "micro_batch_size")
-)
-"""Of --task sft, by field of Recipe; None: as `search.place` chooses."""
-LONGEST_DEFAULT = 2048
-"""Tokens of a sequence by default, where config.json allows more."""
-MAX_GPUS, MAX_BATCH, MAX_TOKENS = 4096, 2**17, 2**24
+"""--make-vocab-size-divisible-by. A published model has 1, because rows of padding would change its softmax."""
+MAX_GPUS, _MAX_BATCH, _MAX_TOKENS = 4096, 2**17, 2**24
 """Larger values are taken for typing errors."""
+_TRANSFORMER = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+    "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "pipeline_model_parallel_size",
+    "context_parallel_size", "bf16", "fp16", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl",
+    "recompute_granularity",
+)  # fmt: skip
+"""The fields of Megatron Core's TransformerConfig that the formulas read."""
+_SECTIONS = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)}
 
 
-def _flag(default: Any = MISSING, help: str = "", *, name: str = "", given: Any = None, **words: Any) -> Any:
-    """A field that is a flag of the planner too: its name if that is not the field's, ``given`` the parser's default,
-    and argparse's other words."""
-    return field(default=default, metadata={"name": name, "help": help, "default": given, **words})
+def flag_of(field: str) -> str:
+    """Return the flag of a field."""
+    return f"--{field.replace('_', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All inputs of the memory and time formulas. Tensor-parallel size 1, distributed optimizer; Adam, and Muon where
-    the method's preset has it. None: the default.
+    """A training configuration on a cluster. The formulas read `config`, which follows from the other attributes.
+
+    `make_recipe` builds one. Tensor parallelism is not planned.
 
     Raises ValueError, one line that names the flag, for an invalid combination.
     """
 
     model: Model
     cluster: Cluster
+    num_gpus: int
     method: str = "bcd"
-    task: str = "pretrain"  # what the command trains on: pretrain text, sft records
+    task: str = "pretrain"  # pretrain: train on text; sft: fine-tune on records
     precision: str = "fp32"
-    num_gpus: int = _flag(help="GPUs of the run", metavar="N")
-    num_blocks: int | None = _flag(None, "(default: 3, with finetune the fewest that fit; --search tries 2 to 6 with"
-        " method bcd)", name="--bcd-num-blocks", metavar="M")  # fmt: skip
-    layout: str | None = _flag(None, "(default: spread; with --bcd-preset pretrain strided)", name="--bcd-layout",
-        choices=LAYOUTS)  # fmt: skip
-    frozen: frozenset[str] | None = _flag(None, "never trained: some of embedding, head, norms, or none (default: none;"
-        " with finetune embedding)", name="--bcd-frozen", metavar="PARTS")  # fmt: skip
-    always_active: frozenset[str] | None = _flag(None, "trained in every phase: some of norms, biases, embedding, head,"
-        " or none; what is not belongs to a block, the head to the top one (default: the preset's)",
-        name="--bcd-always-active", metavar="PARTS")  # fmt: skip
-    head_phase: bool | None = _flag(None, "the final norm and an untied head are a block of their own; --task sft does"
-        " so where it does not fit otherwise, next with --adam-moments-dtype int8, and freezes the head where that is"
-        " too much", name="--bcd-head-phase", action="store_true")  # fmt: skip
-    low_rank: int | None = _flag(None, "rank of adapters beside every matrix of every layer (default: none)",
-        name="--bcd-low-rank", metavar="R")  # fmt: skip
-    low_rank_layers: str | None = _flag(None, "layers whose adapters are trained; suffix: from the block's first layer"
-        " on (default: all)", name="--bcd-low-rank-layers", choices=("all", "suffix"))  # fmt: skip
-    inactive_update: str | None = _flag(None, "of method finetune: factored = every layer in every step, none = blocks"
-        " (default: with --task sft factored where it fits and no flag asks for blocks)", name="--bcd-inactive-update",
-        choices=("none", "factored"))  # fmt: skip
-    adam_moments_dtype: str = _flag("fp32", "of Adam's moments (default: fp32)", choices=MOMENTS, given="fp32")
-    frozen_weights: str | None = _flag(None, "host: frozen layers lie in host memory (default: device; with --task sft"
-        " host where it does not fit otherwise)", name="--bcd-frozen-weights", choices=FROZEN_WEIGHTS)  # fmt: skip
-    resident_layers: int | None = _flag(None, "with host: frozen layers of a stage that stay on the device (default:"
-        " 0)", name="--bcd-resident-layers", metavar="N")  # fmt: skip
-    host_memory_gb: float | None = _flag(None, "of a node, 10^9 bytes; what needs more does not fit (default: no"
-        " limit)", metavar="GB")  # fmt: skip
-    pipeline_size: int = _flag(1, "(default: the smallest that fits; --search tries all)",
-        name="--pipeline-model-parallel-size", metavar="N")  # fmt: skip
-    context_size: int = _flag(1, "(default: 1)", name="--context-parallel-size", given=1, metavar="N")
-    micro_batch_size: int = _flag(
-        1,
-        "(default: 1; --search tries powers of two, and --task sft where frozen layers are in host memory)",
-        given=1,
-        metavar="N",
-    )
-    global_batch_size: int = _flag(64, "sequences of an iteration (default: 64)", given=64, metavar="N")
-    sequence: int | None = _flag(None, "(default: the model's, of a config.json at most"
-        f" {LONGEST_DEFAULT:,}; with --task sft {SFT_DEFAULTS['sequence']:,})", name="--seq-length",
-        metavar="N")  # fmt: skip
-    recompute: str = _flag("none", "auto: on each stage and in each phase the least that fits; the bare flag means full"
-        " (--search tries none and auto)", given="none", choices=RECOMPUTE_CHOICES, nargs="?",
-        const="full")  # fmt: skip
-    cross_entropy_fusion_impl: str | None = _flag(None, "linear: logits of a few tokens at a time (default: a loss that"
-        " is not fused; with --task sft linear where it does not fit otherwise)", choices=FUSED_LOSSES)  # fmt: skip
-    cut: str = _flag("even", "auto: the head counts as layers (--search tries both)", name="--pipeline-cut",
-        given="even", choices=CUTS)  # fmt: skip
-    replica_groups: int = _flag(1, "of so many GPUs each, which exchange what they have trained (default: 1)", given=1,
-        metavar="K")  # fmt: skip
-    outer_interval: int | None = _flag(None, "steps between exchanges (default: a phase)", metavar="H")
-    outer_delay: int = _flag(0, "steps that hide an exchange within a phase (default: 0)", given=0, metavar="D")
-    outer_compression: str = _flag(
-        "bf16", "how changes are sent (default: bf16)", given="bf16", choices=OUTER_COMPRESSIONS
-    )
-    num_chunks: int | None = _flag(None, "chunks of a stage, with --bcd-layout interleaved (default: as many as"
-        " blocks)", name="--num-virtual-stages-per-pipeline-rank", metavar="V")  # fmt: skip
-    memory_share: float = 1.0  # of a GPU's memory, that recomputation with auto leaves to be filled
-    unfused_attention: bool = False  # attention scores in memory, as in the paper's runs
-    vocabulary_multiple: int = 128  # --make-vocab-size-divisible-by
+    recompute: str = "none"  # none; full; auto: on each stage and in each phase the least that fits
+    flags: frozenset[tuple[str, Any]] = frozenset()
+    """The flags of the training script that were given, by field name, without those that are None."""
+    host_memory_gb: float | None = None  # of a node, 10^9 bytes; None: no limit
+    memory_share: float = 1.0  # the part of a GPU's memory that --recompute auto may fill
+    unfused_attention: bool = False  # whether attention scores are in memory, as in the paper's runs
 
     def __post_init__(self) -> None:
         for fault in self._faults():
             raise ValueError(fault)
         _ = self.partition  # raises if the layout does not fit the model
 
-    def _faults(self) -> Iterator[str]:
-        for flag, value, most in (
-            ("--num-gpus", self.num_gpus, MAX_GPUS),
-            ("--pipeline-model-parallel-size", self.pipeline_size, MAX_GPUS),
-            ("--context-parallel-size", self.context_size, MAX_GPUS),
-            ("--global-batch-size", self.global_batch_size, MAX_BATCH),
-            ("--micro-batch-size", self.micro_batch_size, MAX_BATCH),
-            ("--seq-length", self.tokens, MAX_TOKENS),
-            ("--replica-groups", self.replica_groups, MAX_GPUS),
-            ("--outer-interval", self.outer_interval or 1, int(self.bcd.mean_steps)),
-        ):
-            if not 1 <= value <= most:
-                yield f"{flag} {value}: must be 1 to {most}"
-        if not 0 <= self.outer_delay < (self.outer_interval or 1):
-            yield f"--outer-delay {self.outer_delay}: must be 0, or less than an --outer-interval"
-        gpus, stages, context = f"--num-gpus {self.num_gpus}", self.pipeline_size, self.context_size
-        if self.num_gpus % self.num_nodes:
-            nodes = f"{self.num_nodes} nodes of at most {self.cluster.gpus_per_node} GPUs"
-            yield f"{gpus}: cannot be divided evenly among {nodes}"
-        if self.num_gpus % (stages * context):
-            product = f"--context-parallel-size {context} x --pipeline-model-parallel-size {stages}"
-            yield f"{product} does not divide {gpus}: give a divisor"
-        if context > 1 and self.tokens % (2 * context):
-            yield f"--seq-length {self.tokens}: must be a multiple of {2 * context}, 2 x --context-parallel-size"
-        if self.global_batch_size % (per_step := self.micro_batch_size * self.data_size):
-            product = f"--micro-batch-size {self.micro_batch_size} x {self.data_size} data-parallel ranks"
-            yield f"--global-batch-size {self.global_batch_size}: must be a multiple of {per_step} ({product})"
-        blocks, method = f"--bcd-num-blocks {self.num_blocks}", f"--method {self.method}"
-        if self.is_muon and self.precision == "fp16":
-            yield f"--precision fp16: {method} has no loss scale; give bf16 or fp32"
-        yield from self._faults_of_factored()
-        if self.method in ("bcd", "finetune") and self.num_blocks == 0 and not (self.low_rank or self.is_factored):
-            yield f"{blocks}: nothing would be trained. Give --bcd-low-rank R, or --bcd-preset pretrain."
-        shape = self.shape
-        most = min(shape.hidden_size, shape.ffn_hidden_size, shape.key_value_size)
-        if self.low_rank is not None and not 1 <= self.low_rank <= most:
-            yield f"--bcd-low-rank {self.low_rank}: must be 1 to {most}"
-        if self.method == "pretrain" and self.num_blocks == 1:
-            yield f"{blocks}: with {method} no layer would be inactive; give at least 2, or 0"
-        if not self.has_blocks and self.num_blocks not in (None, 1):
-            yield f"{blocks} cannot be combined with {method}, where all parameters are active; leave it out"
-        if self.model.form == "gpt" and self.tokens > (most := self.shape.num_positions):
-            yield f"--seq-length {self.tokens}: {self.model.name} has {most} positions; give at most so many"
-        if self.is_streamed and (not self.has_blocks or self.bcd.bcd_inactive_update != "none"):
-            yield f"--bcd-frozen-weights host: {method} writes all layers in every step; leave it out"
-        if not 0 <= (resident := self.resident_layers or 0) <= self.model.layers:
-            yield f"--bcd-resident-layers {resident}: must be 0 to {self.model.layers}"
-        if self.adam_moments_dtype != "fp32" and self.method == "offload":
-            yield "--adam-moments-dtype: the optimizer on the host has moments in fp32; leave it out"
-        if self.adam_moments_dtype == "int8" and self.shape.tied and 1 < stages < self.num_gpus:
-            yield "--adam-moments-dtype int8 with a tied head needs one stage or one data-parallel rank; give bf16"
+    def given(self, field: str) -> Any:
+        """Return the value of a flag as it was given, or None."""
+        return dict(self.flags).get(field)
 
-    def _faults_of_factored(self) -> Iterator[str]:
-        flag = f"--bcd-inactive-update {self.inactive_update}"
-        if self.inactive_update is not None and self.method != "finetune":
-            yield f"{flag} needs --method finetune, not {self.method}"
-        if self.is_factored:
-            if self.precision == "fp16":
-                yield f"--precision fp16: {flag} has no loss scale; give bf16 or fp32"
-            for name in ("num_blocks", "layout", "head_phase", "num_chunks", "low_rank"):
-                if getattr(self, name):
-                    yield f"{FLAGS[name]}: with {flag} there are no blocks; leave it out"
+    def changed(self, **values: Any) -> Recipe:
+        """Return the recipe with other attributes or flags. A flag that is None takes its default."""
+        return make_recipe(**self.values | values)
 
     @property
-    def is_factored(self) -> bool:
-        """Whether every layer is trained in every step, by the factored update."""
-        return self.method == "finetune" and self.inactive_update == "factored"
+    def values(self) -> dict[str, Any]:
+        """The arguments of `make_recipe`."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "flags"} | dict(self.flags)
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The configuration of the run."""
+        config = _build_config(self.model, self.method, self.task, self.precision, self.recompute, self.flags)
+        if config.training.pipeline_cut == "auto" and config.pipeline_size > 1:
+            return run_state.balance_stages(config, padded_vocab_size=self.padded_vocabulary)
+        return config
 
     @property
     def has_blocks(self) -> bool:
@@ -205,199 +121,235 @@ class Recipe:
         return self.method in PRESET_OF
 
     @property
-    def name(self) -> str:
-        """The method's name for people: a preset's, lora for adapters alone."""
-        name = FACTORED if self.is_factored else PRESET_OF.get(self.method, self.method)
-        if self.low_rank is None:
-            return name
-        return "lora" if self.num_blocks == 0 else f"{name}+lora"
+    def asked_blocks(self) -> int:
+        """--bcd-num-blocks with its default. In layout `stage` the partition has one block per stage."""
+        number = self.config.bcd.bcd_num_blocks
+        return DEFAULT_NUM_BLOCKS if number is None else number
+
+    @property
+    def is_factored(self) -> bool:
+        """Whether every layer is trained in every step, by the factored update."""
+        return self.config.bcd.bcd_inactive_update == "factored"
 
     @property
     def is_streamed(self) -> bool:
-        """Whether frozen layers lie in host memory."""
-        return self.frozen_weights == "host"
+        """Whether frozen layers are in host memory."""
+        return self.config.bcd.bcd_frozen_weights == "host"
 
     @property
-    def has_linear_loss(self) -> bool:
-        """Whether the loss holds the logits of a few tokens at a time."""
-        return self.cross_entropy_fusion_impl == "linear"
-
-    @property
-    def bcd(self) -> BcdConfig:
-        """Return what the method's preset sets, and where frozen weights lie."""
-        # as arguments/derive.py
-        always = ALWAYS_ACTIVE if self.always_active is None else self.always_active
-        is_trained = {"embedding", "head"} & {*always} - (self.frozen or frozenset())
-        adam = {"bcd_embedding_update": "adam"} if self.is_factored and not is_trained else {}
-        return _bcd_of(
-            self.method,
-            self.inactive_update or "none",
-            bcd_frozen_weights=self.frozen_weights or "device",
-            bcd_resident_layers=self.resident_layers or 0,
-            **adam,
-        )
-
-    @property
-    def is_muon(self) -> bool:
-        """Whether Muon steps the active block's matrices, or all."""
-        return self.method == "muon" or self.has_blocks and PRESETS[PRESET_OF[self.method]]["optimizer"] == "muon"
+    def name(self) -> str:
+        """The name of the method for people: a preset's, where it has one."""
+        return FACTORED if self.is_factored else PRESET_OF.get(self.method, self.method)
 
     @property
     def tokens(self) -> int:
         """Tokens of a sequence."""
-        return self.model.sequence if self.sequence is None else self.sequence
+        return self.config.model.seq_length
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.config.training.micro_batch_size
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.config.training.global_batch_size or 1
 
     @property
     def micro_batch_tokens(self) -> int:
         """Tokens of a microbatch on one context-parallel rank."""
-        return self.tokens // self.context_size * self.micro_batch_size
-
-    @property
-    def data_size(self) -> int:
-        """Data-parallel ranks."""
-        return self.num_gpus // (self.pipeline_size * self.context_size)
-
-    @property
-    def num_replicas(self) -> int:
-        """The data-parallel x context-parallel group: ranks with the same weights."""
-        return self.num_gpus // self.pipeline_size
+        return self.tokens // self.config.context_size * self.micro_batch_size
 
     @property
     def num_microbatches(self) -> int:
-        """Per iteration."""
+        """Microbatches of an iteration."""
         return self.global_batch_size // (self.micro_batch_size * self.data_size)
 
     @property
+    def pipeline_size(self) -> int:
+        return self.config.pipeline_size
+
+    @property
+    def data_size(self) -> int:
+        """The data-parallel size."""
+        return self.num_gpus // self.config.model_size
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of ranks that hold the same weights: data-parallel times context-parallel ones."""
+        return self.num_gpus // self.pipeline_size
+
+    @property
     def num_nodes(self) -> int:
-        """The fewest nodes that hold the GPUs."""
+        """The fewest nodes that have enough GPUs."""
         return -(-self.num_gpus // self.cluster.gpus_per_node)
 
     @property
     def gpus_per_node(self) -> int:
-        """Used on each node."""
+        """The GPUs that are used on each node."""
         return self.num_gpus // self.num_nodes
 
     @property
     def bytes_per_element(self) -> int:
-        """Bytes of one activation or weight."""
+        """The bytes of one activation or weight."""
         return 4 if self.precision == "fp32" else 2
-
-    @cached_property
-    def shape(self) -> ModelShape:
-        """Sizes that determine the number of parameters."""
-        return replace(self.model.shape(self.tokens), low_rank=self.low_rank or 0)
-
-    @cached_property
-    def layer_bytes(self) -> LayerBytes:
-        """Saved activations of one microbatch."""
-        return layer_bytes(
-            self.state,
-            tokens=self.micro_batch_tokens,
-            sequence=self.tokens,
-            num_heads=self.model.heads,
-            context_size=self.context_size,
-            unfused_attention=self.unfused_attention,
-            linear_loss=self.has_linear_loss,
-        )
-
-    @cached_property
-    def state(self) -> ModelState:
-        """Model state of the ranks."""
-        return _state_of(
-            shape=self.shape,
-            partition=self.partition,
-            padded_vocabulary=self.padded_vocabulary,
-            num_replicas=self.num_replicas,
-            method=self.method,
-            precision=self.precision,
-            adam_moments_dtype=self.adam_moments_dtype,
-            bcd=self.bcd,
-            optimizer="muon" if self.is_muon else "adam",
-        )
 
     @property
     def padded_vocabulary(self) -> int:
-        """Rows of the embedding in a run."""
-        return -(-self.model.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
+        """The rows of the embedding."""
+        multiple = self.given("make_vocab_size_divisible_by") or VOCABULARY_MULTIPLE[self.task]
+        return padded_vocab_size(self.model.vocabulary, multiple, 1)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The sizes of the model, with the unpadded vocabulary."""
+        return run_state.shape_of(self.config, vocab_size=self.model.vocabulary)
 
     @cached_property
     def partition(self) -> Partition:
-        """Which layers form which block; one block for methods full and offload."""
-        bcd = self.bcd
-        frozen = with_tied_parts(bcd.frozen if self.frozen is None else self.frozen, tied=self.shape.tied)
-        # methods without blocks have stages, or in layout interleaved chunks of them
-        has_layout = self.has_blocks or self.layout == "interleaved"
-        taken = frozen | {"head"} if self.head_phase else frozen
-        active = bcd.always_active - taken
-        is_lora = self.low_rank is not None and self.asked_blocks == 0
-        adapters = SUFFIX_ADAPTERS if self.low_rank_layers == "suffix" else ADAPTERS
-        return _partition_of(
-            head=self.head_passes if self.cut == "auto" and self.pipeline_size > 1 else None,
-            num_layers=self.model.layers,
-            num_stages=self.pipeline_size,
-            num_blocks=1 if is_lora or not self.has_blocks else self.asked_blocks,
-            layout=self.layout or bcd.bcd_layout if has_layout else "spread",
-            tied=self.shape.tied,
-            frozen=frozen,
-            always_active=active if self.always_active is None else self.always_active,
-            adapters=frozenset() if self.low_rank is None else frozenset({adapters}),
-            are_adapters_alone=is_lora,
-            has_stateless_updates=bcd.bcd_inactive_update != "none",
-            embedding_update=bcd.bcd_embedding_update,
-            num_parts=self.num_chunks,
-            head_phase=bool(self.head_phase),
+        """Which layers form which block. A method without blocks has a single one."""
+        return partition_from_config(self.config)
+
+    @cached_property
+    def memory(self) -> RunMemory:
+        """The memory formulas of the run, which the trainer uses too."""
+        padded, replicas = self.padded_vocabulary, self.num_replicas
+        return RunMemory(
+            config=self.config,
+            state=run_state.model_state_of(
+                self.config, self.partition, padded_vocab_size=padded, num_replicas=replicas
+            ),
+            num_microbatches=self.num_microbatches,
+            unfused_attention=self.unfused_attention,
         )
 
     @property
-    def asked_blocks(self) -> int | None:
-        """--bcd-num-blocks; preset finetune with blocks has as many as a stage has layers. None: the default."""
+    def state(self) -> ModelState:
+        """The model state of the ranks."""
+        return self.memory.state
+
+    def _faults(self) -> Iterator[str]:
+        config, groups = self.config, self.config.groups
+        for flag, value, most in (
+            ("--num-gpus", self.num_gpus, MAX_GPUS),
+            ("--pipeline-model-parallel-size", config.pipeline_size, MAX_GPUS),
+            ("--context-parallel-size", config.context_size, MAX_GPUS),
+            ("--global-batch-size", self.global_batch_size, _MAX_BATCH),
+            ("--micro-batch-size", self.micro_batch_size, _MAX_BATCH),
+            ("--seq-length", self.tokens, _MAX_TOKENS),
+            ("--replica-groups", groups.replica_groups, MAX_GPUS),
+            ("--outer-interval", 1 if groups.outer_interval is None else groups.outer_interval,
+             int(config.bcd.mean_steps)),
+        ):  # fmt: skip
+            if not 1 <= value <= most:
+                yield f"{flag} {value}: must be 1 to {most}"
+        if not 0 <= groups.outer_delay < (groups.outer_interval or 1):
+            yield f"--outer-delay {groups.outer_delay}: must be 0, or less than an --outer-interval"
+        stages, context = config.pipeline_size, config.context_size
+        if self.num_gpus % self.num_nodes:
+            nodes = f"{self.num_nodes} nodes of at most {self.cluster.gpus_per_node} GPUs"
+            yield f"--num-gpus {self.num_gpus}: cannot be divided evenly among {nodes}"
+        if self.num_gpus % (stages * context):
+            product = f"--context-parallel-size {context} x --pipeline-model-parallel-size {stages}"
+            yield f"{product}: does not divide --num-gpus {self.num_gpus}. Give a divisor."
+        if context > 1 and self.tokens % (2 * context):
+            yield f"--seq-length {self.tokens}: must be a multiple of {2 * context}, 2 x --context-parallel-size"
+        if self.global_batch_size % (per_step := self.micro_batch_size * self.data_size):
+            product = f"--micro-batch-size {self.micro_batch_size} x {self.data_size} data-parallel ranks"
+            yield f"--global-batch-size {self.global_batch_size}: must be a multiple of {per_step} ({product})"
+        if self.model.form == "gpt" and self.tokens > (most := config.model.max_position_embeddings):
+            yield f"--seq-length {self.tokens}: {self.model.name} has {most} positions. Give at most {most}."
+        yield from self._faults_of_method()
+
+    def _faults_of_method(self) -> Iterator[str]:
+        number, rule, bcd = self.given("bcd_num_blocks"), self.given("bcd_inactive_update"), self.config.bcd
+        blocks, method = f"--bcd-num-blocks {number}", f"--method {self.method}"
+        if self.precision == "fp16" and (self.config.is_muon or self.is_factored):
+            yield f"--precision fp16: {method} has no loss scale. Give bf16 or fp32."
+        if rule is not None and self.method != "finetune":
+            yield f"--bcd-inactive-update {rule}: needs --method finetune, not {self.method}. Leave it out."
         if self.is_factored:
-            return 0
-        if self.method == "finetune" and self.num_blocks is None and self.layout != "stage":
-            return max(1, self.model.layers // self.pipeline_size)
-        return self.num_blocks
-
-    @property
-    def head_passes(self) -> float:
-        """Cost of one pass of the output head, in passes of a layer."""
-        return head_passes(self.shape, sequence=self.tokens, padded_vocabulary=self.padded_vocabulary)
-
-
-FLAGS = {
-    each.name: each.metadata["name"] or f"--{each.name.replace('_', '-')}" for each in fields(Recipe) if each.metadata
-}
-"""The flag of each field that has one."""
-
-
-@lru_cache
-def _bcd_of(method: str, rule: str, **asked: Any) -> BcdConfig:
-    known = {each.name for each in fields(BcdConfig)}
-    preset = PRESET_OF.get(method)
-    values = {"bcd_preset": preset, **preset_fields(preset, rule)} if preset else MUON if method == "muon" else {}
-    return BcdConfig(**{name: value for name, value in (values | asked).items() if name in known})
+            for field in ("bcd_num_blocks", "bcd_layout", "bcd_head_phase", "num_virtual_stages_per_pipeline_rank"):
+                if self.given(field):
+                    yield f"{flag_of(field)}: --bcd-inactive-update factored has no blocks. Leave one of them out."
+        if self.method in ("bcd", "finetune") and number == 0 and not self.is_factored:
+            yield f"{blocks}: nothing would be trained. Give at least 1, or --bcd-preset pretrain."
+        if self.method == "pretrain" and number == 1:
+            yield f"{blocks}: with {method} no layer would be inactive. Give at least 2, or 0."
+        if not self.has_blocks and number not in (None, 1):
+            yield f"{blocks}: {method} trains all parameters. Leave it out."
+        if self.is_streamed and (not self.has_blocks or bcd.bcd_inactive_update != "none"):
+            yield f"--bcd-frozen-weights host: {method} writes all layers in every step. Leave it out."
+        if not 0 <= bcd.bcd_resident_layers <= self.model.layers:
+            yield f"--bcd-resident-layers {bcd.bcd_resident_layers}: must be 0 to {self.model.layers}"
+        moments = self.config.training.adam_moments_dtype
+        if moments != "fp32" and self.method == "offload":
+            yield f"--adam-moments-dtype {moments}: the optimizer on the host stores fp32. Leave it out."
+        if moments == "int8" and self.config.tied and 1 < self.pipeline_size < self.num_gpus:
+            yield f"--adam-moments-dtype {moments}: a tied head needs one stage or one data-parallel rank. Give bf16."
 
 
-@lru_cache(maxsize=64)  # a search tries many batch sizes with the same state
-def _state_of(
-    *, partition: Partition, method: str, precision: str, adam_moments_dtype: str, **fields: Any
-) -> ModelState:
-    return ModelState(
-        partition=partition,
-        precision=precision,
-        budget=state_budget(precision=precision, moments=(adam_moments_dtype,) * 2),
-        is_low_bit=adam_moments_dtype != "fp32",
-        offload_fraction=1.0 if method == "offload" else 0.0,
-        **fields,
-    )
+_ATTRIBUTES = {each.name for each in fields(Recipe)} - {"flags"}
+_KNOWN = {each.name for kind in _SECTIONS.values() for each in fields(kind)} | {*_TRANSFORMER}
 
 
-@lru_cache(maxsize=1024)  # a search tries many batch sizes with the same partition
-def _partition_of(
-    *, head: float | None, adapters: frozenset[str], are_adapters_alone: bool, **settings: Any
-) -> Partition:
-    """Of `partition` with these settings; with the cost of the head of stages that take equally long."""
+def make_recipe(**values: Any) -> Recipe:
+    """Build a recipe of these attributes and flags. A flag has its field name in RunConfig; None leaves it out.
 
-    def divided(sizes: tuple[int, ...] | None) -> Partition:
-        return with_adapters(partition(layers_per_stage=sizes, **settings), adapters, are_alone=are_adapters_alone)
+    Raises ValueError as Recipe does.
+    """
+    own = {name: value for name, value in values.items() if name in _ATTRIBUTES}
+    flags = {name: value for name, value in values.items() if name not in _ATTRIBUTES}
+    if unknown := flags.keys() - _KNOWN:
+        raise TypeError(f"no field of RunConfig: {', '.join(sorted(unknown))}")
+    return Recipe(**own, flags=frozenset((name, value) for name, value in flags.items() if value is not None))
 
-    return divided(None if head is None else balanced_cut(divided(None), head=head))
+
+@lru_cache(maxsize=2048)  # a search builds the same configuration for several clusters and shares of memory
+def _build_config(
+    model: Model, method: str, task: str, precision: str, recompute: str, flags: frozenset[tuple[str, Any]]
+) -> RunConfig:
+    """Return the configuration that the training script makes of the flags, in the fields that the formulas read.
+
+    The script's own parser needs torch and Megatron Core, and a search builds thousands of configurations.
+    """
+    given = dict(flags) | ({} if precision == "fp32" else {precision: True})
+    values = {**DEFAULTS, **model.flags(given.get("seq_length")), **METHOD_FLAGS[method]}
+    values["make_vocab_size_divisible_by"] = VOCABULARY_MULTIPLE[task]
+    values |= {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "use_precision_aware_optimizer": False}
+    if preset := METHOD_FLAGS[method].get("bcd_preset"):
+        values |= preset_values(preset, given)
+    values |= given
+    if "cross_entropy_fusion_impl" in given:
+        values["cross_entropy_loss_fusion"] = True
+    values |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
+    values |= {"recompute": "auto"} if recompute == "auto" else {}
+    values |= {"recompute_granularity": "full"} if recompute == "full" else {}
+    _derive_blocks(values, given)
+    sections = {name: _build_section(kind, values) for name, kind in _SECTIONS.items()}
+    transformer = {name: values[name] for name in _TRANSFORMER if values.get(name) is not None}
+    return RunConfig(transformer=transformer, **sections)
+
+
+def _build_section(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Build a section of RunConfig. A field without a default is 0 if no formula reads it."""
+    known = {each.name: values.get(each.name, 0) for each in fields(kind) if each.default is MISSING}
+    return kind(**known | {each.name: values[each.name] for each in fields(kind) if each.name in values})
+
+
+def _derive_blocks(values: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Fill in what follows from the flags of blocks, as arguments/derive.py does."""
+    if values.get("bcd_preset") is None:
+        return
+    bcd: BcdConfig = _build_section(BcdConfig, values)
+    if bcd.bcd_preset == "finetune" and bcd.bcd_num_blocks is None and bcd.bcd_layout != "stage":
+        values["bcd_num_blocks"] = max(1, values["num_layers"] // max(1, values["pipeline_model_parallel_size"]))
+    taken = bcd.frozen
+    if not values["untie_embeddings_and_output_weights"] and taken & {"embedding", "head"}:
+        taken |= {"embedding", "head"}
+    if bcd.bcd_head_phase:
+        taken |= {"head"}
+    if "bcd_always_active" not in given and bcd.bcd_always_active is not None:
+        values["bcd_always_active"] = ",".join(sorted(bcd.always_active - taken)) or "none"
+    always = str(values.get("bcd_always_active")).split(",")
+    if not {"embedding", "head"} & set(always):
+        values["bcd_embedding_update"] = "adam"

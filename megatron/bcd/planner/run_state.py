@@ -1,4 +1,4 @@
-"""A run's memory and arithmetic from its configuration: model state, --recompute auto, FLOPs. Pure."""
+"""Formulas of a training configuration, for planner and trainer: sizes, model state, --recompute auto, FLOPs. Pure."""
 
 from __future__ import annotations
 
@@ -6,32 +6,36 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
-from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.blocks.cut import balanced_cut
+from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.pipeline.plan import steady_shape
+from megatron.bcd.pipeline.plan import PlanShape, steady_shape
 from megatron.bcd.planner import cost
-from megatron.bcd.planner.activations import Recomputed, StageActivations, layer_bytes
+from megatron.bcd.planner.activations import LayerBytes, Recomputed, StageActivations, layer_bytes
 from megatron.bcd.planner.state import ModelState
 
 
 def offload_fraction(config: RunConfig) -> float:
-    """Share of the optimizer state in host memory."""
+    """Return the share of the optimizer state that is in host memory."""
     if not config.optimizer.optimizer_cpu_offload:
         return 0.0
     return config.optimizer.optimizer_offload_fraction
 
 
 def moments_of(config: RunConfig, *, of_adam: Sequence[str]) -> Sequence[str]:
-    """Dtypes of the optimizer's moments."""
+    """Return the dtypes of the optimizer's moments."""
     optimizer = config.optimizer
     return ("fp32",) * (optimizer.sgd_momentum != 0.0) if optimizer.optimizer == "sgd" else of_adam
 
 
+_cached_state = lru_cache(maxsize=64)(ModelState)  # a search tries many batch sizes with the same state
+
+
 def model_state_of(config: RunConfig, partition: Partition, *, padded_vocab_size: int, num_replicas: int) -> ModelState:
-    """Model state of the ranks of a run, ``num_replicas`` of which hold the same weights."""
-    optimizer = config.optimizer
-    return ModelState(
+    """Return the model state of a run in which ``num_replicas`` ranks hold the same weights."""
+    return _cached_state(
         shape=shape_of(config, vocab_size=padded_vocab_size),
         partition=partition,
         padded_vocabulary=padded_vocab_size,
@@ -45,7 +49,7 @@ def model_state_of(config: RunConfig, partition: Partition, *, padded_vocab_size
             precision_aware=config.is_precision_aware,
         ),
         bcd=config.bcd,
-        optimizer=optimizer.optimizer,
+        optimizer=config.optimizer.optimizer,
         is_low_bit=set(config.moment_dtypes) != {"fp32"},
         is_distributed=config.training.use_distributed_optimizer,
         offload_fraction=offload_fraction(config),
@@ -53,18 +57,17 @@ def model_state_of(config: RunConfig, partition: Partition, *, padded_vocab_size
 
 
 def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
-    """Sizes of the model."""
+    """Return the sizes of the model."""
     fields = config.transformer
     hidden, heads = config.hidden_size, int(fields["num_attention_heads"])
     channels = fields.get("kv_channels") or hidden // heads
+    has_positions = config.model.position_embedding_type == "learned_absolute"
     return cost.ModelShape(
         num_layers=config.num_layers,
         hidden_size=hidden,
         ffn_hidden_size=fields.get("ffn_hidden_size") or 4 * hidden,
         vocab_size=vocab_size,
-        num_positions=config.model.max_position_embeddings
-        if config.model.position_embedding_type == "learned_absolute"
-        else 0,
+        num_positions=config.model.max_position_embeddings if has_positions else 0,
         tied=config.tied,
         biases=bool(fields["add_bias_linear"]),
         gated=config.is_gated,
@@ -77,37 +80,51 @@ def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
 
 
 def head_passes(config: RunConfig, *, padded_vocab_size: int) -> float:
-    """Cost of one pass of the output head, in passes of a layer."""
+    """Return the cost of one pass of the output head, in passes of a layer."""
     shape = shape_of(config, vocab_size=padded_vocab_size)
     return cost.head_passes(shape, sequence=config.model.seq_length, padded_vocabulary=padded_vocab_size)
 
 
-def phase_flops(config: RunConfig, partition: Partition, block: int, *, padded_vocab_size: int) -> float:
-    """Floating-point operations of matrix products for one sequence in the block's phase, over all ranks.
+def balance_stages(config: RunConfig, *, padded_vocab_size: int) -> RunConfig:
+    """Return the configuration with --pipeline-model-parallel-layout as --pipeline-cut auto sets it.
 
-    Stock Megatron-LM's count of full training, without what the phase leaves out: gradients behind its prefix and of
-    frozen weights. What is recomputed is not counted, and what a prefix cache serves is.
+    The stages take equally long; the output head counts.
+    """
+    even = partition_from_config(config)
+    sizes = balanced_cut(even, head=head_passes(config, padded_vocab_size=padded_vocab_size))
+    layout = f"E{'|'.join('t' * size for size in sizes)}L"  # Megatron Core's notation
+    return config.replace_section("training", pipeline_model_parallel_layout=layout)
+
+
+def phase_flops(config: RunConfig, partition: Partition, block: int, *, padded_vocab_size: int) -> float:
+    """Return the floating-point operations of the matrix products of one sequence in the block's phase, on all ranks.
+
+    This is stock Megatron-LM's count of full training, less what the phase leaves out: gradients behind its prefix,
+    and gradients of frozen weights. Recomputation does not count. The forward pass of a cached prefix does.
     """
     shape, length = shape_of(config, vocab_size=padded_vocab_size), config.model.seq_length
     matrices, core = cost.pass_products(shape, sequence=length)
-    work = cost.layer_work(partition, block)
-    of_layers = sum(work) * (matrices + core / 2)
+    layers = sum(cost.layer_work(partition, block)) * (matrices + core / 2)  # a causal mask halves the core
     head = shape.hidden_size * padded_vocab_size
-    return 2.0 * length * (of_layers + head * (2 + partition.head_active(block)))
+    return 2.0 * length * (layers + head * (2 + partition.head_active(block)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunMemory:
-    """A run's memory, by the planner's formulas: a LLaMA's kernels are assumed fused."""
+    """The memory of a run. The formulas assume that the kernels of a LLaMA are fused."""
 
     config: RunConfig
     state: ModelState
     num_microbatches: int
-    """Of a full global batch."""
+    """Microbatches of a full global batch."""
+    unfused_attention: bool = False
+    """Whether attention scores are in memory."""
 
     def frozen_weights(self, *, memory_bytes: float) -> tuple[str, int]:
-        """--bcd-frozen-weights and --bcd-resident-layers: as many layers on the device as every rank has room for in
-        every phase, beside the activations that the flags keep. All in host memory where nothing fits."""
+        """Return --bcd-frozen-weights and --bcd-resident-layers: as many layers on the device as fit on every rank.
+
+        They must fit in every phase, beside the activations that the flags keep. If nothing fits, all are on the host.
+        """
         partition = self.state.partition
         places = list(itertools.product(range(partition.num_stages), range(partition.num_blocks)))
         activations = [self._activation_bytes(*place) for place in places]
@@ -117,8 +134,8 @@ class RunMemory:
             state = replace(self.state, bcd=bcd)
             ranks = [state.largest_rank(*place) for place in places]
             return all(
-                replace(rank, activations=held).total <= memory_bytes
-                for rank, held in zip(ranks, activations, strict=True)
+                replace(rank, activations=size).total <= memory_bytes
+                for rank, size in zip(ranks, activations, strict=True)
             )
 
         if fits(("device", 0)):
@@ -127,32 +144,43 @@ class RunMemory:
         return on_host[min(bisect_left(on_host, True, key=fits), len(on_host) - 1)]
 
     def _activation_bytes(self, stage: int, block: int) -> int:
-        """Messages included."""
+        """Return the activations of a stage, messages included."""
         activations, granularity = self.activations(stage, block), self.config.transformer.get("recompute_granularity")
         layers = activations.partition.num_behind_prefix(stage, block) if granularity == "full" else ()
         choice = Recomputed(granularity=granularity or "full", layers=tuple(layers))
         return activations.peak_bytes(choice) + activations.message_bytes
 
-    def activations(self, stage: int, block: int) -> StageActivations:
-        config, state = self.config, self.state
-        return StageActivations(
-            state=state,
+    @cached_property
+    def layer_bytes(self) -> LayerBytes:
+        """The activations of one microbatch."""
+        config = self.config
+        return layer_bytes(
+            self.state,
+            tokens=config.training.micro_batch_size * config.model.seq_length // config.context_size,
             sequence=config.model.seq_length,
-            sizes=layer_bytes(
-                state,
-                tokens=config.training.micro_batch_size * config.model.seq_length // config.context_size,
-                sequence=config.model.seq_length,
-                num_heads=int(config.transformer["num_attention_heads"]),
-                context_size=config.context_size,
-                linear_loss=config.has_linear_loss,
-            ),
-            shape=steady_shape(
-                state.partition,
-                block,
-                num_microbatches=self.num_microbatches,
-                head=head_passes(config, padded_vocab_size=state.padded_vocabulary),
-                run_ahead=config.bcd.bcd_run_ahead,
-            ),
+            num_heads=int(config.transformer["num_attention_heads"]),
+            context_size=config.context_size,
+            unfused_attention=self.unfused_attention,
+            linear_loss=config.has_linear_loss,
+        )
+
+    def schedule_shape(self, block: int) -> PlanShape:
+        """Return the pipeline schedule in the middle of the block's phase."""
+        return steady_shape(
+            self.state.partition,
+            block,
+            num_microbatches=self.num_microbatches,
+            head=head_passes(self.config, padded_vocab_size=self.state.padded_vocabulary),
+            run_ahead=self.config.bcd.bcd_run_ahead,
+        )
+
+    def activations(self, stage: int, block: int) -> StageActivations:
+        """Return the activations of a stage in the block's phase."""
+        return StageActivations(
+            state=self.state,
+            sequence=self.config.model.seq_length,
+            sizes=self.layer_bytes,
+            shape=self.schedule_shape(block),
             stage=stage,
             block=block,
         )

@@ -1,7 +1,7 @@
-"""Model state of every rank in every phase, and the work of its optimizer step: one formula for planner and trainer.
+"""Model state of every rank in every phase, and the work of its optimizer step, for planner and trainer.
 
-Matrices of layers that are stepped without Megatron Core's optimizer are as in `optim.matrix_optimizer`: each has one
-of the ranks with the same weights as its owner, which alone holds momentum and low bits, and computes the update.
+Some matrices are stepped without Megatron Core's optimizer (`optim.matrix_optimizer`). One of the ranks with the same
+weights owns each of them: it alone stores momentum and low bits, and computes the update.
 """
 
 from __future__ import annotations
@@ -14,97 +14,97 @@ from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import BcdConfig
 from megatron.bcd.planner.cost import DTYPE_BYTES, ModelShape, StateBudget, newton_schulz_flops
-from megatron.bcd.planner.tensors import Buffer, Tensor, buffer_of, stage_tensors
+from megatron.bcd.planner.tensors import Buffer, Tensor, build_buffer, stage_tensors
 
 STEP_COUNTER_BYTES = 4
-"""PyTorch's Adam has one step counter per parameter that the rank holds a part of."""
+"""PyTorch's Adam has a step counter for each parameter of which the rank stores a part."""
 _ARENA_ALIGNMENT = 128
-"""Elements (`model.frozen_weights`)."""
+"""Elements to which `model.frozen_weights` aligns tensors."""
 _LOW_BIT_CHUNK, _LOW_BIT_WORK = 2**22, 28
-"""Elements whose moments are decoded at once on a GPU (`optim.low_bit_adam`), and the most bytes that each takes."""
+"""Elements whose moments `optim.low_bit_adam` decodes at once on a GPU, and the temporary bytes of each."""
 
 _WORKING_BYTES = {"orthogonal": (10.5, 14, 17), "factored": (8, 12, 12)}
-"""Per element of what is updated at a time, by rule: of one matrix; of several, with copies of weights, low bits and
-momentum; and where queries, keys and values are taken apart."""
+"""Temporary bytes per element of the matrices that one update steps, by rule: of a single matrix; of several, with
+copies of weights, low bits and momentum; and where queries, keys and values are taken apart."""
 _STATELESS_PASSES, _MUON_PASSES = {"orthogonal": 17, "factored": 16}, 27
-"""4-byte elements read or written per parameter in one step, outside the products of the orthogonalisation: norm and
-copies of the gradient, scaling, weight decay, update; with a momentum also its update and Nesterov's mean. Of factored
-in bf16 (docs/stateless_updates.md, Cost)."""
+"""4-byte elements that a step reads or writes per parameter, outside the products of the orthogonalisation: norm and
+copies of the gradient, scaling, weight decay, update; with a momentum also its update and Nesterov's mean. Those of
+factored hold in bf16 (docs/stateless_updates.md, Cost)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank in one phase, from the second cycle on."""
+    """The bytes of one rank in one phase, from the second cycle on."""
 
     stage: int
     block: int
-    weights: int  # with the padding of the buffers in which the phases leave their blocks
+    weights: int  # with the padding of the buffers of all phases
     gradients: int
     optimizer: int
-    """Moments, main parameters and step counters of the rank's shard, Muon's momenta and low bits of the matrices that
-    it owns; 0 if they are on the host."""
+    """Moments, main parameters and step counters of the rank's shard; momenta and low bits of its own matrices. 0 if
+    they are on the host."""
     activations: int = 0
     optimizer_work: int
-    """Temporary memory of PyTorch's Adam, or of the largest stack of matrices that is stepped without it, when
-    activations are already freed."""
+    """Temporary memory of the optimizer step, when activations are already freed."""
     communication: int = 0
     framework: int = 0
 
     @property
     def model_state(self) -> int:
-        """Weights, gradients and optimizer state."""
+        """The bytes of weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """The peak."""
+        """The peak of the phase."""
         moving = max(self.activations + self.communication, self.optimizer_work)
         return self.model_state + moving + self.framework
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedLayers:
-    """The layers of a stage that --bcd-frozen-weights host takes, without what is active in every phase."""
+    """The layers of a stage that --bcd-frozen-weights host moves, without always-active parameters."""
 
     sizes: tuple[int, ...]
-    """Elements, in order."""
+    """Elements of each layer, in order."""
     padded: int
-    """Of one: as it lies in the arena and in a buffer."""
+    """Elements of a layer with alignment, in host memory and in a device buffer."""
     is_active: tuple[tuple[bool, ...], ...]
-    """By block, of each layer."""
+    """By block, whether each layer is active."""
 
-    def num_held(self, block: int, resident: int) -> int:
-        """Frozen layers that the device holds in the block's phase, buffers included."""
+    def num_on_device(self, block: int, resident: int) -> int:
+        """Return how many frozen layers the device stores in the block's phase, buffers included."""
         frozen = self.is_active[block].count(False)
         return min(frozen, resident + 2) if frozen > resident else frozen
 
     def device_elements(self, block: int, resident: int) -> int:
+        """Return the elements of active and frozen layers that the device stores in the block's phase."""
         active = sum(size for size, is_active in zip(self.sizes, self.is_active[block], strict=True) if is_active)
-        return active + self.num_held(block, resident) * self.padded
+        return active + self.num_on_device(block, resident) * self.padded
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixShare:
-    """A rank's share of a stage's matrices in one phase, by default without matrices to step."""
+    """A rank's share of the matrices that are stepped in one phase. By default there are none."""
 
-    gradients: int = 0  # bytes, of all matrices that are stepped: also of those that other ranks own
-    state: int = 0  # bytes of momenta, of factors, and of the 16 bits that bf16 weights lack
-    kept: int = 0  # bytes of momenta of other blocks, in host memory
-    working: int = 0  # bytes of temporary memory while the largest own stack of matrices is updated
+    gradients: int = 0  # bytes, for all matrices, those of other owners included
+    state: int = 0  # bytes of momenta, factors, and the low 16 bits of bf16 weights
+    kept: int = 0  # bytes of offloaded momenta of other blocks, in host memory
+    working: int = 0  # temporary bytes while the rank updates its largest stack of matrices
     orthogonalization: int = 0  # operations
     traffic: int = 0  # bytes of element-wise work
-    messages: int = 0  # bytes of gradients that go to their owners, and of weights that come back
+    messages: int = 0  # bytes of gradients sent to owners, and of weights that come back
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelState:
-    """Weights, gradients and optimizer state; the planner makes it of a recipe, the trainer of its configuration."""
+    """Weights, gradients and optimizer state of all ranks (`run_state.model_state_of`)."""
 
     shape: ModelShape
     partition: Partition
     padded_vocabulary: int
     num_replicas: int
-    """Ranks with the same weights: data-parallel times context-parallel ones."""
+    """Number of ranks with the same weights: data-parallel times context-parallel ones."""
     tensor_size: int = 1
     precision: str
     budget: StateBudget
@@ -113,9 +113,9 @@ class ModelState:
     is_low_bit: bool
     """Whether Adam's moments have fewer bits than fp32."""
     is_distributed: bool = True
-    """Whether the ranks with the same weights share optimizer state."""
+    """Whether the ranks with the same weights shard the optimizer state."""
     offload_fraction: float = 0.0
-    """Of the optimizer state in host memory."""
+    """Share of the optimizer state that is in host memory."""
 
     @property
     def is_muon(self) -> bool:
@@ -124,7 +124,7 @@ class ModelState:
 
     @cached_property
     def tensors(self) -> tuple[tuple[Tensor, ...], ...]:
-        """By stage."""
+        """The parameters of a rank, by stage."""
         sizes = {"padded_vocabulary": self.padded_vocabulary, "tensor_size": self.tensor_size}
         return tuple(
             stage_tensors(self.shape, self.partition, stage, **sizes) for stage in range(self.partition.num_stages)
@@ -132,23 +132,23 @@ class ModelState:
 
     @cached_property
     def num_parameters(self) -> tuple[int, ...]:
-        """Of a rank, by stage."""
+        """The number of parameters of a rank, by stage."""
         return tuple(sum(tensor.size for tensor in tensors) for tensors in self.tensors)
 
     @cached_property
     def buffers(self) -> tuple[tuple[Buffer, ...], ...]:
-        """By stage and block."""
+        """The buffers of active parameters, by stage and block."""
         return tuple(
             tuple(self._buffer(tensors, block.index) for block in self.partition.blocks) for tensors in self.tensors
         )
 
     def _buffer(self, tensors: tuple[Tensor, ...], block: int) -> Buffer:
-        held = [tensor for tensor in tensors if tensor.is_active(block) and not (self.is_muon and tensor.parts)]
-        return buffer_of(held, num_ranks=self.num_replicas if self.is_distributed else None)
+        stepped = [tensor for tensor in tensors if tensor.is_active(block) and not (self.is_muon and tensor.parts)]
+        return build_buffer(stepped, num_ranks=self.num_replicas if self.is_distributed else None)
 
     @cached_property
     def streamed(self) -> tuple[StreamedLayers, ...]:
-        """By stage."""
+        """The layers that can be in host memory, by stage."""
         return tuple(self._streamed(tensors) for tensors in self.tensors)
 
     def _streamed(self, tensors: tuple[Tensor, ...]) -> StreamedLayers:
@@ -167,13 +167,13 @@ class ModelState:
         )
 
     def embedding_on_host(self, stage: int) -> int:
-        """Elements, as `RunConfig.has_embedding_on_host` says."""
+        """Return the elements of the stage's embedding if it is in host memory (`RunConfig.has_embedding_on_host`)."""
         partition = self.partition
         is_on_host = self.bcd.bcd_frozen_weights != "device" and "embedding" in partition.frozen and not partition.tied
         return self.padded_vocabulary // self.tensor_size * self.shape.hidden_size * (is_on_host and stage == 0)
 
     def weight_elements(self, stage: int, block: int) -> int:
-        """On the device, with the padding of buffers."""
+        """Return the weights on the device in elements, with the padding of buffers."""
         is_streamed, buffers = self.bcd.bcd_frozen_weights != "device", self.buffers[stage]
         if is_streamed or self.partition.always_active:  # a buffer ends with its phase
             buffers = buffers[block : block + 1]
@@ -185,14 +185,15 @@ class ModelState:
         return elements
 
     def rank(self, stage: int, block: int, replica: int) -> RankMemory:
-        """Without activations."""
+        """Return the model state of one rank, excluding activations."""
         buffer, share = self.buffers[stage][block], self.share(stage, block, replica)
-        held, pieces = buffer.held[replica % len(buffer.held)], buffer.pieces[replica % len(buffer.held)]
+        index = replica % len(buffer.stored)
+        stored, pieces = buffer.stored[index], buffer.pieces[index]
         has_counters = self.optimizer != "sgd" and not self.is_low_bit
-        of_adam = int(self.budget.optimizer * held) + STEP_COUNTER_BYTES * pieces * has_counters
+        of_adam = int(self.budget.optimizer * stored) + STEP_COUNTER_BYTES * pieces * has_counters
         # gradients of 2 bytes are copied to fp32, and SGD adds weight decay to a copy
-        adam_work = 4 * held * ((self.budget.gradient == 2) + (self.optimizer == "sgd"))
-        adam_work += _LOW_BIT_WORK * min(held, _LOW_BIT_CHUNK) * self.is_low_bit
+        adam_work = 4 * stored * ((self.budget.gradient == 2) + (self.optimizer == "sgd"))
+        adam_work += _LOW_BIT_WORK * min(stored, _LOW_BIT_CHUNK) * self.is_low_bit
         on_device = 1 - self.offload_fraction
         return RankMemory(
             stage=stage,
@@ -204,25 +205,25 @@ class ModelState:
         )
 
     def trained(self, stage: int, *blocks: int) -> list[int]:
-        """Sizes of a rank's parameters that are updated in some phase of the blocks, by default of all."""
+        """Return the sizes of a rank's parameters that are updated in a phase of these blocks, by default of all."""
         phases = blocks or range(self.partition.num_blocks)
         return [
-            one.size
-            for one in self.tensors[stage]
-            if any(one.is_active(block) or one.is_stateless(block) for block in phases)
+            tensor.size
+            for tensor in self.tensors[stage]
+            if any(tensor.is_active(block) or tensor.is_stateless(block) for block in phases)
         ]
 
     def largest_rank(self, stage: int, block: int) -> RankMemory:
-        """Of those of a stage: they differ by less than a parameter's shard."""
-        held = self.buffers[stage][block].held
-        return self.rank(stage, block, max(range(len(held)), key=held.__getitem__))
+        """Return the rank of the stage with the most state. Ranks differ by less than a parameter's shard."""
+        stored = self.buffers[stage][block].stored
+        return self.rank(stage, block, max(range(len(stored)), key=stored.__getitem__))
 
     def largest_bytes(self, stage: int) -> int:
-        """Model state of a rank of the stage in its largest phase."""
+        """Return the model state of the stage's largest rank in its largest phase."""
         return max(self.largest_rank(stage, block.index).model_state for block in self.partition.blocks)
 
     def share(self, stage: int, block: int, replica: int) -> MatrixShare:
-        """The share of one rank."""
+        """Return a rank's share of the matrices that are stepped in the block's phase."""
         if not self.is_muon and self.bcd.bcd_inactive_update == "none":
             return MatrixShare()
         shares = self._shares
@@ -235,26 +236,26 @@ class ModelState:
 
     @cached_property
     def _shares(self) -> dict[tuple[int, int], list[MatrixShare]]:
-        """Of all ranks, by stage and block: a search asks for the same ones again."""
+        """The shares of all ranks, by stage and block: a search needs them repeatedly."""
         return {}
 
-    def _share(self, matrices: list[Tensor], is_own: list[bool], block: int) -> MatrixShare:
+    def _share(self, matrices: list[Tensor], is_owner: list[bool], block: int) -> MatrixShare:
         bcd = self.bcd
         muon_gradient, stateless_gradient = DTYPE_BYTES[bcd.muon_grad_dtype], DTYPE_BYTES[bcd.bcd_inactive_grad_dtype]
         momentum = DTYPE_BYTES[bcd.muon_momentum_dtype] if self.is_muon else 0
         low_bits = 2 if self.precision == "bf16" else 0
         total, updated = Counter[str](), []
-        for tensor, own in zip(matrices, is_own, strict=True):
+        for tensor, is_owned in zip(matrices, is_owner, strict=True):
             is_active = tensor.is_active(block)
             is_stepped = is_active and self.is_muon or tensor.is_stateless(block)
             if is_stepped:
                 gradient = muon_gradient if is_active else stateless_gradient
                 total["gradients"] += gradient * tensor.size
                 total["messages"] += (gradient + self.budget.weight) * tensor.size * (self.num_replicas > 1)
-            if not own:
+            if not is_owned:
                 continue
-            is_held = self.is_muon if is_active else bool(tensor.owned.stateless_in)
-            total["state"] += (low_bits * is_held + momentum * is_active) * tensor.size
+            has_low_bits = self.is_muon if is_active else bool(tensor.owned.stateless_in)
+            total["state"] += (low_bits * has_low_bits + momentum * is_active) * tensor.size
             has_factors = self._stateless_rule(tensor) == "factored" and bool(tensor.owned.stateless_in)
             total["state"] += 4 * tensor.num_factors * has_factors
             if not is_active and self.partition.has_active_block and bcd.bcd_optimizer_state == "host":

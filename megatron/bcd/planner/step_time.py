@@ -1,8 +1,8 @@
-"""Iteration time: a roofline per layer, the simulated pipeline, the optimizer step, the reductions.
+"""Estimate the time of an iteration: a roofline per layer, the simulated pipeline, optimizer step and reductions.
 
 A layer takes the time of its matrix products at the achieved share of the peak, plus the time of its element-wise
-work at the achieved share of the memory bandwidth. What a layer saves for its backward pass is written and read once
-in the forward pass, and once more for each gradient.
+work at the achieved share of the memory bandwidth. The forward pass writes and reads what a layer saves for its
+backward pass once; each gradient does so once more.
 """
 
 from __future__ import annotations
@@ -13,105 +13,113 @@ from dataclasses import dataclass, replace
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.pipeline.simulate import ActionCosts, simulate
-from megatron.bcd.planner.cost import adapter_products, pass_products
-from megatron.bcd.planner.memory import recomputation, schedule_shape
-from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.cost import pass_products
+from megatron.bcd.planner.memory import adapter_elements, recomputation
+from megatron.bcd.planner.recipe import LORA, Recipe
 from megatron.bcd.planner.state import MatrixShare
 
 _ADAM_PASSES = 11
-"""4-byte elements read or written per parameter in one step: the gradient for norm, clipping (2), step and zeroing,
-the weight (2), both moments (4)."""
+"""4-byte elements that a step reads or writes per parameter: the gradient for norm, clipping (2), step and zeroing; the
+weight (2); both moments (4)."""
 _SIMULATED_BLOCKS = 5
 _SIMULATED_ROUNDS = 3
-"""Microbatches simulated, in multiples of the stages; the rest are extrapolated."""
+"""Number of simulated microbatches per stage. The time of the others is extrapolated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTime:
-    """Seconds of one iteration in the phase of a block."""
+    """The seconds of one iteration in the phase of a block."""
 
     block: int
     pipeline: float  # forward and backward of all microbatches, bubbles included
-    optimizer: float  # the slowest rank's step, orthogonalisation included
+    optimizer: float  # the step of the slowest rank, orthogonalisation included
     orthogonalization: float  # matrix products of this step
-    reductions: float  # of gradients and weights: reduce-scatter and all-gather; for matrices with an owner, whole
+    reductions: float  # reduce-scatter of gradients and all-gather of weights; messages of matrices with an owner
     bubble: float  # share of the pipeline's time in which stages are idle, over all stages
 
     @property
     def total(self) -> float:
+        """The seconds of the iteration."""
         return self.pipeline + self.optimizer + self.reductions
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassCost:
-    """Work of one microbatch in one pass (forward, input gradient or weight gradient) of a layer or the head."""
+    """The work of one microbatch in one pass (forward, input gradient or weight gradient) of a layer or the head."""
 
     flops: float
     traffic: float  # bytes of element-wise work
 
     def seconds(self, recipe: Recipe) -> float:
+        """Return the time that the work takes."""
         cluster = recipe.cluster
         return self.flops / cluster.flops_per_s(recipe.precision) + self.traffic / cluster.bytes_per_s
 
 
 def layer_pass(recipe: Recipe) -> PassCost:
-    """One pass of one transformer layer."""
+    """Return the work of one pass of a transformer layer."""
     products = sum(pass_products(recipe.shape, sequence=recipe.tokens))
-    return PassCost(flops=2 * recipe.micro_batch_tokens * products, traffic=2 * recipe.layer_bytes.active)
+    return PassCost(flops=2 * recipe.micro_batch_tokens * products, traffic=2 * recipe.memory.layer_bytes.active)
 
 
 def core_pass(recipe: Recipe) -> PassCost:
-    """The core of attention in one forward pass of a layer."""
+    """Return the work of the core of attention in one forward pass of a layer."""
     _, core = pass_products(recipe.shape, sequence=recipe.tokens)
-    return PassCost(flops=2 * recipe.micro_batch_tokens * core, traffic=2 * recipe.layer_bytes.suffix_core)
+    return PassCost(flops=2 * recipe.micro_batch_tokens * core, traffic=2 * recipe.memory.layer_bytes.suffix_core)
 
 
 def head_pass(recipe: Recipe) -> PassCost:
-    """One pass of the output head and the loss."""
+    """Return the work of one pass of the output head and the loss."""
     elements = recipe.micro_batch_tokens * recipe.padded_vocabulary
     return PassCost(flops=2 * elements * recipe.shape.hidden_size, traffic=8 * elements)
 
 
-def pass_seconds(recipe: Recipe) -> tuple[float, float, float, float]:
-    """Of a layer, of its adapters, of the head, and of the core of attention."""
-    adapters = PassCost(flops=2 * recipe.micro_batch_tokens * adapter_products(recipe.shape), traffic=0)
-    layer, head, core = (each(recipe).seconds(recipe) for each in (layer_pass, head_pass, core_pass))
-    return layer, adapters.seconds(recipe), head, core
+def pass_seconds(recipe: Recipe) -> tuple[float, float, float]:
+    """Return the seconds of a pass of a layer, of the head, and of the core of attention."""
+    layer, head, core = (work(recipe).seconds(recipe) for work in (layer_pass, head_pass, core_pass))
+    return layer, head, core
 
 
 def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> PhaseTime:
-    """An iteration in the middle of the block's phase.
+    """Return the time of an iteration in the middle of the block's phase.
 
     ``is_rough`` replaces the simulation by fill, drain and the slowest stage: fast, and exact for balanced stages.
     """
-    shape = schedule_shape(recipe, block)
+    shape = recipe.memory.schedule_shape(block)
     costs = _costs(recipe, shape, block)
     pipeline, bubble = _rough_seconds(shape, costs) if is_rough else _pipeline_seconds(shape, costs)
     buffers = [by_block[block] for by_block in recipe.state.buffers]
-    ranks = [
-        (_step_seconds(recipe, held, share := recipe.state.share(stage, block, rank)), share)
+    ranks = range(len(buffers[0].stored))
+    shares = [[recipe.state.share(stage, block, rank) for rank in ranks] for stage in range(len(buffers))]
+    steps = [
+        (_step_seconds(recipe, _stepped_elements(recipe, stage, stored), share), share)
         for stage, buffer in enumerate(buffers)
-        for rank, held in enumerate(buffer.held)
+        for stored, share in zip(buffer.stored, shares[stage], strict=True)
     ]
-    step, slowest = max(ranks, key=lambda rank: rank[0])
+    step, slowest = max(steps, key=lambda rank: rank[0])
     return PhaseTime(
         block=block,
         pipeline=pipeline,
         optimizer=step,
         orthogonalization=_orthogonalization_seconds(recipe, slowest),
         reductions=max(
-            _reduction_seconds(recipe, buffer.size, recipe.state.share(stage, block, 0).messages)
+            _reduction_seconds(recipe, _stepped_elements(recipe, stage, buffer.size), shares[stage][0].messages)
             for stage, buffer in enumerate(buffers)
         ),
         bubble=bubble,
     )
 
 
-def cycle_seconds(recipe: Recipe) -> tuple[PhaseTime, ...]:
-    """One iteration in the phase of every block.
+def _stepped_elements(recipe: Recipe, stage: int, elements: int) -> int:
+    """Return the elements of a buffer, or for LoRA those of the stage's adapters, which every rank steps."""
+    return adapter_elements(recipe, stage) if recipe.method == LORA else elements
 
-    At most _SIMULATED_BLOCKS blocks are simulated, evenly spaced. The rough time of the others is corrected by the
-    factor of the nearest simulated one.
+
+def cycle_seconds(recipe: Recipe) -> tuple[PhaseTime, ...]:
+    """Return the time of an iteration in the phase of every block.
+
+    At most _SIMULATED_BLOCKS evenly spaced blocks are simulated. The others have their rough time, multiplied by the
+    correction of the nearest simulated block.
     """
     blocks = range(recipe.partition.num_blocks)
     if len(blocks) <= _SIMULATED_BLOCKS:
@@ -129,14 +137,14 @@ def cycle_seconds(recipe: Recipe) -> tuple[PhaseTime, ...]:
 
 
 def mean_seconds(recipe: Recipe, *, is_rough: bool = False) -> float:
-    """Mean iteration time of a cycle, each phase as `phase_seconds` says: every block has the same number of steps."""
+    """Return the mean time of an iteration over a cycle. Every block has the same number of steps."""
     blocks = range(recipe.partition.num_blocks)
     return sum(phase_seconds(recipe, each, is_rough=is_rough).total for each in blocks) / len(blocks)
 
 
 def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
     partition, choices = recipe.partition, recomputation(recipe)
-    layer, adapter, head, core = pass_seconds(recipe)
+    layer, head, core = pass_seconds(recipe)
     unhidden = functools.partial(_unhidden_seconds, recipe, block)
     exchange = exchange_seconds(recipe)
     forward, backward = [], []
@@ -144,35 +152,39 @@ def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
         chunk, stage = divmod(virtual, partition.num_stages)
         layers = partition.chunk_layers(stage, chunk)
         num_layers, num_inputs = len(layers), len(partition.behind_prefix[virtual][block])
-        num_updated = sum(partition.trains_matrices(each, block) for each in layers)
+        num_updated = sum(partition.trains_matrices(index, block) for index in layers) * (recipe.method != LORA)
         choice = choices[stage][block]
         recomputed = choice.num_whole(chunk)
-        forward.append(num_layers * (layer + adapter + exchange) + unhidden(virtual, layer + exchange))
+        forward.append(num_layers * (layer + exchange) + unhidden(virtual, layer + exchange))
         backward.append((num_inputs + num_updated + recomputed) * layer + (num_inputs + recomputed) * exchange)
-        backward[-1] += (2 * num_inputs + recomputed) * adapter
-        of_layers = (layer + exchange) * (1 + recomputed / max(1, num_inputs))
-        backward[-1] += unhidden(virtual, of_layers, num_last=num_inputs)
+        layer_backward = (layer + exchange) * (1 + recomputed / max(1, num_inputs))
+        backward[-1] += unhidden(virtual, layer_backward, num_last=num_inputs)
         if choice.granularity == "selective":
             backward[-1] += num_inputs * core
         if virtual == shape.last:
-            of_forward, of_backward = passes_of_head(recipe, block)
-            forward[-1] += of_forward * head
-            backward[-1] += of_backward * head
+            forward_passes, backward_passes = num_head_passes(recipe, block)
+            forward[-1] += forward_passes * head
+            backward[-1] += backward_passes * head
     return ActionCosts(forward=forward, backward=backward, backward_input=backward, message=_message_seconds(recipe))
 
 
-def passes_of_head(recipe: Recipe, block: int) -> tuple[int, int]:
-    """In a microbatch's forward and backward pass. A linear loss computes the gradient of its input with the loss, and
-    logits again for the weight's."""
+def num_head_passes(recipe: Recipe, block: int) -> tuple[int, int]:
+    """Return the passes of the head in a microbatch's forward and backward pass.
+
+    A linear loss computes the gradient of its input together with the loss, and the logits again for the weight's.
+    """
     is_active = recipe.partition.head_active(block)
-    return (2, 2 * is_active) if recipe.has_linear_loss else (1, 1 + is_active)
+    return (2, 2 * is_active) if recipe.config.has_linear_loss else (1, 1 + is_active)
 
 
 def _unhidden_seconds(
     recipe: Recipe, block: int, virtual: int, computing: float, *, num_last: int | None = None
 ) -> float:
-    """What copies of streamed layers add to a pass, each of which computes for so long while the next one is copied;
-    `num_last`: of a pass that reads the last layers of the virtual stage only."""
+    """Return the time that copies of streamed layers add to a pass.
+
+    Each layer computes for `computing` seconds while the next one is copied. `num_last` restricts the pass to the last
+    layers of the virtual stage.
+    """
     if not recipe.is_streamed:
         return 0.0
     chunk, stage = divmod(virtual, recipe.partition.num_stages)
@@ -184,33 +196,37 @@ def _unhidden_seconds(
 
 
 def streamed_layers(recipe: Recipe, stage: int, block: int) -> set[int]:
-    """Of a stage whose frozen layers lie in host memory: those that are copied in the block's phase."""
+    """Return the layers of the stage that are copied from host memory in the block's phase."""
     frozen = [index for index, is_active in enumerate(recipe.state.streamed[stage].is_active[block]) if not is_active]
-    return set(frozen[: len(frozen) - (recipe.resident_layers or 0)])
+    return set(frozen[: len(frozen) - (recipe.config.bcd.bcd_resident_layers)])
 
 
 def copy_seconds(recipe: Recipe, stage: int) -> float:
-    """Of one layer to the device."""
+    """Return how long the copy of a layer to the device takes."""
     return recipe.bytes_per_element * recipe.state.streamed[stage].padded / (1e9 * recipe.cluster.copy_gb_per_s)
 
 
 def _group_speed(recipe: Recipe, ranks: int) -> float:
-    """Bytes per second between ranks of one stage, which are neighbours."""
+    """Return the bytes per second between ranks of one stage, which are neighbours."""
     cluster = recipe.cluster
     return 1e9 * (cluster.link_gb_per_s if ranks <= recipe.gpus_per_node else cluster.network_gb_per_s)
 
 
 def exchange_seconds(recipe: Recipe) -> float:
-    """Gathering keys and values of one layer over context-parallel ranks, or scattering their gradients; not
-    overlapped."""
-    ranks = recipe.context_size
+    """Return the time to gather keys and values of a layer over context-parallel ranks, or to scatter their gradients.
+
+    It is not overlapped with computation.
+    """
+    ranks = recipe.config.context_size
     size = 2 * recipe.tokens * recipe.micro_batch_size * recipe.shape.key_value_size * recipe.bytes_per_element
     return size * (ranks - 1) / ranks / _group_speed(recipe, ranks)
 
 
 def _message_seconds(recipe: Recipe) -> float:
-    """Mean over the pipeline's links: exact if messages follow one another. Between chunks the last stage has a link to
-    the first one."""
+    """Return the mean time of a message over the pipeline's links. It is exact if messages follow one another.
+
+    With several chunks the last stage has a link to the first one.
+    """
     if recipe.pipeline_size == 1:
         return 0.0
     cluster, num_links = recipe.cluster, recipe.pipeline_size - (recipe.partition.num_chunks == 1)
@@ -220,11 +236,11 @@ def _message_seconds(recipe: Recipe) -> float:
     # all ranks of a stage on a node send at once
     network = cluster.network_gb_per_s / min(recipe.num_replicas, recipe.gpus_per_node)
     speeds = [network] * between + [cluster.link_gb_per_s] * (num_links - between)
-    return recipe.layer_bytes.input * sum(1 / (1e9 * speed) for speed in speeds) / num_links
+    return recipe.memory.layer_bytes.input * sum(1 / (1e9 * speed) for speed in speeds) / num_links
 
 
 def _pipeline_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
-    """Time and bubble; of many microbatches the first are simulated, the rest continue at the same pace."""
+    """Return time and bubble. The first microbatches are simulated; the others continue at the same pace."""
     simulated = _with_microbatches(shape, min(shape.num_microbatches, _SIMULATED_ROUNDS * shape.num_stages))
     timeline = simulate(build_plan(simulated), costs)
     more = (shape.num_microbatches - simulated.num_microbatches) / simulated.num_microbatches
@@ -242,8 +258,11 @@ def _with_microbatches(shape: PlanShape, number: int) -> PlanShape:
 
 
 def _rough_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
-    """Time and bubble without a simulation. Every stage from the first trainable one once, and the slowest stage for
-    all other microbatches; with several chunks the slowest stage's work, and a chunk's passes on all other stages."""
+    """Return time and bubble without a simulation.
+
+    One microbatch passes through every stage from the first trainable one on; the slowest stage then works on all
+    others. With several chunks it is the slowest stage's work, and a chunk's passes on all other stages.
+    """
     if shape.num_chunks > 1:
         work = [0.0] * shape.num_stages
         for virtual in range(shape.num_virtual):
@@ -264,22 +283,24 @@ def _rough_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
     return total, 1 - busy / (total * shape.num_stages)
 
 
-def _step_seconds(recipe: Recipe, held: int, share: MatrixShare) -> float:
-    """Adam's step on the parameters whose state a rank holds, then that of its matrices."""
-    traffic = 4 * _ADAM_PASSES * held + share.traffic
+def _step_seconds(recipe: Recipe, stored: int, share: MatrixShare) -> float:
+    """Return the time of Adam's step on the elements whose state a rank stores, and of the step of its matrices."""
+    traffic = 4 * _ADAM_PASSES * stored + share.traffic
     if recipe.method == "offload":
         return traffic / (1e9 * recipe.cluster.host_gb_per_s)
     return traffic / recipe.cluster.bytes_per_s + _orthogonalization_seconds(recipe, share)
 
 
 def _orthogonalization_seconds(recipe: Recipe, share: MatrixShare) -> float:
-    """In bf16, whatever the precision of the run."""
+    """Return the time of the orthogonalisation, which is in bf16 whatever the precision of the run."""
     return share.orthogonalization / recipe.cluster.flops_per_s("bf16")
 
 
 def _reduction_seconds(recipe: Recipe, size: int, messages: int) -> float:
-    """Reduce-scatter of the gradients and all-gather of the weights, without overlap; ``messages`` passes each rank
-    whole, as in a chain of ranks."""
+    """Return the time of the gradients' reduce-scatter and the weights' all-gather, without overlap.
+
+    ``messages`` bytes pass every rank whole, as in a chain of ranks.
+    """
     ranks = recipe.num_replicas
     if ranks == 1:
         return 0.0

@@ -1,6 +1,6 @@
-"""Models, clusters with their prices, placements and published numbers: CSV files that users can edit.
+"""Read the tables of models, clusters with their prices, placements and published numbers.
 
-Lines that start with # are comments; the first other line names the columns.
+They are CSV files that users can edit. Lines that start with # are comments; the first other line names the columns.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
-
-from megatron.bcd.planner.cost import ModelShape
 
 GIB = 2**30
 
@@ -48,29 +46,37 @@ class Model:
         if self.heads % self.groups:
             raise ValueError(f"heads {self.heads} is not divisible by groups {self.groups}")
 
-    def shape(self, sequence: int | None = None) -> ModelShape:
-        """Sizes that determine the number of parameters, with sequences of ``sequence`` tokens."""
-        is_gpt, width = self.form == "gpt", self.head_dim or self.hidden // self.heads
-        return ModelShape(
-            num_layers=self.layers,
-            hidden_size=self.hidden,
-            ffn_hidden_size=self.ffn,
-            vocab_size=self.vocabulary,
-            num_positions=(self.positions or sequence or self.sequence) if is_gpt else 0,
-            tied=is_gpt if self.tied is None else self.tied,
-            biases=self.biases == "all" or is_gpt and not self.biases,
-            gated=not is_gpt,
-            query_size=self.heads * width,
-            key_value_size=self.groups * width,
-            shifted_norms=is_gpt,
-            qkv_bias=self.biases == "qkv",
-            qk_norm_size=width if self.qk_norm else 0,
-        )
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output head is the embedding."""
+        return self.form == "gpt" if self.tied is None else self.tied
+
+    def flags(self, sequence: int | None = None) -> dict[str, Any]:
+        """Return the flags of the network with sequences of ``sequence`` tokens, by field name in RunConfig."""
+        is_gpt, tokens = self.form == "gpt", self.sequence if sequence is None else sequence
+        has_biases = self.biases == "all" or is_gpt and not self.biases
+        return {
+            "num_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "ffn_hidden_size": self.ffn,
+            "seq_length": tokens,
+            "num_query_groups": None if self.groups == self.heads else self.groups,
+            "kv_channels": None if self.head_dim in (0, self.hidden // self.heads) else self.head_dim,
+            "max_position_embeddings": is_gpt and self.positions or tokens,
+            "position_embedding_type": "learned_absolute" if is_gpt else "rope",
+            "untie_embeddings_and_output_weights": not self.is_tied,
+            "add_bias_linear": has_biases,
+            "add_qkv_bias": has_biases or self.biases == "qkv",
+            "qk_layernorm": bool(self.qk_norm),
+            "normalization": "LayerNorm" if is_gpt else "RMSNorm",
+            "swiglu": not is_gpt,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A row of the cluster table: one kind of GPU, its interconnect and its price."""
+    """A row of the cluster table: a kind of GPU, its interconnect and its price."""
 
     name: str
     gpu: str
@@ -82,12 +88,12 @@ class Cluster:
     network_gb_per_s: float  # node to node, one way
     gpus_per_node: int
     usd_per_gpu_hour: float  # 0: not known
-    compute_share: float  # of the peak, that matrix products achieve
-    memory_share: float  # of the memory bandwidth, that element-wise work and the optimizer achieve
+    compute_share: float  # part of the peak that matrix products achieve
+    memory_share: float  # part of the memory bandwidth that element-wise work and the optimizer achieve
     framework_gib: float  # driver context, workspaces, communication buffers, fragmentation
     host_gb_per_s: float  # at which an optimizer on the host processes model state, transfers included
     source: str
-    copy_gb_per_s: float = 24.0  # of page-locked host memory to one GPU: PCIe 4.0 with 16 lanes
+    copy_gb_per_s: float = 24.0  # from page-locked host memory to one GPU: PCIe 4.0 with 16 lanes
 
     def __post_init__(self) -> None:
         _check_positive(self, may_be_zero=("memory_gib", "usd_per_gpu_hour", "framework_gib"))
@@ -96,16 +102,16 @@ class Cluster:
                 raise ValueError(f"{name} {getattr(self, name)} is a share, at most 1")
 
     def peak_flops_per_s(self, precision: str) -> float:
-        """Peak of matrix products."""
+        """Return the peak rate of matrix products."""
         return 1e12 * (self.fp32_tflops if precision == "fp32" else self.bf16_tflops)
 
     def flops_per_s(self, precision: str) -> float:
-        """Achieved rate of matrix products."""
+        """Return the rate that matrix products achieve."""
         return self.peak_flops_per_s(precision) * self.compute_share
 
     @property
     def bytes_per_s(self) -> float:
-        """Achieved memory bandwidth of element-wise work."""
+        """The memory bandwidth that element-wise work achieves."""
         return 1e9 * self.memory_gb_per_s * self.memory_share
 
 
@@ -157,23 +163,23 @@ _CONVERTERS: Mapping[str, Callable[[str], Any]] = {"str": str, "int": int, "floa
 
 
 def read_models(path: str | Path) -> dict[str, Model]:
-    """By name. Raises ValueError with the file and line at fault, as the others do."""
+    """Read the models by name. Raises ValueError with the file and line at fault."""
     return _by_name(path, Model)
 
 
 def read_clusters(path: str | Path) -> dict[str, Cluster]:
-    """By name."""
+    """Read the clusters by name. Raises ValueError with the file and line at fault."""
     return _by_name(path, Cluster)
 
 
 def choose(known: Mapping[str, Row], name: str, *, flag: str) -> Row:
-    """The row of that name, or for a GPU of a part of it, without regard to case, blanks and punctuation."""
-    asked, plain = _plain(name), {_plain(key): row for key, row in known.items()}
-    if asked in plain:
-        return plain[asked]
-    # rtx 4090, 4090: a card's number has one meaning, while a part of a model's name says nothing about its family
-    cards = [row for row in known.values() if isinstance(row, Cluster) and asked in _plain(row.name + row.gpu)]
-    if len(cards) == 1 and len(asked) > 2:
+    """Return the row of that name, or the only GPU whose name contains it. Case, blanks and punctuation are ignored."""
+    wanted, plain = _plain(name), {_plain(key): row for key, row in known.items()}
+    if wanted in plain:
+        return plain[wanted]
+    # "4090" means one card; a part of a model's name could mean several models
+    cards = [row for row in known.values() if isinstance(row, Cluster) and wanted in _plain(row.name + row.gpu)]
+    if len(cards) == 1 and len(wanted) > 2:
         return cards[0]
     is_cluster = any(isinstance(row, Cluster) for row in known.values())
     remedy = "; tools/check_machine.py --calibrate writes a row of this machine" if is_cluster else ""
@@ -193,12 +199,12 @@ def _by_name(path: str | Path, kind: type[Any]) -> dict[str, Any]:
 
 
 def columns_of(kind: type[Row]) -> str:
-    """The columns of a table, those in brackets optional."""
+    """Return the columns of a table; those in brackets are optional."""
     return ",".join(field.name if field.default is MISSING else f"[{field.name}]" for field in fields(kind))
 
 
 def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:
-    """The rows of a table. Raises ValueError with the file and line at fault."""
+    """Read the rows of a table. Raises ValueError with the file and line at fault."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

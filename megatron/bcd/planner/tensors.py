@@ -1,4 +1,4 @@
-"""The parameters of a pipeline stage, one by one, as Megatron Core's GPTModel registers them, and their buffers."""
+"""List the parameters of a pipeline stage as Megatron Core's GPTModel registers them, and lay out their buffers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm, prod
 
-from megatron.bcd.blocks.ownership import Ownership
+from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.planner.adapters import ADAPTER, ownership_with_adapters
 from megatron.bcd.planner.cost import ModelShape
 
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
-"""Alignment, in elements, of parameters and of bucket ends in Megatron Core's buffers with distributed optimizer."""
+"""Megatron Core's buffers for the distributed optimizer align parameters and bucket ends to so many elements."""
 
 _SHARED_BY_TENSOR_RANKS = (
     "word_embeddings.weight",
@@ -23,47 +22,48 @@ _SHARED_BY_TENSOR_RANKS = (
     "linear_fc1.bias",
     "linear_proj.weight",
     "linear_fc2.weight",
-    *(f"linear_{column}{ADAPTER}.b.{part}" for column in ("qkv", "fc1") for part in range(3)),
-    *(f"linear_{row}{ADAPTER}.a" for row in ("proj", "fc2")),
 )
-"""Ends of the names of parameters of which each tensor-parallel rank holds a slice; it holds all of the others."""
+"""Ends of the names of the parameters that tensor parallelism slices. Each rank holds the others whole."""
 
 _NameAndParts = tuple[str, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """One parameter of a stage."""
+    """A parameter of a stage."""
 
     name: str  # GPTModel's, with local layers
     size: int  # elements
     owned: Ownership
-    is_shared: bool = False  # an embedding with a copy on another stage, or the copy: it has a bucket of its own
+    is_shared: bool = False  # a tied embedding on several stages, or its copy: it has a bucket of its own
     parts: tuple[tuple[int, int], ...] = ()
-    """Of a matrix that a stateless update may step: rows and columns of what it takes apart (queries, keys, values)."""
+    """Rows and columns of the pieces that a stateless update steps apart (queries, keys, values); empty for others."""
     num_factors: int = 0
-    """Elements that the rule `factored` keeps of such a matrix: means by row and by column, and a number of steps."""
+    """Elements that the factored update keeps for the matrix: means by row and by column, and a step count."""
 
     def is_active(self, block: int) -> bool:
-        """Whether it is updated with optimizer state in the block's phase."""
+        """Return whether the optimizer steps it in the block's phase."""
         return self.owned.is_active(block)
 
     def is_stateless(self, block: int) -> bool:
-        """Whether it is updated without optimizer state in the block's phase."""
+        """Return whether it has a stateless update in the block's phase."""
         return self.owned.is_stateless(block)
 
 
 def stage_tensors(
     shape: ModelShape, partition: Partition, stage: int, *, padded_vocabulary: int, tensor_size: int = 1
 ) -> tuple[Tensor, ...]:
-    """The parameters of a rank of a pipeline stage in GPTModel's order; with a vocabulary of 0 no embedding or head."""
+    """Return the parameters of a rank of the stage in GPTModel's order.
+
+    A vocabulary of 0 leaves out embedding and head.
+    """
     has_copy = shape.tied and partition.num_stages > 1
     return tuple(
         Tensor(
             name=name,
             size=-(-sum(map(prod, parts)) // (tensor_size if name.endswith(_SHARED_BY_TENSOR_RANKS) else 1)),
             is_shared=has_copy and name.endswith(("embedding.word_embeddings.weight", "output_layer.weight")),
-            owned=(owned := ownership_with_adapters(name, partition=partition, stage=stage)),
+            owned=(owned := ownership(name, partition=partition, stage=stage)),
             parts=parts if owned.is_matrix else (),
             num_factors=_num_factors(name, parts, tensor_size) if owned.is_matrix else 0,
         )
@@ -79,7 +79,7 @@ def _num_factors(name: str, parts: tuple[tuple[int, int], ...], tensor_size: int
 
 
 def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabulary: int) -> Iterator[_NameAndParts]:
-    """Names, and rows and columns of their parts; one row for a vector."""
+    """Yield the names, and the rows and columns of their parts. A vector has one row."""
     hidden, last = shape.hidden_size, partition.num_virtual_stages - 1
     for chunk in range(partition.num_chunks):
         virtual = chunk * partition.num_stages + stage
@@ -112,21 +112,9 @@ def _layer(shape: ModelShape) -> Iterator[_NameAndParts]:
     yield from linear("self_attention.linear_qkv", hidden, heads, groups, groups, has_bias=has_bias)
     for name in ("q_layernorm", "k_layernorm") if shape.qk_norm_size else ():
         yield from _norm(f"self_attention.{name}", shape.qk_norm_size, shape)
-    of_qkv, of_fc1 = shape.num_adapter_inputs
-    yield from _adapter("self_attention.linear_qkv", shape.low_rank, of_qkv, hidden, heads, groups, groups)
-    yield from _adapter("self_attention.linear_proj", shape.low_rank, 1, heads, hidden)
     yield from _norm("pre_mlp_layernorm", hidden, shape)
     yield from linear("mlp.linear_fc1", hidden, (1 + shape.gated) * ffn)
     yield from linear("mlp.linear_fc2", ffn, hidden)
-    yield from _adapter("mlp.linear_fc1", shape.low_rank, of_fc1, hidden, *[ffn] * of_fc1)
-    yield from _adapter("mlp.linear_fc2", shape.low_rank, 1, ffn, hidden)
-
-
-def _adapter(name: str, rank: int, num_inputs: int, inputs: int, *outputs: int) -> Iterator[_NameAndParts]:
-    """The adapter beside a matrix."""
-    yield f"{name}{ADAPTER}.a", ((num_inputs * rank, inputs),)
-    for part, rows in enumerate(outputs):
-        yield f"{name}{ADAPTER}.b.{part}", ((rows, rank),)
 
 
 def _norm(name: str, width: int, shape: ModelShape) -> Iterator[_NameAndParts]:
@@ -139,32 +127,32 @@ class Buffer:
     """Megatron Core's DDP buffer of a rank's active parameters."""
 
     size: int  # elements, with padding
-    held: tuple[int, ...]  # by data-parallel rank: elements whose optimizer state it holds, without padding
-    pieces: tuple[int, ...]  # by data-parallel rank: number of parameters that it holds a part of
+    stored: tuple[int, ...]  # by data-parallel rank: elements whose optimizer state it stores, without padding
+    pieces: tuple[int, ...]  # by data-parallel rank: number of parameters of which it stores a part
 
     @property
     def padding(self) -> int:
-        """Elements."""
-        return self.size - sum(self.held)
+        """The padding in elements."""
+        return self.size - sum(self.stored)
 
 
-def buffer_of(tensors: list[Tensor], *, num_ranks: int | None) -> Buffer:
-    """The buffer of these active parameters, given in GPTModel's order.
+def build_buffer(tensors: list[Tensor], *, num_ranks: int | None) -> Buffer:
+    """Return the buffer of these active parameters, which are in GPTModel's order.
 
-    Parameters are laid out in reverse order at multiples of 64; a shared embedding has a bucket of its own. Each bucket
-    is padded so that its ranks share it evenly, one slice each. With ``num_ranks`` None, without distributed optimizer,
-    nothing is padded, and each rank holds all.
+    Megatron Core lays out parameters in reverse order at multiples of 64; a shared embedding has a bucket of its own.
+    It pads each bucket so that every rank gets a slice of the same size. If ``num_ranks`` is None there is no
+    distributed optimizer: nothing is padded, and every rank stores all.
     """
     if num_ranks is None:
         size = sum(tensor.size for tensor in tensors)
-        return Buffer(size=size, held=(size,), pieces=(len(tensors),))
+        return Buffer(size=size, stored=(size,), pieces=(len(tensors),))
     buckets: list[list[Tensor]] = [[]]
     for tensor in reversed(tensors):
         if tensor.is_shared:
             buckets += [[tensor], []]
         else:
             buckets[-1].append(tensor)
-    end, held, pieces = 0, [0] * num_ranks, [0] * num_ranks
+    end, stored, pieces = 0, [0] * num_ranks, [0] * num_ranks
     for bucket in filter(None, buckets):
         begin, spans = end, []
         for tensor in bucket:
@@ -176,9 +164,9 @@ def buffer_of(tensors: list[Tensor], *, num_ranks: int | None) -> Buffer:
         for first, stop in spans:
             for rank in range((first - begin) // slice_size, (stop - 1 - begin) // slice_size + 1):
                 low = begin + rank * slice_size
-                held[rank] += min(stop, low + slice_size) - max(first, low)
+                stored[rank] += min(stop, low + slice_size) - max(first, low)
                 pieces[rank] += 1
-    return Buffer(size=end, held=tuple(held), pieces=tuple(pieces))
+    return Buffer(size=end, stored=tuple(stored), pieces=tuple(pieces))
 
 
 def _up(number: int, multiple: int) -> int:
