@@ -55,7 +55,7 @@ from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.planner.command import network_flags
 from megatron.bcd.planner.cost import compute_ratio
-from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.recipe import make_recipe
 from megatron.bcd.planner.tables import Model, choose, read_clusters, read_models
 
 PROG = "tools/benchmark.py"
@@ -189,7 +189,7 @@ def _defaults(arguments: argparse.Namespace, given: Sequence[str], model: Model 
         words += MOCK.split()
     if model is not None:
         cluster = next(iter(read_clusters(ROOT / "examples" / "clusters.csv").values()))
-        recipe = Recipe(model=model, cluster=cluster, num_gpus=1, global_batch_size=1)
+        recipe = make_recipe(model=model, cluster=cluster, num_gpus=1, global_batch_size=1)
         # NullTokenizer adds an end-of-document id
         words += [*" ".join(network_flags(recipe)).split(), "--vocab-size", str(model.vocabulary - 1)]
     return words
