@@ -14,7 +14,6 @@ from support.planned import active_parameters
 
 from megatron.bcd.config import LAYOUTS
 from megatron.bcd.planner import step_time
-from megatron.bcd.planner.adapters import ADAPTER
 from megatron.bcd.planner.estimate import largest_micro_batch, make_estimate, multiplier_of
 from megatron.bcd.planner.memory import fits, host_bytes, peak, rank_memory
 from megatron.bcd.planner.recipe import Recipe, make_recipe
