@@ -4,10 +4,9 @@
     python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --bcd-preset pretrain
     python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --search
     python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --compare
-    python tools/plan.py --paper
 
 Nothing runs: memory and time follow from formulas and from the tables examples/models.csv and examples/clusters.csv,
-which you can edit. --paper recomputes the tables of the paper (arXiv 2506.12037). See docs/planner.md.
+which you can edit. See docs/planner.md.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.estimate import MULTIPLIERS, Estimate, make_estimate
 from megatron.bcd.planner.measured import Finding, finding, learning_rate
 from megatron.bcd.planner.memory import fits_on_host
-from megatron.bcd.planner.paper import FITTED_MODELS, Paper
 from megatron.bcd.planner.recipe import DEFAULTS, LORA, METHODS, PRESET_OF, Recipe, flag_of
 from megatron.bcd.planner.search import (
     BLOCK_FLAGS,
@@ -51,12 +49,10 @@ from megatron.bcd.planner.tables import (
     GIB,
     Cluster,
     Model,
-    Published,
     choose,
     columns_of,
     read_clusters,
     read_models,
-    read_rows,
 )
 
 PROG = "tools/plan.py"
@@ -122,7 +118,6 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add("--search", action="store_true", help="compare all methods, each in its cheapest layouts that fit, and plan the"
         " best; with --method or --bcd-preset compare the layouts of that one")  # fmt: skip
     add("--compare", action="store_true", help="compare all methods, without a plan")
-    add("--paper", action="store_true", help="recompute the paper's tables")
     add("--timeline", metavar="FILE", help="with --bcd-frozen-weights host: draw computation and copies of a microbatch"
         " in the middle block's phase, as a Chrome trace (.json) or a picture (.png, .svg)")  # fmt: skip
     add("--verify", action="store_true", help="no effect: tests/unit/test_plan_verify.py compares plans with models")
@@ -268,7 +263,7 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     """Return the recipe of the flags. Raises ValueError naming a missing or invalid flag."""
     for name in ("model", "gpu", "num_gpus"):
         if getattr(arguments, name) is None:
-            raise ValueError(f"{flag_of(name)}: is required, except with --paper. Give it.")
+            raise ValueError(f"{flag_of(name)}: is required")
     values = recipe_values(arguments, method_of(arguments))
     if arguments.search or arguments.compare:
         more: dict[str, Any] = {"recompute": "none", "micro_batch_size": arguments.micro_batch_size or 1}
@@ -297,11 +292,6 @@ Answer = tuple[str, Any, int]
 
 def answer_to(arguments: argparse.Namespace) -> Answer:
     """Answer a command line. Raises ValueError for a user's mistake."""
-    if arguments.paper:
-        published = read_rows(os.path.join(ROOT, "docs", "paper_figures.csv"), Published)
-        paper = Paper(published, read_models(MODELS), read_clusters(CLUSTERS)["rtx4090"])
-        names = ("table", "row", "column", "published", "recomputed", "difference", "note")
-        return show_paper(paper), [{name: getattr(cell, name) for name in names} for cell in paper.cells], 0
     recipe = recipe_of(arguments)
     is_one_method = bool(arguments.method or arguments.bcd_preset)
     if arguments.compare and is_one_method:
@@ -601,31 +591,6 @@ def show_search(recipe: Recipe, found: Sequence[Estimate], ratios: Sequence[floa
         "times, multipliers and losses are estimates with errors: docs/planner.md, docs/fine_tuning.md",
     ]
     return "\n".join([title, table((*columns, "GPU hours", "dollars", "to full"), rows), *notes])
-
-
-def show_paper(paper: Paper) -> str:
-    """Show every recomputed cell, and the fits."""
-    rows, notes = [], ["note"]
-    for cell in paper.cells:
-        if cell.recomputed is not None and cell.difference is not None:
-            figures = (f"{cell.published:.3f}", f"{cell.recomputed:.3f}", f"{cell.difference:+.3f}")
-            rows.append((str(cell.table), cell.row, cell.column, *figures))
-            notes.append(cell.note)
-    columns = ("table", "row", "column", "published", "recomputed", "difference")
-    body, cluster = table(columns, rows, num_left=3).splitlines(), paper.cluster
-    errors = (f"table {number} {100 * paper.mean_error(number):.1f} %" for number in (4, 15, 16, 3))
-    return "\n".join(
-        [
-            *(f"{line}  {note}" for line, note in zip(body, notes, strict=True)),
-            "",
-            f"difference: published less recomputed. {len(paper.cells) - len(rows)} other cells (layers, sizes, "
-            "numbers of GPUs) are settings and were not recomputed.",
-            f"times: fitted on {' and '.join(FITTED_MODELS)} alone (tables 4, 15, 16; 8 cells): share of the peak "
-            f"{cluster.compute_share:.3f}, share of the memory bandwidth {cluster.memory_share:.3f}",
-            f"offload: fitted on the same two models in table 3, {cluster.host_gb_per_s:.1f} GB/s through the host",
-            f"mean absolute error of the times that were not fitted: {', '.join(errors)}",
-        ]
-    )
 
 
 @command(PROG)

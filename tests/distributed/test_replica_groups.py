@@ -19,11 +19,11 @@ import pytest
 import torch
 from support import resumed_runs, worlds
 from support.dist import RankError, World
+from support.planned import exchanged_bytes, outer_bytes
 
 from megatron.bcd import data
 from megatron.bcd.checkpoint import layout
 from megatron.bcd.outer import groups, membership, outer_step
-from megatron.bcd.planner import replica_groups
 
 pytest.importorskip("torchft")
 
@@ -162,7 +162,7 @@ def traffic(one: worlds.RecordedRun) -> dict[str, Any]:
         sent.append(
             [
                 is_exchanged
-                * replica_groups.exchanged(
+                * exchanged_bytes(
                     state, stage, before["block"], replica, replica_groups=number, compression=compression
                 )
                 for stage, replica in places
@@ -173,9 +173,7 @@ def traffic(one: worlds.RecordedRun) -> dict[str, Any]:
         "sent": [list(record.exchanged_bytes) for record in one.recorder.steps[1:]],
         "planned_sent": sent,
         "held": one.groups.host_bytes(),
-        "planned_held": replica_groups.outer_bytes(
-            state, stage, one.results[-1]["block"], replica, compression=compression
-        ),
+        "planned_held": outer_bytes(state, stage, one.results[-1]["block"], replica, compression=compression),
     }
 
 

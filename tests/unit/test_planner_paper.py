@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import planner_paper
 import pytest
+from planner_paper import FITTED_MODELS, Cell, Paper
 
-from megatron.bcd.planner.paper import FITTED_MODELS, Cell, Paper
 from megatron.bcd.planner.tables import Cluster, Published, read_clusters, read_models, read_rows
 
 TABLES = (3, 4, 5, 6, 7, 8, 12, 13, 14, 15, 16)
@@ -92,3 +93,10 @@ def test_only_two_models_are_fitted(paper: Paper, table: Cluster) -> None:
     assert Paper(others, MODELS, table).cluster == paper.cluster
     for share, tolerance in (("compute_share", 0.005), ("memory_share", 0.005), ("host_gb_per_s", 0.5)):
         assert getattr(table, share) == pytest.approx(getattr(paper.cluster, share), abs=tolerance)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """A table without a row for each recomputed cell, or an error of the fit that is not shown."""
+    assert planner_paper.main([]) == 0
+    text = capsys.readouterr().out
+    assert "difference: published less recomputed" in text and "table 4 15.1 %" in text

@@ -143,7 +143,7 @@ BAD_FLAGS = [
     ("plan", f"{PLAN} --compare --method bcd", "--compare"),
     ("plan", f"{PLAN} --bf-multiplier -1", "--bf-multiplier"),
     ("plan", f"{PLAN} --models nowhere.csv", "nowhere.csv"),
-    ("plan", f"{PLAN} --search --paper", "--search"),
+    ("plan", f"{PLAN} --search --compare", "--search"),
     ("report", "--run no-name", "--run"),
     ("report", f"{RUN} --figure p.gif", "--figure"),
     ("report", f"{RUN} --json /dev/null/t.json", "--json"),

@@ -54,10 +54,7 @@ def layer_bytes(
     unfused_attention: bool = False,
     linear_loss: bool = False,
 ) -> LayerBytes:
-    """Return the bytes for ``tokens`` tokens of a rank in one microbatch, in sequences of ``sequence`` tokens.
-
-    With tensor parallelism each rank has its part of the heads, of the MLP and of the vocabulary.
-    """
+    """Return the bytes for ``tokens`` tokens of a rank in one microbatch, in sequences of ``sequence`` tokens."""
     shape, element, tensor_size = state.shape, state.budget.weight, state.tensor_size
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size // tensor_size
     vocabulary = state.padded_vocabulary // tensor_size
@@ -213,10 +210,7 @@ class StageActivations:
         return (2 + shape.max_sends + ahead) * self.sizes.input
 
     def least_recomputation(self, *, limit: float) -> Recomputed:
-        """Return the least recomputation with which a rank's peak in the block's phase is at most ``limit`` bytes.
-
-        If nothing fits, all layers are recomputed.
-        """
+        """Return the least recomputation with which a rank's peak is at most ``limit`` bytes; all layers if none is."""
         matrices, core = pass_products(self.state.shape, sequence=self.sequence)
         rank = self.state.largest_rank(self.stage, self.block)
 

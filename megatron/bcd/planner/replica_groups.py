@@ -1,23 +1,19 @@
-"""Estimate what an exchange between replica groups sends, how long it takes, and the memory that it needs.
-
-See docs/replica_groups.md.
-"""
+"""Estimate bytes, time and memory of an exchange between replica groups (docs/replica_groups.md)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.state import ModelState
 
-_STORED, _WORKING = 4, 16
+STORED, _WORKING = 4, 16
 """Bytes of host memory per parameter. All have the outer momentum. Parameters that the phase trains also have their
 value after the last exchange, the present value, the change and its mean; with --outer-delay also the value from when
 the change was taken."""
-_ERROR_BYTES = {"fp32": 0, "bf16": 0, "4bit": 4}
+ERROR_BYTES = {"fp32": 0, "bf16": 0, "4bit": 4}
 """Bytes per parameter of the rounding errors that wait for the next exchange. During an exchange, parameters that the
 phase trains have them once more, and their sum with the change."""
-_ROWS = {"fp32": (1, 4), "bf16": (1, 2), "4bit": (128, 66)}
+ROWS = {"fp32": (1, 4), "bf16": (1, 2), "4bit": (128, 66)}
 """Elements that are compressed together, and their bytes."""
 
 
@@ -35,8 +31,8 @@ class Exchange:
 def exchange_of(recipe: Recipe) -> Exchange | None:
     """Return the exchange of a recipe, or None if it has one replica group.
 
-    Every rank exchanges the changes of its shard with the ranks at its place in the other groups. It sends each group
-    that group's part of its changes, and its own part of the mean. The ranks of a node share the node's link.
+    A rank sends every other group a part of its shard's changes, and then a part of the mean. The ranks of a node share
+    its link.
     """
     groups = recipe.config.groups
     if groups.replica_groups == 1:
@@ -44,13 +40,13 @@ def exchange_of(recipe: Recipe) -> Exchange | None:
     blocks = range(recipe.partition.num_blocks)
     stages = range(recipe.partition.num_stages)
     trained = [[sum(recipe.state.trained(stage, block)) for block in blocks] for stage in stages]
-    row, row_bytes = _ROWS[groups.outer_compression]
+    row, row_bytes = ROWS[groups.outer_compression]
     means = [row_bytes / row * sum(phases) / len(blocks) for phases in trained]
     sent = 2 * (1 - 1 / groups.replica_groups) * sum(means) / recipe.num_nodes
     ever = [sum(recipe.state.trained(stage)) for stage in stages]
-    more = _ERROR_BYTES[groups.outer_compression]
+    more = ERROR_BYTES[groups.outer_compression]
     working = _WORKING + 2 * more + (4 if groups.outer_delay else 0)
-    stored = max((_STORED + more) * every + working * max(phases) for every, phases in zip(ever, trained, strict=True))
+    stored = max((STORED + more) * every + working * max(phases) for every, phases in zip(ever, trained, strict=True))
     return Exchange(
         interval=groups.outer_interval or int(recipe.config.bcd.mean_steps),
         payload=round(max(means) / recipe.num_replicas),
@@ -71,24 +67,3 @@ def waiting_seconds(recipe: Recipe, step: float) -> float:
     at_end = min(1.0, exchange.interval / recipe.config.bcd.mean_steps)
     hidden = min(exchange.seconds, recipe.config.groups.outer_delay * step)
     return (exchange.seconds - (1 - at_end) * hidden) / exchange.interval
-
-
-def exchanged(state: ModelState, stage: int, block: int, replica: int, *, replica_groups: int, compression: str) -> int:
-    """Return the bytes that a rank sends in an exchange of the block's phase.
-
-    It sends whole rows of its parts (`runtime.replicas.shard_slice`) to each group, and as many for the mean.
-    """
-    row, row_bytes = _ROWS[compression]
-    parts = _parts(state, state.trained(stage, block), replica)
-    return 2 * (replica_groups - 1) * row_bytes * sum(-(-part // (row * replica_groups)) for part in parts)
-
-
-def outer_bytes(state: ModelState, stage: int, block: int, replica: int, *, compression: str) -> int:
-    """Return the bytes of host memory that a rank needs between exchanges, from the second cycle on."""
-    ever, now = (sum(_parts(state, sizes, replica)) for sizes in (state.trained(stage), state.trained(stage, block)))
-    return (_STORED + _ERROR_BYTES[compression]) * ever + _STORED * now
-
-
-def _parts(state: ModelState, sizes: list[int], replica: int) -> list[int]:
-    number = state.num_replicas
-    return [size * (replica + 1) // number - size * replica // number for size in sizes]

@@ -86,10 +86,7 @@ def head_passes(config: RunConfig, *, padded_vocab_size: int) -> float:
 
 
 def balance_stages(config: RunConfig, *, padded_vocab_size: int) -> RunConfig:
-    """Return the configuration with --pipeline-model-parallel-layout as --pipeline-cut auto sets it.
-
-    The stages take equally long; the output head counts.
-    """
+    """Return the configuration with the --pipeline-model-parallel-layout of --pipeline-cut auto."""
     even = partition_from_config(config)
     sizes = balanced_cut(even, head=head_passes(config, padded_vocab_size=padded_vocab_size))
     layout = f"E{'|'.join('t' * size for size in sizes)}L"  # Megatron Core's notation

@@ -79,13 +79,11 @@ def shortest_that_fits(recipes: Sequence[Recipe]) -> Recipe:
 
 
 def with_fewest_blocks(recipe: Recipe) -> Recipe:
-    """Return a recipe of preset finetune with the fewest blocks that fit, if it has no given number.
+    """Return a recipe of preset finetune with the fewest blocks that fit, but at least two, if no number was given.
 
     Fewer, larger blocks train every layer in more steps, and their loss is closer to full training's
-    (docs/fine_tuning.md). At least two blocks are tried, and only the least of the numbers with the same largest block.
-    They must fit in _PLANNED_SHARE of the memory. If frozen layers are on the host, larger blocks take memory from the
-    micro-batch: then a step may take _STREAMED_SLOWER times as long as with one layer a block. If no number fits, the
-    recipe has one layer a block.
+    (docs/fine_tuning.md). If frozen layers are on the host, larger blocks take memory from the micro-batch, so the step
+    must not become much longer. If no number fits, the recipe has one layer a block.
     """
     has_number = recipe.given("bcd_num_blocks") is not None or recipe.given("bcd_layout") == "stage"
     if recipe.method != "finetune" or recipe.is_factored or has_number:
@@ -113,16 +111,11 @@ def place(
 ) -> Recipe:
     """Return the recipe on ``num_gpus`` GPUs; if None, on those of its row in the method table, or the fewest that fit.
 
-    ``values`` are those of `make_recipe`. What is None is chosen:
-
-    - ``pipeline_model_parallel_size``: the row's if the number of GPUs is the row's, otherwise the shortest that fits
-      in 95 % of a GPU's memory. Layout ``stage`` has one block per stage, so it gets at least two stages if possible.
-    - ``recompute`` and, in fine-tuning, what else saves memory, only if nothing fits without it: a linear loss, then
-      --recompute auto, then less memory for the head (_HEADS), then frozen weights on the host, then a frozen head.
-    - ``micro_batch_size``: 1; with frozen weights on the host, where larger ones hide the copies, the fastest.
-
-    If nothing fits, the recipe has the longest pipeline with recomputation, by default on one node. Raises ValueError
-    as Recipe does.
+    ``values`` are those of `make_recipe`. What is None is chosen: the row's pipeline, or the shortest that fits in 95 %
+    of a GPU's memory, with at least two stages in layout ``stage``; the first of `_savings` with which it fits;
+    micro-batches of one sequence, or with frozen weights on the host, whose copies larger ones hide, the fastest. If
+    nothing fits, the recipe has the longest pipeline with recomputation, by default on one node. Raises ValueError as
+    Recipe does.
     """
     rows = {(row.method, row.model, row.cluster): row for row in placements}
     row = rows.get((method, model.name, cluster.name))
@@ -215,7 +208,7 @@ def reason_for_rule(recipe: Recipe) -> str:
 def _savings(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Changes]:
     """Yield settings that these values and ``recompute`` leave open, with less and less memory.
 
-    First comes recomputation; in fine-tuning a linear loss comes before it, and then the head, frozen layers on the
+    The order is: in fine-tuning a linear loss, then recomputation; in fine-tuning then _HEADS, frozen layers on the
     host, and a frozen head.
     """
     place, loss = values.get("bcd_frozen_weights"), values.get("cross_entropy_fusion_impl")
@@ -246,10 +239,9 @@ def _heads(values: Mapping[str, Any]) -> Sequence[_Changes]:
 
 
 def layouts(base: Recipe, *, stages: int | None = None, recompute: str | None = None) -> Iterator[Recipe]:
-    """Yield every layout of the recipe on its GPUs: pipeline and data size, blocks, micro-batch.
+    """Yield every layout of the recipe on its GPUs, each with as many `_savings` as it needs to fit.
 
-    Each saves memory until it fits. The cut of the stages, the layout of blocks, and a given number of blocks are
-    ``base``'s. With ``stages`` or ``recompute`` no other is tried.
+    A given number of blocks, ``stages`` and ``recompute`` are kept.
     """
     choices: Sequence[int | None] = SEARCHED_BLOCKS[: 2 if base.partition.layout == "submodel" else None]
     number = base.given("bcd_num_blocks")
@@ -329,8 +321,8 @@ def _changes_to(method: str, *, keeps_blocks: bool) -> _Changes:
 def fewest_gpus(base: Recipe, *, stages: int | None = None) -> int | None:
     """Return the fewest GPUs on which some layout fits, or None.
 
-    Powers of two are tried, or such multiples of a given pipeline, with a larger batch if the given one does not divide
-    among them. Then come smaller numbers that keep the batch: any number on one node, otherwise full nodes.
+    Powers of two are tried, or such multiples of a given pipeline, if needed with a larger batch; then smaller numbers
+    that keep the batch: any number on one node, otherwise full nodes.
     """
 
     def fits_on(number: int, *, batch: int) -> bool:
@@ -350,12 +342,10 @@ def fewest_gpus(base: Recipe, *, stages: int | None = None) -> int | None:
 
 
 def compare(base: Recipe, *, stages: int | None = None, **cost: float | None) -> list[Estimate]:
-    """Estimate the methods of the task, best first.
+    """Estimate the methods of the task by cost, those first that are known to reach full training's loss.
 
-    Methods that are known to reach full training's loss come before others; both parts are sorted by cost. Each method
-    is on the given number of GPUs, and on the fewest on which it fits; a method that fits on no number is left out.
-    ``cost`` is what `make_estimate` takes; its multiplier is pretrain's. Raises ValueError if nothing fits, or a flag
-    is out of range.
+    Each is on the given number of GPUs, and on the fewest on which it fits. ``cost`` is what `make_estimate` takes; its
+    multiplier is pretrain's. Raises ValueError if nothing fits, or a flag is out of range.
     """
     estimates: list[Estimate] = []
     for method in COMPARED[base.task]:
@@ -395,8 +385,7 @@ Remedy = tuple[_Changes, Recipe]
 def remedies(values: Mapping[str, Any]) -> list[Remedy]:
     """Return changes with which a recipe of these values (`valid_pipelines`) fits; none if nothing helps.
 
-    They are the settings that help alone; the fewest others that help together; another method; more GPUs, a power of
-    two times as many. The last two come with recomputation if they need it.
+    They are settings that help alone, the fewest others that help together, another method, and more GPUs.
     """
     if values["method"] == "finetune" and values.get("bcd_inactive_update") is None:
         values = {**values, "bcd_inactive_update": "none"}  # `place` has tried the factored update
@@ -426,10 +415,7 @@ def remedies(values: Mapping[str, Any]) -> list[Remedy]:
 
 
 def _settings(values: Mapping[str, Any]) -> Iterator[list[_Changes]]:
-    """Yield for each setting the values that need less memory, nearest first.
-
-    Settings that change the loss come last.
-    """
+    """Yield for each setting the values that need less memory, nearest first. The first settings keep the loss."""
     method, number, rule = values["method"], values.get("bcd_num_blocks"), values.get("bcd_inactive_update")
     has_blocks = method in PRESET_OF and rule != "factored"
     if rule == "factored":

@@ -51,7 +51,6 @@ class PassCost:
     traffic: float  # bytes of element-wise work
 
     def seconds(self, recipe: Recipe) -> float:
-        """Return the time that the work takes."""
         cluster = recipe.cluster
         return self.flops / cluster.flops_per_s(recipe.precision) + self.traffic / cluster.bytes_per_s
 
@@ -118,8 +117,7 @@ def _stepped_elements(recipe: Recipe, stage: int, elements: int) -> int:
 def cycle_seconds(recipe: Recipe) -> tuple[PhaseTime, ...]:
     """Return the time of an iteration in the phase of every block.
 
-    At most _SIMULATED_BLOCKS evenly spaced blocks are simulated. The others have their rough time, multiplied by the
-    correction of the nearest simulated block.
+    Of many blocks some are simulated. The others have their rough time, corrected as the nearest simulated block's is.
     """
     blocks = range(recipe.partition.num_blocks)
     if len(blocks) <= _SIMULATED_BLOCKS:
@@ -169,11 +167,9 @@ def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
 
 
 def num_head_passes(recipe: Recipe, block: int) -> tuple[int, int]:
-    """Return the passes of the head in a microbatch's forward and backward pass.
-
-    A linear loss computes the gradient of its input together with the loss, and the logits again for the weight's.
-    """
+    """Return the passes of the head in a microbatch's forward and backward pass."""
     is_active = recipe.partition.head_active(block)
+    # a linear loss computes the gradient of its input in the forward pass, and the logits again for the weight's
     return (2, 2 * is_active) if recipe.config.has_linear_loss else (1, 1 + is_active)
 
 
@@ -213,20 +209,14 @@ def _group_speed(recipe: Recipe, ranks: int) -> float:
 
 
 def exchange_seconds(recipe: Recipe) -> float:
-    """Return the time to gather keys and values of a layer over context-parallel ranks, or to scatter their gradients.
-
-    It is not overlapped with computation.
-    """
+    """Return the time to gather a layer's keys and values over context-parallel ranks; as long as their scatter."""
     ranks = recipe.config.context_size
     size = 2 * recipe.tokens * recipe.micro_batch_size * recipe.shape.key_value_size * recipe.bytes_per_element
     return size * (ranks - 1) / ranks / _group_speed(recipe, ranks)
 
 
 def _message_seconds(recipe: Recipe) -> float:
-    """Return the mean time of a message over the pipeline's links. It is exact if messages follow one another.
-
-    With several chunks the last stage has a link to the first one.
-    """
+    """Return the mean time of a message over the pipeline's links, which is exact if messages follow one another."""
     if recipe.pipeline_size == 1:
         return 0.0
     cluster, num_links = recipe.cluster, recipe.pipeline_size - (recipe.partition.num_chunks == 1)
@@ -260,8 +250,8 @@ def _with_microbatches(shape: PlanShape, number: int) -> PlanShape:
 def _rough_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
     """Return time and bubble without a simulation.
 
-    One microbatch passes through every stage from the first trainable one on; the slowest stage then works on all
-    others. With several chunks it is the slowest stage's work, and a chunk's passes on all other stages.
+    One microbatch passes through the trainable stages; then the slowest stage works on all others. With several chunks
+    the slowest stage works on all, and other stages add the passes of a chunk.
     """
     if shape.num_chunks > 1:
         work = [0.0] * shape.num_stages
@@ -297,10 +287,7 @@ def _orthogonalization_seconds(recipe: Recipe, share: MatrixShare) -> float:
 
 
 def _reduction_seconds(recipe: Recipe, size: int, messages: int) -> float:
-    """Return the time of the gradients' reduce-scatter and the weights' all-gather, without overlap.
-
-    ``messages`` bytes pass every rank whole, as in a chain of ranks.
-    """
+    """Return the time of reduce-scatter and all-gather, without overlap. ``messages`` bytes pass every rank whole."""
     ranks = recipe.num_replicas
     if ranks == 1:
         return 0.0

@@ -14,15 +14,9 @@ _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
 """Megatron Core's buffers for the distributed optimizer align parameters and bucket ends to so many elements."""
 
 _SHARED_BY_TENSOR_RANKS = (
-    "word_embeddings.weight",
-    "output_layer.weight",
-    "linear_qkv.weight",
-    "linear_qkv.bias",
-    "linear_fc1.weight",
-    "linear_fc1.bias",
-    "linear_proj.weight",
-    "linear_fc2.weight",
-)
+    "word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight",
+    "linear_fc1.bias", "linear_proj.weight", "linear_fc2.weight",
+)  # fmt: skip
 """Ends of the names of the parameters that tensor parallelism slices. Each rank holds the others whole."""
 
 _NameAndParts = tuple[str, tuple[tuple[int, int], ...]]
@@ -53,10 +47,7 @@ class Tensor:
 def stage_tensors(
     shape: ModelShape, partition: Partition, stage: int, *, padded_vocabulary: int, tensor_size: int = 1
 ) -> tuple[Tensor, ...]:
-    """Return the parameters of a rank of the stage in GPTModel's order.
-
-    A vocabulary of 0 leaves out embedding and head.
-    """
+    """Return the parameters of a rank of the stage in GPTModel's order. Vocabulary 0 leaves out embedding and head."""
     has_copy = shape.tied and partition.num_stages > 1
     return tuple(
         Tensor(

@@ -1,4 +1,6 @@
-"""Recompute the paper's tables 3 to 8 and 12 to 16 (arXiv 2506.12037), cell by cell.
+"""Recompute the paper's tables 3 to 8 and 12 to 16 (arXiv 2506.12037), cell by cell (studies/planner_paper.md).
+
+    python studies/planner_paper.py [--json [FILE]]
 
 Memory follows from the number of parameters; costs from the paper's own times, prices and B-F multipliers; times from
 the planner's simulation with shares of the GPU that are fitted on G-1.6B and L-1.5B (tables 3, 4, 15, 16).
@@ -10,15 +12,23 @@ of tokens and achieved share can be observed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from _parser import Parser, add_json, command, run_main, table, write_figures
 
 from megatron.bcd.planner.recipe import Recipe, make_recipe
 from megatron.bcd.planner.step_time import mean_seconds
-from megatron.bcd.planner.tables import GIB, Cluster, Model, Published
+from megatron.bcd.planner.tables import GIB, Cluster, Model, Published, read_clusters, read_models, read_rows
 
+ROOT = Path(__file__).resolve().parents[1]
 FITTED_MODELS = ("G-1.6B", "L-1.5B")
 AVERAGE_MULTIPLIER = 1.25
 """The multiplier behind the published averages; the paper's text says 1.39."""
@@ -231,3 +241,47 @@ def _slopes(
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:
     return sum(a * b for a, b in zip(left, right, strict=True))
+
+
+def show_paper(paper: Paper) -> str:
+    """Show every recomputed cell, and the fits."""
+    rows, notes = [], ["note"]
+    for cell in paper.cells:
+        if cell.recomputed is not None and cell.difference is not None:
+            figures = (f"{cell.published:.3f}", f"{cell.recomputed:.3f}", f"{cell.difference:+.3f}")
+            rows.append((str(cell.table), cell.row, cell.column, *figures))
+            notes.append(cell.note)
+    columns = ("table", "row", "column", "published", "recomputed", "difference")
+    body, cluster = table(columns, rows, num_left=3).splitlines(), paper.cluster
+    errors = (f"table {number} {100 * paper.mean_error(number):.1f} %" for number in (4, 15, 16, 3))
+    return "\n".join(
+        [
+            *(f"{line}  {note}" for line, note in zip(body, notes, strict=True)),
+            "",
+            f"difference: published less recomputed. {len(paper.cells) - len(rows)} other cells (layers, sizes, "
+            "numbers of GPUs) are settings and were not recomputed.",
+            f"times: fitted on {' and '.join(FITTED_MODELS)} alone (tables 4, 15, 16; 8 cells): share of the peak "
+            f"{cluster.compute_share:.3f}, share of the memory bandwidth {cluster.memory_share:.3f}",
+            f"offload: fitted on the same two models in table 3, {cluster.host_gb_per_s:.1f} GB/s through the host",
+            f"mean absolute error of the times that were not fitted: {', '.join(errors)}",
+        ]
+    )
+
+
+@command("studies/planner_paper.py")
+def main(argv: list[str]) -> int:
+    """Print the recomputed tables."""
+    parser = Parser(prog="studies/planner_paper.py", description=__doc__)
+    add_json(parser)
+    arguments = parser.parse_args(argv)
+    published = read_rows(ROOT / "docs" / "paper_figures.csv", Published)
+    clusters = read_clusters(ROOT / "examples" / "clusters.csv")
+    paper = Paper(published, read_models(ROOT / "examples" / "models.csv"), clusters["rtx4090"])
+    names = ("table", "row", "column", "published", "recomputed", "difference", "note")
+    values = [{name: getattr(cell, name) for name in names} for cell in paper.cells]
+    write_figures(arguments.json, values, lambda: print(show_paper(paper)))
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
