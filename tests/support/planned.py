@@ -101,7 +101,8 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
 def shape_of(form: str = "gpt", *, tied: bool | None = None, **sizes: int) -> ModelShape:
     """Return the shape of a GPT-2, or of a LLaMA with `ffn`. Heads are as wide as the model, or as head_dim says."""
     given = {"heads": 1, "groups": sizes.get("heads", 1), "ffn": 4 * sizes["hidden"], "vocabulary": 50257} | sizes
-    model = Model(name="any", form=form, sequence=1024, source="", tied=tied, **given)  # type: ignore[arg-type]
+    length = sizes.get("positions", 1024)
+    model = Model(name="any", form=form, sequence=length, source="", tied=tied, **given)  # type: ignore[arg-type]
     return make_recipe(model=model, cluster=CLUSTER, num_gpus=1, bcd_num_blocks=1).shape
 
 
