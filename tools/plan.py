@@ -37,6 +37,7 @@ from megatron.bcd.planner.recipe import DEFAULTS, LORA, METHODS, PRESET_OF, Reci
 from megatron.bcd.planner.search import (
     BLOCK_FLAGS,
     COMPARED,
+    asks_for_blocks,
     compare,
     place,
     reason_for_rule,
@@ -266,8 +267,11 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
             raise ValueError(f"{flag_of(name)}: is required")
     values = recipe_values(arguments, method_of(arguments))
     if arguments.search or arguments.compare:
-        more: dict[str, Any] = {"recompute": "none", "micro_batch_size": arguments.micro_batch_size or 1}
-        return valid_pipelines(**values | more)[0]
+        values |= {"recompute": "none", "micro_batch_size": arguments.micro_batch_size or 1}
+        if values["method"] == "finetune" and values["bcd_inactive_update"] is None:
+            has_blocks = asks_for_blocks(values) or values["precision"] == "fp16"
+            values["bcd_inactive_update"] = "none" if has_blocks else "factored"
+        return valid_pipelines(**values)[0]
     if arguments.task == "sft" or values["method"] == "finetune":
         return place(**values)
     return shortest_that_fits(valid_pipelines(**values))
@@ -299,11 +303,11 @@ def answer_to(arguments: argparse.Namespace) -> Answer:
     cost = {"tokens": arguments.tokens, "multiplier": arguments.bf_multiplier}
     if arguments.compare or arguments.search:
         find = search if is_one_method else compare
-        found = find(recipe, stages=arguments.pipeline_model_parallel_size, **cost)
-        if not found and recipe.is_factored and arguments.bcd_inactive_update is None:
+        estimates = find(recipe, stages=arguments.pipeline_model_parallel_size, **cost)
+        if not estimates and recipe.is_factored and arguments.bcd_inactive_update is None:
             recipe = recipe.changed(bcd_inactive_update="none")
-            found = find(recipe, stages=arguments.pipeline_model_parallel_size, **cost)
-        return answer_search(arguments, recipe, found)
+            estimates = find(recipe, stages=arguments.pipeline_model_parallel_size, **cost)
+        return answer_search(arguments, recipe, estimates)
     if arguments.timeline:
         write_timeline(arguments.timeline, recipe)
     estimate = make_estimate(recipe, **cost)
@@ -314,24 +318,24 @@ def answer_to(arguments: argparse.Namespace) -> Answer:
     return f"{show_figures(estimate)}\n\n{text}", data | {"command": None, "what_fits": others}, 1
 
 
-def answer_search(arguments: argparse.Namespace, recipe: Recipe, found: Sequence[Estimate]) -> Answer:
+def answer_search(arguments: argparse.Namespace, recipe: Recipe, estimates: Sequence[Estimate]) -> Answer:
     """Answer with the layouts, best first, and without --compare with the plan of the best on these GPUs."""
-    if not found:
+    if not estimates:
         text, others = what_fits(arguments)
         head = f"no layout of {recipe.model.name} with --method {recipe.method} fits on {recipe.num_gpus} x "
         return f"{head}{recipe.cluster.gpu}\n{text}", {"best": [], "what_fits": others}, 1
-    full = min((each.cost.gpu_hours for each in found if each.recipe.method == "full"), default=None)
-    ratios = [full and each.cost.gpu_hours / full if each.cost.is_to_full_loss else None for each in found]
-    rows = [each.as_dict() | {"cost_ratio": ratio} for each, ratio in zip(found, ratios, strict=True)]
-    text = show_search(recipe, found, ratios)
+    full = min((each.cost.gpu_hours for each in estimates if each.recipe.method == "full"), default=None)
+    ratios = [full and each.cost.gpu_hours / full if each.cost.is_to_full_loss else None for each in estimates]
+    rows = [each.as_dict() | {"cost_ratio": ratio} for each, ratio in zip(estimates, ratios, strict=True)]
+    text = show_search(recipe, estimates, ratios)
     if arguments.compare:
         return text, rows, 0
     # nothing is known of the loss of a method that was not measured, and LoRA has no command here
-    plannable = [each for each in found if each.recipe.method != LORA]
+    plannable = [each for each in estimates if each.recipe.method != LORA]
     known = [each for each in plannable if each.cost.is_to_full_loss or finding(each.recipe).loss] or plannable
     best = next((each for each in known if each.recipe.num_gpus == recipe.num_gpus), None)
     if best is None:
-        first = (known or found)[0].recipe
+        first = (known or estimates)[0].recipe
         changes = {"num_gpus": first.num_gpus, "global_batch_size": first.global_batch_size}
         command = f"{changed_command(arguments, changes)} --search"
         text = f"{text}\n\nno method fits on {recipe.num_gpus} GPUs; plan the best with\n{command}"
@@ -364,14 +368,14 @@ def what_fits(arguments: argparse.Namespace) -> tuple[str, list[dict[str, str]]]
 def changed_command(arguments: argparse.Namespace, changes: Mapping[str, Any]) -> str:
     """Return the planner's command for the same flags, with some other values."""
     default = build_parser(arguments.task).get_default
-    given = {
+    flags = {
         name: value
         for name, value in vars(arguments).items()
         if (value != default(name) or name == "task" and value == "sft")
         and (value is not True or name == "bcd_head_phase")
         and name != "json"
     }
-    return shlex.join(["python", PROG, *words_of({**given, **changes})])
+    return shlex.join(["python", PROG, *words_of({**flags, **changes})])
 
 
 def command_of(estimate: Estimate) -> str:
@@ -550,11 +554,11 @@ def _to_full(estimate: Estimate, ratio: float | None) -> str:
     return f"{reached} (measured: {result.loss_text})"
 
 
-def show_search(recipe: Recipe, found: Sequence[Estimate], ratios: Sequence[float | None]) -> str:
+def show_search(recipe: Recipe, estimates: Sequence[Estimate], ratios: Sequence[float | None]) -> str:
     """Show a line per layout, and the sources of the figures. `ratios` are costs over full training's."""
     columns = ("method", "GPUs", "PP x DP", "blocks", "micro", "recompute", "GiB", "host", "s/step", "B-F", "days")
     rows, sources = [], {}
-    for each, ratio in zip(found, ratios, strict=True):
+    for each, ratio in zip(estimates, ratios, strict=True):
         layout, cost, name = each.recipe, each.cost, each.recipe.name
         partition = layout.partition
         blocks = f"{partition.num_blocks} {partition.layout}"

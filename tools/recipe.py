@@ -164,10 +164,10 @@ def what_fits(recipe: Recipe, values: Mapping[str, Any]) -> str:
     """Return flags and methods with which the recipe fits, in words."""
     names = ("num_gpus", "cluster", "recompute", "micro_batch_size")
     chosen = {name: getattr(recipe, name) for name in names}
-    found = [" ".join(words_of(changes)) for changes, _ in remedies({**values, **chosen})]
-    if not found:
+    fixes = [" ".join(words_of(changes)) for changes, _ in remedies({**values, **chosen})]
+    if not fixes:
         return "nothing fits. Take a smaller model, a GPU with more memory or a shorter --seq-length."
-    return f"would fit: {in_words(', or '.join(found))}"
+    return f"would fit: {in_words(', or '.join(fixes))}"
 
 
 def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
@@ -177,7 +177,7 @@ def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
     pipeline stays a pipeline. The vocabulary is ByteLevelTokenizer's.
     """
     model, ranks = recipe.model, min(num_gpus, recipe.num_gpus)
-    stages, num_blocks = min(recipe.pipeline_size, ranks), recipe.given("bcd_num_blocks")
+    stages, num_blocks = min(recipe.pipeline_size, ranks), recipe.flag("bcd_num_blocks")
     small = replace(
         model,
         layers=max(6, stages * (num_blocks or 3)),
@@ -194,7 +194,7 @@ def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
         model=small,
         cluster=replace(recipe.cluster, gpus_per_node=ranks),
         num_gpus=ranks,
-        bcd_num_blocks=None if recipe.given("bcd_layout") == "stage" else num_blocks,
+        bcd_num_blocks=None if recipe.flag("bcd_layout") == "stage" else num_blocks,
         pipeline_model_parallel_size=stages,
         context_parallel_size=1,
         replica_groups=1,

@@ -59,7 +59,7 @@ def layout_flags(recipe: Recipe) -> list[str]:
         lines.append("--accumulate-allreduce-grads-in-fp32")
     if config.training.adam_moments_dtype != "fp32":
         lines.append(_words(recipe, ["adam_moments_dtype"]))
-    if (loss := recipe.given("cross_entropy_fusion_impl")) is not None:
+    if (loss := recipe.flag("cross_entropy_fusion_impl")) is not None:
         lines.append(f"--cross-entropy-loss-fusion --cross-entropy-fusion-impl {loss}")
     if recipe.recompute == "full":
         lines.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
@@ -67,7 +67,7 @@ def layout_flags(recipe: Recipe) -> list[str]:
         memory = recipe.memory_share * recipe.cluster.memory_gib - recipe.cluster.framework_gib
         lines.append(f"--recompute auto --recompute-memory-gib {memory:g}")
     if config.groups.replica_groups > 1:
-        names = ["replica_groups", *filter(recipe.given, ("outer_interval", "outer_delay"))]
+        names = ["replica_groups", *filter(recipe.flag, ("outer_interval", "outer_delay"))]
         names += ["outer_compression"] * (config.groups.outer_compression != "bf16")
         lines.append(f"--lighthouse ${{LIGHTHOUSE:-HOST:29510}} {_words(recipe, names)}")
     return [*lines, *_method_flags(recipe)]
@@ -87,14 +87,14 @@ def _method_flags(recipe: Recipe) -> Iterator[str]:
     if recipe.method == "finetune":
         words.append(_word("bcd_inactive_update", bcd.bcd_inactive_update))
     if bcd.bcd_layout != "stage":
-        words.append(f"--bcd-num-blocks {recipe.asked_blocks}")
+        words.append(f"--bcd-num-blocks {recipe.num_blocks_flag}")
     words.append(_word("bcd_layout", bcd.bcd_layout))
-    chunks = recipe.given("num_virtual_stages_per_pipeline_rank")
-    if bcd.bcd_layout == "interleaved" and chunks not in (None, recipe.asked_blocks):
+    chunks = recipe.flag("num_virtual_stages_per_pipeline_rank")
+    if bcd.bcd_layout == "interleaved" and chunks not in (None, recipe.num_blocks_flag):
         words.append(_word("num_virtual_stages_per_pipeline_rank", chunks))
     names = ["bcd_frozen_weights"] * recipe.is_streamed + ["bcd_resident_layers"] * (bcd.bcd_resident_layers > 0)
-    names += [*filter(recipe.given, ("bcd_head_phase", "bcd_frozen", "bcd_always_active"))]
-    yield " ".join([*words, *(_word(name, recipe.given(name)) for name in names)])
+    names += [*filter(recipe.flag, ("bcd_head_phase", "bcd_frozen", "bcd_always_active"))]
+    yield " ".join([*words, *(_word(name, recipe.flag(name)) for name in names)])
 
 
 def _words(recipe: Recipe, names: Iterable[str]) -> str:

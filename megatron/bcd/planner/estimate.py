@@ -157,9 +157,9 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
 
 def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multiplier: float | None) -> TrainingCost:
     """Return the cost of training at ``seconds`` per iteration."""
-    for flag, given, most in (("--tokens", tokens, 1e18), ("--bf-multiplier", multiplier, 1e6)):
-        if given is not None and not 0 < given < most:
-            raise ValueError(f"{flag} {given:g}: must be more than 0 and less than {most:g}")
+    for flag, value, most in (("--tokens", tokens, 1e18), ("--bf-multiplier", multiplier, 1e6)):
+        if value is not None and not 0 < value < most:
+            raise ValueError(f"{flag} {value:g}: must be more than 0 and less than {most:g}")
     if tokens is None:
         is_sft = recipe.task == "sft"
         tokens = DEFAULT_SFT_TOKENS if is_sft else DEFAULT_TOKENS_PER_PARAMETER * recipe.shape.num_parameters
@@ -181,18 +181,18 @@ def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multi
     )
 
 
-def multiplier_of(method: str, num_blocks: int, given: float | None = None) -> tuple[float, str]:
-    """Return the B-F multiplier at ``num_blocks``, and its source. ``given`` replaces the method's at three blocks."""
+def multiplier_of(method: str, num_blocks: int, override: float | None = None) -> tuple[float, str]:
+    """Return the B-F multiplier at ``num_blocks``, and its source. ``override`` is the one at three blocks."""
     if method not in (*MULTIPLIERS, "finetune", LORA):
         return 1.0, "full training"
-    value, source = MULTIPLIERS.get(method, (1.0, EQUAL_EPOCHS)) if given is None else (given, "--bf-multiplier")
+    value, source = MULTIPLIERS.get(method, (1.0, EQUAL_EPOCHS)) if override is None else (override, "--bf-multiplier")
     if method == "bcd" and num_blocks > 1:
         # The paper has 2.22, 2.78 and 3.33 at two, three and four blocks (table 11, Adam). A small GPT here had 2.24,
         # 2.89 and more than 5 at two, three and six blocks (docs/learning.md). This formula gives 4.6 at six.
         value = value * (num_blocks + 2) / 5
     elif method == "bcd":
         value = 1.0
-    elif method == "pretrain" and given is None and num_blocks != DEFAULT_NUM_BLOCKS:
+    elif method == "pretrain" and override is None and num_blocks != DEFAULT_NUM_BLOCKS:
         source += "; measured with three blocks"
     return value, source
 

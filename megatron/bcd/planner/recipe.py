@@ -94,7 +94,7 @@ class Recipe:
             raise ValueError(fault)
         _ = self.partition  # raises if the layout does not fit the model
 
-    def given(self, field: str) -> Any:
+    def flag(self, field: str) -> Any:
         """Return the value of a flag as it was given, or None."""
         return dict(self.flags).get(field)
 
@@ -121,7 +121,7 @@ class Recipe:
         return self.method in PRESET_OF
 
     @property
-    def asked_blocks(self) -> int:
+    def num_blocks_flag(self) -> int:
         """--bcd-num-blocks with its default. In layout `stage` the partition has one block per stage."""
         number = self.config.bcd.bcd_num_blocks
         return DEFAULT_NUM_BLOCKS if number is None else number
@@ -196,7 +196,7 @@ class Recipe:
     @property
     def padded_vocabulary(self) -> int:
         """The rows of the embedding."""
-        multiple = self.given("make_vocab_size_divisible_by") or VOCABULARY_MULTIPLE[self.task]
+        multiple = self.flag("make_vocab_size_divisible_by") or VOCABULARY_MULTIPLE[self.task]
         return padded_vocab_size(self.model.vocabulary, multiple, 1)
 
     @cached_property
@@ -261,7 +261,7 @@ class Recipe:
         yield from self._faults_of_method()
 
     def _faults_of_method(self) -> Iterator[str]:
-        number, rule, bcd = self.given("bcd_num_blocks"), self.given("bcd_inactive_update"), self.config.bcd
+        number, rule, bcd = self.flag("bcd_num_blocks"), self.flag("bcd_inactive_update"), self.config.bcd
         blocks, method = f"--bcd-num-blocks {number}", f"--method {self.method}"
         if self.precision == "fp16" and (self.config.is_muon or self.is_factored):
             yield f"--precision fp16: {method} has no loss scale. Give bf16 or fp32."
@@ -269,7 +269,7 @@ class Recipe:
             yield f"--bcd-inactive-update {rule}: needs --method finetune, not {self.method}. Leave it out."
         if self.is_factored:
             for field in ("bcd_num_blocks", "bcd_layout", "bcd_head_phase", "num_virtual_stages_per_pipeline_rank"):
-                if self.given(field):
+                if self.flag(field):
                     yield f"{flag_of(field)}: --bcd-inactive-update factored has no blocks. Leave one of them out."
         if self.method in ("bcd", "finetune") and number == 0 and not self.is_factored:
             yield f"{blocks}: nothing would be trained. Give at least 1, or --bcd-preset pretrain."
@@ -297,11 +297,11 @@ def make_recipe(**values: Any) -> Recipe:
 
     Raises ValueError as Recipe does.
     """
-    own = {name: value for name, value in values.items() if name in _ATTRIBUTES}
+    attributes = {name: value for name, value in values.items() if name in _ATTRIBUTES}
     flags = {name: value for name, value in values.items() if name not in _ATTRIBUTES}
     if unknown := flags.keys() - _KNOWN:
         raise TypeError(f"no field of RunConfig: {', '.join(sorted(unknown))}")
-    return Recipe(**own, flags=frozenset((name, value) for name, value in flags.items() if value is not None))
+    return Recipe(**attributes, flags=frozenset((name, value) for name, value in flags.items() if value is not None))
 
 
 @lru_cache(maxsize=2048)  # a search builds the same configuration for several clusters and shares of memory
@@ -312,19 +312,19 @@ def _build_config(
 
     The script's own parser needs torch and Megatron Core, and a search builds thousands of configurations.
     """
-    given = dict(flags) | ({} if precision == "fp32" else {precision: True})
-    values = {**DEFAULTS, **model.flags(given.get("seq_length")), **METHOD_FLAGS[method]}
+    user_flags = dict(flags) | ({} if precision == "fp32" else {precision: True})
+    values = {**DEFAULTS, **model.flags(user_flags.get("seq_length")), **METHOD_FLAGS[method]}
     values["make_vocab_size_divisible_by"] = VOCABULARY_MULTIPLE[task]
     values |= {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "use_precision_aware_optimizer": False}
     if preset := METHOD_FLAGS[method].get("bcd_preset"):
-        values |= preset_values(preset, given)
-    values |= given
-    if "cross_entropy_fusion_impl" in given:
+        values |= preset_values(preset, user_flags)
+    values |= user_flags
+    if "cross_entropy_fusion_impl" in user_flags:
         values["cross_entropy_loss_fusion"] = True
     values |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
     values |= {"recompute": "auto"} if recompute == "auto" else {}
     values |= {"recompute_granularity": "full"} if recompute == "full" else {}
-    _derive_blocks(values, given)
+    _derive_blocks(values, user_flags)
     sections = {name: _build_section(kind, values) for name, kind in _SECTIONS.items()}
     transformer = {name: values[name] for name in _TRANSFORMER if values.get(name) is not None}
     return RunConfig(transformer=transformer, **sections)
@@ -336,7 +336,7 @@ def _build_section(kind: Any, values: Mapping[str, Any]) -> Any:
     return kind(**known | {each.name: values[each.name] for each in fields(kind) if each.name in values})
 
 
-def _derive_blocks(values: dict[str, Any], given: Mapping[str, Any]) -> None:
+def _derive_blocks(values: dict[str, Any], user_flags: Mapping[str, Any]) -> None:
     """Fill in what follows from the flags of blocks, as arguments/derive.py does."""
     if values.get("bcd_preset") is None:
         return
@@ -348,7 +348,7 @@ def _derive_blocks(values: dict[str, Any], given: Mapping[str, Any]) -> None:
         taken |= {"embedding", "head"}
     if bcd.bcd_head_phase:
         taken |= {"head"}
-    if "bcd_always_active" not in given and bcd.bcd_always_active is not None:
+    if "bcd_always_active" not in user_flags and bcd.bcd_always_active is not None:
         values["bcd_always_active"] = ",".join(sorted(bcd.always_active - taken)) or "none"
     always = str(values.get("bcd_always_active")).split(",")
     if not {"embedding", "head"} & set(always):

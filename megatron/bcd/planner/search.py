@@ -85,7 +85,7 @@ def with_fewest_blocks(recipe: Recipe) -> Recipe:
     (docs/fine_tuning.md). If frozen layers are on the host, larger blocks take memory from the micro-batch, so the step
     must not become much longer. If no number fits, the recipe has one layer a block.
     """
-    has_number = recipe.given("bcd_num_blocks") is not None or recipe.given("bcd_layout") == "stage"
+    has_number = recipe.flag("bcd_num_blocks") is not None or recipe.flag("bcd_layout") == "stage"
     if recipe.method != "finetune" or recipe.is_factored or has_number:
         return recipe
     if recipe.recompute == "auto" and not recipe.is_streamed:  # one layer a block leaves most memory to activations
@@ -244,7 +244,7 @@ def layouts(base: Recipe, *, stages: int | None = None, recompute: str | None = 
     A given number of blocks, ``stages`` and ``recompute`` are kept.
     """
     choices: Sequence[int | None] = SEARCHED_BLOCKS[: 2 if base.partition.layout == "submodel" else None]
-    number = base.given("bcd_num_blocks")
+    number = base.flag("bcd_num_blocks")
     if not base.has_blocks or base.partition.layout == "stage":
         choices = (None,)
     elif number is not None or base.method != "bcd":
@@ -269,7 +269,7 @@ def _variants(recipe: Recipe) -> Iterator[Recipe]:
     if recipe.pipeline_size == 1:
         return
     choices: list[_Changes] = [{}]
-    if recipe.given("bcd_layout") is None and recipe.method in ("bcd", "finetune") and not recipe.is_factored:
+    if recipe.flag("bcd_layout") is None and recipe.method in ("bcd", "finetune") and not recipe.is_factored:
         choices.append({"bcd_layout": "submodel"})  # strided blocks have next to no prefix: never faster than spread
         if recipe.num_microbatches >= recipe.pipeline_size:
             number = recipe.partition.num_blocks  # with twice as many chunks a block is two parts of the model
@@ -298,7 +298,7 @@ def search(
         cheapest = by_price[:1]
     else:
         cheapest = by_price[:_SIMULATED]
-        pipelines = {(recipe.pipeline_size, recipe.given("bcd_num_blocks")): recipe for recipe in reversed(cheapest)}
+        pipelines = {(recipe.pipeline_size, recipe.flag("bcd_num_blocks")): recipe for recipe in reversed(cheapest)}
         others = [other for recipe in reversed(pipelines.values()) for other in _variants(recipe)]
         cheapest += filter(fits, others)
     estimates = [make_estimate(recipe, tokens=tokens, multiplier=multiplier) for recipe in cheapest]
@@ -389,12 +389,12 @@ def remedies(values: Mapping[str, Any]) -> list[Remedy]:
     """
     if values["method"] == "finetune" and values.get("bcd_inactive_update") is None:
         values = {**values, "bcd_inactive_update": "none"}  # `place` has tried the factored update
-    found, others = list[Remedy](), list[list[_Changes]]()
+    helpful, others = list[Remedy](), list[list[_Changes]]()
     for choices in filter(None, _settings(values)):
         alone = _first_that_fits(values, choices)
-        found += alone
+        helpful += alone
         others += [] if alone else [choices]
-    found += _fewest_together(values, others)
+    helpful += _fewest_together(values, others)
     extras: list[_Changes] = [{}, {"recompute": "auto"}, {"recompute": "auto", "micro_batch_size": 1}]
     for method in _OTHER_METHODS[values["task"]]:
         if method.split(",")[0] == values["method"]:
@@ -404,14 +404,14 @@ def remedies(values: Mapping[str, Any]) -> list[Remedy]:
             other["bcd_frozen"] = values.get("bcd_frozen")
         if other.get("adam_moments_dtype") == (values.get("adam_moments_dtype") or "fp32"):
             del other["adam_moments_dtype"]
-        found += _first_that_fits(values, [other | extra for extra in extras])
+        helpful += _first_that_fits(values, [other | extra for extra in extras])
     more, batch = [], int(values.get("global_batch_size") or DEFAULTS["global_batch_size"])
     for number in _doubled(2 * values["num_gpus"]):
         larger: _Changes = {"num_gpus": number}
         if _multiple(batch, number) != batch:
             larger["global_batch_size"] = _multiple(batch, number)
         more += [larger | extra for extra in extras]
-    return found + _first_that_fits(values, more)
+    return helpful + _first_that_fits(values, more)
 
 
 def _settings(values: Mapping[str, Any]) -> Iterator[list[_Changes]]:
@@ -453,14 +453,14 @@ def _fewest_together(values: Mapping[str, Any], settings: Sequence[Sequence[_Cha
         return _first_that_fits(values, [{name: value for each in chosen for name, value in each.items()}])
 
     chosen: list[_Changes] = [choices[-1] for choices in settings]
-    found = fitting(chosen)
-    for index in reversed(range(len(settings))) if found else ():
+    remedy = fitting(chosen)
+    for index in reversed(range(len(settings))) if remedy else ():
         for choice in ({}, *settings[index]):
             trial = [*chosen[:index], choice, *chosen[index + 1 :]]
             if better := fitting(trial):
-                chosen, found = trial, better
+                chosen, remedy = trial, better
                 break
-    return found
+    return remedy
 
 
 def _first_that_fits(values: Mapping[str, Any], choices: Sequence[_Changes]) -> list[Remedy]:
@@ -476,9 +476,9 @@ def _first_that_fits(values: Mapping[str, Any], choices: Sequence[_Changes]) -> 
 # ---------------------------------------------------------------- numbers
 
 
-def _sizes(number: int, given: int | None) -> list[int]:
-    """Return the pipeline sizes on this number of GPUs. A given size is the only one."""
-    return [size for size in _divisors(number) if given in (None, size)]
+def _sizes(number: int, fixed: int | None) -> list[int]:
+    """Return the pipeline sizes on this number of GPUs. A fixed size is the only one."""
+    return [size for size in _divisors(number) if fixed in (None, size)]
 
 
 def _divisors(number: int) -> list[int]:

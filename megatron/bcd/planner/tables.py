@@ -220,8 +220,8 @@ def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:
     for (number, _), cells in zip(lines[1:], table, strict=False):
         try:
             texts = {name: cell.strip() for name, cell in zip(columns, cells, strict=True)}
-            given = {name: text for name, text in texts.items() if text or name not in optional}
-            rows.append(kind(**{name: converters[name](text) for name, text in given.items()}))
+            present = {name: text for name, text in texts.items() if text or name not in optional}
+            rows.append(kind(**{name: converters[name](text) for name, text in present.items()}))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     return rows
