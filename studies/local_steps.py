@@ -33,6 +33,7 @@ from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.outer.compression import COMPRESSIONS
 from megatron.bcd.runtime import distributed, rng, threads
 from megatron.bcd.trainer import Trainer
+from megatron.bcd.training.resolve import resolve_run
 
 PROG = "studies/local_steps.py"
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,7 +142,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     """Build a trainer that prints nothing. All trainers start from the same weights."""
     unset_num_microbatches_calculator()
     rng.seed_everything(config.training.seed)
-    return Trainer(config, reporter=SilentReporter())
+    return Trainer(resolve_run(config), reporter=SilentReporter())
 
 
 def current_weights(trainer: Trainer) -> Tensors:
@@ -200,7 +201,7 @@ def train(args: argparse.Namespace) -> dict[str, object]:
                                   ("validation", "validation", common)):  # fmt: skip
         for name, weight in unwrap_model(center.model).named_parameters():
             weight.data = values[name]
-        results[column] = round(center.evaluate(split), 5)
+        results[column] = round(center.evaluator.evaluate(split), 5)
     is_sync = not args.interval
     sent = 2.0 * sum(weight.numel() for weight in common.values()) if is_sync else outer.bytes_sent / args.steps
     results |= {"bytes_per_step": round(sent), "peak_bytes": round(sent if is_sync else outer.peak_bytes)}

@@ -44,7 +44,7 @@ from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.runtime import device, distributed, memory, rng, threads
 from megatron.bcd.runtime.exit import exit_on_error
 from megatron.bcd.tokenizer import build_tokenizer, padded_vocab_size
-from megatron.bcd.training.pretrain import with_length
+from megatron.bcd.training.resolve import with_length
 
 PROG = "studies/peer.py"
 PEERS = ("full", "badam", "lora")
@@ -296,7 +296,7 @@ def main(argv: Sequence[str]) -> None:
             threads.set_threads()
         distributed.initialize(backend="auto", timeout_minutes=10, tensor_size=1, pipeline_size=1)
         rng.seed_everything(config.training.seed)
-        config = with_length(config)
+        config = with_length(config, build_tokenizer(**vars(config.tokenizer)))
         training = config.training
         init_num_microbatches_calculator(0, None, data.global_batch_size(config), training.micro_batch_size, 1)
         tokenizer = build_tokenizer(**vars(config.tokenizer))

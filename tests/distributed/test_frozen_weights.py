@@ -6,7 +6,7 @@ import contextlib
 import functools
 import resource
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +24,8 @@ from megatron.bcd.optim import block_state
 from megatron.bcd.optim.bf16 import Bf16Residual, bf16_residual
 from megatron.bcd.optim.param_shard import MAIN_PARAM
 from megatron.bcd.runtime import host_memory
+from megatron.bcd.training import reporting
+from megatron.bcd.training.resolve import resolve_run
 
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -204,22 +206,28 @@ def test_auto_takes_what_fits(world1: World, tmp_path: Path) -> None:
     assert len(set(on_device)) >= 4 and ("host", 8) in found, found
 
 
-def told_of_auto(config: Any) -> tuple[Any, list[str], list[str]]:
-    """The run's configuration after its steps, the notes of its summary, and its warnings."""
-    with worlds.started(config) as one:
+def told_of_auto(config: Any) -> tuple[Any, list[str], list[str], dict[str, Any]]:
+    """Return the flags of a run after its steps, the notes of its summary, its warnings, and what wandb gets."""
+    with mock.patch.object(reporting, "Reporter") as reporter, worlds.started(config) as one:
         one.train()
-        return one.config.bcd, one.recorder.summary.notes, one.recorder.warnings
+        run = resolve_run(config)
+        reporting.build_reporter(run, start_iteration=0)
+        logged = reporter.call_args.kwargs["run_config"]["bcd"]
+        return one.config.bcd, one.recorder.summary.notes, one.recorder.warnings, logged
 
 
 def test_auto_in_the_summary_and_on_resume(world1: World, tmp_path: Path) -> None:
-    """A run summary that describes --bcd-frozen-weights auto as given, not as chosen. A resumed run that warns of a
-    changed flag although its command is the same."""
+    """A run summary or a logged configuration that has --bcd-frozen-weights auto as given, not as chosen. A resumed run
+    that warns of a changed flag although a flag was only left out whose default is the same."""
     case = {"cut": "one", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
-    flags = {"bcd_frozen_weights": "auto", "recompute_memory_gib": 830 * 2**10 / 2**30} | EMBEDDING_ON_HOST
-    config = config_of(case | {"resident": "0"}, tmp_path, save=tmp_path / "run", load=tmp_path / "run", **flags)
-    for last in (3, 6):
-        [(bcd, notes, warnings)] = world1.run(told_of_auto, resumed_runs.with_checkpoints(config, exit_interval=last))
-        assert bcd.bcd_frozen_weights == "host" and bcd.bcd_resident_layers > 0
+    flags = {"bcd_frozen_weights": "auto", "recompute_memory_gib": 920 * 2**10 / 2**30} | EMBEDDING_ON_HOST
+    flags |= {"save": tmp_path / "run", "load": tmp_path / "run"}
+    explicit = {"bcd_num_blocks": 3, "ffn_hidden_size": 128}
+    for last, given in ((3, explicit), (6, dict.fromkeys(explicit))):
+        config = config_of(case | {"resident": "0"}, tmp_path, exit_interval=last, **flags | given)
+        [(bcd, notes, warnings, logged)] = world1.run(told_of_auto, config)
+        assert bcd.bcd_frozen_weights == "host" and bcd.bcd_num_blocks == 3
+        assert logged == asdict(bcd)
         stays = f"{bcd.bcd_resident_layers} layers of a stage stay on the device"
         assert [note for note in notes if note.endswith(stays)] and not warnings, (notes, warnings)
 

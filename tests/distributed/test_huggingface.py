@@ -47,8 +47,8 @@ def write_out(config: Any) -> list[str]:
     folder.ModelFolder._read, folder.ModelFolder.read_rows = watched, watched_rows  # type: ignore[method-assign]
     try:
         with worlds.started(config) as one, one.active.whole_parameters():
-            assert one.exporter is not None
-            assert one.exporter.export(one.model)
+            assert one.outputs.exporter is not None
+            assert one.outputs.exporter.export(one.model)
     finally:
         folder.ModelFolder._read, folder.ModelFolder.read_rows = one_tensor, some_rows  # type: ignore[method-assign]
     return read

@@ -151,7 +151,7 @@ def traffic(one: worlds.RecordedRun) -> dict[str, Any]:
     """Bytes that all ranks have sent, by step, and of this rank's host memory at the end; as counted and as planned."""
     if one.groups is None:
         return {}
-    settings, state, tensors = one.config.groups, one.planned, one.config.tensor_size
+    settings, state, tensors = one.config.groups, one.metrics.planned, one.config.tensor_size
     ranks = range(torch.distributed.get_world_size())
     places = [(rank // (tensors * state.num_replicas), rank // tensors % state.num_replicas) for rank in ranks]
     interval, number = settings.outer_interval or 1, settings.replica_groups

@@ -55,12 +55,13 @@ def counted(method: str) -> dict[str, dict[str, int]]:
     from megatron.bcd.metrics.reporter import SilentReporter
     from megatron.bcd.runtime import distributed, rng
     from megatron.bcd.trainer import Trainer
+    from megatron.bcd.training.resolve import resolve_run
 
     emulated_kernels = sys.modules["emulated_kernels"]  # imported by torch, see emulated_gpu.sh
     config = parse_run_config([*SIZES.split(), *METHODS[method]], prog="count_calls", world_size=1)
     distributed.initialize(backend=None, timeout_minutes=2, tensor_size=1, pipeline_size=1, context_size=1)
     rng.seed_everything(config.training.seed)
-    trainer = Trainer(config, reporter=SilentReporter())
+    trainer = Trainer(resolve_run(config), reporter=SilentReporter())
     batches = data.batches(trainer.splits.train, config, consumed_samples=0)
     copies: Counter[str] = Counter()
     copies_later = emulated_kernels._Kernel._copies_later

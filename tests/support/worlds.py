@@ -31,6 +31,7 @@ from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import device, distributed, rng
 from megatron.bcd.runtime.compat import pytorch
 from megatron.bcd.trainer import Trainer
+from megatron.bcd.training.resolve import resolve_run
 from megatron.bcd.training.state import StepResult
 from support import backends, strict_backend
 
@@ -173,7 +174,7 @@ class RecordedRun(Trainer):
         self.recorder = Recorder()
         hooked = functools.partial(_HookedActiveBlock, self)
         with mock.patch.object(trainer, "ActiveBlock", hooked):
-            super().__init__(config, build_model, source=loader.find(config), reporter=self.recorder)
+            super().__init__(resolve_run(config, loader.find(config)), build_model, reporter=self.recorder)
         self.restore()
 
     def forward_backward(self, *args: Any, forward_only: bool) -> list[dict[str, Any]]:

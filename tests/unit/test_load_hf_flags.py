@@ -144,13 +144,19 @@ def test_an_unsupported_architecture_says_why_and_what_else(model_type: str, rea
         architecture_from_config(config, source="config.json")
 
 
-def test_the_number_of_blocks_that_a_resumed_run_had(tmp_path: Path) -> None:
-    """A warning that names "no value" where the run had the default, or a warning where the same number is given."""
+def test_flags_that_a_resumed_run_leaves_out(tmp_path: Path) -> None:
+    """A warning that names "no value" where the run had the default, or a warning where the same value is given or left
+    out because it is the default."""
     absent = {field.name: None for field in dataclasses.fields(RunState) if field.name != "format_version"}
-    flags = run_config_to_dict(parse(tmp_path / "m", LLAMA))
-    saved = RunState(**absent | {"flags": flags, "blocks": ["one", "two", "three"]})
-    assert changed_flags(saved, parse(tmp_path / "m", LLAMA, bcd_num_blocks=2)) == ["--bcd-num-blocks 2 (was 3)"]
-    assert changed_flags(saved, parse(tmp_path / "m", LLAMA, bcd_num_blocks=3)) == []
+
+    def changes(before: dict[str, int], now: dict[str, int]) -> list[str]:
+        flags = run_config_to_dict(parse(tmp_path / "m", LLAMA, **before))
+        saved = RunState(**absent | {"flags": flags, "blocks": ["one", "two", "three"]})
+        return changed_flags(saved, parse(tmp_path / "m", LLAMA, **now))
+
+    assert changes({}, {"bcd_num_blocks": 2}) == ["--bcd-num-blocks 2 (was 3)"]
+    assert changes({}, {"bcd_num_blocks": 3}) == []
+    assert changes({"bcd_num_blocks": 3, "kv_channels": 12}, {"bcd_num_blocks": 3}) == []
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2, LLAMA | {"attention_bias": True, "mlp_bias": True}])

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.bcd import config
 from megatron.bcd.arguments import stock
-from megatron.bcd.config.sections import BATCH, FINE_TUNING, OPTIMIZER, PARALLELISM, RECOMPUTATION, REPORT
+from megatron.bcd.config.sections import BATCH, FINE_TUNING, OPTIMIZER, PARALLELISM, RECOMPUTATION, REPORT, Range
 
 with warnings.catch_warnings():
     # each import warns that Apex and Transformer Engine are absent; the run summary shows what is used instead
@@ -85,6 +85,8 @@ class Flag:
     choices: tuple[Any, ...] | None = None
     nargs: str | int | None = None
     metavar: str | tuple[str, ...] | None = None
+    range: Range | None = None
+    """The numbers that the flag accepts."""
 
     @property
     def shown(self) -> str:
@@ -167,6 +169,7 @@ def _flag(section: str, field: dataclasses.Field[Any], annotation: Any, group: s
         choices=differs.get("choices", choices),
         nargs=differs.get("nargs", nargs),
         metavar=differs.get("metavar"),
+        range=differs.get("range", stock.CORE_RANGES.get(field.name)),
     )
 
 
@@ -209,6 +212,12 @@ def flag_name(field: str) -> str:
 @functools.cache
 def _names() -> Mapping[str, str]:
     return {flag.field: flag.names[0] for flag in _flags()}
+
+
+@functools.cache
+def flag_ranges() -> Mapping[str, Range]:
+    """Return the ranges of numbers by field name."""
+    return {flag.field: flag.range for flag in _flags() if flag.range is not None}
 
 
 @functools.cache

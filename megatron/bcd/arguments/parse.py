@@ -14,10 +14,9 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron.bcd.arguments import dry_run, files, stock
+from megatron.bcd.arguments import files, run_plan, stock
 from megatron.bcd.arguments.derive import derive_values
 from megatron.bcd.arguments.flags import GROUPS, OWN_SECTIONS, Flag, flag_name, generate_flags
-from megatron.bcd.arguments.pipeline_cut import with_balanced_cut
 from megatron.bcd.arguments.validate import find_problems
 from megatron.bcd.config import DdpSettings, OptimizerSettings, RunConfig
 from megatron.bcd.config.presets import preset_values
@@ -304,7 +303,7 @@ def _check(
     if found:
         raise ConfigurationError(found)
     try:
-        config = with_balanced_cut(config, reads_files=starts)
+        config = run_plan.with_balanced_cut(config, reads_files=starts)
     except ValueError as error:  # the tokenizer's files
         raise ConfigurationError([str(error)]) from error
     return CommandLine(config=config, notes=tuple(notes))
@@ -354,12 +353,12 @@ def read_command_line(
     except ConfigurationError as error:
         if not is_dry:
             raise
-        dry_run.leave(2, [f"{prog}: error: {text}" for text in error.problems])
+        run_plan.exit_with(2, [f"{prog}: error: {text}" for text in error.problems])
     if "print_config" in given:
         text = _print_config(command.config, flags=flags, given=given, ranks=world_size, prog=prog)
-        dry_run.leave(0, [text])
+        run_plan.exit_with(0, [text])
     if is_dry:
-        dry_run.leave(0, dry_run.plan_lines(command.config, world_size=world_size, notes=command.notes))
+        run_plan.exit_with(0, run_plan.describe_run(command.config, world_size=world_size, notes=command.notes))
     return command
 
 

@@ -11,7 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.bcd.config.sections import NETWORK, OPTIMIZER, PARALLELISM, RECOMPUTATION, option
+from megatron.bcd.config.sections import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BELOW_1,
+    NETWORK,
+    OPTIMIZER,
+    PARALLELISM,
+    RECOMPUTATION,
+    SHARE,
+    Range,
+    option,
+)
 
 TRAINING = "training"
 LEARNING_RATE = "learning rate"
@@ -101,7 +113,20 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "help": "baseline of full training: optimizer and its state in host memory (needs --bcd-num-blocks 1, a GPU)"
     },
 }
-"""By field: what differs from the dataclass field."""
+"""What differs from the dataclass field, by field."""
+
+_RANGES: dict[Range, str] = {
+    AT_LEAST_1: "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups "
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size recompute_num_layers bucket_size "
+    "hysteresis loss_scale_window muon_num_ns_steps",
+    AT_LEAST_0: "min_lr decoupled_min_lr weight_decay clip_grad",
+    ABOVE_0: "lr decoupled_lr adam_eps layernorm_epsilon init_method_std embedding_init_method_std loss_scale "
+    "initial_loss_scale min_loss_scale muon_extra_scale_factor",
+    BELOW_1: "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum muon_momentum",
+    SHARE: "optimizer_offload_fraction",
+}
+CORE_RANGES = {field: range for range, fields in _RANGES.items() for field in fields.split()}
+"""The ranges of Megatron Core's fields, by field. Our own fields have theirs in `config.sections`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bcd.arguments import stock
-from megatron.bcd.arguments.flags import dashed, flag_name, holds
+from megatron.bcd.arguments.flags import dashed, flag_name, flag_ranges, holds
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.config import DataConfig, RunConfig
@@ -96,40 +96,6 @@ NEEDS = {
 }
 """Flags, and those that have to be given with each."""
 
-_AT_LEAST_1 = (
-    "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups seq_length "
-    "max_position_embeddings rotary_base make_vocab_size_divisible_by vocab_size micro_batch_size global_batch_size "
-    "train_iters train_samples eval_interval log_interval save_interval save_hf_interval keep_last_checkpoints "
-    "save_retain_interval check_weight_hash_across_dp_replicas_interval ckpt_step exit_interval exit_duration_in_mins "
-    "max_skipped_steps seed lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples "
-    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-    "num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage recompute_num_layers "
-    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers bucket_size distributed_timeout_minutes "
-    "hysteresis loss_scale_window muon_num_ns_steps bcd_steps_per_block bcd_greedy_microbatches straggler_minmax_count "
-    "replica_groups min_replica_groups outer_interval outer_timeout_seconds"
-)
-_AT_LEAST_0 = (
-    "eval_iters num_workers profile_step_start manual_gc_interval lr_warmup_iters lr_warmup_samples lr_warmup_init "
-    "min_lr decoupled_min_lr weight_decay start_weight_decay end_weight_decay clip_grad bcd_run_ahead "
-    "bcd_resident_layers outer_delay"
-)
-_ABOVE_0 = (
-    "lr decoupled_lr adam_eps layernorm_epsilon init_method_std embedding_init_method_std rope_scaling_factor "
-    "loss_scale initial_loss_scale min_loss_scale bcd_prefix_cache_max_gib recompute_memory_gib bcd_inactive_lr_ratio "
-    "muon_extra_scale_factor num_epochs outer_lr"
-)
-_BELOW_1 = (
-    "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction muon_momentum "
-    "outer_momentum"
-)
-_SHARE = "rotary_percent bcd_sample_ratio optimizer_offload_fraction"
-_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    **dict.fromkeys(_AT_LEAST_1.split(), ("at least 1", lambda value: value >= 1)),
-    **dict.fromkeys(_AT_LEAST_0.split(), ("at least 0", lambda value: value >= 0)),
-    **dict.fromkeys(_ABOVE_0.split(), ("greater than 0", lambda value: value > 0)),
-    **dict.fromkeys(_BELOW_1.split(), ("from 0 to less than 1", lambda value: 0 <= value < 1)),
-    **dict.fromkeys(_SHARE.split(), ("greater than 0 and at most 1", lambda value: 0 < value <= 1)),
-}
 _MOST = {"num_layers": 10**5, "bcd_num_blocks": 10**5}
 """Every layer and block is counted; more are taken for typing errors."""
 _MOST_OF_ANY = 10**15
@@ -197,6 +163,7 @@ def require(condition: object, message: str) -> None:
 
 
 def _check_ranges(values: Mapping[str, Any]) -> Iterator[str]:
+    ranges = flag_ranges()
     for field, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
@@ -205,8 +172,8 @@ def _check_ranges(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: must be a finite number"
         elif isinstance(value, int) and value > (most := _MOST.get(field, _MOST_OF_ANY)):
             yield f"{name}: must be at most {most}"
-        elif field in _RANGES and not _RANGES[field][1](value):
-            yield f"{name}: must be {_RANGES[field][0]}"
+        elif field in ranges and not ranges[field].contains(value):
+            yield f"{name}: must be {ranges[field].text}"
 
 
 def _check_tables(values: Mapping[str, Any]) -> Iterator[str]:

@@ -165,10 +165,7 @@ def _checked(config: RunConfig, source: Source) -> Source:
     state = run_state.from_json(text, path=f"--load {source.root}: {file}")
     run_state.check_same_network(state.flags, config, source=source.name)
     run_state.check_holds_what_is_loaded(state.flags, config, source=source.name)
-    messages, changed = source.messages, run_state.changed_flags(state, config)
-    if changed:
-        messages = (*messages, f"flags differ from those that wrote {source.path}: {', '.join(changed)}")
-    return replace(source, state=state, messages=messages, consumed_samples=state.consumed_samples)
+    return replace(source, state=state, consumed_samples=state.consumed_samples)
 
 
 # --- load

@@ -10,14 +10,13 @@ from typing import Any, TypedDict
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
-from megatron.bcd.config import RunConfig, run_config_to_dict
+from megatron.bcd.config import MAY_CHANGE, MUST_MATCH, RunConfig, fields_on_resume, run_config_to_dict
 
 FORMAT_VERSION = 2
 
-_NETWORK = ("num_layers", "hidden_size", "swiglu", "quick_geglu", "ffn_hidden_size", "num_attention_heads",
-            "num_query_groups", "kv_channels", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization",
-            "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "squared_relu",
-            "seq_length", "max_position_embeddings", "position_embedding_type", "untie_embeddings_and_output_weights",
+_NETWORK = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+            "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "layernorm_zero_centered_gamma",
+            "apply_residual_connection_post_layernorm", *fields_on_resume(MUST_MATCH),
             "bf16", "fp16", "optimizer")  # fmt: skip
 """Flags that must not change: the weights or the optimizer state would not fit, or mean something else."""
 _MAY_CHANGE_WITHOUT_STATE = ("seq_length", "max_position_embeddings", "bf16", "fp16", "optimizer")
@@ -26,12 +25,7 @@ _REMOVED = ("bcd_resting_layers", "bcd_inactive_layers", "bcd_low_rank", "bcd_lo
             "bcd_low_rank_lr_ratio", "save_adapters")  # fmt: skip
 """Flags that checkpoints of older versions name."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
-               "hierarchical_context_parallel_sizes", "world_size", "num_workers",
-               "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-               "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-               "pipeline_model_parallel_layout", "pipeline_cut", "recompute", "recompute_memory_gib",
-               "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
-               "bcd_frozen_weights", "bcd_resident_layers")  # fmt: skip
+               "hierarchical_context_parallel_sizes", "world_size", *fields_on_resume(MAY_CHANGE))  # fmt: skip
 """Flags that a resumed run may change without a message, like all of the sections below."""
 _SECTIONS_THAT_MAY_CHANGE = ("checkpoint", "groups", "report")
 
@@ -257,13 +251,18 @@ def with_saved_schedule(saved: Mapping[str, Any], config: RunConfig) -> RunConfi
 
 
 def changed_flags(saved: RunState, config: RunConfig) -> list[str]:
-    """Other flags that differ, as ``--lr 0.1 (was 0.2)``. The run resumes with the new values."""
-    now = run_config_to_dict(with_saved_schedule(saved.flags, config))
+    """Return the other flags that differ, as ``--lr 0.1 (was 0.2)``. The run resumes with the new values.
+
+    `config` is resolved. Values that neither run gave count as equal to what Megatron Core derives from other flags.
+    """
+    now = run_config_to_dict(config)
     sections = [section for section in now if section not in _SECTIONS_THAT_MAY_CHANGE]
-    before_flat = _side_by_side({section: saved.flags.get(section, {}) for section in sections})
-    if config.bcd.bcd_num_blocks is not None and before_flat["bcd_num_blocks"] is None:  # the default of its layout
-        before_flat["bcd_num_blocks"] = len(saved.blocks) - bool(before_flat.get("bcd_head_phase"))
-    now_flat = _side_by_side({section: now[section] for section in sections})
+    before_flat = _network({section: saved.flags.get(section, {}) for section in sections})
+    if before_flat["bcd_num_blocks"] is None:  # older versions did not store the default
+        stages = before_flat["pipeline_model_parallel_size"] if before_flat["bcd_layout"] == "submodel" else 1
+        num_layer_blocks = len(saved.blocks) - bool(before_flat.get("bcd_head_phase"))
+        before_flat["bcd_num_blocks"] = num_layer_blocks // stages
+    now_flat = _network({section: now[section] for section in sections})
     return [
         f"{_flag(name)} {_show(value)} (was {_show(before_flat[name])})"
         for name, value in sorted(now_flat.items())

@@ -7,12 +7,15 @@ from megatron.bcd.config.run import (
     OptimizerSettings,
     RunConfig,
     core_keywords,
+    fields_on_resume,
     run_config_from_dict,
     run_config_to_dict,
 )
 from megatron.bcd.config.sections import (
     DEFAULT_NUM_BLOCKS,
     LAYOUTS,
+    MAY_CHANGE,
+    MUST_MATCH,
     ORDERS,
     SWITCHES,
     BcdConfig,
@@ -31,6 +34,8 @@ __all__ = [
     "LAYOUTS",
     "LOSS_CHUNK",
     "LOSS_PARTS",
+    "MAY_CHANGE",
+    "MUST_MATCH",
     "ORDERS",
     "SWITCHES",
     "BcdConfig",
@@ -46,6 +51,7 @@ __all__ = [
     "TokenizerConfig",
     "TrainingConfig",
     "core_keywords",
+    "fields_on_resume",
     "run_config_from_dict",
     "run_config_to_dict",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from megatron.bcd.config.sections import (
@@ -185,6 +185,14 @@ class RunConfig:
     def tied(self) -> bool:
         """The output head uses the word embedding's weight."""
         return not self.model.untie_embeddings_and_output_weights
+
+
+def fields_on_resume(rule: str) -> tuple[str, ...]:
+    """Return the names of our own fields with that rule for a resumed run, see `sections.option`."""
+    sections = (section for section in typing.get_type_hints(RunConfig).values() if is_dataclass(section))
+    return tuple(
+        field.name for section in sections for field in fields(section) if field.metadata.get("on_resume") == rule
+    )
 
 
 def core_keywords(settings: OptimizerSettings | DdpSettings) -> dict[str, Any]:

@@ -6,6 +6,7 @@ A field's name is its flag's name (``micro_batch_size`` is ``--micro-batch-size`
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,25 @@ FINE_TUNING = "supervised fine-tuning"
 REPORT = "report"
 
 
+@dataclass(frozen=True)
+class Range:
+    """The values that a number may have."""
+
+    text: str
+    """Completes "must be"."""
+    contains: Callable[[float], bool]
+
+
+AT_LEAST_1 = Range("at least 1", lambda value: value >= 1)
+AT_LEAST_0 = Range("at least 0", lambda value: value >= 0)
+ABOVE_0 = Range("greater than 0", lambda value: value > 0)
+BELOW_1 = Range("from 0 to less than 1", lambda value: 0 <= value < 1)
+SHARE = Range("greater than 0 and at most 1", lambda value: 0 < value <= 1)
+
+# what a resumed run may do with a flag; of other flags it warns if they differ from the checkpoint's
+MUST_MATCH, MAY_CHANGE = "must match", "may change"
+
+
 def option(
     default: Any,
     help: str,
@@ -41,10 +61,18 @@ def option(
     type: Any = None,
     metavar: str | tuple[str, ...] | None = None,
     group: str | None = None,
+    range: Range | None = None,
+    on_resume: str | None = None,
 ) -> Any:
-    """A dataclass field with what argparse needs of its flag beside the annotation; `group`: where --help shows it, if
-    not with the rest of its dataclass."""
-    metadata = {"help": help, "choices": choices, "nargs": nargs, "type": type, "metavar": metavar, "group": group}
+    """Define a field, and what the annotation does not say about its flag.
+
+    Args:
+        group: the group of --help that shows the flag, if not that of its dataclass.
+        range: the numbers that it accepts.
+        on_resume: MUST_MATCH or MAY_CHANGE, see above.
+    """
+    metadata = {"help": help, "choices": choices, "nargs": nargs, "type": type, "metavar": metavar}
+    metadata |= {"group": group, "range": range, "on_resume": on_resume}
     return field(default=default, metadata=metadata)
 
 
@@ -75,8 +103,12 @@ class BcdConfig:
         None,
         "chunks of the model on every pipeline stage, a multiple of the blocks; more than 1 imply --bcd-layout "
         "interleaved, whose default is the number of blocks",
+        range=AT_LEAST_1,
+        on_resume=MAY_CHANGE,
     )
-    num_layers_per_virtual_pipeline_stage: int | None = option(None, "the same as layers of a chunk")
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, "the same as layers of a chunk", range=AT_LEAST_1, on_resume=MAY_CHANGE
+    )
     # derived, it is the mean of phases that differ by one step
     bcd_steps_per_block: float | None = option(
         None,
@@ -84,6 +116,7 @@ class BcdConfig:
         f"equally often, at least twice, and at most {LONGEST_PHASES[None]} ({LONGEST_PHASES['finetune']} with preset "
         "finetune or pretrain)",
         type=int,
+        range=AT_LEAST_1,
     )
     bcd_order: str = option(
         "ascending",
@@ -92,7 +125,7 @@ class BcdConfig:
         choices=ORDERS,
     )
     bcd_greedy_microbatches: int = option(
-        4, "microbatches per data-parallel rank on which greedy order measures gradients"
+        4, "microbatches per data-parallel rank on which greedy order measures gradients", range=AT_LEAST_1
     )
     bcd_switch: str = option(
         "steps", "what ends a phase: --bcd-steps-per-block, or a plateau of the training loss", choices=SWITCHES
@@ -127,9 +160,13 @@ class BcdConfig:
         "where the weights of frozen layers lie: host = in host memory, copied to the device layer by layer; auto = as "
         "many on the device as fit, the others in host memory",
         choices=("device", "host", "auto"),
+        on_resume=MAY_CHANGE,
     )
     bcd_resident_layers: int = option(
-        0, "with --bcd-frozen-weights host: so many frozen layers of a stage, the last ones, stay on the device"
+        0,
+        "with --bcd-frozen-weights host: so many frozen layers of a stage, the last ones, stay on the device",
+        range=AT_LEAST_0,
+        on_resume=MAY_CHANGE,
     )
     bcd_always_active: str | None = option(
         None,
@@ -156,7 +193,7 @@ class BcdConfig:
         choices=("none", "orthogonal", "factored"),
     )
     bcd_inactive_lr_ratio: float | None = option(
-        None, "learning rate of stateless updates over the active block's; default: 0.2, with factored 1"
+        None, "learning rate of stateless updates over the active block's; default: 0.2, with factored 1", range=ABOVE_0
     )
     bcd_embedding_update: str = option(
         "adam",
@@ -174,6 +211,7 @@ class BcdConfig:
         "each phase draws a new subset, this share of an epoch of the training split, and repeats it as steps need; "
         "default: consecutive samples, as Megatron-LM",
         metavar="RATIO",
+        range=SHARE,
     )
     bcd_prefix_cache: str | None = option(
         None,
@@ -185,6 +223,7 @@ class BcdConfig:
         None,
         "size limit; a phase that needs more is computed; default: half of the free disk space",
         metavar="GIB",
+        range=ABOVE_0,
     )
     bcd_schedule: str = option(
         "bcd",
@@ -196,6 +235,7 @@ class BcdConfig:
         None,
         "microbatches of the next iteration that forward-only stages compute early; default: half the number of "
         "forward-only stages, a third if the last stage is the first trainable one",
+        range=AT_LEAST_0,
     )
 
     @property
@@ -238,22 +278,30 @@ def _parts(flag: str, value: str, choices: tuple[str, ...]) -> frozenset[str]:
 class ModelConfig:
     """Network size beyond Megatron Core's TransformerConfig."""
 
-    seq_length: int = option(None, "tokens per sequence")
-    max_position_embeddings: int = option(None, "largest position of the position table; default --seq-length")
-    position_embedding_type: str = option(
-        "learned_absolute", "position embedding", choices=("learned_absolute", "rope", "none")
+    seq_length: int = option(None, "tokens per sequence", range=AT_LEAST_1, on_resume=MUST_MATCH)
+    max_position_embeddings: int = option(
+        None, "largest position of the position table; default --seq-length", range=AT_LEAST_1, on_resume=MUST_MATCH
     )
-    rotary_base: int = option(10000, "base of the rotary position embedding")
-    rotary_percent: float = option(1.0, "share of the head dimension that is rotated")
+    position_embedding_type: str = option(
+        "learned_absolute", "position embedding", choices=("learned_absolute", "rope", "none"), on_resume=MUST_MATCH
+    )
+    rotary_base: int = option(10000, "base of the rotary position embedding", range=AT_LEAST_1)
+    rotary_percent: float = option(1.0, "share of the head dimension that is rotated", range=SHARE)
     use_rope_scaling: bool = option(
         False, "lower the rotary embedding's low frequencies as Llama 3.1 does, for sequences longer than 8,192 tokens"
     )
-    rope_scaling_factor: float = option(8.0, "factor of --use-rope-scaling")
-    make_vocab_size_divisible_by: int = option(128, "pad the vocabulary to a multiple of this x tensor parallel size")
-    untie_embeddings_and_output_weights: bool = option(False, "give the output head its own weights")
-    swiglu: bool = option(False, "gated linear units with SiLU instead of GELU")
-    quick_geglu: bool = option(False, "gated linear units with x sigmoid(1.702 x) instead of GELU")
-    squared_relu: bool = option(False, "the square of ReLU instead of GELU")
+    rope_scaling_factor: float = option(8.0, "factor of --use-rope-scaling", range=ABOVE_0)
+    make_vocab_size_divisible_by: int = option(
+        128, "pad the vocabulary to a multiple of this x tensor parallel size", range=AT_LEAST_1
+    )
+    untie_embeddings_and_output_weights: bool = option(
+        False, "give the output head its own weights", on_resume=MUST_MATCH
+    )
+    swiglu: bool = option(False, "gated linear units with SiLU instead of GELU", on_resume=MUST_MATCH)
+    quick_geglu: bool = option(
+        False, "gated linear units with x sigmoid(1.702 x) instead of GELU", on_resume=MUST_MATCH
+    )
+    squared_relu: bool = option(False, "the square of ReLU instead of GELU", on_resume=MUST_MATCH)
     openai_gelu: bool = option(
         False,
         "GELU in the tanh form of OpenAI's GPT-2, everywhere; without it GELU is exact where its kernel is not fused "
@@ -271,9 +319,11 @@ class ModelConfig:
 class TrainingConfig:
     """Length of the run, batches, evaluation, randomness."""
 
-    micro_batch_size: int = option(None, "sequences per microbatch and data-parallel rank", group=BATCH)
+    micro_batch_size: int = option(
+        None, "sequences per microbatch and data-parallel rank", group=BATCH, range=AT_LEAST_1
+    )
     global_batch_size: int | None = option(
-        None, "sequences per training step over all ranks; default one microbatch a rank", group=BATCH
+        None, "sequences per training step over all ranks; default one microbatch a rank", group=BATCH, range=AT_LEAST_1
     )
     rampup_batch_size: tuple[int, ...] | None = option(
         None,
@@ -282,25 +332,29 @@ class TrainingConfig:
         metavar=("START", "INCREMENT", "SAMPLES"),
         group=BATCH,
     )
-    train_iters: int | None = option(None, "number of training steps (or give --train-samples)")
-    train_samples: int | None = option(None, "number of training sequences (or give --train-iters)")
+    train_iters: int | None = option(None, "number of training steps (or give --train-samples)", range=AT_LEAST_1)
+    train_samples: int | None = option(None, "number of training sequences (or give --train-iters)", range=AT_LEAST_1)
     num_epochs: float | None = option(
-        None, "passes over the records of --sft, in place of --train-iters", group=FINE_TUNING
+        None, "passes over the records of --sft, in place of --train-iters", group=FINE_TUNING, range=ABOVE_0
     )
     skip_train: bool = option(False, "do not train: evaluate only")
-    eval_iters: int = option(100, "steps (global batches) of one evaluation; -1 = --full-validation")
+    eval_iters: int = option(100, "steps (global batches) of one evaluation; -1 = --full-validation", range=AT_LEAST_0)
     eval_fixed: bool = option(False, "evaluate on the same validation samples each time, not on the next ones")
     full_validation: bool = option(False, "evaluate on the whole validation split; --eval-iters is for the test split")
-    eval_interval: int = option(1000, "training steps between evaluations on the validation split")
-    seed: int = option(1234, "seed of Python, NumPy, PyTorch and the data order")
+    eval_interval: int = option(1000, "training steps between evaluations on the validation split", range=AT_LEAST_1)
+    seed: int = option(1234, "seed of Python, NumPy, PyTorch and the data order", range=AT_LEAST_1)
     data_parallel_random_init: bool = option(False, "initialise each data-parallel rank with its own seed")
     check_for_nan_in_loss_and_grad: bool = option(True, "skip a step whose loss or gradient is not finite")
     check_weight_hash_across_dp_replicas_interval: int | None = option(
-        None, "training steps between comparisons of weights of data-parallel ranks"
+        None, "training steps between comparisons of weights of data-parallel ranks", range=AT_LEAST_1
     )
-    max_skipped_steps: int = option(10, "stop after this many steps in a row whose loss or gradient is not finite")
+    max_skipped_steps: int = option(
+        10, "stop after this many steps in a row whose loss or gradient is not finite", range=AT_LEAST_1
+    )
     manual_gc: bool = option(False, "collect Python garbage only at fixed intervals")
-    manual_gc_interval: int = option(0, "training steps between garbage collections with --manual-gc; 0: never")
+    manual_gc_interval: int = option(
+        0, "training steps between garbage collections with --manual-gc; 0: never", range=AT_LEAST_0
+    )
     empty_unused_memory_level: int = option(
         0,
         "return unused memory to the GPU: 1 after the passes of each step, 2 after the optimizer too",
@@ -310,13 +364,26 @@ class TrainingConfig:
         "auto", "auto is nccl on GPUs and gloo on CPUs", choices=("auto", "nccl", "gloo"), group=PARALLELISM
     )
     decoder_first_pipeline_num_layers: int | None = option(
-        None, "layers of the first pipeline stage; the others share the rest evenly", group=PARALLELISM
+        None,
+        "layers of the first pipeline stage; the others share the rest evenly",
+        group=PARALLELISM,
+        range=AT_LEAST_1,
+        on_resume=MAY_CHANGE,
     )
-    decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last pipeline stage", group=PARALLELISM)
-    account_for_embedding_in_pipeline_split: bool = option(False, "count the embedding as a layer", group=PARALLELISM)
-    account_for_loss_in_pipeline_split: bool = option(False, "count the head as a layer", group=PARALLELISM)
+    decoder_last_pipeline_num_layers: int | None = option(
+        None, "layers of the last pipeline stage", group=PARALLELISM, range=AT_LEAST_1, on_resume=MAY_CHANGE
+    )
+    account_for_embedding_in_pipeline_split: bool = option(
+        False, "count the embedding as a layer", group=PARALLELISM, on_resume=MAY_CHANGE
+    )
+    account_for_loss_in_pipeline_split: bool = option(
+        False, "count the head as a layer", group=PARALLELISM, on_resume=MAY_CHANGE
+    )
     pipeline_model_parallel_layout: str | None = option(
-        None, "what each stage holds: E embedding, t layer, L loss, | between stages: Et*3|t*4L", group=PARALLELISM
+        None,
+        "what each stage holds: E embedding, t layer, L loss, | between stages: Et*3|t*4L",
+        group=PARALLELISM,
+        on_resume=MAY_CHANGE,
     )
     pipeline_cut: str = option(
         "even",
@@ -324,6 +391,7 @@ class TrainingConfig:
         "even, output head and vocabulary counted. Sets --pipeline-model-parallel-layout",
         choices=("even", "auto"),
         group=PARALLELISM,
+        on_resume=MAY_CHANGE,
     )
     recompute: str | None = option(
         None,
@@ -331,6 +399,7 @@ class TrainingConfig:
         "core of attention, or the first few layers after the prefix",
         choices=("auto",),
         group=RECOMPUTATION,
+        on_resume=MAY_CHANGE,
     )
     recompute_memory_gib: float | None = option(
         None,
@@ -338,8 +407,12 @@ class TrainingConfig:
         "less 1 GiB",
         metavar="GIB",
         group=RECOMPUTATION,
+        range=ABOVE_0,
+        on_resume=MAY_CHANGE,
     )
-    distributed_timeout_minutes: int = option(10, "minutes after which a collective fails", group=PARALLELISM)
+    distributed_timeout_minutes: int = option(
+        10, "minutes after which a collective fails", group=PARALLELISM, range=AT_LEAST_1
+    )
     use_distributed_optimizer: bool = option(
         True, "shard optimizer state over the data-parallel ranks", group=PARALLELISM
     )
@@ -371,16 +444,16 @@ class ScheduleConfig:
     lr_wsd_decay_style: str = option(
         "exponential", "shape of the last part of WSD", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    lr_decay_iters: int | None = option(None, "steps until --min-lr; default --train-iters")
-    lr_decay_samples: int | None = option(None, "samples until --min-lr; default --train-samples")
-    lr_wsd_decay_iters: int | None = option(None, "steps of the last part of WSD")
-    lr_wsd_decay_samples: int | None = option(None, "samples of the last part of WSD")
-    lr_warmup_fraction: float | None = option(None, "warm-up as a fraction of the decay length")
-    lr_warmup_iters: int = option(0, "steps of linear warm-up")
-    lr_warmup_samples: int = option(0, "samples of linear warm-up")
-    lr_warmup_init: float = option(0.0, "learning rate at the start of the warm-up")
-    start_weight_decay: float | None = option(None, "weight decay at the start", group=OPTIMIZER)
-    end_weight_decay: float | None = option(None, "weight decay at the end", group=OPTIMIZER)
+    lr_decay_iters: int | None = option(None, "steps until --min-lr; default --train-iters", range=AT_LEAST_1)
+    lr_decay_samples: int | None = option(None, "samples until --min-lr; default --train-samples", range=AT_LEAST_1)
+    lr_wsd_decay_iters: int | None = option(None, "steps of the last part of WSD", range=AT_LEAST_1)
+    lr_wsd_decay_samples: int | None = option(None, "samples of the last part of WSD", range=AT_LEAST_1)
+    lr_warmup_fraction: float | None = option(None, "warm-up as a fraction of the decay length", range=BELOW_1)
+    lr_warmup_iters: int = option(0, "steps of linear warm-up", range=AT_LEAST_0)
+    lr_warmup_samples: int = option(0, "samples of linear warm-up", range=AT_LEAST_0)
+    lr_warmup_init: float = option(0.0, "learning rate at the start of the warm-up", range=AT_LEAST_0)
+    start_weight_decay: float | None = option(None, "weight decay at the start", group=OPTIMIZER, range=AT_LEAST_0)
+    end_weight_decay: float | None = option(None, "weight decay at the end", group=OPTIMIZER, range=AT_LEAST_0)
     weight_decay_incr_style: str = option(
         "constant", "how weight decay goes from start to end", choices=("constant", "linear", "cosine"), group=OPTIMIZER
     )
@@ -410,7 +483,7 @@ class DataConfig:
         choices=("single", "cyclic"),
     )
     data_sharding: bool = option(True, "with cyclic order: each data-parallel rank shuffles a part of its own")
-    num_workers: int = option(2, "reader processes per rank")
+    num_workers: int = option(2, "reader processes per rank", range=AT_LEAST_0, on_resume=MAY_CHANGE)
     reset_position_ids: bool = option(False, "restart positions after each end-of-document token")
     reset_attention_mask: bool = option(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = option(False, "no loss on end-of-document tokens")
@@ -470,7 +543,9 @@ class TokenizerConfig:
         "SentencePiece model file, local Hugging Face tokenizer folder, or JSON vocabulary of TikTokenizer",
         metavar="PATH",
     )
-    vocab_size: int | None = option(None, "vocabulary size of NullTokenizer, or of TikTokenizer (default 131072)")
+    vocab_size: int | None = option(
+        None, "vocabulary size of NullTokenizer, or of TikTokenizer (default 131072)", range=AT_LEAST_1
+    )
     tiktoken_pattern: str = option("v2", "what cuts text into words for TikTokenizer", choices=("v1", "v2"))
     tiktoken_num_special_tokens: int = option(1000, "first ids of TikTokenizer that are special tokens")
 
@@ -480,13 +555,16 @@ class CheckpointConfig:
     """Checkpoints: where, when, and what is loaded from them."""
 
     save: str | None = option(None, "folder for checkpoints", metavar="FOLDER")
-    save_interval: int | None = option(None, "training steps between checkpoints")
+    save_interval: int | None = option(None, "training steps between checkpoints", range=AT_LEAST_1)
     async_save: bool = option(False, "write checkpoints in the background while training continues")
-    keep_last_checkpoints: int | None = option(None, "keep this many checkpoints and delete older ones")
+    keep_last_checkpoints: int | None = option(
+        None, "keep this many checkpoints and delete older ones", range=AT_LEAST_1
+    )
     save_retain_interval: int | None = option(
         None,
         "keep the checkpoints of multiples of this many training steps, and of others only the newest "
         "(--keep-last-checkpoints: more of them)",
+        range=AT_LEAST_1,
     )
     save_optim: bool = option(True, "save the optimizer state; without it a run resumes with --no-load-optim only")
     save_rng: bool = option(True, "save the random generators; without them a run resumes with --no-load-rng only")
@@ -497,7 +575,9 @@ class CheckpointConfig:
         "folder as --save, a run that was killed resumes when it is started again",
         metavar="FOLDER",
     )
-    ckpt_step: int | None = option(None, "load the checkpoint of this iteration instead of the newest")
+    ckpt_step: int | None = option(
+        None, "load the checkpoint of this iteration instead of the newest", range=AT_LEAST_1
+    )
     load_hf: str | None = option(
         None,
         "model in Hugging Face's format, a folder or a name on the hub: sizes of the network, tokenizer, and, where "
@@ -507,7 +587,9 @@ class CheckpointConfig:
     save_hf: str | None = option(
         None, "folder for the trained model in Hugging Face's format, at the end of the run", metavar="FOLDER"
     )
-    save_hf_interval: int | None = option(None, "training steps between further models, in --save-hf/iter_NNNNNNN")
+    save_hf_interval: int | None = option(
+        None, "training steps between further models, in --save-hf/iter_NNNNNNN", range=AT_LEAST_1
+    )
     overwrite_checkpoints: bool = option(False, "delete the checkpoints of another run in --save")
     exit_on_missing_checkpoint: bool = option(False, "end with an error if --load holds no checkpoint")
     finetune: bool = option(False, "load the weights of --load only, and start at iteration 0")
@@ -519,8 +601,10 @@ class CheckpointConfig:
         False, "take flags of network and tokenizer that are not given from the checkpoint"
     )
     load_rng: bool = option(True, "load the random generators of --load; else they are seeded again")
-    exit_interval: int | None = option(None, "save and stop after each multiple of this many training steps")
-    exit_duration_in_mins: int | None = option(None, "save and stop after this many minutes")
+    exit_interval: int | None = option(
+        None, "save and stop after each multiple of this many training steps", range=AT_LEAST_1
+    )
+    exit_duration_in_mins: int | None = option(None, "save and stop after this many minutes", range=AT_LEAST_1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -533,26 +617,38 @@ class GroupsConfig:
         "changed from time to time. Without it nothing of this is used",
         metavar="ADDRESS",
     )
-    replica_groups: int = option(1, "replica groups that are expected: so many times the samples are laid out")
-    min_replica_groups: int = option(1, "wait at an exchange while there are fewer replica groups than this")
+    replica_groups: int = option(
+        1, "replica groups that are expected: so many times the samples are laid out", range=AT_LEAST_1
+    )
+    min_replica_groups: int = option(
+        1, "wait at an exchange while there are fewer replica groups than this", range=AT_LEAST_1
+    )
     replica_id: str | None = option(
         None, "name of this replica group; the order of the names is that of the data. Default: the name of the host"
     )
     outer_interval: int | None = option(
-        None, "steps of a phase between exchanges; there is one at the end of each phase anyway. Default: only those"
+        None,
+        "steps of a phase between exchanges; there is one at the end of each phase anyway. Default: only those",
+        range=AT_LEAST_1,
     )
-    outer_delay: int = option(0, "steps from an exchange within a phase until its result is applied; 0: wait for it")
-    outer_lr: float = option(0.7, "learning rate of the outer step, of the mean change; 1 with momentum 0 averages")
-    outer_momentum: float = option(0.6, "its Nesterov momentum")
+    outer_delay: int = option(
+        0, "steps from an exchange within a phase until its result is applied; 0: wait for it", range=AT_LEAST_0
+    )
+    outer_lr: float = option(
+        0.7, "learning rate of the outer step, of the mean change; 1 with momentum 0 averages", range=ABOVE_0
+    )
+    outer_momentum: float = option(0.6, "its Nesterov momentum", range=BELOW_1)
     outer_compression: str = option("bf16", "how changes are sent", choices=OUTER_COMPRESSIONS)
-    outer_timeout_seconds: int = option(300, "seconds of an exchange without progress after which it fails")
+    outer_timeout_seconds: int = option(
+        300, "seconds of an exchange without progress after which it fails", range=AT_LEAST_1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
     """Logs, metrics and where they go."""
 
-    log_interval: int = option(100, "training steps between log lines")
+    log_interval: int = option(100, "training steps between log lines", range=AT_LEAST_1)
     log_params_norm: bool = option(False, "log the norm of all weights")
     log_num_zeros_in_grad: bool = option(False, "log the number of zeros in the active gradient")
     log_throughput: bool = option(False, "log TFLOP/s per GPU, of what the phase computes")
@@ -567,9 +663,11 @@ class ReportConfig:
     barrier_with_level_1_timing: bool = option(True, "let all ranks wait for each other before timers of level 1")
     log_timers_to_tensorboard: bool = option(False, "write these times to TensorBoard and Weights & Biases too")
     log_straggler: bool = option(False, "log the slowest and the fastest rank")
-    straggler_minmax_count: int = option(1, "ranks that --log-straggler names at either end", metavar="N")
+    straggler_minmax_count: int = option(
+        1, "ranks that --log-straggler names at either end", metavar="N", range=AT_LEAST_1
+    )
     profile: bool = option(False, "profile some training steps: --use-pytorch-profiler, or marks for Nsight Systems")
-    profile_step_start: int = option(10, "steps before those that are profiled")
+    profile_step_start: int = option(10, "steps before those that are profiled", range=AT_LEAST_0)
     profile_step_end: int = option(12, "last step that is profiled")
     profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled, default 0", nargs="+", metavar="RANK")
     use_pytorch_profiler: bool = option(False, "write a trace of PyTorch's profiler to --tensorboard-dir")

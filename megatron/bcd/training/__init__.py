@@ -1,1 +1,1 @@
-"""The run: setup, state, phase, loop, evaluation, resume."""
+"""The parts of a training run around the trainer: setup, counters, evaluation, checks, outputs, reports."""

@@ -1,4 +1,4 @@
-"""From a RunConfig to the end of the process: groups, seeds, folders, the run, the exit code."""
+"""Run a RunConfig in this process: groups, seeds, folders, training, exit code."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from typing import Any
 
 import torch
 
-from megatron.bcd import data
-from megatron.bcd.arguments.validate import check_learning_rate
 from megatron.bcd.checkpoint import layout, loader, run_state
 from megatron.bcd.checkpoint.saver import check_save_folder, claim_save_folder, clear_save_folder
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model import builder
 from megatron.bcd.runtime import collectives, device, dir_claim, distributed, rng, threads
 from megatron.bcd.runtime.exit import exit_on_error, report_to_torchrun, torchrun_store
-from megatron.bcd.tokenizer import build_tokenizer
 from megatron.bcd.trainer import ModelBuilder, Trainer
+from megatron.bcd.training.resolve import resolve_run
 from megatron.bcd.training.state import TrainingFailed
 
 _PATIENCE = datetime.timedelta(minutes=1)
@@ -33,14 +31,19 @@ def pretrain(
     prog: str = "pretrain",
     notes: Sequence[str] = (),
 ) -> None:
-    """Run `config` on all ranks that torchrun started, or without torchrun in this process.
+    """Train `config` on all ranks that torchrun started, or in this process without torchrun.
 
-    `build_model` makes the model of this rank's pipeline stage from the configuration, the padded vocabulary size and
-    the kernels of this machine. `prog` begins every error message; `notes` are printed after the run summary.
+    SIGINT (Ctrl-C), SIGTERM and SIGUSR1 during training save, stop and return.
 
-    Exits with code 2, after one line from rank 0 and before any training, if data, files or machine don't fit; with
-    code 1, after one line, if training can't continue. In training SIGINT (Ctrl-C),
-    SIGTERM and SIGUSR1 save, stop and return.
+    Args:
+        build_model: builds the model of this rank's pipeline stage from the configuration, the padded vocabulary size
+            and the kernels of this machine.
+        prog: the start of every error message.
+        notes: lines that follow the run summary.
+
+    Raises:
+        SystemExit: code 2 after one line from rank 0 if data, files or machine don't fit, before any training; code 1
+            after one line if training can't continue.
     """
     with exit_on_error(ValueError, prog=prog):
         trainer, claims = _set_up(config, build_model, notes)
@@ -70,22 +73,20 @@ def pretrain(
 def _set_up(
     config: RunConfig, build_model: ModelBuilder, notes: Sequence[str]
 ) -> tuple[Trainer, list[dir_claim.DirClaim]]:
-    """A run that is about to train, and the folders that it has claimed."""
+    """Return a run that is about to train, and the folders that it has claimed."""
     if not device.has_cuda():
         notes = (threads.set_threads(), *notes)
     is_restart = _initialize(config)
-    config = with_length(config)
     save_dir = config.checkpoint.save
     is_new = not collectives.on_rank_0(lambda: save_dir is not None and os.path.isdir(save_dir))
-    is_shared = config.groups.lighthouse is not None  # by replica groups, of which one writes
+    is_shared = config.groups.lighthouse is not None  # replica groups share the folder, and one of them writes
     save_claim = dir_claim.DirClaim() if is_new or is_shared else claim_save_folder(save_dir)
     config = _resuming_after_restart(config, is_restart=is_restart)
     source = loader.find(config)
     if source is not None and source.state is not None:
         run_state.check_same_tokens(source.state.flags, config, source=source.name)
-        config = run_state.with_saved_schedule(source.state.flags, config)
     overwrites = check_save_folder(config, source)
-    trainer = Trainer(config, build_model, source=source, is_restart=is_restart)
+    trainer = Trainer(resolve_run(config, source), build_model, is_restart=is_restart)
     for note in notes:
         trainer.reporter.note(note)
     if is_new and not is_shared:  # created only after everything has been checked
@@ -102,29 +103,17 @@ def _set_up(
     return trainer, [save_claim, cache_claim]
 
 
-def with_length(config: RunConfig) -> RunConfig:
-    """`config` with --num-epochs as --train-iters. A collective; reads the data.
-
-    Raises:
-        ValueError: as `data.resolve_epochs`; or the learning rate's schedule does not fit that number of steps.
-    """
-    if config.training.num_epochs is None:
-        return config
-    tokenizer = build_tokenizer(**vars(config.tokenizer))
-    config = data.resolve_epochs(config, tokenizer, global_batch_size=data.global_batch_size(config))
-    check_learning_rate(config)
-    return config
-
-
 def _initialize(config: RunConfig) -> bool:
-    """Deterministic kernels, process groups, random generators; returns as `distributed.initialize`."""
+    """Set deterministic kernels, and initialize process groups and random generators.
+
+    Returns whether torchrun has restarted this job.
+    """
     training = config.training
     if config.transformer.get("deterministic_mode"):  # first: groups choose NCCL's algorithms when they are created
         rng.use_deterministic_algorithms()
     if config.optimizer.optimizer_cpu_offload and not device.has_cuda():
         raise ValueError(
-            "--optimizer-cpu-offload needs a CUDA GPU, and none is visible here: leave it out (without a GPU all is in "
-            "host memory anyway)"
+            "--optimizer-cpu-offload: no CUDA GPU is visible. Leave it out; without a GPU everything is in host memory."
         )
     is_restart = distributed.initialize(
         backend=training.distributed_backend,
@@ -139,10 +128,10 @@ def _initialize(config: RunConfig) -> bool:
 
 
 def _resuming_after_restart(config: RunConfig, *, is_restart: bool) -> RunConfig:
-    """torchrun --max-restarts starts the same command again: once this job has saved, resume all that --save holds,
-    whatever the flags of loading say, which were meant for its start. A collective.
+    """Return a configuration that resumes from --save if torchrun has restarted this job after it saved. Collective.
 
-    Until then they hold: --save may have checkpoints that --ckpt-step was to leave behind.
+    torchrun --max-restarts starts the same command again, and its flags of loading were meant for the first start. They
+    apply until the job has saved: --save may hold checkpoints of an earlier run that --ckpt-step leaves behind.
     """
     checkpoint = config.checkpoint
     if checkpoint.save is None:
@@ -162,18 +151,19 @@ def _resuming_after_restart(config: RunConfig, *, is_restart: bool) -> RunConfig
 
 
 def _has_saved(save: str, store: Any) -> bool:
-    """Whether the tracker of --save was written after this job's first start, of which `store` keeps what was there.
+    """Return whether this job has written a checkpoint to --save since its first start.
 
-    Without a store that outlives restarts, whether there is a checkpoint: to start the run anew would lose more.
+    `store` outlives restarts, and keeps what the tracker file was at the first start. Without a store, return whether
+    there is any checkpoint: starting the run anew would lose more.
     """
     if store is None:
         return bool(layout.candidates(save))
     try:
-        found = os.stat(os.path.join(save, layout.TRACKER))
-        tracker = f"{found.st_mtime_ns} {found.st_ino} {found.st_size}"
+        file = os.stat(os.path.join(save, layout.TRACKER))
+        tracker = f"{file.st_mtime_ns} {file.st_ino} {file.st_size}"
     except FileNotFoundError:
         tracker = ""
     key = f"bcd/tracker at the first start: {os.path.realpath(save)}"
-    if not store.check([key]):  # also where the starts before did not come this far, so saved nothing
+    if not store.check([key]):  # the first start, or earlier starts ended before this line and saved nothing
         store.set(key, tracker)
     return bool(tracker) and store.get(key).decode() != tracker

@@ -1,4 +1,4 @@
-"""--profile: records some training steps."""
+"""Profile some training steps (--profile)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megatron.bcd.runtime import device
 class StepProfiler:
     """Profiles the steps after --profile-step-start up to --profile-step-end, on the ranks of --profile-ranks.
 
-    With --use-pytorch-profiler a trace is written to --tensorboard-dir; without it the steps are marked for Nsight
-    Systems (``nsys profile --capture-range=cudaProfilerApi``), which needs a GPU.
+    With --use-pytorch-profiler it writes a trace to --tensorboard-dir. Without it it marks the steps for Nsight Systems
+    (``nsys profile --capture-range=cudaProfilerApi``), which needs a GPU.
     """
 
     def __init__(self, config: ReportConfig) -> None:
-        is_asked = config.profile and torch.distributed.get_rank() in config.profile_ranks
-        self._start = config.profile_step_start if is_asked else -1
+        is_profiled = config.profile and torch.distributed.get_rank() in config.profile_ranks
+        self._start = config.profile_step_start if is_profiled else -1
         self._end = config.profile_step_end
         self._trace_folder = config.tensorboard_dir if config.use_pytorch_profiler else None
         self._running: Any = None
 
     def before_step(self, iteration: int) -> None:
-        """`iteration`: steps done before."""
+        """Start the profiler if it is due. `iteration` is the number of completed steps."""
         if iteration != self._start:
             return
         if self._trace_folder is not None:
@@ -36,7 +36,7 @@ class StepProfiler:
         self._running.__enter__()
 
     def after_step(self, iteration: int, *, is_last: bool) -> None:
-        """`iteration`: steps done, this one included."""
+        """Stop the profiler if it is due. `iteration` is the number of completed steps, including this one."""
         if self._running is None or (iteration < self._end and not is_last):
             return
         running, self._running = self._running, None

@@ -1,4 +1,4 @@
-"""--recompute auto: what this rank recomputes in each phase."""
+"""Decide what a rank recomputes in each phase (--recompute auto)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from megatron.bcd.runtime import collectives, memory
 
 _GIB = 2**30
 _FRAMEWORK_GIB = 1.0
-"""Of a GPU: the driver's context, workspaces of libraries, buffers of collectives (the planner's cluster table)."""
+"""Memory of a GPU for the driver's context, workspaces of libraries and buffers of collectives (the planner's cluster
+table)."""
 
 
 class Recomputation:
-    """Decides for every stage and phase when it is built, and tells this rank's layers at the start of a phase."""
+    """What every stage recomputes in every phase. It is decided once, and set in the layers when a phase begins."""
 
     def __init__(self, config: RunConfig, *, model: torch.nn.Module, stage: int, run: RunMemory) -> None:
-        """A collective. Without --recompute auto the flags of Megatron-LM hold.
+        """Decide for all stages and blocks. Collective. Without --recompute auto Megatron-LM's flags apply.
 
         Raises:
-            ValueError: there is neither a GPU nor --recompute-memory-gib; one line.
+            ValueError: there is neither a GPU nor --recompute-memory-gib.
         """
         self._model, self._stage = model, stage
         self._choices: list[list[Recomputed]] = []
-        """By stage and block; empty without --recompute auto."""
+        """Indexed by stage and block; empty without --recompute auto."""
         if config.training.recompute is None:
             return
         limit = memory_limit(config, flag="--recompute auto")
@@ -40,14 +41,14 @@ class Recomputation:
         ]
 
     def begin_phase(self, block: int) -> None:
-        """`block` is active from now on."""
+        """Set what this rank's layers recompute while `block` is active."""
         if self._choices:
             choice = self._choices[self._stage][block]
             for number, chunk in enumerate(get_chunks(self._model)):
                 chunk.decoder.recompute(choice.granularity, choice.num_whole(number))
 
     def describe(self, partition: Partition) -> tuple[str, ...]:
-        """A line for the run summary."""
+        """Return a line for the run summary, if there is anything to say."""
         if not self._choices:
             return ()
         by_block = (
@@ -58,12 +59,16 @@ class Recomputation:
 
 
 def memory_limit(config: RunConfig, *, flag: str) -> float:
-    """Bytes that a rank's model state and activations may take. A collective. Raises ValueError as `Recomputation`."""
+    """Return how many bytes model state and activations of a rank may take. Collective.
+
+    Raises:
+        ValueError: there is neither a GPU nor --recompute-memory-gib.
+    """
     if config.training.recompute_memory_gib:
         return config.training.recompute_memory_gib * _GIB
     total = min(collectives.gather_objects(memory.total_bytes()))
     if not total:
-        raise ValueError(f"{flag} needs --recompute-memory-gib where there is no GPU")
+        raise ValueError(f"{flag}: there is no GPU whose memory would be the limit. Give --recompute-memory-gib.")
     return total - _FRAMEWORK_GIB * _GIB
 
 

@@ -1,4 +1,4 @@
-"""The reporter of a run, and its run summary: what will run, and its memory compared with full-parameter training."""
+"""Report a run: the run summary with its memory beside that of full training, and warnings at the start."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bcd import data
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.blocks.schedule import BlockSchedule
+from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
 from megatron.bcd.blocks.subsets import PhaseSubset
-from megatron.bcd.checkpoint import run_state
-from megatron.bcd.config import RunConfig
+from megatron.bcd.checkpoint.loader import Source
+from megatron.bcd.config import CheckpointConfig, RunConfig
 from megatron.bcd.config.presets import preset_fields
 from megatron.bcd.metrics.reporter import Reporter, SilentReporter
 from megatron.bcd.metrics.schema import BlockSummary, RunSummary
@@ -31,38 +30,69 @@ from megatron.bcd.planner.run_state import moments_of, offload_fraction
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.runtime import collectives, device, distributed, replicas
 from megatron.bcd.training.recompute import Recomputation
+from megatron.bcd.training.resolve import ResolvedRun
 
 _DOMINANT = 0.6
-"""Share of the parameters from which a block is too large to save much."""
+"""A block with at least this share of the parameters saves little memory."""
 
 
-def reporter_of(config: RunConfig, resumed: run_state.RunState | None) -> Reporter:
-    """On rank 0 the reporter that the flags describe; on the other ranks a silent one."""
+def build_reporter(run: ResolvedRun, *, start_iteration: int) -> Reporter:
+    """Return the reporter that the flags describe on rank 0, and a silent one on other ranks."""
     if torch.distributed.get_rank() != 0:
         return SilentReporter()
     return Reporter(
-        config.report,
-        train_iters=data.num_iterations(config),
-        start_iteration=resumed.iteration if resumed else 0,
-        run=run_state.name_of_run(config, resumed),
-        run_config=asdict(config),
+        run.config.report,
+        train_iters=run.train_iters,
+        start_iteration=start_iteration,
+        run=run.name,
+        run_config=asdict(run.config),
+    )
+
+
+def report_source(checkpoint: CheckpointConfig, source: Source | None, reporter: Reporter) -> None:
+    """Report where the weights come from, and the warnings about that checkpoint."""
+    if source is None:
+        if checkpoint.load is not None:
+            reporter.note(f"--load {checkpoint.load} holds no checkpoint: starting from iteration 0")
+        if checkpoint.load_hf is not None:
+            reporter.note(f"weights of {checkpoint.load_hf} loaded")
+        return
+    for message in source.messages:
+        reporter.warning(message)
+    if source.state is None:
+        reporter.note(f"weights of {source.path} loaded")
+
+
+def describe_untrained(
+    partition: Partition, schedule: BlockSchedule, state: PhaseState, *, num_steps: int, train_iters: int
+) -> str | None:
+    """Return a warning about what `num_steps` more steps leave untrained for certain; None if that is nothing.
+
+    With 0 steps it is about what the run has left untrained.
+    """
+    after = PhaseState(phase=schedule.phases_within(state, num_steps)) if num_steps > 0 else state
+    is_unknown = num_steps > 0 and schedule.settings.bcd_order == "greedy"
+    visited = range(min(after.phase, schedule.num_blocks)) if is_unknown else schedule.visited(after)
+    parts = partition.describe_untrained(visited)
+    if not parts:
+        return None
+    return (
+        f"{len(visited)} of {schedule.num_blocks} blocks are active in {train_iters:,} steps ({schedule.describe()}); "
+        f"{'the other blocks' if is_unknown else ', '.join(parts)} {'will stay' if num_steps > 0 else 'stayed'} as at "
+        "the start: give more steps, fewer blocks or shorter phases"
     )
 
 
 def summarize(
+    run: ResolvedRun,
     *,
-    config: RunConfig,
-    partition: Partition,
-    block_schedule: BlockSchedule,
     model: torch.nn.Module,
-    planned: ModelState,
     implementation: Implementation,
-    vocab_size: int,
-    train_iters: int,
     samples: PhaseSubset | None,
     recomputation: Recomputation,
 ) -> RunSummary:
-    """Collect the figures of the run summary from all ranks; a collective, the same on every rank."""
+    """Collect the figures of the run summary from all ranks. Collective; every rank gets the same."""
+    config, partition, planned = run.config, run.partition, run.memory.state
     ranks = collectives.gather_objects(_this_rank(partition, model, planned))
     # one replica's stages and tensor slices make up the model
     one_replica = [rank for rank in ranks if rank["replica"] == 0]
@@ -70,9 +100,9 @@ def summarize(
     per_stage = tuple(by_stage[stage]["stage_parameters"] for stage in range(partition.num_stages))
     num_parameters = sum(rank["num_parameters"] for rank in one_replica)
     shares = [sum(rank["active"][block.index] for rank in one_replica) / num_parameters for block in partition.blocks]
-    of_tokens = sum(rank["num_of_tokens"] for rank in one_replica) / num_parameters
+    token_share = sum(rank["num_token_parameters"] for rank in one_replica) / num_parameters
     return RunSummary(
-        model=_describe_model(config, unwrap_model(model).config, vocab_size, planned.padded_vocabulary),
+        model=_describe_model(config, unwrap_model(model).config, run.vocab_size, run.padded_vocab_size),
         parallel=f"{config.describe_ranks(parallel_state.get_data_parallel_world_size())}, {config.precision}",
         parameters_per_stage=per_stage,
         total_parameters=sum(per_stage) - by_stage[partition.num_stages - 1]["tied_copy"],
@@ -87,32 +117,34 @@ def summarize(
             for block in partition.blocks
         ),
         layout=partition.layout,
-        phases=block_schedule.describe(),
+        phases=run.block_schedule.describe(),
         full_model_state_bytes=tuple(_full_state_bytes(config, rank["num_parameters"]) for rank in ranks),
-        training=_describe_training(config, train_iters),
+        training=_describe_training(run),
         notes=(
             *_notes(config, partition, implementation, ranks),
             *_notes_of_pipeline(config, partition, recomputation),
             *_notes_of_data(config, partition, samples),
         ),
-        warnings=() if config.training.skip_train else warn_of_dominance(shares, of_tokens),
+        warnings=() if config.training.skip_train else warn_of_dominance(shares, token_share),
     )
 
 
-def warn_of_dominance(shares: Sequence[float], of_tokens: float) -> tuple[str, ...]:
-    """A line about the largest of several blocks where it holds most of the model, and what helps.
+def warn_of_dominance(shares: Sequence[float], token_share: float) -> tuple[str, ...]:
+    """Return a warning if one of several blocks holds most of the model, with a remedy.
 
-    `shares`: of the parameters, by block; `of_tokens`: that of the word embedding and an output head of its own.
+    Args:
+        shares: the share of the parameters of each block.
+        token_share: the share of the word embedding and an untied output head.
     """
     largest = max(range(len(shares)), key=shares.__getitem__)
     if len(shares) < 2 or shares[largest] < _DOMINANT:
         return ()
-    if of_tokens < _DOMINANT / 2:
+    if token_share < _DOMINANT / 2:
         helps = "more blocks or another --bcd-layout divide the layers more evenly"
     else:
         helps = (
-            f"{of_tokens:.0%} are the word embedding and the head; a smaller vocabulary (tools/train_tokenizer.py) or "
-            "a wider or deeper model makes them a smaller part, and --adam-moments-dtype int8 their optimizer state"
+            f"{token_share:.0%} are the word embedding and the head; a smaller vocabulary (tools/train_tokenizer.py) "
+            "or a wider or deeper model makes them a smaller part, and --adam-moments-dtype int8 their optimizer state"
         )
     return (
         f"block {largest} holds {shares[largest]:.0%} of the parameters, so its phases need nearly the model state of "
@@ -121,10 +153,10 @@ def warn_of_dominance(shares: Sequence[float], of_tokens: float) -> tuple[str, .
 
 
 def _this_rank(partition: Partition, model: torch.nn.Module, planned: ModelState) -> dict[str, Any]:
-    """This rank's numbers of parameters, and its planned model state by block."""
+    """Return this rank's numbers of parameters, and its planned model state by block."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     sizes = {name: parameter.numel() for name, parameter in unwrap_model(model).named_parameters()}
-    owned = {name: ownership(name, partition=partition, stage=stage) for name in sizes}
+    owners = {name: ownership(name, partition=partition, stage=stage) for name in sizes}
     heads = [size for name, size in sizes.items() if name.endswith("output_layer.weight")]
     tied_copy = sum(heads) * parallel_state.get_tensor_model_parallel_world_size() if partition.tied else 0
     return {
@@ -132,19 +164,20 @@ def _this_rank(partition: Partition, model: torch.nn.Module, planned: ModelState
         "replica": replicas.rank(),
         "stage_parameters": count_parameters(model),
         "num_parameters": sum(sizes.values()),
-        "num_of_tokens": sum(size for name, size in sizes.items() if name.endswith("word_embeddings.weight"))
+        "num_token_parameters": sum(size for name, size in sizes.items() if name.endswith("word_embeddings.weight"))
         + sum(heads),
-        "num_frozen": sum(sizes[name] for name, one in owned.items() if one.is_frozen),
+        "num_frozen": sum(sizes[name] for name, owner in owners.items() if owner.is_frozen),
         "tied_copy": tied_copy,
         "active": [
-            sum(sizes[name] for name, one in owned.items() if one.is_active(block.index)) for block in partition.blocks
+            sum(sizes[name] for name, owner in owners.items() if owner.is_active(block.index))
+            for block in partition.blocks
         ],
         "model_state": [planned.rank(stage, block.index, replicas.rank()).model_state for block in partition.blocks],
     }
 
 
 def _full_state_bytes(config: RunConfig, num_parameters: int) -> int:
-    """Of full-parameter training by stock Megatron-LM: Adam with fp32 moments, or SGD. Without padding of buffers."""
+    """Return the model state of full training by stock Megatron-LM: Adam with fp32 moments, or SGD, without padding."""
     budget = cost.state_budget(
         precision=config.precision,
         moments=moments_of(config, of_adam=cost.ADAMS_MOMENTS),
@@ -163,7 +196,7 @@ def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int
         and not built.add_bias_linear
     )
     heads, groups = built.num_attention_heads, built.num_query_groups
-    # cuBLAS's fast kernels need rows of whole 16 bytes: docs/gpu.md, On an H100
+    # the fast kernels of cuBLAS need rows that are a multiple of 16 bytes: docs/gpu.md, On an H100
     is_slow = config.precision != "fp32" and built.ffn_hidden_size // config.tensor_size % 8 > 0
     parts = (
         "LLaMA" if is_llama else "GPT",
@@ -179,14 +212,14 @@ def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int
     return ", ".join(parts)
 
 
-def _describe_training(config: RunConfig, train_iters: int) -> str:
-    training, optimizer = config.training, config.optimizer
+def _describe_training(run: ResolvedRun) -> str:
+    config, training, optimizer = run.config, run.config.training, run.config.optimizer
     if training.skip_train:
         return "evaluation only"
     dtypes = list(dict.fromkeys(config.moment_dtypes))
     parts = (
-        f"{train_iters:,} iterations",
-        f"global batch {data.global_batch_size(config)} of micro-batches of {training.micro_batch_size}",
+        f"{run.train_iters:,} iterations",
+        f"global batch {run.global_batch_size} of micro-batches of {training.micro_batch_size}",
         f"lr {optimizer.lr} {config.schedule.lr_decay_style}",
         optimizer.optimizer + ("" if dtypes == ["fp32"] else f" with {' and '.join(dtypes)} moments"),
         f"clip {optimizer.clip_grad}",
@@ -198,7 +231,7 @@ def _describe_training(config: RunConfig, train_iters: int) -> str:
 def _notes(
     config: RunConfig, partition: Partition, implementation: Implementation, ranks: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """Lines about what runs on which kernels, what is not trained with the active block, and offload."""
+    """Yield lines about kernels, about parameters that are not trained with the active block, and about offload."""
     bcd = config.bcd
     yield implementation.describe()
     kind = config.transformer.get("cp_comm_type")
@@ -226,10 +259,10 @@ def _notes(
     fraction = offload_fraction(config)
     if fraction:
         num_parameters = max(rank["num_parameters"] for rank in ranks)
-        held = math.ceil(cost.OFFLOADED_BYTES * fraction * num_parameters / replicas.size())
+        num_bytes = math.ceil(cost.OFFLOADED_BYTES * fraction * num_parameters / replicas.size())
         yield (
-            f"optimizer offloaded to the host, {fraction:.0%} of it: weights, gradients and moments in fp32, {held:,} "
-            "bytes of host memory per rank before page-locked memory is rounded up"
+            f"optimizer offloaded to the host, {fraction:.0%} of it: weights, gradients and moments in fp32, "
+            f"{num_bytes:,} bytes of host memory per rank before page-locked memory is rounded up"
         )
 
 
@@ -237,9 +270,11 @@ def _describe_preset(config: RunConfig, name: str) -> str:
     values = vars(config.bcd) | vars(config.optimizer)
     preset = preset_fields(name, config.bcd.bcd_inactive_update)
     same = {field: value for field, value in preset.items() if values[field] == value}
-    own = sorted(preset.keys() - same)
+    overridden = sorted(preset.keys() - same)
     flags = [f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}") for field, value in same.items()]
-    differs = f"; not {', '.join('--' + field.replace('_', '-') for field in own)}, as given" if own else ""
+    differs = (
+        f"; not {', '.join('--' + field.replace('_', '-') for field in overridden)}, as given" if overridden else ""
+    )
     method = ""
     if name == "finetune" and config.bcd.bcd_inactive_update != "none":
         method = ", every layer in every step (blocks: --bcd-inactive-update none)"

@@ -1,4 +1,4 @@
-"""The counters of a run: with weights, optimizer state and random generators, all that a checkpoint holds."""
+"""The counters of a run. A checkpoint stores them with weights, optimizer state and random generators."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron.bcd.runtime import device
 
 
 class TrainingFailed(RuntimeError):
-    """Training can't continue, detected on every rank: one line with the reason and the checkpoint to resume from."""
+    """Training can't continue. Every rank raises it; the message names the reason and the checkpoint to resume from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one training step gave, equal on every rank."""
+    """The result of one training step, equal on every rank."""
 
     loss: float
     grad_norm: float | None
@@ -25,13 +25,13 @@ class StepResult:
     learning_rate: float
     """The rate that the step used."""
     duration: device.Stopwatch | float
-    """Milliseconds, or what will have measured them."""
+    """Milliseconds, or a stopwatch that measures them."""
     requests: tuple[int, ...] = ()
-    """What any rank asks of the others, see `StopRequests.on_this_rank`."""
+    """Requests of any rank to stop, see `StopRequests.on_this_rank`."""
 
     @property
     def milliseconds(self) -> float:
-        """Waits for the device if the step is not over there."""
+        """How long the step took. Waits for the device if the step still runs there."""
         return self.duration if isinstance(self.duration, float) else self.duration.milliseconds
 
     @property
@@ -39,13 +39,13 @@ class StepResult:
         return self.grad_norm is None
 
     def to_dict(self) -> dict[str, float | None]:
-        """Plain values, under the names of the checkpoint format."""
+        """Return plain values under the names of the checkpoint format."""
         names = ("loss", "grad_norm", "learning_rate", "milliseconds")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepResult:
-        """What `to_dict` returned."""
+        """Build the result from what `to_dict` returned."""
         return cls(
             loss=values["loss"],
             grad_norm=values["grad_norm"],
@@ -56,7 +56,7 @@ class StepResult:
 
 @dataclass(kw_only=True)
 class TrainState(Counters):
-    """Where a run stands. The same on every rank."""
+    """All counters of a run. The same on every rank."""
 
     phase_state: PhaseState = field(default_factory=PhaseState)
     run: str = ""
@@ -72,20 +72,20 @@ class TrainState(Counters):
         self.samples_in_phase += num_samples
 
     def after_phase(self, *, num_distinct_samples: int) -> None:
-        """The present phase is over; it trained on `num_distinct_samples` different samples."""
+        """Count the phase that has ended. It trained on `num_distinct_samples` different samples."""
         self.samples_seen_before += num_distinct_samples
         self.samples_in_phase = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, under the names of the checkpoint format."""
-        return {own.name: getattr(self, own.name) for own in fields(Counters)} | {
+        """Return plain values for JSON under the names of the checkpoint format."""
+        return {field.name: getattr(self, field.name) for field in fields(Counters)} | {
             "phase": self.phase_state.to_dict(),
             "run": self.run,
             "interval": [step.to_dict() for step in self.interval],
         }
 
     def load(self, saved: RunState) -> None:
-        """Set everything but the phase to what was saved."""
-        for own in fields(Counters):
-            setattr(self, own.name, getattr(saved, own.name))
+        """Set everything to the saved values, except the phase."""
+        for counter in fields(Counters):
+            setattr(self, counter.name, getattr(saved, counter.name))
         self.interval = [StepResult.from_dict(step) for step in saved.interval]

@@ -1,4 +1,4 @@
-"""Stopping before the end: a signal, --exit-interval, --exit-duration-in-mins. All ranks stop together."""
+"""Stop a run before its end: signals, --exit-interval, --exit-duration-in-mins. All ranks stop together."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from megatron.bcd.runtime.exit import SIGNALS
 
 _DURATION_OVER = 1
 _FORWARD_SECONDS = 2.0
-"""torchrun forwards a Ctrl-C that its ranks have received too: a SIGINT within this time is the same one."""
+"""The ranks receive a Ctrl-C from the terminal and again from torchrun. A SIGINT within this time is the same one."""
 
 
 class StopRequests:
-    """Requests to stop on this rank, and the decision of all ranks."""
+    """This rank's requests to stop, and what all ranks decide together."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._interval = config.exit_interval
         self._duration = None if config.exit_duration_in_mins is None else 60.0 * config.exit_duration_in_mins
         self._started = time.monotonic()
         self.signal = 0
-        """The last one that asks this rank to stop."""
+        """The last signal that asked this rank to stop; 0 if there was none."""
         self._second: threading.Timer | None = None
         self.reason: str | None = None
-        """Set on all ranks together: the run saves and stops as soon as no stage is ahead of the others."""
+        """Why the run stops, the same on all ranks. It saves and stops as soon as no stage is ahead of the others."""
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, signals are requests to stop. Only in the main thread."""
+        """Take signals as requests to stop. Works in the main thread only."""
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             yield
@@ -58,31 +58,34 @@ class StopRequests:
         self._second.start()
 
     def is_signalled(self) -> bool:
-        """Whether a signal asks any rank to stop. A collective."""
-        mine = torch.tensor([self.signal], dtype=torch.int32, device=device.current())
-        torch.distributed.all_reduce(mine, op=torch.distributed.ReduceOp.MAX)
-        return bool(mine.item())
+        """Return whether a signal has asked any rank to stop. Collective."""
+        own_request = torch.tensor([self.signal], dtype=torch.int32, device=device.current())
+        torch.distributed.all_reduce(own_request, op=torch.distributed.ReduceOp.MAX)
+        return bool(own_request.item())
 
     def is_interval_over(self, iteration: int) -> bool:
-        """Whether --exit-interval stops the run after `iteration`; known to every rank in advance."""
+        """Return whether --exit-interval stops the run after `iteration`. Every rank knows it in advance."""
         return self._interval is not None and iteration % self._interval == 0
 
     def on_this_rank(self, *, is_writing: bool) -> tuple[int, int]:
-        """This rank's request to stop, and whether it writes a checkpoint; `decide` takes the maxima over the ranks."""
-        mine = self.signal
-        if not mine and self._duration is not None and time.monotonic() - self._started >= self._duration:
-            mine = _DURATION_OVER
-        return mine, int(is_writing)
+        """Return this rank's request to stop, and whether it is writing a checkpoint.
+
+        `decide` takes the maxima over the ranks.
+        """
+        own_request = self.signal
+        if not own_request and self._duration is not None and time.monotonic() - self._started >= self._duration:
+            own_request = _DURATION_OVER
+        return own_request, int(is_writing)
 
     def agree(self, iteration: int, *, is_writing: bool) -> bool:
-        """Exchange requests to stop; whether any rank still writes a checkpoint. A collective."""
-        mine = self.on_this_rank(is_writing=is_writing)
-        maxima = torch.tensor(mine, dtype=torch.int32, device=device.current())
+        """Exchange the requests to stop. Return whether any rank is still writing a checkpoint. Collective."""
+        own_request = self.on_this_rank(is_writing=is_writing)
+        maxima = torch.tensor(own_request, dtype=torch.int32, device=device.current())
         torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
         return self.decide(iteration, maxima.tolist())
 
     def decide(self, iteration: int, maxima: Sequence[int]) -> bool:
-        """What `agree` does, where a step has exchanged the requests along with its loss."""
+        """Decide like `agree`, but on maxima that a step has already reduced along with its loss."""
         request, is_any_rank_writing = maxima
         if request == _DURATION_OVER:
             self.reason = "--exit-duration-in-mins is over"
@@ -94,5 +97,9 @@ class StopRequests:
 
 
 def _end_on_sigint() -> None:
-    """Let the kernel end the process at the next SIGINT, also while the main thread waits in a collective."""
-    ctypes.CDLL(None).signal(int(signal.SIGINT), ctypes.c_void_p(0))  # SIG_DFL; Python's own is for the main thread
+    """Let the kernel end the process at the next SIGINT.
+
+    Python runs its signal handlers in the main thread, which may be waiting in a collective for ever. `signal.signal`
+    works in the main thread only, and this runs in a timer's thread, so it calls the C function.
+    """
+    ctypes.CDLL(None).signal(int(signal.SIGINT), ctypes.c_void_p(0))  # SIG_DFL

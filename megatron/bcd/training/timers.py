@@ -1,4 +1,4 @@
-"""Times of a training step: by part (--timing-log-level), and by rank, to find a slow one (--log-straggler)."""
+"""Time the parts of a training step (--timing-log-level), and compare ranks to find a slow one (--log-straggler)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron.bcd.runtime import collectives, device
 
 
 class StepTimers(Timers):
-    """Timers of this rank; level 0 has none and adds no synchronisation.
+    """The timers of this rank. Level 0 has none and adds no synchronization.
 
-    From level 1 on each timer synchronises the device where it starts and stops. Without
-    --no-barrier-with-level-1-timing, the timers that every rank passes also wait for all ranks before they start.
+    From level 1 on each timer synchronizes the device where it starts and stops. Timers that every rank passes also
+    wait for all ranks before they start, unless --no-barrier-with-level-1-timing is given.
     """
 
     def __init__(self, report: ReportConfig) -> None:
@@ -31,7 +31,7 @@ class StepTimers(Timers):
         self._num_steps = 0
 
     def __call__(self, name: str, log_level: int | None = None) -> Any:
-        """As Megatron Core's."""
+        """Return the timer of that name, like Megatron Core's method."""
         timer = super().__call__(name, log_level)
         if not isinstance(timer, DummyTimer):
             self._seen[name] = timer
@@ -39,7 +39,7 @@ class StepTimers(Timers):
 
     @contextlib.contextmanager
     def connected(self, active: ActiveBlock) -> Iterator[None]:
-        """Inside, the passes of `active`'s model and its optimizer are timed. Evaluations and measurements are not."""
+        """Time the passes and the optimizer of `active` inside. Evaluations and measurements stay outside."""
         if not self._is_on:
             yield
             return
@@ -57,28 +57,28 @@ class StepTimers(Timers):
 
     @contextlib.contextmanager
     def timing_optimizer(self) -> Iterator[None]:
-        """Time what is inside, which every rank passes once in every step, on level 1."""
+        """Time the optimizer step inside on level 1. Every rank must pass here once in every step."""
         self._num_steps += 1
         self("optimizer", log_level=1).start(barrier=self._has_barrier)
         yield
         self("optimizer").stop()
 
     def take(self) -> dict[str, tuple[float, ...]]:
-        """Milliseconds of a step since the last call, by timer and rank, 0 where a rank has no such timer. A collective
-        from level 1 on."""
+        """Return the milliseconds of a step since the last call, by timer and rank; 0 if a rank has no such timer.
+        Collective from level 1 on."""
         if not self._is_on:
             return {}
         num_steps, self._num_steps = max(1, self._num_steps), 0
-        mine = {name: timer.elapsed() * 1e3 / num_steps for name, timer in self._seen.items()}
-        ranks = collectives.gather_objects(mine)
+        milliseconds = {name: timer.elapsed() * 1e3 / num_steps for name, timer in self._seen.items()}
+        ranks = collectives.gather_objects(milliseconds)
         names = dict.fromkeys(name for rank in ranks for name in rank)
         return {name: tuple(rank.get(name, 0.0) for rank in ranks) for name in names}
 
 
 class Stragglers:
-    """What Megatron Core's StragglerDetector compares, also without a GPU, and without its server.
+    """Collects the timings that Megatron Core's StragglerDetector reports. Works on CPUs and needs no server.
 
-    Device time by events: nothing is waited for before `take`.
+    Events measure device time, so nothing waits for the device before `take`.
     """
 
     def __init__(self, report: ReportConfig) -> None:
@@ -90,7 +90,7 @@ class Stragglers:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside are the passes of one training step. Evaluations and measurements are not timed."""
+        """Time the passes of one training step inside. Evaluations and measurements stay outside."""
         self._counts = self._is_on
         self._num_steps += 1
         try:
@@ -99,7 +99,7 @@ class Stragglers:
             self._counts = False
 
     def next_batch(self, batches: Iterator[data.Batch]) -> data.Batch:
-        """The batch of a forward pass, which begins when it is there."""
+        """Read the batch of a forward pass, and start to time the pass."""
         start = time.perf_counter()
         batch = next(batches)
         if self._counts:
@@ -108,15 +108,19 @@ class Stragglers:
         return batch
 
     def after_forward(self) -> None:
+        """Stop timing the forward pass."""
         if self._counts:
             self._passes[-1].stop()
 
     def take(self) -> dict[str, tuple[float, ...]]:
-        """Milliseconds since the last call, by rank: `forward`, the forward passes of a step; `batch`, the longest wait
-        for a batch. Empty without --log-straggler, else a collective that waits for the device."""
+        """Return milliseconds since the last call, by rank.
+
+        `forward` is the time of a step's forward passes, `batch` the longest wait for a batch. Empty without
+        --log-straggler; otherwise collective, and waits for the device.
+        """
         if not self._is_on:
             return {}
-        forward_ms = sum(one.milliseconds for one in self._passes) / max(1, self._num_steps)
+        forward_ms = sum(forward_pass.milliseconds for forward_pass in self._passes) / max(1, self._num_steps)
         ranks = collectives.gather_objects((forward_ms, self._batch_ms))
         self._passes, self._batch_ms, self._num_steps = [], 0.0, 0
         forward, batch = zip(*ranks, strict=True)

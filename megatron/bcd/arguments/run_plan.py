@@ -1,0 +1,86 @@
+"""Plan a run before it starts: the stages of --pipeline-cut auto, and what --dry-run prints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megatron.bcd.blocks.cut import balanced_cut
+from megatron.bcd.blocks.partition import describe_layers, partition_from_config
+from megatron.bcd.config import RunConfig
+from megatron.bcd.planner.run_state import head_passes, model_state_of
+from megatron.bcd.tokenizer import TikTokenizer, build_tokenizer, padded_vocab_size
+
+_GIB = 2**30
+_VOCABULARIES = {"ByteLevelTokenizer": 257, "GPT2BPETokenizer": 50257}
+"""Vocabulary sizes that are known without the tokenizer's files."""
+
+
+def known_vocabulary(config: RunConfig) -> int | None:
+    """Return the vocabulary size of the tokenizer, or None if only its files tell."""
+    kind, size = config.tokenizer.tokenizer_type, config.tokenizer.vocab_size
+    if kind == "NullTokenizer" and size is not None:
+        return size + 1  # its end-of-document token
+    if kind == "TikTokenizer":
+        return size or TikTokenizer.VOCAB_SIZE
+    return _VOCABULARIES.get(str(kind), size)
+
+
+def with_balanced_cut(config: RunConfig, *, reads_files: bool = True) -> RunConfig:
+    """Return `config` with the --pipeline-model-parallel-layout that --pipeline-cut auto asks for.
+
+    The work of the output head depends on the vocabulary, so this reads the tokenizer. If `reads_files` is False and
+    only files tell the size, the stages stay cut evenly.
+
+    Raises:
+        ValueError: the tokenizer can't be read.
+    """
+    if config.training.pipeline_cut != "auto" or config.pipeline_size == 1:
+        return config
+    vocab_size = build_tokenizer(**vars(config.tokenizer)).vocab_size if reads_files else known_vocabulary(config)
+    if vocab_size is None:
+        return config
+    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size)
+    sizes = balanced_cut(partition_from_config(config), head=head_passes(config, padded_vocab_size=padded))
+    layout = f"E{'|'.join('t' * size for size in sizes)}L"  # Megatron Core's notation
+    return config.replace_section("training", pipeline_model_parallel_layout=layout)
+
+
+def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = ()) -> list[str]:
+    """Return the lines of --dry-run: ranks, blocks and planned memory. Reads no file and needs no GPU."""
+    partition = partition_from_config(config)
+    data_size = world_size // config.model_size
+    lines = [
+        f"{world_size} ranks: {config.describe_ranks(data_size)}, {config.precision}; "
+        f"{config.training.global_batch_size} sequences per step",
+        f"{partition.num_blocks} blocks, layout {partition.layout}:",
+    ]
+    for block in partition.blocks:
+        extras = partition.describe_extras(block.index)
+        lines.append(f"  block {block.index}: {', '.join((f'layers {describe_layers(block.layers)}', *extras))}")
+    vocabulary = known_vocabulary(config)
+    padded = padded_vocab_size(vocabulary or 0, config.model.make_vocab_size_divisible_by, config.tensor_size)
+    planned = model_state_of(config, partition, padded_vocab_size=padded, num_replicas=data_size * config.context_size)
+    lines.append("planned model state of a rank in its largest phase (weights, gradients, optimizer; no activations):")
+    for stage, num_parameters in enumerate(planned.num_parameters):
+        state = planned.largest_bytes(stage)
+        by_block = (f"{len(block.layers_on_stage(stage))} of block {block.index}" for block in partition.blocks)
+        layers = describe_layers(partition.stage_layers(stage))
+        lines.append(
+            f"  stage {stage}: layers {layers} ({', '.join(by_block)}), {num_parameters:,} parameters, "
+            f"{state:,} bytes ({state / _GIB:.2f} GiB)"
+        )
+    if vocabulary is None:
+        lines.append("  without embedding and output head: their size is known from the tokenizer's files only")
+        if config.training.pipeline_cut == "auto" and partition.num_stages > 1:
+            lines.append("  stages cut evenly: --pipeline-cut auto needs the vocabulary's size")
+    return [*lines, *notes]
+
+
+def exit_with(code: int, lines: Sequence[str]) -> NoReturn:
+    """End the process after rank 0 has printed the lines, to stderr if the code is not 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(lines), file=sys.stderr if code else sys.stdout, flush=True)
+    raise SystemExit(code)

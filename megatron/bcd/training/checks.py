@@ -1,0 +1,89 @@
+"""Check each step: the switch of blocks, equal weights on all replicas, and skipped steps in a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron.core import parallel_state
+
+from megatron.bcd.config import RunConfig
+from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.runtime.weight_hash import first_difference
+from megatron.bcd.training.outputs import RunOutputs
+from megatron.bcd.training.state import StepResult, TrainingFailed, TrainState
+
+
+@dataclass(kw_only=True)
+class StepChecks:
+    """The checks of a run. Every method is a collective."""
+
+    config: RunConfig
+    active: ActiveBlock
+    outputs: RunOutputs
+    _is_switch_unchecked: bool = field(default=False, init=False)
+
+    def block_is_built(self) -> None:
+        """Ask for a switch check: a new block has been built."""
+        self._is_switch_unchecked = True
+
+    def take_reference(self) -> None:
+        """Compare with the weights as they are now, if a switch check is still to come."""
+        if self._is_switch_unchecked:
+            self.active.begin_switch_check()
+
+    def after_step(self, result: StepResult, state: TrainState) -> None:
+        """Run the checks that are due after a step.
+
+        Raises:
+            RuntimeError: the active block did not change, or frozen weights did.
+            TrainingFailed: weights of replicas differ, or too many steps in a row were skipped.
+        """
+        self._check_switch(result, state)
+        self._check_replicas(state.iteration)
+        self._check_skipped(result, state)
+
+    def _check_switch(self, result: StepResult, state: TrainState) -> None:
+        """Check once per block that it moved and nothing else did. Only a step with a learning rate and a gradient
+        tells."""
+        if not self._is_switch_unchecked or result.skipped or not result.learning_rate or not result.grad_norm:
+            return
+        self._is_switch_unchecked = False
+        with self.active.whole_parameters():
+            problem = self.active.check_switch()
+        if problem:
+            raise RuntimeError(f"iteration {state.iteration}, phase {state.phase_state.phase}: {problem}")
+
+    def _check_replicas(self, iteration: int) -> None:
+        """Check that all data-parallel ranks hold the same bits (--check-weight-hash-across-dp-replicas-interval)."""
+        interval = self.config.training.check_weight_hash_across_dp_replicas_interval
+        if interval is None or iteration % interval:
+            return
+        place = (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+        with self.active.whole_parameters():
+            difference = first_difference(unwrap_model(self.active.model).named_parameters(), place=place)
+        if difference is not None:
+            raise TrainingFailed(
+                f"iteration {iteration}: {difference} (--check-weight-hash-across-dp-replicas-interval). "
+                "A GPU or the network may be faulty."
+            )
+
+    def _check_skipped(self, result: StepResult, state: TrainState) -> None:
+        """Count consecutive skipped steps, and end the run at --max-skipped-steps. Steps that fp16 skips to find its
+        loss scale do not count."""
+        config = self.config
+        lowest, is_fixed = config.optimizer.min_loss_scale, config.optimizer.loss_scale is not None
+        is_search = config.precision == "fp16" and not is_fixed and self.active.loss_scale() > lowest
+        state.skipped_steps = state.skipped_steps + 1 if result.skipped and not is_search else 0
+        if state.skipped_steps < config.training.max_skipped_steps:
+            return
+        if self.outputs.saver is not None:
+            self.outputs.saver.finish()
+        raise TrainingFailed(
+            f"iteration {state.iteration}: loss or gradient was not finite in {state.skipped_steps} steps in a row "
+            f"(--max-skipped-steps), the weights are those before them; {self.outputs.where_to_resume()}. A lower "
+            "--lr, a longer warm-up or --clip-grad may help"
+        )

@@ -1,0 +1,128 @@
+"""Resolve what the flags leave open, before the trainer exists: sizes, phase length, where frozen weights lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron.core import parallel_state
+
+from megatron.bcd import data
+from megatron.bcd.arguments.validate import check_learning_rate
+from megatron.bcd.blocks.partition import Partition, partition_from_config
+from megatron.bcd.blocks.schedule import BlockSchedule, block_schedule_from_config
+from megatron.bcd.checkpoint import run_state
+from megatron.bcd.checkpoint.loader import Source
+from megatron.bcd.config import RunConfig
+from megatron.bcd.huggingface import folder
+from megatron.bcd.planner.run_state import RunMemory, model_state_of
+from megatron.bcd.runtime import replicas
+from megatron.bcd.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.bcd.training.recompute import memory_limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun:
+    """The final configuration of a run and the sizes that follow from it. Nothing changes them later."""
+
+    config: RunConfig
+    """The flags. The number of blocks, the phase length and the place of frozen weights hold what was chosen."""
+    name: str
+    """The name of the run, see `run_state.name_of_run`."""
+    source: Source | None
+    """The checkpoint to load, with a warning if flags differ from it."""
+    partition: Partition
+    block_schedule: BlockSchedule
+    train_iters: int
+    global_batch_size: int
+    """Sequences of a training step, after the ramp-up."""
+    tokenizer: Tokenizer
+    vocab_size: int
+    """Vocabulary size of the model: the size in the model of --load-hf, otherwise the tokenizer's."""
+    padded_vocab_size: int
+    memory: RunMemory
+    """Planned model state and activations."""
+
+
+def resolve_run(config: RunConfig, source: Source | None = None) -> ResolvedRun:
+    """Resolve the configuration of a run that starts from `source`. Collective; needs initialized parallel groups.
+
+    Raises:
+        ValueError: the tokenizer can't be read or doesn't fit --load-hf, --train-samples holds no full batch, or
+            --bcd-frozen-weights auto knows no memory limit.
+    """
+    saved = source.state if source else None
+    tokenizer = build_tokenizer(**vars(config.tokenizer))
+    config = with_length(config, tokenizer)
+    if saved is not None:
+        config = run_state.with_saved_schedule(saved.flags, config)
+    partition = partition_from_config(config)
+    train_iters = data.num_iterations(config)
+    block_schedule = block_schedule_from_config(config, partition, num_steps=train_iters)
+    config = config.replace_section("bcd", bcd_steps_per_block=block_schedule.settings.bcd_steps_per_block)
+    name = run_state.name_of_run(config, saved)
+    config = config.replace_section("bcd", bcd_num_blocks=_num_blocks(config, partition))
+    vocab_size = _vocab_size(config, tokenizer)
+    padded_size = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size)
+    global_batch_size = data.global_batch_size(config)
+    per_microbatch = config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
+    memory = RunMemory(
+        config=config,
+        state=model_state_of(config, partition, padded_vocab_size=padded_size, num_replicas=replicas.size()),
+        num_microbatches=global_batch_size // per_microbatch,
+    )
+    if config.bcd.bcd_frozen_weights == "auto":
+        limit = memory_limit(config, flag="--bcd-frozen-weights auto")
+        place, num_resident = memory.frozen_weights(memory_bytes=limit)
+        config = config.replace_section("bcd", bcd_frozen_weights=place, bcd_resident_layers=num_resident)
+        memory = replace(memory, config=config, state=replace(memory.state, bcd=config.bcd))
+    if source is not None and saved is not None and (changed := run_state.changed_flags(saved, config)):
+        warning = f"flags differ from those that wrote {source.path}: {', '.join(changed)}"
+        source = replace(source, messages=(*source.messages, warning))
+    return ResolvedRun(
+        config=config,
+        name=name,
+        source=source,
+        partition=partition,
+        block_schedule=replace(block_schedule, settings=config.bcd),
+        train_iters=train_iters,
+        global_batch_size=global_batch_size,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded_size,
+        memory=memory,
+    )
+
+
+def with_length(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """Return `config` with --num-epochs converted to --train-iters. Collective; reads the data.
+
+    Raises:
+        ValueError: a record can't be used, or the learning-rate schedule does not fit the number of steps.
+    """
+    if config.training.num_epochs is None:
+        return config
+    config = data.resolve_epochs(config, tokenizer, global_batch_size=data.global_batch_size(config))
+    check_learning_rate(config)
+    return config
+
+
+def _num_blocks(config: RunConfig, partition: Partition) -> int:
+    """Return --bcd-num-blocks, or the number of blocks that the layout has without it."""
+    if config.bcd.bcd_num_blocks is not None:
+        return config.bcd.bcd_num_blocks
+    per_flag = partition.num_stages if config.bcd.bcd_layout == "submodel" else 1
+    return partition.num_layer_blocks // per_flag
+
+
+def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """Return the vocabulary size of the model. Raises ValueError if it has no row for some of the tokens."""
+    name = config.checkpoint.load_hf
+    if name is None:
+        return tokenizer.vocab_size
+    network = folder.read_architecture(folder.locate(name, flag="--load-hf", weights=False))
+    if tokenizer.vocab_size > network.vocab_size:
+        raise ValueError(
+            f"--load-hf {name}: the embedding has {network.vocab_size} rows, and the tokenizer has "
+            f"{tokenizer.vocab_size} tokens. Give the tokenizer of the model."
+        )
+    return network.vocab_size
