@@ -88,8 +88,7 @@ def consecutive_indices(sharding: BatchSharding, *, total_samples: int, consumed
 def subset_indices(sharding: BatchSharding, *, subset: PhaseSubset, phase: int, position: int) -> Iterator[list[int]]:
     """Yield the indices of this rank's microbatches in a phase's subset, endlessly, pass after pass.
 
-    Args:
-        position: number of samples that all ranks together have already trained on in this phase.
+    `position` is the number of samples that all ranks together have already trained on in this phase.
     """
     in_batch = sharding.rank * sharding.micro_batch_size + numpy.arange(sharding.micro_batch_size)
     batch_starts = sharding.step * numpy.arange(_MICROBATCHES_AT_ONCE)
@@ -105,10 +104,8 @@ def reshuffled_indices(
     """Yield the indices of this rank's microbatches, reshuffled in every epoch, endlessly (Megatron-LM's `cyclic`).
 
     The order depends on the epoch's number and the parallel layout. The remainder of an epoch after its last full batch
-    is dropped.
-
-    Args:
-        has_shards: each rank shuffles its own contiguous shard. Otherwise all shuffle everything and take turns.
+    is dropped. With `has_shards` each rank shuffles its own contiguous shard; otherwise all shuffle everything and take
+    turns.
     """
     size, num_steps = sharding.micro_batch_size, total_samples // sharding.step
     epoch, first_step = divmod(consumed_samples // sharding.step, max(1, num_steps))

@@ -74,9 +74,7 @@ def num_samples(config: RunConfig, train_iters: int, *, least_steps_per_cycle: i
 
     They equal those of stock Megatron-LM, because they decide the order of the samples. With --eval-fixed the number
     does not depend on the run's length, so every run, and --skip-train, evaluate the same samples.
-
-    Args:
-        least_steps_per_cycle: `BlockSchedule.least_steps_per_cycle`.
+    `least_steps_per_cycle` is that of `BlockSchedule`.
     """
     training = config.training
     batch = global_batch_size(config)

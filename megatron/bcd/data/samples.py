@@ -36,8 +36,7 @@ class TrainingSamples:
     def batches(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
         """Return this rank's remaining microbatches of the run, or with subsets of the phase.
 
-        Args:
-            position: number of samples that the phase has trained on.
+        `position` is the number of samples that the phase has trained on.
         """
         if self._batches is None:
             self._batches = self._open(self._config, phase, consumed_samples, position)

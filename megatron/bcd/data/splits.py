@@ -85,10 +85,8 @@ def _num_sequences(config: RunConfig, num_tokens: int) -> int:
 def _epoch_samples(config: RunConfig, dataset_config: GPTDatasetConfig, num_tokens: Sequence[int]) -> int:
     """Return the number of sequences after which every dataset of the training split was read once.
 
-    Without weights that is their sum, with weights the blend must run until the slowest dataset is through.
-
-    Args:
-        num_tokens: tokens of the training split, by prefix.
+    Without weights that is their sum; with weights the blend must run until the slowest dataset is through.
+    `num_tokens` are those of the training split, by prefix.
     """
     blend = dataset_config.blend or dataset_config.blend_per_split[0]
     sequences = [_num_sequences(config, tokens) for tokens in num_tokens]

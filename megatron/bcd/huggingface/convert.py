@@ -36,8 +36,7 @@ LEFTOVER = os.path.basename(layout.incomplete_folder("", _ITERATION))
 def check_output(path: str, *, flag: str, leftover: str | None = None) -> None:
     """Check that a model may be written to `path`, which may be a link to an empty folder.
 
-    Args:
-        leftover: the name of an entry that the folder may contain.
+    The folder may contain the entry `leftover`.
 
     Raises:
         ValueError: `path` is not empty, or its parent is not writable.
@@ -184,8 +183,7 @@ def to_hugging_face(
     Replace a model in that folder (the caller has checked that this is intended), and keep other files. A failed
     conversion leaves nothing behind. It needs memory for one safetensors file: `max_shard_bytes`, or one larger tensor.
 
-    Args:
-        run: name of the run to record in the folder.
+    `run` is the name of the run to record in the folder.
 
     Raises:
         ValueError: as `check_checkpoint`, or a file of the checkpoint can't be read.

@@ -85,8 +85,7 @@ def describe_run(
 ) -> convert.Description:
     """Return the description of a run's model: that of --load-hf, or a config.json made from the flags.
 
-    Args:
-        tokenizer: a tokenizer to use instead of the run's.
+    `tokenizer` replaces the run's.
 
     Raises:
         ValueError: transformers lacks the architecture, or the size of the vocabulary is unknown.

@@ -31,8 +31,7 @@ LINES = (
 def export_files(tokenizer: bcd.Tokenizer, *, adds_special_tokens: bool) -> dict[str, bytes]:
     """Return tokenizer.json and tokenizer_config.json by name; empty if the tokenizers library has no equivalent.
 
-    Args:
-        adds_special_tokens: whether the model was trained with the special tokens that a Hugging Face tokenizer adds.
+    Set `adds_special_tokens` if the model was trained with the special tokens that a Hugging Face tokenizer adds.
     """
     config: dict[str, Any] = {"eos_token": _END}
     if isinstance(tokenizer, bcd.SentencePieceTokenizer):

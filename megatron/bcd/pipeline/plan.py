@@ -239,8 +239,7 @@ def phase_shape(
 ) -> PlanShape:
     """Return the shape of a training iteration in the phase of `block`.
 
-    Args:
-        head: time of a pass through the output head, in passes of a layer.
+    `head` is the time of a pass through the output head, in passes of a layer.
     """
     virtual_stages = range(partition.num_virtual_stages)
     return PlanShape(
@@ -278,10 +277,7 @@ def steady_shape(
 ) -> PlanShape:
     """Return the shape of an iteration in the middle of a phase.
 
-    Its first microbatches ran ahead in the previous iteration, and it runs ahead itself.
-
-    Args:
-        run_ahead: the value of --bcd-run-ahead.
+    Its first microbatches ran ahead in the previous iteration, and it runs ahead itself. `run_ahead` as in --bcd-run-ahead.
     """
     ahead = min(microbatches_ahead(partition, block, run_ahead), num_microbatches)
     return phase_shape(

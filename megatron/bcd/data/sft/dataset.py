@@ -40,8 +40,7 @@ def divide(num_samples: int, shares: Sequence[float]) -> list[Indices]:
 def divide_by_record(records: numpy.typing.NDArray[numpy.int64], shares: Sequence[float]) -> list[Indices]:
     """Divide samples as `divide` does, but keep those of one record adjacent and in one split.
 
-    Args:
-        records: [R, k], identifies the record of each sample. Samples of one record are consecutive.
+    `records` [R, k] identifies the record of each sample. Samples of one record are consecutive.
     """
     is_first = numpy.any(records[1:] != records[:-1], axis=1)
     numbers = numpy.cumsum([0, *is_first])[: len(records)]
