@@ -84,8 +84,8 @@ def test_answers_that_do_not_fit(tmp_path: Path, flags: dict[str, bool], kept: l
     members, num_left_out = plan._members(samples, config, [("--data-path", "records.jsonl")])
     assert (sorted(members[0].tolist()), num_left_out) == (kept, 4 - len(kept))
     split = plan.pack_one_each(members[0])
-    prepared = plan._Prepared(samples=samples, splits=(split, split, split), num_left_out=num_left_out)
-    assert f"{num_left_out} samples are left out" in " ".join(plan._notes(config, prepared))
+    prepared = plan._Prepared(samples=samples, splits=(split, split, split), num_omitted=num_left_out)
+    assert f"{num_left_out} samples are omitted" in " ".join(plan._notes(config, prepared))
 
 
 SAMPLES = [([1, 2, 3], [0, 1, 1]), ([4, 5], [0, 1]), ([6, 7, 8, 9], [0, 0, 1, 1])]

@@ -93,7 +93,7 @@ def find_difference(tokenizer: bcd.Tokenizer, folder: str) -> str | None:
         for name, encode in readers.items():
             wrong = next((line for line in LINES if encode(line) != tokenizer.tokenize(line)), None)
             if wrong is not None:
-                return f"{name} reads its tokenizer otherwise than the run: {wrong!r} has other ids"
+                return f"{name} reads its tokenizer differently from the run: {wrong!r} has other ids"
     except Exception as error:  # a tokenizer's class may raise anything
         return f"its tokenizer can't be read ({one_line(error)})"
     return None

@@ -272,7 +272,7 @@ def _queues(shape: PlanShape, stage: int) -> Iterator[list[Action]]:
 def _insert_messages(shape: PlanShape, timeline: _Timeline) -> tuple[tuple[Action, ...], ...]:
     """Insert the messages between every stage's passes.
 
-    At both ends, a message stands behind the passes that start before it can be sent.
+    At both ends, a message comes after the passes that start before it can be sent.
     """
     events: defaultdict[int, list[tuple[float, int, int, Action]]] = defaultdict(list)
     for stage, passes in enumerate(timeline):

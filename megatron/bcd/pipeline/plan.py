@@ -277,7 +277,7 @@ def steady_shape(
 ) -> PlanShape:
     """Return the shape of an iteration in the middle of a phase.
 
-    Its first microbatches ran ahead in the previous iteration, and it runs ahead itself. `run_ahead` as in --bcd-run-ahead.
+    Its first microbatches ran ahead in the previous iteration, and it runs ahead itself. `run_ahead` is the flag.
     """
     ahead = min(microbatches_ahead(partition, block, run_ahead), num_microbatches)
     return phase_shape(

@@ -172,7 +172,7 @@ class _Prepared:
 
     samples: Samples
     splits: tuple[Packed, Packed, Packed]
-    num_left_out: int
+    num_omitted: int
 
 
 def _prepare(config: RunConfig, tokenizer: Tokenizer) -> _Prepared:
@@ -190,13 +190,13 @@ def _prepare(config: RunConfig, tokenizer: Tokenizer) -> _Prepared:
     paths = {"--data-path": data.data_path} if data.data_path else split_paths
     files = [(flag, path) for flag, its_paths in paths.items() for path in its_paths or ()]
     samples = tokenized_samples(config, tokenizer, files, check=lambda samples: _members(samples, config, files))
-    members, num_left_out = _members(samples, config, files)
+    members, num_omitted = _members(samples, config, files)
     lengths = numpy.minimum(samples.lengths - 1, config.model.seq_length)
     train, valid, test = (
         pack(split, lengths[split], config.model.seq_length) if data.sft_packing else pack_one_each(split)
         for split in members
     )
-    return _Prepared(samples=samples, splits=(train, valid, test), num_left_out=num_left_out)
+    return _Prepared(samples=samples, splits=(train, valid, test), num_omitted=num_omitted)
 
 
 def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[Indices], int]:
@@ -226,8 +226,7 @@ def _which_fit(samples: Samples, config: RunConfig, files: Files) -> Any:
     """Return whether each sample is used, bool [R].
 
     An answer does not fit if it is longer than a sequence or starts beyond its end. Without --sft-drop-long, a sample
-    is used if any part of an answer lies in the sequence.
-    behind its end. Without --sft-drop-long a sample is used if any part of an answer lies in the sequence.
+    is used if any part of an answer is inside the sequence.
 
     Raises:
         ValueError: an answer does not fit, with --sft-refuse-long.
@@ -270,8 +269,8 @@ def _notes(config: RunConfig, prepared: _Prepared) -> tuple[str, ...]:
     lines = ["; ".join(parts)]
     if num_long:
         lines.append(f"{num_long:,} samples are longer than --seq-length {length} and were cut at their end")
-    if prepared.num_left_out:
-        lines.append(f"{prepared.num_left_out:,} samples are left out: their answers do not fit")
+    if prepared.num_omitted:
+        lines.append(f"{prepared.num_omitted:,} samples are omitted, because their answers do not fit")
     return tuple(f"fine-tuning: {line}" for line in lines)
 
 
