@@ -1,4 +1,4 @@
-"""What every test gets: a quiet environment, markers by folder, and the shared data where it is there."""
+"""Fixtures and hooks for all tests: a quiet environment, markers by folder, and the shared data if it exists."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ import pytest
 from support import backends
 from support.shared_data import shared
 
-# Before torch is imported: ranks that each start a thread per core make two cores crawl.
+# Set before torch is imported: one thread per core in every rank would overload two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="offline", MPLBACKEND="Agg")
 for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-    os.environ.pop(_name, None)  # a scheduler's values would make one-process tests wait for other ranks
+    os.environ.pop(_name, None)  # with a scheduler's values, one-process tests would wait for other ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 SESSION = "BCD_TEST_SESSION"
 """Variable that marks the processes of this session."""
 COLLECTED = pytest.StashKey[dict[str, bool]]()
 
-# The same examples each time, and no deadline: no test may time anything.
+# Use the same examples each time, and no deadline, because no test may depend on time.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("project")
 
@@ -58,7 +58,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the processes that an interrupted session has left: workers that are killed run no fixture's end."""
+    """End the processes that an interrupted session has left: killed workers run no fixture teardown."""
     if not hasattr(config, "workerinput"):
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -67,7 +67,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks each test with its folder's name (unit, distributed, e2e); leaves the long ones out without --long."""
+    """Mark each test with its folder's name (unit, distributed, e2e); deselect long tests without --long."""
     config.stash[COLLECTED] = {item.nodeid: item.get_closest_marker("long") is not None for item in items}
     if not config.getoption("--long"):
         left_out = [item for item in items if item.get_closest_marker("long")]
@@ -81,8 +81,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Files of e2e evenly among those of distributed: tests of e2e wait for processes, and of two workers one should
-    then have something to compute. The order of a file's tests, and of the files of a folder, stays."""
+    """Interleave the files of e2e and distributed. The order within a file and within a folder stays.
+
+    Tests of e2e mostly wait for processes, so one of two workers should have something to compute.
+    """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
@@ -99,7 +101,7 @@ def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
-    """The folder that holds setup.py."""
+    """The folder that contains setup.py."""
     return ROOT
 
 
@@ -125,7 +127,7 @@ def reference() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def text_data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Prefix of a small indexed dataset: Python source, one document per paragraph, byte by byte."""
+    """Prefix of a small indexed dataset: Python source by bytes, one paragraph per document."""
     import preprocess_data
 
     folder = tmp_path_factory.mktemp("text")
@@ -139,7 +141,7 @@ def text_data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def gpus() -> Iterator[Any]:
-    """Worlds whose ranks have a GPU each, under NCCL; skips the test where there is none."""
+    """Worlds whose ranks have one GPU each, under NCCL. Skips the test without a GPU."""
     import torch
     from support.gpu_worlds import Worlds
 

@@ -51,8 +51,8 @@ COMMON = (
     "--log-interval 1 --metrics-file {folder}/metrics.jsonl --save {folder}/checkpoints "
     "--distributed-timeout-minutes 5 --cpu-kernels megatron"
 )
-"""Flags of every start; a configuration's flags follow and override them. Older versions have separate CPU kernels,
-which --cpu-kernels turns off; now it has no effect."""
+"""Flags of every start; a configuration's flags follow and override them. --cpu-kernels turns off the separate CPU
+kernels of older versions; now it has no effect."""
 DATA = "--tokenizer-type ByteLevelTokenizer --data-path {data} --split 80,10,10"
 IGNORED_FIELDS = frozenset(
     {"step_time_ms", "exchange_ms", "switch_time_ms", "switches", "tokens_per_second"}

@@ -1,1 +1,1 @@
-"""What several test files share: runs on several ranks, faults, reference implementations."""
+"""Helpers of several test files: runs on several ranks, faults, reference implementations."""

@@ -1,4 +1,4 @@
-"""Every kind of bad input that ``test_bad_input.py`` tries: flags, a changed workplace, and what the line must name."""
+"""All kinds of bad input that ``test_bad_input.py`` tries: flags, changed files, and what the error line must name."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Prepare = Callable[[Path], None]
 
 
 def command_line(*extra: str, num_ranks: int = 1) -> list[str]:
-    """BASE, two pipeline stages on two ranks, then `extra`; of a flag given twice the later one counts."""
+    """Return BASE with two pipeline stages on two ranks, followed by `extra`; the last of repeated flags counts."""
     stages = ["--pipeline-model-parallel-size", "2"] if num_ranks == 2 else []
     return [word for pair in BASE.items() for word in pair] + stages + list(extra)
 
 
 def write_dataset(prefix: Path, documents: list[list[int]], dtype: type = numpy.uint16) -> None:
-    """An indexed dataset as tools/preprocess_data.py writes it."""
+    """Write an indexed dataset as tools/preprocess_data.py does."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ BIN, IDX = "data/text_document.bin", "data/text_document.idx"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`flags` after BASE's, in a workplace that `prepare` changed, and what the line must name."""
+    """`flags` after BASE's, in a workplace changed by `prepare`, and what the error line must name."""
 
     name: str
     flags: tuple[str, ...] = ()
@@ -177,7 +177,7 @@ OUTPUT_CASES = tuple(
 )  # fmt: skip
 
 
-# Found before and after the process groups are made.
+# Errors detected before and after the process groups are created.
 REAL_CASES = (
     case("unknown flag", "--bcd-blocks", "3", named="--bcd-blocks", ranks=(1,)),
     case("larger vocabulary", named="token 300", prepare=dataset(good_documents(largest=300))),

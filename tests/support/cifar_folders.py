@@ -12,12 +12,12 @@ Split = tuple[np.ndarray, list[int]]
 
 
 def python2_pickle(content: Any) -> bytes:
-    """Protocol 2, numpy's module by its old name."""
+    """Pickle like Python 2: protocol 2, and numpy's module by its old name."""
     return pickle.dumps(content, protocol=2).replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
 
 
 def write_cifar(folder: Path, dataset: str, *, num_train: int, num_test: int) -> dict[str, Split]:
-    """Random images whose brightness follows their label, so that they can be learned; returns what was written."""
+    """Write random images whose brightness follows their label, so that they can be learned; return them."""
     generator = np.random.default_rng(5)
     classes, labels_key = (10, b"labels") if dataset == "cifar10" else (100, b"fine_labels")
 

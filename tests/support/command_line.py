@@ -1,4 +1,4 @@
-"""A small good command line, for tests that add to it or leave something out."""
+"""A small valid command line, for tests that add or remove flags."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ BASE = {
 def parse(
     *extra: str, without: tuple[str, ...] = (), world_size: int = 1, defaults: dict[str, object] | None = None
 ) -> RunConfig:
-    """BASE without the flags in ``without``, then ``extra``."""
+    """Parse BASE without the flags in ``without``, followed by ``extra``."""
     words = [word for flag, value in BASE.items() if flag not in without for word in (flag, value)]
     return parse_run_config([*words, *extra], prog=PROG, world_size=world_size, defaults=defaults)
 
 
 def read_flags(tool: str, words: list[str]) -> Any:
-    """What the tool's own reader of its command line makes of it."""
+    """Parse a command line with the tool's parser."""
     module = importlib.import_module(tool)
     if hasattr(module, "parse_arguments"):
         return module.parse_arguments(words)

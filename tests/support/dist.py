@@ -1,8 +1,8 @@
 """Worlds: several ranks that stay alive and run one function after another.
 
-Importing PyTorch and Megatron Core costs seconds in every process, so a test session starts one world per size and
-sends it functions (`World.run`). Every function runs on all ranks at once, in a process group; its results
-come back by rank, and an exception on any rank is raised in the test with that rank's traceback.
+Importing PyTorch and Megatron Core takes seconds in every process, so a test session starts one world per size and
+sends it functions (`World.run`). Every function runs on all ranks at once, in a process group. The results are returned
+by rank, and an exception on any rank is raised in the test with that rank's traceback.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ from unittest import mock
 
 from support import backends
 
-TIMEOUT_SECONDS = 240.0  # below pytest's own, so that a world that hangs is ended here with the place where it hangs
-MAX_THREADS = 400  # gloo leaves threads behind for every set of groups; a world that has so many starts afresh
-_GRACE_SECONDS = 5.0  # after one rank failed, for the others to fail by themselves
+TIMEOUT_SECONDS = 240.0  # shorter than pytest's limit, so that a hanging world is ended here and shows where it hangs
+MAX_THREADS = 400  # gloo leaks threads with every set of groups; a world with this many is restarted
+_GRACE_SECONDS = 5.0  # time for the other ranks to fail after the first one has
 
 
 Answer = tuple[bool, bytes, int]
-"""Success, pickled result or traceback, threads of the rank."""
+"""Success, pickled result or traceback, and the number of the rank's threads."""
 
 
 class RankError(AssertionError):
-    """At least one rank raised, died or did not answer; the message holds what each rank wrote."""
+    """A rank raised, died or did not answer; the message has the output of each rank."""
 
 
 _STARTING = threading.Lock()
-"""Worlds may be started from several threads, but this process has one environment and one forkserver."""
+"""Several threads may start worlds, but this process has only one environment and one forkserver."""
 
 
 class World:
-    """`size` processes with one process group; they start at the first `run` and after a failure."""
+    """`size` processes with one process group. They start at the first `run` and after a failure."""
 
     def __init__(
         self, size: int, *, backend: str | None = None, hang_seconds: float = 100.0, **environment: str
     ) -> None:
-        """`backend` of backends.NAMES; None takes that of the session's --backend. `environment` is the ranks' own."""
+        """Prepare a world of `size` ranks. `backend` is one of backends.NAMES, by default the session's --backend;
+        `environment` holds variables of the ranks."""
         self.size = size
         self._environment = environment | backends.environment(backend or backends.chosen(), hang_seconds=hang_seconds)
         self._processes: list[Any] = []
@@ -62,13 +63,13 @@ class World:
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS, **kwargs: Any
     ) -> list[Any]:
-        """`function(*args, **kwargs)` on every rank; the results by rank.
+        """Run `function(*args, **kwargs)` on every rank and return the results by rank.
 
-        `function` is a module's own, not a nested one: the ranks find it by file and name. Arguments and results are
-        pickled; result types of a test's own file can't be, return plain values.
+        `function` must be defined at module level, because the ranks find it by file and name. Arguments and results
+        are pickled, so results cannot have types of the test's file.
 
         Raises:
-            RankError: a rank raised, died, or was silent for `timeout` seconds. The world is ended then.
+            RankError: a rank raised, died, or was silent for `timeout` seconds. The world is then ended.
         """
         with _STARTING:
             if not self._processes:
@@ -88,7 +89,7 @@ class World:
         raise RankError(message)
 
     def close(self) -> None:
-        """End all ranks, whatever they do, and what they started (Megatron Core's checkpoint writer has helpers)."""
+        """End all ranks and the processes that they started, such as Megatron Core's checkpoint writers."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -104,13 +105,13 @@ class World:
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        # the store lives here and takes a port that is free: no port is chosen before somebody listens on it
+        # this process owns the store, which takes a free port: no rank can use a port before it is open
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="world_")
-        atexit.register(self.close)  # ranks are no daemons, for those may not start processes
+        atexit.register(self.close)  # daemons may not start processes, so ranks are none
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["support.imported"])
-        # it gets no other search path, and must not start CUDA, which no fork could use then
+        # the server keeps its search path, and must not initialise CUDA, which forks could not use then
         variables = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         with mock.patch.dict(os.environ, variables):
             forkserver.ensure_running()
@@ -139,7 +140,7 @@ class World:
         return os.path.join(self._folder.name, f"rank_{rank}.log")
 
     def _collect(self, deadline: float) -> list[Answer | None]:
-        """By rank; None for a rank that died or did not answer."""
+        """Return the answers by rank; None for a rank that died or did not answer."""
         answers: list[Answer | None] = [None] * self.size
         waiting = {id(connection): rank for rank, connection in enumerate(self._connections)}
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -156,14 +157,14 @@ class World:
         if answer is not None:
             return f"--- rank {rank} of {self.size} raised\n{answer[1].decode()}"
         process = self._processes[rank]
-        process.join(1)  # until its exit code has come
+        process.join(1)  # until its exit code is available
         state = "did not answer" if process.exitcode is None else f"died with exit code {process.exitcode}"
         log = Path(self._log(rank)).read_text(errors="replace")[-2000:]
         return f"--- rank {rank} of {self.size} {state}; the end of its output:\n{log}"
 
 
 def _serve(connection: Connection, environment: dict[str, str], log: str) -> None:
-    """A rank's life: take a function, run it, answer; until the world closes the connection."""
+    """Run the functions that a rank receives and answer, until the world closes the connection."""
     os.setpgid(0, 0)
     os.environ.update(environment)
     with open(log, "ab", buffering=0) as file:
@@ -173,17 +174,17 @@ def _serve(connection: Connection, environment: dict[str, str], log: str) -> Non
         try:
             path, name, args, kwargs = pickle.loads(connection.recv_bytes())
         except EOFError:
-            os._exit(0)  # nothing of a world outlives it, and the interpreter's own end takes seconds
+            os._exit(0)  # nothing outlives the world, and a normal interpreter exit takes seconds
         try:
-            is_success, content = True, pickle.dumps(_find(path, name)(*args, **kwargs))
+            is_success, content = True, pickle.dumps(_import_function(path, name)(*args, **kwargs))
         except BaseException:
             is_success, content = False, traceback.format_exc().encode()
         answer: Answer = (is_success, content, len(os.listdir("/proc/self/task")))
         connection.send_bytes(pickle.dumps(answer))
 
 
-def _find(path: str, name: str) -> Callable[..., Any]:
-    """The function `name` of the file `path`, which is imported once under a name of its own."""
+def _import_function(path: str, name: str) -> Callable[..., Any]:
+    """Return the function `name` of the file `path`, which is imported once under a unique name."""
     module_name = "rank_" + path.replace(os.sep, "_").removesuffix(".py")
     module = sys.modules.get(module_name)
     if module is None:

@@ -1,8 +1,8 @@
-"""A script for torchrun: a run in which rank 1's copy of a frozen layer fails, as on a sick device.
+"""A script for torchrun: a run in which rank 1 fails to copy a frozen layer, as on a faulty device.
 
     torchrun ... failing_copy.py NUMBER [flags of pretrain_gpt_bcd.py]
 
-The copy with this number, counted from 0 over the run, fails.
+The copy with this number fails, counted from 0 over the run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records of fine-tuning, and a run's batches taken apart into them again."""
+"""Records for fine-tuning, and helpers that split a run's batches into records again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHATML = (
 
 
 def questions(count: int, *, seed: int = 1) -> list[dict[str, str]]:
-    """Prompts and completions of 4 to 40 bytes together, no two alike."""
+    """Return prompts and completions of 4 to 40 bytes together, all different."""
     draw = random.Random(seed)
     records = []
     for number in range(count):
@@ -42,16 +42,16 @@ def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def config_of(path: str, **flags: Any) -> RunConfig:
-    """A small run that fine-tunes on the file."""
+    """Return the configuration of a small run that fine-tunes on the file."""
     return worlds.run_config(
         **{"sft": True, "data_path": path, "seq_length": SEQUENCE, "max_position_embeddings": SEQUENCE} | flags
     )
 
 
 def samples_of(batch: Mapping[str, torch.Tensor]) -> list[dict[str, list[Any]]]:
-    """The samples in a microbatch of byte-level tokens, by position_ids; what only fills up is left out.
+    """Return the samples of a microbatch of byte-level tokens, separated by position_ids and without padding.
 
-    `ids` of all tokens of a sample, and `learned` of those after the first.
+    Each has the `ids` of all its tokens, and `learned` for each token after the first.
     """
     found = []
     for row in range(len(batch["tokens"])):
@@ -60,7 +60,7 @@ def samples_of(batch: Mapping[str, torch.Tensor]) -> list[dict[str, list[Any]]]:
             ids = [int(batch["tokens"][row, start]), *batch["labels"][row, start:end].tolist()]
             learned = batch["loss_mask"][row, start:end].tolist()
             if not all(token == END for token in ids):
-                length = ids.index(END)  # the last sample of a sequence without packing is filled up
+                length = ids.index(END)  # without packing, the last sample of a sequence is padded
                 found.append({"ids": ids[: length + 1], "learned": learned[:length]})
     return found
 
@@ -77,7 +77,7 @@ def tokenizer_folder(
     bos: bool = False,
     special: tuple[str, ...] = SPECIAL,
 ) -> str:
-    """A byte-level BPE tokenizer without merges and with special tokens, as a model's folder has it."""
+    """Write a byte-level BPE tokenizer without merges but with special tokens, as in a model's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     engine = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))

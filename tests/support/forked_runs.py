@@ -1,7 +1,7 @@
-"""Many runs of an entry script from one process that has imported everything: a run costs a fork, and no imports.
+"""Many runs of an entry script, forked from one process that has imported everything, so that runs import nothing.
 
 As a program it is the server: one JSON request per line on stdin, one JSON answer per line on stdout. `ForkedRuns` is
-its client. Ranks find what torchrun gives them (environment, agent store, SIGTERM to the others once one has failed).
+the client. Ranks get what torchrun provides: environment, agent store, and SIGTERM after another rank has failed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from typing import Any
 
 HUNG = "hung"
 CANNOT_MOUNT = 77
-"""Exit code of a rank that was to see a read-only folder and may not mount one."""
+"""Exit code of a rank that should mount a folder read-only but may not."""
 _LIMIT_SECONDS = 60
 _TORCHRUN_POLLS_SECONDS, _POLLS_SECONDS = 0.1, 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """How one rank ended: exit code (negative: the signal, `HUNG`: killed after 60 s) and what it wrote."""
+    """How one rank ended: exit code (negative: a signal, `HUNG`: killed after 60 s) and its output."""
 
     code: int | str
     stdout: str
@@ -42,13 +42,13 @@ class RankResult:
 
 
 def said(results: Sequence[RankResult]) -> str:
-    """What rank 0 of a run that ended well has said; no rank had anything to say on stderr."""
+    """Return rank 0's output of a successful run, and check that stderr is empty on all ranks."""
     assert [(rank.code, rank.stderr) for rank in results] == [(0, "")] * len(results), results
     return results[0].stdout
 
 
 def assert_refused(results: Sequence[RankResult], *named: str, code: int = 2) -> None:
-    """Every rank ended with `code`, and rank 0 alone said one line, with all of `named` in it."""
+    """Check that every rank ended with `code`, and only rank 0 printed one line, which has all of `named`."""
     told = "\n".join(f"rank {i}: {rank.code}\n{rank.stdout}{rank.stderr}" for i, rank in enumerate(results))
     assert [rank.code for rank in results] == [code] * len(results), told
     assert [rank.stderr for rank in results[1:]] == [""] * (len(results) - 1), told
@@ -57,7 +57,7 @@ def assert_refused(results: Sequence[RankResult], *named: str, code: int = 2) ->
 
 
 def digests(place: Path) -> dict[str, str]:
-    """Every path below `place`, with a digest of its bytes where it is a file; who holds a lock is nobody's data."""
+    """Return every path below `place` with a digest of its bytes if it is a file; lock files are left out."""
     return {
         str(path.relative_to(place)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
         for path in sorted(place.rglob("*"))
@@ -66,7 +66,7 @@ def digests(place: Path) -> dict[str, str]:
 
 
 class ForkedRuns:
-    """Client: starts the server, with `root` to import from, and stops it on exit."""
+    """The client: starts the server, which imports from `root`, and stops it on exit."""
 
     def __init__(self, root: Path) -> None:
         environment = os.environ | {
@@ -92,7 +92,8 @@ class ForkedRuns:
         script: str = "pretrain_gpt_bcd",
         read_only: Path | None = None,
     ) -> list[RankResult]:
-        """Run `main` of the module `script` with `argv` in `folder`, `read_only` mounted so: the results by rank."""
+        """Run `main` of the module `script` with `argv` in `folder`; `read_only` is mounted read-only. Return the
+        results by rank."""
         assert self._server.stdin is not None and self._server.stdout is not None
         request = {
             "script": script,
@@ -118,12 +119,12 @@ class ForkedRuns:
 
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing that a library prints may get between the answers
-    importlib.import_module("megatron.bcd.training.pretrain")  # which scripts import when they run
+    os.dup2(2, 1)  # libraries must not print between the answers
+    importlib.import_module("megatron.bcd.training.pretrain")  # modules that scripts import when they run
     generate_flags = importlib.import_module("megatron.bcd.arguments.flags").generate_flags
-    generate_flags()  # fills a cache that every fork then has
+    generate_flags()  # fills a cache that every fork inherits
     gc.collect()
-    gc.freeze()  # a fork's garbage collector need not look through what was imported
+    gc.freeze()  # exempts the imported modules from the forks' garbage collection
     for line in sys.stdin:
         request = json.loads(line)
         main = importlib.import_module(request["script"]).main
@@ -145,7 +146,7 @@ def _read(scratch: Path, name: str, rank: int) -> str:
 
 @contextlib.contextmanager
 def _agent_store(num_ranks: int) -> Iterator[dict[str, str]]:
-    """The environment of torchrun's ranks; its store lives in a process of its own, so that this one has no threads."""
+    """Set the environment of torchrun's ranks; a separate process holds the store, so this one has no threads."""
     if num_ranks == 1:
         yield {}  # as without torchrun
         return
@@ -202,7 +203,7 @@ def _start(main: Any, rank: int, request: dict[str, Any], environment: dict[str,
 
 
 def _mount_read_only(folder: str) -> None:
-    """Let this process alone see `folder` as on a read-only disk, which stops root too."""
+    """Mount `folder` read-only for this process only, which also stops root from writing."""
     new_mounts, new_user = 0x00020000, 0x10000000
     bind, read_only, remount, private_below = 4096, 1, 32, 0x4000 | (1 << 18)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -218,7 +219,7 @@ def _mount_read_only(folder: str) -> None:
 
 
 def _wait(pids: Sequence[int]) -> list[int | str]:
-    """Exit codes; as torchrun does, which looks ten times a second, the others get SIGTERM when one rank has failed."""
+    """Return the exit codes. After a rank fails, send the others SIGTERM, as torchrun does ten times a second."""
     codes: dict[int, int | str] = {}
     deadline = time.monotonic() + _LIMIT_SECONDS
     failed_at: float | None = None

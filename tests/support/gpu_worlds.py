@@ -1,4 +1,4 @@
-"""Worlds of ranks that each have a GPU, and of ranks that see none."""
+"""Worlds of ranks with one GPU each, and of ranks that see no GPU."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from support.dist import World
 
 
 class Worlds:
-    """By number of ranks, started when they are asked for; `environment` is the ranks' own."""
+    """Worlds by number of ranks, started on demand; `environment` is the ranks' environment."""
 
     def __init__(self, backend: str, **environment: str) -> None:
         self._backend, self._environment, self._worlds = backend, environment, dict[int, World]()
 
     def __call__(self, size: int) -> World:
-        """Skips the test where there are fewer GPUs."""
+        """Return the world of this size. Skips the test if there are fewer GPUs."""
         if self._backend == "nccl" and size > torch.cuda.device_count():
             pytest.skip(f"needs {size} CUDA GPUs, here are {torch.cuda.device_count()}")
         if size not in self._worlds:

@@ -1,9 +1,9 @@
-"""A script for torchrun: a run in which one rank stops for good in the middle of an iteration, as on a sick machine.
+"""A script for torchrun: a run in which one rank stops forever during an iteration, as on a faulty machine.
 
     torchrun ... hanging_rank.py RANK MICROBATCH TIMEOUT [flags of pretrain_gpt_bcd.py]
 
-The last block is active. RANK stops itself (SIGSTOP) before its forward pass number MICROBATCH, counted over the run;
-messages between stages time out after TIMEOUT seconds.
+The last block is active. RANK stops itself (SIGSTOP) before its forward pass number MICROBATCH, counted over the run.
+Messages between stages time out after TIMEOUT seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.bcd.training.state import TrainState
 def main() -> None:
     rank, microbatch, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     config = parse_run_config(sys.argv[4:], prog="hanging_rank.py")
-    # ranks may take long to import and to build the data; only what comes after has the short timeout
+    # importing and building the data may take long; only later steps have the short timeout
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(minutes=2))
     initialize = distributed.initialize
     distributed.initialize = lambda **values: initialize(**values | {"timeout_minutes": seconds / 60})

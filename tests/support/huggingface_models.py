@@ -1,4 +1,4 @@
-"""Small random models that transformers itself writes, by a name for their family and variant."""
+"""Small random models, written by transformers, named by family and variant."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
 }
-"""What differs from `_SIZES` and transformers' defaults."""
+"""Settings that differ from `_SIZES` and transformers' defaults."""
 
 
 def model_type(name: str) -> str:
-    """The family of the model of that name: the longest that it starts with."""
+    """Return the family of a model: the longest one that its name starts with."""
     return next(family for family in ("gpt2", "llama", "mistral", "qwen2", "qwen3") if name.startswith(family))
 
 
 def model_of(name: str) -> Any:
-    """The model of that name; no weight is a zero or a one, dropout is off."""
+    """Build the model of this name; no weight is 0 or 1, and dropout is off."""
     kind, settings = model_type(name), SETTINGS[name]
     if kind == "gpt2":
         sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": LAYERS, "n_head": 4}
@@ -61,14 +61,14 @@ def model_of(name: str) -> Any:
 
 
 def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB") -> Path:
-    """Save the model of that name in `folder`."""
+    """Save the model of this name in `folder`."""
     transformers.utils.logging.disable_progress_bar()
     model_of(name).to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
 def tensors_of(folder: Path | str) -> dict[str, torch.Tensor]:
-    """All tensors of the folder's safetensors files."""
+    """Return all tensors of the folder's safetensors files."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         found |= load_file(file)
@@ -76,7 +76,7 @@ def tensors_of(folder: Path | str) -> dict[str, torch.Tensor]:
 
 
 def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
-    """Names that only one has, or whose dtypes, shapes or bits differ."""
+    """Return the names that only one of them has, or whose dtype, shape or bits differ."""
     alone = sorted(left.keys() ^ right.keys())
     return alone + [
         name

@@ -1,4 +1,4 @@
-"""Weights, or their gradients, of a whole model: from GPTModel's names and shapes to transformers'.
+"""Convert weights of a whole model, or their gradients, from GPTModel's names and shapes to transformers'.
 
 Letters: N attention heads, G query groups, D head size, F inner width, H hidden size.
 """
@@ -35,10 +35,10 @@ _GPT2 = {
 
 
 def to_llama(tensors: Mapping[str, Tensor], *, num_heads: int, num_groups: int, is_gated: bool = True) -> Tensors:
-    """As LlamaForCausalLM names and cuts them, and its relatives StableLM, Arcee and Nemotron.
+    """Convert to the names and shapes of LlamaForCausalLM, StableLM, Arcee and Nemotron.
 
     Raises:
-        KeyError: such a model has no parameter like that.
+        KeyError: the model has no such parameter.
     """
     return dict(_llama_parts(tensors, num_heads, num_groups, is_gated))
 
@@ -64,10 +64,10 @@ def _llama_parts(
 
 
 def to_gpt2(tensors: Mapping[str, Tensor], *, num_heads: int) -> Tensors:
-    """As GPT2LMHeadModel names and turns them: its linear layers hold [inputs, outputs].
+    """Convert to the names and shapes of GPT2LMHeadModel, whose linear layers are [inputs, outputs].
 
     Raises:
-        KeyError: such a model has no parameter like that.
+        KeyError: the model has no such parameter.
     """
     converted = {}
     for name, tensor in tensors.items():
@@ -83,7 +83,7 @@ def to_gpt2(tensors: Mapping[str, Tensor], *, num_heads: int) -> Tensors:
 
 
 def _split_name(name: str) -> tuple[int | None, str, str]:
-    """(layer or None, the module's name inside it, weight or bias)."""
+    """Return (layer or None, the module's name inside it, weight or bias)."""
     module, _, kind = name.rpartition(".")
     if not module.startswith("decoder.layers."):
         return None, module, kind
@@ -92,7 +92,8 @@ def _split_name(name: str) -> tuple[int | None, str, str]:
 
 
 def _query_key_value(tensor: Tensor, num_heads: int, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query [N * D, ...], key and value [G * D, ...] out of what lies group by group: N / G queries, a key, a value."""
+    """Split a fused matrix (per group N / G queries, a key, a value) into query [N * D, ...], key and value [G * D,
+    ...]."""
     heads = tensor.unflatten(0, (num_groups, num_heads // num_groups + 2, -1))
     query, key, value = heads.split((num_heads // num_groups, 1, 1), dim=1)
     return query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2)

@@ -1,4 +1,4 @@
-"""What ranks find imported: `dist` forks them from a server process that has imported this module."""
+"""Imports for the ranks: `dist` forks them from a server process that has imported this module."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from support import worlds  # noqa: F401
 
 generate_flags()  # fills a cache
 gc.collect()
-gc.freeze()  # a rank's garbage collector need not look through all this
+gc.freeze()  # exempts the imported modules from the ranks' garbage collection

@@ -1,9 +1,8 @@
-"""Whether NCCL can run what the pipeline issues: the real order of issue, against a model of its rules. One process.
+"""Check in one process whether NCCL can run what the pipeline issues: the real issue order against a model of NCCL.
 
-`record` drives `PipelineSchedule` of every rank through a run: plans, executor and messages are real, passes and groups
-are stubs, and what they ask of torch.distributed is written down. `simulate`
-then runs these programs against each other as `strict_backend` runs real ones (its docstring has the rules), and also
-follows every message to the pass that uses it.
+`record` drives `PipelineSchedule` of every rank through a run. Plans, executor and messages are real; passes and groups
+are stubs that record what they request from torch.distributed. `simulate` then runs these programs against each other
+as `strict_backend` runs real ones (its docstring has the rules), and follows every message to the pass that uses it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from megatron.bcd.runtime import device
 
 
 class OrderError(AssertionError):
-    """A hang with every queue, or a message that is not the one that its receiver takes it for."""
+    """A hang with every queue, or a message that its receiver takes for another one."""
 
 
 class Event(NamedTuple):
@@ -34,14 +33,14 @@ class Event(NamedTuple):
 
     what: Literal["train", "evaluate", "checkpoint", "fill"]
     block: int = 0
-    """In training and fills: the first trainable stage."""
+    """For training and fills: the first trainable stage."""
     is_served: bool = False
-    """In training: from the prefix cache."""
+    """For training: the prefix comes from the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A layout and what it does."""
+    """A layout and the events of a run."""
 
     num_stages: int
     num_microbatches: int
@@ -51,11 +50,11 @@ class Case:
     data_size: int = 1
     overlaps_reduction: bool = False
     num_chunks: int = 1
-    """Of every stage; more than 1: an interleaved plan with as many blocks, and `Event.block` is one of them."""
+    """Chunks per stage. More than 1: an interleaved plan with as many blocks, and `Event.block` is a block."""
     frozen_suffix: bool = False
-    """Stages behind the first trainable one have no weight gradients."""
+    """Stages after the first trainable one have no weight gradients."""
     partition: Partition | None = None
-    """A run's own, in place of one layer a stage; with it the passes that its head is worth."""
+    """Replaces one layer per stage; with it the number of passes that the head is worth."""
     head_passes: float = 1.0
 
 
@@ -67,10 +66,10 @@ class Issued:
     members: frozenset[int]
     what: str
     peer: int | None = None
-    """Of a message: the rank at its other end."""
+    """For a message: the rank at the other end."""
     is_send: bool = False
     label: Any = None
-    """What is sent, as its sender knows it; in a simulation also what was received."""
+    """What the sender sends; in a simulation also what was received."""
     is_done: bool = False
 
     def restart(self) -> None:
@@ -85,20 +84,20 @@ class Issued:
 
 
 class Wait(NamedTuple):
-    """The rank goes on when the operation is done."""
+    """The rank continues when the operation is done."""
 
     operation: Issued
 
 
 class Use(NamedTuple):
-    """A pass takes a received tensor for `label`."""
+    """A pass uses a received tensor as `label`."""
 
     operation: Issued
     label: Any
 
 
 class _Group:
-    """A process group as Megatron Core asks it; ranks count over the world."""
+    """A process group as Megatron Core queries it; ranks are those of the world."""
 
     def __init__(self, name: tuple[Any, ...], ranks: Sequence[int], me: int) -> None:
         self.name, self.ranks, self._me = name, tuple(ranks), me
@@ -140,7 +139,7 @@ class Rank:
     def _group(self, name: tuple[Any, ...], ranks: Sequence[int]) -> _Group:
         return _Group(name, ranks, self.me)
 
-    # what torch.distributed is asked for
+    # requests to torch.distributed
 
     def message(self, is_send: bool, tensor: torch.Tensor, peer: int, group: Any) -> Issued:
         name = (*self._named(group).name, "pair", *sorted((peer, self.me)))
@@ -170,7 +169,7 @@ class Rank:
 
     def forward(self, *args: Any, current_microbatch: int, **others: Any) -> tuple[torch.Tensor, int]:
         shape, event, virtual = self.shape, self._event, self.chunk * self.case.num_stages + self.stage
-        if shape.is_training and shape.is_one_way(virtual):  # of the next iteration, with which it runs ahead
+        if shape.is_training and shape.is_one_way(virtual):  # run ahead with the next iteration
             event += self._num_in_event >= shape.num_microbatches - shape.done_ahead
         self._num_in_event += 1
         self._use(args[4], ("output", event, current_microbatch, virtual - 1))
@@ -214,7 +213,8 @@ class Rank:
         self._reduces = True
 
     def _finalize(self, *args: Any, **others: Any) -> None:
-        """As Megatron Core's finalize_model_grads: data-parallel sums, norms under sequence parallelism, embeddings."""
+        """Issue what Megatron Core's finalize_model_grads does: sums of gradients, sequence-parallel norms,
+        embeddings."""
         for operation in self._reduction:
             operation.wait()
         if not self._reduction and self._is_active:
@@ -269,7 +269,7 @@ class Rank:
             num_layers = case.num_chunks * case.num_stages
             return partition(num_layers=num_layers, num_stages=case.num_stages, num_blocks=case.num_chunks,
                              layout="interleaved", tied=True)  # fmt: skip
-        # as many layers as stages, a block of one layer or of all that follow; `phase_shape` asks for these
+        # one layer per stage, and a block of one layer or of all later ones; `phase_shape` needs these
         return SimpleNamespace(
             num_stages=case.num_stages,
             num_virtual_stages=case.num_stages,
@@ -304,7 +304,7 @@ _CURRENT: list[Rank] = []
 
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
-    """What schedule, links and Megatron Core's communicator ask for goes to the rank in _CURRENT."""
+    """Record what schedule, links and Megatron Core's communicator request, for the rank in _CURRENT."""
     now = _CURRENT
 
     def groups() -> SimpleNamespace:
@@ -340,7 +340,7 @@ def _recording() -> Iterator[None]:
 
 
 def record(case: Case) -> list[Rank]:
-    """Every rank's program."""
+    """Return every rank's program."""
     ranks = []
     with _recording():
         for stage in range(case.num_stages):
@@ -355,7 +355,7 @@ def record(case: Case) -> list[Rank]:
 
 
 class _Running:
-    """A rank's place in its program, and its queues."""
+    """A rank's position in its program, and its queues."""
 
     def __init__(self, rank: Rank, *, one_queue: bool) -> None:
         self.rank, self._one_queue = rank, one_queue
@@ -392,7 +392,7 @@ def simulate(ranks: Sequence[Rank], *, one_queue: bool) -> None:
     """Run the programs against each other.
 
     Raises:
-        OrderError: they hang, differ in their collectives, leave an operation over, or use a message for another one.
+        OrderError: they hang, differ in their collectives, leave an operation over, or use a wrong message.
     """
     for operation in (step for rank in ranks for step in rank.steps if isinstance(step, Issued)):
         operation.restart()
@@ -413,7 +413,7 @@ def simulate(ranks: Sequence[Rank], *, one_queue: bool) -> None:
 
 
 def _advance(one: _Running, running: dict[int, _Running]) -> bool:
-    """Let the rank go as far as it can; whether it went."""
+    """Let the rank continue as far as it can; return True if it moved."""
     start = one.position
     while (step := one.step) is not None:
         if isinstance(step, Issued):
@@ -434,7 +434,7 @@ def _advance(one: _Running, running: dict[int, _Running]) -> bool:
 
 
 def _meet(operation: Issued, running: dict[int, _Running]) -> bool:
-    """Let the head of a queue meet those of other ranks; whether they are done."""
+    """Match the head of a queue with those of other ranks; return True if they are done."""
     heads = {rank: running[rank].head(operation.communicator) for rank in operation.members}
     if operation.peer is not None:
         other = heads[operation.peer]

@@ -1,4 +1,4 @@
-"""A script for `ForkedRuns`: the rank that argv names sees a fault, while the others wait for it in a collective."""
+"""A script for `ForkedRuns`: one rank, named in argv, detects a fault while the others wait for it in a collective."""
 
 from __future__ import annotations
 

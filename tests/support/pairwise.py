@@ -1,4 +1,4 @@
-"""Few combinations of many options: every pair of values that may go together occurs in at least one."""
+"""Choose a few combinations of many options so that every allowed pair of values occurs at least once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Combination = dict[str, str]
 
 
 def all_combinations(factors: Mapping[str, Iterable[str]], allowed: Callable[[Combination], bool]) -> list[Combination]:
-    """The product of the values of all factors, without what is not `allowed`."""
+    """Return the product of all factors' values, without combinations that are not `allowed`."""
     every = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
     return [combination for combination in every if allowed(combination)]
 
 
 def pairwise(factors: Mapping[str, Iterable[str]], allowed: Callable[[Combination], bool]) -> list[Combination]:
-    """Of `all_combinations` a few, the same each time: of those that hold a missing pair the one that holds most."""
+    """Return a few of `all_combinations`, always the same: repeatedly the one with most missing pairs."""
     holders: dict[Any, list[tuple[Combination, frozenset[Any]]]] = {}
     for combination in all_combinations(factors, allowed):
         pairs = frozenset(itertools.combinations(combination.items(), 2))
@@ -33,7 +33,7 @@ def pairwise(factors: Mapping[str, Iterable[str]], allowed: Callable[[Combinatio
 
 
 def thinned(cases: Iterable[Any], *, keep_every: int) -> list[Any]:
-    """For parametrize: each `keep_every`-th case runs always, the others with --long."""
+    """Return parameters of which each `keep_every`-th always runs, and the others run with --long."""
     marked = []
     for number, case in enumerate(cases):
         values = case if isinstance(case, tuple) else (case,)

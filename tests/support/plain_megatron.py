@@ -1,7 +1,7 @@
-"""Plain Megatron Core reads a checkpoint: no line of this file comes from this repository's package.
+"""Read a checkpoint with plain Megatron Core: this file imports nothing of this repository's package.
 
 python plain_megatron.py CHECKPOINT '{"transformer": {...}, "model": {...}, "vocab_size": ...}' prints the mean loss on
-made-up tokens. One process, no GPU.
+synthetic tokens. Needs one process and no GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def without_a_gpu() -> None:
-    """Megatron Core reads the state of the GPU's random generator even where nothing is drawn."""
+    """Stub the state of the GPU's random generator, which Megatron Core reads even if nothing is drawn."""
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     torch.cuda.manual_seed = torch.manual_seed

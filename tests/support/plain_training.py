@@ -1,4 +1,4 @@
-"""Full-parameter training by Megatron Core's own pieces, in the order of stock Megatron-LM's training loop."""
+"""Full-parameter training with Megatron Core's parts only, in the order of stock Megatron-LM's training loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support import worlds
 
 
 def forward_step(batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-    """As stock Megatron-LM's."""
+    """Run a forward step like stock Megatron-LM."""
     batch = next(batches)
     tensors = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
     output = model(*tensors, labels=batch.get("labels"))
@@ -31,9 +31,9 @@ def forward_step(batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple
 
 
 def plain_training(config: RunConfig) -> dict[str, Any]:
-    """Losses, and the last weights; nothing of blocks, phases or the active block.
+    """Train without blocks and phases; return the losses and the last weights.
 
-    With several chunks a stage, it is Megatron Core's interleaved schedule on one DDP wrapper for each chunk.
+    With several chunks per stage it uses Megatron Core's interleaved schedule, and one DDP wrapper per chunk.
     """
     with worlds.parallel(config):
         training = config.training
@@ -64,7 +64,7 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
         model_config.finalize_model_grads_func = finalize_model_grads
         batches = [data.batches(splits.train, config, consumed_samples=0) for _ in wrapped]
         if config.num_chunks > 1:
-            # as stock's arguments ask of two stages; it frees an output while that is sent, which gloo does not survive
+            # stock sets it for two stages, but it frees an output while gloo sends it, which crashes
             model_config.overlap_p2p_comm, model_config.batch_p2p_comm = True, False
             model_config.deallocate_pipeline_outputs = False
         losses = []

@@ -1,10 +1,9 @@
-"""Whether a plan does its work once, in a possible order, and never hangs. Pure.
+"""Check that a plan does all work once, in a possible order, and never hangs. Pure.
 
-Nothing here knows how a plan is built. Each stage's actions are followed one by one: what an action needs must be
-there, and what it makes must be used. Then the stages run against each other with every message as a rendezvous: a send
-ends only where its receive has begun, and the messages between two stages come in one order at both ends, because a
-pair of stages may share one communicator. The executor waits less than that, and whoever waits less cannot hang where
-this does not.
+It does not know how a plan is built. First it follows each stage's actions: an action's inputs must exist, and its
+outputs must be used. Then it runs the stages against each other with every message as a rendezvous: a send ends only
+after its receive has begun. Messages between two stages have the same order at both ends, because a pair of stages may
+share one communicator. The executor waits less than that, so it cannot hang if this does not.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from megatron.bcd.pipeline.plan import Action, Kind, Message, Plan, PlanShape, a
 
 
 class PlanError(ValueError):
-    """A plan that would hang, lose work or do it twice; one line that names stage, action and microbatch."""
+    """A plan that would hang, lose work or do it twice. One line names stage, action and microbatch."""
 
 
 class _Place(NamedTuple):
-    """An action where it stands; `str` names it in errors."""
+    """An action and its position; `str` names it in errors."""
 
     stage: int
     position: int
@@ -44,11 +43,11 @@ class _Place(NamedTuple):
 
 
 _Places = Sequence[Sequence[_Place]]
-"""By stage, in order."""
+"""Positions by stage, in order."""
 
 
 def validate_plan(plan: Plan) -> None:
-    """Raises PlanError where the plan is not one iteration of its shape."""
+    """Raise PlanError unless the plan is exactly one iteration of its shape."""
     shape = plan.shape
     if len(plan.stages) != shape.num_stages:
         raise PlanError(f"actions of {len(plan.stages)} stages for {shape.num_stages} stages")
@@ -66,7 +65,7 @@ def validate_plan(plan: Plan) -> None:
 
 
 def _check_order(shape: PlanShape, stage: int, places: Sequence[_Place]) -> None:
-    """Every chunk's due microbatches once and ascending, forward and backward: data, dropout and sums follow it."""
+    """Check that every chunk runs its microbatches once and in order, as data, dropout and sums depend on it."""
     for virtual in range(stage, shape.num_virtual, shape.num_stages):
         forward, backward = shape.forward_kind(virtual), shape.backward_kind(virtual)
         for kind, microbatches in (
@@ -84,11 +83,11 @@ def _check_order(shape: PlanShape, stage: int, places: Sequence[_Place]) -> None
 
 
 _Thing = tuple[str, int, int]
-"""What is on a stage: its name, microbatch and virtual stage."""
+"""An object on a stage: its name, microbatch and virtual stage."""
 
 
 def _follow(shape: PlanShape, stage: int, places: Sequence[_Place]) -> None:
-    """Every thing is made once and used once, and no more activations are kept than may be."""
+    """Check that every object is created once and used once, and that not too many activations are kept."""
     is_after_prefix = shape.stage_of(shape.first_trainable) == stage and shape.is_training
 
     def inputs(microbatches: range) -> set[_Thing]:
@@ -152,14 +151,14 @@ def _makes(shape: PlanShape, place: _Place) -> Iterator[str]:
 
 
 def _other(shape: PlanShape, place: _Place) -> int:
-    """The stage at the other end of a message."""
+    """Return the stage at the other end of a message."""
     message = place.message
     assert message is not None
     return shape.stage_of(message.source + message.target - place.virtual)
 
 
 def _check_no_deadlock(shape: PlanShape, stages: _Places) -> None:
-    """Runs the stages with every message as a rendezvous."""
+    """Run the stages with every message as a rendezvous."""
     left = [[place for place in places if place.message is not None][::-1] for places in stages]
     to_look_at = list(range(len(left)))
     while to_look_at:

@@ -1,4 +1,4 @@
-"""Plan the small runs of `worlds`."""
+"""The planner's figures for the small runs of `worlds`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def recipe_of(flags: dict[str, Any]) -> Recipe:
-    """Return the recipe of a small run."""
+    """Return the planner's view of a small run."""
     model = Model(
         name="small",
         form="gpt",
@@ -99,7 +99,8 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
 
 
 def shape_of(form: str = "gpt", *, tied: bool | None = None, **sizes: int) -> ModelShape:
-    """Return the shape of a GPT-2, or of a LLaMA with `ffn`. Heads are as wide as the model, or as head_dim says."""
+    """Return the planner's model: a GPT-2, or a LLaMA with `ffn`; heads are as wide as the model unless head_dim is
+    given."""
     given = {"heads": 1, "groups": sizes.get("heads", 1), "ffn": 4 * sizes["hidden"], "vocabulary": 50257} | sizes
     length = sizes.get("positions", 1024)
     model = Model(name="any", form=form, sequence=length, source="", tied=tied, **given)  # type: ignore[arg-type]
@@ -107,19 +108,19 @@ def shape_of(form: str = "gpt", *, tied: bool | None = None, **sizes: int) -> Mo
 
 
 def stage_parameters(shape: ModelShape, partition: Partition, *, padded: int) -> tuple[int, ...]:
-    """Return the parameters of each pipeline stage, the tied head's copy included."""
+    """Return the number of parameters of each pipeline stage, including a tied head's copy."""
     stages = [stage_tensors(shape, partition, stage, padded_vocabulary=padded) for stage in range(partition.num_stages)]
     return tuple(sum(tensor.size for tensor in tensors) for tensors in stages)
 
 
 def active_parameters(shape: ModelShape, partition: Partition, block: int, *, padded: int) -> tuple[int, ...]:
-    """Return the parameters of each pipeline stage that are active in the block's phase."""
+    """Return each pipeline stage's number of parameters that are active in the block's phase."""
     stages = [stage_tensors(shape, partition, stage, padded_vocabulary=padded) for stage in range(partition.num_stages)]
     return tuple(sum(tensor.size for tensor in tensors if tensor.is_active(block)) for tensors in stages)
 
 
 def planned_memory(recipe: Recipe) -> list[list[RankMemory]]:
-    """Return the memory by block, then by rank."""
+    """Return the planned memory by block and rank."""
     replicas = [rank_memory(recipe, replica=rank) for rank in range(recipe.num_replicas)]
     return [
         [
@@ -134,12 +135,12 @@ def planned_memory(recipe: Recipe) -> list[list[RankMemory]]:
 
 
 def planned_state(recipe: Recipe) -> list[list[int]]:
-    """Return the bytes of model state by block, then by rank."""
+    """Return the planned bytes of model state by block and rank."""
     return [[memory.model_state for memory in ranks] for ranks in planned_memory(recipe)]
 
 
 def planned_activations(recipe: Recipe) -> list[list[int]]:
-    """Return the bytes that autograd saves, by block, then by rank."""
+    """Return the bytes that autograd is planned to keep, by block and rank."""
     return [
         [
             recipe.memory.activations(stage, block).saved_bytes(recomputation(recipe)[stage][block])

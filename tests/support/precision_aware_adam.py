@@ -1,8 +1,7 @@
-"""Transformer Engine's Adam on a machine without it: what Megatron Core and this project use of its interface.
+"""Transformer Engine's Adam for machines without it: the parts of its interface that Megatron Core and the project use.
 
-Written from its documentation: it steps bf16 weights, and holds of a main parameter what the weight lacks of it, as
-int16 remainders; moments in bf16 are rounded to the nearest, those in fp16 have a scale for each tensor. What stands
-around it, in Megatron Core and here, is the real code.
+It follows the documentation: it steps bf16 weights and stores the low 16 bits of main parameters as int16 remainders.
+Moments in bf16 are rounded to nearest, those in fp16 have a scale per tensor. The code around it is the real one.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _MAX_FP16 = torch.finfo(torch.float16).max / 2
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW on weights with remainders; in plain PyTorch, tensor by tensor."""
+    """AdamW on weights with remainders, in plain PyTorch, tensor by tensor."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """While it lasts, Megatron Core and this project find this Adam in place of Transformer Engine's."""
+    """Make Megatron Core and this project use this Adam in place of Transformer Engine's."""
     names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
     modules: dict[str, Any] = {name: types.ModuleType(name) for name in names}
     modules[names[-1]].FusedAdam = FusedAdam
@@ -119,8 +118,8 @@ def installed() -> Iterator[None]:
 
 
 def train_run(config: RunConfig) -> dict[str, Any]:
-    """`worlds.train_run`; how the optimizer stores its state, the most bytes of model state, and blocks whose
-    state at the start of a phase is not that at the end of their last one."""
+    """Run `worlds.train_run`. Also return how the optimizer stores its state, the peak of the model state, and blocks
+    whose state at the start of a phase differs from that at the end of their previous one."""
     at_the_end: dict[int, dict[str, dict[str, torch.Tensor]]] = {}
     changed: list[tuple[int, str]] = []
 
@@ -148,7 +147,7 @@ def train_run(config: RunConfig) -> dict[str, Any]:
 
 
 def _state(one: worlds.RecordedRun) -> dict[str, dict[str, torch.Tensor]]:
-    """Copies of the state of the block's own parameters, in fp32."""
+    """Return fp32 copies of the state of the block's parameters."""
     return {
         name: {what: tensor.clone() for what, tensor in shard.tensors().items()}
         for name, shard in one.active.own_shards().items()
@@ -156,6 +155,6 @@ def _state(one: worlds.RecordedRun) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def stopped_and_resumed(config: RunConfig, stops: list[int], root: str) -> list[str]:
-    """As `resumed_runs`."""
+    """Run `resumed_runs.stopped_and_resumed` with this Adam."""
     with installed():
         return resumed_runs.stopped_and_resumed(config, stops, root)

@@ -1,6 +1,6 @@
-"""Runs of a `dist.World` with a prefix cache, and what is counted of them.
+"""Runs of a `dist.World` with a prefix cache, and counters for them.
 
-Like `worlds`, found by name in the ranks.
+As in `worlds`, the ranks find these functions by name.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from support import worlds
 
 FLAGS: dict[str, Any] = {"bcd_sample_ratio": 0.007, "bcd_steps_per_block": 4, "train_iters": 16, "eval_iters": 1,
                          "eval_interval": 7}  # fmt: skip
-"""A subset that each phase goes over some times."""
+"""A subset that each phase reads several times."""
 
 
 def served_run(config: RunConfig) -> dict[str, Any]:
-    """`worlds.train_run`, and what the cache did; `computed`: entries by phase."""
+    """Run `worlds.train_run`; also return the cache's counters, and `computed`: entries by phase."""
     fills: list[int] = []
     original = PrefixFile.write
 
@@ -44,7 +44,7 @@ def served_run(config: RunConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def layers_counted() -> Iterator[dict[int, int]]:
-    """How often each layer of this rank has run, evaluations left out: by its number on this stage."""
+    """Count how often each layer of this rank runs, by its number on this stage, without evaluations."""
     counts: dict[int, int] = {}
     original = TransformerLayer.forward
 
@@ -60,7 +60,7 @@ def layers_counted() -> Iterator[dict[int, int]]:
 
 
 def counted_run(config: RunConfig) -> list[dict[int, int]]:
-    """How often each layer had run in training and fills by the end of each phase."""
+    """Return how often each layer had run in training and fills by the end of each phase."""
     by_phase: list[dict[int, int]] = []
     with (
         layers_counted() as counts,
@@ -71,7 +71,7 @@ def counted_run(config: RunConfig) -> list[dict[int, int]]:
 
 
 def killed_in_fill(config: RunConfig, after: int) -> None:
-    """A run that ends amid a fill, after so many writes; as if it had been killed."""
+    """End a run during a fill, after this many writes, as if it had been killed."""
 
     def write(file: PrefixFile, slots: Any, entries: Any) -> None:
         nonlocal after
@@ -88,7 +88,7 @@ def killed_in_fill(config: RunConfig, after: int) -> None:
 
 
 def fault_on_rank(config: RunConfig, rank: int, fault: str) -> dict[str, Any]:
-    """`worlds.train_run` where the disk refuses something on one rank."""
+    """Run `worlds.train_run` with a disk that fails on one rank."""
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some_file")

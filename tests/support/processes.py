@@ -1,4 +1,4 @@
-"""Programs as users start them, and processes that a test looks at from outside and that may end at any moment."""
+"""Start programs as users do, and observe processes that may end at any moment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START_SECONDS, END_SECONDS = 200, 60
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Also where nobody has asked for its exit code."""
+    """Return True if the process has ended, even if its exit code has not been collected."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -27,8 +27,8 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 class Job:
-    """`python WORD...` in a folder and in a process group of its own, like a job of a terminal, and all the processes
-    that it has started; a context manager that ends them."""
+    """`python WORD...` in a folder, in a separate process group like a terminal's job. Ends all its processes on
+    exit."""
 
     def __init__(self, *words: str, folder: Path) -> None:
         self._log = folder / "output.txt"
@@ -48,7 +48,7 @@ class Job:
         return self._log.read_text(errors="replace")
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        """Wait until it holds, and note the processes that the job has then."""
+        """Wait until the condition holds, and store the processes that the job then has."""
         deadline = time.monotonic() + START_SECONDS
         while not condition():
             assert self.process.poll() is None and time.monotonic() < deadline, self.output
@@ -56,30 +56,30 @@ class Job:
         self._started += self._started[0].children(recursive=True)
 
     def ranks(self) -> list[psutil.Process]:
-        """Those of torchrun, by rank."""
+        """Return torchrun's ranks in order."""
         children = [child for child in self._started[0].children() if "RANK" in child.environ()]
         return sorted(children, key=lambda child: int(child.environ()["RANK"]))
 
     def exit_code(self) -> int:
-        """Of its end, which must come soon."""
+        """Return the exit code of the job, which must end soon."""
         try:
             return self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it does not end\n{self.output}") from None
 
     def alive(self) -> list[psutil.Process]:
-        """Processes of the job that have not ended."""
+        """Return the processes of the job that have not ended."""
         return [process for process in self._started if not has_ended(process)]
 
     def kill(self) -> None:
-        """As if the machine had lost its power."""
+        """Kill everything, as in a power failure."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self._started += self._started[0].children(recursive=True)
         for process in self.alive():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
         self.process.wait()
-        while self.alive():  # a process takes a moment to die
+        while self.alive():  # a killed process takes a moment to end
             time.sleep(0.01)
 
     def __enter__(self) -> Job:

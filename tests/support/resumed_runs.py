@@ -1,6 +1,6 @@
-"""Runs of a `dist.World` that save and resume, and where they differ from one that was never stopped.
+"""Runs of a `dist.World` that save and resume, and their differences from an uninterrupted run.
 
-Like `worlds`, found by name in the rank's processes.
+As in `worlds`, the ranks find these functions by name.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from support import worlds
 
 
 def with_checkpoints(config: RunConfig, **changes: Any) -> RunConfig:
-    """`config` with other flags of its checkpoint group."""
+    """Return `config` with other flags of its checkpoint group."""
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, **changes))
 
 
 def one_part(config: RunConfig, **hooks: worlds.Hook) -> dict[str, Any]:
-    """`worlds.train_run`, and what the run said."""
+    """Run `worlds.train_run`; also return the run's messages."""
     with worlds.started(config, **hooks) as one:
         one.train()
         said = {"notes": one.recorder.notes, "warnings": one.recorder.warnings, "iteration": one.iteration}
@@ -34,7 +34,7 @@ def one_part(config: RunConfig, **hooks: worlds.Hook) -> dict[str, Any]:
 
 
 def stopped_and_resumed(config: RunConfig, stops: Sequence[int], root: str) -> list[str]:
-    """Stop and save after each of the iterations `stops`, and go on to the end; differences from the whole run."""
+    """Stop and save after each iteration in `stops`, resume to the end, and return differences from the whole run."""
     whole = one_part(with_checkpoints(config, save=None, async_save=False))
     load, parts = None, []
     for stop in stops:
@@ -47,8 +47,11 @@ def stopped_and_resumed(config: RunConfig, stops: Sequence[int], root: str) -> l
 
 
 def saved_in_passing(config: RunConfig, iteration: int, root: str) -> list[str]:
-    """Save after `iteration` and train on; then go on from there again. Differences of both from a run that saves
-    nothing. With --async-save the files are written while the steps after it change the weights."""
+    """Save after `iteration` and continue; then resume from there. Return differences of both from a run without
+    saving.
+
+    With --async-save the files are written while later steps change the weights.
+    """
     whole = one_part(with_checkpoints(config, save=None, async_save=False))
     saving = with_checkpoints(config, save=root, save_interval=iteration)
     with writes_held_back() as release:
@@ -66,7 +69,7 @@ def saved_in_passing(config: RunConfig, iteration: int, root: str) -> list[str]:
 
 @contextlib.contextmanager
 def writes_held_back() -> Iterator[threading.Event]:
-    """Until the event is set, no weight is written to a file; a minute at most."""
+    """Delay all writes of weights until the event is set, for at most a minute."""
     release = threading.Event()
     original = shard_writer.FileSystemWriter.write_data
 
@@ -83,7 +86,7 @@ def writes_held_back() -> Iterator[threading.Event]:
 
 
 def point_to(root: str, iteration: int) -> None:
-    """Let the tracker name an older checkpoint, as if the run had been killed soon after it."""
+    """Make the tracker name an older checkpoint, as if the run had been killed soon after it."""
     temporary = os.path.join(root, f"tracker_of_{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(str(iteration))
@@ -91,7 +94,7 @@ def point_to(root: str, iteration: int) -> None:
 
 
 def differences(whole: dict[str, Any], parts: Sequence[dict[str, Any]]) -> list[str]:
-    """Where `parts`, one after the other, are not `whole` bit for bit. The first part may begin late, no other may."""
+    """Return where the concatenated `parts` differ from `whole` in any bit. Only the first part may begin late."""
     found = []
     for name in ("steps", "metrics", "evaluations"):
         expected, seen = whole[name], [value for part in parts for value in part[name]]
@@ -105,7 +108,8 @@ def differences(whole: dict[str, Any], parts: Sequence[dict[str, Any]]) -> list[
 
 
 def resumed_and_saved_again(config: RunConfig, root: str, copy: str) -> dict[str, Any]:
-    """Go on from `root` to the end, but first save what was loaded below `copy`; the outcome, and where it began."""
+    """Resume from `root`, save what was loaded in `copy`, train to the end; return the outcome and the first
+    iteration."""
     with worlds.started(with_checkpoints(config, save=copy, load=root)) as one:
         begin = {
             "began_at": one.iteration,
@@ -117,7 +121,7 @@ def resumed_and_saved_again(config: RunConfig, root: str, copy: str) -> dict[str
 
 
 def tensors_of(checkpoint: str) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole, read by Megatron Core without a model."""
+    """Return all tensors of a checkpoint, read by Megatron Core without a model."""
     with worlds.parallel(worlds.run_config(mock_data=True, split=None)):
         loaded = dist_checkpointing.load_plain_tensors(checkpoint)
     return {name: tensor for name, tensor in loaded.items() if torch.is_tensor(tensor)}

@@ -1,6 +1,6 @@
-"""Wrong pipeline schedules, of which gloo's messages hide most: both checkers of NCCL's rules must see them.
+"""Faulty pipeline schedules that gloo mostly hides; both checkers of NCCL's rules must detect them.
 
-What the strict backend runs and what the checker of the issue order records is this project's schedule with one fault.
+The strict backend runs, and the issue-order checker records, this project's schedule with one fault.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Actions = Sequence[Action]
 
 @contextlib.contextmanager
 def _changed_stage(offset: int, change: Callable[[PlanShape, Actions], Actions]) -> Iterator[None]:
-    """Other actions on a stage, counted from the first trainable one."""
+    """Replace the actions of a stage, counted from the first trainable one."""
 
     def changed(shape: PlanShape) -> Plan:
         plan, stage = build.build_plan(shape), shape.first_trainable + offset
@@ -34,12 +34,12 @@ def _changed_stage(offset: int, change: Callable[[PlanShape, Actions], Actions])
 
 
 def receive_too_many() -> contextlib.AbstractContextManager[None]:
-    """The first trainable stage begins to receive a message that nobody sends."""
+    """Let the first trainable stage begin to receive a message that no rank sends."""
     return _changed_stage(0, lambda shape, actions: [*actions, Action(Kind.RECEIVE_FORWARD, 99)])
 
 
 def swapped_sends() -> contextlib.AbstractContextManager[None]:
-    """A stage of the prefix sends every second message before the first."""
+    """Let a prefix stage swap every two messages."""
 
     def change(shape: PlanShape, actions: Actions) -> Actions:
         others = [action for action in actions if action.kind is not Kind.SEND_FORWARD]
@@ -55,8 +55,10 @@ def swapped_sends() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def sync_before_run_ahead() -> Iterator[None]:
-    """A collective of the pipeline ends an iteration, and the stages of the prefix come to it before they send what
-    they ran ahead with. The receives of that are posted: with one queue the collective is behind them."""
+    """End an iteration with a collective that prefix stages reach before they send their run-ahead messages.
+
+    The receives of these messages are already posted; with one queue the collective waits behind them.
+    """
     send, finish = Iteration._send_forward, Iteration._finish_gradients
     synced = set[Iteration]()
 

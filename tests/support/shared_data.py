@@ -1,4 +1,4 @@
-"""Data beside the repository, `../shared`."""
+"""Data next to the repository, in `../shared`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SHARED = Path(__file__).resolve().parents[3] / "shared"
 
 
 def shared(*parts: str) -> Path:
-    """A path below `../shared`. Without that folder the test is skipped; where the folder lacks the path, it fails."""
+    """Return a path in `../shared`. Skips the test without that folder; fails if only the path is missing."""
     if not SHARED.is_dir():
         pytest.skip("needs ../shared beside the repository")
     path = SHARED.joinpath(*parts)

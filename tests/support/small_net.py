@@ -1,4 +1,4 @@
-"""A small network in plain PyTorch, the same each time, for loops that `BlockCoordinate` is used in."""
+"""A small deterministic network in plain PyTorch, for training loops that use `BlockCoordinate`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """An embedding of 2 tokens per sample, layers with norms, and a head. Odd sizes: shards of two ranks differ."""
+    """An embedding of 2 tokens per sample, layers with norms, and a head. With odd sizes, shards of two ranks
+    differ."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()

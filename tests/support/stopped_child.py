@@ -1,4 +1,4 @@
-"""A test that is not collected by default: it starts a process in a session of its own, stops it, and waits."""
+"""A test that is only collected by name: it starts a process in a new session, stops it, and waits."""
 
 from __future__ import annotations
 

@@ -1,19 +1,17 @@
-"""The test backend "strict": gloo's messages under NCCL's rules for their order.
+"""The test backend "strict": gloo's messages under NCCL's ordering rules.
 
-gloo forgives what hangs or corrupts under NCCL: every one of its operations has a thread and a slot of its own. Here
+gloo tolerates what hangs or corrupts data under NCCL, because each of its operations has its own thread and slot. Here
 
 - the operations of a communicator run one after the other, in the order in which they were issued; "strict-one-queue"
-  runs those of all communicators of a rank so, which is more than CUDA_DEVICE_MAX_CONNECTIONS=1 asks for;
-- messages outside of a batch have a communicator per pair of ranks, for both directions; a batch has the group's, and
-  all its messages start together and end together;
-- the first operation of a communicator blocks its caller until all its ranks have come to it;
-- what an operation writes is NaN from its issue until it was waited for;
-- what an operation reads must be there and unchanged when its turn comes;
-- collectives are compared across ranks: kind, element type, sizes, root;
-- tags other than 0 are refused, and operations start late by random times.
+does so for all communicators of a rank, which is stricter than CUDA_DEVICE_MAX_CONNECTIONS=1; - messages outside a
+batch use one communicator per pair of ranks, for both directions; a batch uses the group's, and all its messages start
+together and end together; - the first operation of a communicator blocks its caller until all its ranks have reached
+it; - the output of an operation is NaN from its issue until it was waited for; - the input of an operation must be
+there and unchanged when it runs; - collectives must agree across ranks in kind, element type, sizes and root; - tags
+other than 0 are rejected, and operations start late by random times.
 
-An operation or a first contact that takes longer than `backends.hang_seconds()` ends the rank with the queues of all
-ranks.
+An operation or a first contact that takes longer than `backends.hang_seconds()` ends the rank and prints the queues of
+all ranks.
 """
 
 from __future__ import annotations
@@ -46,12 +44,12 @@ _NUMBERS = itertools.count()
 
 
 class StrictError(RuntimeError):
-    """A rule is broken, or nothing moves any more."""
+    """A rule is broken, or no operation makes progress."""
 
 
 @functools.cache
 def register() -> None:
-    """Let `init_process_group` and `new_group` know the backend "strict", and batches be seen as such."""
+    """Register the backend "strict" with `init_process_group`, `new_group` and batches."""
     torch.distributed.Backend.register_backend("strict", _create, devices=["cpu"])
     original = torch.distributed.batch_isend_irecv
 
@@ -72,10 +70,10 @@ def _create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Pr
 
 
 def check_finished() -> None:
-    """After a run: nothing may be left in a queue, and nothing received that nobody waited for. A collective.
+    """Collective. Check after a run that no queue has an operation left, and that every receive was waited for.
 
     Raises:
-        StrictError: with the operations that are left over.
+        StrictError: with the remaining operations.
     """
     process = _process()
     torch.distributed.barrier()
@@ -88,7 +86,7 @@ def check_finished() -> None:
 
 
 class _Input:
-    """What an operation reads: its value at the time of issue, and the means to see that it stays."""
+    """The input of an operation: its value when issued, and a check that it stays unchanged."""
 
     def __init__(self, tensor: Tensor) -> None:
         tensor = tensor.detach()
@@ -98,7 +96,7 @@ class _Input:
         self._expected = self.value
 
     def expect_present(self) -> None:
-        """Expect what is there now, after outputs that share its memory were made NaN."""
+        """Expect the current value, after outputs that share its memory were set to NaN."""
         live = self._live()
         assert live is not None
         self._expected = live.clone(memory_format=torch.contiguous_format)
@@ -121,7 +119,7 @@ class _Input:
 
 
 class _Output:
-    """What an operation writes: NaN until it was waited for."""
+    """The output of an operation: NaN until it was waited for."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
@@ -152,7 +150,7 @@ def _nothing() -> None: ...
 
 
 class Operation:
-    """One operation of a communicator; stands for torch's Work."""
+    """One operation of a communicator; replaces torch's Work."""
 
     def __init__(
         self, what: str, inputs: Sequence[_Input], outputs: Sequence[_Output], run: Callable[[], None], is_receive: bool
@@ -182,7 +180,7 @@ class Operation:
             process.open.pop(id(self), None)
             for output in self._outputs:
                 output.deliver(self.what)
-            self._inputs, self._outputs, self._run = (), (), _nothing  # copies, which nobody needs any more
+            self._inputs, self._outputs, self._run = (), (), _nothing  # free copies that are no longer needed
         return True
 
     synchronize = wait
@@ -222,12 +220,15 @@ class _Queue:
                 process.failure = process.failure or error
                 return
             self._unfinished.popleft()
-            done, operation = operation.done, None  # so that this thread does not hold its tensors until the next one
+            done, operation = (
+                operation.done,
+                None,
+            )  # otherwise this thread would keep its tensors until the next operation
             done.set()
 
 
 class _Process:
-    """What this rank's groups share: queues, the first failure, and the other ranks' reports of a hang."""
+    """State that this rank's groups share: queues, the first failure, and other ranks' reports of a hang."""
 
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -237,7 +238,9 @@ class _Process:
         self._random = random.Random(self.rank)
         self._state = "computes"
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store = TCPStore(*address, is_master=False, wait_for_workers=False)  # its own: a store blocks its users
+        self._store = TCPStore(
+            *address, is_master=False, wait_for_workers=False
+        )  # a separate store, because a store blocks its users
         threading.Thread(target=self._watch, args=(TCPStore(*address, is_master=False),), daemon=True).start()
 
     def queue(self, name: str) -> _Queue:
@@ -261,7 +264,7 @@ class _Process:
             raise StrictError(f"rank {self.rank}: {self.failure}\n{self.describe()}") from self.failure
 
     def block(self, is_over: Callable[[], bool], state: str) -> None:
-        """Return when `is_over`; raise on a failure, or with all queues when it takes too long on any rank."""
+        """Return when `is_over`. Raise on a failure, or with all queues if it takes too long on any rank."""
         started, pause = time.monotonic(), 2e-5
         self._state = state
         while not is_over():
@@ -291,7 +294,7 @@ class _Process:
         self._store.set("strict/hang", "")
 
     def _watch(self, store: TCPStore) -> None:
-        """Report this rank's queues when another rank hangs, also while this one computes."""
+        """Report this rank's queues when another rank hangs, even while this one computes."""
         with contextlib.suppress(torch.distributed.DistError):  # the world's store ends before its ranks
             while not store.check(["strict/hang"]):
                 time.sleep(0.5)
@@ -304,7 +307,7 @@ def _process() -> _Process:
 
 
 class _Communicator:
-    """The ranks of a group, or two of them; its first operation blocks until all of them have one."""
+    """The ranks of a group, or two of them. Its first operation blocks until all of them have one."""
 
     def __init__(self, name: str, store: Any, num_ranks: int) -> None:
         self.name = name
@@ -327,7 +330,7 @@ class _Communicator:
 
 
 class StrictGroup(ProcessGroup):
-    """A process group whose operations keep the rules above; gloo carries them."""
+    """A process group whose operations follow the rules above; gloo transports them."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
         super().__init__(rank, size)
@@ -360,7 +363,7 @@ class StrictGroup(ProcessGroup):
             _process().close(communicator.name)
 
     def _communicator(self, peer: int | None = None) -> _Communicator:
-        """The group's, or of this rank and `peer`."""
+        """Return the communicator of the group, or of this rank and `peer`."""
         name = f"group {self._number} ({self.group_desc}, {self._size} ranks)"
         if peer is not None:
             name += f", ranks {min(peer, self._rank)} and {max(peer, self._rank)} of it"
@@ -399,7 +402,7 @@ class StrictGroup(ProcessGroup):
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[list[Operation]]:
-        """Messages inside are one operation of the group's communicator; it is in the list at the end."""
+        """Combine the messages inside into one operation of the group's communicator."""
         assert self._batch is None
         self._batch, work = [], []
         try:

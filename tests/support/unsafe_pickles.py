@@ -1,6 +1,6 @@
-"""Pickles that try to be more than data.
+"""Pickles that try to run code.
 
-They lack the last opcode, and the protocol where it is 4; MARKER stands for a file that must not appear.
+They lack the last opcode, and the protocol opcode if it is 4. MARKER stands for a file that must not appear.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def named(module: str, name: str) -> bytes:
     return text(module) + text(name) + pickle.STACK_GLOBAL
 
 
-CALL = b"(" + text("touch MARKER") + b"tR"  # calls what lies on the stack
+CALL = b"(" + text("touch MARKER") + b"tR"  # calls the function on the stack
 METADATA = named("torch.distributed.checkpoint.metadata", "Metadata")
 
 TRICKS: dict[str, bytes] = {

@@ -13,7 +13,7 @@ SHA256 = "7f16925065d6d2fed70699d73d5ed1bff5d899cf07ccacb6e3a856b811ddf7cb"
 
 
 def write(folder: Path) -> str:
-    """Write 200 documents of 20 to 199 tokens; returns their prefix."""
+    """Write 200 documents of 20 to 199 tokens and return their prefix."""
     prefix = folder / "walks"
     draw = numpy.random.default_rng(5)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)

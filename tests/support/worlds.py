@@ -1,6 +1,6 @@
-"""What ranks of a `dist.World` do: small runs, and what is recorded of them.
+"""Functions for the ranks of a `dist.World`: small runs, and what is recorded of them.
 
-Everything here is found by name in the rank's processes, so results are plain values, arrays and tensors.
+The ranks find everything here by name, so results are plain values, arrays and tensors.
 """
 
 from __future__ import annotations
@@ -69,12 +69,14 @@ CUTS: dict[str, dict[str, Any]] = {
     "submodel": PIPELINE | {"bcd_layout": "submodel"},
     "pipeline2_data2": {"world_size": 4, "pipeline_model_parallel_size": 2},
 }
-"""Flags of a small run under a layout."""
+"""Flags of a small run for a layout."""
 
 
 def run_config(**flags: Any) -> RunConfig:
-    """A small run: the flags, and what is small about it where they don't say. `world_size` ranks, default 1, of the
-    script of `form`, default gpt."""
+    """Return the configuration of a small run: the given flags, and small sizes for the rest.
+
+    `world_size` is the number of ranks (default 1), `form` selects the script (default gpt).
+    """
     values: dict[str, Any] = _SMALL_RUN | flags
     tensor_size = int(str(values.get("tensor_model_parallel_size", 1)))
     values.setdefault("make_vocab_size_divisible_by", PADDED_VOCABULARY // tensor_size)
@@ -82,12 +84,12 @@ def run_config(**flags: Any) -> RunConfig:
 
 
 def config_of(*, world_size: int = 1, form: str = "gpt", **flags: object) -> RunConfig:
-    """What the command line says that `argv_of` gives, to the script of that form."""
+    """Parse the command line of `argv_of` for the script of that form."""
     return parse_run_config(argv_of(**flags), prog="test", defaults=FAMILY_DEFAULTS[form], world_size=world_size)
 
 
 def argv_of(**flags: object) -> list[str]:
-    """Flags by field name as a command line: True is a switch, None or False is left out."""
+    """Return flags by field name as a command line. True is a switch; None and False are left out."""
     argv: list[str] = []
     for name, value in flags.items():
         if value is None or value is False:
@@ -99,7 +101,7 @@ def argv_of(**flags: object) -> list[str]:
 
 
 class Recorder(Reporter):
-    """Keeps what a run tells, on every rank."""
+    """Keeps what a run reports, on every rank."""
 
     def __init__(self) -> None:
         self.steps: list[StepMetrics] = []
@@ -158,14 +160,14 @@ class _HookedActiveBlock(ActiveBlock):
 
 
 class RecordedRun(Trainer):
-    """A run that keeps every step's result, and calls whoever wants to act in between; its first phase is entered.
+    """A run that keeps every step's result and calls hooks; its first phase is already entered.
 
-    Hooks by name: before_build, after_build, before_step, after_schedule (gradients are whole, the optimizer has not
-    stepped), after_step, before_switch (also where the same block follows, but not where the run ends), after_dispose.
+    Hooks by name: before_build, after_build, before_step, after_schedule (gradients are complete, the optimizer has not
+    stepped), after_step, before_switch (also if the same block follows, but not at the end of the run), after_dispose.
     """
 
     wrapper: Callable[..., Any] | None = None
-    """Stands around each call of `forward_backward`."""
+    """Wraps each call of `forward_backward`."""
     recorder: Recorder
 
     def __init__(self, config: RunConfig, **hooks: Hook) -> None:
@@ -227,10 +229,10 @@ class RecordedRun(Trainer):
 
 @contextlib.contextmanager
 def parallel(config: RunConfig, *, freezes: bool = False) -> Iterator[None]:
-    """This rank's parallel groups as `config` has them, with the seeds set.
+    """Set up this rank's parallel groups and seeds as in `config`.
 
-    Imported modules are hidden from the garbage collector, which else takes a third of a small run's time. With
-    `freezes` the run hides its own objects too, as it does outside of tests.
+    Exempts imported modules from garbage collection, which otherwise takes a third of a small run's time. With
+    `freezes` the run exempts its objects too, as it does outside tests.
     """
     _cut_world(config)
     rng.seed_everything(config.training.seed, data_parallel_random_init=config.training.data_parallel_random_init)
@@ -247,7 +249,7 @@ def parallel(config: RunConfig, *, freezes: bool = False) -> Iterator[None]:
 
 
 def _cut_world(config: RunConfig) -> None:
-    """Parallel groups of its sizes: kept where they are there already, else in place of those of the run before."""
+    """Create parallel groups of these sizes, or reuse the existing ones if they have the same sizes."""
     torch.set_num_threads(1)
     num_microbatches_calculator.unset_num_microbatches_calculator()
     if parallel_state.model_parallel_is_initialized():
@@ -276,16 +278,16 @@ def _cut_world(config: RunConfig) -> None:
 
 @contextlib.contextmanager
 def started(config: RunConfig, *, freezes: bool = False, **hooks: Hook) -> Iterator[RecordedRun]:
-    """A run on this rank, its first block active; `freezes` as in `parallel`."""
+    """Start a run on this rank with its first block active; `freezes` as in `parallel`."""
     with parallel(config, freezes=freezes):
         yield RecordedRun(config, **hooks)
         device.synchronize()  # a run that ends inside a phase has copies under way
 
 
 def train_run(config: RunConfig, *, blocks_of_stages: int | None = None) -> dict[str, Any]:
-    """Run `config`; per-step results, evaluations and metrics as this rank saw them, and its last weights.
+    """Train; return per-step results, evaluations and metrics of this rank, and its last weights.
 
-    With `blocks_of_stages` one pipeline stage takes the blocks that so many stages would form.
+    With `blocks_of_stages` one pipeline stage uses the blocks that this number of stages would form.
     """
     with blocks_as_of(blocks_of_stages), started(config) as one:
         one.train()
@@ -293,7 +295,7 @@ def train_run(config: RunConfig, *, blocks_of_stages: int | None = None) -> dict
 
 
 def perturbed_run(config: RunConfig) -> dict[str, Any]:
-    """`train_run` with the last bit of every other initial weight flipped, by chance."""
+    """Run `train_run` with the last bit of half the initial weights flipped at random."""
 
     def flip(one: RecordedRun) -> None:
         draw = torch.Generator().manual_seed(1)
@@ -308,7 +310,7 @@ def perturbed_run(config: RunConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def blocks_as_of(num_stages: int | None) -> Iterator[None]:
-    """Runs on one stage form the blocks that `num_stages` stages would: the same layers, all on stage 0."""
+    """Make runs on one stage form the blocks of `num_stages` stages: the same layers, all on stage 0."""
     original = partition.partition
 
     def on_one_stage(**arguments: Any) -> partition.Partition:
@@ -335,7 +337,7 @@ def blocks_as_of(num_stages: int | None) -> Iterator[None]:
 
 
 def outcome(one: RecordedRun) -> dict[str, Any]:
-    """What is compared between runs, as plain values."""
+    """Return the values that are compared between runs."""
     return {
         "steps": one.results,
         "losses": [step["loss"] for step in one.results],
@@ -362,18 +364,18 @@ def outcome(one: RecordedRun) -> dict[str, Any]:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies in host memory of this rank's parameters, by GPTModel's names."""
+    """Return host copies of this rank's parameters, by GPTModel's names."""
     return {name: parameter.detach().to("cpu", copy=True) for name, parameter in unwrap_model(model).named_parameters()}
 
 
 def initial_weights(config: RunConfig) -> dict[str, torch.Tensor]:
-    """`weights_of` the model before its first step."""
+    """Return `weights_of` the model before its first step."""
     with started(config) as one:
         return weights_of(one.model)
 
 
 def logits_of(config: RunConfig, tokens: torch.Tensor) -> torch.Tensor:
-    """[B, S, V] of one rank's whole model before its first step."""
+    """Return [B, S, V] of a whole model on one rank before its first step."""
     with started(config) as one, torch.no_grad():
         tokens = tokens.to(device.current())
         positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
@@ -382,7 +384,7 @@ def logits_of(config: RunConfig, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def masters_of(one: RecordedRun) -> list[torch.Tensor]:
-    """The tensors that this rank's optimizer steps, found in the PyTorch optimizer itself."""
+    """Return the tensors that this rank's PyTorch optimizer steps."""
     return [
         main_param
         for optimizer in one.active.optimizer.chained_optimizers  # type: ignore[union-attr]
@@ -394,12 +396,12 @@ def masters_of(one: RecordedRun) -> list[torch.Tensor]:
 
 
 def save_initial_weights(config: RunConfig, folder: str) -> None:
-    """Draw the weights of `config` and write them as a checkpoint that any layout can load."""
+    """Draw the weights of `config` and write a checkpoint that any layout can load."""
     with started(dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save=folder))) as one:
         assert one.save()
 
 
 def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
-    """Names whose tensors differ in any bit (NaN equals itself)."""
+    """Return the names whose tensors differ in any bit (NaN equals itself)."""
     assert left.keys() == right.keys()
     return [name for name in left if left[name].view(torch.uint8).ne(right[name].view(torch.uint8)).any()]
