@@ -187,8 +187,8 @@ def blocks_of_rank() -> list[int]:
 
 def test_ranks_switch_together(world2: World) -> None:
     """A phase that ends on one rank only, or another block on each: the ranks average gradients of different layers."""
-    one, other = world2.run(blocks_of_rank)
-    assert one == other and len(set(one)) == 3
+    first, other = world2.run(blocks_of_rank)
+    assert first == other and len(set(first)) == 3
 
 
 def error_of_step() -> str:

@@ -18,7 +18,7 @@ from megatron.bcd.optim.param_shard import ParamShard
 def copies(parts: dict[str, ParamShard]) -> dict[str, tuple[int, int, int, dict[str, torch.Tensor]]]:
     """By parameter: where the part lies, its steps, and its tensors."""
     return {
-        name: (part.start, part.end, part.num_steps, {key: one.clone() for key, one in part.tensors().items()})
+        name: (part.start, part.end, part.num_steps, {key: item.clone() for key, item in part.tensors().items()})
         for name, part in parts.items()
     }
 
@@ -27,16 +27,16 @@ def switches(config: RunConfig) -> dict[str, Any]:
     """A run; the state of the block's own and of always-active parameters before and after every switch, by block."""
     told: list[dict[str, Any]] = []
 
-    def look(one: worlds.RecordedRun, when: str) -> None:
-        own, always = copies(one.active.own_shards()), copies(one.active.always_active_shards())
-        told.append({"when": when, "block": one.active.block, "own": own, "always": always})
+    def look(run: worlds.RecordedRun, when: str) -> None:
+        block_state, always = copies(run.active.own_shards()), copies(run.active.always_active_shards())
+        told.append({"when": when, "block": run.active.block, "own": block_state, "always": always})
 
     with worlds.started(
-        config, before_switch=lambda one: look(one, "end"), after_build=lambda one: look(one, "begin")
-    ) as one:
-        one.train()
-        metrics = [(record.block, record.model_state_bytes, record.host_state_bytes) for record in one.recorder.steps]
-        losses = [step["loss"] for step in one.results]
+        config, before_switch=lambda run: look(run, "end"), after_build=lambda run: look(run, "begin")
+    ) as run:
+        run.train()
+        metrics = [(record.block, record.model_state_bytes, record.host_state_bytes) for record in run.recorder.steps]
+        losses = [step["loss"] for step in run.results]
         return {"told": told, "metrics": metrics, "losses": losses}
 
 
@@ -75,11 +75,11 @@ def test_host_gives_back_what_was(world1: World, world2: World, text_data: str, 
             left: dict[int, Any] = {}
             num_compared = 0
             for event in rank["told"]:
-                block, own = event["block"], event["own"]
+                block, shards = event["block"], event["own"]
                 if event["when"] == "end":
-                    left[block] = own
+                    left[block] = shards
                 elif block in left:
-                    for name, (start, end, steps, tensors) in own.items():
+                    for name, (start, end, steps, tensors) in shards.items():
                         before = left[block][name]
                         assert (start, end) == before[:2]
                         assert set(tensors) == kept
@@ -88,7 +88,7 @@ def test_host_gives_back_what_was(world1: World, world2: World, text_data: str, 
                         num_compared += 1
             assert num_compared > 0
     # on the device a block costs the same under both policies, once it has stepped
-    assert [one[:2] for one in host[0]["metrics"]][1::2] == [one[:2] for one in reset[0]["metrics"]][1::2]
+    assert [metric[:2] for metric in host[0]["metrics"]][1::2] == [item[:2] for item in reset[0]["metrics"]][1::2]
     first = 2 * len({event["block"] for event in host[0]["told"]})
     assert host[0]["losses"][:first] == reset[0]["losses"][:first]
     assert host[0]["losses"] != reset[0]["losses"]
@@ -105,19 +105,19 @@ def test_host_memory_does_not_grow(world2: World, text_data: str) -> None:
 def in_short_phases(config: RunConfig, *, is_cut: bool) -> list[float]:
     """Losses, with the active block frozen and made active again before every further step, or not."""
 
-    def freeze_and_return(one: worlds.RecordedRun) -> None:
-        block = one.active.block
-        if one.iteration == 0:
+    def freeze_and_return(run: worlds.RecordedRun) -> None:
+        block = run.active.block
+        if run.iteration == 0:
             return
-        one.lr_scheduler.optimizer = None
-        one.active.dispose()
-        one.build(block)
-        one.lr_scheduler.optimizer = one.active.optimizer
-        one.lr_scheduler.step(0)
+        run.lr_scheduler.optimizer = None
+        run.active.dispose()
+        run.build(block)
+        run.lr_scheduler.optimizer = run.active.optimizer
+        run.lr_scheduler.step(0)
 
-    with worlds.started(config, **({"before_step": freeze_and_return} if is_cut else {})) as one:
-        one.train()
-        return worlds.outcome(one)["losses"]
+    with worlds.started(config, **({"before_step": freeze_and_return} if is_cut else {})) as run:
+        run.train()
+        return worlds.outcome(run)["losses"]
 
 
 def test_short_phases_lose_nothing(world1: World, text_data: str) -> None:
@@ -130,9 +130,9 @@ def test_short_phases_lose_nothing(world1: World, text_data: str) -> None:
 
 def saves_of_a_run(config: RunConfig) -> int:
     """How often state is kept, from the first step to the end of the run."""
-    with worlds.started(config) as one, mock.patch.object(one.active.kept, "save", wraps=one.active.kept.save) as save:
-        one.train()
-        one.end_phase(is_end_of_run=True)
+    with worlds.started(config) as run, mock.patch.object(run.active.kept, "save", wraps=run.active.kept.save) as save:
+        run.train()
+        run.end_phase(is_end_of_run=True)
     return save.call_count
 
 

@@ -22,18 +22,18 @@ def config_of(text_data: str, root: Path, **flags: Any) -> Any:
     return worlds.run_config(data_path=text_data, train_iters=2, save=root, keep_last_checkpoints=2, **PIPELINE | flags)
 
 
-def save_once_more(one: worlds.RecordedRun) -> None:
+def save_once_more(run: worlds.RecordedRun) -> None:
     """A checkpoint with a number of its own."""
-    one.state.iteration += 1
+    run.state.iteration += 1
     torch.distributed.barrier()
-    assert one.save()
+    assert run.save()
 
 
 def needed_bytes(config: Any) -> int:
     """This rank's weights and the active block's state, after a run that saved at its end."""
-    with worlds.started(config) as one:
-        one.train()
-        return sum(weight.nbytes for weight in one.model.parameters()) + one.active.state_bytes().optimizer_state
+    with worlds.started(config) as run:
+        run.train()
+        return sum(weight.nbytes for weight in run.model.parameters()) + run.active.state_bytes().optimizer_state
 
 
 @pytest.mark.parametrize(("layout", "precision"), [("spread", {"bf16": True}), ("submodel", {})])
@@ -65,16 +65,16 @@ def what_is_alive() -> dict[str, int]:
 
 def alive_before_and_after(config: Any) -> tuple[dict[str, int], dict[str, int]]:
     """Both after some saves, for the first ones fill caches."""
-    with worlds.started(config) as one:
-        one.train()
+    with worlds.started(config) as run:
+        run.train()
         gc.unfreeze()  # the run has frozen what was there: it would not be looked at
         for _ in range(NUM_BEFORE):
-            save_once_more(one)
-        assert one.saver is not None and one.saver.finish()
+            save_once_more(run)
+        assert run.saver is not None and run.saver.finish()
         before = what_is_alive()
         for _ in range(NUM_SAVES):
-            save_once_more(one)
-        assert one.saver.finish()
+            save_once_more(run)
+        assert run.saver.finish()
         return before, what_is_alive()
 
 

@@ -25,11 +25,11 @@ STILL = {"lr": 1e-30, "weight_decay": 0.0, "eval_iters": 2, "eval_interval": 2, 
 
 def evaluations(config: RunConfig) -> list[tuple[int, int, str, float, bool]]:
     """Everything that this rank reports of the evaluations of a run."""
-    with worlds.started(config) as one:
-        one.train()
+    with worlds.started(config) as run:
+        run.train()
         return [
             (record.iteration, record.consumed_samples, record.split, record.loss, record.is_final)
-            for record in one.recorder.evaluations
+            for record in run.recorder.evaluations
         ]
 
 
@@ -39,12 +39,12 @@ def losses(config: RunConfig) -> list[float]:
 
 def mean_over_split(config: RunConfig) -> tuple[float, int]:
     """The mean loss over the validation split, sample by sample, and the number of samples."""
-    with worlds.started(config) as one, torch.no_grad():
-        dataset, sums = one.splits.validation, torch.zeros(2, dtype=torch.float64)
-        one.model.eval()
+    with worlds.started(config) as run, torch.no_grad():
+        dataset, sums = run.splits.validation, torch.zeros(2, dtype=torch.float64)
+        run.model.eval()
         for index in range(len(dataset)):
-            batch = data.load_batch(dataset, [index], one.config)
-            token_losses = one.model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+            batch = data.load_batch(dataset, [index], run.config)
+            token_losses = run.model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
             sums += torch.stack([token_losses.double().sum(), torch.tensor(float(token_losses.numel()))])
         return float(sums[0] / sums[1]), len(dataset)
 

@@ -33,16 +33,16 @@ def data(records: list[dict[str, str]], tmp_path_factory: pytest.TempPathFactory
 
 def run_of(config: RunConfig) -> dict[str, Any]:
     """A whole run, with the weights that it started from and the samples of its steps."""
-    with worlds.started(config) as one:
-        batches: Iterator[Any] = one.samples.look_ahead(phase=0, consumed_samples=0, position=0)
-        steps = range(one.train_iters)
+    with worlds.started(config) as run:
+        batches: Iterator[Any] = run.samples.look_ahead(phase=0, consumed_samples=0, position=0)
+        steps = range(run.train_iters)
         samples = [
             [sample for _ in range(get_num_microbatches()) for sample in fine_tuning.samples_of(next(batches))]
             for _ in steps
         ]
-        before = worlds.weights_of(one.model)
-        one.train()
-        return worlds.outcome(one) | {"before": before, "samples": samples, "notes": one.recorder.notes}
+        before = worlds.weights_of(run.model)
+        run.train()
+        return worlds.outcome(run) | {"before": before, "samples": samples, "notes": run.recorder.notes}
 
 
 def plain_loop(config: RunConfig, result: dict[str, Any], records: list[dict[str, str]]) -> list[float]:
@@ -91,9 +91,9 @@ def test_one_block_is_a_plain_loop(world1: World, data: str, records: list[dict[
 def packed_and_alone(config: RunConfig) -> list[tuple[str, float]]:
     """Largest differences of each sample in a packed microbatch from the same sample alone: of its token losses, and of
     the gradients of their sum; and the largest gradient of a masked position's logits."""
-    with worlds.started(config) as one:
-        batch = next(one.samples.look_ahead(phase=0, consumed_samples=0, position=0))
-        model = unwrap_model(one.model)
+    with worlds.started(config) as run:
+        batch = next(run.samples.look_ahead(phase=0, consumed_samples=0, position=0))
+        model = unwrap_model(run.model)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         logits: list[torch.Tensor] = []
         model.output_layer.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
@@ -102,13 +102,13 @@ def packed_and_alone(config: RunConfig) -> list[tuple[str, float]]:
             return model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
 
         def gradients_of(losses: torch.Tensor) -> list[torch.Tensor]:
-            one.active.zero_grad()
+            run.active.zero_grad()
             losses.sum().backward()
             return [parameter.main_grad.clone() for parameter in parameters]
 
         (of_logits,) = torch.autograd.grad((together() * batch["loss_mask"]).sum(), logits)
         is_masked = batch["loss_mask"].t() == 0
-        found = [("masked", of_logits[is_masked].abs().max().item())]
+        results = [("masked", of_logits[is_masked].abs().max().item())]
         assert of_logits[~is_masked].abs().amax(dim=-1).min() > 0
         for row in range(len(batch["tokens"])):
             starts = [*torch.nonzero(batch["position_ids"][row] == 0).flatten().tolist(), fine_tuning.SEQUENCE]
@@ -119,20 +119,20 @@ def packed_and_alone(config: RunConfig) -> list[tuple[str, float]]:
                 alone = model(batch["tokens"][part], positions, None, labels=batch["labels"][part])
                 gradient_alone = gradients_of(alone)
                 packed = together()[part]
-                found.append(("losses", (packed - alone).abs().max().item()))
+                results.append(("losses", (packed - alone).abs().max().item()))
                 both = zip(gradients_of(packed), gradient_alone, strict=True)
-                found += [("gradients", (a - b).abs().max().item()) for a, b in both]
-        return found
+                results += [("gradients", (a - b).abs().max().item()) for a, b in both]
+        return results
 
 
 @pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
 def test_packed_is_unpacked(world1: World, data: str, positions: str) -> None:
     """A neighbour in the same sequence that changes a sample's loss or gradient; a prompt that has a gradient."""
     flags = {"bcd_num_blocks": 1, "num_layers": 2, "position_embedding_type": positions}
-    (found,) = world1.run(packed_and_alone, fine_tuning.config_of(data, **flags))
-    assert {name for name, _ in found} == {"masked", "losses", "gradients"}
-    assert [value for name, value in found if name == "masked"] == [0.0]
-    assert max(value for _, value in found) < 2e-5
+    (result,) = world1.run(packed_and_alone, fine_tuning.config_of(data, **flags))
+    assert {name for name, _ in result} == {"masked", "losses", "gradients"}
+    assert [value for name, value in result if name == "masked"] == [0.0]
+    assert max(value for _, value in result) < 2e-5
 
 
 def test_an_epoch_has_every_record_once(world1: World, data: str, records: list[dict[str, str]]) -> None:
@@ -172,8 +172,8 @@ def test_layouts(world1: World, world2: World, data: str, weights: dict[str, Any
     assert result["blocks"] == expected["blocks"]
     assert result["losses"] == pytest.approx(expected["losses"], rel=2e-5)
     assert result["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-3)
-    for (*one, loss), (*two, wanted) in zip(result["evaluations"], expected["evaluations"], strict=True):
-        assert one == two and loss == pytest.approx(wanted, rel=2e-5)
+    for (*left, loss), (*two, wanted) in zip(result["evaluations"], expected["evaluations"], strict=True):
+        assert left == two and loss == pytest.approx(wanted, rel=2e-5)
 
 
 def test_resumed_in_an_epoch(world2: World, data: str, tmp_path: Path) -> None:

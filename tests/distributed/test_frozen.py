@@ -30,28 +30,28 @@ def changes_of_every_step(config: RunConfig) -> list[dict[str, Any]]:
     before: dict[str, Any] = {}
     steps = []
 
-    def remember(one: worlds.RecordedRun) -> None:
-        before["weights"] = worlds.weights_of(one.model)
-        before["main parameters"] = [main_param.detach().clone() for main_param in worlds.masters_of(one)]
+    def remember(run: worlds.RecordedRun) -> None:
+        before["weights"] = worlds.weights_of(run.model)
+        before["main parameters"] = [main_param.detach().clone() for main_param in worlds.masters_of(run)]
 
-    def compare(one: worlds.RecordedRun) -> None:
-        main_params = worlds.masters_of(one)
+    def compare(run: worlds.RecordedRun) -> None:
+        main_params = worlds.masters_of(run)
         changed = [not torch.equal(*pair) for pair in zip(main_params, before["main parameters"], strict=True)]
-        named = dict(unwrap_model(one.model).named_parameters())
+        named = dict(unwrap_model(run.model).named_parameters())
         steps.append(
             {
-                "block": one.results[-1]["block"],
-                "changed": worlds.same_bits(worlds.weights_of(one.model), before["weights"]),
+                "block": run.results[-1]["block"],
+                "changed": worlds.same_bits(worlds.weights_of(run.model), before["weights"]),
                 "active": [name for name, parameter in named.items() if parameter.requires_grad],
                 "frozen": [name for name, parameter in named.items() if not parameter.requires_grad],
                 "main parameters": len(main_params),
                 "changed_masters": sum(changed),
             }
         )
-        remember(one)
+        remember(run)
 
-    with worlds.started(config, after_build=remember, after_step=compare) as one:
-        one.train()
+    with worlds.started(config, after_build=remember, after_step=compare) as run:
+        run.train()
     return steps
 
 
@@ -72,26 +72,26 @@ def test_only_the_active_block_changes(world1: World, world2: World, text_data: 
                 assert step["changed"] == step["active"]
     for at_once in zip(*ranks, strict=True):
         assert any(step["active"] for step in at_once)
-    held = [{name for step in steps for name in step["active"]} for steps in ranks]
-    assert held == [set(steps[0]["active"] + steps[0]["frozen"]) for steps in ranks], "a weight is never trained"
+    trained = [{name for step in steps for name in step["active"]} for steps in ranks]
+    assert trained == [set(steps[0]["active"] + steps[0]["frozen"]) for steps in ranks], "a weight is never trained"
 
 
 def run_with_a_fault(config: RunConfig, fault: str, rank: int) -> str:
     """Train, and from phase 1 on let that rank's optimizer step nothing, or write one frozen weight; how it ended."""
 
-    def provoke(one: worlds.RecordedRun) -> None:
-        if one.state.phase_state.phase == 0 or torch.distributed.get_rank() != rank:
+    def provoke(run: worlds.RecordedRun) -> None:
+        if run.state.phase_state.phase == 0 or torch.distributed.get_rank() != rank:
             return
         if fault == "idle":
-            one.active.scale_learning_rate(0.0)
+            run.active.scale_learning_rate(0.0)
         else:
-            frozen = [parameter for parameter in one.model.parameters() if not parameter.requires_grad]
+            frozen = [parameter for parameter in run.model.parameters() if not parameter.requires_grad]
             with torch.no_grad():
                 frozen[-1].view(-1)[-1] += 1e-2
 
-    with worlds.started(config, before_step=provoke) as one:
+    with worlds.started(config, before_step=provoke) as run:
         try:
-            one.train()
+            run.train()
         except RuntimeError as error:
             return str(error)
     return "the run saw nothing"
@@ -134,28 +134,28 @@ def checks_of_a_run(config: RunConfig, zero_gradient_at: list[int]) -> list[int]
     """Iterations after whose step the run compared its weights."""
     checked: list[int] = []
 
-    def zero_gradient(one: worlds.RecordedRun) -> None:
-        if one.iteration + 1 not in zero_gradient_at:
+    def zero_gradient(run: worlds.RecordedRun) -> None:
+        if run.iteration + 1 not in zero_gradient_at:
             return
-        model_config = one.active._model_config
+        model_config = run.active._model_config
         reduce = model_config.finalize_model_grads_func
 
         def reduce_and_zero(*args: Any, **kwargs: Any) -> None:
             reduce(*args, **kwargs)
-            one.active.wrapped.zero_grad_buffer()
+            run.active.wrapped.zero_grad_buffer()
             model_config.finalize_model_grads_func = reduce
 
         model_config.finalize_model_grads_func = reduce_and_zero
 
-    with worlds.started(config, before_step=zero_gradient) as one:
-        check = one.active.check_switch
+    with worlds.started(config, before_step=zero_gradient) as run:
+        check = run.active.check_switch
 
         def counted() -> str | None:
-            checked.append(one.iteration)
+            checked.append(run.iteration)
             return check()
 
-        one.active.check_switch = counted
-        one.train()
+        run.active.check_switch = counted
+        run.train()
     return checked
 
 

@@ -30,22 +30,22 @@ def what_there_is(config: RunConfig) -> dict[str, Any]:
     steps: list[dict[str, Any]] = []
     first: dict[str, torch.Tensor] = {}
 
-    def look(one: worlds.RecordedRun) -> None:
-        named = dict(unwrap_model(one.model).named_parameters())
+    def look(run: worlds.RecordedRun) -> None:
+        named = dict(unwrap_model(run.model).named_parameters())
         steps.append(
             {
-                "block": one.results[-1]["block"],
-                "changed": worlds.same_bits(worlds.weights_of(one.model), first),
-                "buffered": [name for name, one in named.items() if hasattr(one, "main_grad")],
-                "stepped": sum(main_param.numel() for main_param in worlds.masters_of(one)),
+                "block": run.results[-1]["block"],
+                "changed": worlds.same_bits(worlds.weights_of(run.model), first),
+                "buffered": [name for name, item in named.items() if hasattr(item, "main_grad")],
+                "stepped": sum(main_param.numel() for main_param in worlds.masters_of(run)),
             }
         )
 
     with worlds.started(
-        config, after_build=lambda one: first.update(worlds.weights_of(one.model)), after_step=look
-    ) as one:
-        one.train()
-        sizes = {name: parameter.numel() for name, parameter in unwrap_model(one.model).named_parameters()}
+        config, after_build=lambda run: first.update(worlds.weights_of(run.model)), after_step=look
+    ) as run:
+        run.train()
+        sizes = {name: parameter.numel() for name, parameter in unwrap_model(run.model).named_parameters()}
         return {"steps": steps, "sizes": sizes}
 
 
@@ -56,14 +56,14 @@ def test_frozen_parts_have_no_gradient_and_no_state(world1: World, text_data: st
     """A frozen part that is stepped, decayed, or that costs memory in the phase of the block next to it; a part that
     stays frozen though it was not named."""
     flags = {"num_layers": 3, "train_iters": 3, "bf16": precision == "bf16", "weight_decay": 0.1} | UNTIED
-    found = world1.run(what_there_is, worlds.run_config(data_path=text_data, bcd_frozen=parts, **flags))[0]
-    frozen = {name for name in found["sizes"] if is_named(name, set(parts.split(",")))}
+    result = world1.run(what_there_is, worlds.run_config(data_path=text_data, bcd_frozen=parts, **flags))[0]
+    frozen = {name for name in result["sizes"] if is_named(name, set(parts.split(",")))}
     trained: set[str] = set()
-    for step in found["steps"]:
+    for step in result["steps"]:
         assert frozen.isdisjoint(step["buffered"]) and set(step["changed"]) <= set(step["buffered"])
-        assert step["stepped"] == sum(found["sizes"][name] for name in step["buffered"])
+        assert step["stepped"] == sum(result["sizes"][name] for name in step["buffered"])
         trained |= set(step["buffered"])
-    assert trained == set(found["sizes"]) - frozen and frozen
+    assert trained == set(result["sizes"]) - frozen and frozen
 
 
 def inputs_with_a_gradient(config: RunConfig) -> list[tuple[int, list[int], int]]:
@@ -71,12 +71,12 @@ def inputs_with_a_gradient(config: RunConfig) -> list[tuple[int, list[int], int]
     layers: set[int] = set()
     steps: list[tuple[int, list[int]]] = []
 
-    def look(one: worlds.RecordedRun) -> None:
-        steps.append((one.results[-1]["block"], sorted(layers)))
+    def look(run: worlds.RecordedRun) -> None:
+        steps.append((run.results[-1]["block"], sorted(layers)))
         layers.clear()
 
-    with worlds.started(config, after_step=look) as one:
-        for number, layer in enumerate(unwrap_model(one.model).decoder.layers):
+    with worlds.started(config, after_step=look) as run:
+        for number, layer in enumerate(unwrap_model(run.model).decoder.layers):
 
             def note(_: Any, args: Any, kwargs: dict[str, Any], number: int = number) -> None:
                 states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -84,8 +84,8 @@ def inputs_with_a_gradient(config: RunConfig) -> list[tuple[int, list[int], int]
                     states.register_hook(lambda _: layers.add(number))
 
             layer.register_forward_pre_hook(note, with_kwargs=True)
-        one.train()
-        saved = [max(step.saved_activation_bytes) for step in one.recorder.steps]
+        run.train()
+        saved = [max(step.saved_activation_bytes) for step in run.recorder.steps]
     return [(*step, size) for step, size in zip(steps, saved, strict=True)]
 
 
@@ -124,22 +124,22 @@ def test_resumed_with_another_set(
     flags |= {} if STATELESS in (before, after) else {"bcd_optimizer_state": "host"}
     first, second = (worlds.run_config(**flags, **more) for more in (before, after))
     world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(first, save=str(tmp_path), exit_interval=2))
-    found = world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(second, load=str(tmp_path)))[0]
-    assert found["blocks"] == [0, 1] and found["iteration"] == 4, "the cycle starts again"
-    assert found["warnings"]
+    result = world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(second, load=str(tmp_path)))[0]
+    assert result["blocks"] == [0, 1] and result["iteration"] == 4, "the cycle starts again"
+    assert result["warnings"]
 
 
 def host_bytes_and_start(config: RunConfig) -> tuple[list[int], list[bool]]:
     """Host memory by step, and by phase of the second cycle whether each main parameter starts as its weight."""
     starts: list[bool] = []
 
-    def compare(one: worlds.RecordedRun) -> None:
-        shards = one.active.own_shards().values()
+    def compare(run: worlds.RecordedRun) -> None:
+        shards = run.active.own_shards().values()
         starts.append(all(torch.equal(shard.main_param.flatten(), shard.weight.float()) for shard in shards))
 
-    with worlds.started(config, after_build=compare) as one:
-        one.train()
-        return [step.host_state_bytes[0] for step in one.recorder.steps], starts[3:]
+    with worlds.started(config, after_build=compare) as run:
+        run.train()
+        return [step.host_state_bytes[0] for step in run.recorder.steps], starts[3:]
 
 
 def test_main_params_that_are_dropped(world1: World, text_data: str) -> None:

@@ -95,10 +95,10 @@ def test_the_same_bits(world1: World, world2: World, tmp_path: Path, case: Combi
     world = (world1, world2)[CUTS[case["cut"]][0] - 1]
     on_device = world.run(worlds.train_run, config_of(case, tmp_path / "device", bcd_resident_layers=0))
     on_host = world.run(worlds.train_run, config_of(case, tmp_path / "host", bcd_frozen_weights="host"))
-    for one, other in zip(on_device, on_host, strict=True):
+    for left, other in zip(on_device, on_host, strict=True):
         assert len(other["steps"]) == 6 and len(set(other["blocks"])) > 1
-        assert [one["steps"], one["evaluations"]] == [other["steps"], other["evaluations"]]
-        assert worlds.same_bits(one["weights"], other["weights"]) == []
+        assert [left["steps"], left["evaluations"]] == [other["steps"], other["evaluations"]]
+        assert worlds.same_bits(left["weights"], other["weights"]) == []
 
 
 @pytest.mark.parametrize(("first", "second"), [("host", "device"), ("device", "host")])
@@ -110,26 +110,26 @@ def test_resumes_in_the_other_place(world2: World, tmp_path: Path, first: str, s
     folder = tmp_path / "run"
     world2.run(resumed_runs.one_part, config(save=folder, exit_interval=3, bcd_frozen_weights=first))
     rest = world2.run(resumed_runs.one_part, config(load=folder, bcd_frozen_weights=second))
-    for one, other in zip(whole, rest, strict=True):
-        assert one["steps"][3:] == other["steps"]
-        assert worlds.same_bits(one["weights"], other["weights"]) == []
+    for left, other in zip(whole, rest, strict=True):
+        assert left["steps"][3:] == other["steps"]
+        assert worlds.same_bits(left["weights"], other["weights"]) == []
 
 
 def copies_by_step(config: Any) -> list[tuple[int, int]]:
     """The block of each step, and how many layers were copied in it."""
-    found, before = [], [0]
+    result, before = [], [0]
 
-    def count(one: worlds.RecordedRun) -> None:
-        frozen = get_frozen_weights(one.model)
+    def count(run: worlds.RecordedRun) -> None:
+        frozen = get_frozen_weights(run.model)
         assert frozen is not None
-        found.append((one.block, frozen.num_copies - before[0]))
+        result.append((run.block, frozen.num_copies - before[0]))
 
-    def remember(one: worlds.RecordedRun) -> None:
-        before[0] = get_frozen_weights(one.model).num_copies  # type: ignore[union-attr]
+    def remember(run: worlds.RecordedRun) -> None:
+        before[0] = get_frozen_weights(run.model).num_copies  # type: ignore[union-attr]
 
-    with worlds.started(config, before_step=remember, after_step=count) as one:
-        one.train()
-    return found
+    with worlds.started(config, before_step=remember, after_step=count) as run:
+        run.train()
+    return result
 
 
 @pytest.mark.parametrize("resident", [0, 1, 3])
@@ -148,23 +148,23 @@ def test_copies_of_a_step(world1: World, tmp_path: Path, resident: int) -> None:
         # copied over others, unless they are active
         shared = min(2, behind) * (2 if block == 0 else 1)
         expected = microbatches * (streamed + behind - shared)
-        steps = [count for (one, count), times in seen.items() if one == block for _ in range(times)]
+        steps = [count for (step_block, count), times in seen.items() if step_block == block for _ in range(times)]
         assert expected in steps, f"block {block}: {steps}"
         assert max(steps) - expected <= 2, "the first step of a phase begins without a prediction"
 
 
 def state_bytes(config: Any) -> list[tuple[int, ...]]:
     """After each step: bytes of the model's state on the device, in host memory, of one layer, and of the embedding."""
-    found = []
+    results = []
 
-    def note(one: worlds.RecordedRun) -> None:
-        layer = sum(parameter.nbytes for parameter in one.model.decoder.layers[0].parameters())
-        embedding = one.model.embedding.word_embeddings.weight.nbytes
-        found.append((one.active.state_bytes().model_state, one.active.kept_bytes(), layer, embedding))
+    def note(run: worlds.RecordedRun) -> None:
+        layer = sum(parameter.nbytes for parameter in run.model.decoder.layers[0].parameters())
+        embedding = run.model.embedding.word_embeddings.weight.nbytes
+        results.append((run.active.state_bytes().model_state, run.active.kept_bytes(), layer, embedding))
 
-    with worlds.started(config, after_step=note) as one:
-        one.train()
-    return found
+    with worlds.started(config, after_step=note) as run:
+        run.train()
+    return results
 
 
 @pytest.mark.parametrize(("resident", "embedding"), [(0, EMBEDDING_ON_HOST), (2, {})])
@@ -185,10 +185,10 @@ def test_bytes(world1: World, tmp_path: Path, resident: int, embedding: dict[str
 
 def choice_of_auto(config: Any) -> tuple[str, int, int]:
     """Where the run has its frozen weights, how many layers stay on the device, and the most model state of a step."""
-    with worlds.started(config) as one:
-        one.train()
-        most = max(max(step.model_state_bytes) for step in one.recorder.steps)
-        return one.config.bcd.bcd_frozen_weights, one.config.bcd.bcd_resident_layers, most
+    with worlds.started(config) as run:
+        run.train()
+        most = max(max(step.model_state_bytes) for step in run.recorder.steps)
+        return run.config.bcd.bcd_frozen_weights, run.config.bcd.bcd_resident_layers, most
 
 
 def test_auto_takes_what_fits(world1: World, tmp_path: Path) -> None:
@@ -196,24 +196,24 @@ def test_auto_takes_what_fits(world1: World, tmp_path: Path) -> None:
     case = {"cut": "one", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
     flags = {"bcd_frozen_weights": "auto"} | EMBEDDING_ON_HOST
     config = functools.partial(config_of, case | {"resident": "0"}, tmp_path, **flags)
-    kib, found = 2**10, []
+    kib, result = 2**10, []
     for limit in (1, 800, 830, 880, 100_000):
         [(place, resident, state)] = world1.run(choice_of_auto, config(recompute_memory_gib=limit * kib / 2**30))
-        found.append((place, resident))
+        result.append((place, resident))
         assert (place, resident) == ("host", 0) or state < limit * kib
-    on_device = [8 if place == "device" else resident for place, resident in found]
+    on_device = [8 if place == "device" else resident for place, resident in result]
     assert on_device == sorted(on_device) and on_device[0] == 0 and on_device[-1] == 8
-    assert len(set(on_device)) >= 4 and ("host", 8) in found, found
+    assert len(set(on_device)) >= 4 and ("host", 8) in result, result
 
 
 def told_of_auto(config: Any) -> tuple[Any, list[str], list[str], dict[str, Any]]:
     """Return the flags of a run after its steps, the notes of its summary, its warnings, and what wandb gets."""
-    with mock.patch.object(reporting, "Reporter") as reporter, worlds.started(config) as one:
-        one.train()
+    with mock.patch.object(reporting, "Reporter") as reporter, worlds.started(config) as training:
+        training.train()
         run = resolve_run(config)
         reporting.build_reporter(run, start_iteration=0)
         logged = reporter.call_args.kwargs["run_config"]["bcd"]
-        return one.config.bcd, one.recorder.summary.notes, one.recorder.warnings, logged
+        return training.config.bcd, training.recorder.summary.notes, training.recorder.warnings, logged
 
 
 def test_auto_in_the_summary_and_on_resume(world1: World, tmp_path: Path) -> None:
@@ -299,12 +299,12 @@ def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int, int]:
 
     def count(self: ShardWrite, part: Any) -> torch.Tensor:
         nonlocal copied, total, main_params
-        found = on_host(self, part)
+        result = on_host(self, part)
         if (".layers." in part.key or "word_embeddings" in part.key) and not part.key.startswith("optimizer."):
-            copied += found.nbytes * (found.data_ptr() != part.data.data_ptr())
-            total += found.nbytes * (".layers." in part.key)
-        main_params += found.nbytes * (f".{MAIN_PARAM}." in part.key and ".layers." in part.key and not found.is_meta)
-        return found
+            copied += result.nbytes * (result.data_ptr() != part.data.data_ptr())
+            total += result.nbytes * (".layers." in part.key)
+        main_params += result.nbytes * (f".{MAIN_PARAM}." in part.key and ".layers." in part.key and not result.is_meta)
+        return result
 
     with resumed_runs.writes_held_back() as release:
 
@@ -342,17 +342,17 @@ def test_async_save_reads_frozen_weights_where_they_lie(
     assert main_params == 2 * copied
     resumed_runs.point_to(str(folder), 2)
     rest = world.run(resumed_runs.one_part, config(load=folder))
-    for one, (passing, *_), late in zip(whole, saving, rest, strict=True):
-        assert resumed_runs.differences(one, [passing]) + resumed_runs.differences(one, [late]) == []
+    for expected, (passing, *_), late in zip(whole, saving, rest, strict=True):
+        assert resumed_runs.differences(expected, [passing]) + resumed_runs.differences(expected, [late]) == []
 
 
 def kept_elsewhere(config: Any) -> list[str]:
     """Parameters of layers whose low bits do not lie beside the weights."""
-    with worlds.started(config) as one:
-        one.train()
-        frozen = get_frozen_weights(one.model)
-        assert frozen is not None and len(one.active.kept.blocks) > 1
-        kept = [item for block in one.active.kept.blocks.values() for item in block.items() if ".layers." in item[0]]
+    with worlds.started(config) as run:
+        run.train()
+        frozen = get_frozen_weights(run.model)
+        assert frozen is not None and len(run.active.kept.blocks) > 1
+        kept = [item for block in run.active.kept.blocks.values() for item in block.items() if ".layers." in item[0]]
         assert kept
         return [name for name, shard in kept if not frozen.is_on_host(shard.residual.differences)]
 

@@ -28,8 +28,8 @@ def test_a_checkpoint(world1: World, world2: World, text_data: str, tmp_path: Pa
     loaded = open_model(str(tmp_path / "run"))
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert models.differing(loaded.model.state_dict(), exported.state_dict()) == []
-    own = {"load": str(tmp_path / "run"), "finetune": True}
-    [expected] = world1.run(worlds.logits_of, worlds.run_config(**flags, **own), TOKENS)
+    load = {"load": str(tmp_path / "run"), "finetune": True}
+    [expected] = world1.run(worlds.logits_of, worlds.run_config(**flags, **load), TOKENS)
     with torch.no_grad():
         logits = loaded.model(TOKENS).logits
         assert torch.equal(logits, exported(TOKENS).logits)
@@ -37,5 +37,5 @@ def test_a_checkpoint(world1: World, world2: World, text_data: str, tmp_path: Pa
     assert loaded.tokenizer.encode("sky") == [*b"sky"] and loaded.tokenizer.eos_token_id == 256
     assert loaded.model.generation_config.eos_token_id == 256
     bytes_ = build_tokenizer("ByteLevelTokenizer")
-    given = open_model(str(tmp_path / "run"), precision="bf16", tokenizer=bytes_)
-    assert given.model.dtype == torch.bfloat16 and given.tokenizer.encode("sky") == [*b"sky"]
+    model = open_model(str(tmp_path / "run"), precision="bf16", tokenizer=bytes_)
+    assert model.model.dtype == torch.bfloat16 and model.tokenizer.encode("sky") == [*b"sky"]

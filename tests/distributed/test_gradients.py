@@ -76,38 +76,38 @@ def config_of(form: str, num_ranks: int, data_path: str, **flags: Any) -> RunCon
 
 def run_of(config: RunConfig) -> dict[str, Any]:
     """This rank's part: weights, the gradients of every block, logits (None before the last stage), the batch."""
-    with worlds.started(config) as one:
-        one.active.dispose()
-        _draw(one)
-        batches = one.samples.look_ahead(phase=0, consumed_samples=0, position=0)
+    with worlds.started(config) as run:
+        run.active.dispose()
+        _draw(run)
+        batches = run.samples.look_ahead(phase=0, consumed_samples=0, position=0)
         microbatches = [next(batches) for _ in range(get_num_microbatches())]
         batch = {name: torch.cat([microbatch[name] for microbatch in microbatches]) for name in microbatches[0]}
-        weights = {name: pieces(p, p) for name, p in _named(one)}
-        logits = logits_of(one.model, batch)
+        weights = {name: pieces(p, p) for name, p in _named(run)}
+        logits = logits_of(run.model, batch)
         gradients: list[dict[str, dict[str, Any]]] = []
-        for block in range(one.partition.num_blocks):
-            one.active.build(block)
-            one.active.zero_grad()
-            batches = one.samples.look_ahead(phase=0, consumed_samples=0, position=0)
-            one.forward_backward(batches, get_num_microbatches(), forward_only=False)
-            assert all(p.grad is None and p.requires_grad == hasattr(p, "main_grad") for _, p in _named(one))
-            gradients.append({name: pieces(p, p.main_grad) for name, p in _named(one) if p.requires_grad})
-            one.active.dispose()
+        for block in range(run.partition.num_blocks):
+            run.active.build(block)
+            run.active.zero_grad()
+            batches = run.samples.look_ahead(phase=0, consumed_samples=0, position=0)
+            run.forward_backward(batches, get_num_microbatches(), forward_only=False)
+            assert all(p.grad is None and p.requires_grad == hasattr(p, "main_grad") for _, p in _named(run))
+            gradients.append({name: pieces(p, p.main_grad) for name, p in _named(run) if p.requires_grad})
+            run.active.dispose()
         return {"weights": weights, "gradients": gradients, "logits": logits, "batch": batch}
 
 
-def _named(one: Any) -> list[tuple[str, Any]]:
+def _named(item: Any) -> list[tuple[str, Any]]:
     """The stage's parameters by the names that they have in the whole model; a tied head's copy is the embedding."""
-    first = one.partition.stage_layers(one.active.stage).start
-    found = []
-    for name, parameter in unwrap_model(one.model).named_parameters():
+    first = item.partition.stage_layers(item.active.stage).start
+    results = []
+    for name, parameter in unwrap_model(item.model).named_parameters():
         if name.startswith("decoder.layers."):
             index, _, rest = name.removeprefix("decoder.layers.").partition(".")
             name = f"decoder.layers.{int(index) + first}.{rest}"
-        if name == "output_layer.weight" and one.config.tied:
+        if name == "output_layer.weight" and item.config.tied:
             name = "embedding.word_embeddings.weight"
-        found.append((name, parameter))
-    return found
+        results.append((name, parameter))
+    return results
 
 
 def _stride(parameter: Any) -> int:
@@ -116,11 +116,11 @@ def _stride(parameter: Any) -> int:
 
 
 @torch.no_grad()
-def _draw(one: Any) -> None:
+def _draw(item: Any) -> None:
     """Random weights that depend on a parameter's name alone; biases and norms are no zeros and ones either."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
-    for name, parameter in _named(one):
+    for name, parameter in _named(item):
         is_split = getattr(parameter, "tensor_model_parallel", False)
         shape = list(parameter.shape)
         if is_split:
@@ -173,14 +173,14 @@ def whole(ranks: list[dict[str, Any]]) -> Tensor:
 def merged(config: RunConfig, ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     """The whole model's tensors by name; copies of a tied embedding must be equal."""
     size = config.tensor_size
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for start in range(0, len(ranks), size):
         stage = ranks[start : start + size]
         for name in stage[0]:
             tensor = whole([rank[name] for rank in stage])
-            assert name not in found or torch.equal(found[name], tensor), name
-            found[name] = tensor
-    return found
+            assert name not in results or torch.equal(results[name], tensor), name
+            results[name] = tensor
+    return results
 
 
 def _is_llama(config: RunConfig) -> bool:
@@ -249,8 +249,8 @@ def test_logits_and_gradients(world1: World, world2: World, text_data: str, case
     assert (logits - output.logits[:, :-1]).abs().max() < LOGITS
     seen: set[str] = set()
     for block in partition_from_config(config).blocks:
-        own = merged(config, [rank["gradients"][block.index] for rank in ranks])
-        gradients = converted(config, own)
+        ours = merged(config, [rank["gradients"][block.index] for rank in ranks])
+        gradients = converted(config, ours)
         for name, gradient in gradients.items():
             expected = parameters[name].grad
             assert expected is not None
@@ -262,6 +262,6 @@ def test_logits_and_gradients(world1: World, world2: World, text_data: str, case
             seen |= always
         assert block.index == 0 or seen.isdisjoint(gradients)
         seen |= gradients.keys()
-        layers = {int(name.split(".")[2]) for name in own if name.endswith("linear_fc1.weight")}
+        layers = {int(name.split(".")[2]) for name in ours if name.endswith("linear_fc1.weight")}
         assert layers == set(block.layers)
     assert seen == parameters.keys()

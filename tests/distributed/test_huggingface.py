@@ -46,9 +46,9 @@ def write_out(config: Any) -> list[str]:
 
     folder.ModelFolder._read, folder.ModelFolder.read_rows = watched, watched_rows  # type: ignore[method-assign]
     try:
-        with worlds.started(config) as one, one.active.whole_parameters():
-            assert one.outputs.exporter is not None
-            assert one.outputs.exporter.export(one.model)
+        with worlds.started(config) as run, run.active.whole_parameters():
+            assert run.outputs.exporter is not None
+            assert run.outputs.exporter.export(run.model)
     finally:
         folder.ModelFolder._read, folder.ModelFolder.read_rows = one_tensor, some_rows  # type: ignore[method-assign]
     return read
@@ -57,11 +57,11 @@ def write_out(config: Any) -> list[str]:
 @pytest.mark.parametrize("name", models.SETTINGS)
 def test_logits(world1: World, text_data: str, tmp_path: Path, name: str) -> None:
     """Rows of another head, gate for up, an epsilon, a rotation, a GELU, a bias or a norm of another model."""
-    given = models.write_model(name, tmp_path / "given")
+    source = models.write_model(name, tmp_path / "given")
     tokens = torch.randint(0, models.VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    [ours] = world1.run(worlds.logits_of, config_of(given, text_data), tokens)
+    [ours] = world1.run(worlds.logits_of, config_of(source, text_data), tokens)
     with torch.no_grad():
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(given)(tokens).logits
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(source)(tokens).logits
     assert ours.shape == theirs.shape
     assert (ours - theirs).abs().max() < 1e-4 and theirs.std() > 0.1
 
@@ -84,22 +84,24 @@ def test_there_and_back(
     """A weight of another stage, a slice of another rank, on the way in from a folder or from a converted checkpoint,
     or on the way out; a rank that reads what it does not hold."""
     pipeline, tensor = layout
-    given = models.write_model(name, tmp_path / "given", max_shard_size="60KB")
+    source = models.write_model(name, tmp_path / "given", max_shard_size="60KB")
     world: World = request.getfixturevalue(LAYOUTS[layout]) if layout in LAYOUTS else World(pipeline * tensor)
     sizes = {"pipeline": pipeline, "tensor": tensor}
-    read = world.run(write_out, config_of(given, text_data, **sizes, save_hf=str(tmp_path / "back")))
-    assert models.differing(models.tensors_of(given), models.tensors_of(tmp_path / "back")) == []
+    read = world.run(write_out, config_of(source, text_data, **sizes, save_hf=str(tmp_path / "back")))
+    assert models.differing(models.tensors_of(source), models.tensors_of(tmp_path / "back")) == []
     assert sorted(os.listdir(tmp_path)) == ["back", "given"]
     layers_of = [{part for name in names for part in name.split(".") if part.isdigit()} for names in read]
     stages = [set().union(*layers_of[stage * tensor : (stage + 1) * tensor]) for stage in range(pipeline)]
     assert sorted(layer for stage in stages for layer in stage) == [str(layer) for layer in range(models.LAYERS)]
 
     target = tmp_path / "checkpoint"
-    assert convert_checkpoint.main(["--from", "hf", "--to", "bcd", "--input", str(given), "--output", str(target)]) == 0
+    assert (
+        convert_checkpoint.main(["--from", "hf", "--to", "bcd", "--input", str(source), "--output", str(target)]) == 0
+    )
     flags = {"load": str(target), "finetune": True, "save_hf": str(tmp_path / "again")}
     carried = target / "iter_0000000" / "huggingface"
     read = world.run(write_out, config_of(carried, text_data, **sizes, **flags))
-    assert models.differing(models.tensors_of(given), models.tensors_of(tmp_path / "again")) == []
+    assert models.differing(models.tensors_of(source), models.tensors_of(tmp_path / "again")) == []
     assert not any(read)
     if layout not in LAYOUTS:
         world.close()
@@ -108,10 +110,10 @@ def test_there_and_back(
 def test_a_run_writes_what_it_has_trained(world1: World, text_data: str, tmp_path: Path) -> None:
     """Weights of before the training or of one block only; a model that is not written at its interval; a checkpoint
     of the run that the tool reads as another network."""
-    given = models.write_model("llama_tied", tmp_path / "given")
-    config = config_of(given, text_data, save_hf=str(tmp_path / "out"), save_hf_interval=1, save=str(tmp_path / "run"))
+    source = models.write_model("llama_tied", tmp_path / "given")
+    config = config_of(source, text_data, save_hf=str(tmp_path / "out"), save_hf_interval=1, save=str(tmp_path / "run"))
     [trained] = world1.run(worlds.train_run, config)
-    before, after = models.tensors_of(given), models.tensors_of(tmp_path / "out")
+    before, after = models.tensors_of(source), models.tensors_of(tmp_path / "out")
     assert not any(torch.equal(before[name], after[name]) for name in before if "proj" in name)
     assert torch.equal(trained["weights"]["embedding.word_embeddings.weight"], after["model.embed_tokens.weight"])
     assert sorted(path.name for path in (tmp_path / "out").glob("iter_*")) == ["iter_0000001", "iter_0000002"]
@@ -123,7 +125,7 @@ def test_a_run_writes_what_it_has_trained(world1: World, text_data: str, tmp_pat
     assert models.differing(models.tensors_of(back), after) == []
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     again = {"save": str(tmp_path / "run"), "load": str(tmp_path / "run"), "save_hf": str(tmp_path / "again")}
-    world1.run(worlds.train_run, config_of(given, text_data, **again))  # trains nothing: the run is at its end
+    world1.run(worlds.train_run, config_of(source, text_data, **again))  # trains nothing: the run is at its end
     assert models.differing(models.tensors_of(tmp_path / "again"), after) == []
 
 
@@ -164,26 +166,26 @@ def refusal(config: Any) -> str | None:
 def test_a_resumed_run_replaces_its_own_models_alone(world1: World, text_data: str, tmp_path: Path) -> None:
     """A published model, or that of another run, that a wrong --save-hf overwrites when a run resumes; a folder of the
     run itself that is refused, also after it was moved."""
-    given = models.write_model("llama_tied", tmp_path / "given")
+    source = models.write_model("llama_tied", tmp_path / "given")
     other = models.write_model("llama_tied", tmp_path / "other")
-    kept = models.tensors_of(given)
+    kept = models.tensors_of(source)
     start = {"save": str(tmp_path / "run"), "save_hf": str(tmp_path / "out"), "save_hf_interval": 2, "train_iters": 3}
     goes_on = start | {"load": str(tmp_path / "run"), "train_iters": 4}
 
     def asked(**flags: Any) -> str | None:
-        [said] = world1.run(refusal, config_of(given, text_data, **flags))
+        [said] = world1.run(refusal, config_of(source, text_data, **flags))
         return said  # type: ignore[no-any-return]
 
-    assert "--load-hf" in str(asked(**start | {"save_hf": str(given)}))
+    assert "--load-hf" in str(asked(**start | {"save_hf": str(source)}))
     assert asked(**start) is None
     before = models.tensors_of(tmp_path / "out")
-    (tmp_path / "link").symlink_to(given)
+    (tmp_path / "link").symlink_to(source)
     assert "--load-hf" in str(asked(**goes_on | {"save_hf": str(tmp_path / "link")}))
     assert "--save-hf" in str(asked(**goes_on | {"save_hf": str(other)}))
     assert asked(save_hf=str(tmp_path / "else"), lr=2e-3) is None  # another run's
     assert "--save-hf" in str(asked(**goes_on | {"save_hf": str(tmp_path / "else")}))
     assert "--save-hf" in str(asked(**start | {"save": str(tmp_path / "new")}))
-    for folder_ in (given, other):
+    for folder_ in (source, other):
         assert models.differing(kept, models.tensors_of(folder_)) == []
     for name in ("run", "out"):
         (tmp_path / name).rename(tmp_path / f"{name}_moved")

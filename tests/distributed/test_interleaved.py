@@ -56,7 +56,7 @@ def assert_same(ranks: list[dict[str, Any]], reference: dict[str, Any], *, toler
 
 def whole_names(ranks: list[dict[str, Any]], config: RunConfig) -> dict[str, torch.Tensor]:
     """Weights of all stages under the names that one stage would give them; the head's copy under its own."""
-    cut, found = partition_from_config(config), {}
+    cut, result = partition_from_config(config), {}
     for stage, rank in enumerate(ranks):
         for name, weight in rank["weights"].items():
             if name.startswith("chunks."):
@@ -64,8 +64,8 @@ def whole_names(ranks: list[dict[str, Any]], config: RunConfig) -> dict[str, tor
                 if name.startswith("decoder.layers."):
                     _, _, index, rest = name.split(".", 3)
                     name = f"decoder.layers.{cut.chunk_layers(stage, int(chunk))[int(index)]}.{rest}"
-            found[name] = weight
-    return found
+            result[name] = weight
+    return result
 
 
 def test_as_one_rank(world1: World, world2: World, initial_weights: Flags) -> None:
@@ -77,10 +77,10 @@ def test_as_one_rank(world1: World, world2: World, initial_weights: Flags) -> No
     assert_same_weights(whole_names(ranks, config_of(flags | PIPELINE)), reference["weights"])
 
 
-def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same_weights(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     for name, weight in expected.items():
         if not name.endswith("linear_qkv.bias"):  # the gradient of a key's bias is rounding, and Adam scales it up
-            assert (found[name] - weight).norm() < 1e-4 * weight.norm(), name
+            assert (actual[name] - weight).norm() < 1e-4 * weight.norm(), name
 
 
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
@@ -138,10 +138,10 @@ def test_product(world1: World, world2: World, world4: World, initial_weights: F
     reference |= {"tensor_model_parallel_size": 1, "overlap_grad_reduce": False, "pipeline_cut": "even"}
     # sums over tensor slices and replicas in another order, and orthogonalised gradients, grow what is small
     tolerance = 1e-4 if chosen["method"] == "stateless" else 2e-5 if chosen["ranks"] in ("data2", "tensor2") else 1e-6
-    found, expected = run(world, flags), run(world1, reference)[0]
-    assert_same(found, expected, tolerance=tolerance)
+    actual, expected = run(world, flags), run(world1, reference)[0]
+    assert_same(actual, expected, tolerance=tolerance)
     if tolerance == 1e-6:
-        whole = whole_names(found, worlds.run_config(world_size=world.size, **flags))
+        whole = whole_names(actual, worlds.run_config(world_size=world.size, **flags))
         assert_same_weights(whole, expected["weights"])
 
 

@@ -37,19 +37,19 @@ CASES: dict[str, dict[str, Any]] = {
 
 def run_of(config: RunConfig, *, chunk: int | None) -> dict[str, Any]:
     """Losses of a step and of an evaluation, and the gradients of every block; with so many tokens at a time."""
-    with mock.patch.object(linear_loss, "LOSS_CHUNK", chunk or 1), worlds.started(config) as one:
-        one.active.dispose()
+    with mock.patch.object(linear_loss, "LOSS_CHUNK", chunk or 1), worlds.started(config) as run:
+        run.active.dispose()
         losses, gradients = [], []
-        for block, is_training in itertools.product(range(one.partition.num_blocks), (True, False)):
-            one.active.build(block)
-            one.active.zero_grad()
-            batches = one.samples.look_ahead(phase=0, consumed_samples=0, position=0)
-            reported = one.forward_backward(batches, get_num_microbatches(), forward_only=not is_training)
+        for block, is_training in itertools.product(range(run.partition.num_blocks), (True, False)):
+            run.active.build(block)
+            run.active.zero_grad()
+            batches = run.samples.look_ahead(phase=0, consumed_samples=0, position=0)
+            reported = run.forward_backward(batches, get_num_microbatches(), forward_only=not is_training)
             losses += [each["lm loss"].tolist() for each in reported]
-            for name, parameter in unwrap_model(one.model).named_parameters():
+            for name, parameter in unwrap_model(run.model).named_parameters():
                 if is_training and parameter.requires_grad:
                     gradients.append((f"{block} {name}", parameter.main_grad.float().clone()))
-            one.active.dispose()
+            run.active.dispose()
         return {"losses": losses, "gradients": gradients}
 
 

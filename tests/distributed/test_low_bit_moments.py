@@ -24,20 +24,20 @@ def small_run(text_data: str, dtype: str, **flags: Any) -> RunConfig:
 
 def trained(config: RunConfig) -> dict[str, Any]:
     """Losses; bytes of model state and of offloaded state, counted and as the run summary tells."""
-    with worlds.started(config) as one:
-        one.train()
-        last, summary = one.recorder.steps[-1], one.recorder.summary
+    with worlds.started(config) as run:
+        run.train()
+        last, summary = run.recorder.steps[-1], run.recorder.summary
         kinds = {
             str(tensor.dtype)
-            for shard in one.active.own_shards().values()
+            for shard in run.active.own_shards().values()
             for tensor in shard.stored_moments().values()
         }
         return {
-            "losses": [step["loss"] for step in one.results],
+            "losses": [step["loss"] for step in run.results],
             "counted": list(last.model_state_bytes),
-            "told": list(summary.blocks[one.active.block].model_state_bytes),
-            "optimizer": max(one.active.state_bytes().optimizer_state, 0),
-            "active": sum(shard.end - shard.start for shard in one.active.own_shards().values()),
+            "told": list(summary.blocks[run.active.block].model_state_bytes),
+            "optimizer": max(run.active.state_bytes().optimizer_state, 0),
+            "active": sum(shard.end - shard.start for shard in run.active.own_shards().values()),
             "host": max(last.host_state_bytes),
             "kinds": kinds,
             "training": summary.training,
@@ -49,21 +49,23 @@ def test_training_and_bytes(world1: World, text_data: str, dtype: str, moments: 
     """Moments too coarse to train with; fp32 copies that stay; none in the run summary; an offloaded state of 8 B."""
     flags = {"bcd_optimizer_state": "host"}
     (exact,) = world1.run(trained, small_run(text_data, "fp32", **flags))
-    (found,) = world1.run(trained, small_run(text_data, dtype, **flags))
-    assert found["losses"][0] == exact["losses"][0] and found["losses"] != exact["losses"]
-    assert statistics.mean(found["losses"][-5:]) == pytest.approx(statistics.mean(exact["losses"][-5:]), rel=0.005)
-    assert found["kinds"] == {"bf16": {"torch.bfloat16"}, "int8": {"torch.int8", "torch.uint8", "torch.float32"}}[dtype]
-    assert found["optimizer"] == pytest.approx(moments * found["active"], rel=0.01)
-    assert found["counted"] == pytest.approx(found["told"], rel=0.01)
-    assert found["host"] == pytest.approx(exact["host"] * moments / 8, rel=0.01)
-    assert f"adam with {dtype} moments" in found["training"]
+    (result,) = world1.run(trained, small_run(text_data, dtype, **flags))
+    assert result["losses"][0] == exact["losses"][0] and result["losses"] != exact["losses"]
+    assert statistics.mean(result["losses"][-5:]) == pytest.approx(statistics.mean(exact["losses"][-5:]), rel=0.005)
+    assert (
+        result["kinds"] == {"bf16": {"torch.bfloat16"}, "int8": {"torch.int8", "torch.uint8", "torch.float32"}}[dtype]
+    )
+    assert result["optimizer"] == pytest.approx(moments * result["active"], rel=0.01)
+    assert result["counted"] == pytest.approx(result["told"], rel=0.01)
+    assert result["host"] == pytest.approx(exact["host"] * moments / 8, rel=0.01)
+    assert f"adam with {dtype} moments" in result["training"]
 
 
 def second_moments(config: RunConfig) -> dict[str, tuple[int, torch.Tensor]]:
     """After one step, this rank's shards as they are stored: index of the first element, and the elements."""
-    with worlds.started(config) as one:
-        one.train()
-        return {n: (shard.start, shard.stored_moments()["exp_avg_sq"]) for n, shard in one.active.own_shards().items()}
+    with worlds.started(config) as run:
+        run.train()
+        return {n: (shard.start, shard.stored_moments()["exp_avg_sq"]) for n, shard in run.active.own_shards().items()}
 
 
 def test_chance_is_that_of_the_whole_parameter(world1: World, world2: World, initial_weights: Any) -> None:
@@ -81,8 +83,8 @@ def test_chance_is_that_of_the_whole_parameter(world1: World, world2: World, ini
 
 def resumed_moments(config: RunConfig, folder: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Second moments of a run that resumes, before its first step, beside those of its checkpoint in fp32."""
-    with worlds.started(resumed_runs.with_checkpoints(config, load=folder)) as one:
-        return {name: shard.moments()["exp_avg_sq"] for name, shard in one.active.own_shards().items()}
+    with worlds.started(resumed_runs.with_checkpoints(config, load=folder)) as run:
+        return {name: shard.moments()["exp_avg_sq"] for name, shard in run.active.own_shards().items()}
 
 
 def test_a_resumed_run_may_store_moments_otherwise(world1: World, text_data: str, tmp_path: Path) -> None:

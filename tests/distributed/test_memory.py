@@ -40,15 +40,15 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def device_bytes(one: worlds.RecordedRun) -> int:
-    return live_bytes() - one.active.kept.num_bytes
+def device_bytes(run: worlds.RecordedRun) -> int:
+    return live_bytes() - run.active.kept.num_bytes
 
 
-def settled_bytes(one: worlds.RecordedRun, at_most: float) -> int:
+def settled_bytes(run: worlds.RecordedRun, at_most: float) -> int:
     """`device_bytes`, counted again for up to five seconds while it is more than `at_most`: a thread of gloo holds the
     operands of its last operation until it is scheduled again, which takes a while on a busy machine."""
     deadline = time.monotonic() + 5
-    while (live := device_bytes(one)) > at_most and time.monotonic() < deadline:
+    while (live := device_bytes(run)) > at_most and time.monotonic() < deadline:
         time.sleep(0.02)
     return live
 
@@ -61,22 +61,22 @@ def memory_of_a_run(config: RunConfig) -> dict[str, Any]:
     between: list[tuple[int, int]] = []
     a_cycle = config.training.train_iters // 4
 
-    def before_build(one: worlds.RecordedRun) -> None:
+    def before_build(run: worlds.RecordedRun) -> None:
         if not start:
             start.append(live_bytes())
 
-    def before_switch(one: worlds.RecordedRun) -> None:
-        in_phase.append((one.results[-1]["block"], device_bytes(one), one.active.state_bytes().model_state))
+    def before_switch(run: worlds.RecordedRun) -> None:
+        in_phase.append((run.results[-1]["block"], device_bytes(run), run.active.state_bytes().model_state))
 
-    def after_dispose(one: worlds.RecordedRun) -> None:
+    def after_dispose(run: worlds.RecordedRun) -> None:
         # from the end of the first cycle on nothing is to come
         at_most = between[a_cycle - 1][1] if len(between) >= a_cycle else float("inf")
-        between.append((one.results[-1]["block"], settled_bytes(one, at_most)))
+        between.append((run.results[-1]["block"], settled_bytes(run, at_most)))
 
     hooks = {"before_build": before_build, "before_switch": before_switch, "after_dispose": after_dispose}
-    with worlds.started(config, **hooks) as one:
-        one.train()
-        weights = sum(parameter.numel() * parameter.element_size() for parameter in one.model.parameters())
+    with worlds.started(config, **hooks) as run:
+        run.train()
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in run.model.parameters())
     return {"start": start[0], "in_phase": in_phase, "between": between, "weights": weights}
 
 

@@ -38,66 +38,66 @@ class Spoiler:
     def hooks(self) -> dict[str, worlds.Hook]:
         return {"after_build": self.after_build, "before_step": self.before_step, "after_step": self.after_step}
 
-    def after_build(self, one: worlds.RecordedRun) -> None:
-        original = one.active.optimizer.prepare_grads
+    def after_build(self, run: worlds.RecordedRun) -> None:
+        original = run.active.optimizer.prepare_grads
 
         def prepare_spoilt_grads() -> bool:
             if self.is_bad and self._what == "gradient":
-                spoilt = next(p for p in one.active.parameters.active().values())
+                spoilt = next(p for p in run.active.parameters.active().values())
                 spoilt.main_grad.view(-1)[0] = math.inf
             return original()
 
-        one.active.optimizer.prepare_grads = prepare_spoilt_grads
+        run.active.optimizer.prepare_grads = prepare_spoilt_grads
 
-    def before_step(self, one: worlds.RecordedRun) -> None:
-        self.is_bad = one.iteration in self._steps and self._is_here
+    def before_step(self, run: worlds.RecordedRun) -> None:
+        self.is_bad = run.iteration in self._steps and self._is_here
         is_loss = self.is_bad and self._what == "loss"
         trainer.reduce_losses = self._spoilt_losses if is_loss else self._original_loss
-        self._before = self._state(one)
+        self._before = self._state(run)
 
-    def after_step(self, one: worlds.RecordedRun) -> None:
+    def after_step(self, run: worlds.RecordedRun) -> None:
         trainer.reduce_losses = self._original_loss
-        now = self._state(one)
+        now = self._state(run)
         added = [name for name in now if name not in self._before]
         self.changed.append(added + worlds.same_bits({name: now[name] for name in self._before}, self._before))
-        self.scheduler_steps.append(one.lr_scheduler.num_steps)
+        self.scheduler_steps.append(run.lr_scheduler.num_steps)
 
     def _spoilt_losses(self, reported: list[dict[str, torch.Tensor]], requests: Sequence[int]) -> Any:
         """A microbatch of this rank whose loss is not a number, before ranks are summed."""
-        for one in reported[:1]:
-            one["lm loss"][0] = math.nan
+        for losses in reported[:1]:
+            losses["lm loss"][0] = math.nan
         return self._original_loss(reported, requests)
 
     @staticmethod
-    def _state(one: worlds.RecordedRun) -> dict[str, torch.Tensor]:
+    def _state(run: worlds.RecordedRun) -> dict[str, torch.Tensor]:
         states = [
             (index, name, value.detach().clone().reshape(-1))
-            for optimizer in one.active.optimizers()
+            for optimizer in run.active.optimizers()
             if not optimizer.is_stub_optimizer
             for index, state in enumerate(optimizer.optimizer.state.values())
             for name, value in state.items()
         ]
-        return worlds.weights_of(one.model) | {f"{name} {index}": value for index, name, value in states}
+        return worlds.weights_of(run.model) | {f"{name} {index}": value for index, name, value in states}
 
 
 def spoilt_run(config: Any, what: str, steps: tuple[int, ...], *, rank: int) -> dict[str, Any]:
     with worlds.parallel(config):
         spoiler = Spoiler(what, steps, rank=rank)
-        one = worlds.RecordedRun(config, **spoiler.hooks())
+        run = worlds.RecordedRun(config, **spoiler.hooks())
         try:
-            one.train()
+            run.train()
             failed = None
         except TrainingFailed as error:
             failed = str(error)
         return {
             "failed": failed,
-            "grad_norms": [step["grad_norm"] for step in one.results],
-            "losses": [step["loss"] for step in one.results],
+            "grad_norms": [step["grad_norm"] for step in run.results],
+            "losses": [step["loss"] for step in run.results],
             "changed": spoiler.changed,
             "scheduler_steps": spoiler.scheduler_steps,
-            "counted": [(record.iteration, record.skipped_iterations) for record in one.recorder.steps],
-            "logged": [record.loss for record in one.recorder.steps],
-            "weights": worlds.weights_of(one.model),
+            "counted": [(record.iteration, record.skipped_iterations) for record in run.recorder.steps],
+            "logged": [record.loss for record in run.recorder.steps],
+            "weights": worlds.weights_of(run.model),
         }
 
 

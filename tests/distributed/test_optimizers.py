@@ -22,8 +22,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 def reference(config: RunConfig, parameters: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
     """PyTorch's own, with Megatron's groups: no weight decay on vectors."""
     groups = [
-        {"params": [one for one in parameters.values() if one.dim() > 1], "weight_decay": 0.1},
-        {"params": [one for one in parameters.values() if one.dim() == 1], "weight_decay": 0.0},
+        {"params": [parameter for parameter in parameters.values() if parameter.dim() > 1], "weight_decay": 0.1},
+        {"params": [item for item in parameters.values() if item.dim() == 1], "weight_decay": 0.0},
     ]
     if config.optimizer.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=1.0, momentum=config.optimizer.sgd_momentum)
@@ -36,21 +36,21 @@ def beside_a_reference(config: RunConfig) -> list[str]:
     copies: dict[str, torch.Tensor] = {}
     optimizer: Any = None
 
-    def step_copies(one: worlds.RecordedRun) -> None:
+    def step_copies(run: worlds.RecordedRun) -> None:
         nonlocal optimizer
-        parameters = one.active.parameters.active()
+        parameters = run.active.parameters.active()
         if optimizer is None:
             copies.update({name: parameter.detach().clone() for name, parameter in parameters.items()})
             optimizer = reference(config, copies)
         for name, parameter in parameters.items():
             copies[name].grad = parameter.main_grad.clone()
         for group in optimizer.param_groups:
-            group["lr"] = one.active.optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
+            group["lr"] = run.active.optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
         optimizer.step()
 
-    with worlds.started(config, after_schedule=step_copies) as one:
-        one.train()
-        weights = worlds.weights_of(one.model)
+    with worlds.started(config, after_schedule=step_copies) as run:
+        run.train()
+        weights = worlds.weights_of(run.model)
         return worlds.same_bits(
             {name: weights[name] for name in copies}, {name: copy.detach() for name, copy in copies.items()}
         )

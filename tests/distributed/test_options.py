@@ -57,8 +57,8 @@ def test_recomputation_changes_nothing(world1: World, world2: World, text_data: 
 
 def norm_calls(config: RunConfig) -> list[int]:
     """How often the norm before the attention of each layer was computed, in a run."""
-    with worlds.started(config) as one:
-        layers = unwrap_model(one.model).decoder.layers
+    with worlds.started(config) as run:
+        layers = unwrap_model(run.model).decoder.layers
         calls = [0] * len(layers)
 
         def count(number: int, *_: Any) -> None:
@@ -66,7 +66,7 @@ def norm_calls(config: RunConfig) -> list[int]:
 
         for number, layer in enumerate(layers):
             layer.input_layernorm.register_forward_hook(functools.partial(count, number))
-        one.train()
+        run.train()
         return calls
 
 

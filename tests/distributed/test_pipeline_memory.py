@@ -115,7 +115,7 @@ def measured_run(config: RunConfig) -> list[dict[str, Any]]:
     """
     steps: list[dict[str, Any]] = []
     sends, messages = {"peak": 0}, Counter[int]()
-    with counting_sends(sends), counting_messages(messages), worlds.started(config) as one:
+    with counting_sends(sends), counting_messages(messages), worlds.started(config) as run:
 
         def measured(forward_backward: Any, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
             sends["peak"] = 0
@@ -123,14 +123,14 @@ def measured_run(config: RunConfig) -> list[dict[str, Any]]:
             with LiveBytes() as live:
                 reported = forward_backward(*args, **kwargs)
             steps.append(
-                {"peak_bytes": live.peak, "peak_sends": sends["peak"], "sent_back": messages[one.active.stage - 1]}
+                {"peak_bytes": live.peak, "peak_sends": sends["peak"], "sent_back": messages[run.active.stage - 1]}
             )
             return reported
 
-        one.wrapper = measured
-        one.train()
-        weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in one.model.parameters())
-        for step, record in zip(steps, one.recorder.steps, strict=True):
+        run.wrapper = measured
+        run.train()
+        weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in run.model.parameters())
+        for step, record in zip(steps, run.recorder.steps, strict=True):
             step |= {name: getattr(record, name) for name in COUNTED} | {"block": record.block}
             step["weight_bytes"] = weight_bytes
         return steps

@@ -105,9 +105,9 @@ def record(config: RunConfig) -> dict[str, Any]:
     ahead: list[int] = []
     num_forwards = 0
 
-    def after_schedule(one: worlds.RecordedRun) -> None:
-        assert one.active.wrapped is not None
-        gradients.append(digests({str(i): buffer.grad_data for i, buffer in enumerate(one.active.wrapped.buffers)}))
+    def after_schedule(run: worlds.RecordedRun) -> None:
+        assert run.active.wrapped is not None
+        gradients.append(digests({str(i): buffer.grad_data for i, buffer in enumerate(run.active.wrapped.buffers)}))
 
     def counting_forward_step(self: Trainer, batches: Iterator[Any], model: torch.nn.Module) -> Any:
         nonlocal num_forwards
@@ -117,17 +117,17 @@ def record(config: RunConfig) -> dict[str, Any]:
     original = Trainer.forward_step
     Trainer.forward_step = counting_forward_step  # type: ignore[method-assign]
     try:
-        with worlds.started(config, after_schedule=after_schedule) as one:
-            execute = one.pipeline.execute
+        with worlds.started(config, after_schedule=after_schedule) as run:
+            execute = run.pipeline.execute
 
             def recording_execute(shape: PlanShape, model: torch.nn.Module, **arguments: Any) -> list[Any]:
                 if shape.is_training:
                     ahead.append(shape.done_ahead)
                 return execute(shape, model, **arguments)
 
-            one.pipeline.execute = recording_execute  # type: ignore[method-assign]
-            one.train()
-            kept = worlds.outcome(one)
+            run.pipeline.execute = recording_execute  # type: ignore[method-assign]
+            run.train()
+            kept = worlds.outcome(run)
     finally:
         Trainer.forward_step = original  # type: ignore[method-assign]
     compared = {name: kept[name] for name in ("steps", "metrics", "evaluations", "switches")}

@@ -29,11 +29,11 @@ FLAGS |= {"untie_embeddings_and_output_weights": True}
 
 def loss_of(config: Any) -> float:
     """Mean loss of the loaded model on the same made-up tokens as plain_megatron.py's."""
-    with worlds.started(config) as one, torch.no_grad():
-        one.model.eval()
+    with worlds.started(config) as run, torch.no_grad():
+        run.model.eval()
         tokens = (torch.arange(2 * (LENGTH + 1)) * 7919 % NUM_TOKENS).view(2, LENGTH + 1)
         positions = torch.arange(LENGTH).expand(2, LENGTH)
-        losses = one.model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        losses = run.model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
         return float(losses.double().mean())
 
 

@@ -28,11 +28,11 @@ UNPLANNED = {
 def counted(config: RunConfig) -> tuple[list[tuple[list[int], list[int]]], list[list[int]], tuple[int, ...], int]:
     """Model state and kept activations of all ranks, by step; by block what the run summary says of the former, and its
     parameters of each stage and of the model."""
-    with worlds.started(config) as one:
-        one.train()
-        summary = one.recorder.summary
+    with worlds.started(config) as run:
+        run.train()
+        summary = run.recorder.summary
         told = [list(block.model_state_bytes) for block in summary.blocks]
-        steps = [(list(step.model_state_bytes), list(step.saved_activation_bytes)) for step in one.recorder.steps]
+        steps = [(list(step.model_state_bytes), list(step.saved_activation_bytes)) for step in run.recorder.steps]
         return steps, told, summary.parameters_per_stage, summary.total_parameters
 
 

@@ -61,8 +61,8 @@ def test_resumed_equals_uninterrupted(world1: World, world2: World, text_data: s
     cut, flags = CASES[case]
     config = config_of(cut, text_data, use_precision_aware_optimizer=True, **flags)
     world = (world1, world2)[worlds.CUTS[cut].get("world_size", 1) - 1]
-    found = world.run(precision_aware_adam.stopped_and_resumed, config, [3, 8], str(tmp_path))
-    assert found == [[]] * world.size
+    result = world.run(precision_aware_adam.stopped_and_resumed, config, [3, 8], str(tmp_path))
+    assert result == [[]] * world.size
 
 
 @cases(COMPARED)
@@ -82,25 +82,25 @@ def test_takes_the_steps_of_fp32_main_parameters(world1: World, world2: World, t
     states = [planned(run, num_replicas=2 if cut == "data2" else 1) for run in (plain, config)]
     saved = [whole - less for whole, less in zip(*states, strict=True)]
     is_rounded = "bf16" in moments.values()
-    for rank, (one, like) in enumerate(
+    for rank, (actual, reference) in enumerate(
         zip(world.run(precision_aware_adam.train_run, config), world.run(worlds.train_run, plain), strict=True)
     ):
-        assert one["dtypes"] == expected | {"master_param": "int16"}
+        assert actual["dtypes"] == expected | {"master_param": "int16"}
         if "bcd_inactive_update" not in flags:  # which steps them between the phases
-            assert one["changed"] == []
-        assert one["losses"] == pytest.approx(like["losses"], rel=5e-3 if is_rounded else 1e-3)
-        for ours, theirs in zip(one["metrics"], like["metrics"], strict=True):
+            assert actual["changed"] == []
+        assert actual["losses"] == pytest.approx(reference["losses"], rel=5e-3 if is_rounded else 1e-3)
+        for ours, theirs in zip(actual["metrics"], reference["metrics"], strict=True):
             assert ours["params_norm"] == pytest.approx(theirs["params_norm"], rel=1e-3)
             if not is_rounded:  # bf16 second moments follow hardly, and so do weights
                 assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
                 assert ours["num_zeros"] == pytest.approx(theirs["num_zeros"], rel=0.05, abs=50)
         stage = rank if cut == "pipeline2" else 0
-        most = max(step[rank] for step in like["model_state_bytes"])
+        most = max(step[rank] for step in reference["model_state_bytes"])
         assert saved[stage] > 0
         if "main_grads_dtype" in flags:  # the other run holds fp32 copies of its gradients too
-            assert most - one["model_state"] > saved[stage]
+            assert most - actual["model_state"] > saved[stage]
         else:
-            assert most - one["model_state"] == pytest.approx(saved[stage], rel=0.05)
+            assert most - actual["model_state"] == pytest.approx(saved[stage], rel=0.05)
 
 
 def test_kept_moments_with_a_scale(world2: World, text_data: str) -> None:
@@ -108,10 +108,10 @@ def test_kept_moments_with_a_scale(world2: World, text_data: str) -> None:
     config = config_of("data2", text_data, use_precision_aware_optimizer=True, exp_avg_dtype="fp16", **HOST)
     plain = config_of("data2", text_data, **HOST)
     both = zip(world2.run(precision_aware_adam.train_run, config), world2.run(worlds.train_run, plain), strict=True)
-    for one, like in both:
-        assert one["dtypes"]["exp_avg"] == "float16"
-        assert not [what for _, what in one["changed"] if not what.startswith("exp_avg of")]
-        assert one["losses"] == pytest.approx(like["losses"], rel=5e-3)
+    for actual, reference in both:
+        assert actual["dtypes"]["exp_avg"] == "float16"
+        assert not [what for _, what in actual["changed"] if not what.startswith("exp_avg of")]
+        assert actual["losses"] == pytest.approx(reference["losses"], rel=5e-3)
 
 
 def test_greedy_order(world1: World, text_data: str) -> None:

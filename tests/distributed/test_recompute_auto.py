@@ -32,8 +32,8 @@ def recomputed(config: RunConfig) -> list[tuple[int | None, int | None]]:
     """Block and number of recomputed layers of each training pass, those of greedy order's probes included."""
     told: list[tuple[int | None, int | None]] = []
 
-    def tell(one: worlds.RecordedRun) -> None:
-        told.append((one.active.block, unwrap_model(one.model).decoder.config.recompute_num_layers))
+    def tell(run: worlds.RecordedRun) -> None:
+        told.append((run.active.block, unwrap_model(run.model).decoder.config.recompute_num_layers))
 
     with worlds.parallel(config):
         worlds.RecordedRun(config, after_schedule=tell).train()

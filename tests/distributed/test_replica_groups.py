@@ -44,17 +44,17 @@ def lighthouse() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def other_worlds() -> Iterator[list[World]]:
     """Worlds of one rank that are other groups."""
-    found = [World(1), World(1)]
-    yield found
-    for world in found:
+    results = [World(1), World(1)]
+    yield results
+    for world in results:
         world.close()
 
 
 @pytest.fixture(scope="session")
 def pairs() -> Iterator[list[World]]:
-    found = [World(2), World(2)]
-    yield found
-    for world in found:
+    results = [World(2), World(2)]
+    yield results
+    for world in results:
         world.close()
 
 
@@ -82,29 +82,29 @@ def train(
     changes: list[torch.Tensor] = []
     means: list[torch.Tensor] = []
 
-    def changed(own: groups.OuterStep) -> torch.Tensor:
-        changes.append(change(own))
+    def changed(group_worlds: groups.OuterStep) -> torch.Tensor:
+        changes.append(change(group_worlds))
         return changes[-1]
 
-    def applied(own: groups.OuterStep, mean: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def applied(group_worlds: groups.OuterStep, mean: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         means.append(mean)
-        apply(own, mean, *args, **kwargs)
+        apply(group_worlds, mean, *args, **kwargs)
 
-    def after_step(one: worlds.RecordedRun) -> None:
-        if one.iteration + 1 == end_after and end == "kill":
+    def after_step(run: worlds.RecordedRun) -> None:
+        if run.iteration + 1 == end_after and end == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if one.iteration + 1 == end_after and end == "hang":
+        if run.iteration + 1 == end_after and end == "hang":
             subprocess.Popen(["sh", "-c", f"sleep 12; kill -9 {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
-        if one.iteration + 1 == end_after and end == "signal":
+        if run.iteration + 1 == end_after and end == "signal":
             subprocess.Popen(["sh", "-c", f"sleep 3; kill {os.getpid()}"])
-        if one.iteration + 1 == sleeps[0]:
+        if run.iteration + 1 == sleeps[0]:
             time.sleep(sleeps[1])
 
-    def joining(own: groups.ReplicaGroups) -> bool:
-        least, own._least = own._least, max(own._least, starts_with)
-        is_in_step = join(own)
-        own._least = least
+    def joining(group_worlds: groups.ReplicaGroups) -> bool:
+        least, group_worlds._least = group_worlds._least, max(group_worlds._least, starts_with)
+        is_in_step = join(group_worlds)
+        group_worlds._least = least
         return is_in_step
 
     def counted_mean(*args: Any, **kwargs: Any) -> Any:
@@ -114,19 +114,19 @@ def train(
             os.kill(os.getpid(), signal.SIGKILL)
         return mean(*args, **kwargs)
 
-    def agreeing(own: membership.Membership, *, is_good: bool) -> bool:
-        return agree(own, is_good=is_good and (number == 0 or number != refuses))
+    def agreeing(group_worlds: membership.Membership, *, is_good: bool) -> bool:
+        return agree(group_worlds, is_good=is_good and (number == 0 or number != refuses))
 
     tell, ends = groups.ReplicaGroups._tell_of_exchange, []
 
-    def telling(own: groups.ReplicaGroups, place: Any) -> None:
-        tell(own, place)
-        ends.append(own._parts.iteration())
+    def telling(group_worlds: groups.ReplicaGroups, place: Any) -> None:
+        tell(group_worlds, place)
+        ends.append(group_worlds._parts.iteration())
 
     sample_number = data.GroupShare.sample_number
 
-    def first(own: data.GroupShare, number: Any) -> Any:
-        return sample_number(dataclasses.replace(own, group=0), number)
+    def first(group_worlds: data.GroupShare, number: Any) -> Any:
+        return sample_number(dataclasses.replace(group_worlds, group=0), number)
 
     with (
         mock.patch.object(data.GroupShare, "sample_number", first if reads_same else sample_number),
@@ -136,28 +136,28 @@ def train(
         mock.patch.object(membership.Membership, "_mean", counted_mean),
         mock.patch.object(groups.ReplicaGroups, "_tell_of_exchange", telling),
         mock.patch.object(membership.Membership, "agree", agreeing),
-        worlds.started(config, after_step=after_step) as one,
+        worlds.started(config, after_step=after_step) as run,
     ):
-        one.train()
-        found = worlds.outcome(one)
-        if one.groups is not None:
-            found |= {"changes": changes, "means": means, "missed": one.groups._outer.to_send(torch.zeros(()))[0]}
-            one.groups.leave()
-        told = {"notes": one.recorder.notes, "exchanges": one.recorder.exchanges, "ends": ends}
-        return found | told | {"traffic": traffic(one)}
+        run.train()
+        result = worlds.outcome(run)
+        if run.groups is not None:
+            result |= {"changes": changes, "means": means, "missed": run.groups._outer.to_send(torch.zeros(()))[0]}
+            run.groups.leave()
+        told = {"notes": run.recorder.notes, "exchanges": run.recorder.exchanges, "ends": ends}
+        return result | told | {"traffic": traffic(run)}
 
 
-def traffic(one: worlds.RecordedRun) -> dict[str, Any]:
+def traffic(run: worlds.RecordedRun) -> dict[str, Any]:
     """Bytes that all ranks have sent, by step, and of this rank's host memory at the end; as counted and as planned."""
-    if one.groups is None:
+    if run.groups is None:
         return {}
-    settings, state, tensors = one.config.groups, one.metrics.planned, one.config.tensor_size
+    settings, state, tensors = run.config.groups, run.metrics.planned, run.config.tensor_size
     ranks = range(torch.distributed.get_world_size())
     places = [(rank // (tensors * state.num_replicas), rank // tensors % state.num_replicas) for rank in ranks]
     interval, number = settings.outer_interval or 1, settings.replica_groups
     compression = settings.outer_compression
     sent = []
-    for before, step in itertools.pairwise(one.results):
+    for before, step in itertools.pairwise(run.results):
         is_exchanged = step["step"] % interval == 0  # before this step, in whose line it is counted
         sent.append(
             [
@@ -170,21 +170,25 @@ def traffic(one: worlds.RecordedRun) -> dict[str, Any]:
         )
     stage, replica = places[torch.distributed.get_rank()]
     return {
-        "sent": [list(record.exchanged_bytes) for record in one.recorder.steps[1:]],
+        "sent": [list(record.exchanged_bytes) for record in run.recorder.steps[1:]],
         "planned_sent": sent,
-        "held": one.groups.host_bytes(),
-        "planned_held": outer_bytes(state, stage, one.results[-1]["block"], replica, compression=compression),
+        "held": run.groups.host_bytes(),
+        "planned_held": outer_bytes(state, stage, run.results[-1]["block"], replica, compression=compression),
     }
 
 
-def together(own: list[World], configs: list[Any], *options: dict[str, Any], starts_with: int = 0) -> list[Any]:
+def together(
+    group_worlds: list[World], configs: list[Any], *options: dict[str, Any], starts_with: int = 0
+) -> list[Any]:
     """`train` on all worlds at once, which start when all are there: results by group and rank, or what was raised.
     `options` are the last groups'."""
-    first: list[dict[str, Any]] = [{}] * (len(own) - len(options))
-    with ThreadPoolExecutor(len(own)) as pool:
+    first: list[dict[str, Any]] = [{}] * (len(group_worlds) - len(options))
+    with ThreadPoolExecutor(len(group_worlds)) as pool:
         runs = [
-            pool.submit(world.run, train, config, timeout=60, **{"starts_with": starts_with or len(own), **option})
-            for world, config, option in zip(own, configs, [*first, *options], strict=True)
+            pool.submit(
+                world.run, train, config, timeout=60, **{"starts_with": starts_with or len(group_worlds), **option}
+            )
+            for world, config, option in zip(group_worlds, configs, [*first, *options], strict=True)
         ]
         return [run.exception() or run.result() for run in runs]
 
@@ -212,15 +216,15 @@ def test_two_groups_are_data_parallelism(
     """Groups that read each other's samples, or average with other weights than 1 / number."""
     flags = {"data_path": text_data, "optimizer": "sgd", "lr": 0.1, "clip_grad": 0, "log_interval": 1}
     whole = world2.run(train, worlds.run_config(**flags, world_size=2, bcd_steps_per_block=4, train_iters=12))
-    one = MEAN | {"outer_interval": 1, "outer_compression": "fp32", "global_batch_size": 4}
-    both = together(other_worlds, configs(2, lighthouse, **flags | one))
+    every_step = MEAN | {"outer_interval": 1, "outer_compression": "fp32", "global_batch_size": 4}
+    both = together(other_worlds, configs(2, lighthouse, **flags | every_step))
     agree(*both)
     for name, weight in whole[0]["weights"].items():
         torch.testing.assert_close(weight, both[0][0]["weights"][name], rtol=1e-5, atol=1e-6)
     losses = [[step["loss"] for step in ranks[0]["steps"]] for ranks in both]
     mean = [sum(pair) / 2 for pair in zip(*losses, strict=True)]
     assert mean == pytest.approx(whole[0]["losses"], rel=1e-5)
-    assert [one["consumed_samples"] for one in both[0][0]["metrics"]] == [8 * (step + 1) for step in range(12)]
+    assert [metric["consumed_samples"] for metric in both[0][0]["metrics"]] == [8 * (step + 1) for step in range(12)]
 
 
 @pytest.mark.parametrize("cut", ["pipeline2", "data2", "tensor2"])
@@ -267,12 +271,12 @@ def test_a_group_is_lost(
 ) -> None:
     """Those that are left lose steps, hang, or end with different weights."""
     flags = {"data_path": text_data, "min_replica_groups": 1, "bcd_preset": "pretrain"}
-    own = [world1, *other_worlds]
-    *left, lost = together(own, configs(3, lighthouse, **flags), {"end": end, "end_after": after})
+    group_worlds = [world1, *other_worlds]
+    *left, lost = together(group_worlds, configs(3, lighthouse, **flags), {"end": end, "end_after": after})
     assert "died with exit code -9" in str(lost), lost
     agree(*left)
     assert len(left[0][0]["steps"]) == 12
-    consumed = [one["consumed_samples"] for one in left[0][0]["metrics"]]
+    consumed = [metric["consumed_samples"] for metric in left[0][0]["metrics"]]
     assert consumed == [24 * step for step in range(1, 9)] + [24 * 8 + 16 * step for step in range(1, 5)]
 
 
@@ -301,19 +305,19 @@ def test_an_exchange_that_counts_for_one_group(
     assert len(all_three[1][0]["steps"]) == 12
 
 
-def come_back(own: list[World], planned: list[Any], **options: Any) -> list[dict[str, Any]]:
+def come_back(group_worlds: list[World], planned: list[Any], **options: Any) -> list[dict[str, Any]]:
     """The last group is killed after its fifth step, and started again while the others wait for it."""
-    with ThreadPoolExecutor(len(own)) as pool:
+    with ThreadPoolExecutor(len(group_worlds)) as pool:
         left = [
             pool.submit(world.run, train, config, timeout=60, **options)
-            for world, config in zip(own[:-1], planned[:-1], strict=True)
+            for world, config in zip(group_worlds[:-1], planned[:-1], strict=True)
         ]
         with pytest.raises(RankError):
-            own[-1].run(train, planned[-1], end="kill", end_after=5, **options)
-        back = own[-1].run(train, planned[-1], timeout=40, **options)
-        found = [*(run.result() for run in left), back]
-    agree(*found)
-    return [ranks[0] for ranks in found]
+            group_worlds[-1].run(train, planned[-1], end="kill", end_after=5, **options)
+        back = group_worlds[-1].run(train, planned[-1], timeout=40, **options)
+        results = [*(run.result() for run in left), back]
+    agree(*results)
+    return [ranks[0] for ranks in results]
 
 
 @pytest.mark.parametrize("preset", ["paper", "pretrain"])
@@ -343,10 +347,10 @@ def test_a_group_that_comes_back_adds_nothing(
     world1: World, other_worlds: list[World], text_data: str, lighthouse: str
 ) -> None:
     """The change that it has taken from another group counts in the mean, or in the number of changes."""
-    own, flags = [world1, *other_worlds], {"data_path": text_data, "outer_interval": 2}
-    first, *_ = come_back(own, configs(3, lighthouse, **flags))
+    group_worlds, flags = [world1, *other_worlds], {"data_path": text_data, "outer_interval": 2}
+    first, *_ = come_back(group_worlds, configs(3, lighthouse, **flags))
     two = configs(3, lighthouse, **flags | {"min_replica_groups": 1})
-    (without,), *_ = together(own, two, {"end": "kill", "end_after": 5})
+    (without,), *_ = together(group_worlds, two, {"end": "kill", "end_after": 5})
     assert first["losses"][:7] == without["losses"][:7]
     assert first["losses"][7:] != without["losses"][7:]
 
@@ -356,38 +360,38 @@ def idle_after_join(config: Any, *, is_idle: bool) -> str:
 
     is_first = True
 
-    def perturb(one: worlds.RecordedRun) -> None:
+    def perturb(run: worlds.RecordedRun) -> None:
         nonlocal is_first
-        for weight in one.model.parameters() if is_idle and is_first else ():
+        for weight in run.model.parameters() if is_idle and is_first else ():
             weight.data.mul_(1.5)
 
-    def refine(one: worlds.RecordedRun) -> None:
+    def refine(run: worlds.RecordedRun) -> None:
         nonlocal is_first
-        for main_param in worlds.masters_of(one) if is_first and not is_idle else ():
+        for main_param in worlds.masters_of(run) if is_first and not is_idle else ():
             main_param.data.mul_(1 + 2**-12)  # not of bf16
         is_first = False
 
-    def stop(one: worlds.RecordedRun) -> None:
+    def stop(run: worlds.RecordedRun) -> None:
         if is_idle:
-            one.active.scale_learning_rate(0.0)
+            run.active.scale_learning_rate(0.0)
 
     join = groups.ReplicaGroups.join
 
-    def join_both(own: groups.ReplicaGroups) -> bool:
-        with mock.patch.object(own, "_least", 2):
-            return join(own)
+    def join_both(group_worlds: groups.ReplicaGroups) -> bool:
+        with mock.patch.object(group_worlds, "_least", 2):
+            return join(group_worlds)
 
     with (
         mock.patch.object(groups.ReplicaGroups, "join", join_both),
-        worlds.started(config, before_build=perturb, after_build=refine, before_step=stop) as one,
+        worlds.started(config, before_build=perturb, after_build=refine, before_step=stop) as run,
     ):
         try:
-            one.train()
+            run.train()
         except RuntimeError as error:
             return str(error)
         finally:
-            one.groups.leave()  # type: ignore[union-attr]
-    return " ".join(one.recorder.notes)
+            run.groups.leave()  # type: ignore[union-attr]
+    return " ".join(run.recorder.notes)
 
 
 def test_the_switch_check_of_a_group_that_joins(other_worlds: list[World], text_data: str, lighthouse: str) -> None:
@@ -427,10 +431,11 @@ def test_an_exported_model_is_of_all_groups(
     planned = configs(2, lighthouse, data_path=text_data)
     exports = [{"save_hf": str(tmp_path / f"out{index}"), "save_hf_interval": 6} for index in range(2)]
     both = together(
-        other_worlds, [resumed_runs.with_checkpoints(one, **more) for one, more in zip(planned, exports, strict=True)]
+        other_worlds,
+        [resumed_runs.with_checkpoints(config, **more) for config, more in zip(planned, exports, strict=True)],
     )
     agree(*both)
-    assert [one.iteration for one in both[0][0]["exchanges"]] == [0, 4, 6, 8, 12]
+    assert [exchange.iteration for exchange in both[0][0]["exchanges"]] == [0, 4, 6, 8, 12]
     assert sorted(path.name for path in (tmp_path / "out0").glob("iter_*")) == ["iter_0000006", "iter_0000012"]
 
 
@@ -449,7 +454,7 @@ def test_a_group_of_another_run(world1: World, other_worlds: list[World], text_d
     (first,), (second,), refused = together([world1, *other_worlds], planned, starts_with=1)
     assert "ValueError: --lighthouse" in str(refused) and "--lr is 0.5 here and 0.01" in str(refused)
     agree([first], [second])
-    assert [one["consumed_samples"] for one in first["metrics"]] == [16 * (step + 1) for step in range(60)]
+    assert [metric["consumed_samples"] for metric in first["metrics"]] == [16 * (step + 1) for step in range(60)]
 
 
 DELAYED: dict[str, Any] = {"bcd_steps_per_block": 6, "outer_interval": 3, "outer_delay": 2, "bcd_preset": "pretrain"}
@@ -485,8 +490,8 @@ def test_delayed_groups_agree(text_data: str, lighthouse: str, pairs: list[World
     flags = worlds.CUTS[cut] | DELAYED | {"data_path": text_data, "save": str(tmp_path), "save_interval": 4}
     first, second = together(pairs, configs(2, lighthouse, **flags))
     agree(first, second)
-    lines = [(one.iteration, one.lineage, one.values) for one in first[0]["exchanges"]]
-    assert lines == [(one.iteration, one.lineage, one.values) for one in second[0]["exchanges"]]
+    lines = [(exchange.iteration, exchange.lineage, exchange.values) for exchange in first[0]["exchanges"]]
+    assert lines == [(item.iteration, item.lineage, item.values) for item in second[0]["exchanges"]]
     assert [line[0] for line in lines] == [0, 3, 4, 6, 8, 9, 12]
     assert first[0]["ends"] == [0, 4, 4, 6, 8, 11, 12]
 
@@ -500,7 +505,7 @@ def test_a_group_is_lost_while_an_exchange_is_under_way(
     assert isinstance(lost, RankError)
     agree(*left)
     assert len(left[0][0]["steps"]) == 12
-    assert [one.iteration for one in left[0][0]["exchanges"]] == [0, 5, 6, 9, 12]
+    assert [exchange.iteration for exchange in left[0][0]["exchanges"]] == [0, 5, 6, 9, 12]
 
 
 def test_a_group_joins_where_the_result_is_delayed(other_worlds: list[World], text_data: str, lighthouse: str) -> None:

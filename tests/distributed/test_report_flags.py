@@ -21,14 +21,14 @@ from megatron.bcd.training import timers
 def run_of(config: Any) -> dict[str, Any]:
     """A run; how often freed memory was returned after passes and steps, and how the data files were read."""
     calls: list[str] = []
-    with worlds.started(config) as one:
+    with worlds.started(config) as run:
         release = mock.Mock(side_effect=lambda: calls.append("released"))
         with mock.patch.object(trainer.memory, "release_cached_memory", release):
-            one.train()
-        dataset = one.splits.train.dataset
-        speeds = [(record.tflops_per_gpu, record.step_time_ms) for record in one.recorder.steps]
-        found = {"released": len(calls), "reader": type(dataset.bin_reader).__name__, "speeds": speeds}
-        return worlds.outcome(one) | found
+            run.train()
+        dataset = run.splits.train.dataset
+        speeds = [(record.tflops_per_gpu, record.step_time_ms) for record in run.recorder.steps]
+        results = {"released": len(calls), "reader": type(dataset.bin_reader).__name__, "speeds": speeds}
+        return worlds.outcome(run) | results
 
 
 def config_of(text_data: str, **flags: Any) -> Any:
@@ -43,14 +43,14 @@ def test_change_nothing(world1: World, text_data: str, tmp_path: Path) -> None:
     assert plain["metrics"][0]["params_norm"] is plain["metrics"][0]["num_zeros"] is None
     asked = {"no_mmap_bin_files": True, "empty_unused_memory_level": 1, "log_throughput": True}
     profile = {"profile": True, "use_pytorch_profiler": True, "profile_step_start": 1, "profile_step_end": 2}
-    [found] = world1.run(run_of, config_of(text_data, tensorboard_dir=tmp_path, **asked, **profile))
-    assert found["losses"] == plain["losses"]
-    assert (found["released"], found["reader"]) == (4, "_FileBinReader")
+    [result] = world1.run(run_of, config_of(text_data, tensorboard_dir=tmp_path, **asked, **profile))
+    assert result["losses"] == plain["losses"]
+    assert (result["released"], result["reader"]) == (4, "_FileBinReader")
     assert world1.run(run_of, config_of(text_data, empty_unused_memory_level=2))[0]["released"] == 8
     [trace] = tmp_path.glob("*.pt.trace.json")
     names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
     assert "aten::matmul" in names and sum(name.startswith("Optimizer.step") for name in names) == 1
-    for tflops, milliseconds in found["speeds"]:
+    for tflops, milliseconds in result["speeds"]:
         # 6 layers of width 32, sequences of 32, 264 tokens; Megatron-LM's formula with half of the causal mask
         layers, hidden, length, vocabulary = 6, 32, 32, 264
         share = 1 + length / (12 * hidden) + vocabulary / (12 * layers * hidden)
@@ -64,11 +64,11 @@ TIMED_IN_DETAIL = (*TIMED, "batch-generator", "forward-compute", "backward-compu
 
 def timed_run(config: Any) -> dict[str, Any]:
     """A run, the times of its steps as each log line has them, and how often ranks waited for each other."""
-    with worlds.started(config) as one:
+    with worlds.started(config) as run:
         with mock.patch.object(torch.distributed, "barrier", wraps=torch.distributed.barrier) as barrier:
-            one.train()
-        times = [dict(record.timers_ms) for record in one.recorder.steps]
-        return worlds.outcome(one) | {"times": times, "barriers": barrier.call_count}
+            run.train()
+        times = [dict(record.timers_ms) for record in run.recorder.steps]
+        return worlds.outcome(run) | {"times": times, "barriers": barrier.call_count}
 
 
 TIMED_LAYOUTS: dict[str, dict[str, Any]] = {
@@ -116,11 +116,11 @@ def straggling_run(config: Any, slow: int) -> dict[str, Any]:
         clock.seconds += 0.02
 
     patches = (mock.patch.object(timers, "time", clock), mock.patch.object(device, "_now", clock.perf_counter))
-    with worlds.started(config) as one, patches[0], patches[1]:
+    with worlds.started(config) as run, patches[0], patches[1]:
         if torch.distributed.get_rank() == slow:
-            unwrap_model(one.model).register_forward_pre_hook(slow_down)
-        one.train()
-        return worlds.outcome(one) | {"ranks": [dict(record.straggler_ms) for record in one.recorder.steps]}
+            unwrap_model(run.model).register_forward_pre_hook(slow_down)
+        run.train()
+        return worlds.outcome(run) | {"ranks": [dict(record.straggler_ms) for record in run.recorder.steps]}
 
 
 def test_a_slow_rank(world2: World, text_data: str) -> None:
@@ -135,24 +135,24 @@ def test_a_slow_rank(world2: World, text_data: str) -> None:
         assert [rank["losses"] for rank in ranks] == [rank["losses"] for rank in plain]
         forward = [21.0 * 4, 1.0 * 4]  # microbatches
         expected = {"forward": forward if slow == 0 else forward[::-1], "batch": [1.0, 1.0]}
-        found = ranks[0]["ranks"]
-        assert len(found) == 4 and plain[0]["ranks"] == [{}] * 4
-        for times in found:
+        actual = ranks[0]["ranks"]
+        assert len(actual) == 4 and plain[0]["ranks"] == [{}] * 4
+        for times in actual:
             assert {name: pytest.approx(by_rank) for name, by_rank in times.items()} == expected
 
 
 def broken_run(config: Any, at: int) -> dict[str, Any]:
     """A run whose second rank has one wrong bit after step `at`."""
 
-    def break_weight(one: worlds.RecordedRun) -> None:
-        if one.iteration + 1 == at and torch.distributed.get_rank() == 1:
-            weights = dict(unwrap_model(one.model).named_parameters())
+    def break_weight(run: worlds.RecordedRun) -> None:
+        if run.iteration + 1 == at and torch.distributed.get_rank() == 1:
+            weights = dict(unwrap_model(run.model).named_parameters())
             with torch.no_grad():
                 weights["decoder.final_layernorm.weight"].view(torch.int32)[3] ^= 1
 
-    with worlds.started(config, after_step=break_weight) as one:
-        one.train()
-        return worlds.outcome(one)
+    with worlds.started(config, after_step=break_weight) as run:
+        run.train()
+        return worlds.outcome(run)
 
 
 def test_replicas_are_compared(world2: World, text_data: str) -> None:

@@ -74,10 +74,10 @@ def check(case: Combination, world1: World, world2: World, text_data: str, folde
     config = worlds.run_config(**flags, async_save=how == "async")
     world = world1 if case["cut"] == "one" else world2
     if how == "stopped":
-        found = world.run(resumed_runs.stopped_and_resumed, config, tuple(map(int, at)), str(folder))
+        result = world.run(resumed_runs.stopped_and_resumed, config, tuple(map(int, at)), str(folder))
     else:
-        found = world.run(resumed_runs.saved_in_passing, config, int(at[-1]), str(folder))
-    assert found == [[]] * world.size
+        result = world.run(resumed_runs.saved_in_passing, config, int(at[-1]), str(folder))
+    assert result == [[]] * world.size
 
 
 @by_name(CASES)

@@ -22,18 +22,18 @@ def config_of(text_data: str, **flags: Any) -> Any:
 
 def resumed(config: Any, root: str, **options: Any) -> dict[str, Any]:
     """Go on from `root`; the outcome, where the run began, and what Adam had before its first step."""
-    with worlds.started(resumed_runs.with_checkpoints(config, load=root, **options)) as one:
-        states = [dict(state) for optimizer in one.active.optimizers() if not optimizer.is_stub_optimizer
+    with worlds.started(resumed_runs.with_checkpoints(config, load=root, **options)) as run:
+        states = [dict(state) for optimizer in run.active.optimizers() if not optimizer.is_stub_optimizer
                   for state in optimizer.optimizer.state.values()]  # fmt: skip
         begin = {
-            "began_at": (one.iteration, one.state.consumed_samples, one.state.consumed_validation_samples),
-            "began_in": one.state.phase_state.to_dict(),
+            "began_at": (run.iteration, run.state.consumed_samples, run.state.consumed_validation_samples),
+            "began_in": run.state.phase_state.to_dict(),
             "adam_steps": sorted({float(state["step"]) for state in states}),
-            "scheduler_steps": one.lr_scheduler.num_steps,
-            "first_weights": worlds.weights_of(one.model),
+            "scheduler_steps": run.lr_scheduler.num_steps,
+            "first_weights": worlds.weights_of(run.model),
         }
-        one.train()
-        return worlds.outcome(one) | begin | {"said": one.recorder.notes + one.recorder.warnings}
+        run.train()
+        return worlds.outcome(run) | begin | {"said": run.recorder.notes + run.recorder.warnings}
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,9 @@ def stopped(world2: World, text_data: str, tmp_path_factory: Any) -> dict[str, A
 
 def test_no_load_optim(world2: World, stopped: dict[str, Any]) -> None:
     """Moments that are taken up all the same, or a learning rate that starts anew with them."""
-    found = world2.run(resumed, stopped["config"], stopped["root"], load_optim=False)
-    assert [rank["adam_steps"] for rank in found] == [[], []]
-    for rank, whole in zip(found, stopped["whole"], strict=True):
+    result = world2.run(resumed, stopped["config"], stopped["root"], load_optim=False)
+    assert [rank["adam_steps"] for rank in result] == [[], []]
+    for rank, whole in zip(result, stopped["whole"], strict=True):
         assert rank["began_at"] == (STOP, STOP * 8, 8)
         assert (rank["began_in"]["phase"], rank["began_in"]["step_in_phase"]) == (1, 2)
         assert rank["losses"][0] == whole["losses"][STOP], "weights, generators and data are those of the run"
@@ -63,8 +63,8 @@ def test_no_load_optim(world2: World, stopped: dict[str, Any]) -> None:
 
 def test_no_load_rng(world2: World, stopped: dict[str, Any]) -> None:
     """Generators that go on all the same, or that repeat the masks of the run's beginning."""
-    found = world2.run(resumed, stopped["config"], stopped["root"], load_rng=False)
-    for rank, whole in zip(found, stopped["whole"], strict=True):
+    result = world2.run(resumed, stopped["config"], stopped["root"], load_rng=False)
+    for rank, whole in zip(result, stopped["whole"], strict=True):
         assert rank["began_at"][0] == STOP
         assert rank["losses"] != whole["losses"][STOP:]
         assert rank["losses"] == pytest.approx(whole["losses"][STOP:], rel=0.1)
@@ -72,8 +72,8 @@ def test_no_load_rng(world2: World, stopped: dict[str, Any]) -> None:
 
 def test_finetune(world2: World, stopped: dict[str, Any]) -> None:
     """A counter, a phase, moments or a data position that come along with the weights."""
-    found = world2.run(resumed, stopped["config"], stopped["root"], finetune=True)
-    for rank, weights, whole in zip(found, stopped["weights"], stopped["whole"], strict=True):
+    result = world2.run(resumed, stopped["config"], stopped["root"], finetune=True)
+    for rank, weights, whole in zip(result, stopped["weights"], stopped["whole"], strict=True):
         assert rank["began_at"] == (0, 0, 0)
         assert (rank["began_in"]["phase"], rank["began_in"]["step_in_phase"]) == (0, 0)
         assert rank["adam_steps"] == [] and rank["scheduler_steps"] == 0
@@ -85,10 +85,10 @@ def test_finetune(world2: World, stopped: dict[str, Any]) -> None:
 def test_finetune_with_flags_of_another_network(world2: World, stopped: dict[str, Any]) -> None:
     """Weights of the right shapes that mean something else; a longer sequence that is refused."""
     config = stopped["config"].replace_section("model", squared_relu=True, position_embedding_type="rope")
-    found = "--squared-relu False.*--position-embedding-type learned_absolute"
+    result = "--squared-relu False.*--position-embedding-type learned_absolute"
     for way in ({"finetune": True}, {"skip_train": True}):
         other = config.replace_section("training", skip_train="skip_train" in way)
-        with pytest.raises(RankError, match=found):
+        with pytest.raises(RankError, match=result):
             world2.run(resumed, other, stopped["root"], finetune="finetune" in way)
     shorter = stopped["config"].replace_section("model", seq_length=16)
     hidden, heads = (shorter.transformer[name] for name in ("hidden_size", "num_attention_heads"))
@@ -104,8 +104,8 @@ def exits_until_the_end(config: Any, root: str) -> list[int]:
         parts.append(
             resumed_runs.one_part(resumed_runs.with_checkpoints(config, save=root, load=root, exit_interval=3))
         )
-    found = resumed_runs.differences(resumed_runs.one_part(config), parts)
-    assert found == [], found
+    result = resumed_runs.differences(resumed_runs.one_part(config), parts)
+    assert result == [], result
     return [part["iteration"] for part in parts]
 
 
@@ -138,8 +138,8 @@ def test_weights_only(world2: World, stopped: dict[str, Any], tmp_path: Path) ->
         asking = resumed_runs.with_checkpoints(config, load=root, load_optim=load_optim, load_rng=load_rng)
         with pytest.raises(RankError, match=f"--no-load-{flag}"):
             world2.run(resumed_runs.one_part, asking)
-    found = world2.run(resumed, config, root, load_optim=False, load_rng=False)
-    for rank, first in zip(found, saved, strict=True):
+    result = world2.run(resumed, config, root, load_optim=False, load_rng=False)
+    for rank, first in zip(result, saved, strict=True):
         assert rank["began_at"][0] == STOP and rank["adam_steps"] == []
         assert worlds.same_bits(rank["first_weights"], first["weights"]) == []
 
@@ -155,26 +155,29 @@ def test_progress(world2: World, text_data: str, tmp_path: Path) -> None:
 
 def kept_after_resuming(config: Any, root: str, **options: Any) -> dict[int, set[str]]:
     """What there is of each block before the first step: names of tensors, of a parameter of any stage."""
-    with worlds.started(resumed_runs.with_checkpoints(config, load=root, **options)) as one:
-        one.active.dispose()
-        held: list[dict[int, set[str]]] = [{}, {}]
+    with worlds.started(resumed_runs.with_checkpoints(config, load=root, **options)) as run:
+        run.active.dispose()
+        kept_by_rank: list[dict[int, set[str]]] = [{}, {}]
         mine = {
             block: set().union(*(part.names() for part in kept.values()))
-            for block, kept in one.active.kept.blocks.items()
+            for block, kept in run.active.kept.blocks.items()
         }
-        torch.distributed.all_gather_object(held, mine)
-        return {block: set().union(*(rank.get(block, set()) for rank in held)) for block in held[0] | held[1]}
+        torch.distributed.all_gather_object(kept_by_rank, mine)
+        return {
+            block: set().union(*(rank.get(block, set()) for rank in kept_by_rank))
+            for block in kept_by_rank[0] | kept_by_rank[1]
+        }
 
 
 def test_what_is_taken_of_what_was_kept(world2: World, text_data: str, tmp_path: Path) -> None:
     """--no-load-optim that takes a frozen block's moments all the same; a run with another policy that takes them."""
     flags = PIPELINE | {"data_path": text_data, "bf16": True, "num_layers": 4}
-    host, reset = (worlds.run_config(**flags, train_iters=6, bcd_optimizer_state=one) for one in ("host", "reset"))
+    host, reset = (worlds.run_config(**flags, train_iters=6, bcd_optimizer_state=item) for item in ("host", "reset"))
     stopping = resumed_runs.with_checkpoints(host, save=str(tmp_path), exit_interval=3)  # blocks 0, 1 and 2 are done
     world2.run(resumed_runs.one_part, stopping)
     moments, main_param = {"exp_avg", "exp_avg_sq"}, {"master"}
     everything = moments | main_param
-    found = world2.run(kept_after_resuming, host, str(tmp_path))[0]
-    assert found == {0: everything, 1: everything, 2: everything, 3: main_param}
+    result = world2.run(kept_after_resuming, host, str(tmp_path))[0]
+    assert result == {0: everything, 1: everything, 2: everything, 3: main_param}
     assert world2.run(kept_after_resuming, reset, str(tmp_path))[0] == dict.fromkeys(range(4), main_param)
     assert world2.run(kept_after_resuming, host, str(tmp_path), load_optim=False)[0] == {3: main_param}

@@ -67,13 +67,13 @@ def run_with_fault(config: RunConfig, name: str, root: str, *, rank: int, for_ev
     result is why the run ended, if it did."""
     with worlds.parallel(config), contextlib.ExitStack() as fault:
 
-        def before_step(one: worlds.RecordedRun) -> None:
-            if one.iteration == FAULTY_SAVE - 1 and torch.distributed.get_rank() == rank:
+        def before_step(run: worlds.RecordedRun) -> None:
+            if run.iteration == FAULTY_SAVE - 1 and torch.distributed.get_rank() == rank:
                 fault.enter_context(FAULTS[name][2]() if name in FAULTS else full_disk(root))
-            if one.iteration == FAULTY_SAVE + 1:  # the step after this one finishes what is written in the background
-                while one.saver is not None and one.saver.is_writing:
+            if run.iteration == FAULTY_SAVE + 1:  # the step after this one finishes what is written in the background
+                while run.saver is not None and run.saver.is_writing:
                     time.sleep(0.01)
-            if one.iteration == FAULTY_SAVE + 2 and not for_ever:
+            if run.iteration == FAULTY_SAVE + 2 and not for_ever:
                 fault.close()
 
         try:
@@ -118,8 +118,8 @@ def check(world: World, config: Any, name: str, root: Path, rank: int, whole: li
 
 def assert_only_these(root: Path, iterations: list[int]) -> None:
     """These checkpoints are there, whole, the last one named by the tracker, and nothing that is half."""
-    assert sorted(path.name for path in root.glob("iter_*")) == [f"iter_{one:07d}" for one in iterations]
-    assert [layout.damage(layout.iteration_folder(str(root), one)) for one in iterations] == [None] * len(iterations)
+    assert sorted(path.name for path in root.glob("iter_*")) == [f"iter_{iteration:07d}" for iteration in iterations]
+    assert [layout.damage(layout.iteration_folder(str(root), item)) for item in iterations] == [None] * len(iterations)
     assert layout.candidates(str(root)) == iterations[::-1]
 
 

@@ -17,9 +17,9 @@ def claim(*roots: str) -> str:
     """Claim the folder that `roots` names for this rank and let it go; what was said."""
     with worlds.parallel(worlds.run_config(mock_data=True, split=None, world_size=2)):
         try:
-            held = claim_save_folder(roots[torch.distributed.get_rank() % len(roots)])
-            held.release()
-            return f"claimed {list(held.warnings)}"
+            folder_claim = claim_save_folder(roots[torch.distributed.get_rank() % len(roots)])
+            folder_claim.release()
+            return f"claimed {list(folder_claim.warnings)}"
         except ValueError as refused:
             return str(refused)
 

@@ -61,18 +61,18 @@ class PlainLoop:
         self.factors: dict[str, tuple[dict[str, Any], ...]] = {}
         self.differences: list[float] = []
 
-    def after_schedule(self, one: worlds.RecordedRun) -> None:
-        named = dict(one.active.parameters._parameters)
+    def after_schedule(self, run: worlds.RecordedRun) -> None:
+        named = dict(run.active.parameters._parameters)
         if not self.weights:
             self.weights = {name: parameter.detach().clone() for name, parameter in named.items()}
         gradients = {name: parameter.main_grad.clone() for name, parameter in named.items()}
         is_matrix = {name: "layers" in name and parameter.dim() == 2 for name, parameter in named.items()}
-        active = one.partition.blocks[one.block].layers if one.partition.has_active_block else ()
+        active = run.partition.blocks[run.block].layers if run.partition.has_active_block else ()
         stateless = {name for name in named if is_matrix[name] and int(name.split(".")[2]) not in active}
-        if one.config.bcd.bcd_embedding_update == "factored":
+        if run.config.bcd.bcd_embedding_update == "factored":
             stateless |= {name for name in OUTSIDE if name in named}
         norm = math.sqrt(sum(float(gradients[name].square().sum()) for name in named if name not in stateless))
-        lr = one.lr_scheduler.get_lr({})
+        lr = run.lr_scheduler.get_lr({})
         for name, weight in self.weights.items():
             g = gradients[name] if name in stateless else gradients[name] * min(1.0, 1.0 / (norm + 1e-6))
             weight.mul_(1 - lr * 0.01 * (weight.dim() == 2))
@@ -94,21 +94,21 @@ class PlainLoop:
         if "linear_qkv" not in name:
             return rule(g, states[0])
         rows = torch.arange(g.shape[0]).view(4, 3, 8)  # heads, of queries, keys and values
-        found = torch.empty_like(g)
+        result = torch.empty_like(g)
         for part in range(3):
-            found[rows[:, part].flatten()] = rule(g[rows[:, part].flatten()], states[part])
-        return found
+            result[rows[:, part].flatten()] = rule(g[rows[:, part].flatten()], states[part])
+        return result
 
-    def after_step(self, one: worlds.RecordedRun) -> None:
-        now = worlds.weights_of(one.model)
+    def after_step(self, run: worlds.RecordedRun) -> None:
+        now = worlds.weights_of(run.model)
         self.differences.append(max(float((now[name] - self.weights[name]).abs().max()) for name in now))
 
 
 def against_plain_loop(config: Any) -> list[float]:
     is_factored = config.bcd.bcd_inactive_update == "factored"
     plain = PlainLoop(is_muon=config.is_muon, is_factored=is_factored)
-    with worlds.started(config, after_schedule=plain.after_schedule, after_step=plain.after_step) as one:
-        one.train()
+    with worlds.started(config, after_schedule=plain.after_schedule, after_step=plain.after_step) as run:
+        run.train()
     return plain.differences
 
 
@@ -121,9 +121,9 @@ def test_equals_a_plain_loop(world1: World, text_data: str, method: str) -> None
 
 
 def final_weights(config: Any) -> dict[str, torch.Tensor]:
-    with worlds.started(config) as one:
-        one.train()
-        return worlds.weights_of(one.model)
+    with worlds.started(config) as run:
+        run.train()
+        return worlds.weights_of(run.model)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -144,8 +144,8 @@ def test_a_loss_that_is_a_sum(world1: World, world2: World, text_data: str, size
 def plain_tensors(config: Any) -> dict[str, torch.Tensor]:
     """Matrices after a run of the plain loop, and means of their squared gradients, by their names in checkpoints."""
     plain = PlainLoop(is_muon=config.is_muon, is_factored=True)
-    with worlds.started(config, after_schedule=plain.after_schedule) as one:
-        one.train()
+    with worlds.started(config, after_schedule=plain.after_schedule) as run:
+        run.train()
     means = {
         f"optimizer.exp_avg_sq_{short}.{name}": states[0][kind].view(*([1, -1] if short == "col" else [-1]))
         for name, states in plain.factors.items()
@@ -170,10 +170,10 @@ def test_stopped_runs_equal_the_plain_loop(
     config = worlds.run_config(**flags | worlds.CUTS[cut] | {"save": str(tmp_path)})
     world.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, exit_interval=3))
     world.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, load=str(tmp_path), finetune=False))
-    found = world1.run(resumed_runs.tensors_of, str(tmp_path / "iter_0000008"))[0]
+    actual = world1.run(resumed_runs.tensors_of, str(tmp_path / "iter_0000008"))[0]
     for name, tensor in expected.items():  # all layers of a kind lie in one tensor
         _, number, rest = name.split(".", 2) if name.startswith("layers.") else ("", "0", "")
-        value = found[f"decoder.layers.{rest}"][int(number)] if rest else found[name]
+        value = actual[f"decoder.layers.{rest}"][int(number)] if rest else actual[name]
         difference = float((value - tensor).abs().max() / tensor.abs().max())
         assert difference < 1e-4, (name, difference)
 
@@ -182,12 +182,12 @@ def train_overlapped(config: Any) -> tuple[dict[str, Any], list[bool]]:
     """The run, and by step whether the reductions of all stateless gradients had begun when the passes were over."""
     begun: list[bool] = []
 
-    def after_schedule(one: worlds.RecordedRun) -> None:
-        begun.append(all(stack.is_reducing for stack in one.active.matrices.stacks))
+    def after_schedule(run: worlds.RecordedRun) -> None:
+        begun.append(all(stack.is_reducing for stack in run.active.matrices.stacks))
 
-    with worlds.started(config, after_schedule=after_schedule) as one:
-        one.train()
-        return worlds.outcome(one), begun
+    with worlds.started(config, after_schedule=after_schedule) as run:
+        run.train()
+        return worlds.outcome(run), begun
 
 
 @pytest.mark.parametrize(("cut", "method"), [("data2", "muon"), ("pipeline2_data2", "adam")])
@@ -199,9 +199,9 @@ def test_overlapped_reductions_change_nothing(
     flags = ITERATIONS | METHODS[method] | worlds.CUTS[cut] | {"data_path": text_data, "micro_batch_size": 1}
     plain = world.run(train_overlapped, worlds.run_config(**flags))
     overlapped = world.run(train_overlapped, worlds.run_config(**flags, overlap_grad_reduce=True))
-    for (expected, begun_late), (found, begun) in zip(plain, overlapped, strict=True):
-        assert found["losses"] == expected["losses"] and found["grad_norms"] == expected["grad_norms"]
-        assert worlds.same_bits(found["weights"], expected["weights"]) == []
+    for (expected, begun_late), (actual, begun) in zip(plain, overlapped, strict=True):
+        assert actual["losses"] == expected["losses"] and actual["grad_norms"] == expected["grad_norms"]
+        assert worlds.same_bits(actual["weights"], expected["weights"]) == []
         assert begun == [True] * 8 and begun_late == [False] * 8
 
 
@@ -210,16 +210,16 @@ def spoilt_step(config: Any) -> list[list[str]]:
     before: dict[str, torch.Tensor] = {}
     changed: list[list[str]] = []
 
-    def after_schedule(one: worlds.RecordedRun) -> None:
-        before.update(worlds.weights_of(one.model))
-        if one.iteration == 2 and torch.distributed.get_rank() == 0:
-            next(iter(one.active.matrices.held)).parameter.main_grad[0, 0] = math.inf
+    def after_schedule(run: worlds.RecordedRun) -> None:
+        before.update(worlds.weights_of(run.model))
+        if run.iteration == 2 and torch.distributed.get_rank() == 0:
+            next(iter(run.active.matrices.held)).parameter.main_grad[0, 0] = math.inf
 
-    def after_step(one: worlds.RecordedRun) -> None:
-        changed.append(worlds.same_bits(worlds.weights_of(one.model), before))
+    def after_step(run: worlds.RecordedRun) -> None:
+        changed.append(worlds.same_bits(worlds.weights_of(run.model), before))
 
-    with worlds.started(config, after_schedule=after_schedule, after_step=after_step) as one:
-        one.train()
+    with worlds.started(config, after_schedule=after_schedule, after_step=after_step) as run:
+        run.train()
         return changed
 
 
@@ -236,7 +236,9 @@ def test_copies_of_a_tied_embedding_stay_equal(world4: World, text_data: str) ->
     flags = ITERATIONS | METHODS["factored_embedding"] | worlds.CUTS["pipeline2_data2"] | {"micro_batch_size": 1}
     config = worlds.run_config(**flags, data_path=text_data, bf16=True, overlap_grad_reduce=True)
     weights = [rank["weights"] for rank in world4.run(worlds.train_run, config)]
-    first = [one["embedding.word_embeddings.weight"] for one in weights if "embedding.word_embeddings.weight" in one]
-    last = [one["output_layer.weight"] for one in weights if "output_layer.weight" in one]
+    first = [
+        weight["embedding.word_embeddings.weight"] for weight in weights if "embedding.word_embeddings.weight" in weight
+    ]
+    last = [item["output_layer.weight"] for item in weights if "output_layer.weight" in item]
     assert len(first) == len(last) == 2
     assert all(torch.equal(copy, first[0]) for copy in (*first, *last))

@@ -66,9 +66,9 @@ def test_curves_differ() -> None:
 
 def scaling_of_gradients(config: RunConfig) -> set[float]:
     """By what gradients are multiplied before they are reduced."""
-    with worlds.started(config) as one:
-        assert one.active.wrapped is not None
-        return {buffer.gradient_scaling_factor for buffer in one.active.wrapped.buffers}
+    with worlds.started(config) as run:
+        assert run.active.wrapped is not None
+        return {buffer.gradient_scaling_factor for buffer in run.active.wrapped.buffers}
 
 
 def test_average_in_collective(world2: World, data_path: str) -> None:

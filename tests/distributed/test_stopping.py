@@ -32,11 +32,11 @@ class Asking:
         self._how = how
         self._is_asked = torch.distributed.get_rank() == rank
 
-    def __call__(self, one: worlds.RecordedRun) -> None:
-        if one.iteration != ASKED_AT or not self._is_asked:
+    def __call__(self, run: worlds.RecordedRun) -> None:
+        if run.iteration != ASKED_AT or not self._is_asked:
             return
         if self._how == "time":
-            one.stop._duration = 0.0
+            run.stop._duration = 0.0
         else:
             signal.raise_signal(signal.Signals[self._how])
 
@@ -60,13 +60,13 @@ def stopped(config: Any, root: str, how: str, *, rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("how", "rank"), [("SIGINT", 0), ("SIGUSR1", 1), ("time", 0)])
 def test_one_rank_is_asked_to_stop(world2: World, text_data: str, tmp_path: Path, how: str, rank: int) -> None:
     """The rank that was asked stops alone and the other waits for its messages, or steps are lost or done twice."""
-    found = world2.run(stopped, config_of(text_data), str(tmp_path), how, rank=rank)
-    assert [part["differences"] for part in found] == [[], []]
+    result = world2.run(stopped, config_of(text_data), str(tmp_path), how, rank=rank)
+    assert [part["differences"] for part in result] == [[], []]
     # the first stage has run ahead with the step after the one in which it was asked
-    assert found[0]["stopped"] == found[1]["stopped"] <= ASKED_AT + 2
+    assert result[0]["stopped"] == result[1]["stopped"] <= ASKED_AT + 2
     reason = "--exit-duration-in-mins" if how == "time" else how
-    assert any(reason in line for line in found[0]["said"])
-    assert layout.candidates(str(tmp_path)) == [found[0]["stopped"]]
+    assert any(reason in line for line in result[0]["said"])
+    assert layout.candidates(str(tmp_path)) == [result[0]["stopped"]]
 
 
 def stopped_while_writing(config: Any, root: str) -> dict[str, Any]:
@@ -76,11 +76,11 @@ def stopped_while_writing(config: Any, root: str) -> dict[str, Any]:
         ask = Asking("SIGTERM", rank=1)
         was_writing = []
 
-        def ask_and_go_on(one: worlds.RecordedRun) -> None:
-            if one.iteration == ASKED_AT:
-                was_writing.append(one.saver is not None and one.saver.is_writing)
+        def ask_and_go_on(run: worlds.RecordedRun) -> None:
+            if run.iteration == ASKED_AT:
+                was_writing.append(run.saver is not None and run.saver.is_writing)
                 threading.Timer(0.5, release.set).start()
-            ask(one)
+            ask(run)
 
         first = resumed_runs.one_part(config, before_step=ask_and_go_on)
     rest = resumed_runs.one_part(resumed_runs.with_checkpoints(config, save=None, async_save=False, load=root))
@@ -95,12 +95,12 @@ def stopped_while_writing(config: Any, root: str) -> dict[str, Any]:
 def test_sigterm_while_a_checkpoint_is_written(world2: World, text_data: str, tmp_path: Path) -> None:
     """The checkpoint under way is thrown away, or the new one is written into the same files."""
     config = config_of(text_data, save=tmp_path, save_interval=3, async_save=True)
-    found = world2.run(stopped_while_writing, config, str(tmp_path))
-    assert [part["was_writing"] for part in found] == [[True], [True]]
-    assert [part["differences"] + part["warnings"] for part in found] == [[], []]
+    result = world2.run(stopped_while_writing, config, str(tmp_path))
+    assert [part["was_writing"] for part in result] == [[True], [True]]
+    assert [part["differences"] + part["warnings"] for part in result] == [[], []]
     saved = layout.candidates(str(tmp_path))
-    assert saved == [found[0]["stopped"], 3] and 3 < saved[0] <= ASKED_AT + 2
-    assert [layout.damage(layout.iteration_folder(str(tmp_path), one)) for one in saved] == [None, None]
+    assert saved == [result[0]["stopped"], 3] and 3 < saved[0] <= ASKED_AT + 2
+    assert [layout.damage(layout.iteration_folder(str(tmp_path), item)) for item in saved] == [None, None]
     assert list(tmp_path.glob("*.incomplete")) == []
 
 
@@ -110,7 +110,7 @@ def stopped_at_a_switch(config: Any, root: str) -> dict[str, Any]:
     with worlds.parallel(config):
         is_asked = torch.distributed.get_rank() == 1
 
-    def ask(one: worlds.RecordedRun) -> None:
+    def ask(run: worlds.RecordedRun) -> None:
         if is_asked:
             signal.raise_signal(signal.SIGTERM)
 
@@ -130,27 +130,27 @@ def test_a_signal_before_a_prefix_cache_is_filled(world2: World, text_data: str,
     """Minutes of filling before the run saves, or stages that fill on while others have stopped."""
     flags = prefix_runs.FLAGS | PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None, "bcd_steps_per_block": 4}
     config = worlds.run_config(data_path=text_data, bcd_prefix_cache=tmp_path / "cache", **flags)
-    found = world2.run(stopped_at_a_switch, config, str(tmp_path / "saved"))
-    assert [(part["stopped"], part["differences"]) for part in found] == [(4, []), (4, [])]
-    assert all("reads" not in line for line in found[0]["said"] if line.startswith("prefix cache: phase"))
+    result = world2.run(stopped_at_a_switch, config, str(tmp_path / "saved"))
+    assert [(part["stopped"], part["differences"]) for part in result] == [(4, []), (4, [])]
+    assert all("reads" not in line for line in result[0]["said"] if line.startswith("prefix cache: phase"))
 
 
 def signalled_while_saving(config: Any) -> dict[str, Any]:
     """SIGTERM on rank 1 while a checkpoint is written that is due anyway."""
-    with worlds.started(config) as one:
-        saver = one.saver
+    with worlds.started(config) as run:
+        saver = run.saver
         assert saver is not None
         original, saves = saver.save, []
 
         def save(*arguments: Any) -> bool:
-            saves.append(one.iteration)
+            saves.append(run.iteration)
             if torch.distributed.get_rank() == 1:
                 signal.raise_signal(signal.SIGTERM)
             return original(*arguments)
 
         with mock.patch.object(saver, "save", save):
-            one.train()
-        return {"saves": saves, "iteration": one.iteration}
+            run.train()
+        return {"saves": saves, "iteration": run.iteration}
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -159,6 +159,6 @@ def test_sigterm_while_a_due_checkpoint_is_written(
 ) -> None:
     """A step more, and a second save that takes as long as the first, within the seconds that a scheduler gives."""
     config = config_of(text_data, save=tmp_path, save_interval=3, async_save=async_save)
-    found = world2.run(signalled_while_saving, config)
-    assert found == [{"saves": [3], "iteration": 3}] * 2
+    result = world2.run(signalled_while_saving, config)
+    assert result == [{"saves": [3], "iteration": 3}] * 2
     assert layout.damage(layout.iteration_folder(str(tmp_path), 3)) is None

@@ -211,7 +211,7 @@ def cross() -> None:
     rank, _ = connected()
     value, other = torch.ones(1), torch.ones(1)
     issue = [lambda: message(rank, value), lambda: distributed.all_reduce(other, async_op=True)]
-    for work in [one() for one in (issue if rank == 0 else reversed(issue))]:
+    for work in [item() for item in (issue if rank == 0 else reversed(issue))]:
         work.wait()
 
 

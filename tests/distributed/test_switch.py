@@ -49,13 +49,13 @@ def embeddings_after_every_phase(config: RunConfig) -> list[dict[str, torch.Tens
     """This rank's word embedding and output head, where it has them, at the end of every phase."""
     phases: list[dict[str, torch.Tensor]] = []
 
-    def look(one: worlds.RecordedRun) -> None:
-        with one.active.whole_parameters():
-            weights = worlds.weights_of(one.model)
+    def look(run: worlds.RecordedRun) -> None:
+        with run.active.whole_parameters():
+            weights = worlds.weights_of(run.model)
         phases.append({name: weights[name] for name in weights if "word_embeddings" in name or "output" in name})
 
-    with worlds.started(config, before_switch=look) as one:
-        one.train()
+    with worlds.started(config, before_switch=look) as run:
+        run.train()
     return phases
 
 

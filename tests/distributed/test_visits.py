@@ -24,21 +24,21 @@ def scores_and_choice(config: RunConfig) -> dict[str, Any]:
     sizes: dict[int, int] = {}
     generator = torch.random.get_rng_state
 
-    with worlds.started(config) as one:
-        chosen, drawn = one.block, generator()
-        one.active.dispose()
-        batches = [*itertools.islice(one.samples.look_ahead(phase=0, consumed_samples=0, position=0), 4)]
-        one.module.train()
-        for block in range(one.partition.num_blocks):
-            one.build(block)
-            one.active.zero_grad()
+    with worlds.started(config) as run:
+        chosen, drawn = run.block, generator()
+        run.active.dispose()
+        batches = [*itertools.islice(run.samples.look_ahead(phase=0, consumed_samples=0, position=0), 4)]
+        run.module.train()
+        for block in range(run.partition.num_blocks):
+            run.build(block)
+            run.active.zero_grad()
             with rng.preserve_random_generators():
-                one.forward_backward(iter(batches), 4, forward_only=False)
-            named = one.active.parameters.active().items()
-            own = [p for name, p in named if "norm" not in name and not name.startswith("output_layer")]
-            squares[block] = sum(float(p.main_grad.double().square().sum()) for p in own)
-            sizes[block] = sum(p.numel() for p in own)
-            one.active.dispose()
+                run.forward_backward(iter(batches), 4, forward_only=False)
+            named = run.active.parameters.active().items()
+            block_parameters = [p for name, p in named if "norm" not in name and not name.startswith("output_layer")]
+            squares[block] = sum(float(p.main_grad.double().square().sum()) for p in block_parameters)
+            sizes[block] = sum(p.numel() for p in block_parameters)
+            run.active.dispose()
         return {"chosen": chosen, "squares": squares, "sizes": sizes, "generator": drawn}
 
 
@@ -60,22 +60,22 @@ def test_greedy_takes_the_largest_gradient(world2: World, text_data: str, cut: s
 
 def untrained(config: RunConfig) -> dict[str, Any]:
     """Layers with a weight that a run leaves as it was, and what it warned of."""
-    with worlds.started(config) as one:
-        named = dict(one.model.named_parameters())
+    with worlds.started(config) as run:
+        named = dict(run.model.named_parameters())
         before = {name: parameter.detach().clone() for name, parameter in named.items()}
-        one.train()
+        run.train()
         same = [name for name in named if torch.equal(named[name], before[name])]
         layers = {int(number) for name in same for number in re.findall(r"layers\.(\d+)\.", name)}
-        return {"layers": sorted(layers), "warnings": one.recorder.warnings}
+        return {"layers": sorted(layers), "warnings": run.recorder.warnings}
 
 
 @pytest.mark.parametrize("order", ["ascending", "greedy"])
 def test_untrained_layers_are_named(world1: World, text_data: str, order: str) -> None:
     """Layers that leave a run as they came, and no line that says so before it and after it."""
     flags: dict[str, Any] = {"data_path": text_data, "train_iters": 8, "bcd_order": order}
-    (given,) = world1.run(untrained, worlds.run_config(**flags, bcd_steps_per_block=4))
-    before, after = given["warnings"]
-    first, last = given["layers"]
+    (result,) = world1.run(untrained, worlds.run_config(**flags, bcd_steps_per_block=4))
+    before, after = result["warnings"]
+    first, last = result["layers"]
     assert f"layers {first}-{last}" in after
     assert f"layers {first}-{last}, final norm" in before or order == "greedy"
     (whole,) = world1.run(untrained, worlds.run_config(**flags, bcd_steps_per_block=None))
@@ -99,9 +99,9 @@ def test_plateau(world2: World, text_data: str) -> None:
 
 
 def converging(config: RunConfig) -> dict[str, Any]:
-    with worlds.started(config) as one:
-        one.train()
-        return worlds.outcome(one) | {"notes": one.recorder.notes}
+    with worlds.started(config) as run:
+        run.train()
+        return worlds.outcome(run) | {"notes": run.recorder.notes}
 
 
 def test_a_converged_run_ends(world2: World, text_data: str, tmp_path: Path) -> None:
@@ -121,20 +121,20 @@ def learning_rates(config: RunConfig) -> list[tuple[int, set[float], set[float]]
     """By step: block, and the rates of the block's own groups and of those that are always active."""
     rates: list[tuple[int, set[float], set[float]]] = []
 
-    with worlds.started(config) as one:
-        step = one.active.step
+    with worlds.started(config) as run:
+        step = run.active.step
 
         def recording_step(**arguments: Any) -> Any:
-            groups = [group for each in one.active.optimizer.chained_optimizers for group in each.param_groups]
+            groups = [group for each in run.active.optimizer.chained_optimizers for group in each.param_groups]
             by_kind: tuple[set[float], set[float]] = (set(), set())
             for group in groups:
                 if group["params"]:
                     by_kind["bcd_always_active" in group].add(group["lr"])
-            rates.append((one.block, *by_kind))
+            rates.append((run.block, *by_kind))
             return step(**arguments)
 
-        one.active.step = recording_step  # type: ignore[method-assign]
-        one.train()
+        run.active.step = recording_step  # type: ignore[method-assign]
+        run.train()
     return rates
 
 
@@ -145,16 +145,16 @@ def test_learning_rate_of_blocks_and_phases(world1: World, text_data: str) -> No
     [rates] = world1.run(learning_rates, worlds.run_config(**flags))
     factors = [0.5, 1, 0.25, 0.5, 1, 2]
     assert [block for block, _, _ in rates] == [0, 0, 1, 1, 2, 2]
-    assert [own for _, own, _ in rates] == [{factor * 1e-2} for factor in factors]
+    assert [block_rates for _, block_rates, _ in rates] == [{factor * 1e-2} for factor in factors]
     assert [always for _, _, always in rates] == [{1e-2}] * 6
 
 
 def test_logged_learning_rate(world1: World, text_data: str) -> None:
     """A log line that multiplies the next step's rate of the schedule by the last step's warm-up."""
     flags = {"data_path": text_data, "lr_decay_style": "cosine", "bcd_steps_per_block": 2, "bcd_phase_warmup_steps": 1}
-    [found] = world1.run(worlds.train_run, worlds.run_config(**flags))
-    used = [step["learning_rate"] for step in found["steps"]]
-    assert [line["learning_rate"] for line in found["metrics"]] == used
+    [result] = world1.run(worlds.train_run, worlds.run_config(**flags))
+    used = [step["learning_rate"] for step in result["steps"]]
+    assert [line["learning_rate"] for line in result["metrics"]] == used
 
 
 class Recording:
@@ -174,23 +174,23 @@ class Recording:
 def samples_of_phases(config: RunConfig) -> dict[str, Any]:
     """The samples that this rank trained on, by phase, and what the run said of them."""
     phases: list[list[int]] = []
-    with worlds.started(config) as one:
-        recording = one.samples.dataset = Recording(one.splits.train)
+    with worlds.started(config) as run:
+        recording = run.samples.dataset = Recording(run.splits.train)
 
-        def after_step(one: worlds.RecordedRun) -> None:
-            phase = one.state.phase_state.phase
+        def after_step(run: worlds.RecordedRun) -> None:
+            phase = run.state.phase_state.phase
             phases.extend([] for _ in range(phase + 1 - len(phases)))
             phases[phase] += recording.asked
             recording.asked.clear()
 
-        one.hooks["after_step"] = after_step
-        one.train()
+        run.hooks["after_step"] = after_step
+        run.train()
         return {
             "phases": phases,
-            "num_samples": one.samples.epoch_samples,
-            "length": len(one.splits.train),
-            "seen": [record.data_seen for record in one.recorder.steps],
-            "notes": one.recorder.summary.notes,
+            "num_samples": run.samples.epoch_samples,
+            "length": len(run.splits.train),
+            "seen": [record.data_seen for record in run.recorder.steps],
+            "notes": run.recorder.summary.notes,
         }
 
 

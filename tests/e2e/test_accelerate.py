@@ -40,7 +40,7 @@ def new_trainer(client: str, folder: Path) -> Any:
     tokens = torch.randint(2, VOCABULARY, (64, 8), generator=torch.Generator().manual_seed(5)).tolist()
     if client == "Trainer":
         data: Any = [{"input_ids": row, "labels": row} for row in tokens]
-        made = transformers.Trainer, transformers.TrainingArguments(**settings), {}
+        parts = transformers.Trainer, transformers.TrainingArguments(**settings), {}
     else:
         import datasets
         import trl
@@ -49,8 +49,8 @@ def new_trainer(client: str, folder: Path) -> Any:
         words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="1"))
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0", pad_token="1")
         data = datasets.Dataset.from_dict({"input_ids": tokens})
-        made = trl.SFTTrainer, trl.SFTConfig(**settings), {"processing_class": tokenizer}
-    kind, arguments, more = made
+        parts = trl.SFTTrainer, trl.SFTConfig(**settings), {"processing_class": tokenizer}
+    kind, arguments, more = parts
     return kind(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, None), **more)
 
 
@@ -78,11 +78,11 @@ def test_trainer_and_trl_on_two_ranks(repo_root: Path, tmp_path: Path) -> None:
     reference = run("Trainer", tmp_path / "alone")
     assert reference["world_size"] == 1
     for rank in range(2):
-        for found in torch.load(tmp_path / f"rank_{rank}.pt").values():
-            assert found["world_size"] == 2
-            torch.testing.assert_close(found["weights"], reference["weights"], rtol=1e-4, atol=1e-6)
-            torch.testing.assert_close(found["resumed"], found["weights"], rtol=0, atol=0)
-            assert found["losses"] == pytest.approx(reference["losses"], rel=1e-4)
+        for result in torch.load(tmp_path / f"rank_{rank}.pt").values():
+            assert result["world_size"] == 2
+            torch.testing.assert_close(result["weights"], reference["weights"], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(result["resumed"], result["weights"], rtol=0, atol=0)
+            assert result["losses"] == pytest.approx(reference["losses"], rel=1e-4)
 
 
 if __name__ == "__main__":

@@ -19,22 +19,22 @@ def checked(root: Path, folder: Path, *words: str, failing: tuple[str, ...] = ()
     environment = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == bool(failing), done.stdout + done.stderr
-    found = {check["part"]: check for check in json.loads(report.read_text())["checks"]}
-    assert tuple(part for part, check in found.items() if check["verdict"] == "FAIL") == failing
-    assert all(f"FAIL {part}" in done.stderr and found[part]["remedy"] for part in failing)
-    return found
+    results = {check["part"]: check for check in json.loads(report.read_text())["checks"]}
+    assert tuple(part for part, check in results.items() if check["verdict"] == "FAIL") == failing
+    assert all(f"FAIL {part}" in done.stderr and results[part]["remedy"] for part in failing)
+    return results
 
 
 def test_what_is_found(repo_root: Path, tmp_path: Path) -> None:
     """A part of this machine that fails, or torch that the tool cannot ask."""
-    found = checked(repo_root, tmp_path, "--no-self-test")
-    assert found["torch"]["figures"]["torch"] and found["self-test"]["verdict"] == "SKIP"
+    result = checked(repo_root, tmp_path, "--no-self-test")
+    assert result["torch"]["figures"]["torch"] and result["self-test"]["verdict"] == "SKIP"
 
 
 def test_calibrate_without_a_self_test(repo_root: Path, tmp_path: Path) -> None:
     """A flag that is ignored beside another, or runs that nobody asked for."""
-    found = checked(repo_root, tmp_path, "--no-self-test", "--calibrate", "--num-ranks", "1")
-    assert found["rates"]["figures"]["bf16_tflops"] > 0 and "start" not in found
+    result = checked(repo_root, tmp_path, "--no-self-test", "--calibrate", "--num-ranks", "1")
+    assert result["rates"]["figures"]["bf16_tflops"] > 0 and "start" not in result
     assert (tmp_path / "out" / "clusters.csv").read_text().splitlines()[-1].startswith("this-machine,")
 
 
@@ -50,8 +50,8 @@ def test_nothing_is_installed(repo_root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_self_test(repo_root: Path, tmp_path: Path, num_ranks: int) -> None:
     """A part that fails on a machine without a fault."""
-    found = checked(repo_root, tmp_path, "--num-ranks", str(num_ranks), "--calibrate")
-    verdicts = {part: check["verdict"] for part, check in found.items()}
+    result = checked(repo_root, tmp_path, "--num-ranks", str(num_ranks), "--calibrate")
+    verdicts = {part: check["verdict"] for part, check in result.items()}
     after_start = [*verdicts][[*verdicts].index("start") :]
     left_out = [part for part in after_start if verdicts[part] == "SKIP"]
     assert len(left_out) == (9 if num_ranks == 1 else 1), left_out

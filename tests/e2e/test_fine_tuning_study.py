@@ -39,11 +39,11 @@ def test_the_peers_train_on_the_same(repo_root: Path, tmp_path: Path) -> None:
     theirs = metrics_of(repo_root, tmp_path, ["studies/peer.py", "--peer", "full"], flags)
     for key in ("loss", "validation_loss", "test_loss"):
         expected = {line["iteration"]: line[key] for line in ours if key in line}
-        found = {line["iteration"]: line[key] for line in theirs if key in line}
+        actual = {line["iteration"]: line[key] for line in theirs if key in line}
         assert len(expected) == {"loss": 6, "validation_loss": 2, "test_loss": 1}[key]
         if key == "loss":  # our second line is the mean of two steps, as in stock
             expected[2] = 2 * expected[2] - expected[1]
-        assert found == {step: pytest.approx(loss, abs=1e-4) for step, loss in expected.items()}, key
+        assert actual == {step: pytest.approx(loss, abs=1e-4) for step, loss in expected.items()}, key
 
 
 @pytest.mark.long

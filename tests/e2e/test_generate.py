@@ -46,8 +46,8 @@ def test_generate(runs: ForkedRuns, model: Path, tmp_path: Path) -> None:
         code, said, error = run(runs, tmp_path, "generate", *drawn)
         assert code == 0, error
         draws.append(json.loads(said))
-    assert [one["prompt"] for one in draws[0]] == ["zero", "one", "two"]
-    assert all(one["tokens"] <= 9 for one in draws[0])
+    assert [item["prompt"] for item in draws[0]] == ["zero", "one", "two"]
+    assert all(entry["tokens"] <= 9 for entry in draws[0])
     assert draws[0] == draws[1] != draws[2]
 
 
@@ -127,9 +127,9 @@ def test_text_is_that_of_transformers(runs: ForkedRuns, model: Path, tmp_path: P
     expected = theirs.generate(tokens, max_new_tokens=16, do_sample=False, eos_token_id=256, pad_token_id=0)
     new = expected[0, tokens.size(1) :].tolist()
     new = new[: new.index(256)] if 256 in new else new
-    (found,) = json.loads(said)
-    assert found["tokens"] == len(new)
-    assert found["answer"] == bytes(i for i in new if i < 256).decode(errors="replace")
+    (actual,) = json.loads(said)
+    assert actual["tokens"] == len(new)
+    assert actual["answer"] == bytes(i for i in new if i < 256).decode(errors="replace")
 
 
 TASK = """
@@ -155,7 +155,10 @@ def test_lm_evaluation_harness(repo_root: Path, model: Path, tmp_path: Path) -> 
         {"query": f"{i} and {i} is", "choices": [str(i), str(2 * i), "none"], "gold": i % 3} for i in range(12)
     ]
     data.write_text("\n".join(map(json.dumps, questions)))
-    letters = [{"ctx": one["query"], "endings": one["choices"], "label": "ABC"[one["gold"]]} for one in questions]
+    letters = [
+        {"ctx": question["query"], "endings": question["choices"], "label": "ABC"[question["gold"]]}
+        for question in questions
+    ]
     (tmp_path / "letters.jsonl").write_text("\n".join(map(json.dumps, letters)))
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "local_choice.yaml").write_text(TASK.format(data=data))
@@ -170,11 +173,13 @@ def test_lm_evaluation_harness(repo_root: Path, model: Path, tmp_path: Path) -> 
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out.json").read_text())
-    own, theirs = found["results"][str(data)], found["results"]["local_choice"]
+    result = json.loads((tmp_path / "out.json").read_text())
+    ours, theirs = result["results"][str(data)], result["results"]["local_choice"]
     for metric in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
-        assert theirs[f"{metric},none"] == own[f"{metric},none"] == found["results"]["letters.jsonl"][f"{metric},none"]
-    text = found["results"]["text.txt"]
+        assert (
+            theirs[f"{metric},none"] == ours[f"{metric},none"] == result["results"]["letters.jsonl"][f"{metric},none"]
+        )
+    text = result["results"]["text.txt"]
     assert 4 < text["bits_per_byte,none"] < 20
     assert text["bits_per_byte,none"] == pytest.approx(math.log2(text["byte_perplexity,none"]))
 

@@ -33,10 +33,10 @@ def test_the_wheel(tmp_path: Path, repo_root: Path) -> None:
     pip("wheel", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source))
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
         (license_name,) = [name for name in archive.namelist() if name.endswith("/LICENSE")]
         assert b"Apache License" in archive.read(license_name)
-    assert held == here and all(name.startswith("megatron/bcd/") for name in held)
+    assert packed == here and all(name.startswith("megatron/bcd/") for name in packed)
 
     pip("install", "--target", str(site), str(wheel))
     program = (

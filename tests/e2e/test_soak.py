@@ -19,7 +19,7 @@ def found(*changes: dict[str, Any], consumed: int = 12) -> str:
     """What the tool says of groups that train a step after an exchange, with batches of 2."""
     step = {"iteration": 5, "consumed_samples": consumed, "loss": 1.0}
     lines = [[LINE | {"group": number} | change, step] for number, change in enumerate(changes)]
-    return " ".join(soak.disagreements([SimpleNamespace(name="a", lines=one) for one in lines], 2)[0])  # type: ignore[misc]
+    return " ".join(soak.disagreements([SimpleNamespace(name="a", lines=line) for line in lines], 2)[0])  # type: ignore[misc]
 
 
 def test_what_counts_as_a_fault() -> None:

@@ -49,11 +49,11 @@ def test_a_run_from_the_command_line(repo_root: Path, tmp_path: Path) -> None:
 def test_a_run_repeats_and_learns(tmp_path: Path) -> None:
     """A random number outside of --seed, or a network whose gradient is zeroed before each step."""
     more = ("--bcd-num-blocks", "1", "--no-augment", "--train-iters", "40")
-    one, other = (run(tmp_path / name, *more) for name in ("one", "other"))
-    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (one, other)]
+    first, other = (run(tmp_path / name, *more) for name in ("one", "other"))
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (first, other)]
     assert losses[0] == losses[1]
     assert losses[0][-1] < 0.6 * losses[0][0]
-    assert one[-1]["test_accuracy"] == other[-1]["test_accuracy"] > 0.2
+    assert first[-1]["test_accuracy"] == other[-1]["test_accuracy"] > 0.2
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def in_a_process(method: str) -> dict[str, dict[str, int]]:
 def table() -> list[dict[str, Any]]:
     """A row by method."""
     steps = {method: in_a_process(method) for method in METHODS}
-    totals = {method: {name: sum(one.values()) for name, one in step.items()} for method, step in steps.items()}
+    totals = {method: {name: sum(item.values()) for name, item in step.items()} for method, step in steps.items()}
     return [
         {"method": method, **total, "calls of full": round(total["calls"] / totals["full"]["calls"], 3)}
         for method, total in totals.items()
@@ -110,13 +110,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=METHODS, help="only this one, by operator, as JSON")
     parser.add_argument("--output", metavar="FILE", help="the table (default: stdout)")
-    given = parser.parse_args()
-    if given.method is not None:
+    options = parser.parse_args()
+    if options.method is not None:
         sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-        json.dump(counted(given.method), sys.stdout, indent=1, sort_keys=True)
+        json.dump(counted(options.method), sys.stdout, indent=1, sort_keys=True)
         return
     rows = table()
-    with open(given.output or sys.stdout.fileno(), "w", encoding="utf-8", newline="") as file:
+    with open(options.output or sys.stdout.fileno(), "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

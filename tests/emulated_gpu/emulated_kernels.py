@@ -69,9 +69,9 @@ def on_device(device, value):
 
 
 def _tensors_of(values):
-    found = []
-    _map(lambda value: found.append(value) if isinstance(value, torch.Tensor) else None, list(values))
-    return found
+    results = []
+    _map(lambda value: results.append(value) if isinstance(value, torch.Tensor) else None, list(values))
+    return results
 
 
 def _check_devices(name, tensors):
@@ -210,11 +210,11 @@ def install():
     warnings.filterwarnings("ignore", message="Warning only once for all operators")
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch._C._cudart.cudaHostRegister, torch._C._cudart.cudaHostUnregister = _register, _unregister
-    own = {"_local_scalar_dense": _item, **emulated_attention.KERNELS}
+    special = {"_local_scalar_dense": _item, **emulated_attention.KERNELS}
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     names = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")}
     for name in (names | {"copy_"}) - _OWN_KERNELS:
         base, _, overload = name.partition(".")
         with contextlib.suppress(AttributeError, RuntimeError):  # not a function of Python's
-            kernel = own.get(name) or _Kernel(getattr(getattr(torch.ops.aten, base), overload or "default"))
+            kernel = special.get(name) or _Kernel(getattr(getattr(torch.ops.aten, base), overload or "default"))
             _LIBRARY.impl(name, kernel, "CUDA", allow_override=True)

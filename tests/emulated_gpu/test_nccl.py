@@ -45,12 +45,12 @@ def test_ranks_agree_on_every_communicator(text_data: str, tmp_path: Path, case:
                 limited.add(name)
     messages = 0
     for name, ranks in issued.items():
-        collectives = [[one for one in own if one[0] not in ("send", "receive")] for own in ranks.values()]
-        assert all(own == collectives[0] for own in collectives), name
+        collectives = [[item for item in calls if item[0] not in ("send", "receive")] for calls in ranks.values()]
+        assert all(calls == collectives[0] for calls in collectives), name
         assert name not in limited or not collectives[0], "a collective where messages wait"
-        for rank, own in ranks.items():
-            sent = [one[1:-1] for one in own if one[0] == "send"]
-            taken = [one[1:-1] for one in ranks.get(1 - rank, []) if one[0] == "receive"]
+        for rank, calls in ranks.items():
+            sent = [call[1:-1] for call in calls if call[0] == "send"]
+            taken = [call[1:-1] for call in ranks.get(1 - rank, []) if call[0] == "receive"]
             assert sent == taken, (name, rank)
             messages += len(sent)
     assert messages > 20 and len(issued) >= 2
@@ -62,22 +62,22 @@ def calls_in_steps(config: Any) -> tuple[list[int], list[Any]]:
     path = Path(f"{os.environ['EMU_TRACE']}.{os.getpid()}")
     marks: list[int] = []
 
-    def mark(one: worlds.RecordedRun) -> None:
+    def mark(run: worlds.RecordedRun) -> None:
         marks.append(len(LINE.findall(path.read_text())))
 
-    with worlds.started(config, before_step=mark, after_step=mark) as one:
-        one.train()
+    with worlds.started(config, before_step=mark, after_step=mark) as run:
+        run.train()
     calls = LINE.findall(path.read_text())
     inside = [
         itertools.dropwhile(lambda call: call[0] not in ("send", "receive"), calls[first:last])
         for first, last in zip(marks[::2], marks[1::2], strict=True)
     ]
-    return [result["block"] for result in one.results], list(itertools.chain(*inside))
+    return [result["block"] for result in run.results], list(itertools.chain(*inside))
 
 
 def without_repeats(issued: list[Any]) -> list[Any]:
     """Collectives of a group that follow on each other are one: a model has several buffers."""
-    return [two for one, two in itertools.pairwise([None, *issued]) if one != two or two[0] != "collective"]
+    return [two for item, two in itertools.pairwise([None, *issued]) if item != two or two[0] != "collective"]
 
 
 def test_steps_are_what_the_checker_records(text_data: str, tmp_path: Path) -> None:

@@ -55,25 +55,25 @@ def allocated(config: Any, *, leaks: bool = False) -> list[dict[str, int]]:
         kept.append(self.optimizer)
         dispose(self, **options)
 
-    def before_step(one: worlds.RecordedRun) -> None:
+    def before_step(run: worlds.RecordedRun) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
 
-    def after_step(one: worlds.RecordedRun) -> None:
+    def after_step(run: worlds.RecordedRun) -> None:
         torch.cuda.synchronize()
-        held = Counter(torch.cuda.memory_stats())
+        used = Counter(torch.cuda.memory_stats())
         torch._C._cuda_clearCublasWorkspaces()  # the planner counts them as the framework's
         rest = Counter(torch.cuda.memory_stats())
-        workspaces = held["allocated_bytes.all.current"] - rest["allocated_bytes.all.current"]
+        workspaces = used["allocated_bytes.all.current"] - rest["allocated_bytes.all.current"]
         steps.append(
             {
                 "asked": rest["requested_bytes.all.current"] - before["requested_bytes.all.current"],
                 "stays": rest["allocated_bytes.all.current"] - before["allocated_bytes.all.current"],
                 "number": rest["allocation.all.current"] - before["allocation.all.current"],
-                "asked_peak": held["requested_bytes.all.peak"] - before["requested_bytes.all.current"] - workspaces,
-                "peak": held["allocated_bytes.all.peak"] - before["allocated_bytes.all.current"] - workspaces,
-                "reserved": held["reserved_bytes.all.current"] - before["reserved_bytes.all.current"] - workspaces,
-                "block": one.results[-1]["block"],
+                "asked_peak": used["requested_bytes.all.peak"] - before["requested_bytes.all.current"] - workspaces,
+                "peak": used["allocated_bytes.all.peak"] - before["allocated_bytes.all.current"] - workspaces,
+                "reserved": used["reserved_bytes.all.current"] - before["reserved_bytes.all.current"] - workspaces,
+                "block": run.results[-1]["block"],
             }
         )
 
@@ -82,8 +82,8 @@ def allocated(config: Any, *, leaks: bool = False) -> list[dict[str, int]]:
     torch.cuda.empty_cache()
     before = Counter(torch.cuda.memory_stats())  # empty before the first allocation
     patch = mock.patch.object(ActiveBlock, "dispose", leak if leaks else dispose)
-    with patch, compiled_fusions(), worlds.started(config, before_step=before_step, after_step=after_step) as one:
-        one.train()
+    with patch, compiled_fusions(), worlds.started(config, before_step=before_step, after_step=after_step) as run:
+        run.train()
     return steps
 
 
@@ -124,23 +124,23 @@ UPDATES = {
 
 def taken_by_updates(config: Any) -> list[tuple[int, int]]:
     """Bytes beside what was there before that each phase's second update takes, and the planned ones."""
-    found = []
+    results = []
     update = ActiveBlock.step
 
     def measured(self: ActiveBlock, **options: bool) -> float | None:
         torch.cuda.synchronize()
-        held = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        used = torch.cuda.memory_stats()["requested_bytes.all.current"]
         torch.cuda.reset_peak_memory_stats()
         norm = update(self, **options)
         torch.cuda.synchronize()
-        taken = torch.cuda.memory_stats()["requested_bytes.all.peak"] - held
-        plan = model_state_of(config, one.partition, padded_vocab_size=SIZES_OF_UPDATE[VOCABULARY], num_replicas=1)
-        found.append((taken, plan.rank(0, self.block, 0).optimizer_work))
+        taken = torch.cuda.memory_stats()["requested_bytes.all.peak"] - used
+        plan = model_state_of(config, run.partition, padded_vocab_size=SIZES_OF_UPDATE[VOCABULARY], num_replicas=1)
+        results.append((taken, plan.rank(0, self.block, 0).optimizer_work))
         return norm
 
-    with mock.patch.object(ActiveBlock, "step", measured), worlds.started(config) as one:
-        one.train()
-    return found[1::2]
+    with mock.patch.object(ActiveBlock, "step", measured), worlds.started(config) as run:
+        run.train()
+    return results[1::2]
 
 
 @pytest.mark.parametrize("name", UPDATES)

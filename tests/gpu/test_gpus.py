@@ -20,9 +20,9 @@ SUBMODEL = {"bcd_num_blocks": 2, "bcd_layout": "submodel", "bcd_steps_per_block"
 
 def one_gpu(folder: Path) -> Runner:
     """Runs of the training script on one GPU. All start from the weights that a CPU draws."""
-    one = Runner(folder=folder, num_ranks=1, on_gpu=True, flags=FLAGS)
-    one.prepare()
-    return one
+    runner = Runner(folder=folder, num_ranks=1, on_gpu=True, flags=FLAGS)
+    runner.prepare()
+    return runner
 
 
 @pytest.mark.parametrize("main_on", ["cpu", "cuda"])

@@ -98,12 +98,12 @@ def config_of(case: Combination, folder: Path | None = None, **flags: Any) -> An
 
 
 def assert_same_run(mine: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: float) -> None:
-    for one, other in zip(mine, theirs, strict=True):
-        assert one["blocks"] == other["blocks"] and len(one["losses"]) >= 5
-        assert one["losses"] == pytest.approx(other["losses"], rel=tolerance)
+    for left, other in zip(mine, theirs, strict=True):
+        assert left["blocks"] == other["blocks"] and len(left["losses"]) >= 5
+        assert left["losses"] == pytest.approx(other["losses"], rel=tolerance)
         largest = max(other["grad_norms"])
-        assert one["grad_norms"] == pytest.approx(other["grad_norms"], abs=50 * tolerance * largest)
-        evaluations = ([loss for *_, loss in run["evaluations"]] for run in (one, other))
+        assert left["grad_norms"] == pytest.approx(other["grad_norms"], abs=50 * tolerance * largest)
+        evaluations = ([loss for *_, loss in run["evaluations"]] for run in (left, other))
         assert next(evaluations) == pytest.approx(next(evaluations), rel=tolerance)
 
 
@@ -140,7 +140,7 @@ def test_the_other_device_goes_on(
     runs = [
         world.run(resumed_runs.one_part, config_of(case, load=tmp_path / "run", no_load_rng=True)) for world in rest
     ]
-    for one, other in zip(*runs, strict=True):
-        assert len(one["losses"]) == len(other["losses"]) >= 2
+    for left, other in zip(*runs, strict=True):
+        assert len(left["losses"]) == len(other["losses"]) >= 2
         tolerance = TOLERANCES["bf16" if case["method"] == "pretrain" else precision]
-        assert one["losses"] == pytest.approx(other["losses"], rel=tolerance)
+        assert left["losses"] == pytest.approx(other["losses"], rel=tolerance)

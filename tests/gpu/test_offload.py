@@ -16,11 +16,11 @@ OFFLOAD = {"optimizer_cpu_offload": True, "bcd_num_blocks": 1, "bcd_schedule": "
 
 def sizes_of(config: Any) -> tuple[list[int], int, int]:
     """Elements of the parameters, and bytes of model state on the device and in host memory, after a run."""
-    with worlds.started(config) as one:
-        one.train()
-        last = one.recorder.steps[-1]
+    with worlds.started(config) as run:
+        run.train()
+        last = run.recorder.steps[-1]
         return (
-            [weight.numel() for weight in one.model.parameters()],
+            [weight.numel() for weight in run.model.parameters()],
             last.model_state_bytes[0],
             last.host_state_bytes[0],
         )

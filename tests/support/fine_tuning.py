@@ -53,7 +53,7 @@ def samples_of(batch: Mapping[str, torch.Tensor]) -> list[dict[str, list[Any]]]:
 
     Each has the `ids` of all its tokens, and `learned` for each token after the first.
     """
-    found = []
+    results = []
     for row in range(len(batch["tokens"])):
         starts = [*torch.nonzero(batch["position_ids"][row] == 0).flatten().tolist(), batch["tokens"].size(1)]
         for start, end in zip(starts, starts[1:], strict=False):
@@ -61,8 +61,8 @@ def samples_of(batch: Mapping[str, torch.Tensor]) -> list[dict[str, list[Any]]]:
             learned = batch["loss_mask"][row, start:end].tolist()
             if not all(token == END for token in ids):
                 length = ids.index(END)  # without packing, the last sample of a sequence is padded
-                found.append({"ids": ids[: length + 1], "learned": learned[:length]})
-    return found
+                results.append({"ids": ids[: length + 1], "learned": learned[:length]})
+    return results
 
 
 def text_of(ids: list[int]) -> str:

@@ -69,10 +69,10 @@ def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, 
 
 def tensors_of(folder: Path | str) -> dict[str, torch.Tensor]:
     """Return all tensors of the folder's safetensors files."""
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        results |= load_file(file)
+    return results
 
 
 def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:

@@ -308,8 +308,13 @@ def _recording() -> Iterator[None]:
     now = _CURRENT
 
     def groups() -> SimpleNamespace:
-        one = now[-1].groups
-        return SimpleNamespace(pp=one["pp"], tp=one["tp"], cp=_Group((), (now[-1].me,), now[-1].me), dp_cp=one["dp"])
+        communicators = now[-1].groups
+        return SimpleNamespace(
+            pp=communicators["pp"],
+            tp=communicators["tp"],
+            cp=_Group((), (now[-1].me,), now[-1].me),
+            dp_cp=communicators["dp"],
+        )
 
     stubs: list[tuple[Any, dict[str, Any]]] = [
         (torch.distributed, {
@@ -400,37 +405,37 @@ def simulate(ranks: Sequence[Rank], *, one_queue: bool) -> None:
     is_moving = True
     while is_moving:
         is_moving = False
-        for one in running.values():
-            is_moving |= _advance(one, running)
-            for queue in tuple(one.queues.values()):
+        for entry in running.values():
+            is_moving |= _advance(entry, running)
+            for queue in tuple(entry.queues.values()):
                 while queue and _meet(queue[0], running):
                     is_moving = True
-    if any(one.step is not None or any(one.queues.values()) for one in running.values()):
+    if any(item.step is not None or any(item.queues.values()) for item in running.values()):
         raise OrderError("nothing moves any more:\n" + "\n".join(map(str, running.values())))
-    for one in running.values():
-        for operation in one.unused:
-            raise OrderError(f"rank {one.rank.me} never waited for {operation}")
+    for entry in running.values():
+        for operation in entry.unused:
+            raise OrderError(f"rank {entry.rank.me} never waited for {operation}")
 
 
-def _advance(one: _Running, running: dict[int, _Running]) -> bool:
+def _advance(rank: _Running, running: dict[int, _Running]) -> bool:
     """Let the rank continue as far as it can; return True if it moved."""
-    start = one.position
-    while (step := one.step) is not None:
+    start = rank.position
+    while (step := rank.step) is not None:
         if isinstance(step, Issued):
-            if not all(running[rank].has_come_to(step.communicator) for rank in step.members):
+            if not all(running[member].has_come_to(step.communicator) for member in step.members):
                 break
-            one.known.add(step.communicator)
-            one.queue(step.communicator).append(step)
+            rank.known.add(step.communicator)
+            rank.queue(step.communicator).append(step)
             if step.peer is not None and not step.is_send:
-                one.unused.add(step)
+                rank.unused.add(step)
         elif isinstance(step, Wait):
             if not step.operation.is_done:
                 break
-            one.unused.discard(step.operation)
+            rank.unused.discard(step.operation)
         elif step.operation.label != step.label:
-            raise OrderError(f"rank {one.rank.me} takes {step.operation.label} for {step.label}: {step.operation}")
-        one.position += 1
-    return one.position > start
+            raise OrderError(f"rank {rank.rank.me} takes {step.operation.label} for {step.label}: {step.operation}")
+        rank.position += 1
+    return rank.position > start
 
 
 def _meet(operation: Issued, running: dict[int, _Running]) -> bool:

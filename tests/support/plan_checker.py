@@ -94,7 +94,7 @@ def _follow(shape: PlanShape, stage: int, places: Sequence[_Place]) -> None:
         return {("input", microbatch, shape.first_trainable) for microbatch in microbatches if is_after_prefix}
 
     present = inputs(range(shape.done_ahead))
-    made, num_graphs, bound = set(present), 0, max_graphs(shape, stage)
+    produced, num_graphs, bound = set(present), 0, max_graphs(shape, stage)
     for place in places:
         kind, microbatch, virtual = place.action.kind, place.action.microbatch, place.virtual
         if place.action.chunk >= shape.num_chunks:
@@ -104,14 +104,14 @@ def _follow(shape: PlanShape, stage: int, places: Sequence[_Place]) -> None:
         for what in _needs(shape, place):
             thing = what, microbatch, virtual
             if thing not in present:
-                reason = "has been used already" if thing in made else "is not there yet"
+                reason = "has been used already" if thing in produced else "is not there yet"
                 raise PlanError(f"{place}: the {what} of microbatch {microbatch} {reason}")
             present.remove(thing)
         for what in _makes(shape, place):
             thing = what, microbatch, virtual
-            if thing in made:
+            if thing in produced:
                 raise PlanError(f"{place}: the {what} of microbatch {microbatch} comes a second time")
-            made.add(thing)
+            produced.add(thing)
             present.add(thing)
         num_graphs += (kind is Kind.FORWARD) - kind.is_backward
         if num_graphs > bound:

@@ -123,34 +123,34 @@ def train_run(config: RunConfig) -> dict[str, Any]:
     at_the_end: dict[int, dict[str, dict[str, torch.Tensor]]] = {}
     changed: list[tuple[int, str]] = []
 
-    def remember(one: worlds.RecordedRun) -> None:
-        at_the_end[one.block] = _state(one)
+    def remember(run: worlds.RecordedRun) -> None:
+        at_the_end[run.block] = _state(run)
 
-    def compare(one: worlds.RecordedRun) -> None:
-        now = _state(one)
-        for name, tensors in at_the_end.get(one.active.block, {}).items():  # type: ignore[arg-type]
+    def compare(run: worlds.RecordedRun) -> None:
+        now = _state(run)
+        for name, tensors in at_the_end.get(run.active.block, {}).items():  # type: ignore[arg-type]
             kept = config.bcd.bcd_optimizer_state == "host"
             names = {"master", *([*tensors] if kept else [])}
-            changed.extend((one.active.block, f"{what} of {name}") for what in sorted(names)  # type: ignore[misc]
+            changed.extend((run.active.block, f"{what} of {name}") for what in sorted(names)  # type: ignore[misc]
                            if not torch.equal(tensors[what], now[name].get(what, torch.zeros(0))))  # fmt: skip
 
-    with installed(), worlds.started(config, after_step=remember, after_build=compare) as one:
-        one.train()
-        rank, steps = torch.distributed.get_rank(), one.recorder.steps
-        states = [state for each in one.active.optimizers() if not each.is_stub_optimizer
+    with installed(), worlds.started(config, after_step=remember, after_build=compare) as run:
+        run.train()
+        rank, steps = torch.distributed.get_rank(), run.recorder.steps
+        states = [state for each in run.active.optimizers() if not each.is_stub_optimizer
                   for state in each.optimizer.state.values()]  # fmt: skip
-        return worlds.outcome(one) | {
+        return worlds.outcome(run) | {
             "dtypes": {name: str(value.dtype)[len("torch.") :] for state in states for name, value in state.items()},
             "model_state": max(step.model_state_bytes[rank] for step in steps),
             "changed": changed,
         }
 
 
-def _state(one: worlds.RecordedRun) -> dict[str, dict[str, torch.Tensor]]:
+def _state(run: worlds.RecordedRun) -> dict[str, dict[str, torch.Tensor]]:
     """Return fp32 copies of the state of the block's parameters."""
     return {
         name: {what: tensor.clone() for what, tensor in shard.tensors().items()}
-        for name, shard in one.active.own_shards().items()
+        for name, shard in run.active.own_shards().items()
     }
 
 

@@ -32,12 +32,12 @@ def served_run(config: RunConfig) -> dict[str, Any]:
         fills.append(len(slots))
         original(file, slots, entries)
 
-    with mock.patch.object(PrefixFile, "write", counting), worlds.started(config) as one:
-        one.train()
-        return worlds.outcome(one) | {
-            "hits": [record.prefix_cache_hits for record in one.recorder.steps],
-            "bytes": [record.prefix_cache_bytes for record in one.recorder.steps],
-            "warnings": one.recorder.warnings,
+    with mock.patch.object(PrefixFile, "write", counting), worlds.started(config) as run:
+        run.train()
+        return worlds.outcome(run) | {
+            "hits": [record.prefix_cache_hits for record in run.recorder.steps],
+            "bytes": [record.prefix_cache_bytes for record in run.recorder.steps],
+            "warnings": run.recorder.warnings,
             "num_computed": sum(fills),
         }
 
@@ -64,9 +64,9 @@ def counted_run(config: RunConfig) -> list[dict[int, int]]:
     by_phase: list[dict[int, int]] = []
     with (
         layers_counted() as counts,
-        worlds.started(config, before_switch=lambda _: by_phase.append(dict(counts))) as one,
+        worlds.started(config, before_switch=lambda _: by_phase.append(dict(counts))) as run,
     ):
-        one.train()
+        run.train()
         return [*by_phase, dict(counts)]
 
 
@@ -82,8 +82,8 @@ def killed_in_fill(config: RunConfig, after: int) -> None:
 
     original = PrefixFile.write
     with contextlib.suppress(KeyboardInterrupt), mock.patch.object(PrefixFile, "write", write):
-        with worlds.started(config) as one:
-            one.train()
+        with worlds.started(config) as run:
+            run.train()
         raise AssertionError("it was not killed")
 
 
@@ -96,7 +96,7 @@ def fault_on_rank(config: RunConfig, rank: int, fault: str) -> dict[str, Any]:
     is_here = os.environ["RANK"] == str(rank)
     with (
         mock.patch.object(PrefixFile, fault, fail) if is_here else contextlib.nullcontext(),
-        worlds.started(config) as one,
+        worlds.started(config) as run,
     ):
-        one.train()
-        return worlds.outcome(one) | {"warnings": one.recorder.warnings}
+        run.train()
+        return worlds.outcome(run) | {"warnings": run.recorder.warnings}

@@ -27,10 +27,10 @@ def with_checkpoints(config: RunConfig, **changes: Any) -> RunConfig:
 
 def one_part(config: RunConfig, **hooks: worlds.Hook) -> dict[str, Any]:
     """Run `worlds.train_run`; also return the run's messages."""
-    with worlds.started(config, **hooks) as one:
-        one.train()
-        said = {"notes": one.recorder.notes, "warnings": one.recorder.warnings, "iteration": one.iteration}
-        return worlds.outcome(one) | said
+    with worlds.started(config, **hooks) as run:
+        run.train()
+        said = {"notes": run.recorder.notes, "warnings": run.recorder.warnings, "iteration": run.iteration}
+        return worlds.outcome(run) | said
 
 
 def stopped_and_resumed(config: RunConfig, stops: Sequence[int], root: str) -> list[str]:
@@ -56,15 +56,15 @@ def saved_in_passing(config: RunConfig, iteration: int, root: str) -> list[str]:
     saving = with_checkpoints(config, save=root, save_interval=iteration)
     with writes_held_back() as release:
 
-        def let_write(one: worlds.RecordedRun) -> None:
-            if one.iteration >= iteration or not config.checkpoint.async_save:
+        def let_write(run: worlds.RecordedRun) -> None:
+            if run.iteration >= iteration or not config.checkpoint.async_save:
                 release.set()
 
         passing = one_part(saving, after_step=let_write)
-    found = [f"while saving: {line}" for line in differences(whole, [passing])]
+    results = [f"while saving: {line}" for line in differences(whole, [passing])]
     point_to(root, iteration)
     late = one_part(with_checkpoints(config, save=None, async_save=False, load=root))
-    return found + [f"resumed: {line}" for line in differences(whole, [late])]
+    return results + [f"resumed: {line}" for line in differences(whole, [late])]
 
 
 @contextlib.contextmanager
@@ -95,29 +95,33 @@ def point_to(root: str, iteration: int) -> None:
 
 def differences(whole: dict[str, Any], parts: Sequence[dict[str, Any]]) -> list[str]:
     """Return where the concatenated `parts` differ from `whole` in any bit. Only the first part may begin late."""
-    found = []
+    actual = []
     for name in ("steps", "metrics", "evaluations"):
         expected, seen = whole[name], [value for part in parts for value in part[name]]
         if len(parts) == 1:
             expected = expected[len(expected) - len(seen) :]
-        pairs = [f"{name}: {two} in place of {one}" for one, two in zip(expected, seen, strict=False) if one != two]
-        found += [f"{len(pairs)} differ, {pairs[0]}"] if pairs else []
-        found += [f"{len(seen)} {name} in place of {len(expected)}"] if len(seen) != len(expected) else []
+        pairs = [
+            f"{name}: {seen_line} in place of {expected_line}"
+            for expected_line, seen_line in zip(expected, seen, strict=False)
+            if expected_line != seen_line
+        ]
+        actual += [f"{len(pairs)} differ, {pairs[0]}"] if pairs else []
+        actual += [f"{len(seen)} {name} in place of {len(expected)}"] if len(seen) != len(expected) else []
     different = worlds.same_bits(whole["weights"], parts[-1]["weights"])
-    return found + ([f"{len(different)} weights differ: {different[:3]}"] if different else [])
+    return actual + ([f"{len(different)} weights differ: {different[:3]}"] if different else [])
 
 
 def resumed_and_saved_again(config: RunConfig, root: str, copy: str) -> dict[str, Any]:
     """Resume from `root`, save what was loaded in `copy`, train to the end; return the outcome and the first
     iteration."""
-    with worlds.started(with_checkpoints(config, save=copy, load=root)) as one:
+    with worlds.started(with_checkpoints(config, save=copy, load=root)) as run:
         begin = {
-            "began_at": one.iteration,
-            "began_in": (one.state.phase_state.phase, one.state.phase_state.step_in_phase),
+            "began_at": run.iteration,
+            "began_in": (run.state.phase_state.phase, run.state.phase_state.step_in_phase),
         }
-        assert one.save()
-        one.train()
-        return worlds.outcome(one) | begin | {"warnings": one.recorder.warnings}
+        assert run.save()
+        run.train()
+        return worlds.outcome(run) | begin | {"warnings": run.recorder.warnings}
 
 
 def tensors_of(checkpoint: str) -> dict[str, torch.Tensor]:

@@ -58,8 +58,8 @@ def register() -> None:
         if not isinstance(group, StrictGroup):
             return original(operations)
         with group.batch() as work:
-            for one in operations:
-                one.op(one.tensor, one.peer, one.group, one.tag)
+            for operation in operations:
+                operation.op(operation.tensor, operation.peer, operation.group, operation.tag)
         return work
 
     torch.distributed.batch_isend_irecv = batch_isend_irecv
@@ -77,9 +77,13 @@ def check_finished() -> None:
     """
     process = _process()
     torch.distributed.barrier()
-    for one in process.open_operations():
-        process.block(one.done.is_set, f"is done, and has left behind {one}")
-    left = [f"rank {process.rank} never waited for {one}" for one in process.open_operations() if one.is_receive]
+    for item in process.open_operations():
+        process.block(item.done.is_set, f"is done, and has left behind {item}")
+    left = [
+        f"rank {process.rank} never waited for {operation}"
+        for operation in process.open_operations()
+        if operation.is_receive
+    ]
     process.open.clear()
     if left:
         raise StrictError("; ".join(left))
@@ -164,8 +168,8 @@ class Operation:
         return self.what
 
     def execute(self) -> None:
-        for one in self._inputs:
-            one.check(self.what)
+        for item in self._inputs:
+            item.check(self.what)
         self._run()
 
     def is_completed(self) -> bool:
@@ -206,7 +210,7 @@ class _Queue:
         self._waiting.put(None)
 
     def describe(self) -> str | None:
-        operations = [str(one) for one in tuple(self._unfinished)]
+        operations = [str(item) for item in tuple(self._unfinished)]
         return f"  {self.name}: {'; then '.join(operations)}" if operations else None
 
     def _serve(self) -> None:
@@ -277,7 +281,7 @@ class _Process:
         self._state = "computes"
 
     def describe(self) -> str:
-        queues = [line for one in tuple(self._queues.values()) if (line := one.describe())]
+        queues = [line for item in tuple(self._queues.values()) if (line := item.describe())]
         state = self._state if self.failure is None else f"{self._state}; {self.failure}"
         return "\n".join([f"rank {self.rank} {state}", *(queues or ["  nothing is queued"])])
 
@@ -412,11 +416,11 @@ class StrictGroup(ProcessGroup):
             self._batch = None
 
         def run() -> None:
-            for one in [start(_BATCH_TAG) for _, (_, _, start) in messages]:
-                one.wait()
+            for element in [start(_BATCH_TAG) for _, (_, _, start) in messages]:
+                element.wait()
 
-        inputs = [one for _, (some, _, _) in messages for one in some]
-        outputs = [one for _, (_, some, _) in messages for one in some]
+        inputs = [item for _, (some, _, _) in messages for item in some]
+        outputs = [entry for _, (_, some, _) in messages for entry in some]
         what = f"batch of {', '.join(what for what, _ in messages)}"
         work.append(self._communicator().issue(Operation(what, inputs, outputs, run, bool(outputs))))
 
@@ -426,12 +430,12 @@ class StrictGroup(ProcessGroup):
         assert self._batch is None, "a collective inside a batch of messages"
         inputs = [_Input(tensor) for tensor in read]
         outputs = [_Output(tensor) for tensor in written]
-        for one in inputs:
-            one.expect_present()
+        for entry in inputs:
+            entry.expect_present()
 
         def run() -> None:
             self._compare(what)
-            call([one.value for one in inputs], [one.value for one in outputs]).wait()
+            call([item.value for item in inputs], [output.value for output in outputs]).wait()
 
         return self._communicator().issue(Operation(what, inputs, outputs, run, False))
 
@@ -453,7 +457,7 @@ class StrictGroup(ProcessGroup):
         self._gloo.allgather([ranks], [mine]).wait()
         seen = [bytes(rank.tolist()).rstrip(b"\0").decode() for rank in ranks]
         if len(set(seen)) > 1:
-            lines = "; ".join(f"rank {rank} of the group: {one}" for rank, one in enumerate(seen))
+            lines = "; ".join(f"rank {rank} of the group: {item}" for rank, item in enumerate(seen))
             raise StrictError(f"ranks differ in the order of collectives: {lines}")
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Operation:

@@ -289,23 +289,23 @@ def train_run(config: RunConfig, *, blocks_of_stages: int | None = None) -> dict
 
     With `blocks_of_stages` one pipeline stage uses the blocks that this number of stages would form.
     """
-    with blocks_as_of(blocks_of_stages), started(config) as one:
-        one.train()
-        return outcome(one)
+    with blocks_as_of(blocks_of_stages), started(config) as run:
+        run.train()
+        return outcome(run)
 
 
 def perturbed_run(config: RunConfig) -> dict[str, Any]:
     """Run `train_run` with the last bit of half the initial weights flipped at random."""
 
-    def flip(one: RecordedRun) -> None:
+    def flip(run: RecordedRun) -> None:
         draw = torch.Generator().manual_seed(1)
-        for weight in [] if one.results else one.model.parameters():  # before the first phase only
+        for weight in [] if run.results else run.model.parameters():  # before the first phase only
             bits = weight.data.view(torch.int32 if weight.dtype == torch.float32 else torch.int16)
             bits ^= torch.randint(0, 2, bits.shape, generator=draw, dtype=bits.dtype)
 
-    with started(config, before_build=flip) as one:
-        one.train()
-        return outcome(one)
+    with started(config, before_build=flip) as run:
+        run.train()
+        return outcome(run)
 
 
 @contextlib.contextmanager
@@ -336,13 +336,13 @@ def blocks_as_of(num_stages: int | None) -> Iterator[None]:
         partition.partition = original
 
 
-def outcome(one: RecordedRun) -> dict[str, Any]:
+def outcome(run: RecordedRun) -> dict[str, Any]:
     """Return the values that are compared between runs."""
     return {
-        "steps": one.results,
-        "losses": [step["loss"] for step in one.results],
-        "grad_norms": [step["grad_norm"] for step in one.results],
-        "blocks": [step["block"] for step in one.results],
+        "steps": run.results,
+        "losses": [step["loss"] for step in run.results],
+        "grad_norms": [step["grad_norm"] for step in run.results],
+        "blocks": [step["block"] for step in run.results],
         "metrics": [
             {
                 "iteration": record.iteration,
@@ -354,12 +354,12 @@ def outcome(one: RecordedRun) -> dict[str, Any]:
                 "params_norm": record.params_norm,
                 "num_zeros": record.num_zeros,
             }
-            for record in one.recorder.steps
+            for record in run.recorder.steps
         ],
-        "evaluations": [(record.iteration, record.split, record.loss) for record in one.recorder.evaluations],
-        "model_state_bytes": [record.model_state_bytes for record in one.recorder.steps],
-        "switches": one.recorder.switches,
-        "weights": weights_of(one.model),
+        "evaluations": [(record.iteration, record.split, record.loss) for record in run.recorder.evaluations],
+        "model_state_bytes": [record.model_state_bytes for record in run.recorder.steps],
+        "switches": run.recorder.switches,
+        "weights": weights_of(run.model),
     }
 
 
@@ -370,24 +370,24 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def initial_weights(config: RunConfig) -> dict[str, torch.Tensor]:
     """Return `weights_of` the model before its first step."""
-    with started(config) as one:
-        return weights_of(one.model)
+    with started(config) as run:
+        return weights_of(run.model)
 
 
 def logits_of(config: RunConfig, tokens: torch.Tensor) -> torch.Tensor:
     """Return [B, S, V] of a whole model on one rank before its first step."""
-    with started(config) as one, torch.no_grad():
+    with started(config) as run, torch.no_grad():
         tokens = tokens.to(device.current())
         positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
-        logits: torch.Tensor = unwrap_model(one.model).eval()(tokens, positions, None)
+        logits: torch.Tensor = unwrap_model(run.model).eval()(tokens, positions, None)
         return logits.cpu()
 
 
-def masters_of(one: RecordedRun) -> list[torch.Tensor]:
+def masters_of(run: RecordedRun) -> list[torch.Tensor]:
     """Return the tensors that this rank's PyTorch optimizer steps."""
     return [
         main_param
-        for optimizer in one.active.optimizer.chained_optimizers  # type: ignore[union-attr]
+        for optimizer in run.active.optimizer.chained_optimizers  # type: ignore[union-attr]
         if optimizer.optimizer is not None
         for group in optimizer.optimizer.param_groups
         for main_param in group["params"]
@@ -397,8 +397,8 @@ def masters_of(one: RecordedRun) -> list[torch.Tensor]:
 
 def save_initial_weights(config: RunConfig, folder: str) -> None:
     """Draw the weights of `config` and write a checkpoint that any layout can load."""
-    with started(dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save=folder))) as one:
-        assert one.save()
+    with started(dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save=folder))) as run:
+        assert run.save()
 
 
 def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:

@@ -63,9 +63,9 @@ def test_use_checkpoint_args(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     left_out = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--tokenizer-type")
     load = ("--use-checkpoint-args", "--load", str(tmp_path))
-    found = parse(*load, "--hidden-dropout", "0.5", without=left_out)
-    assert found.transformer == config.transformer | {"hidden_dropout": 0.5}
-    assert (found.model, found.tokenizer) == (config.model, config.tokenizer)
+    result = parse(*load, "--hidden-dropout", "0.5", without=left_out)
+    assert result.transformer == config.transformer | {"hidden_dropout": 0.5}
+    assert (result.model, result.tokenizer) == (config.model, config.tokenizer)
     plain = run_config_to_dict(parse("--swiglu"))
     (folder / RUN_STATE).write_text(json.dumps(state | {"flags": plain}))
     with pytest.raises(ValueError, match="--group-query-attention contradicts --use-checkpoint-args"):

@@ -225,8 +225,8 @@ def test_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     read although they are outdated."""
     monkeypatch.setattr(packages, "has_transformer_engine", lambda: True)
     words = ("--bf16", "--fp8-format", "hybrid", "--fp8-amax-history-len", "16", "--fp8-amax-compute-algo", "max")
-    found = parse(*words).transformer
-    assert found == parse("--bf16").transformer | {
+    result = parse(*words).transformer
+    assert result == parse("--bf16").transformer | {
         "fp8": "hybrid",
         "fp8_amax_history_len": 16,
         "fp8_amax_compute_algo": "max",

@@ -168,9 +168,9 @@ def test_preset_sets_what_is_not_given() -> None:
     assert (plain.bcd_preset, plain.bcd_inactive_update) == (None, "none")
     assert pretrain.bcd.bcd_inactive_update == "orthogonal" and pretrain.optimizer.optimizer == "muon"
     assert pretrain.bcd.always_active == {"norms", "biases", "embedding", "head"}
-    own = parse("--bcd-preset", "pretrain", "--optimizer", "adam", "--bcd-steps-per-block", "7")
-    assert (own.optimizer.optimizer, own.bcd.bcd_steps_per_block) == ("adam", 7)
-    assert own.bcd.bcd_inactive_update == "orthogonal" and not own.optimizer.muon_use_nesterov
+    overridden = parse("--bcd-preset", "pretrain", "--optimizer", "adam", "--bcd-steps-per-block", "7")
+    assert (overridden.optimizer.optimizer, overridden.bcd.bcd_steps_per_block) == ("adam", 7)
+    assert overridden.bcd.bcd_inactive_update == "orthogonal" and not overridden.optimizer.muon_use_nesterov
     full = parse("--bcd-preset", "pretrain", "--bcd-num-blocks", "1")
     assert full.bcd.bcd_inactive_update == "none" and full.optimizer.optimizer == "muon"
 

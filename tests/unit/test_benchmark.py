@@ -13,8 +13,8 @@ SMALL = ["--num-layers", "6", "--hidden-size", "32", "--num-attention-heads", "2
 
 
 def methods(*words: str) -> list[benchmark.Method]:
-    arguments, given = benchmark.parse_arguments([*SMALL, *words])
-    return build_methods(arguments, given)
+    arguments, training_flags = benchmark.parse_arguments([*SMALL, *words])
+    return build_methods(arguments, training_flags)
 
 
 def line(phase: int, block: int, ms: float, **others: Any) -> dict[str, Any]:
@@ -30,10 +30,10 @@ def test_first_steps_do_not_count() -> None:
     """A step that loads kernels, or pays for the switch; the state of one phase in place of the largest."""
     lines = [line(0, 0, ms) for ms in (900, 800, 10, 12, 11)]
     lines += [line(1, 1, ms, switch_time_ms=5.0) for ms in (70, 60, 20)]
-    found = read_turn([*lines, {"validation_loss": 3.0}])
-    assert found.step_ms == {"0": (10, 12, 11), "1": (20,)} and found.switch_ms == {"1": 5.0}
-    assert found.iteration_ms == (11 + 20) / 2
-    assert (found.model_state_bytes, found.peak_memory_bytes, found.tokens_per_step) == ((11, 5), (7, 9), 1e5)
+    result = read_turn([*lines, {"validation_loss": 3.0}])
+    assert result.step_ms == {"0": (10, 12, 11), "1": (20,)} and result.switch_ms == {"1": 5.0}
+    assert result.iteration_ms == (11 + 20) / 2
+    assert (result.model_state_bytes, result.peak_memory_bytes, result.tokens_per_step) == ((11, 5), (7, 9), 1e5)
     with pytest.raises(CannotRun):
         read_turn(lines[:2])
 

@@ -38,9 +38,9 @@ def cosine(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
 
 
-def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+def assert_same_weights(left: nn.Module, other: nn.Module) -> None:
     expected = other.state_dict()
-    assert {name: torch.equal(value, expected[name]) for name, value in one.state_dict().items()} == dict.fromkeys(
+    assert {name: torch.equal(value, expected[name]) for name, value in left.state_dict().items()} == dict.fromkeys(
         expected, True
     )
 
@@ -64,15 +64,15 @@ def plain_loop(
 ) -> None:
     """The same training with one AdamW for each block and one for what is always active."""
     named = dict(model.named_parameters())
-    made: dict[int, torch.optim.AdamW] = {}
+    optimizers: dict[int, torch.optim.AdamW] = {}
     constant = torch.optim.AdamW([named[name] for name in sorted(always)] or [torch.zeros(1)], lr=0.01)
     for step, (inputs, targets) in enumerate(batches(steps)):
         number = step // per_block % len(blocks)
         if step % per_block == 0 and not keeps:
-            made.clear()
+            optimizers.clear()
         rate = 0.01 * 0.9**step
         active = [named[name] for name in blocks[number] if name not in always]
-        own = made.setdefault(number, torch.optim.AdamW(active, lr=0.01))
+        block_optimizer = optimizers.setdefault(number, torch.optim.AdamW(active, lr=0.01))
         model.zero_grad()
         nn.functional.cross_entropy(model(inputs), targets).backward()
         if rule != "none":
@@ -82,7 +82,7 @@ def plain_loop(
                     if p.ndim == 2:
                         p.mul_(1 - rate * 0.01)
                         p.add_(orthogonalize(p.grad), alpha=-rate * 0.2)
-        for optimizer in (own, constant):
+        for optimizer in (block_optimizer, constant):
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
 

@@ -94,8 +94,8 @@ def test_a_broken_part(tmp_path: Path, part: str) -> None:
 def test_a_package(version: str | None, package: str) -> None:
     """A missing or wrong package that is first seen as a traceback."""
     pins = check_machine.pins()
-    found = list(check_machine.check_packages(version_of=lambda name: version if name == package else pins[name]))
-    check = only_failure(found)
+    result = list(check_machine.check_packages(version_of=lambda name: version if name == package else pins[name]))
+    check = only_failure(result)
     assert check.part == f"package {package}" and f"{package}=={pins[package]}" in check.remedy
     assert "pytest" not in pins, "tests' packages are not for running"
 
@@ -107,9 +107,9 @@ def test_an_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     assert check_machine.main(["--output", "file/out", "--json", "out/machine.json"]) == 1
-    found = {check["part"]: check for check in json.loads(Path("out/machine.json").read_text())["checks"]}
-    assert [part for part, check in found.items() if check["verdict"] == FAIL] == ["folder"]
-    assert found["self-test"]["verdict"] == SKIP and "folder" in found["self-test"]["detail"]
+    results = {check["part"]: check for check in json.loads(Path("out/machine.json").read_text())["checks"]}
+    assert [part for part, check in results.items() if check["verdict"] == FAIL] == ["folder"]
+    assert results["self-test"]["verdict"] == SKIP and "folder" in results["self-test"]["detail"]
 
 
 @pytest.mark.parametrize(
@@ -157,10 +157,10 @@ def test_a_slow_link() -> None:
 )
 def test_cuda_names_of_the_tables_gpus(name: str, row: str | None) -> None:
     """An A100 whose link of 1 GB/s passes; the figures of another card; a PCIe card that is expected to have NVLink."""
-    found = check_machine.known_gpu(name, read_clusters(TABLE))
-    assert (found and found.name) == row
-    if found is not None:
-        assert (found.link_gb_per_s <= 20) == ("PCIe" in name or row == "rtx4090")
+    result = check_machine.known_gpu(name, read_clusters(TABLE))
+    assert (result and result.name) == row
+    if result is not None:
+        assert (result.link_gb_per_s <= 20) == ("PCIe" in name or row == "rtx4090")
 
 
 def test_a_row_of_the_cluster_table(tmp_path: Path) -> None:

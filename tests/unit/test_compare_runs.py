@@ -64,8 +64,8 @@ def test_last_checkpoints_are_compared(tmp_path: Path) -> None:
         save(tmp_path / name / "checkpoints", {"layer.weight": tensor})
     assert run_difference(tmp_path / "a", tmp_path / "b") is None
     for name in ("c", "d"):
-        found = run_difference(tmp_path / "a", tmp_path / name)
-        assert found is not None and found.startswith("last checkpoint, layer.weight")
+        result = run_difference(tmp_path / "a", tmp_path / name)
+        assert result is not None and result.startswith("last checkpoint, layer.weight")
     assert compare_runs.read_checkpoint(tmp_path / "a" / "checkpoints")["iteration"] == "3"
 
 
@@ -134,6 +134,6 @@ def test_every_start_and_recipe_is_resolved(tmp_path: Path) -> None:
     chosen = {name: lines[name] for name in ("mine", "one-block, start 1")}
     task = Task(checkouts=dict.fromkeys(SIDES, compare_runs.ROOT), output=tmp_path, stop=threading.Event())
     assert compare_runs.resolved_difference(chosen, task) is None
-    found = json.loads((tmp_path / compare_runs.FLAGS / "after.json").read_text())
-    assert found["mine"].get("num-layers") == 3, found
-    assert found["one-block, start 1"]["bcd-num-blocks"] == 1
+    result = json.loads((tmp_path / compare_runs.FLAGS / "after.json").read_text())
+    assert result["mine"].get("num-layers") == 3, result
+    assert result["one-block, start 1"]["bcd-num-blocks"] == 1

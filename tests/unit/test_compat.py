@@ -31,11 +31,11 @@ def source_of(module: str) -> tuple[str, ast.Module]:
 
 def parameters_of(function: ast.AST) -> str:
     assert isinstance(function, ast.FunctionDef)
-    given = function.args
-    names = [one.arg for one in [*given.posonlyargs, *given.args]]
-    names += [f"*{given.vararg.arg}"] if given.vararg else []
-    names += [one.arg for one in given.kwonlyargs]
-    names += [f"**{given.kwarg.arg}"] if given.kwarg else []
+    arguments = function.args
+    names = [item.arg for item in [*arguments.posonlyargs, *arguments.args]]
+    names += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
+    names += [kwonlyarg.arg for kwonlyarg in arguments.kwonlyargs]
+    names += [f"**{arguments.kwarg.arg}"] if arguments.kwarg else []
     return ", ".join(names)
 
 
@@ -47,13 +47,13 @@ def test_private_api(line: str) -> None:
     name, has_parameters, parameters = name.partition("(")
     text, node = source_of(module)
     if name:
-        found: ast.AST = node
+        result: ast.AST = node
         for part in name.split("."):  # the last definition of that name: overloads come before it
-            kinds = (one for one in ast.walk(found) if isinstance(one, ast.FunctionDef | ast.ClassDef))
-            found = [one for one in kinds if one.name == part][-1]
-        text = ast.get_source_segment(text, found) or ""
+            kinds = (item for item in ast.walk(result) if isinstance(item, ast.FunctionDef | ast.ClassDef))
+            result = [kind for kind in kinds if kind.name == part][-1]
+        text = ast.get_source_segment(text, result) or ""
         if has_parameters:
-            assert parameters_of(found) == parameters.removesuffix(")")
+            assert parameters_of(result) == parameters.removesuffix(")")
     for marker in markers:
         assert marker in text
 

@@ -69,10 +69,10 @@ def test_switches(tmp_path: Path) -> None:
     switched = dict.fromkeys(("bf16", "swiglu", "group_query_attention", "log-params-norm"), True)
     file = written(tmp_path, FILE | switched | {"rope-fusion": False})
     off = ("--no-bf16", "--no-swiglu", "--no-group-query-attention", "--disable-log-params-norm", "--rope-fusion")
-    found = parse_run_config([*off, f"--config={file}"], prog=PROG, world_size=1)
+    result = parse_run_config([*off, f"--config={file}"], prog=PROG, world_size=1)
     assert parse_run_config(["--config", file], prog=PROG, world_size=1).precision == "bf16"
-    assert (found.precision, found.model.swiglu, found.report.log_params_norm) == ("fp32", False, False)
-    assert found.transformer.get("num_query_groups") is None
+    assert (result.precision, result.model.swiglu, result.report.log_params_norm) == ("fp32", False, False)
+    assert result.transformer.get("num_query_groups") is None
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,10 @@ def test_peak(repo_root: Path, tmp_path: Path, sizes: tuple[int, int, int]) -> N
     env = {**os.environ, "PYTHONPATH": str(repo_root), **RETURNED_AT_ONCE}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert found["parameters"] > sizes[2]
+    result = json.loads(done.stdout)
+    assert result["parameters"] > sizes[2]
     for direction in ("to_core", "back"):
-        assert found[direction]["bytes"] <= 1.4 * found[direction]["file"] + SMALL_BUFFERS, direction
+        assert result[direction]["bytes"] <= 1.4 * result[direction]["file"] + SMALL_BUFFERS, direction
 
 
 if __name__ == "__main__":

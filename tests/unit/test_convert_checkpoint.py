@@ -22,9 +22,9 @@ from support import huggingface_models as models
 Edit = Callable[[Path], None]
 
 
-def convert(source: str, given: Path, written: Path, *more: str) -> int:
+def convert(source: str, source_folder: Path, written: Path, *more: str) -> int:
     target = "hf" if source == "bcd" else "bcd"
-    arguments = ["--from", source, "--to", target, "--input", str(given), "--output", str(written)]
+    arguments = ["--from", source, "--to", target, "--input", str(source_folder), "--output", str(written)]
     return convert_checkpoint.main([*arguments, *more])
 
 
@@ -44,15 +44,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.mark.parametrize("name", models.SETTINGS)
 def test_there_and_back(name: str, written: Callable[..., Path], tmp_path: Path) -> None:
     """A transform that loses or moves a row, padding that stays, a shard or a tied head written twice."""
-    given = written(name)
-    (given / "tokenizer.json").write_text("not read")
-    assert len(list(given.glob("*.safetensors"))) > 1
-    assert convert("hf", given, tmp_path / "bcd") == 0
+    source_folder = written(name)
+    (source_folder / "tokenizer.json").write_text("not read")
+    assert len(list(source_folder.glob("*.safetensors"))) > 1
+    assert convert("hf", source_folder, tmp_path / "bcd") == 0
     assert convert("bcd", tmp_path / "bcd", tmp_path / "back", "--max-shard-size", "50KB") == 0
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
-    assert models.differing(models.tensors_of(given), models.tensors_of(tmp_path / "back")) == []
+    assert models.differing(models.tensors_of(source_folder), models.tensors_of(tmp_path / "back")) == []
     for kept in ("config.json", "generation_config.json", "tokenizer.json"):
-        assert (tmp_path / "back" / kept).read_bytes() == (given / kept).read_bytes()
+        assert (tmp_path / "back" / kept).read_bytes() == (source_folder / kept).read_bytes()
     assert convert("bcd", tmp_path / "bcd" / "iter_0000000", tmp_path / "again") == 0
     assert len(list((tmp_path / "again").glob("*.safetensors"))) == 1
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
@@ -87,32 +87,32 @@ def test_older_files_of_gpt2(written: Callable[..., Path], tmp_path: Path) -> No
 
 
 def edit_config(**values: Any) -> Edit:
-    def edit(given: Path) -> None:
-        config = json.loads((given / "config.json").read_text())
-        (given / "config.json").write_text(json.dumps(config | values))
+    def edit(source_folder: Path) -> None:
+        config = json.loads((source_folder / "config.json").read_text())
+        (source_folder / "config.json").write_text(json.dumps(config | values))
 
     return edit
 
 
 def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Edit:
-    def edit(given: Path) -> None:
-        tensors = models.tensors_of(given)
+    def edit(source_folder: Path) -> None:
+        tensors = models.tensors_of(source_folder)
         change(tensors)
-        for file in given.glob("*.safetensors*"):
+        for file in source_folder.glob("*.safetensors*"):
             file.unlink()
-        save_file(tensors, given / "model.safetensors")
+        save_file(tensors, source_folder / "model.safetensors")
 
     return edit
 
 
-def as_pickle(given: Path) -> None:
-    for file in given.glob("*.safetensors*"):
+def as_pickle(source_folder: Path) -> None:
+    for file in source_folder.glob("*.safetensors*"):
         file.unlink()
-    (given / "pytorch_model.bin").write_bytes(b"")
+    (source_folder / "pytorch_model.bin").write_bytes(b"")
 
 
-def cut_short(given: Path) -> None:
-    file = sorted(given.glob("*.safetensors"))[0]
+def cut_short(source_folder: Path) -> None:
+    file = sorted(source_folder.glob("*.safetensors"))[0]
     file.write_bytes(file.read_bytes()[:-8])
 
 
@@ -125,10 +125,10 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "extra": ("llama2", edit_weight(layers__0__self_attn__q_proj__bias=torch.ones(32)), "q_proj.bias"),
     "shape": ("llama2", edit_weight(norm__weight=torch.ones(31)), "model.norm.weight"),
     "dtypes": ("llama2", edit_weight(layers__0__mlp__up_proj__weight=torch.ones(48, 32).half()), "dtype"),
-    "no_shard": ("llama2", lambda given: sorted(given.glob("*.safetensors"))[1].unlink(), "index.json"),
+    "no_shard": ("llama2", lambda source_folder: sorted(source_folder.glob("*.safetensors"))[1].unlink(), "index.json"),
     "cut_short": ("llama2", cut_short, "safetensors"),
     "pickle": ("llama2", as_pickle, "pytorch_model.bin"),
-    "no_config": ("llama2", lambda given: (given / "config.json").unlink(), "config.json"),
+    "no_config": ("llama2", lambda source_folder: (source_folder / "config.json").unlink(), "config.json"),
     "no_size": ("llama2", edit_config(hidden_size=None), "hidden_size"),
     "class": ("llama2", edit_config(architectures=["FalconForCausalLM"]), "FalconForCausalLM"),
     "quantised": ("llama2", edit_config(quantization_config={"bits": 4}), "quanti"),
@@ -159,26 +159,26 @@ def test_outputs_and_checkpoints_that_are_refused(
     written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A model that is overwritten; a checkpoint converted as one of another network, or while it is damaged."""
-    given = written("llama2")
-    assert convert("hf", given, tmp_path / "bcd") == 0
+    source_folder = written("llama2")
+    assert convert("hf", source_folder, tmp_path / "bcd") == 0
     capsys.readouterr()
 
     def refused(source: str, path: Path, output: Path, *more: str) -> str:
         assert convert(source, path, output, *more) == 2
         return capsys.readouterr().err
 
-    assert "--output" in refused("hf", given, tmp_path / "bcd")
-    assert "--output" in refused("bcd", tmp_path / "bcd", given)
+    assert "--output" in refused("hf", source_folder, tmp_path / "bcd")
+    assert "--output" in refused("bcd", tmp_path / "bcd", source_folder)
     back = tmp_path / "back"
     tied, smaller = tmp_path / "tied", tmp_path / "smaller"
     for edited, values in ((tied, {"tie_word_embeddings": True}), (smaller, {"num_hidden_layers": 3})):
-        shutil.copytree(given, edited)
+        shutil.copytree(source_folder, edited)
         edit_config(**values)(edited)
     assert "config.json" in refused("bcd", tmp_path / "bcd", back, "--config", str(tied))
     assert "[4, " in refused("bcd", tmp_path / "bcd", back, "--config", str(smaller))
-    assert str(given) in refused("bcd", given, back)
-    assert "--vocab-size" in refused("hf", given, back, "--vocab-size", "3")
-    assert "--max-shard-size" in refused("bcd", given, back, "--max-shard-size", "many")
+    assert str(source_folder) in refused("bcd", source_folder, back)
+    assert "--vocab-size" in refused("hf", source_folder, back, "--vocab-size", "3")
+    assert "--max-shard-size" in refused("bcd", source_folder, back, "--max-shard-size", "many")
     file = tmp_path / "bcd" / "iter_0000000" / "__2_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
     assert "__2_0.distcp" in refused("bcd", tmp_path / "bcd", back)
@@ -219,11 +219,11 @@ def disk_for(num_bytes: int) -> Iterator[None]:
 
 def test_a_full_disk(written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The library's own error, which is no OSError, as a traceback; half of a checkpoint or a model that is left."""
-    given = written("qwen2")
+    source_folder = written("qwen2")
     with disk_for(5000):
-        assert convert("hf", given, tmp_path / "bcd") == 2
+        assert convert("hf", source_folder, tmp_path / "bcd") == 2
     assert not list(tmp_path.iterdir())
-    assert convert("hf", given, tmp_path / "bcd") == 0
+    assert convert("hf", source_folder, tmp_path / "bcd") == 0
     capsys.readouterr()
     with disk_for(5000):
         assert convert("bcd", tmp_path / "bcd", tmp_path / "back") == 2
@@ -234,13 +234,13 @@ def test_a_full_disk(written: Callable[..., Path], tmp_path: Path, capsys: pytes
 
 def test_what_a_killed_conversion_leaves(written: Callable[..., Path], tmp_path: Path) -> None:
     """A tool that refuses its own unfinished folder, or writes over a whole checkpoint."""
-    given = written("qwen2")
+    source_folder = written("qwen2")
     leftover = tmp_path / "bcd" / "iter_0000000.incomplete"
     (leftover / "huggingface").mkdir(parents=True)
     (leftover / "__0_0.distcp").write_bytes(b"half")
-    assert convert("hf", given, tmp_path / "bcd") == 0
+    assert convert("hf", source_folder, tmp_path / "bcd") == 0
     assert convert("bcd", tmp_path / "bcd", tmp_path / "back") == 0
-    assert models.differing(models.tensors_of(given), models.tensors_of(tmp_path / "back")) == []
+    assert models.differing(models.tensors_of(source_folder), models.tensors_of(tmp_path / "back")) == []
     leftover.mkdir()
-    assert convert("hf", given, tmp_path / "bcd") == 2
+    assert convert("hf", source_folder, tmp_path / "bcd") == 2
     assert (tmp_path / "bcd" / "iter_0000000" / "checksums.json").exists()

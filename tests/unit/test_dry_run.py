@@ -58,8 +58,8 @@ def test_versions_that_were_not_tested(repo_root: Path, tmp_path: Path, script: 
     command = [sys.executable, str(repo_root / script), *WORDS, "--dry-run"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    found = "torch 2.99.0, megatron-core 0.16.2: not tested. Tested: Python 3.11 to "
-    assert done.stderr.startswith(f"{script}: warning: {found}") and done.stderr.count("\n") == 1
+    result = "torch 2.99.0, megatron-core 0.16.2: not tested. Tested: Python 3.11 to "
+    assert done.stderr.startswith(f"{script}: warning: {result}") and done.stderr.count("\n") == 1
 
 
 def test_a_line_for_all_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

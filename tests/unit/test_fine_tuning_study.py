@@ -22,8 +22,8 @@ def test_cost_is_time_to_the_best_of_full_training() -> None:
     full = run(3.0, 2.0, 2.5)
     assert full.best == (20, 2.0)
     assert row(full, full=full).cost == 1
-    found = row(run(2.5, 1.5, 1.5, step_ms=6.0), full=full)
-    assert found.cost == pytest.approx(15 * 6 / (20 * 10)) and found.to_full == pytest.approx(-0.25)
+    result = row(run(2.5, 1.5, 1.5, step_ms=6.0), full=full)
+    assert result.cost == pytest.approx(15 * 6 / (20 * 10)) and result.to_full == pytest.approx(-0.25)
     assert row(run(3.0, 2.1, 2.01), full=full).cost is None
     two = row(run(2.5, 1.5), run(2.5, 2.2, seed=2), full=full)
     assert two.num_reached == 1 and two.seeds == (1, 2), "the second seed has no full training beside it"

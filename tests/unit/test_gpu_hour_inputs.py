@@ -128,10 +128,10 @@ class Words:
 
 def test_documents_stay_whole() -> None:
     """A page of which training holds a part would make validation easier."""
-    found = [
+    results = [
         Document("anarchism" if index % 10 == 0 else "other", "plain", f"word{index:03} " * 500) for index in range(200)
     ]
-    corpus = divide(found, {"anarchism": "1", "other": "2"}, Words(), valid_tokens=5000, train_tokens=10**6)
+    corpus = divide(results, {"anarchism": "1", "other": "2"}, Words(), valid_tokens=5000, train_tokens=10**6)
     parts = [{word for text in part for word in text.split()} for part in (corpus.train, corpus.valid, corpus.english)]
     assert sum(map(len, parts)) == len(set.union(*parts)) == 200
     assert corpus.manifest["valid_tokens"] == 5000 and len(parts[1]) == 10

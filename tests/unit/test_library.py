@@ -27,8 +27,8 @@ def test_public_names() -> None:
     """A public name that disappears, or gets other parameters."""
     assert sorted(megatron.bcd.__all__) == sorted(PUBLIC)
     for name, parameters in PUBLIC.items():
-        found = getattr(megatron.bcd, name)
-        assert parameters is None or list(inspect.signature(found).parameters) == parameters
+        result = getattr(megatron.bcd, name)
+        assert parameters is None or list(inspect.signature(result).parameters) == parameters
         assert name in dir(megatron.bcd)
 
 

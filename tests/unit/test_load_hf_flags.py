@@ -164,10 +164,10 @@ def test_config_json_and_flags_say_the_same(tmp_path: Path, config: dict[str, An
     """A config.json made from flags that describes another network than the flags."""
     network = architecture_from_config(config, source="config.json")
     run = parse(tmp_path / "m", config)
-    made = run_architecture(run, is_on_gpu=False, vocab_size=300)
-    assert architecture_flags(made) == architecture_flags(network)
-    again = architecture_from_config(make_config(made, dtype="float32"), source="config.json")
-    assert again == made
+    rebuilt = run_architecture(run, is_on_gpu=False, vocab_size=300)
+    assert architecture_flags(rebuilt) == architecture_flags(network)
+    again = architecture_from_config(make_config(rebuilt, dtype="float32"), source="config.json")
+    assert again == rebuilt
 
 
 def test_vocabulary_of_a_run(tmp_path: Path) -> None:
@@ -192,12 +192,12 @@ def test_the_tokenizer_that_is_exported(tmp_path: Path) -> None:
     other = describe_run(parse(tmp_path / "m", LLAMA), is_on_gpu=False).companions
     assert other.keys() == {"generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert json.loads(other["tokenizer.json"]) != json.loads(original)
-    own = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path / "m")}
-    kept = describe_run(parse(tmp_path / "m", LLAMA, **own), is_on_gpu=False).companions
+    tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path / "m")}
+    kept = describe_run(parse(tmp_path / "m", LLAMA, **tokenizer), is_on_gpu=False).companions
     assert kept.keys() == other.keys()
     assert json.loads(kept["tokenizer.json"])["post_processor"] == json.loads(original)["post_processor"]
     sizes = {"load_hf": None, "num_layers": 6, "hidden_size": 64, "num_attention_heads": 4}
-    scratch = describe_run(parse(tmp_path / "m", LLAMA, form="llama", **own, **sizes), is_on_gpu=False)
+    scratch = describe_run(parse(tmp_path / "m", LLAMA, form="llama", **tokenizer, **sizes), is_on_gpu=False)
     assert scratch.companions.keys() == {"tokenizer.json", "tokenizer_config.json"}
     assert json.loads(scratch.companions["tokenizer.json"])["post_processor"] is None
     assert scratch.tokenizer is not None and scratch.config["eos_token_id"] == scratch.tokenizer.eod

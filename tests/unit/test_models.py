@@ -94,9 +94,9 @@ def test_a_gpu_without_a_compiler(flags: tuple[str, ...], switches: set[str], mo
     monkeypatch.setenv("CC", "/no/such/compiler")
     with pytest.raises(ValueError) as caught:
         transformer_config.build_transformer_config(parse(*flags), local)
-    given = set(re.findall(r"--no-[a-z-]+", str(caught.value)))
-    assert given == switches | {"--no-bias-dropout-fusion"}
-    transformer_config.build_transformer_config(parse(*flags, *sorted(given)), local)
+    suggested = set(re.findall(r"--no-[a-z-]+", str(caught.value)))
+    assert suggested == switches | {"--no-bias-dropout-fusion"}
+    transformer_config.build_transformer_config(parse(*flags, *sorted(suggested)), local)
     monkeypatch.setenv("CC", "true")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/no/such/folder"})
     with pytest.raises(ValueError, match=r"Python\.h"):
@@ -130,10 +130,10 @@ def test_grouped_queries_keep_to_the_fast_kernels(
 ) -> None:
     """On a GPU, the kernel that keeps the S x S scores: PyTorch's only one for grouped queries in fp32 or masked."""
     monkeypatch.setattr(device, "has_cuda", lambda: True)
-    given: dict[str, object] = {}
+    options: dict[str, object] = {}
 
     def attend(query: torch.Tensor, *others: torch.Tensor, **flags: object) -> torch.Tensor:
-        given.update(flags)
+        options.update(flags)
         return query
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
@@ -141,4 +141,4 @@ def test_grouped_queries_keep_to_the_fast_kernels(
     attention = ScaledDotProductAttention(config, 1, AttnMaskType.causal, "self").eval()
     q, k, v = (torch.zeros(7, 3, heads, 8, dtype=dtype) for heads in (4, 2, 2))
     attention(q, k, v, torch.zeros(1, 1, 7, 7, dtype=torch.bool) if with_mask else None)
-    assert given["enable_gqa"] == (dtype is torch.bfloat16 and not with_mask)
+    assert options["enable_gqa"] == (dtype is torch.bfloat16 and not with_mask)

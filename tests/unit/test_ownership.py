@@ -17,12 +17,12 @@ def names_of(cut: Partition, stage: int) -> list[str]:
     for chunk in range(cut.num_chunks):
         virtual = chunk * cut.num_stages + stage
         numbers = range(len(cut.chunk_layers(stage, chunk)))
-        held = [f"decoder.layers.{index}.{name}" for index in numbers for name in LAYER]
+        chunk_names = [f"decoder.layers.{index}.{name}" for index in numbers for name in LAYER]
         if virtual == 0:
-            held = ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight", *held]
+            chunk_names = ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight", *chunk_names]
         if virtual == cut.num_virtual_stages - 1:
-            held += ["decoder.final_layernorm.weight", "output_layer.weight"]
-        names += [f"chunks.{chunk}.{name}" for name in held] if cut.num_chunks > 1 else held
+            chunk_names += ["decoder.final_layernorm.weight", "output_layer.weight"]
+        names += [f"chunks.{chunk}.{name}" for name in chunk_names] if cut.num_chunks > 1 else chunk_names
     return names
 
 

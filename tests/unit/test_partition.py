@@ -103,9 +103,9 @@ def test_number_of_blocks_by_layout(cut: Partition) -> None:
     elif cut.layout == "strided":
         assert len(cut.submodels) == cut.num_layers
         for stage in range(cut.num_stages):
-            held = cut.stage_layers(stage)
+            layers = cut.stage_layers(stage)
             assert [cut.active_layers(block.index, stage) for block in blocks] == [
-                tuple(held[first :: len(blocks)]) for first in range(len(blocks))
+                tuple(layers[first :: len(blocks)]) for first in range(len(blocks))
             ]
     elif cut.layout == "interleaved":
         assert all(stages == set(range(cut.num_stages)) for stages in stages_of)
@@ -126,11 +126,11 @@ def test_stateless_layers_are_the_others(layers: int, stages: int, blocks: int, 
     for has_updates in (False, True):
         cut = partition(**sizes, has_stateless_updates=has_updates)
         for block in cut.blocks:
-            found, others = set(cut.stateless_layers(block.index)), set(range(layers)) - set(block.layers)
-            assert found == (others if has_updates else set())
+            result, others = set(cut.stateless_layers(block.index)), set(range(layers)) - set(block.layers)
+            assert result == (others if has_updates else set())
             assert list(cut.prefix_layers(block.index)) == ([] if has_updates else list(range(block.first_layer)))
             for stage in range(stages):
-                if found & set(cut.stage_layers(stage)):
+                if result & set(cut.stage_layers(stage)):
                     assert stage_active(cut, block.index, stage)
                     assert stage >= cut.first_trainable_stage(block.index)
 
@@ -150,7 +150,7 @@ def test_interleaved(stages: int, blocks: int, times: int, more: int, tied: bool
     alone = partition(num_stages=1, layout="interleaved", **arguments)
     assert [block.layers for block in cut.blocks] == [block.layers for block in alone.blocks]
     if times == 1:
-        assert [block.layers for block in cut.blocks] == [tuple(one) for one in divide(cut.num_layers, blocks)]
+        assert [block.layers for block in cut.blocks] == [tuple(item) for item in divide(cut.num_layers, blocks)]
     assert max(cut.layers_per_stage) - min(cut.layers_per_stage) <= 1
     assert cut.num_chunks == (parts if stages > 1 else 1) and alone.num_chunks == 1
     for stage in range(stages if stages > 1 else 0):

@@ -152,7 +152,7 @@ def test_two_swapped_actions_are_seen(place: tuple[Plan, int, int], data: st.Dat
     plan, stage, first = place
     actions = list(plan.stages[stage])
     kind = (actions[first].kind, actions[first].chunk)
-    alike = [index for index, one in enumerate(actions) if (one.kind, one.chunk) == kind]
+    alike = [index for index, item in enumerate(actions) if (item.kind, item.chunk) == kind]
     second = data.draw(st.sampled_from(alike))
     if second != first:
         actions[first], actions[second] = actions[second], actions[first]
@@ -168,13 +168,13 @@ def test_an_action_before_what_it_needs_and_crossed_messages_are_seen(plan: Plan
     one communicator, in silence."""
     num_found = 0
     for stage, actions in enumerate(plan.stages):
-        for at, (one, two) in enumerate(itertools.pairwise(actions)):
-            is_used = (one.kind, two.kind) in ((Kind.RECEIVE_FORWARD, Kind.FORWARD), (Kind.FORWARD, Kind.SEND_FORWARD))
-            same = is_used and one.microbatch == two.microbatch and one.chunk == two.chunk
-            is_crossed = plan.shape.num_stages == 2 and not (one.kind.computes or two.kind.computes)
+        for at, (left, two) in enumerate(itertools.pairwise(actions)):
+            is_used = (left.kind, two.kind) in ((Kind.RECEIVE_FORWARD, Kind.FORWARD), (Kind.FORWARD, Kind.SEND_FORWARD))
+            same = is_used and left.microbatch == two.microbatch and left.chunk == two.chunk
+            is_crossed = plan.shape.num_stages == 2 and not (left.kind.computes or two.kind.computes)
             if same or is_crossed:
                 with pytest.raises(PlanError):
-                    validate_plan(with_stage(plan, stage, (*actions[:at], two, one, *actions[at + 2 :])))
+                    validate_plan(with_stage(plan, stage, (*actions[:at], two, left, *actions[at + 2 :])))
                 num_found += 1
     assert num_found > 5
 
@@ -220,9 +220,11 @@ def test_interleaved_full_training_is_stocks_order(stages: int, chunks: int, mic
             )
         )  # fmt: skip
         done = passes(plan.stages[stage])
-        assert [(one.microbatch, one.chunk) for one in done if one.kind is Kind.FORWARD] == list(table)
-        assert [(one.microbatch, chunks - 1 - one.chunk) for one in done if one.kind is Kind.BACKWARD] == list(table)
-        kinds = [one.kind for one in done]
+        assert [(entry.microbatch, entry.chunk) for entry in done if entry.kind is Kind.FORWARD] == list(table)
+        assert [
+            (element.microbatch, chunks - 1 - element.chunk) for element in done if element.kind is Kind.BACKWARD
+        ] == list(table)
+        kinds = [item.kind for item in done]
         assert kinds.index(Kind.BACKWARD) == min(num_warm_up + 1, len(table))
         steady = kinds[num_warm_up : 2 * len(table) - num_warm_up]
         assert steady == [Kind.FORWARD, Kind.BACKWARD] * (len(steady) // 2)
@@ -249,16 +251,16 @@ def test_full_training_has_the_textbook_time(num_stages: int, num_microbatches: 
 def computed(timeline: Timeline) -> list[str]:
     """What each stage computes: kind and microbatch, each with start and end."""
     return [
-        " ".join(f"{one.action.kind.name[0]}{one.action.microbatch}:{one.start:g}-{one.end:g}" for one in spans
-                 if one.action.kind.computes)
+        " ".join(f"{span.action.kind.name[0]}{span.action.microbatch}:{span.start:g}-{span.end:g}" for span in spans
+                 if span.action.kind.computes)
         for spans in timeline.spans
     ]  # fmt: skip
 
 
 def test_two_stages_by_hand() -> None:
     """A message that costs nothing or twice, that delays its sender, or comes before its turn."""
-    one = times(shape_of(2, 1).full_training, message=0.5)
-    assert computed(one) == ["F0:0-1 B0:5-7", "F0:1.5-2.5 B0:2.5-4.5"]
+    timeline = times(shape_of(2, 1).full_training, message=0.5)
+    assert computed(timeline) == ["F0:0-1 B0:5-7", "F0:1.5-2.5 B0:2.5-4.5"]
     two = times(shape_of(2, 2).full_training)
     assert computed(two) == ["F0:0-1 F1:1-2 B0:4-6 B1:7-9", "F0:1-2 B0:2-4 F1:4-5 B1:5-7"]
     prefix = times(shape_of(2, 2, 1), message=0.5)

@@ -19,14 +19,14 @@ def adam(optimizer: type[torch.optim.Optimizer], *, fused: bool, cuts: list[int]
     start = torch.randn(cuts[-1], generator=generator)
     bounds = list(zip([0, *cuts], cuts, strict=False))
     weights = [start[begin:end].clone().requires_grad_() for begin, end in bounds]
-    one = optimizer(weights, lr=1e-2, weight_decay=0.1)
+    adam_step = optimizer(weights, lr=1e-2, weight_decay=0.1)
     if fused:
-        megatron_core.take_fused_adam(one)
+        megatron_core.take_fused_adam(adam_step)
     for _ in range(10):
         gradient = torch.randn(cuts[-1], generator=generator)
         for weight, (begin, end) in zip(weights, bounds, strict=True):
             weight.grad = gradient[begin:end].clone()
-        one.step()
+        adam_step.step()
     return torch.cat([weight.detach() for weight in weights])
 
 
@@ -44,7 +44,7 @@ def test_freed_memory_is_returned() -> None:
     if not hasattr(ctypes.CDLL(None), "malloc_trim"):
         pytest.skip("the C library here is not glibc")
     blocks = [torch.ones(16 * 2**10) for _ in range(1_000)]  # of 64 KiB, on the heap
-    last, held = blocks[-1], psutil.Process().memory_info().rss  # behind the others: the heap can't shrink by itself
+    last, before = blocks[-1], psutil.Process().memory_info().rss  # behind the others: the heap can't shrink by itself
     del blocks
     cpu.return_freed_memory()
-    assert held - psutil.Process().memory_info().rss > 0.8 * 999 * last.nbytes
+    assert before - psutil.Process().memory_info().rss > 0.8 * 999 * last.nbytes

@@ -143,6 +143,6 @@ def test_packages(
     """A traceback where Transformer Engine or Apex is absent; one that is left unused, or used without a GPU."""
     monkeypatch.setattr(device, "has_cuda", lambda: has_cuda)
     for name in ENGINE + APEX:
-        found = types.ModuleType(name) if name in installed else None  # None: "not installed", to an import
-        monkeypatch.setitem(sys.modules, name, found)
+        result = types.ModuleType(name) if name in installed else None  # None: "not installed", to an import
+        monkeypatch.setitem(sys.modules, name, result)
     assert (packages.has_transformer_engine(), packages.has_apex()) == (has_engine, has_apex)

@@ -89,8 +89,8 @@ def test_what_a_document_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     paragraphs = ["Call me\nIshmael.", "Some years ago,\r\nnever mind.", "The end"]
     for documents, expected in (("paragraph", paragraphs), ("file", [BOOK.removeprefix("\ufeff")])):
         preprocess(*flags, "--output-prefix", tmp_path / documents, "--documents", documents)
-        found = read_sequences(tmp_path / f"{documents}_text_document")
-        assert [bytes(each[:-1]).decode() for each in found] == 2 * expected and {each[-1] for each in found} == {256}
+        actual = read_sequences(tmp_path / f"{documents}_text_document")
+        assert [bytes(each[:-1]).decode() for each in actual] == 2 * expected and {each[-1] for each in actual} == {256}
 
 
 def test_jsonl_by_another_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,10 +118,10 @@ def test_gzip_and_globs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             file.write("".join(f"{part} {line}\n" for line in lines))
     with gzip.open(tmp_path / "z.jsonl.gz", "wt") as file:
         file.write('{"text": "last"}\n')
-    given = ("--input", tmp_path / "part*.txt.gz", tmp_path / "z.jsonl.gz")
-    preprocess(*given, "--output-prefix", tmp_path / "o", *BYTE_LEVEL)
-    found = [bytes(each).decode() for each in read_sequences(tmp_path / "o_text_document")]
-    assert found == [f"{part} {line}" for part in (1, 2, 3) for line in lines] + ["last"]
+    inputs = ("--input", tmp_path / "part*.txt.gz", tmp_path / "z.jsonl.gz")
+    preprocess(*inputs, "--output-prefix", tmp_path / "o", *BYTE_LEVEL)
+    actual = [bytes(each).decode() for each in read_sequences(tmp_path / "o_text_document")]
+    assert actual == [f"{part} {line}" for part in (1, 2, 3) for line in lines] + ["last"]
     capsys.readouterr()
     whole = (tmp_path / "part1.txt.gz").read_bytes()
     for name, content, expected in (

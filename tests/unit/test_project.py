@@ -60,12 +60,12 @@ def test_setup_py_agrees_with_the_pins(repo_root: Path) -> None:
         for node in ast.walk(ast.parse((repo_root / "setup.py").read_text()))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"
     )
-    given = {keyword.arg: keyword.value for keyword in call.keywords}
-    extras = ast.literal_eval(given["extras_require"])
-    wanted = ast.literal_eval(given["install_requires"]) + extras["figures"]
-    found = pins(repo_root)
+    arguments = {keyword.arg: keyword.value for keyword in call.keywords}
+    extras = ast.literal_eval(arguments["extras_require"])
+    wanted = ast.literal_eval(arguments["install_requires"]) + extras["figures"]
+    result = pins(repo_root)
     for requirement in map(Requirement, wanted):
-        assert found[requirement.name] in requirement.specifier, f"setup.py refuses {requirement.name}"
+        assert result[requirement.name] in requirement.specifier, f"setup.py refuses {requirement.name}"
 
 
 def test_torchft_is_imported_where_it_is_asked_for(repo_root: Path) -> None:
@@ -135,7 +135,7 @@ def test_no_path_of_a_machine(repo_root: Path) -> None:
     offenders = []
     for path in project_files(repo_root):
         text = path.read_text(encoding="utf-8", errors="ignore")
-        offenders += [f"{path.relative_to(repo_root)}: {found[0]}" for found in private.finditer(text)]
+        offenders += [f"{path.relative_to(repo_root)}: {item[0]}" for item in private.finditer(text)]
     assert offenders == []
 
 
@@ -161,13 +161,13 @@ def without_code(text: str) -> str:
 def anchors(text: str) -> set[str]:
     """Anchors of the headings of a Markdown text, as GitHub makes them."""
     headings = re.findall(r"^#+ +(.+?) *$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.M)
-    found: set[str] = set()
+    result: set[str] = set()
     for heading in headings:
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
         anchor = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
         numbered = (f"{anchor}-{number}" for number in range(1, len(headings) + 1))
-        found.add(next(name for name in (anchor, *numbered) if name not in found))
-    return found
+        result.add(next(name for name in (anchor, *numbered) if name not in result))
+    return result
 
 
 def broken_links(document: Path) -> list[str]:

@@ -184,8 +184,8 @@ def test_timers(tmp_path: Path, tensorboard: mock.Mock) -> None:
     ) as reporter:
         reporter.step(collect_step_metrics())
         reporter.step(collect_step_metrics(timers_ms=TIMES, straggler_ms=STRAGGLERS))
-    found = {tag: value for tag, (value, _) in scalars_of(tensorboard).items() if tag.endswith("-time")}
-    assert found == {"iteration-time": 0.12344, "forward-backward-time": 0.0905, "optimizer-time": 0.00325}
+    results = {tag: value for tag, (value, _) in scalars_of(tensorboard).items() if tag.endswith("-time")}
+    assert results == {"iteration-time": 0.12344, "forward-backward-time": 0.0905, "optimizer-time": 0.00325}
     before, after = metrics(tmp_path / "m.jsonl")
     assert "timers_ms" not in before and after["timers_ms"]["optimizer"] == [0.0, 3.25]
     assert "straggler_ms" not in before and after["straggler_ms"]["forward"] == [12.0, 30.5, 11.0]

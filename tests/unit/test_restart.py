@@ -101,9 +101,9 @@ def test_a_restart_resumes_all_that_was_saved(tmp_path: Path, monkeypatch: pytes
     for save, changes in (("new", True), ("none yet", False)):
         config = parse(*flags, "--save", save)
         for is_restart in (False, True):
-            found = _resuming_after_restart(config, is_restart=is_restart).checkpoint
-            assert found.save == save
-            loads = (found.load, found.ckpt_step, found.finetune, found.load_optim, found.load_rng)
+            result = _resuming_after_restart(config, is_restart=is_restart).checkpoint
+            assert result.save == save
+            loads = (result.load, result.ckpt_step, result.finetune, result.load_optim, result.load_rng)
             is_changed = changes and is_restart
             assert loads == (("new", None, False, True, False) if is_changed else ("base", 500, True, False, False))
 

@@ -119,5 +119,5 @@ def test_an_active_environment_without_all_pins(repository: FakeRepository, tmp_
     done = repository.setup(VIRTUAL_ENV=folder)
     assert done.returncode == 0 and repository.calls[0] == "venv"
     assert "torch==2.13.0" in done.stderr
-    own = repository.setup(VIRTUAL_ENV=str(repository.root / ".venv"))
-    assert (own.returncode, repository.calls, own.stderr) == (0, [], "")
+    active_env = repository.setup(VIRTUAL_ENV=str(repository.root / ".venv"))
+    assert (active_env.returncode, repository.calls, active_env.stderr) == (0, [], "")

@@ -65,7 +65,7 @@ class Pieces(WithSpans):
         return list(self._model.encode(text))
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        places = [place for place, one in enumerate(text) for _ in one.encode()] + [len(text)]  # by byte
+        places = [place for place, item in enumerate(text) for _ in item.encode()] + [len(text)]  # by byte
         pieces = self._model.encode(text, return_type="proto").pieces
         return [(places[piece.begin], places[piece.end]) for piece in pieces]
 

@@ -45,7 +45,7 @@ def test_a_record_is_in_one_split(tmp_path: Path) -> None:
     rows = [(line, length) for line in range(1, 41) for length in (3, 9 if line % 2 else 4)[: 1 + line % 3]]
     tokens = [Tokens(ids=numpy.arange(n, dtype=numpy.int32), learned=numpy.arange(n) > 0) for _, n in rows]
     with store.new_folder(str(tmp_path), "one") as folder:
-        store.write(folder, (((0, line, 1), one) for (line, _), one in zip(rows, tokens, strict=True)))
+        store.write(folder, (((0, line, 1), item) for (line, _), item in zip(rows, tokens, strict=True)))
     samples = store.open_samples(str(tmp_path), "one")
     assert samples is not None
     splits = []
@@ -98,9 +98,9 @@ def written(root: Path, digest: str = "one") -> store.Samples:
     ]
     with store.new_folder(str(root), digest) as folder:
         store.write(folder, rows)
-    found = store.open_samples(str(root), digest)
-    assert found is not None
-    return found
+    result = store.open_samples(str(root), digest)
+    assert result is not None
+    return result
 
 
 def dataset_of(samples: store.Samples, packed: plan.Packed | None = None, **options: Any) -> FineTuningDataset:
@@ -110,11 +110,11 @@ def dataset_of(samples: store.Samples, packed: plan.Packed | None = None, **opti
 
 def test_datasets_are_told_apart(tmp_path: Path) -> None:
     """A prefix cache that serves outputs of other records, or of records that were packed otherwise."""
-    one, two = written(tmp_path), written(tmp_path, "two")
-    datasets = [dataset_of(one), dataset_of(two), dataset_of(one, packed=pack_one_each(numpy.arange(3)))]
-    datasets += [dataset_of(one, seed=2), dataset_of(one, seq_length=7), dataset_of(one, has_segments=False)]
+    item, two = written(tmp_path), written(tmp_path, "two")
+    datasets = [dataset_of(item), dataset_of(two), dataset_of(item, packed=pack_one_each(numpy.arange(3)))]
+    datasets += [dataset_of(item, seed=2), dataset_of(item, seq_length=7), dataset_of(item, has_segments=False)]
     assert len({dataset.unique_description_hash for dataset in datasets}) == len(datasets)
-    assert dataset_of(one).unique_description_hash == datasets[0].unique_description_hash
+    assert dataset_of(item).unique_description_hash == datasets[0].unique_description_hash
 
 
 def test_a_killed_preparation_is_not_used(tmp_path: Path) -> None:
@@ -152,13 +152,13 @@ def test_a_damaged_folder_is_made_again(tmp_path: Path, name: str) -> None:
 def test_the_digest_is_of_content(tmp_path: Path) -> None:
     """Tokens of a file or of a tokenizer that has changed since."""
     path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    one, two = ("--data-path", str(path)), ("--data-path", str(other))
+    item, two = ("--data-path", str(path)), ("--data-path", str(other))
     path.write_text("one")
     tokenizer = ByteLevelTokenizer()
-    digest = store.data_digest([one], tokenizer, "auto")
+    digest = store.data_digest([item], tokenizer, "auto")
     shutil.copy(path, other)
     assert store.data_digest([two], tokenizer, "auto") == digest
-    assert store.data_digest([one], tokenizer, "text") != digest
-    assert store.data_digest([one, two], tokenizer, "auto") != digest
+    assert store.data_digest([item], tokenizer, "text") != digest
+    assert store.data_digest([item, two], tokenizer, "auto") != digest
     path.write_text("two")
-    assert store.data_digest([one], tokenizer, "auto") != digest
+    assert store.data_digest([item], tokenizer, "auto") != digest

@@ -38,7 +38,7 @@ def learned_texts(
     tokenizer: HuggingFaceTokenizer, record: Record, prompt_format: str = "auto"
 ) -> list[tuple[str, list[str]]]:
     """Of each sample the text, and the pieces of it that are learned."""
-    found = []
+    results = []
     for tokens in tokenize_record(record, Renderer(tokenizer, prompt_format), tokenizer):
         pieces, piece = [], []
         for token, is_learned in zip([*tokens.ids.tolist(), 0], [*tokens.learned.tolist(), False], strict=True):
@@ -47,8 +47,8 @@ def learned_texts(
             elif piece:
                 pieces.append(tokenizer.engine.decode(piece, skip_special_tokens=False))
                 piece = []
-        found.append((tokenizer.engine.decode(tokens.ids.tolist(), skip_special_tokens=False), pieces))
-    return found
+        results.append((tokenizer.engine.decode(tokens.ids.tolist(), skip_special_tokens=False), pieces))
+    return results
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama2", "bare"])
@@ -87,8 +87,8 @@ def test_an_answer_that_the_prompt_begins(tmp_path: Path, content: str) -> None:
     tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, REASONING))
     ((text, learned),) = learned_texts(tokenizer, parse_record({"prompt": "p", "completion": content}))
     assert text == f"<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n{content.strip()}<|im_end|>"
-    given = "<think>\n" if content.startswith("<think>\n1") else "<think>" if content == "<think>\n" else ""
-    assert learned == [content.strip().removeprefix(given) + "<|im_end|>"]
+    beginning = "<think>\n" if content.startswith("<think>\n1") else "<think>" if content == "<think>\n" else ""
+    assert learned == [content.strip().removeprefix(beginning) + "<|im_end|>"]
 
 
 def test_prompts(tmp_path: Path) -> None:

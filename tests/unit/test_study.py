@@ -106,8 +106,10 @@ def test_grid_grows_at_an_edge_and_says_where_it_ends(tmp_path: Path) -> None:
     point = next(points(read(tmp_path, extend=2)))
     cases = {0.2: (0.2, False, 3), 0.8: (0.8, False, 5), 5.0: (1.6, True, 5), 0.01: (0.025, True, 5)}
     for best, expected in cases.items():
-        found = results.grid(read(tmp_path, extend=2), point, results_by(lambda run, best=best: abs(run.lr - best) + 1))
-        assert (found.best, found.at_edge, len(found.values)) == expected
+        actual = results.grid(
+            read(tmp_path, extend=2), point, results_by(lambda run, best=best: abs(run.lr - best) + 1)
+        )
+        assert (actual.best, actual.at_edge, len(actual.values)) == expected
     fixed = results.grid(read(tmp_path, extend=0), point, results_by(lambda run: 1 / run.lr))
     assert (fixed.best, fixed.at_edge, len(fixed.values)) == (0.4, True, 3)
 
@@ -149,10 +151,14 @@ def test_summary_of_metrics() -> None:
     ends = [{"iteration": 1, "validation_accuracy": 0.5}, {"iteration": 3, "validation_accuracy": 0.75},
             {"iteration": 3, "validation_accuracy": 0.25, "is_final": True},
             {"iteration": 3, "test_accuracy": 0.9, "is_final": True}]  # fmt: skip
-    found = summarise([*steps, *ends], metric="accuracy", num_parameters=10)
-    assert found["test"] == pytest.approx(0.1) and found["validation"] == 0.5
-    assert found["curve"] == ((1, 0.5), (3, 0.25))
-    assert (found["state_bytes_per_parameter"], found["host_bytes_per_parameter"], found["step_ms"]) == (4.0, 0.8, 11.0)
+    result = summarise([*steps, *ends], metric="accuracy", num_parameters=10)
+    assert result["test"] == pytest.approx(0.1) and result["validation"] == 0.5
+    assert result["curve"] == ((1, 0.5), (3, 0.25))
+    assert (result["state_bytes_per_parameter"], result["host_bytes_per_parameter"], result["step_ms"]) == (
+        4.0,
+        0.8,
+        11.0,
+    )
     assert summarise([*steps, {"iteration": 3, "test_loss": None}], metric="loss", num_parameters=None)["test"] is None
     with pytest.raises(ValueError, match="test_loss"):
         summarise(steps, metric="loss", num_parameters=1)
@@ -167,9 +173,9 @@ def test_whole_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert tool.main(command) == 1, "a method failed"
     said = capsys.readouterr()
     assert said.err.count("start model none fast") == 4 and "| broken | failed: " in said.out
-    found = {one.key[2:5]: one for one in read_results(tmp_path / "study.csv")}
-    assert {key[0] for key in found} == {"full", "fast"} and len(found) == 8, "a failure is tried again"
-    full = found["full", 0.2, 2]
+    output = {result.key[2:5]: result for result in read_results(tmp_path / "study.csv")}
+    assert {key[0] for key in output} == {"full", "fast"} and len(output) == 8, "a failure is tried again"
+    full = output["full", 0.2, 2]
     assert (full.test, full.state_bytes_per_parameter, full.num_parameters) == (pytest.approx(1.12), 16, 10)
     assert full.curve[0] == (1, pytest.approx(1.02))
     assert (tmp_path / "study.md").read_text(encoding="utf-8")
@@ -189,7 +195,7 @@ def test_studies_of_the_project(repo_root: Path, tmp_path: Path) -> None:
         commands = Commands(study=study, texts={}, data_folder=tmp_path, folder=tmp_path)
         table = Table(study, Runner(commands, path.with_suffix(".csv")).lookup,
                       arithmetic=lambda point: None, step_ms=lambda point: None)  # fmt: skip
-        assert table.rows and set(table.used) <= {one.key for one in results}
+        assert table.rows and set(table.used) <= {result.key for result in results}
 
 
 @pytest.mark.parametrize(
@@ -208,8 +214,8 @@ def test_arithmetic(flags: str, expected: float | None) -> None:
     """Weight gradients of inactive layers, or orthogonalisation, that count nothing; a refused method that has some."""
     shape = "--num-layers 6 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
     batch = "--micro-batch-size 2 --global-batch-size 4 --train-iters 1 --lr 1e-3 --tokenizer-type ByteLevelTokenizer"
-    found = flags_arithmetic("gpt", f"{shape} {batch} {flags}".split())
-    assert found == pytest.approx(expected) if expected is not None else found is None
+    actual = flags_arithmetic("gpt", f"{shape} {batch} {flags}".split())
+    assert actual == pytest.approx(expected) if expected is not None else actual is None
 
 
 def test_results_count_if_their_command_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,8 +242,10 @@ def test_ten_minute_study_gives_its_committed_table(repo_root: Path, tmp_path: P
     path, results = repo_root / "studies" / "gpt_10_minutes.yaml", tmp_path / "results.csv"
     words = [str(path), "--output", str(tmp_path), "--data", str(shared_data), "--results", str(results)]
     assert tool.main(words) == 0
-    found, committed = ({one.key: one for one in read_results(file)} for file in (results, path.with_suffix(".csv")))
-    assert found.keys() == {key for key, one in committed.items() if not one.rounds}
-    for key, one in found.items():
-        assert one.test == pytest.approx(committed[key].test, abs=0.05), key
-        assert one.state_bytes_per_parameter == pytest.approx(committed[key].state_bytes_per_parameter, rel=0.01)
+    output, committed = (
+        {result.key: result for result in read_results(file)} for file in (results, path.with_suffix(".csv"))
+    )
+    assert output.keys() == {key for key, item in committed.items() if not item.rounds}
+    for key, entry in output.items():
+        assert entry.test == pytest.approx(committed[key].test, abs=0.05), key
+        assert entry.state_bytes_per_parameter == pytest.approx(committed[key].state_bytes_per_parameter, rel=0.01)

@@ -197,6 +197,6 @@ def test_other_types(tmp_path: Path, kind: str, family: str) -> None:
 
 def test_a_given_tokenizer_keeps_its_chat_template(tmp_path: Path) -> None:
     """tools/generate.py --chat --tokenizer-model FOLDER that finds no template in FOLDER/chat_template.jinja."""
-    given = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=tokenizer_folder(tmp_path, CHATML))
-    reader = in_memory._open_tokenizer("", given)
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=tokenizer_folder(tmp_path, CHATML))
+    reader = in_memory._open_tokenizer("", tokenizer)
     assert "<|im_start|>user" in reader.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)

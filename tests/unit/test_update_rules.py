@@ -20,10 +20,10 @@ def gradient(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rms_is_one_whatever_the_gradient(shape: tuple[int, int]) -> None:
     """A rate that depends on the gradient's size, or on the matrix's shape."""
-    one = update_rules.orthogonalize(gradient(*shape))
-    assert float(one.square().mean().sqrt()) == pytest.approx(1.0, rel=0.2)
+    step = update_rules.orthogonalize(gradient(*shape))
+    assert float(step.square().mean().sqrt()) == pytest.approx(1.0, rel=0.2)
     for factor in (1e-6, 1e6):
-        assert torch.allclose(update_rules.orthogonalize(factor * gradient(*shape)), one, atol=1e-4)
+        assert torch.allclose(update_rules.orthogonalize(factor * gradient(*shape)), step, atol=1e-4)
     assert not update_rules.orthogonalize(torch.zeros(shape)).any()
 
 
@@ -32,11 +32,11 @@ def test_orthogonal_is_near_the_polar_factor(shape: tuple[int, int]) -> None:
     """An iteration that loses singular vectors, or a transposed result."""
     g = gradient(*shape)
     u, _, vh = torch.linalg.svd(g, full_matrices=False)
-    found = update_rules.orthogonalize(g) / math.sqrt(max(shape))
-    values = torch.linalg.svdvals(found)
+    result = update_rules.orthogonalize(g) / math.sqrt(max(shape))
+    values = torch.linalg.svdvals(result)
     assert float(values.min()) > 0.6 and float(values.max()) < 1.3
     # same singular vectors: U^T X V is diagonal
-    core = u.T @ found @ vh.T
+    core = u.T @ result @ vh.T
     assert torch.allclose(core, torch.diag(core.diag()), atol=1e-4)
 
 
@@ -46,8 +46,8 @@ def test_orthogonal_is_pytorchs_muon() -> None:
     weight = torch.nn.Parameter(torch.zeros(24, 40))
     weight.grad = g.clone()
     torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="original").step()
-    found = update_rules.orthogonalize(g) / math.sqrt(40)
-    assert torch.allclose(found, -weight.detach(), atol=0.02)  # PyTorch's is in bf16
+    result = update_rules.orthogonalize(g) / math.sqrt(40)
+    assert torch.allclose(result, -weight.detach(), atol=0.02)  # PyTorch's is in bf16
 
 
 def test_queries_keys_and_values_apart() -> None:
@@ -55,11 +55,11 @@ def test_queries_keys_and_values_apart() -> None:
     groups, width, hidden = 2, 3, 8
     parts = (2 * width, width, width)
     g = gradient(groups * sum(parts), hidden)
-    [found] = update_rules.orthogonal(g[None], MatrixLayout(parts=parts), num_steps=5)
+    [result] = update_rules.orthogonal(g[None], MatrixLayout(parts=parts), num_steps=5)
     rows = torch.arange(g.shape[0]).view(groups, sum(parts))
     for start, size in ((0, 6), (6, 3), (9, 3)):
         mine = rows[:, start : start + size].flatten()
-        assert torch.allclose(found[mine], update_rules.orthogonalize(g[mine]), atol=1e-5)
+        assert torch.allclose(result[mine], update_rules.orthogonalize(g[mine]), atol=1e-5)
 
 
 @pytest.mark.parametrize("factor", [1e-9, 1.0, 1e6])
@@ -69,12 +69,12 @@ def test_factored_rows_without_gradient(factor: float) -> None:
     for step in range(4):
         g = gradient(2, 6, 5, seed=step)
         g[:, step + 1 :] = 0.0
-        found, expected = torch.zeros_like(g), torch.zeros_like(g)
-        update_rules.factored_(found, factor * g, factors, rate=1.0)
+        actual, expected = torch.zeros_like(g), torch.zeros_like(g)
+        update_rules.factored_(actual, factor * g, factors, rate=1.0)
         update_rules.factored_(expected, g, same, rate=1.0)
-        assert torch.allclose(found, expected, rtol=1e-4)
-        assert not found[:, step + 1 :].any() and found[:, : step + 1].all()
-        assert float(found.square().mean((1, 2)).max()) < 1.0 + 1e-5
-    before = found.clone()
-    update_rules.factored_(found, torch.zeros(2, 6, 5), factors, rate=1.0)
-    assert torch.equal(found, before)
+        assert torch.allclose(actual, expected, rtol=1e-4)
+        assert not actual[:, step + 1 :].any() and actual[:, : step + 1].all()
+        assert float(actual.square().mean((1, 2)).max()) < 1.0 + 1e-5
+    before = actual.clone()
+    update_rules.factored_(actual, torch.zeros(2, 6, 5), factors, rate=1.0)
+    assert torch.equal(actual, before)
