@@ -44,17 +44,17 @@ def lighthouse() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def other_worlds() -> Iterator[list[World]]:
     """Worlds of one rank that are other groups."""
-    results = [World(1), World(1)]
-    yield results
-    for world in results:
+    group_worlds = [World(1), World(1)]
+    yield group_worlds
+    for world in group_worlds:
         world.close()
 
 
 @pytest.fixture(scope="session")
 def pairs() -> Iterator[list[World]]:
-    results = [World(2), World(2)]
-    yield results
-    for world in results:
+    group_worlds = [World(2), World(2)]
+    yield group_worlds
+    for world in group_worlds:
         world.close()
 
 
@@ -82,13 +82,13 @@ def train(
     changes: list[torch.Tensor] = []
     means: list[torch.Tensor] = []
 
-    def changed(group_worlds: groups.OuterStep) -> torch.Tensor:
-        changes.append(change(group_worlds))
+    def changed(target: groups.OuterStep) -> torch.Tensor:
+        changes.append(change(target))
         return changes[-1]
 
-    def applied(group_worlds: groups.OuterStep, mean: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def applied(target: groups.OuterStep, mean: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         means.append(mean)
-        apply(group_worlds, mean, *args, **kwargs)
+        apply(target, mean, *args, **kwargs)
 
     def after_step(run: worlds.RecordedRun) -> None:
         if run.iteration + 1 == end_after and end == "kill":
@@ -101,10 +101,10 @@ def train(
         if run.iteration + 1 == sleeps[0]:
             time.sleep(sleeps[1])
 
-    def joining(group_worlds: groups.ReplicaGroups) -> bool:
-        least, group_worlds._least = group_worlds._least, max(group_worlds._least, starts_with)
-        is_in_step = join(group_worlds)
-        group_worlds._least = least
+    def joining(target: groups.ReplicaGroups) -> bool:
+        least, target._least = target._least, max(target._least, starts_with)
+        is_in_step = join(target)
+        target._least = least
         return is_in_step
 
     def counted_mean(*args: Any, **kwargs: Any) -> Any:
@@ -114,19 +114,19 @@ def train(
             os.kill(os.getpid(), signal.SIGKILL)
         return mean(*args, **kwargs)
 
-    def agreeing(group_worlds: membership.Membership, *, is_good: bool) -> bool:
-        return agree(group_worlds, is_good=is_good and (number == 0 or number != refuses))
+    def agreeing(target: membership.Membership, *, is_good: bool) -> bool:
+        return agree(target, is_good=is_good and (number == 0 or number != refuses))
 
     tell, ends = groups.ReplicaGroups._tell_of_exchange, []
 
-    def telling(group_worlds: groups.ReplicaGroups, place: Any) -> None:
-        tell(group_worlds, place)
-        ends.append(group_worlds._parts.iteration())
+    def telling(target: groups.ReplicaGroups, place: Any) -> None:
+        tell(target, place)
+        ends.append(target._parts.iteration())
 
     sample_number = data.GroupShare.sample_number
 
-    def first(group_worlds: data.GroupShare, number: Any) -> Any:
-        return sample_number(dataclasses.replace(group_worlds, group=0), number)
+    def first(target: data.GroupShare, number: Any) -> Any:
+        return sample_number(dataclasses.replace(target, group=0), number)
 
     with (
         mock.patch.object(data.GroupShare, "sample_number", first if reads_same else sample_number),
@@ -377,9 +377,9 @@ def idle_after_join(config: Any, *, is_idle: bool) -> str:
 
     join = groups.ReplicaGroups.join
 
-    def join_both(group_worlds: groups.ReplicaGroups) -> bool:
-        with mock.patch.object(group_worlds, "_least", 2):
-            return join(group_worlds)
+    def join_both(target: groups.ReplicaGroups) -> bool:
+        with mock.patch.object(target, "_least", 2):
+            return join(target)
 
     with (
         mock.patch.object(groups.ReplicaGroups, "join", join_both),
