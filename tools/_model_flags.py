@@ -19,44 +19,28 @@ if TYPE_CHECKING:
 
 def add_model_flags(parser: Any) -> None:
     """Add --model, its precision and device, and the flags of another tokenizer."""
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="DIR",
-        help="a model in Hugging Face's format (--save-hf), a folder of --save (its newest checkpoint is used), or one "
-        "checkpoint in it",
-    )
-    parser.add_argument(
-        "--precision",
-        "--dtype",
-        choices=("fp32", "bf16", "fp16"),
-        help="precision of weights and arithmetic (default: that of the weights)",
-    )
-    parser.add_argument("--device", help="cuda, cuda:1, cpu, ... (default: the first GPU, or else the CPU)")
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="a model in Hugging Face's format (--save-hf), a folder of --save "
+        "(its newest checkpoint is used), or one checkpoint in it")  # fmt: skip
+    add("--precision", "--dtype", choices=("fp32", "bf16", "fp16"), help="precision of weights and arithmetic (default: "
+        "that of the weights)")  # fmt: skip
+    add("--device", help="cuda, cuda:1, cpu, ... (default: the first GPU, or else the CPU)")
     group = parser.add_argument_group("tokenizer", "replaces the model's tokenizer; same flags as the training scripts")
     add_tokenizer_flags(group)
 
 
 def add_tokenizer_flags(group: Any, **options: Any) -> None:
     """Add the training scripts' tokenizer flags; `options` go to --tokenizer-type."""
-    group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, **options)
-    group.add_argument("--vocab-file", metavar="FILE", help="GPT2BPETokenizer: encoder.json")
-    group.add_argument("--merge-file", metavar="FILE", help="GPT2BPETokenizer: vocab.bpe")
-    group.add_argument(
-        "--tokenizer-model",
-        metavar="PATH",
-        help="SentencePiece model file, local Hugging Face folder, or JSON vocabulary of TikTokenizer",
-    )
-    group.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="NullTokenizer: ids 0..N-1, and N ends a document; TikTokenizer: all ids (default 131072)",
-    )
-    group.add_argument("--tiktoken-pattern", choices=("v1", "v2"), default="v2", help="TikTokenizer (default: v2)")
-    group.add_argument(
-        "--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help="TikTokenizer (default: 1000)"
-    )
+    add = group.add_argument
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, **options)
+    add("--vocab-file", metavar="FILE", help="GPT2BPETokenizer: encoder.json")
+    add("--merge-file", metavar="FILE", help="GPT2BPETokenizer: vocab.bpe")
+    add("--tokenizer-model", metavar="PATH", help="SentencePiece model file, local Hugging Face folder, or JSON "
+        "vocabulary of TikTokenizer")  # fmt: skip
+    add("--vocab-size", type=int, metavar="N", help="NullTokenizer: ids 0..N-1, and N ends a document; TikTokenizer: all "
+        "ids (default: 131072)")  # fmt: skip
+    add("--tiktoken-pattern", choices=("v1", "v2"), default="v2", help="TikTokenizer (default: v2)")
+    add("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help="TikTokenizer (default: 1000)")
 
 
 def tokenizer_options(options: argparse.Namespace) -> dict[str, Any]:

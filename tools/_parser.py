@@ -74,20 +74,14 @@ def add_precision(group: Any, choices: Sequence[str], *, more: str = "") -> None
     group.add_argument("--precision", choices=choices, default="fp32", help=f"(default: fp32{more})")
     for name in choices:
         if name != "fp32":
-            group.add_argument(
-                f"--{name}", dest="precision", action="store_const", const=name, help=f"the same as --precision {name}"
-            )
+            text = f"the same as --precision {name}"
+            group.add_argument(f"--{name}", dest="precision", action="store_const", const=name, help=text)
 
 
 def add_json(group: Any) -> None:
     """Add --json [FILE]."""
-    group.add_argument(
-        "--json",
-        nargs="?",
-        const=STDOUT,
-        metavar="FILE",
-        help="write all figures as JSON to this file; without one to stdout, and nothing else there",
-    )
+    text = "write all figures as JSON to this file; without one to stdout, and nothing else there"
+    group.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE", help=text)
 
 
 def write_figures(path: str | None, figures: Any, show: Callable[[], object]) -> None:

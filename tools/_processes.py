@@ -58,16 +58,10 @@ def run(
     seconds: float = math.inf,
     until: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Start a process, wait for it, and kill it with its children however this ends.
+    """Run a process in `cwd` with additional variables, and kill it with its children however this ends.
 
-    Args:
-        cwd: the working folder, by default the project's root.
-        environment: variables in addition to this process's.
-        seconds: time limit.
-        until: checked regularly; once it returns True, the process is killed, which counts as success.
-
-    Raises:
-        CannotRun: the process failed or exceeded the limit.
+    Killing it once `until` returns True counts as success. Raises CannotRun if it fails or exceeds the limit of
+    `seconds`.
     """
     deadline = time.monotonic() + seconds
     process = start(argv, log, cwd=cwd, threads=threads, environment=environment)

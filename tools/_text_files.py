@@ -49,31 +49,15 @@ class Source:
 
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("input")
-    group.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="files and quoted globs, read in this order; .gz works directly, .zst needs zstandard, .parquet pyarrow",
-    )
-    group.add_argument(
-        "--input-format",
-        choices=("auto", *FORMATS),
-        default="auto",
-        help="jsonl: one JSON object per line; txt: plain text; parquet: one document per row; auto (default): by the "
-        "ending .jsonl, .json, .txt or .parquet, before .gz or .zst; a .txt that contains JSON lines is read as JSONL",
-    )
-    group.add_argument(
-        "--documents",
-        choices=DOCUMENTS,
-        default="line",
-        help="documents of plain text: each non-empty line, stripped (default, as in stock); text between blank lines; "
-        "or each file",
-    )
-    group.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys or columns to read (default: text)"
-    )
+    add = parser.add_argument_group("input").add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="files and quoted globs, read in this order; .gz works "
+        "directly, .zst needs zstandard, .parquet pyarrow")  # fmt: skip
+    add("--input-format", choices=("auto", *FORMATS), default="auto", help="jsonl: one JSON object per line; txt: plain "
+        "text; parquet: one document per row; auto (default): by the ending .jsonl, .json, .txt or .parquet, before .gz "
+        "or .zst; a .txt that contains JSON lines is read as JSONL")  # fmt: skip
+    add("--documents", choices=DOCUMENTS, default="line", help="documents of plain text: each non-empty line, stripped "
+        "(default, as in stock); text between blank lines; or each file")  # fmt: skip
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys or columns to read (default: text)")
 
 
 def find_sources(args: argparse.Namespace) -> list[Source]:
@@ -208,10 +192,8 @@ def _rows(source: Source) -> Iterator[tuple[int, bytes]]:
 def read_documents(batch: Batch, json_keys: Sequence[str]) -> Iterator[tuple[int, dict[str, list[str]]]]:
     """Yield the line number of each document and its texts by key: one text, or several if JSON has a list.
 
-    Blank entries are skipped. Plain text is stripped and returned for every key.
-
-    Raises:
-        ValueError: a line is not UTF-8, or not JSON with the requested keys. Names file and line.
+    Blank entries are skipped. Plain text is stripped and returned for every key. Raises ValueError that names file and
+    line if a line is not UTF-8, or not JSON with the requested keys.
     """
     for number, entry in batch.entries:
         try:

@@ -142,10 +142,8 @@ def _encode_in_worker(batch: Batch) -> EncodedBatch:
 def encode_batches(batches: Iterable[Batch], encoder: Encoder, num_workers: int) -> Generator[EncodedBatch]:
     """Yield the encoded batches in order. With one worker, encode in this process.
 
-    Keeps only a few batches per worker in flight, so that memory does not grow with the input.
-
-    Raises:
-        ValueError: bad text, or a worker that was killed.
+    Keeps only a few batches per worker in flight, so that memory does not grow with the input. Raises ValueError for
+    bad text, and if a worker was killed.
     """
     if num_workers == 1:
         yield from map(encoder.encode, batches)

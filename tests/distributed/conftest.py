@@ -17,7 +17,7 @@ def _world(size: int) -> Iterator[World]:
 
 @pytest.fixture(scope="session")
 def world1() -> Iterator[World]:
-    """One rank, in a process of its own: the reference of the others."""
+    """One rank in a separate process: the reference for the others."""
     yield from _world(1)
 
 
@@ -37,9 +37,9 @@ def world4() -> Iterator[World]:
 def initial_weights(
     world1: World, text_data: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., dict[str, object]]:
-    """Flags that give every parallel layout the same initial weights: drawn once on one rank, read by all.
+    """Flags that give every parallel layout the same initial weights, drawn once on one rank.
 
-    Megatron Core seeds each stage and tensor slice differently, so runs that draw their own differ from the start.
+    Megatron Core seeds each stage and tensor slice differently, so runs that draw their weights differ from the start.
     """
     folders: dict[str, str] = {}
 

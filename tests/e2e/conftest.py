@@ -1,4 +1,4 @@
-"""Runs of the entry scripts that cost no imports, and a folder to start them in."""
+"""Runs of the entry scripts that import nothing, and a folder to start them in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.forked_runs import ForkedRuns
 
 @pytest.fixture(scope="session")
 def runs(repo_root: Path) -> Iterator[ForkedRuns]:
-    """The server that forks them."""
+    """The server that forks the runs."""
     with ForkedRuns(repo_root) as server:
         yield server
 

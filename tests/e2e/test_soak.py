@@ -1,4 +1,4 @@
-"""tools/soak.py: replica groups that are killed and stopped, a lighthouse that restarts, and what counts as a fault."""
+"""studies/soak.py: replica groups that are killed or stopped, a lighthouse that restarts, and which faults count."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from support.bad_input_cases import write_dataset
 LINE = {"iteration": 4, "consumed_samples": 8, "groups": 2, "lineage": 1, "values": 7}
 
 
-def found(*changes: dict[str, Any], consumed: int = 12) -> str:
-    """What the tool says of groups that train a step after an exchange, with batches of 2."""
+def faults(*changes: dict[str, Any], consumed: int = 12) -> str:
+    """Return the faults of groups that train a step after an exchange, with batches of 2."""
     step = {"iteration": 5, "consumed_samples": consumed, "loss": 1.0}
     lines = [[LINE | {"group": number} | change, step] for number, change in enumerate(changes)]
     return " ".join(soak.disagreements([SimpleNamespace(name="a", lines=line) for line in lines], 2)[0])  # type: ignore[misc]
@@ -24,10 +24,10 @@ def found(*changes: dict[str, Any], consumed: int = 12) -> str:
 
 def test_what_counts_as_a_fault() -> None:
     """Groups of different bits, that count other samples, or train the same ones, and nobody says so."""
-    assert found({}, {}) == ""
-    assert "differ" in found({}, {"values": 8}) and "differ" in found({}, {"consumed_samples": 6}, consumed=12)
-    assert "one number" in found({}, {"group": 0}) and "trained twice" in found({}, {"group": 0})
-    assert "10 samples" in found({}, {}, consumed=10)
+    assert faults({}, {}) == ""
+    assert "differ" in faults({}, {"values": 8}) and "differ" in faults({}, {"consumed_samples": 6}, consumed=12)
+    assert "one number" in faults({}, {"group": 0}) and "trained twice" in faults({}, {"group": 0})
+    assert "10 samples" in faults({}, {}, consumed=10)
 
 
 @pytest.mark.timeout(600)  # starts of the script

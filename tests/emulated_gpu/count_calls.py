@@ -1,11 +1,12 @@
-"""What a training step launches, copies and waits for, on an emulated GPU; operators count by their CUDA kernels.
+"""Count a training step's kernel launches, copies and waits on an emulated GPU; operators count by their CUDA kernels.
 
     run="bash tests/emulated_gpu.sh --run python tests/emulated_gpu/count_calls.py"
     $run --output docs/measurements/calls_of_a_step.csv
     $run --method pretrain      # by operator
 
-A GPT of 8 layers without dropout, 4 microbatches, bf16, one GPU; of all blocks the one with the most calls. Views and
-empty tensors are no calls. A wait is a read of the device or a copy that blocks the host.
+The model is a GPT of 8 layers without dropout; a step has 4 microbatches, in bf16 on one GPU. The figures are those of
+the block with the most calls. Views and empty tensors do not count. A wait is a read of the device, or a copy that
+blocks the host.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SIZES = (
 
 
 def counted(method: str) -> dict[str, dict[str, int]]:
-    """Calls by operator, and waits and copies by kind, of one step on this process' GPU."""
+    """Return the calls by operator, and the waits and copies by kind, of one step on this process's GPU."""
     import torch
 
     from megatron.bcd import data
@@ -78,7 +79,7 @@ def counted(method: str) -> dict[str, dict[str, int]]:
         trainer.lr_scheduler.optimizer = trainer.active.optimizer
         trainer.lr_scheduler.step(0)
         trainer.pipeline.begin_phase(block)
-        # the first step of a phase meters activations
+        # the first step of a phase measures activations
         trainer.train_step(batches, num_microbatches_next=4)
         torch.cuda.synchronize()
         for counter in counters.values():
@@ -91,13 +92,13 @@ def counted(method: str) -> dict[str, dict[str, int]]:
 
 
 def in_a_process(method: str) -> dict[str, dict[str, int]]:
-    """As `counted`; a process can set up one run."""
+    """Run `counted` in a new process, because a process can set up only one run."""
     command = [sys.executable, __file__, "--method", method]
     return json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def table() -> list[dict[str, Any]]:
-    """A row by method."""
+    """Return one row per method."""
     steps = {method: in_a_process(method) for method in METHODS}
     totals = {method: {name: sum(item.values()) for name, item in step.items()} for method, step in steps.items()}
     return [

@@ -1,7 +1,7 @@
-"""What flash and memory-efficient attention return, computed in fp32; torch chooses between them as on a GPU.
+"""Emulate flash and memory-efficient attention in fp32; torch chooses between them as on a GPU.
 
-Shapes: queries, keys, values and outputs [B, S, N, D]: B sequences, S tokens, N heads, D head size; inside
-[B, N, S, D]. Grouped queries have fewer heads of keys and values.
+Shapes: queries, keys, values and outputs [B, S, N, D]: B sequences, S tokens, N heads, D head size; internally [B, N,
+S, D]. With grouped queries, keys and values have fewer heads.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ from emulated_kernels import begin, cpu_view, on_device, seed_of
 
 
 def _inside(q, *others):
-    """In fp32, with as many heads as queries have."""
+    """Convert to fp32 with one head per query head."""
     views = [cpu_view(tensor).float().transpose(1, 2) for tensor in (q, *others)]
     return [view.repeat_interleave(q.size(2) // view.size(1), 1) for view in views]
 
 
 def _like(result, tensor):
-    """The heads that a group shares are summed."""
+    """Convert back: sum the heads that a group shares."""
     result = result.view(result.size(0), tensor.size(2), -1, *result.shape[2:]).sum(2)
     return on_device(tensor.device, result.transpose(1, 2).contiguous().to(tensor.dtype))
 
 
 def _probabilities(q, k, bias, causal, scale, dropout, seed):
-    """Before dropout, the mask that dropout multiplies them with, and their log-sum-exp. `causal` is 1 where the
-    diagonal begins at the upper left, 2 where it ends at the lower right."""
+    """Return the probabilities before dropout, the dropout mask that multiplies them, and their log-sum-exp.
+
+    `causal` is 1 if the diagonal begins at the upper left, 2 if it ends at the lower right.
+    """
     scores = q @ k.transpose(-1, -2) * scale
     if causal:
         first = 1 + (causal == 2) * (scores.size(-1) - scores.size(-2))

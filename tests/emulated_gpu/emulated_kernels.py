@@ -1,8 +1,8 @@
-"""ATen's CUDA kernels, replaced by the CPU's on views of the same memory: device memory is host memory here.
+"""Replace ATen's CUDA kernels by the CPU's, on views of the same memory: device memory is host memory here.
 
-Autograd, the caching allocator, streams, events, CUDA's generators and ProcessGroupNCCL stay torch's own. As on a GPU,
-tensors of two devices in one operation are refused, and random numbers follow seed and offset of the device's generator
-(but are other numbers). With EMU_LATE=1 the order between streams is checked (emulated_order.py).
+Autograd, the caching allocator, streams, events, CUDA's generators and ProcessGroupNCCL are torch's. As on a GPU, an
+operation on tensors of two devices fails, and random numbers depend on seed and offset of the device's generator (but
+differ from a GPU's). With EMU_LATE=1 the order between streams is checked (emulated_order.py).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ waits: collections.Counter[str] = collections.Counter()
 
 
 def _map(function, value):
-    """`function` of a value, or of all in a list."""
+    """Apply `function` to a value, or to all values of a list."""
     if isinstance(value, (list, tuple)):
         return type(value)(_map(function, each) for each in value)
     return function(value)
 
 
 def cpu_view(value):
-    """The same memory as a tensor of the CPU."""
+    """Return a CPU tensor with the same memory."""
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
@@ -58,7 +58,7 @@ def cpu_view(value):
 
 
 def on_device(device, value):
-    """A new tensor in the memory of `device`."""
+    """Return a new tensor in the memory of `device`."""
     if not isinstance(value, torch.Tensor):
         return value
     result = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
@@ -94,7 +94,7 @@ def _wait(kind):
 
 
 def seed_of(generator, device):
-    """Of the CPU's draw, by the state of the device's generator, which goes on."""
+    """Return a seed for the CPU's draw from the device's generator, and advance that."""
     generator = generator or torch.cuda.default_generators[device.index]
     state = f"{generator.initial_seed()} {generator.get_offset()}"
     generator.set_offset(generator.get_offset() + 4)
@@ -102,7 +102,7 @@ def seed_of(generator, device):
 
 
 def begin(name, reads, writes=()):
-    """What comes before every kernel: NCCL's kernels that its stream waits for, and the order of streams."""
+    """Do what precedes every kernel: run NCCL kernels that its stream waits for, and check the order of streams."""
     calls[name] += 1
     device = next((tensor.device for tensor in (*writes, *reads) if tensor.is_cuda), None)
     device = device or torch.device("cuda", torch.cuda.current_device())
@@ -112,7 +112,7 @@ def begin(name, reads, writes=()):
 
 
 class _Kernel:
-    """Of one operator."""
+    """The emulated kernel of one operator."""
 
     def __init__(self, op):
         arguments, returns = op._schema.arguments, op._schema.returns
@@ -127,7 +127,7 @@ class _Kernel:
             frozenset(a.alias_info.before_set): a.name for a in arguments if a.alias_info and a.alias_info.is_write
         }
         self.returned = [r.alias_info and self.written.get(frozenset(r.alias_info.before_set)) for r in returns]
-        """The arguments that are returned; None is a new tensor."""
+        """The arguments that the operator returns; None stands for a new tensor."""
 
     def given(self, name, args, kwargs):
         place = self.places.get(name, len(args))
@@ -170,7 +170,7 @@ class _Kernel:
         return results[0] if len(results) == 1 else results or None
 
     def _copies_later(self, args, kwargs):
-        """A copy between host and device; whether it is to come when it is waited for."""
+        """Return True for a copy between host and device that is delayed until something waits for it."""
         to, source = args[:2]
         host = source if to.is_cuda else to
         if self.given("non_blocking", args, kwargs) and (host.is_pinned() or _is_registered(host)):
@@ -180,7 +180,7 @@ class _Kernel:
 
 
 _registered: dict[int, int] = {}
-"""Memory that cudaHostRegister has page-locked, which FakeGPU does not remember: end by start."""
+"""Memory that cudaHostRegister has page-locked (end by start), because FakeGPU does not remember it."""
 
 
 def _is_registered(tensor):
@@ -204,7 +204,8 @@ def _item(tensor):
 
 
 def install():
-    """Replace the kernels of this process. torch calls this at its import: emulated_gpu.sh names it as a plugin."""
+    """Replace the kernels of this process. torch calls this when it is imported, as emulated_gpu.sh names it as a
+    plugin."""
     import emulated_attention
 
     warnings.filterwarnings("ignore", message="Warning only once for all operators")

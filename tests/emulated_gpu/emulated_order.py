@@ -1,13 +1,13 @@
-"""With EMU_LATE=1: order between streams, which a GPU leaves to the program.
+"""With EMU_LATE=1: check the order between streams, for which a GPU relies on the program.
 
-- Non-blocking copies of page-locked memory are made as late as possible: when the host or a kernel waits for them. A
-  host that reads too early finds NaN; one that overwrites the source too early sends what it wrote.
-- Kernels (and such copies) on two streams that use the same memory, at least one writing, must be ordered by an event
-  or by the host. Else, and where memory is freed and used again while a kernel of another stream may not be done with
-  it (no record_stream), the next kernel raises RuntimeError "[emulated] RACE".
+- Non-blocking copies of page-locked memory happen as late as possible: when the host or a kernel waits for them. A host
+that reads too early finds NaN; one that overwrites the source too early sends the new values. - Kernels (and such
+copies) on two streams that use the same memory, with at least one writing, must be ordered by an event or by the host.
+Memory must not be reused while a kernel of another stream may still use it (record_stream). Otherwise the next kernel
+raises RuntimeError "[emulated] RACE".
 
-Freed memory is filled with NaN, as streams.h does with fresh memory. Which stream has waited for what is kept by the
-vector clocks of torch's own sanitizer, which itself looks at less: not at the host, nor at freed memory.
+Freed memory is filled with NaN, like fresh memory in streams.h. The vector clocks of torch's sanitizer store which
+stream has waited for what; the sanitizer itself ignores the host and freed memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.cuda import _gpu_trace, _sanitizer
 
 @dataclass
 class _Memory:
-    """Kernels since the last write, by stream: the numbers of the last ones."""
+    """Kernels since the last write: the number of the last one by stream."""
 
     home: int
-    """The stream that the allocator gives it back to."""
+    """The stream to which the allocator returns it."""
     num_bytes: int = 0
     writes: dict[int, int] = field(default_factory=dict)
     reads: dict[int, int] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class _Memory:
 
 @dataclass
 class _Copy:
-    """That was asked for and is not made."""
+    """A requested copy that has not happened yet."""
 
     stream: int
     number: int
@@ -62,7 +62,7 @@ def _pointer(tensor):
 
 
 def _unordered(stream, uses):
-    """Of kernels by stream, those that `stream` has not waited for."""
+    """Return those of `kernels`, by stream, for which `stream` has not waited."""
     return {other: n for other, n in uses.items() if other != stream and not _clocks.is_ordered_after(stream, n, other)}
 
 
@@ -75,7 +75,7 @@ def _make(copies):
 
 
 def before_kernel(name, tensors, writes):
-    """Of the current stream: the order of what it uses, and the copies that it waited for."""
+    """For the current stream, check the order of the memory that it uses, and perform copies that it waited for."""
     if not is_on():
         return
     global _number
@@ -100,14 +100,14 @@ def before_kernel(name, tensors, writes):
 
 
 def written(tensor):
-    """A kernel's result, in new memory."""
+    """Record a kernel's result in new memory."""
     if is_on() and tensor.numel():
         num_bytes = tensor.untyped_storage().nbytes()
         _memory[_pointer(tensor)] = _Memory(current_stream(), num_bytes, {current_stream(): _number})
 
 
 def copy_later(to, source, to_view, source_view):
-    """Whether the copy, which `before_kernel` knows, is made later."""
+    """Delay a copy that `before_kernel` knows; return True if it is delayed."""
     if not is_on():
         return False
     places = (_pointer(to), _pointer(source)) if to.is_cuda else (None, _pointer(to))
@@ -119,7 +119,7 @@ def copy_later(to, source, to_view, source_view):
 
 
 def _host_waits(note, *what):
-    """`note` tells the clocks what for."""
+    """Perform the copies for which the host waits; `note` records the wait in the clocks."""
     note(*what)
     done = _clocks.host_sync_state
     _make([copy for copy in _copies if copy.number <= done.get(copy.stream, -1)])
@@ -130,14 +130,14 @@ _host_waits_for_stream = functools.partial(_host_waits, _clocks.all_streams_wait
 
 
 def host_waits():
-    """For the current stream."""
+    """Let the host wait for the current stream."""
     if is_on():
         _host_waits_for_stream(current_stream())
 
 
 def _stream_waits_for_event(event, stream):
     _clocks.stream_wait_for_event(stream, event)
-    if stream not in _had_kernels:  # NCCL's, whose kernels nobody sees
+    if stream not in _had_kernels:  # NCCL's stream, whose kernels are invisible here
         done = _clocks.current_sync_states[stream]
         _make([c for c in _copies if c.device_memory is not None and c.number <= done.get(c.stream, -1)])
 
@@ -166,7 +166,8 @@ def _was_freed(pointer):
 
 @functools.cache
 def is_on():
-    """Whether this process checks; from the first kernel on it listens to torch's streams, events and allocations."""
+    """Return True if this process checks. From the first kernel on it listens to torch's streams, events and
+    allocations."""
     if "EMU_LATE" not in os.environ:
         return False
     torch._C._activate_gpu_trace()

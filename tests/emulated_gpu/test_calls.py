@@ -1,4 +1,4 @@
-"""How much a training step launches, copies and waits for, on an emulated GPU."""
+"""The number of launches, copies and waits of a training step, on an emulated GPU."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def rows() -> dict[str, dict[str, Any]]:
 
 
 def test_a_step_waits_twice(rows: dict[str, dict[str, Any]]) -> None:
-    """A read of a value per tensor, or a blocking copy: a GPU that idles while the CPU launches the next kernels."""
+    """A read of a value per tensor, or a blocking copy, lets the GPU idle while the CPU launches the next kernels."""
     assert {method: row["waits"] for method, row in rows.items()} == dict.fromkeys(rows, 2)
 
 
 def test_launches_are_near_those_of_full_training(rows: dict[str, dict[str, Any]]) -> None:
-    """Inactive matrices that are updated one by one; a frozen layer whose weight gradients are computed."""
+    """Inactive matrices are updated one by one, or a frozen layer's weight gradients are computed."""
     assert rows["pretrain"]["calls"] <= 1.15 * rows["full"]["calls"]
     assert rows["finetune"]["calls"] < rows["paper"]["calls"] <= 0.85 * rows["full"]["calls"]
 
 
 def test_the_committed_table_holds(rows: dict[str, dict[str, Any]], repo_root: Path) -> None:
-    """A table that nobody has written since the step changed."""
+    """The step has changed, but the committed table has not."""
     with open(repo_root / "docs" / "measurements" / "calls_of_a_step.csv", encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             assert rows[row["method"]]["calls"] == pytest.approx(int(row["calls"]), rel=0.02)
@@ -57,8 +57,7 @@ class _OneRank:
 def test_planned_work_memory(
     number: int, shape: tuple[int, int], parts: tuple[int, ...], name: str, momentum: float
 ) -> None:
-    """An update in bf16 that takes more temporary memory than the planner counts: a plan that fits, and a run that does
-    not."""
+    """An update in bf16 uses more temporary memory than planned, so a plan fits and the run does not."""
     stack = {
         f"matrix {index}": (
             torch.nn.Parameter(torch.randn(shape, device="cuda", dtype=torch.bfloat16)),
@@ -75,5 +74,5 @@ def test_planned_work_memory(
     taken = (torch.cuda.max_memory_allocated() - before) / (number * shape[0] * shape[1])
     by_form = state._WORKING_BYTES[name]
     expected = by_form[2 if parts else number > 1]
-    # one matrix is no copy, also where it has parts
+    # a single matrix is not copied, even if it has parts
     assert taken == pytest.approx(by_form[0] if (name, number) == ("factored", 1) else expected, rel=0.06)

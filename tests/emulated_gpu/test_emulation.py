@@ -1,4 +1,4 @@
-"""What the emulated GPUs promise: the CPU's numbers, CUDA's rules, and a report where a GPU would hang or be wrong."""
+"""The emulated GPUs compute the CPU's numbers, follow CUDA's rules, and report where a GPU would hang or be wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Network(nn.Module):
-    """Embedding, norm, attention of PyTorch's own operations, GELU, dropout, loss."""
+    """Embedding, norm, attention from PyTorch's operations, GELU, dropout and loss."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Network(nn.Module):
 
 
 def trained(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Losses and weights of three steps of Adam."""
+    """Return losses and weights of three steps of Adam."""
     torch.manual_seed(1)
     network = Network().to(device, dtype)
     tokens = torch.arange(48).view(2, 24).to(device)
@@ -49,13 +49,13 @@ def trained(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_training_step_is_the_cpus(dtype: torch.dtype) -> None:
-    """A kernel that is replaced by another, or that writes elsewhere: not the CPU's numbers bit for bit."""
+    """A replaced kernel computes something else or writes elsewhere, so bits differ from the CPU's."""
     for mine, theirs in zip(trained("cuda", dtype), trained("cpu", dtype), strict=True):
         assert torch.equal(mine, theirs)
 
 
 def test_recomputation_repeats_dropout() -> None:
-    """Random numbers that don't follow the generator of the device: a recomputed layer has other dropout."""
+    """Random numbers do not follow the device's generator, so a recomputed layer has other dropout."""
     gradients = []
     for recomputes in (False, True):
         torch.manual_seed(1)
@@ -70,7 +70,7 @@ def test_recomputation_repeats_dropout() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_attention(dtype: torch.dtype) -> None:
-    """A GPU's kernels for attention, which keep no scores: other outputs or gradients than by the formula."""
+    """Attention kernels that store no scores return outputs or gradients that differ from the formula."""
     torch.manual_seed(1)
     query, key, value = (torch.randn(2, 4, 24, 16, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     results = []
@@ -91,7 +91,7 @@ def test_fused_attention(dtype: torch.dtype) -> None:
 
 
 def test_mixed_devices_are_refused() -> None:
-    """A tensor that was forgotten on the host: CUDA's kernels refuse it."""
+    """A tensor that was forgotten on the host is accepted, while CUDA's kernels reject it."""
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(2, device="cuda") + torch.ones(2)
     with pytest.raises(RuntimeError, match="same device"):
@@ -143,7 +143,7 @@ def two() -> World:
 
 
 def test_collectives(two: World) -> None:
-    """A collective that adds, gathers or sends something else."""
+    """A collective adds, gathers or sends the wrong values."""
     parts = [0.0, 0, 1, 1, 10, 14]
     mine, theirs = two.run(reduced)
     assert mine == [1, 3, 5, 7, *parts, 2, 4, 6, 8]
@@ -152,6 +152,6 @@ def test_collectives(two: World) -> None:
 
 @pytest.mark.parametrize("kind", ["size", "type", "collective"])
 def test_a_mismatched_message_ends_the_process(two: World, kind: str) -> None:
-    """Ranks that disagree about a message: NCCL hangs or writes behind the buffer."""
+    """Ranks disagree about a message, which makes NCCL hang or write beyond the buffer."""
     with pytest.raises(RankError, match="exit code 86(.|\n)*NCCL MISMATCH"):
         two.run(mismatched, kind)

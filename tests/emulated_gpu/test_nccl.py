@@ -1,4 +1,4 @@
-"""What ProcessGroupNCCL is asked for, read from the trace of the emulated NCCL."""
+"""The requests to ProcessGroupNCCL, read from the trace of the emulated NCCL."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_agree_on_every_communicator(text_data: str, tmp_path: Path, case: str) -> None:
-    """Collectives of a communicator in another order on another rank, a send without a receive of its size, messages
-    that wait in a group that may fill a GPU with them, and other kernels in the group that they have."""
+    """Ranks issue a communicator's collectives in different orders, a send has no receive of its size, or messages wait
+    in a group that also has other kernels, whose waiting blocks may fill the GPU."""
     flags = {"world_size": 2, "pipeline_model_parallel_size": 2, "num_layers": 4, "data_path": text_data}
     traced = Worlds("nccl", EMU_TRACE=str(tmp_path / "trace"))
     try:
@@ -58,7 +58,7 @@ def test_ranks_agree_on_every_communicator(text_data: str, tmp_path: Path, case:
 
 
 def calls_in_steps(config: Any) -> tuple[list[int], list[Any]]:
-    """The block of every step, and what this rank asked NCCL for in the steps, from their first message on."""
+    """Return every step's block, and this rank's NCCL calls in the steps, beginning with their first message."""
     path = Path(f"{os.environ['EMU_TRACE']}.{os.getpid()}")
     marks: list[int] = []
 
@@ -76,13 +76,13 @@ def calls_in_steps(config: Any) -> tuple[list[int], list[Any]]:
 
 
 def without_repeats(issued: list[Any]) -> list[Any]:
-    """Collectives of a group that follow on each other are one: a model has several buffers."""
+    """Merge consecutive collectives of a group into one, because a model has several buffers."""
     return [two for item, two in itertools.pairwise([None, *issued]) if item != two or two[0] != "collective"]
 
 
 def test_steps_are_what_the_checker_records(text_data: str, tmp_path: Path) -> None:
-    """The proof that nothing hangs (unit/test_issue_order.py) is about another program: other groups, another order of
-    collectives and messages."""
+    """The proof that nothing hangs (unit/test_issue_order.py) describes another program: other groups, or another order
+    of collectives and messages."""
     flags = {"world_size": 4, "pipeline_model_parallel_size": 2, "num_layers": 4, "bcd_layout": "stage"}
     flags |= {"bcd_num_blocks": None, "bcd_steps_per_block": 2, "train_iters": 4, "micro_batch_size": 1}
     traced = Worlds("nccl", EMU_TRACE=str(tmp_path / "trace"))
@@ -115,6 +115,8 @@ def test_steps_are_what_the_checker_records(text_data: str, tmp_path: Path) -> N
         for step in program.steps:
             if isinstance(step, Issued) and step.peer is not None:
                 recorded.append(("send" if step.is_send else "receive", step.peer))
-            elif isinstance(step, Issued) and step.what != "all-reduce":  # before the first step: the first contact
+            elif (
+                isinstance(step, Issued) and step.what != "all-reduce"
+            ):  # before the first step, ranks make the first contact
                 recorded.append(("collective", sorted(step.members)))
         assert without_repeats(seen) == without_repeats(recorded)

@@ -1,7 +1,7 @@
-"""Order between streams: what is wrong is reported by the emulation, the product passes, and fails with a wait less.
+"""Order between streams: the emulation reports errors; the product passes, and fails if one wait is removed.
 
-Here copies of page-locked memory come as late as they may, NCCL's kernels start late and one at a time, and memory that
-is fresh or was freed is NaN.
+Copies of page-locked memory happen as late as possible, NCCL's kernels start late and one at a time, and fresh or freed
+memory is NaN.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.bcd.runtime import device, replicas
 
 @pytest.fixture(scope="module")
 def late() -> Iterator[Worlds]:
-    """Worlds of GPUs that do everything as late as they may."""
+    """Worlds of GPUs that do everything as late as possible."""
     worlds = Worlds("nccl", EMU_LATE="1")
     yield worlds
     worlds.close()
@@ -84,7 +84,7 @@ def _freed_memory(side: torch.cuda.Stream, waits: bool) -> float:
 
 
 def outcomes() -> dict[str, list[Any]]:
-    """By case, with the wait that it needs and without."""
+    """Return the outcome of each case with and without the wait that it needs."""
     results: dict[str, list[Any]] = {}
     for case in (_copy_to_device, _copy_to_host, _source_overwritten, _kernel_on_side, _freed_memory):
         for waits in (True, False):
@@ -98,8 +98,8 @@ def outcomes() -> dict[str, list[Any]]:
 
 
 def test_a_missing_wait_is_reported(late: Worlds) -> None:
-    """A race that this machine does not show: the host reads, or writes, before a copy; a kernel runs before another
-    stream's; memory is used again while a late kernel reads it."""
+    """A race goes unnoticed: the host reads or writes before a copy, a kernel runs before another stream's, or memory
+    is reused while a late kernel reads it."""
     [seen] = late(1).run(outcomes)
     race = "[emulated] RACE"
     assert seen.pop("_copy_to_host")[1] != 8
@@ -146,14 +146,14 @@ def config_of(case: str, text_data: str, folder: Path) -> Any:
 
 
 def steps_of(config: Any) -> list[Any]:
-    """What a run tells of its steps, and of its checkpoint."""
+    """Return what a run reports of its steps and of its checkpoint."""
     outcome = worlds.train_run(config)
     return [outcome["losses"], outcome["grad_norms"], outcome["evaluations"]]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("checkpoint")])
 def test_late_is_the_same(late: Worlds, gpus: Worlds, text_data: str, tmp_path: Path, case: str) -> None:
-    """A wait that is missing: a value that is read before it is there."""
+    """A wait is missing, so a value is read before it is there."""
     size = CASES[case].get("world_size", 1)
     mine = late(size).run(steps_of, config_of(case, text_data, tmp_path / "mine"))
     assert mine == gpus(size).run(steps_of, config_of(case, text_data, tmp_path / "theirs"))
@@ -161,7 +161,7 @@ def test_late_is_the_same(late: Worlds, gpus: Worlds, text_data: str, tmp_path: 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("checkpoint")])
 def test_late_checkpoint(late: Worlds, text_data: str, tmp_path: Path, case: str) -> None:
-    """A checkpoint that is written from copies that are not there yet; shards that lie on the host, and NCCL."""
+    """A checkpoint is written from incomplete copies, with shards in host memory and NCCL."""
     config, size = config_of(case, text_data, tmp_path), CASES[case].get("world_size", 1)
     assert late(size).run(resumed_runs.saved_in_passing, config, 2, str(tmp_path)) == [[]] * size
 
@@ -190,14 +190,14 @@ MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
 
 
 def mutated(config: Any, mutant: str) -> Any:
-    torch.zeros(1, device="cuda").add_(1)  # now the emulation has put its own functions into torch
+    torch.zeros(1, device="cuda").add_(1)  # by now the emulation has replaced functions of torch
     with mock.patch.object(*MUTANTS[mutant][1:]):
         return steps_of(config)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_fails(late: Worlds, gpus: Worlds, text_data: str, tmp_path: Path, mutant: str) -> None:
-    """A lane that passes whatever the program waits for."""
+    """The late mode passes although a wait of the program is missing."""
     case = MUTANTS[mutant][0]
     size = CASES[case].get("world_size", 1)
     right = gpus(size).run(steps_of, config_of(case, text_data, tmp_path / "theirs"))

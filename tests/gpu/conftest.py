@@ -1,4 +1,4 @@
-"""How many GPUs this machine has."""
+"""The number of GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(scope="session")
 def num_gpus() -> int:
-    """GPUs here; skips the test where there is none."""
+    """Number of GPUs; skips the test if there is none."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     return torch.cuda.device_count()

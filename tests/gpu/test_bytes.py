@@ -1,4 +1,4 @@
-"""Bytes of the allocator by phase, beside the planner's memory model."""
+"""The allocator's bytes in each phase, compared with the planner's memory model."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ which blocks it finds depends on what ran in the process before. The plan counts
 
 
 def as_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron Core's fused functions hold nothing but their result in a GPU's memory, if they are compiled."""
+    """Make Megatron Core's fused functions keep only their result in GPU memory, as if they were compiled."""
     return lambda *tensors: function(*(each.cpu() for each in tensors)).to(tensors[0].device)
 
 
 @contextlib.contextmanager
 def compiled_fusions() -> Iterator[None]:
-    """In eager mode, as on emulated GPUs, the fused GELU has up to six temporaries of the MLP's width."""
+    """Emulate compiled fusions: in eager mode, the fused GELU has up to six temporaries of the MLP's width."""
     with contextlib.ExitStack() as patches:
         for name in ("bias_gelu", "bias_gelu_back") if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else ():
             patches.enter_context(mock.patch.object(fused_bias_gelu, name, as_compiled(getattr(fused_bias_gelu, name))))
@@ -46,7 +46,7 @@ def compiled_fusions() -> Iterator[None]:
 
 
 def allocated(config: Any, *, leaks: bool = False) -> list[dict[str, int]]:
-    """This rank's bytes by step; the mutant that `leaks` keeps every phase's optimizer."""
+    """Return this rank's bytes by step; the mutant `leaks` keeps every phase's optimizer alive."""
     steps: list[dict[str, int]] = []
     kept: list[Any] = []
     dispose = ActiveBlock.dispose
@@ -89,9 +89,10 @@ def allocated(config: Any, *, leaks: bool = False) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_allocated_is_planned(gpus: Worlds, text_data: str, name: str) -> None:
-    """Model state that the run holds and neither counts nor plans, to the byte; a peak that does not fit though its
-    plan does. A stage keeps the message that it received last, with its gradient if it
-    has one, and a few numbers stay."""
+    """The run holds model state that it neither counts nor plans, to the byte, or its peak exceeds a plan that fits.
+
+    A stage keeps the message that it received last, with its gradient if it has one, and a few numbers.
+    """
     flags = SIZES | RUNS[name]
     recipe = recipe_of(flags)
     planned = planned_memory(recipe)
@@ -102,7 +103,7 @@ def test_allocated_is_planned(gpus: Worlds, text_data: str, name: str) -> None:
         is_behind_another = rank >= size // flags.get("pipeline_model_parallel_size", size)
         element = 2 if flags.get("bf16") else 4
         message = SIZES["seq_length"] * SIZES["micro_batch_size"] * SIZES["hidden_size"] * element * is_behind_another
-        # from the second cycle on, all blocks are in buffers; a phase's first passes run before Adam has its moments
+        # from the second cycle on, all blocks are in buffers; a phase's first passes run before Adam allocates its moments
         for step in steps[2 * num_blocks + 1 :: 2]:
             plan = planned[step["block"]][rank]
             rest = step["asked"] - plan.model_state
@@ -123,7 +124,7 @@ UPDATES = {
 
 
 def taken_by_updates(config: Any) -> list[tuple[int, int]]:
-    """Bytes beside what was there before that each phase's second update takes, and the planned ones."""
+    """Return the additional bytes that each phase's second update takes, and the planned ones."""
     results = []
     update = ActiveBlock.step
 
@@ -145,7 +146,7 @@ def taken_by_updates(config: Any) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_an_update_takes_what_is_planned(gpus: Worlds, text_data: str, name: str) -> None:
-    """A copy of the gradients in fp32, or a root of all second moments, that no plan counts."""
+    """An update copies the gradients to fp32, or takes the root of all second moments at once, which no plan counts."""
     flags = SIZES_OF_UPDATE | UPDATES[name] | {"bf16": True, "train_iters": 6, "bcd_steps_per_block": 2}
     for taken, planned in gpus(1).run(taken_by_updates, worlds.run_config(data_path=text_data, **flags))[0]:
         assert taken <= planned + 2**12, "and a few numbers; on a GPU a norm takes one for each part of a gradient"
@@ -153,7 +154,7 @@ def test_an_update_takes_what_is_planned(gpus: Worlds, text_data: str, name: str
 
 
 def visits_of(steps: list[dict[str, int]]) -> dict[int, list[int]]:
-    """What stays at each visit of a block, from the second on."""
+    """Return the remaining bytes at each visit of a block, from the second on."""
     visits: dict[int, list[int]] = {}
     for step in steps[3:]:
         visits.setdefault(step["block"], []).append(step["asked"])
@@ -161,7 +162,7 @@ def visits_of(steps: list[dict[str, int]]) -> dict[int, list[int]]:
 
 
 def test_twenty_switches(gpus: Worlds, text_data: str) -> None:
-    """Memory that grows from visit to visit, or that the allocator has and cannot use."""
+    """Memory grows from visit to visit, or the allocator holds memory that it cannot use."""
     config = worlds.run_config(data_path=text_data, **SIZES | {"hidden_size": 512}, train_iters=21)
     [steps] = gpus(1).run(allocated, config)
     assert all(len(set(visits)) == 1 for visits in visits_of(steps).values())
@@ -169,7 +170,7 @@ def test_twenty_switches(gpus: Worlds, text_data: str) -> None:
 
 
 def test_a_leak_is_seen(gpus: Worlds, text_data: str) -> None:
-    """The mutant of the test above: a reference to the optimizer of a phase that is over."""
+    """The test above passes although a reference keeps an old phase's optimizer alive."""
     config = worlds.run_config(data_path=text_data, train_iters=9)
     [steps] = gpus(1).run(allocated, config, leaks=True)
     assert any(len(set(visits)) > 1 for visits in visits_of(steps).values())

@@ -1,4 +1,4 @@
-"""The first command of a machine with GPUs, on all of them."""
+"""tools/check_machine.py, the first command on a machine with GPUs, on all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(1800)
 def test_check_machine(
     repo_root: Path, tmp_path: Path, pytestconfig: pytest.Config, num_gpus: int, num_ranks: int
 ) -> None:
-    """One-block losses that are not the CPU's, layouts, resuming, prefix cache, offload."""
+    """Losses with one block differ from the CPU's, or layouts, resuming, prefix cache or offload fail."""
     if num_ranks > num_gpus:
         pytest.skip(f"needs {num_ranks} CUDA GPUs, here are {num_gpus}")
     is_emulated = "BCD_EMULATED_GPU" in os.environ  # whose times mean nothing; more ranks than cores show no more
@@ -26,7 +26,7 @@ def test_check_machine(
     report = tmp_path / "report.json"
     words = ["--json", str(report), "--output", str(tmp_path / "out"), "--num-ranks", str(num_ranks)]
     command = [sys.executable, "tools/check_machine.py", *words, *([] if is_emulated else ["--calibrate"])]
-    # no more emulated GPUs than there are cores: check_machine says so of a machine
+    # no more emulated GPUs than cores, or check_machine reports too few cores
     environment = os.environ | ({"FAKEGPU_DEVICE_COUNT": str(num_ranks)} if is_emulated else {})
     done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True)
     failures = [check for check in json.loads(report.read_text())["checks"] if check["verdict"] == "FAIL"]

@@ -1,4 +1,4 @@
-"""What only GPUs can show: copies between devices, a missing compiler, and the packages that have kernels for them."""
+"""Faults that only GPUs can show: copies between devices, a missing compiler, and packages with kernels for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUBMODEL = {"bcd_num_blocks": 2, "bcd_layout": "submodel", "bcd_steps_per_block"
 
 
 def one_gpu(folder: Path) -> Runner:
-    """Runs of the training script on one GPU. All start from the weights that a CPU draws."""
+    """Runs the training script on one GPU, always from the weights that a CPU draws."""
     runner = Runner(folder=folder, num_ranks=1, on_gpu=True, flags=FLAGS)
     runner.prepare()
     return runner
@@ -27,7 +27,7 @@ def one_gpu(folder: Path) -> Runner:
 
 @pytest.mark.parametrize("main_on", ["cpu", "cuda"])
 def test_residuals_across_devices(num_gpus: int, main_on: str) -> None:
-    """A main parameter in host memory, as with offload, whose weight on the GPU is taken for its neighbour."""
+    """The weight on the GPU is taken for the neighbour of a main parameter in host memory, as with offload."""
     main_param = torch.randn(1000, generator=torch.Generator().manual_seed(3)).to(main_on)
     weight = main_param.to("cuda", torch.bfloat16)
     residual = bf16_residual(main_param, weight, out=torch.empty(1000, dtype=torch.int16))
@@ -37,7 +37,7 @@ def test_residuals_across_devices(num_gpus: int, main_on: str) -> None:
 
 
 def test_no_compiler(repo_root: Path, num_gpus: int) -> None:
-    """A run that dies in its first step, with the traceback of torch.compile on every rank."""
+    """Without a compiler, a run dies in its first step with torch.compile's traceback on every rank."""
     data = {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 256}
     sizes = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "train_iters": 1}
     batch = {"micro_batch_size": 1, "global_batch_size": 1, "lr": 1e-3, "max_position_embeddings": 64}
@@ -48,8 +48,8 @@ def test_no_compiler(repo_root: Path, num_gpus: int) -> None:
 
 
 def test_weights_across_implementations(num_gpus: int, tmp_path: Path) -> None:
-    """Weights of Transformer Engine's modules that the others read wrongly, or the other way round: the first loss
-    after the load is another one."""
+    """Transformer Engine and the other implementations read each other's weights wrongly, so the first loss after
+    loading differs."""
     pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine", exc_type=ImportError)
     runner = one_gpu(tmp_path)
     for writer in ("transformer_engine", "local"):
@@ -65,8 +65,11 @@ def test_weights_across_implementations(num_gpus: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_apex(num_gpus: int, tmp_path: Path, precision: str) -> None:
-    """Apex's norm or Adam that computes something else than PyTorch's, or is in the run summary and not taken: the
-    CPU's losses. Megatron Core prefers Transformer Engine's Adam, so that package is hidden from these runs."""
+    """Apex's norm or Adam computes something else than PyTorch's, or the run summary names it but the run does not use
+    it.
+
+    Transformer Engine is hidden from these runs, because Megatron Core would prefer its Adam.
+    """
     for module in ("apex.optimizers", "apex.normalization", "amp_C"):
         pytest.importorskip(module, reason="needs Apex", exc_type=ImportError)
     hidden = tmp_path / "transformer_engine"

@@ -1,6 +1,6 @@
-"""Runs on GPUs beside the same runs on a CPU under gloo: as many ranks, the same initial weights, other kernels.
+"""Compare runs on GPUs with the same runs on a CPU under gloo: the same number of ranks and weights, other kernels.
 
-That a CPU's ranks take the steps of one process is what tests/distributed proves.
+tests/distributed proves that a CPU's ranks take the steps of one process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TOLERANCES = {"fp32": 2e-5, "bf16": 2e-3, "fp16": 2e-3}
 
 
 def is_allowed(case: Combination) -> bool:
-    """What the flags allow, and the layouts that a stage has at all."""
+    """Return True if the flags allow the combination and the layout exists for one stage."""
     cut, layout, method, option = (case[name] for name in ("cut", "layout", "method", "option"))
     return (
         ("pipeline" in cut or layout not in ("stage", "interleaved"))
@@ -75,7 +75,7 @@ CASES += [
 
 @pytest.fixture(scope="session")
 def start(cpus: Worlds, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Flags that load the weights that a CPU draws: a GPU's generator draws others."""
+    """Flags that load weights drawn by a CPU, because a GPU's generator draws others."""
     folder = tmp_path_factory.mktemp("start")
     case = {"cut": "one", "layout": "spread", "precision": "fp32", "method": "full", "option": "plain"}
     cpus(1).run(worlds.save_initial_weights, config_of(case), str(folder))
@@ -109,8 +109,8 @@ def assert_same_run(mine: list[dict[str, Any]], theirs: list[dict[str, Any]], to
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
 def test_as_on_a_cpu(gpus: Worlds, cpus: Worlds, start: dict[str, Any], tmp_path: Path, case: Combination) -> None:
-    """A tensor on the wrong device, a branch for GPUs that computes something else, a collective that NCCL orders
-    otherwise, a kernel that runs before its input is there."""
+    """A tensor is on the wrong device, a branch for GPUs computes something else, NCCL orders a collective differently,
+    or a kernel runs before its input is there."""
     size = (CUTS | FOUR)[case["cut"]][0]
     mine = gpus(size).run(worlds.train_run, config_of(case, tmp_path / "mine", **start))
     on_cpu = {"optimizer_cpu_offload": False, "overlap_cpu_optimizer_d2h_h2d": False}
@@ -131,7 +131,7 @@ RESUMED = ({"layout": "spread", "method": "paper", "option": "host_state"},
 def test_the_other_device_goes_on(
     gpus: Worlds, cpus: Worlds, tmp_path: Path, case: Combination, precision: str, first: str
 ) -> None:
-    """A checkpoint whose tensors stay on the device that wrote them, or whose state only that device reads."""
+    """The tensors of a checkpoint stay on the device that wrote them, or only that device can read the state."""
     case = case | {"cut": "pipeline", "precision": precision}
     places = {"cpu": cpus(2), "gpu": gpus(2)}
     save = {"save": tmp_path / "run", "no_load_rng": True}

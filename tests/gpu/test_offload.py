@@ -1,5 +1,7 @@
-"""--optimizer-cpu-offload: the share in host memory, and resuming. It steps as on the device: test_grid.py; bytes are
-the planned ones: test_bytes.py."""
+"""--optimizer-cpu-offload: the share in host memory, and resuming.
+
+test_grid.py checks its steps against those on the device; test_bytes.py checks its bytes.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from support import resumed_runs, worlds
 from support.gpu_worlds import Worlds
 
 OFFLOAD = {"optimizer_cpu_offload": True, "bcd_num_blocks": 1, "bcd_schedule": "stock", "clip_grad": 0.5}
-"""The baseline with the optimizer in host memory."""
+"""Flags of full training with the optimizer in host memory."""
 
 
 def sizes_of(config: Any) -> tuple[list[int], int, int]:
-    """Elements of the parameters, and bytes of model state on the device and in host memory, after a run."""
+    """Return the parameters' elements, and the bytes of model state on the device and in host memory after a run."""
     with worlds.started(config) as run:
         run.train()
         last = run.recorder.steps[-1]
@@ -28,7 +30,7 @@ def sizes_of(config: Any) -> tuple[list[int], int, int]:
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_the_share_on_the_host(gpus: Worlds, text_data: str, fraction: float) -> None:
-    """--optimizer-offload-fraction that is ignored. Whole parameters move, so it is met within the largest of them."""
+    """--optimizer-offload-fraction is ignored. Whole parameters move, so it holds within the largest of them."""
     config = worlds.run_config(data_path=text_data, optimizer_offload_fraction=fraction, **OFFLOAD)
     [(sizes, on_device, on_host)] = gpus(1).run(sizes_of, config)
     assert fraction * sum(sizes) <= on_host / 16 <= fraction * sum(sizes) + max(sizes)
@@ -38,7 +40,6 @@ def test_the_share_on_the_host(gpus: Worlds, text_data: str, fraction: float) ->
 
 @pytest.mark.parametrize("flags", [{}, {"bf16": True, "overlap_cpu_optimizer_d2h_h2d": True}], ids=["fp32", "bf16"])
 def test_it_goes_on_where_it_was(gpus: Worlds, text_data: str, tmp_path: Path, flags: dict[str, Any]) -> None:
-    """Moments, main parameters or the step counter of the host that a checkpoint does not hold, or that are not taken
-    up."""
+    """A checkpoint lacks the host's moments, main parameters or step counter, or a resumed run ignores them."""
     config = worlds.run_config(data_path=text_data, world_size=2, **flags, **OFFLOAD)
     assert gpus(2).run(resumed_runs.stopped_and_resumed, config, [2, 3], str(tmp_path / "run")) == [[], []]

@@ -17,9 +17,11 @@ import pytest
 from support.command_line import read_flags
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = sorted(
-    path.stem for path in (ROOT / "tools").glob("[a-z]*.py") if "run_main" in path.read_text(encoding="utf-8")
-)
+PATHS = {
+    path.stem: path for path in sorted((ROOT / "tools").glob("[a-z]*.py")) if "run_main" in path.read_text("utf-8")
+}
+PATHS["soak"] = ROOT / "studies" / "soak.py"
+TOOLS = [*PATHS]
 RUN_AS_TYPED = ("plan", "preprocess_data", "recipe", "report", "show_schedule")
 """Tools whose examples take seconds. Others train, or take minutes."""
 
@@ -27,9 +29,10 @@ RUN_AS_TYPED = ("plan", "preprocess_data", "recipe", "report", "show_schedule")
 def examples(tool: str) -> list[list[str]]:
     """The words after the tool's name, of each example in its help."""
     text = str(importlib.import_module(tool).__doc__).replace("\\\n", " ")
-    lines = [line for line in text.splitlines() if line.startswith("    ") and f"tools/{tool}.py" in line]
+    lines = [line for line in text.splitlines() if line.startswith("    ") and f"/{tool}.py" in line]
     commands = [shlex.split(line, comments=True) for line in lines]
-    return [words[words.index(f"tools/{tool}.py") + 1 :] for words in commands]
+    path = str(PATHS[tool].relative_to(ROOT))
+    return [words[words.index(path) + 1 :] for words in commands]
 
 
 @pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool not in RUN_AS_TYPED])
@@ -97,7 +100,7 @@ def test_ctrl_c(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [tool, "whole"])  # recipe.py wants that word first
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as left:
-        runpy.run_path(str(ROOT / "tools" / f"{tool}.py"), run_name="__main__")
+        runpy.run_path(str(PATHS[tool]), run_name="__main__")
     assert left.value.code == 128 + signal.SIGINT
 
 

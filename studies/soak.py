@@ -1,6 +1,6 @@
 """Test replica groups under failures: groups that are killed, stopped and slow, and a lighthouse that restarts.
 
-    python tools/soak.py --replica-groups 3 --ranks 2 --train-iters 600 --kills 30 --seed 1 --output out/soak
+    python studies/soak.py --replica-groups 3 --ranks 2 --train-iters 600 --kills 30 --seed 1 --output out/soak
 
 Trains a small model twice on this machine's CPU, each replica group under a separate torchrun (docs/replica_groups.md):
 first undisturbed, then with events at random times. Prints one line per event, and at the end a table; writes
@@ -26,11 +26,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+
 import psutil
 from _parser import Parser, command, print_table, run_main
 from _processes import ROOT, SCRIPTS, CannotRun, failure_reason, kill, launcher, run, start, text_commands
 
-PROG = "tools/soak.py"
+PROG = "studies/soak.py"
 BATCH_SIZE = 8
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 4 --lr 3e-3 "
