@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 def add_model_flags(parser: Any) -> None:
     """Add --model, its precision and device, and the flags of another tokenizer."""
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR", help="a model in Hugging Face's format (--save-hf), a folder of --save "
-        "(its newest checkpoint is used), or one checkpoint in it")  # fmt: skip
-    add("--precision", "--dtype", choices=("fp32", "bf16", "fp16"), help="precision of weights and arithmetic (default: "
-        "that of the weights)")  # fmt: skip
+    add("--model", required=True, metavar="DIR", help="a model in Hugging Face's format (--save-hf), a folder of "
+        "--save (its newest checkpoint is used), or one checkpoint in it")  # fmt: skip
+    add("--precision", "--dtype", choices=("fp32", "bf16", "fp16"), help="precision of weights and arithmetic "
+        "(default: that of the weights)")  # fmt: skip
     add("--device", help="cuda, cuda:1, cpu, ... (default: the first GPU, or else the CPU)")
     group = parser.add_argument_group("tokenizer", "replaces the model's tokenizer; same flags as the training scripts")
     add_tokenizer_flags(group)
@@ -37,8 +37,8 @@ def add_tokenizer_flags(group: Any, **options: Any) -> None:
     add("--merge-file", metavar="FILE", help="GPT2BPETokenizer: vocab.bpe")
     add("--tokenizer-model", metavar="PATH", help="SentencePiece model file, local Hugging Face folder, or JSON "
         "vocabulary of TikTokenizer")  # fmt: skip
-    add("--vocab-size", type=int, metavar="N", help="NullTokenizer: ids 0..N-1, and N ends a document; TikTokenizer: all "
-        "ids (default: 131072)")  # fmt: skip
+    add("--vocab-size", type=int, metavar="N", help="NullTokenizer: ids 0..N-1, and N ends a document; TikTokenizer: "
+        "all ids (default: 131072)")  # fmt: skip
     add("--tiktoken-pattern", choices=("v1", "v2"), default="v2", help="TikTokenizer (default: v2)")
     add("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help="TikTokenizer (default: 1000)")
 

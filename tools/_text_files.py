@@ -50,11 +50,11 @@ class Source:
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("input").add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="files and quoted globs, read in this order; .gz works "
-        "directly, .zst needs zstandard, .parquet pyarrow")  # fmt: skip
-    add("--input-format", choices=("auto", *FORMATS), default="auto", help="jsonl: one JSON object per line; txt: plain "
-        "text; parquet: one document per row; auto (default): by the ending .jsonl, .json, .txt or .parquet, before .gz "
-        "or .zst; a .txt that contains JSON lines is read as JSONL")  # fmt: skip
+    add("--input", nargs="+", required=True, metavar="FILE", help="files and quoted globs, read in this order; .gz "
+        "works directly, .zst needs zstandard, .parquet pyarrow")  # fmt: skip
+    add("--input-format", choices=("auto", *FORMATS), default="auto", help="jsonl: one JSON object per line; txt: "
+        "plain text; parquet: one document per row; auto (default): by the ending .jsonl, .json, .txt or .parquet, "
+        "before .gz or .zst; a .txt that contains JSON lines is read as JSONL")  # fmt: skip
     add("--documents", choices=DOCUMENTS, default="line", help="documents of plain text: each non-empty line, stripped "
         "(default, as in stock); text between blank lines; or each file")  # fmt: skip
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys or columns to read (default: text)")
