@@ -103,7 +103,7 @@ def test_allocated_is_planned(gpus: Worlds, text_data: str, name: str) -> None:
         is_behind_another = rank >= size // flags.get("pipeline_model_parallel_size", size)
         element = 2 if flags.get("bf16") else 4
         message = SIZES["seq_length"] * SIZES["micro_batch_size"] * SIZES["hidden_size"] * element * is_behind_another
-        # from the second cycle on, all blocks are in buffers; a phase's first passes run before Adam allocates its moments
+        # from the second cycle on, all blocks are in buffers; a phase begins before Adam has its moments
         for step in steps[2 * num_blocks + 1 :: 2]:
             plan = planned[step["block"]][rank]
             rest = step["asked"] - plan.model_state
