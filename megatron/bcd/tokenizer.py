@@ -255,7 +255,7 @@ class NullTokenizer(Tokenizer):
         super().__init__(vocab_size=vocab_size + 1, eod=vocab_size)
 
     def tokenize(self, text: str) -> list[int]:
-        """Raises ValueError: a word is not a number in 0..eod."""
+        """Return the numbers in `text`. Raises ValueError: a word is not a number in 0..eod."""
         ids = []
         for word in text.split():
             if not (word.isascii() and word.isdigit() and int(word) <= self.eod):

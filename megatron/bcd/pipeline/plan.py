@@ -146,7 +146,7 @@ class PlanShape:
         return virtual < self.first_trainable
 
     def is_one_way(self, virtual: int) -> bool:
-        """Whether the stage only sends to the next one and receives nothing back."""
+        """Return whether the stage only sends to the next one and receives nothing back."""
         return self.num_chunks == 1 and self.is_forward_only(virtual)
 
     @property
@@ -155,11 +155,11 @@ class PlanShape:
         return 2 if self.num_chunks == 1 else 4
 
     def needs_input_gradient(self, virtual: int) -> bool:
-        """Whether the virtual stage before this one runs backward."""
+        """Return whether the virtual stage before this one runs backward."""
         return virtual > self.first_trainable
 
     def needs_input(self, virtual: int) -> bool:
-        """Whether the virtual stage before this one runs forward."""
+        """Return whether the virtual stage before this one runs forward."""
         return virtual > (self.first_trainable if self.is_prefix_cached else 0)
 
     def forward_kind(self, virtual: int) -> Kind | None:

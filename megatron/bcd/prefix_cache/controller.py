@@ -305,6 +305,7 @@ class _Fill:
         if self._first_active is None:
             return _output(model, batch)
 
+        # an exception is the only way out of Megatron Core's forward pass in the middle of its layers
         def stop(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NoReturn:
             raise _PrefixDone(args[0] if args else kwargs["hidden_states"])
 

@@ -272,6 +272,8 @@ def alpaca(instruction: str, context: str = "") -> str:
 def _chat_samples(template: ChatTemplate, messages: Sequence[Message]) -> list[Rendered]:
     turns = [_turn(template, messages, i) for i, message in enumerate(messages) if message["role"] == "assistant"]
     whole = turns[-1]
+    # One sample suffices if each answer looks the same in the whole conversation. Templates that shorten earlier
+    # answers, for example by removing their reasoning, need one sample per answer.
     if all(whole.text.startswith(turn.text) for turn in turns):
         answers = tuple(answer for turn in turns for answer in turn.answers)
         return [Rendered(text=whole.text, answers=answers, needs_end=whole.needs_end)]
