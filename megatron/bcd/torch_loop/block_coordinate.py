@@ -28,9 +28,9 @@ Factory = Callable[..., Optimizer]
 
 
 def _check_inactive(lr_ratio: float, optimizer_settings: Mapping[str, Any]) -> None:
-    for older in ("resting_update", "resting_lr_ratio"):
+    for older, newer in {"resting_update": "inactive_update", "resting_lr_ratio": "inactive_lr_ratio"}.items():
         if older in optimizer_settings:
-            raise ValueError(f"{older}: was renamed. Give {older.replace('resting', 'inactive')}.")
+            raise ValueError(f"{older}: was renamed. Give {newer}.")
     if not 0 < lr_ratio < float("inf"):
         raise ValueError(f"inactive_lr_ratio {lr_ratio}: is not a positive finite number. Give one, such as 0.2.")
 
