@@ -231,7 +231,7 @@ class _PolicySchedule:
             option = options[stage]
             assert option is not None
             self._take(stage, queue=option[0][1], start=start)
-            # a pass can only enable passes of its own stage and of the two neighbours that get its output
+            # a pass can only enable passes of the same stage and of the two neighbours
             for changed in {stage, (stage + 1) % len(stages), (stage - 1) % len(stages)}:
                 options[changed] = self._option(changed)
         return self._clock.stages

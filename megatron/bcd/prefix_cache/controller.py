@@ -86,7 +86,7 @@ class PrefixCache:
         """
         self.close()
         self._phase, self.block = phase, block
-        self._file = self._filled_file(num_samples)
+        self._file = self._prepare_file(num_samples)
         return self._file is not None
 
     def add_prefix_outputs(self, batches: Iterator[data.Batch], *, position: int) -> Iterator[data.Batch]:
@@ -97,7 +97,7 @@ class PrefixCache:
         if self._file is None or self.stage != self.partition.first_trainable_stage(self.block):
             return batches
         if self._cached_batches is None:
-            self._cached_batches = self._with_prefix_outputs(batches, self._file, position)
+            self._cached_batches = self._read_outputs(batches, self._file, position)
         return self._cached_batches
 
     def take_hits(self) -> int:
@@ -118,8 +118,11 @@ class PrefixCache:
             self._cached_batches.close()  # type: ignore[attr-defined]
         self._cached_batches = self._file = None
 
-    def _filled_file(self, num_samples: int) -> PrefixFile | None:
-        """Return the complete file of this phase, or None, with a note why, if the phase computes its prefix."""
+    def _prepare_file(self, num_samples: int) -> PrefixFile | None:
+        """Fill the file of this phase unless it is complete, and return it.
+
+        Return None, with a note why, if the phase computes its prefix.
+        """
         num_layers = len(self.partition.prefix_layers(self.block))
         subset = self.samples.subset
         if not num_layers or subset is None:
@@ -204,9 +207,7 @@ class PrefixCache:
                     mine.append((self.stage, tensor_rank, name, _digest(parameter)))
         return sorted(itertools.chain.from_iterable(collectives.gather_objects(mine)))
 
-    def _with_prefix_outputs(
-        self, batches: Iterator[data.Batch], file: PrefixFile, position: int
-    ) -> Iterator[data.Batch]:
+    def _read_outputs(self, batches: Iterator[data.Batch], file: PrefixFile, position: int) -> Iterator[data.Batch]:
         subset = self.samples.subset
         assert subset is not None
         sharding = data.BatchSharding.from_run(self.config)
