@@ -166,7 +166,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if eod_token is None or eod_token not in vocab:
             raise ValueError(
                 f"--tokenizer-model {folder}: names no known eos_token to end a document with. "
-                'set "eos_token" in its tokenizer_config.json to a token of its vocabulary'
+                'Set "eos_token" in its tokenizer_config.json to a token of its vocabulary.'
             )
         bos = self.special_tokens.get("bos_token")
         is_first = bos in vocab and list(self.engine.encode(""))[:1] == [vocab[bos]]
