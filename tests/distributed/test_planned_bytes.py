@@ -9,6 +9,7 @@ from support.dist import World
 from support.planned import RUNS, TWO, planned_activations, planned_state, recipe_of, stage_parameters
 
 from megatron.bcd.config import RunConfig
+from megatron.bcd.metrics.console import summary_lines
 
 FACTORED = {"bcd_inactive_update": "factored", "bcd_embedding_update": "factored"}
 UNPLANNED = {
@@ -68,3 +69,19 @@ def test_summary_is_counted(world1: World, world2: World, text_data: str, name: 
     if name == "tensor2":  # GPT-2's L (12 H^2 + 13 H) + (V + S) H + 2 H, not twice
         assert total == 6 * (12 * 40**2 + 13 * 40) + (worlds.PADDED_VOCABULARY + 32) * 40 + 2 * 40
     assert [by_rank for by_rank, _ in steps[len(told) :]][: len(told)] == told
+
+
+def described(config: RunConfig) -> list[str]:
+    """Return the lines of the run summary."""
+    with worlds.started(config) as one:
+        one.train()
+        return summary_lines(one.recorder.summary)
+
+
+def test_summary_of_a_run_without_blocks(world1: World, text_data: str) -> None:
+    """A run that trains every layer is said to train 0.3 % of the parameters, and to update "all other layers"."""
+    flags = {"num_layers": 6, "hidden_size": 40} | RUNS["finetune_factored_bf16"]
+    [lines] = world1.run(described, worlds.run_config(data_path=text_data, **flags, train_iters=2))
+    text = "\n".join(lines)
+    assert "layers 0-5 and embedding" in text and "| 100.0% of the parameters | model state" in text
+    assert "matrices of every layer" in text and "other layers" not in text

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import describe_layers, partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.planner.run_state import head_passes, model_state_of
+from megatron.bcd.planner.run_state import balance_stages, model_state_of
 from megatron.bcd.tokenizer import TikTokenizer, build_tokenizer, padded_vocab_size
 
 _GIB = 2**30
@@ -43,9 +42,7 @@ def with_balanced_cut(config: RunConfig, *, reads_files: bool = True) -> RunConf
     if vocab_size is None:
         return config
     padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size)
-    sizes = balanced_cut(partition_from_config(config), head=head_passes(config, padded_vocab_size=padded))
-    layout = f"E{'|'.join('t' * size for size in sizes)}L"  # Megatron Core's notation
-    return config.replace_section("training", pipeline_model_parallel_layout=layout)
+    return balance_stages(config, padded_vocab_size=padded)
 
 
 def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = ()) -> list[str]:

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bcd.blocks.ownership import ownership
-from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.blocks.partition import Partition, describe_layers
 from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.checkpoint.loader import Source
@@ -99,7 +99,11 @@ def summarize(
     by_stage = {rank["stage"]: rank for rank in reversed(one_replica)}
     per_stage = tuple(by_stage[stage]["stage_parameters"] for stage in range(partition.num_stages))
     num_parameters = sum(rank["num_parameters"] for rank in one_replica)
-    shares = [sum(rank["active"][block.index] for rank in one_replica) / num_parameters for block in partition.blocks]
+    has_blocks, num_layers = partition.has_active_block, partition.num_layers
+    trained = [[rank["active"][block.index] for rank in one_replica] for block in partition.blocks]
+    if not has_blocks:  # stateless updates train every layer
+        trained = [[rank["num_parameters"] - rank["num_frozen"] for rank in one_replica]]
+    shares = [sum(numbers) / num_parameters for numbers in trained]
     token_share = sum(rank["num_token_parameters"] for rank in one_replica) / num_parameters
     return RunSummary(
         model=_describe_model(config, unwrap_model(model).config, run.vocab_size, run.padded_vocab_size),
@@ -109,7 +113,7 @@ def summarize(
         blocks=tuple(
             BlockSummary(
                 index=block.index,
-                layers=partition.describe_layers(block.index),
+                layers=partition.describe_layers(block.index) if has_blocks else describe_layers(range(num_layers)),
                 extras=", ".join(partition.describe_extras(block.index)),
                 share=shares[block.index],
                 model_state_bytes=tuple(rank["model_state"][block.index] for rank in ranks),
@@ -249,7 +253,8 @@ def _notes(
         yield f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters"
     if bcd.bcd_inactive_update != "none":
         yield (
-            f"stateless update {bcd.bcd_inactive_update}: matrices of all other layers, {bcd.bcd_inactive_lr_ratio:g} "
+            f"stateless update {bcd.bcd_inactive_update}: matrices of "
+            f"{'all other layers' if partition.has_active_block else 'every layer'}, {bcd.bcd_inactive_lr_ratio:g} "
             f"of the learning rate, gradients in {bcd.bcd_inactive_grad_dtype}"
         )
     if bcd.bcd_embedding_update != "adam":
