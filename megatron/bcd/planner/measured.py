@@ -84,8 +84,7 @@ class LearningRate:
     """The --lr of a plan."""
 
     flag: str
-    text: str
-    """One line: the source of the rate, and whether it is a guess."""
+    text: str  # the source of the rate, and whether it is a guess
 
 
 def finding(recipe: Recipe) -> Finding:
@@ -114,10 +113,8 @@ def learning_rate(recipe: Recipe) -> LearningRate:
 
 
 def _full_rate(num_parameters: int) -> tuple[float, str]:
-    """Return full Adam's rate in fine-tuning, and the reason if it is a guess.
-
-    Away from the measured sizes it falls with the root of the size, as it does between them.
-    """
+    """Return full Adam's rate in fine-tuning, and the reason if it is a guess."""
+    # away from the measured sizes it falls with the root of the size, as it does between them
     size = min(_FULL_RATES, key=lambda known: abs(math.log(num_parameters / known)))
     if size / 1.5 < num_parameters < size * 1.5:
         return _FULL_RATES[size], ""

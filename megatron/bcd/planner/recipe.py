@@ -27,8 +27,7 @@ LORA = "lora"
 """Adapters as peft trains them. A method for comparisons only: this project does not train them."""
 FACTORED = "finetune, factored"
 """The name of method finetune without blocks."""
-MUON = {name: value for name, value in PRESETS["pretrain"].items() if name == "optimizer" or name.startswith("muon_")}
-"""The flags of Muon by field name, as preset pretrain has them."""
+_MUON = {name: value for name, value in PRESETS["pretrain"].items() if name == "optimizer" or name.startswith("muon_")}
 _STOCK = {"bcd_num_blocks": 1, "bcd_schedule": "stock"}
 METHOD_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "bcd": {},
@@ -36,7 +35,7 @@ METHOD_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "finetune": {"bcd_preset": "finetune"},
     "full": _STOCK,
     "offload": _STOCK | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
-    "muon": _STOCK | MUON,
+    "muon": _STOCK | _MUON,
     LORA: _STOCK | {"bcd_frozen": "embedding,head"},
 }
 """The flags that a method sets, by field name."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from megatron.bcd.planner.recipe import Recipe
 
 STORED, _WORKING = 4, 16
-"""Bytes of host memory per parameter. All have the outer momentum. Parameters that the phase trains also have their
-value after the last exchange, the present value, the change and its mean; with --outer-delay also the value from when
-the change was taken."""
+"""Bytes of host memory per parameter. All have the outer momentum. Those that the phase trains also have the value
+after the last exchange, the present value, the change and its mean."""
 ERROR_BYTES = {"fp32": 0, "bf16": 0, "4bit": 4}
 """Bytes per parameter of the rounding errors that wait for the next exchange. During an exchange, parameters that the
 phase trains have them once more, and their sum with the change."""
@@ -45,6 +44,7 @@ def exchange_of(recipe: Recipe) -> Exchange | None:
     sent = 2 * (1 - 1 / groups.replica_groups) * sum(means) / recipe.num_nodes
     ever = [sum(recipe.state.trained(stage)) for stage in stages]
     more = ERROR_BYTES[groups.outer_compression]
+    # a delayed result also needs the value from when the change was taken
     working = _WORKING + 2 * more + (4 if groups.outer_delay else 0)
     stored = max((STORED + more) * every + working * max(phases) for every, phases in zip(ever, trained, strict=True))
     return Exchange(

@@ -111,9 +111,9 @@ def place(
 ) -> Recipe:
     """Return the recipe on ``num_gpus`` GPUs; if None, on those of its row in the method table, or the fewest that fit.
 
-    ``values`` are those of `make_recipe`. What is None is chosen: the row's pipeline, or the shortest that fits in 95 %
-    of a GPU's memory, with at least two stages in layout ``stage``; the first of `_savings` with which it fits;
-    micro-batches of one sequence, or with frozen weights on the host, whose copies larger ones hide, the fastest. If
+    ``values`` are those of `make_recipe`. A pipeline of None is the row's, or the shortest that fits in 95 % of a GPU's
+    memory (in layout ``stage`` at least two stages). Other open settings are the first of `_savings` with which it
+    fits. A micro-batch of None has one sequence; with frozen weights on the host the fastest size hides the copies. If
     nothing fits, the recipe has the longest pipeline with recomputation, by default on one node. Raises ValueError as
     Recipe does.
     """

@@ -110,12 +110,9 @@ class ModelState:
     budget: StateBudget
     bcd: BcdConfig
     optimizer: str
-    is_low_bit: bool
-    """Whether Adam's moments have fewer bits than fp32."""
-    is_distributed: bool = True
-    """Whether the ranks with the same weights shard the optimizer state."""
-    offload_fraction: float = 0.0
-    """Share of the optimizer state that is in host memory."""
+    is_low_bit: bool  # whether Adam's moments have fewer bits than fp32
+    is_distributed: bool = True  # whether the ranks with the same weights shard the optimizer state
+    offload_fraction: float = 0.0  # share of the optimizer state that is in host memory
 
     @property
     def is_muon(self) -> bool:

@@ -17,8 +17,6 @@ import numpy.typing
 
 from megatron.bcd.tokenizer import HuggingFaceTokenizer, Tokenizer
 
-PROMPT_FORMATS = ("auto", "chat", "text")
-"""Values of --sft-prompt-format."""
 SHAPES = (
     "{instruction, input, output}, {prompt, completion}, {messages: [{role, content}, ...]} or "
     "{conversations: [{from, value}, ...]}"
@@ -213,7 +211,7 @@ class Rendered:
 
 
 class Renderer:
-    """Renders records in one of `PROMPT_FORMATS`.
+    """Renders records in a --sft-prompt-format.
 
     `chat` uses the tokenizer's chat template. `text` uses Alpaca's prompt for instructions (Stanford Alpaca, 2023) and
     leaves other prompts unchanged. `auto` is `chat` for conversations and if the tokenizer has a template, else `text`.
