@@ -156,7 +156,7 @@ def fragment(trainer: Trainer, args: argparse.Namespace, step: int, names: Itera
         return set(names)
     parameters = trainer.active.parameters
     block = (step // args.interval - 1) % trainer.block_schedule.num_blocks
-    return set(parameters.of_block(block)) | set(parameters.always_active())
+    return set(parameters.owned_by(block)) | set(parameters.always_active())
 
 
 def train(args: argparse.Namespace) -> dict[str, object]:

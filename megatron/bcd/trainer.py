@@ -183,8 +183,7 @@ class Trainer:
             loader.load_weights(self.source, self.model)
         elif hf_name is not None:
             run_models.load_weights(folder.ModelFolder(folder.locate(hf_name, flag="--load-hf")), self.model)
-        if (frozen_weights := builder.get_frozen_weights(self.model)) is not None:
-            frozen_weights.begin_phase(())  # the ranks that share them have loaded them
+        builder.get_frozen_weights(self.model).begin_phase(())  # the ranks that share them have loaded them
         self.splits = plan.build()
         self.samples = TrainingSamples(config, dataset=self.splits.train, epoch_samples=plan.epoch_samples)
         return plan.notes
@@ -701,7 +700,7 @@ class Trainer:
             blocks=run_state.contents_of_blocks(self.partition),
             scheduler_steps=self.lr_scheduler.num_steps,
             optimizer_state=optimizer_state.summarize(self.active, is_current=is_current) if saves_optimizer else {},
-            loss_scaler=self.active.loss_scaler_state(),
+            loss_scaler=self.active.core.loss_scaler_state(),
             layout=loader.current_layout(),
             flags=run_config_to_dict(self.config),
             versions={name: version(name) for name in ("torch", "megatron-core")} | {"megatron-bcd": __version__},
@@ -735,7 +734,7 @@ class Trainer:
             is_same = is_same and run_state.has_same_optimizers(saved, self.config)
             takes_optimizer = self.config.checkpoint.load_optim and is_same
         if source is not None and takes_optimizer:
-            loader.load_kept_state(source, self.active, next_block=self._next_block())
+            loader.load_offloaded_state(source, self.active, next_block=self._next_block())
         memory.release_cached_memory()
         memory.reset_peak_memory()
         gc.freeze()  # modules and data live as long as the run: collections at a switch need not visit them
@@ -761,7 +760,7 @@ class Trainer:
             self.reporter.warning(warning)
         if self.state.phase_state.to_dict() != saved.phase:
             self.state.samples_in_phase = 0
-        self.active.remember_loss_scaler(saved.loss_scaler)
+        self.active.core.remember_loss_scaler(saved.loss_scaler)
         self.lr_scheduler.num_steps = saved.scheduler_steps
 
     def _restore_random_states(self, source: loader.Source, iteration: int) -> None:

@@ -28,7 +28,7 @@ def switches(config: RunConfig) -> dict[str, Any]:
     told: list[dict[str, Any]] = []
 
     def look(run: worlds.RecordedRun, when: str) -> None:
-        block_state, always = copies(run.active.own_shards()), copies(run.active.always_active_shards())
+        block_state, always = copies(run.active.core.block_shards), copies(run.active.core.always_active_shards)
         told.append({"when": when, "block": run.active.block, "own": block_state, "always": always})
 
     with worlds.started(
@@ -112,7 +112,7 @@ def in_short_phases(config: RunConfig, *, is_cut: bool) -> list[float]:
         run.lr_scheduler.optimizer = None
         run.active.dispose()
         run.build(block)
-        run.lr_scheduler.optimizer = run.active.optimizer
+        run.lr_scheduler.optimizer = run.active.core.optimizer
         run.lr_scheduler.step(0)
 
     with worlds.started(config, **({"before_step": freeze_and_return} if is_cut else {})) as run:
@@ -130,7 +130,10 @@ def test_short_phases_lose_nothing(world1: World, text_data: str) -> None:
 
 def saves_of_a_run(config: RunConfig) -> int:
     """How often state is kept, from the first step to the end of the run."""
-    with worlds.started(config) as run, mock.patch.object(run.active.kept, "save", wraps=run.active.kept.save) as save:
+    with (
+        worlds.started(config) as run,
+        mock.patch.object(run.active.offloaded, "save", wraps=run.active.offloaded.save) as save,
+    ):
         run.train()
         run.end_phase(is_end_of_run=True)
     return save.call_count

@@ -125,7 +125,7 @@ def copies_by_step(config: Any) -> list[tuple[int, int]]:
         result.append((run.block, frozen.num_copies - before[0]))
 
     def remember(run: worlds.RecordedRun) -> None:
-        before[0] = get_frozen_weights(run.model).num_copies  # type: ignore[union-attr]
+        before[0] = get_frozen_weights(run.model).num_copies
 
     with worlds.started(config, before_step=remember, after_step=count) as run:
         run.train()
@@ -160,7 +160,7 @@ def state_bytes(config: Any) -> list[tuple[int, ...]]:
     def note(run: worlds.RecordedRun) -> None:
         layer = sum(parameter.nbytes for parameter in run.model.decoder.layers[0].parameters())
         embedding = run.model.embedding.word_embeddings.weight.nbytes
-        results.append((run.active.state_bytes().model_state, run.active.kept_bytes(), layer, embedding))
+        results.append((run.active.state_bytes().model_state, run.active.state_bytes().host, layer, embedding))
 
     with worlds.started(config, after_step=note) as run:
         run.train()
@@ -351,8 +351,10 @@ def kept_elsewhere(config: Any) -> list[str]:
     with worlds.started(config) as run:
         run.train()
         frozen = get_frozen_weights(run.model)
-        assert frozen is not None and len(run.active.kept.blocks) > 1
-        kept = [item for block in run.active.kept.blocks.values() for item in block.items() if ".layers." in item[0]]
+        assert len(run.active.offloaded.blocks) > 1
+        kept = [
+            item for block in run.active.offloaded.blocks.values() for item in block.items() if ".layers." in item[0]
+        ]
         assert kept
         return [name for name, shard in kept if not frozen.is_on_host(shard.residual.differences)]
 

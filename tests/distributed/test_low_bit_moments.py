@@ -29,7 +29,7 @@ def trained(config: RunConfig) -> dict[str, Any]:
         last, summary = run.recorder.steps[-1], run.recorder.summary
         kinds = {
             str(tensor.dtype)
-            for shard in run.active.own_shards().values()
+            for shard in run.active.core.block_shards.values()
             for tensor in shard.stored_moments().values()
         }
         return {
@@ -37,7 +37,7 @@ def trained(config: RunConfig) -> dict[str, Any]:
             "counted": list(last.model_state_bytes),
             "told": list(summary.blocks[run.active.block].model_state_bytes),
             "optimizer": max(run.active.state_bytes().optimizer_state, 0),
-            "active": sum(shard.end - shard.start for shard in run.active.own_shards().values()),
+            "active": sum(shard.end - shard.start for shard in run.active.core.block_shards.values()),
             "host": max(last.host_state_bytes),
             "kinds": kinds,
             "training": summary.training,
@@ -65,7 +65,9 @@ def second_moments(config: RunConfig) -> dict[str, tuple[int, torch.Tensor]]:
     """After one step, this rank's shards as they are stored: index of the first element, and the elements."""
     with worlds.started(config) as run:
         run.train()
-        return {n: (shard.start, shard.stored_moments()["exp_avg_sq"]) for n, shard in run.active.own_shards().items()}
+        return {
+            n: (shard.start, shard.stored_moments()["exp_avg_sq"]) for n, shard in run.active.core.block_shards.items()
+        }
 
 
 def test_chance_is_that_of_the_whole_parameter(world1: World, world2: World, initial_weights: Any) -> None:
@@ -84,7 +86,7 @@ def test_chance_is_that_of_the_whole_parameter(world1: World, world2: World, ini
 def resumed_moments(config: RunConfig, folder: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Second moments of a run that resumes, before its first step, beside those of its checkpoint in fp32."""
     with worlds.started(resumed_runs.with_checkpoints(config, load=folder)) as run:
-        return {name: shard.moments()["exp_avg_sq"] for name, shard in run.active.own_shards().items()}
+        return {name: shard.moments()["exp_avg_sq"] for name, shard in run.active.core.block_shards.items()}
 
 
 def test_a_resumed_run_may_store_moments_otherwise(world1: World, text_data: str, tmp_path: Path) -> None:

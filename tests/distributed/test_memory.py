@@ -41,7 +41,7 @@ def live_bytes() -> int:
 
 
 def device_bytes(run: worlds.RecordedRun) -> int:
-    return live_bytes() - run.active.kept.num_bytes
+    return live_bytes() - run.active.offloaded.num_bytes
 
 
 def settled_bytes(run: worlds.RecordedRun, at_most: float) -> int:

@@ -39,7 +39,7 @@ class Spoiler:
         return {"after_build": self.after_build, "before_step": self.before_step, "after_step": self.after_step}
 
     def after_build(self, run: worlds.RecordedRun) -> None:
-        original = run.active.optimizer.prepare_grads
+        original = run.active.core.optimizer.prepare_grads
 
         def prepare_spoilt_grads() -> bool:
             if self.is_bad and self._what == "gradient":
@@ -47,7 +47,7 @@ class Spoiler:
                 spoilt.main_grad.view(-1)[0] = math.inf
             return original()
 
-        run.active.optimizer.prepare_grads = prepare_spoilt_grads
+        run.active.core.optimizer.prepare_grads = prepare_spoilt_grads
 
     def before_step(self, run: worlds.RecordedRun) -> None:
         self.is_bad = run.iteration in self._steps and self._is_here
@@ -72,7 +72,7 @@ class Spoiler:
     def _state(run: worlds.RecordedRun) -> dict[str, torch.Tensor]:
         states = [
             (index, name, value.detach().clone().reshape(-1))
-            for optimizer in run.active.optimizers()
+            for optimizer in run.active.core.optimizers()
             if not optimizer.is_stub_optimizer
             for index, state in enumerate(optimizer.optimizer.state.values())
             for name, value in state.items()

@@ -45,7 +45,7 @@ def beside_a_reference(config: RunConfig) -> list[str]:
         for name, parameter in parameters.items():
             copies[name].grad = parameter.main_grad.clone()
         for group in optimizer.param_groups:
-            group["lr"] = run.active.optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
+            group["lr"] = run.active.core.optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
         optimizer.step()
 
     with worlds.started(config, after_schedule=step_copies) as run:

@@ -141,7 +141,7 @@ def train(
         run.train()
         result = worlds.outcome(run)
         if run.groups is not None:
-            result |= {"changes": changes, "means": means, "missed": run.groups._outer.to_send(torch.zeros(()))[0]}
+            result |= {"changes": changes, "means": means, "missed": run.groups._outer.add_errors(torch.zeros(()))[0]}
             run.groups.leave()
         told = {"notes": run.recorder.notes, "exchanges": run.recorder.exchanges, "ends": ends}
         return result | told | {"traffic": traffic(run)}
@@ -463,7 +463,7 @@ DELAYED: dict[str, Any] = {"bcd_steps_per_block": 6, "outer_interval": 3, "outer
 def test_a_delayed_result_keeps_the_steps_since() -> None:
     """The local steps are lost or count twice, or the anchor is not what all groups have reached."""
     values = mock.Mock(parts=mock.Mock(side_effect=[torch.tensor([1.0]), torch.tensor([1.5])]))
-    outer = outer_step.OuterStep(outer_step.OuterRule(lr=1, momentum=0), mock.Mock(), rounds_away=False)
+    outer = outer_step.OuterStep(outer_step.OuterRule(lr=1, momentum=0), mock.Mock())
     outer.anchor = torch.tensor([0.5])
     with mock.patch.object(outer, "_trained", lambda: values):
         assert outer.change() == 0.5
@@ -476,7 +476,7 @@ def test_the_outer_step_of_one_group_alone() -> None:
     """The outer update is added to the group's own values in place: the steps since count less."""
     values = mock.Mock(parts=mock.Mock(side_effect=[torch.tensor([1.0]), torch.tensor([1.5])]), sizes={"weight": 1})
     active = mock.Mock(outer_momenta={})
-    outer = outer_step.OuterStep(outer_step.OuterRule(lr=0.5, momentum=0), active, rounds_away=False)
+    outer = outer_step.OuterStep(outer_step.OuterRule(lr=0.5, momentum=0), active)
     outer.anchor = torch.tensor([0.5])
     with mock.patch.object(outer, "_trained", lambda: values):
         outer.apply(outer.change(), is_alone=True, keeps_steps=True)  # half of the change: 0.75

@@ -23,7 +23,7 @@ def config_of(text_data: str, **flags: Any) -> Any:
 def resumed(config: Any, root: str, **options: Any) -> dict[str, Any]:
     """Go on from `root`; the outcome, where the run began, and what Adam had before its first step."""
     with worlds.started(resumed_runs.with_checkpoints(config, load=root, **options)) as run:
-        states = [dict(state) for optimizer in run.active.optimizers() if not optimizer.is_stub_optimizer
+        states = [dict(state) for optimizer in run.active.core.optimizers() if not optimizer.is_stub_optimizer
                   for state in optimizer.optimizer.state.values()]  # fmt: skip
         begin = {
             "began_at": (run.iteration, run.state.consumed_samples, run.state.consumed_validation_samples),
@@ -160,7 +160,7 @@ def kept_after_resuming(config: Any, root: str, **options: Any) -> dict[int, set
         kept_by_rank: list[dict[int, set[str]]] = [{}, {}]
         mine = {
             block: set().union(*(part.names() for part in kept.values()))
-            for block, kept in run.active.kept.blocks.items()
+            for block, kept in run.active.offloaded.blocks.items()
         }
         torch.distributed.all_gather_object(kept_by_rank, mine)
         return {

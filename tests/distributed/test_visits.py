@@ -125,7 +125,7 @@ def learning_rates(config: RunConfig) -> list[tuple[int, set[float], set[float]]
         step = run.active.step
 
         def recording_step(**arguments: Any) -> Any:
-            groups = [group for each in run.active.optimizer.chained_optimizers for group in each.param_groups]
+            groups = [group for each in run.active.core.optimizer.chained_optimizers for group in each.param_groups]
             by_kind: tuple[set[float], set[float]] = (set(), set())
             for group in groups:
                 if group["params"]:

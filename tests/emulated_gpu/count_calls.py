@@ -76,7 +76,7 @@ def counted(method: str) -> dict[str, dict[str, int]]:
     steps = []
     for block in range(trainer.partition.num_blocks):
         trainer.active.build(block)
-        trainer.lr_scheduler.optimizer = trainer.active.optimizer
+        trainer.lr_scheduler.optimizer = trainer.active.core.optimizer
         trainer.lr_scheduler.step(0)
         trainer.pipeline.begin_phase(block)
         # the first step of a phase measures activations

@@ -65,12 +65,12 @@ def test_planned_work_memory(
         )
         for index in range(number)
     }
-    optimizer = MatrixOptimizer(stack, group=_OneRank(), momentum_dtype=torch.bfloat16)
+    optimizer = MatrixOptimizer(stack, group=_OneRank(), momentum_dtype=torch.bfloat16, max_norm=1.0)
     rule = MatrixRule(name=name, scale=0.2, grad_dtype=torch.bfloat16, num_steps=5, momentum=momentum)
     optimizer.begin([(rule, list(stack), False)])
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    optimizer.step(clip_coefficient=0.5)
+    optimizer.step(norm=2.0)
     taken = (torch.cuda.max_memory_allocated() - before) / (number * shape[0] * shape[1])
     by_form = state._WORKING_BYTES[name]
     expected = by_form[2 if parts else number > 1]

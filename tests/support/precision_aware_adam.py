@@ -137,7 +137,7 @@ def train_run(config: RunConfig) -> dict[str, Any]:
     with installed(), worlds.started(config, after_step=remember, after_build=compare) as run:
         run.train()
         rank, steps = torch.distributed.get_rank(), run.recorder.steps
-        states = [state for each in run.active.optimizers() if not each.is_stub_optimizer
+        states = [state for each in run.active.core.optimizers() if not each.is_stub_optimizer
                   for state in each.optimizer.state.values()]  # fmt: skip
         return worlds.outcome(run) | {
             "dtypes": {name: str(value.dtype)[len("torch.") :] for state in states for name, value in state.items()},
@@ -150,7 +150,7 @@ def _state(run: worlds.RecordedRun) -> dict[str, dict[str, torch.Tensor]]:
     """Return fp32 copies of the state of the block's parameters."""
     return {
         name: {what: tensor.clone() for what, tensor in shard.tensors().items()}
-        for name, shard in run.active.own_shards().items()
+        for name, shard in run.active.core.block_shards.items()
     }
 
 

@@ -199,7 +199,7 @@ class RecordedRun(Trainer):
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,
                 "learning_rate": result.learning_rate,
-                "loss_scale": self.active.loss_scale(),
+                "loss_scale": self.active.core.loss_scale(),
             }
         )
         self.call("after_step")
@@ -387,7 +387,7 @@ def masters_of(run: RecordedRun) -> list[torch.Tensor]:
     """Return the tensors that this rank's PyTorch optimizer steps."""
     return [
         main_param
-        for optimizer in run.active.optimizer.chained_optimizers  # type: ignore[union-attr]
+        for optimizer in run.active.core.optimizer.chained_optimizers  # type: ignore[union-attr]
         if optimizer.optimizer is not None
         for group in optimizer.optimizer.param_groups
         for main_param in group["params"]

@@ -1,4 +1,4 @@
-"""Which block owns a parameter, from the name that Megatron Core's GPTModel gives it. Pure."""
+"""Find the block that owns a parameter, from the name that Megatron Core's GPTModel gives it. Pure."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ from typing import Literal
 from megatron.bcd.blocks.partition import Partition
 
 STACK_ELEMENTS = 1 << 22
-"""Matrices that are stepped together: enough for kernels to be longer than their launch, few enough for their
-temporary memory, and for their reduction to begin early."""
+"""Maximum number of elements that are stepped together.
+
+Kernels must take longer than their launch, but temporary memory must stay small, and reductions must start early.
+"""
 
 _FACTORED = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""What --bcd-embedding-update is about: the table of positions has a row for each of few positions, and keeps Adam."""
+"""Parameters of --bcd-embedding-update. The table of positions is small and keeps Adam."""
 
 Module = Literal["embedding", "layer", "final_norm", "head"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ownership:
-    """Where a parameter lies in the model, and in which phases it is active."""
+    """Where a parameter is in the model, and in which phases it is active."""
 
     module: Module
     layer: int | None
-    """Layer number over the whole model; None outside the layers."""
+    """Layer number in the whole model; None outside the layers."""
     is_norm: bool
     is_matrix: bool
-    """Whether a stateless update may step it: a matrix of a layer (--bcd-inactive-update), or a word embedding or head
-    that --bcd-embedding-update factored steps."""
+    """Whether a stateless update may step it. It is a matrix of a layer (--bcd-inactive-update), or a word embedding or
+    head with --bcd-embedding-update factored."""
     block: int | None
-    """The block that owns it; a tied head belongs to the block of the embedding. None with --bcd-num-blocks 0, if no
+    """The block that owns it; for a tied head the block of the embedding. None with --bcd-num-blocks 0, if no
     phase trains it (--bcd-frozen), and with --bcd-embedding-update factored."""
     is_always_active: bool
-    """Active in every phase (--bcd-always-active), with optimizer state that lives through the phases."""
+    """Whether it is active in every phase (--bcd-always-active), with optimizer state that outlives the phases."""
     is_frozen: bool = False
-    """No phase trains it (--bcd-frozen)."""
+    """Whether no phase trains it (--bcd-frozen)."""
     stateless_in: frozenset[int] = frozenset()
-    """Blocks during whose phases it is updated without state."""
+    """Blocks in whose phases it is updated without state."""
 
     def is_active(self, block: int) -> bool:
         """Whether the parameter is updated with optimizer state in a phase of ``block``."""
@@ -49,9 +51,9 @@ class Ownership:
 
 
 def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
-    """Ownership of the parameter that GPTModel calls ``name`` on pipeline stage ``stage``.
+    """Return the ownership of the parameter that GPTModel calls ``name`` on pipeline stage ``stage``.
 
-    Where a stage holds several chunks, ``chunks.`` and the chunk's number stand before the name.
+    If a stage has several chunks, the name starts with ``chunks.`` and the number of the chunk.
 
     Raises:
         KeyError: no module of the model has a parameter of that name.
@@ -100,7 +102,10 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
 
 
 def matrix_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """The data-parallel rank that steps each matrix of a stage: largest first to the least loaded rank."""
+    """Return the data-parallel rank that steps each matrix of a stage.
+
+    The largest matrices are assigned first, each to the least loaded rank.
+    """
     load = [0] * num_ranks
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -110,9 +115,10 @@ def matrix_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def matrix_stacks(keys: Sequence[Hashable], sizes: Sequence[int]) -> list[list[int]]:
-    """Matrices that are stepped together: of one key and at most STACK_ELEMENTS elements, or one alone.
+    """Return the indices of the matrices that are stepped together.
 
-    `keys` are of matrices in the model's order; a stack has the last ones first, whose gradients come first.
+    A stack has matrices with one key and at most STACK_ELEMENTS elements, or a single matrix. `keys` and `sizes` are in
+    the model's order. Stacks start with the last matrices, whose gradients are ready first.
     """
     by_key: dict[Hashable, list[list[int]]] = {}
     for index in reversed(range(len(keys))):

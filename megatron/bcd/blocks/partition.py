@@ -1,4 +1,4 @@
-"""Which layers form which block (docs/concepts.md). Pure.
+"""Divide the layers of a model into blocks (docs/concepts.md). Pure.
 
 The layers of a model are divided into pipeline stages, each stage into submodels, and a layout groups the submodels
 into blocks. Layers, stages, submodels and blocks are numbered from 0, in depth order over the whole model.
@@ -26,30 +26,30 @@ def divide(total: int, parts: int) -> tuple[range, ...]:
 
 
 def divide_into_pieces(total: int, *, parts: int, stages: int) -> tuple[tuple[range, ...], ...]:
-    """Divide ``range(total)`` into ``parts`` as ``divide``, and each part into a piece per stage; by part and stage.
+    """Divide ``range(total)`` into ``parts`` like ``divide``, and each part into one piece for each stage.
 
-    The parts do not depend on the number of stages. Of a part that the stages do not divide, the stages with the fewest
-    layers so far take one more.
+    The parts do not depend on the number of stages. If the stages do not divide a part evenly, the stages with the
+    fewest layers so far get one more. Returns the pieces by part and stage.
     """
-    held = [0] * stages
+    layers = [0] * stages
     sizes: list[int] = []
     for part in divide(total, parts):
         size, larger = divmod(len(part), stages)
-        with_more = sorted(range(stages), key=held.__getitem__)[:larger]
+        with_more = sorted(range(stages), key=layers.__getitem__)[:larger]
         for stage in range(stages):
             sizes.append(size + (stage in with_more))
-            held[stage] += sizes[-1]
+            layers[stage] += sizes[-1]
     pieces = consecutive(sizes)
     return tuple(pieces[part * stages : (part + 1) * stages] for part in range(parts))
 
 
 def consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
-    """Ranges of these sizes, one after the other from 0 on."""
+    """Return consecutive ranges of these sizes, starting at 0."""
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))
 
 
 def describe_layers(layers: Sequence[int]) -> str:
-    """Ascending layer numbers in short form: ``(0, 1, 2, 5)`` becomes ``"0-2, 5"``, none becomes ``""``."""
+    """Write ascending layer numbers in short form: ``(0, 1, 2, 5)`` as ``"0-2, 5"``, no layers as ``""``."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:
@@ -64,16 +64,16 @@ class Submodel:
     """Consecutive layers inside one pipeline stage."""
 
     index: int
-    """Place in depth order over the whole model."""
+    """Place in depth order in the whole model."""
     stage: int
     layers: range
-    """Layer numbers over the whole model; empty in a head block alone."""
+    """Layer numbers in the whole model; empty only in a head block."""
     first: bool
-    """First submodel of the model: owns the embedding."""
+    """Whether it owns the embedding: the first submodel of the model."""
     last: bool
-    """Owns the final norm and an untied output head: the last submodel of the model, or the head block's."""
+    """Whether it owns the final norm and an untied output head: the last submodel of the model, or a head block's."""
     chunk: int = 0
-    """In layout ``interleaved``: which chunk of the stage it is."""
+    """Number of its chunk on the stage (layout ``interleaved``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,49 +90,49 @@ class Block:
 
     @property
     def first_layer(self) -> int:
-        """The first active layer while this block is active; the number of all layers for a head block."""
+        """First layer of the block; for a head block the number of all layers."""
         return self.submodels[0].layers.start
 
     @property
     def owns_embedding(self) -> bool:
-        """Whether the embedding (tied: and with it the head's copy) belongs to this block."""
+        """Whether the embedding, with the copy in a tied head, belongs to this block."""
         return self.submodels[0].first
 
     @property
     def owns_final_norm(self) -> bool:
-        """Whether the final norm (untied: and the output head) belongs to this block."""
+        """Whether the final norm, and an untied output head, belong to this block."""
         return self.submodels[-1].last
 
     def layers_on_stage(self, stage: int) -> tuple[int, ...]:
-        """Layer numbers of the block that pipeline stage ``stage`` holds; empty if it holds none."""
-        held = (submodel for submodel in self.submodels if submodel.stage == stage)
-        return tuple(layer for submodel in held for layer in submodel.layers)
+        """Return the numbers of the block's layers on a pipeline stage."""
+        submodels = (submodel for submodel in self.submodels if submodel.stage == stage)
+        return tuple(layer for submodel in submodels for layer in submodel.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The whole model divided into submodels, grouped into blocks; made by ``partition``."""
+    """The whole model divided into submodels, which are grouped into blocks. ``partition`` builds it."""
 
     layout: str
     layers_per_stage: tuple[int, ...]
     submodels: tuple[Submodel, ...]
-    """Those with layers."""
+    """Submodels with layers."""
     blocks: tuple[Block, ...]
     tied: bool
     """Whether the output head is a copy of the embedding."""
     always_active: frozenset[str] = frozenset()
-    """What is active in every phase: some of ``norms`` (all), ``biases`` (of layers), ``embedding``, ``head``."""
+    """Parts active in every phase: some of ``norms`` (all), ``biases`` (of layers), ``embedding``, ``head``."""
     frozen: frozenset[str] = frozenset()
-    """What no phase trains: some of ``embedding``, ``head`` (tied: both or none), ``norms`` (all)."""
+    """Parts that no phase trains: some of ``embedding``, ``head`` (if tied, both or none), ``norms`` (all)."""
     has_stateless_updates: bool = False
     """Whether layers outside the active block are updated without state."""
     embedding_update: str = "adam"
-    """What steps an always-active word embedding, and an untied head: ``adam``, or ``factored``."""
+    """The rule that steps an always-active word embedding and an untied head: ``adam`` or ``factored``."""
     has_active_block: bool = True
-    """False with --bcd-num-blocks 0: the one block is empty, all layers are updated without state."""
+    """False with --bcd-num-blocks 0: the single block is empty, and all layers are updated without state."""
     num_chunks: int = 1
-    """Chunks of the model on every stage (layout ``interleaved``): chunk c of stage s is virtual stage
-    c x stages + s. Else each stage is one virtual stage."""
+    """Chunks of the model on every stage (layout ``interleaved``). Chunk c of stage s is virtual stage c x stages + s.
+    In other layouts each stage is one virtual stage."""
 
     @property
     def num_layers(self) -> int:
@@ -144,89 +144,89 @@ class Partition:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of one cycle; with layout ``submodel`` it is ``--bcd-num-blocks`` x stages. A head block counts."""
+        """Number of blocks in a cycle, including a head block. Layout ``submodel`` has --bcd-num-blocks x stages."""
         return len(self.blocks)
 
     @property
     def num_layer_blocks(self) -> int:
-        """Without a head block (--bcd-head-phase)."""
+        """Number of blocks without a head block (--bcd-head-phase)."""
         return sum(bool(block.layers) for block in self.blocks)
 
     def stage_layers(self, stage: int) -> Sequence[int]:
-        """Every layer that pipeline stage ``stage`` holds, ascending."""
+        """Return all layers of a pipeline stage, ascending."""
         if self.num_chunks == 1:
             return self.chunk_layers(stage, 0)
         return tuple(layer for chunk in range(self.num_chunks) for layer in self.chunk_layers(stage, chunk))
 
     def chunk_layers(self, stage: int, chunk: int) -> range:
-        """The layers of a chunk of pipeline stage ``stage``, which follow one another."""
+        """Return the consecutive layers of a chunk of a pipeline stage."""
         if self.num_chunks == 1:
             return consecutive(self.layers_per_stage)[stage]
         return self.submodels[chunk * self.num_stages + stage].layers
 
     @property
     def num_virtual_stages(self) -> int:
-        """Stages x chunks, in depth order."""
+        """Number of virtual stages: stages x chunks."""
         return self.num_stages * self.num_chunks
 
     @cached_property
     def block_of_layer(self) -> dict[int, int]:
-        """The number of the block that a layer belongs to."""
+        """Block number by layer."""
         return {layer: block.index for block in self.blocks for layer in block.layers}
 
     def active_layers(self, block: int, stage: int) -> tuple[int, ...]:
-        """Layers of pipeline stage ``stage`` that are active while block number ``block`` is."""
+        """Return the layers of a pipeline stage that are active in the block's phase."""
         return self.blocks[block].layers_on_stage(stage) if self.has_active_block else ()
 
     def stateless_layers(self, block: int) -> tuple[int, ...]:
-        """Layers whose matrices are updated without state while block number ``block`` is active, ascending."""
+        """Return the layers whose matrices are updated without state in the block's phase, ascending."""
         return tuple(layer for layer in range(self.num_layers) if self.is_stateless(layer, block))
 
     def is_stateless(self, layer: int, block: int) -> bool:
-        """Whether a layer is one of ``stateless_layers(block)``."""
+        """Return whether the matrices of a layer are updated without state in the block's phase."""
         is_active = self.has_active_block and layer in self.blocks[block].layers
         return self.has_stateless_updates and not is_active
 
     def trains_matrices(self, layer: int, block: int) -> bool:
-        """Whether the matrices of a layer are updated in the block's phase, with or without state."""
+        """Return whether the matrices of a layer are updated in the block's phase, with or without state."""
         is_active = self.has_active_block and self.block_of_layer[layer] == block
         return is_active or self.is_stateless(layer, block)
 
     @property
     def embedding_always_active(self) -> bool:
-        """Whether the embedding is active in every phase; always-active tied heads include it."""
+        """Whether the embedding is active in every phase, also as part of an always-active tied head."""
         return "embedding" in self.always_active or (self.tied and "head" in self.always_active)
 
     @property
     def head_always_active(self) -> bool:
-        """Whether the output head is active in every phase; tied, it goes with the embedding."""
+        """Whether the output head is active in every phase. A tied head is active together with the embedding."""
         return self.embedding_always_active if self.tied else "head" in self.always_active
 
     @property
     def norms_always_active(self) -> bool:
-        """Whether all norms, the final one too, are active in every phase."""
+        """Whether all norms, including the final norm, are active in every phase."""
         return "norms" in self.always_active
 
     @property
     def has_prefix(self) -> bool:
-        """Whether any phase may have a prefix: not where something at the bottom of the model is updated in all."""
+        """Whether phases may have a prefix. There is none if every phase updates something at the model's bottom."""
         return not (self.has_stateless_updates or self.embedding_always_active or _IN_LAYERS & self.always_active)
 
     def embedding_active(self, block: int) -> bool:
-        """Whether the embedding, on the first stage, is active in the block's phase."""
+        """Return whether the embedding, on the first stage, is active in the block's phase."""
         is_owned = self.has_active_block and self.blocks[block].owns_embedding and "embedding" not in self.frozen
         return is_owned or self.embedding_always_active
 
     def final_norm_active(self, block: int) -> bool:
-        """Whether the final norm, on the last stage, is active in the block's phase."""
+        """Return whether the final norm, on the last stage, is active in the block's phase."""
         is_owned = self.has_active_block and self.blocks[block].owns_final_norm and "norms" not in self.frozen
         return is_owned or self.norms_always_active
 
     def head_active(self, block: int) -> bool:
-        """Whether the output head, on the last stage, is active in the block's phase.
+        """Return whether the output head, on the last stage, is active in the block's phase.
 
-        A tied head is the embedding's copy, active and frozen together with it: the all-reduce of the embedding's
-        gradient needs both.
+        A tied head is a copy of the embedding. Both are active and frozen together, because the all-reduce of the
+        embedding's gradient needs both.
         """
         if self.tied:
             return self.embedding_active(block)
@@ -234,7 +234,7 @@ class Partition:
         return is_owned or self.head_always_active
 
     def virtual_stage_active(self, block: int, virtual: int) -> bool:
-        """Whether one chunk of a stage holds anything that is updated, also without state."""
+        """Return whether a virtual stage has anything that the block's phase updates, with or without state."""
         chunk, stage = divmod(virtual, self.num_stages)
         submodels = self.blocks[block].submodels if self.has_active_block else ()
         return (
@@ -246,21 +246,21 @@ class Partition:
         )
 
     def first_trainable_virtual_stage(self, block: int) -> int:
-        """The first virtual stage that runs backward in the block's phase."""
+        """Return the first virtual stage that runs backward in the block's phase."""
         first = self.blocks[block].submodels[0]
         return first.chunk * self.num_stages + first.stage if self.has_prefix else 0
 
     def first_trainable_stage(self, block: int) -> int:
-        """The first stage that receives a gradient in the block's phase."""
+        """Return the first stage that receives a gradient in the block's phase."""
         return self.blocks[block].submodels[0].stage if self.has_prefix else 0
 
     def prefix_layers(self, block: int) -> range:
-        """Frozen layers before the first active one; empty while the embedding is active."""
+        """Return the frozen layers before the first active layer; empty while the embedding is active."""
         return range(self.blocks[block].first_layer if self.has_prefix else 0)
 
     @cached_property
     def behind_prefix(self) -> tuple[tuple[tuple[bool, ...], ...], ...]:
-        """By virtual stage and block: whether each layer after the prefix is updated, in depth order."""
+        """Whether each layer after the prefix is updated, in depth order, by virtual stage and block."""
         return tuple(
             tuple(
                 tuple(
@@ -275,27 +275,29 @@ class Partition:
         )
 
     def num_behind_prefix(self, stage: int, block: int) -> list[int]:
-        """Layers of a stage after the prefix, by chunk."""
+        """Return the number of layers of a stage after the prefix, by chunk."""
         return [len(by_block[block]) for by_block in self.behind_prefix[stage :: self.num_stages]]
 
     def describe_layers(self, block: int) -> str:
-        """The block's layers for people, e.g. ``"0-3, 6-9"``."""
+        """Return the block's layers in short form, such as ``"0-3, 6-9"``."""
         return describe_layers(self.blocks[block].layers) if self.has_active_block else ""
 
     def describe_extras(self, block: int) -> tuple[str, ...]:
-        """What is active beside layers: some of ``embedding``, ``all norms``, ``all biases``, ``final norm``,
-        ``head``."""
-        held = {
+        """Name what is active beside layers.
+
+        Some of ``embedding``, ``all norms``, ``all biases``, ``final norm``, ``head``.
+        """
+        extras = {
             "embedding": self.embedding_active(block),
             "all norms": self.norms_always_active,
             "all biases": "biases" in self.always_active,
             "final norm": self.final_norm_active(block) and not self.norms_always_active,
             "head": not self.tied and self.head_active(block),
         }
-        return tuple(name for name, is_held in held.items() if is_held)
+        return tuple(name for name, is_active in extras.items() if is_active)
 
     def describe_head(self) -> str:
-        """When an untied head is trained, for people; "" for a tied one."""
+        """Say when an untied head is trained; "" for a tied head."""
         owner = next(block for block in self.blocks if block.owns_final_norm)
         if self.tied:
             return ""
@@ -306,24 +308,24 @@ class Partition:
         )
 
     def describe_untrained(self, visited: Collection[int]) -> tuple[str, ...]:
-        """What no phase of the blocks `visited` updates though another block's would, for people."""
+        """Name what no phase of the `visited` blocks updates, although the phase of another block would."""
         layers = {layer for block in visited for layer in (*self.blocks[block].layers, *self.stateless_layers(block))}
-        left = describe_layers([layer for layer in range(self.num_layers) if layer not in layers])
+        untrained = describe_layers([layer for layer in range(self.num_layers) if layer not in layers])
         trained = {extra for block in visited for extra in self.describe_extras(block)}
         extras = dict.fromkeys(extra for block in self.blocks for extra in self.describe_extras(block.index))
-        return (*([f"layers {left}"] if left else []), *(extra for extra in extras if extra not in trained))
+        return (*([f"layers {untrained}"] if untrained else []), *(extra for extra in extras if extra not in trained))
 
 
-# ------------------------------------------------------------------------------------------------------ how it is made
+# -------------------------------------------------------------------------------------------------------- construction
 
 
 def partition_from_config(config: RunConfig) -> Partition:
-    """The partition of a run. Raises ValueError, one line that names the flags, where it does not fit the model."""
+    """Build the partition of a run. Raises ValueError, one line that names the flags, if it does not fit the model."""
     sizes: tuple[int, ...] | None = None
     if config.bcd.bcd_layout != "interleaved":
         sizes = layers_per_stage(config)
     elif config.training.pipeline_model_parallel_layout is not None:
-        sizes = _sizes_of_layout(config, num_stages=config.pipeline_size * config.bcd.num_parts)
+        sizes = _layout_sizes(config, num_stages=config.pipeline_size * config.bcd.num_parts)
     return partition(
         num_layers=config.num_layers,
         num_stages=config.pipeline_size,
@@ -358,11 +360,10 @@ def partition(
 ) -> Partition:
     """Divide ``num_layers`` layers on ``num_stages`` pipeline stages into blocks.
 
-    Names are those of flags with ``--bcd-`` before them. ``num_blocks`` None takes the default: ``DEFAULT_NUM_BLOCKS``,
-    or the number of stages in layout ``stage``. ``layers_per_stage`` counts the layers of each stage, in layout
-    ``interleaved`` of each virtual stage; None divides evenly. ``num_parts`` is
-    ``--num-virtual-stages-per-pipeline-rank``; None takes the number of blocks. Raises ValueError, one line that names
-    the flags, where the layout does not fit the model.
+    Arguments are named like flags, without ``--bcd-``. ``num_blocks`` None is ``DEFAULT_NUM_BLOCKS``, or the number of
+    stages in layout ``stage``. ``layers_per_stage`` has the size of each stage, in layout ``interleaved`` of each
+    virtual stage; None divides evenly. ``num_parts`` is ``--num-virtual-stages-per-pipeline-rank``; None is the number
+    of blocks. Raises ValueError, one line that names the flags, if the layout does not fit the model.
     """
     assert layout in LAYOUTS and num_layers >= 1 and num_stages >= 1
     frozen = _never_trained(frozen, always_active, tied=tied)
@@ -404,7 +405,7 @@ def partition(
 
 
 def _never_trained(frozen: frozenset[str], always_active: frozenset[str], *, tied: bool) -> frozenset[str]:
-    """``frozen`` with tied parts. Raises ValueError for a part that is always active too."""
+    """Return ``frozen`` with tied parts. Raises ValueError if one of them is always active too."""
     frozen = with_tied_parts(frozen, tied=tied)
     both = sorted(frozen & with_tied_parts(always_active, tied=tied))
     if both:
@@ -413,7 +414,7 @@ def _never_trained(frozen: frozenset[str], always_active: frozenset[str], *, tie
 
 
 def with_tied_parts(parts: frozenset[str], *, tied: bool) -> frozenset[str]:
-    """``parts`` with the embedding and a tied head, which is the same weight, both in it or neither."""
+    """Add the embedding to a tied head in ``parts``, and the reverse: both are the same weight."""
     return parts | _TIED if tied and parts & _TIED else parts
 
 
@@ -461,7 +462,7 @@ def _check_sizes(sizes: Sequence[int], *, num_layers: int, num_stages: int, leas
 
 
 def _parts(layers_per_stage: Sequence[int], *, parts: int | None) -> list[tuple[int, range]]:
-    """Stage and layers of ``parts`` submodels of every stage; None: each layer is one."""
+    """Return the stage and the layers of each of ``parts`` submodels of every stage; None: each layer is a submodel."""
     return [
         (stage, layers[part.start : part.stop])
         for stage, layers in enumerate(consecutive(layers_per_stage))
@@ -472,7 +473,7 @@ def _parts(layers_per_stage: Sequence[int], *, parts: int | None) -> list[tuple[
 def _chunks(
     sizes: Sequence[int] | None, num_layers: int, *, num_stages: int, num_parts: int, parts: int
 ) -> list[tuple[int, range]]:
-    """Stage and layers of each virtual stage."""
+    """Return the stage and the layers of each virtual stage."""
     if num_parts % parts:
         raise ValueError(f"--bcd-num-blocks {parts}: the {num_parts} chunks of a stage must be a multiple of it")
     if sizes is None:
@@ -483,7 +484,7 @@ def _chunks(
 
 
 def _submodels(places: Sequence[tuple[int, range]], *, has_chunks: bool) -> tuple[Submodel, ...]:
-    """Of these stages and layers, in depth order."""
+    """Return the submodels of these stages and layers, ordered by depth."""
     num_stages = 1 + places[-1][0]
     return tuple(
         Submodel(
@@ -502,22 +503,22 @@ def _group(submodels: tuple[Submodel, ...], *, parts: int, layout: str) -> tuple
     if layout in ("stage", "submodel"):  # a stage is one submodel in layout `stage`
         return tuple(Block(index=submodel.index, submodels=(submodel,)) for submodel in submodels)
     num_stages = 1 + max(submodel.stage for submodel in submodels)
-    grouped: list[list[Submodel]] = [[] for _ in range(parts)]
+    groups: list[list[Submodel]] = [[] for _ in range(parts)]
     if layout == "interleaved":
         for submodel in submodels:
-            grouped[submodel.index // num_stages % parts].append(submodel)
+            groups[submodel.index // num_stages % parts].append(submodel)
     else:  # spread and strided: the submodels of every stage in turn
         for _, on_stage in groupby(submodels, key=lambda submodel: submodel.stage):
             for place, submodel in enumerate(on_stage):
-                grouped[place % parts].append(submodel)
-    return tuple(Block(index=index, submodels=tuple(held)) for index, held in enumerate(grouped))
+                groups[place % parts].append(submodel)
+    return tuple(Block(index=index, submodels=tuple(group)) for index, group in enumerate(groups))
 
 
 def _with_head_block(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-    """The last submodel gives the final norm and the head to a block without layers."""
+    """Move the final norm and the head from the last submodel to a new block without layers."""
     top = max((submodel for block in blocks for submodel in block.submodels), key=lambda submodel: submodel.index)
     without = tuple(
-        replace(block, submodels=tuple(replace(one, last=False) for one in block.submodels)) for block in blocks
+        replace(block, submodels=tuple(replace(each, last=False) for each in block.submodels)) for block in blocks
     )
     head = replace(top, index=top.index + 1, layers=top.layers[len(top.layers) :], first=False)
     return (*without, Block(index=len(blocks), submodels=(head,)))
@@ -526,39 +527,41 @@ def _with_head_block(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
 # ----------------------------------------------------------------------------------------- layers of pipeline stages
 
 _REPEATED = (r"\(([^)]+)\)\*(\d{1,3})(?!\d)", r"(.)\*(\d{1,3})(?!\d)")
-"""Megatron Core's: a group in brackets first, then single letters. More than three digits are a typing error."""
+"""Megatron Core's notation: first groups in brackets, then single letters. More than three digits are a mistake."""
 
 
 def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
-    """Layers of each stage: as the flags of the split say, else as even as possible, larger stages first.
+    """Return the number of layers of each stage.
+
+    The flags of the pipeline split decide. Without them layers are divided as evenly as possible, larger stages first.
 
     Raises:
-        ValueError: the flags don't fit each other or the model; one line that names them.
+        ValueError: the flags do not fit each other or the model; one line that names them.
     """
     training, num_stages = config.training, config.pipeline_size
     first, last = training.decoder_first_pipeline_num_layers, training.decoder_last_pipeline_num_layers
     embedding = training.account_for_embedding_in_pipeline_split
     loss = training.account_for_loss_in_pipeline_split
     has_layout = training.pipeline_model_parallel_layout is not None
-    asked = {
+    are_given = {
         "--pipeline-model-parallel-layout": has_layout,
         "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers": not first is last is None,
         "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split": embedding or loss,
     }
-    given = [flag for flag, is_given in asked.items() if is_given]
-    if len(given) > 1:
-        raise ValueError(f"{given[0]} and {given[1]} both divide the layers over the stages: give one of them")
-    if given and num_stages == 1 and not has_layout:
-        raise ValueError(f"{given[0]} needs --pipeline-model-parallel-size 2 or more")
+    flags = [flag for flag, is_given in are_given.items() if is_given]
+    if len(flags) > 1:
+        raise ValueError(f"{flags[0]} and {flags[1]} both divide the layers over the stages: give one of them")
+    if flags and num_stages == 1 and not has_layout:
+        raise ValueError(f"{flags[0]} needs --pipeline-model-parallel-size 2 or more")
     if has_layout:
-        return _sizes_of_layout(config, num_stages=num_stages)
+        return _layout_sizes(config, num_stages=num_stages)
     if first is not None or last is not None:
-        return _sizes_with_ends(first, last, num_layers=config.num_layers, num_stages=num_stages)
-    # embedding and loss count as a layer each, where asked, and then all stages are equal
+        return _end_sizes(first, last, num_layers=config.num_layers, num_stages=num_stages)
+    # embedding and loss count as a layer each, if a flag says so, and then all stages are equal
     total = config.num_layers + embedding + loss
-    if given and total % num_stages:
+    if flags and total % num_stages:
         raise ValueError(
-            f"{given[0]}: {total}, which is --num-layers {config.num_layers} and {total - config.num_layers} more, "
+            f"{flags[0]}: {total}, which is --num-layers {config.num_layers} and {total - config.num_layers} more, "
             f"must be divisible by --pipeline-model-parallel-size {num_stages}"
         )
     sizes = [len(layers) for layers in divide(total, num_stages)]
@@ -567,8 +570,8 @@ def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _sizes_with_ends(first: int | None, last: int | None, *, num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """The first and the last stage as given, the stages between evenly."""
+def _end_sizes(first: int | None, last: int | None, *, num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Return the sizes of stages if the first, the last or both are given. The other stages are equal."""
     between = num_stages - (first is not None) - (last is not None)
     left = num_layers - (first or 0) - (last or 0)
     if left < 0 or (left % between if between else left):
@@ -580,8 +583,8 @@ def _sizes_with_ends(first: int | None, last: int | None, *, num_layers: int, nu
     return (*([] if first is None else [first]), *middle, *([] if last is None else [last]))
 
 
-def _sizes_of_layout(config: RunConfig, *, num_stages: int) -> tuple[int, ...]:
-    """The sizes of a layout in Megatron Core's notation, such as ``Et*3|(tt|)*4L``."""
+def _layout_sizes(config: RunConfig, *, num_stages: int) -> tuple[int, ...]:
+    """Return the sizes of stages from a layout in Megatron Core's notation, such as ``Et*3|(tt|)*4L``."""
     text = config.training.pipeline_model_parallel_layout
     assert text is not None
     name = f"--pipeline-model-parallel-layout {text}"

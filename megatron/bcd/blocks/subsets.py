@@ -1,8 +1,8 @@
-"""Which samples a phase trains on (arXiv 2506.12037, section 3.2.3, tables 9 and 10). Pure but for numpy.
+"""Select the samples of a phase (arXiv 2506.12037, section 3.2.3, tables 9 and 10). Pure except for numpy.
 
-Each phase draws a new subset of the epoch without replacement, and repeats it, pass after pass in another order, as
-often as its steps need. The epoch is shuffled and cut into subsets; when what is left is smaller than a subset, it is
-shuffled anew. All is a function of seed, phase and position.
+Each phase draws a new subset of the epoch without replacement. It repeats the subset as often as its steps need, each
+pass in another order. The epoch is shuffled and cut into subsets, and shuffled again when less than a subset is left.
+Everything is a function of seed, phase and position.
 """
 
 from __future__ import annotations
@@ -30,33 +30,35 @@ class PhaseSubset:
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:  # false for NaN, too
             raise ValueError(f"--bcd-sample-ratio {self.ratio}: must be above 0 and at most 1")
-        if self.size < 1:  # so it is where the split is empty
+        if self.size < 1:  # also if the split is empty
             raise ValueError(
                 f"--bcd-sample-ratio {self.ratio}: less than one of the {self.num_samples} samples of an epoch"
             )
 
     @property
     def size(self) -> int:
-        """Samples of a subset: ``ratio`` of the epoch, rounded."""
+        """Number of samples in a subset: ``ratio`` of the epoch, rounded."""
         return round(self.num_samples * self.ratio)
 
     def indices(self, phase: int) -> Indices:
-        """Dataset indices of that phase's subset, each once."""
+        """Return the dataset indices of a phase's subset, each once."""
         return _indices(self, phase)
 
     def samples(self, phase: int, positions: Indices) -> Indices:
-        """Dataset indices of the samples after so many samples of that phase. Pass p over the subset is positions
-        p x ``size`` to (p + 1) x ``size``."""
+        """Return the dataset indices of the samples at these positions in a phase.
+
+        Pass p over the subset has the positions p x ``size`` to (p + 1) x ``size``.
+        """
         assert phase >= 0 and (positions >= 0).all(), f"phase {phase}, positions {positions}"
         passes, places = numpy.divmod(positions, self.size)
-        found = numpy.empty_like(places)
+        indices = numpy.empty_like(places)
         for number in numpy.unique(passes).tolist():
-            chosen = passes == number
-            found[chosen] = _pass(self, phase, number)[places[chosen]]
-        return found
+            is_in_pass = passes == number
+            indices[is_in_pass] = _pass(self, phase, number)[places[is_in_pass]]
+        return indices
 
     def times_used(self, num_samples: int) -> float:
-        """Passes over its subset of a phase that trains on ``num_samples`` (steps x global batch)."""
+        """Return how often a phase of ``num_samples`` (steps x global batch) passes over its subset."""
         return num_samples / self.size
 
 
@@ -65,8 +67,8 @@ def _indices(subset: PhaseSubset, phase: int) -> Indices:
     epoch, number = divmod(phase, subset.num_samples // subset.size)
     order = numpy.arange(subset.num_samples, dtype=numpy.int32 if subset.num_samples < 2**31 else numpy.int64)
     _generator(f"{subset.seed} epoch {epoch}").shuffle(order)
-    chosen = order[number * subset.size : (number + 1) * subset.size]
-    return chosen.astype(numpy.int64)  # a copy, without the rest of the epoch
+    indices = order[number * subset.size : (number + 1) * subset.size]
+    return indices.astype(numpy.int64)  # a copy, without the rest of the epoch
 
 
 @functools.lru_cache(maxsize=2)  # reading ahead, the next pass begins before this one ends
@@ -75,5 +77,5 @@ def _pass(subset: PhaseSubset, phase: int, number: int) -> Indices:
 
 
 def _generator(key: str) -> numpy.random.RandomState:
-    """NumPy never changes what RandomState draws; of its newer generators it says that it may."""
+    """Return a generator whose numbers never change: NumPy promises this for RandomState, not for newer generators."""
     return numpy.random.RandomState(numpy.frombuffer(hashlib.sha256(key.encode()).digest(), dtype="<u4"))

@@ -19,6 +19,7 @@ from megatron.bcd.checkpoint.safe_loading import only_data, unreadable
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.optim.state_groups import state_groups
 from megatron.bcd.runtime import collectives, device
 
 T = TypeVar("T")
@@ -188,41 +189,38 @@ def load_weights(source: Source, model: torch.nn.Module) -> None:
     assert not unexpected and all(name.endswith(_EXTRA_STATE) for name in missing), (missing, unexpected)
 
 
-def load_kept_state(source: Source, active: ActiveBlock, *, next_block: int | None) -> None:
-    """Load the offloaded state of all blocks but `next_block`, the one to be built next if it is known.
+def load_offloaded_state(source: Source, active: ActiveBlock, *, next_block: int | None) -> None:
+    """Load the offloaded state of all blocks except `next_block`, the block that is built next if it is known.
 
-    Call it before that block is built. A collective. Each block is built briefly, so that its state is sharded as at
-    its next phase. Raises ValueError as `load_weights`.
+    Call it before that block is built. A collective. Each block is built briefly, so that its state is sharded as in
+    its next phase. Raises ValueError like `load_weights`.
     """
     assert source.state is not None
-    for owner, summary in source.state.optimizer_state.items():
-        block = optimizer_state.block_of(owner)
-        kept = optimizer_state.as_kept(summary, active)
-        if block is None or block == next_block or not kept["names"]:
+    groups = state_groups(active)
+    for key, summary in source.state.optimizer_state.items():
+        block = groups[key].block if key in groups else None
+        offloaded = optimizer_state.after_phase(summary, active)
+        if block is None or block == next_block or not offloaded["names"]:
             continue
-        if optimizer_state.needs_build(owner):
+        if groups[key].needs_build:
             active.build(block)
-            _load_state({owner: kept}, source, active)
+        _load_state({key: offloaded}, source, active)
+        if groups[key].needs_build:
             active.dispose()
-        else:
-            _load_state({owner: kept}, source, active)
 
 
 def load_optimizer(source: Source, active: ActiveBlock) -> None:
-    """Load moments and main parameters of the active block and of always-active parameters, main parameters of
-    matrices that are updated without state, and fp16's loss scale.
+    """Load the state of the active block, state that belongs to no single block, and fp16's loss scale.
 
-    Call it after `ActiveBlock.build`. A collective. Raises ValueError as `load_weights`.
+    Call it after `ActiveBlock.build`. A collective. Raises ValueError like `load_weights`.
     """
     assert source.state is not None
-    wanted = {
-        owner: summary
-        for owner, summary in source.state.optimizer_state.items()
-        if optimizer_state.block_of(owner) in (None, active.block)
-    }
+    blocks = {key: group.block for key, group in state_groups(active).items()}
+    summaries = source.state.optimizer_state
+    wanted = {key: summary for key, summary in summaries.items() if blocks.get(key) in (None, active.block)}
     _load_state(wanted, source, active)
     if source.state.loss_scaler is not None:
-        active.set_loss_scaler_state(source.state.loss_scaler)
+        active.core.set_loss_scaler_state(source.state.loss_scaler)
 
 
 def load_random_states(source: Source) -> str | None:

@@ -90,17 +90,17 @@ class Saver:
         if error is not None:
             return self._abandon(state.iteration, error)
         # weights under Megatron Core's own keys, and the optimizer state of every block that has some
-        is_async, later = self._config.async_save, optimizer_state.Later()
+        is_async, deferred = self._config.async_save, optimizer_state.Deferred()
         with frozen_on_host(model) as is_constant:
             entries: dict[str, Any] = {
                 f"model.{name}": one for name, one in unwrap_model(model).sharded_state_dict().items()
             }
             if state.optimizer_state:
-                optimizer, later = optimizer_state.sharded_state(
+                optimizer, deferred = optimizer_state.sharded_state(
                     active, state.optimizer_state, is_constant=is_constant if is_async else lambda _: True
                 )
                 entries |= {f"optimizer.{name}": one for name, one in optimizer.items()}
-            write = ShardWrite(entries, folder, in_background=is_async, is_constant=is_constant, later=later)
+            write = ShardWrite(entries, folder, in_background=is_async, is_constant=is_constant, deferred=deferred)
         write.digests.update(digests)
         if self._config.save_rng:
             write.add(random_states.file_name(torch.distributed.get_rank()), random_states.random_states())

@@ -46,16 +46,16 @@ class Planner(MCoreSavePlanner):
     """Megatron Core's. A tensor on the meta device is a part of one that is made when it is written: `later` has what
     makes it, by key."""
 
-    def __init__(self, later: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+    def __init__(self, deferred: Mapping[str, Callable[[], torch.Tensor]]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._later = later
+        self._deferred = deferred
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Called by the writer for one tensor after the other."""
         found = super().lookup_object(index)
         if not getattr(found, "is_meta", False):
             return found
-        whole = self._later[index.fqn]()
+        whole = self._deferred[index.fqn]()
         return whole.as_strided(found.shape, found.stride(), whole.storage_offset() + found.storage_offset())
 
 
@@ -75,7 +75,7 @@ class ShardWrite:
         *,
         in_background: bool,
         is_constant: Callable[[torch.Tensor], bool] = lambda _: False,
-        later: Mapping[str, Callable[[], torch.Tensor]] | None = None,
+        deferred: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     ) -> None:
         self.digests: dict[str, FileDigest] = {}
         """Of this rank's files; on rank 0 after `finish` of all ranks'."""
@@ -97,7 +97,7 @@ class ShardWrite:
             self._error = atomic_io.describe(error)
         self._writer = Writer(folder)
         self._writer.set_up_storage_writer(is_coordinator=False, rank=self._rank, use_collectives=False)
-        self._planner: Planner | None = Planner(later or {})
+        self._planner: Planner | None = Planner(deferred or {})
         self._planner.set_up_planner(mcore_to_pyt_state_dict(by_key), is_coordinator=self._rank == 0)
         # a rank's plan does not depend on the others': each shard has one rank that writes it
         self._plan = self._writer.prepare_local_plan(self._planner.create_local_plan())

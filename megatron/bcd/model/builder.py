@@ -120,7 +120,7 @@ def _layer_spec(
     implementation: Implementation,
     stage_config: TransformerConfig,
     vp_stage: int | None,
-    frozen_weights: FrozenWeights | None,
+    frozen_weights: FrozenWeights,
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the layer spec of this stage."""
     qk_layernorm = bool(config.transformer.get("qk_layernorm", False))
@@ -130,7 +130,7 @@ def _layer_spec(
         spec = get_gpt_layer_local_spec(
             qk_layernorm=qk_layernorm, normalization=config.transformer.get("normalization", "LayerNorm")
         )
-    if frozen_weights is not None:
+    if config.bcd.bcd_frozen_weights == "host":
         spec.module, spec.params = StreamedLayer, {**spec.params, "frozen_weights": frozen_weights}
     if implementation.attention == SCALED_DOT_PRODUCT:
         spec.submodules.self_attention.submodules.core_attention = ScaledDotProductAttention
@@ -168,9 +168,7 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
         )
     num_chunks = config.num_chunks
     parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks if num_chunks > 1 else None)
-    frozen_weights = None
-    if config.bcd.bcd_frozen_weights == "host":
-        frozen_weights = _frozen_weights(config, stage_config, padded_vocab_size)
+    frozen_weights = _frozen_weights(config, stage_config, padded_vocab_size)
     try:
         chunks = [
             _build_chunk(config, stage_config, padded_vocab_size, implementation, chunk, frozen_weights)
@@ -181,13 +179,10 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
     model: torch.nn.Module = ChunkedModel(chunks) if num_chunks > 1 else chunks[0]
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    if frozen_weights is None:
-        model.to(device.current())
-    else:
-        if config.has_embedding_on_host and chunks[0].pre_process:
-            frozen_weights.add_embedding(chunks[0].embedding.word_embeddings)
-        frozen_weights.move_rest(model)
-        model.frozen_weights = frozen_weights  # type: ignore[assignment]
+    if config.has_embedding_on_host and chunks[0].pre_process:
+        frozen_weights.add_embedding(chunks[0].embedding.word_embeddings)
+    frozen_weights.move_rest(model)
+    model.frozen_weights = frozen_weights  # type: ignore[assignment]
     if config.precision != "fp32":
         model = Float16Module(stage_config, model)
     return model
@@ -199,7 +194,7 @@ def _build_chunk(
     padded_vocab_size: int,
     implementation: Implementation,
     chunk: int,
-    frozen_weights: FrozenWeights | None,
+    frozen_weights: FrozenWeights,
 ) -> GPTModel:
     vp_stage = chunk if config.num_chunks > 1 else None
     model = (LinearLossModel if config.has_linear_loss else GPTModel)(
@@ -246,9 +241,9 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_v
     )
 
 
-def get_frozen_weights(model: torch.nn.Module) -> FrozenWeights | None:
-    """Return the frozen weights of --bcd-frozen-weights host, or None."""
-    return getattr(unwrap_model(model), "frozen_weights", None)
+def get_frozen_weights(model: torch.nn.Module) -> FrozenWeights:
+    """Return the model's layers in host memory. Without --bcd-frozen-weights host there are none."""
+    return unwrap_model(model).frozen_weights  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
@@ -258,9 +253,6 @@ def frozen_on_host(model: torch.nn.Module) -> Iterator[Callable[[Tensor], bool]]
     Yields a function that returns whether a tensor is one of them. They do not change before the next phase ends.
     """
     frozen_weights = get_frozen_weights(model)
-    if frozen_weights is None:
-        yield lambda _: False
-        return
     with frozen_weights.all_on_host():
         yield frozen_weights.is_on_host
 

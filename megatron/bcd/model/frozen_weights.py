@@ -166,9 +166,14 @@ class FrozenWeights:
             if not self.is_on_host(tensor):
                 tensor.data = tensor.data.to(device.current())
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there are layers in host memory."""
+        return bool(self._layers)
+
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is currently in the arena."""
-        return bool(self._layers) and _storage(tensor) == _storage(self._arena.data)
+        return self.is_used and _storage(tensor) == _storage(self._arena.data)
 
     # --- phases
 
@@ -178,6 +183,8 @@ class FrozenWeights:
 
         It starts with a barrier, because ranks on a node read what others have written to their arena.
         """
+        if not self.is_used:
+            return
         collectives.gather_objects(None, self._group)
         are_active = [any(parameter in active for parameter in layer.parameters) for layer in self._layers]
         frozen = [layer.number for layer, is_active in zip(self._layers, are_active, strict=True) if not is_active]
@@ -200,6 +207,8 @@ class FrozenWeights:
     @torch.no_grad()
     def end_phase(self) -> None:
         """Write the active layers back to the arena, and free their device memory."""
+        if not self.is_used:
+            return
         device.synchronize()  # until nothing reads the buffers any more
         for buffer in self._buffers:
             if buffer.layer is not None:
@@ -225,13 +234,13 @@ class FrozenWeights:
     @property
     def is_shared_by_all(self) -> bool:
         """Whether all ranks of the group share one arena."""
-        return self._arena.has_whole_group
+        return self.is_used and self._arena.has_whole_group
 
     def bytes_on_host(self) -> int:
         """Return the bytes of the weights in the arena, or 0 if another rank of the node owns it."""
         weights = [layer.on_host for layer in self._layers]
         weights += [] if self._embedding is None else [self._embedding]
-        return sum(tensor.nbytes for tensor in weights) if self._arena.is_owner else 0
+        return sum(tensor.nbytes for tensor in weights) if self.is_used and self._arena.is_owner else 0
 
     @contextlib.contextmanager
     def all_on_host(self) -> Iterator[None]:

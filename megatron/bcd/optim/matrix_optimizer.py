@@ -1,11 +1,12 @@
-"""Steps matrices without Megatron Core's optimizer: those of inactive layers by stateless updates
-(--bcd-inactive-update), with --optimizer muon the active block's, which keep a momentum, and with
---bcd-embedding-update factored the embedding and an untied head.
+"""Steps matrices without Megatron Core's optimizer.
 
-Each matrix has one rank of the data-parallel x context-parallel group as its owner: gradients are reduced to the owner,
-it computes the new weights, and broadcasts them. The owner alone holds what exists beside weight and gradient: the
-momentum, the factors of the rule `factored` (means by row and by column), and in bf16 the 16 bits that the weight lacks
-of its fp32 value. Owners never change, so a switch moves none of it. Matrices of one shape, rule and owner are reduced
+These are matrices of inactive layers (--bcd-inactive-update), the active block's with --optimizer muon, and the
+embedding and an untied head with --bcd-embedding-update factored.
+
+Each matrix has an owner among the data-parallel x context-parallel ranks. Gradients are reduced to the owner, which
+computes the new weights and broadcasts them. Only the owner keeps state beside weight and gradient: the momentum, the
+factors of the rule `factored` (means by row and by column), and in bf16 the 16 bits that the weight lacks of its fp32
+value. Owners never change, so a switch moves no state between ranks. Matrices of one shape, rule and owner are reduced
 and stepped together, in stacks.
 
 Shapes: K = matrices of a stack, M = rows, N = columns.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,14 +27,16 @@ from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
 from megatron.bcd.config import RunConfig
+from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.optim import bf16, update_rules
+from megatron.bcd.optim.state_owner import StateOwner
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import device, memory, replicas
 from megatron.bcd.runtime.compat import pytorch
 
-MOMENTUM = "momentum_buffer"
-"""Name of the momentum in checkpoints."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MOMENTUM, FACTORS, LOW_BITS = "momentum_buffer", "factors", "low_bits"
+"""Kinds of state. The first is also the momentum's name in checkpoints."""
+_KINDS = (MOMENTUM, FACTORS, LOW_BITS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,7 @@ class MatrixRule:
     """Root mean square of an update at a learning rate of 1."""
     grad_dtype: torch.dtype
     momentum: float | None = None
-    """Decay of the momentum; None keeps none."""
+    """Decay of the momentum; None for no momentum."""
     nesterov: bool = False
     num_steps: int
     """Newton-Schulz iterations."""
@@ -57,59 +61,101 @@ Rules = list[tuple[MatrixRule, Iterable[str], bool]]
 """Rule, names of matrices, and whether the active block owns them."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A matrix of a layer, or this rank's tensor-parallel slice of it."""
+    """A matrix of a layer, or this rank's tensor-parallel slice of it, with its state."""
 
-    name: str
-    parameter: torch.nn.Parameter
-    owner: int
-    """Rank in the data-parallel x context-parallel group."""
-    layout: MatrixLayout
+    def __init__(
+        self, name: str, parameter: torch.nn.Parameter, layout: MatrixLayout, *, owner: int, is_owner: bool
+    ) -> None:
+        self.name, self.parameter, self.layout = name, parameter, layout
+        self.owner = owner
+        """Rank in the data-parallel x context-parallel group."""
+        self.is_owner = is_owner
+        """Whether this rank is the owner."""
+        self.is_stepped = False
+        """Whether the present phase steps it."""
+        self.state: dict[str, torch.Tensor] = {}
+        """The owner's state on the device, by kind."""
+        self.offloaded: dict[str, torch.Tensor] = {}
+        """The owner's state in host memory, by kind."""
 
-    @property
-    def num_factors(self) -> int:
-        """Elements that the rule `factored` keeps of it."""
+    def offload(self, kinds: Iterable[str] = _KINDS) -> None:
+        """Move state of these kinds to host memory."""
+        for kind in self.state.keys() & kinds:
+            self.offloaded[kind] = self.state.pop(kind).cpu()
+
+    def restore(self, kinds: Iterable[str] = _KINDS) -> None:
+        """Move offloaded state of these kinds to the device."""
+        for kind in self.offloaded.keys() & kinds:
+            self.state[kind] = self.offloaded.pop(kind).to(self.parameter.device)
+
+    def get(self, kind: str) -> torch.Tensor | None:
+        """Return the state of a kind wherever it is; None if there is none."""
+        return self.state.get(kind, self.offloaded.get(kind))
+
+    def drop(self, kind: str) -> None:
+        """Free the state of a kind."""
+        self.state.pop(kind, None)
+        self.offloaded.pop(kind, None)
+
+    def zero_factors(self) -> torch.Tensor:
+        """Return the factors before the first step, flat."""
         rows, columns = self.parameter.shape
-        return update_rules.num_factors(rows, columns, len(self.layout.parts) or 1)
+        size = update_rules.num_factors(rows, columns, len(self.layout.parts) or 1)
+        return self.parameter.new_zeros(size, dtype=torch.float32)
+
+    def split_factors(self, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return views of this matrix's factors as `update_rules.split_factors`."""
+        return update_rules.split_factors(factors, self.parameter.shape[0], len(self.layout.parts) or 1)
+
+    def main_param(self) -> torch.Tensor:
+        """Return the owner's fp32 value. Without low bits it is the weight: this optimizer has not stepped it yet."""
+        weight, low_bits = self.parameter.data, self.get(LOW_BITS)
+        return weight.float() if low_bits is None else bf16.join(weight, low_bits.to(weight.device))
 
 
 class Stack:
-    """Matrices of one shape, owner and layout in one phase, up to `ownership.STACK_ELEMENTS`: they share a gradient
-    buffer, its reduction, and every product and kernel of their update."""
+    """Matrices of one shape, owner and layout in one phase, up to `ownership.STACK_ELEMENTS` elements.
+
+    They share a gradient buffer, its reduction, and every product and kernel of their update.
+    """
 
     def __init__(self, matrices: Sequence[Matrix], grad_dtype: torch.dtype) -> None:
         self.matrices = matrices
         self.owner, self.layout = matrices[0].owner, matrices[0].layout
         weight = matrices[0].parameter
         self.gradient = torch.zeros((len(matrices), *weight.shape), dtype=grad_dtype, device=weight.device)
-        """[K, M, N]; each matrix' `main_grad` is a slice."""
+        """[K, M, N]; the `main_grad` of each matrix is a slice."""
         self._num_missing = len(matrices)
         self.is_reducing = False
         self.is_shared = getattr(weight, "shared_embedding", False)
-        """Whether it is a tied embedding with a copy on another stage (Megatron Core's attribute). Gradients of both
-        stages are added up after the passes, before the reduction."""
+        """Whether it is a tied embedding with a copy on another stage (Megatron Core's attribute). The gradients of
+        both stages are added after the passes, before the reduction."""
         self._reduction: torch.distributed.Work | None = None
 
     @property
     def weights(self) -> list[torch.Tensor]:
         return [matrix.parameter.data for matrix in self.matrices]
 
+    def state(self, kind: str) -> list[torch.Tensor]:
+        """Return the state of a kind of each matrix that has it on the device."""
+        return [matrix.state[kind] for matrix in self.matrices if kind in matrix.state]
+
     def zero_grad(self) -> None:
         self.gradient.zero_()
         self._num_missing, self.is_reducing = len(self.matrices), False
 
     def count_final(self, group: torch.distributed.ProcessGroup) -> None:
-        """One more of the gradients is final; the last one starts the reduction."""
+        """Count a gradient that is final. The last one starts the reduction."""
         self._num_missing -= 1
         if self._num_missing == 0 and not self.is_shared:
             self.start_reduction(group)
 
     def start_reduction(self, group: torch.distributed.ProcessGroup) -> None:
-        """Average the gradient over the group, on the owner, unless that has begun in this step. A collective."""
+        """Start to average the gradient on the owner, unless this step has started it before. A collective."""
         if group.size() > 1 and not self.is_reducing:
             self.gradient.div_(group.size())
-            if self.is_shared:  # both stages add up in one order, whoever owns the copies, so that these stay equal
+            if self.is_shared:  # both copies must stay equal: their stages must add in one order, whoever owns them
                 self._reduction = torch.distributed.all_reduce(self.gradient, group=group, async_op=True)
             else:
                 owner = torch.distributed.get_global_rank(group, self.owner)
@@ -122,39 +168,44 @@ class Stack:
             self._reduction = None
 
 
-def stacked(matrices: Sequence[Matrix], grad_dtype: torch.dtype) -> list[Stack]:
-    """All matrices of one rule in stacks."""
+def build_stacks(matrices: Sequence[Matrix], grad_dtype: torch.dtype) -> list[Stack]:
+    """Divide the matrices of one rule into stacks."""
     shapes = [matrix.parameter.shape for matrix in matrices]
     keys = [(matrix.owner, matrix.layout, shape) for matrix, shape in zip(matrices, shapes, strict=True)]
     stacks = matrix_stacks(keys, [shape.numel() for shape in shapes])
     return [Stack([matrices[index] for index in indices], grad_dtype) for indices in stacks]
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[K, ...]: a copy, or a view of the only one."""
+def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return [K, ...]: a view of a single tensor, otherwise a copy of all."""
     return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
-def distribute(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Write back what `joined` has copied of several tensors."""
+def _write_back(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Write `values` back into the tensors that `_join` copied."""
     if len(tensors) > 1:
         pytorch.copy_each(tensors, values.unbind())
 
 
-def sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
+def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
     if not gradients:
         return torch.zeros((), device=device.current())
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     return torch.stack(norms).square().sum()
 
 
-class MatrixOptimizer:
-    """The matrices of this pipeline stage. `begin` and `end` enclose a phase; low bits and momenta outlive it.
+class MatrixOptimizer(StateOwner):
+    """Steps the matrices of this pipeline stage.
 
-    With `keeps_low_bits_on_host` low bits are in host memory while their matrix is not stepped: for matrices that are
-    stepped in the phases of one block only. Momenta are held in `momentum_dtype`, on the device and in host memory.
-    With `overlaps_reduction` a stack is reduced as soon as the last microbatch has its gradients (`no_sync` encloses
-    the others), else all of them in `reduce_gradients`.
+    Args:
+        matrices: parameter and layout of each matrix that some phase steps, by name.
+        group: the ranks that hold the same weights.
+        offloads_low_bits: low bits are in host memory while their matrix is not stepped. For matrices that only the
+            phases of one block step.
+        momentum_dtype: precision of momenta, on the device and in host memory.
+        overlaps_reduction: a stack is reduced as soon as the last microbatch has its gradients. `no_sync` encloses
+            the other microbatches. Otherwise `reduce_gradients` reduces all stacks.
+        max_norm: gradients that enter a momentum are clipped to this norm, as by Megatron Core; 0 clips nothing.
     """
 
     def __init__(
@@ -162,46 +213,54 @@ class MatrixOptimizer:
         matrices: Mapping[str, tuple[torch.nn.Parameter, MatrixLayout]],
         *,
         group: torch.distributed.ProcessGroup,
-        keeps_low_bits_on_host: bool = False,
+        offloads_low_bits: bool = False,
         momentum_dtype: torch.dtype = torch.float32,
         overlaps_reduction: bool = False,
+        max_norm: float = 0.0,
     ) -> None:
-        self._keeps_low_bits_on_host = keeps_low_bits_on_host
+        self._offloads_low_bits = offloads_low_bits
         self._momentum_dtype = momentum_dtype
         self._overlaps_reduction = overlaps_reduction
+        self._max_norm = max_norm
         self._is_last_microbatch = True
         self._group = group
         self._rank, self._size = group.rank(), group.size()
         owners = matrix_owners([parameter.numel() for parameter, _ in matrices.values()], self._size)
         self.matrices = {
-            name: Matrix(name=name, parameter=parameter, owner=owner, layout=layout)
+            name: Matrix(name, parameter, layout, owner=owner, is_owner=owner == self._rank)
             for owner, (name, (parameter, layout)) in zip(owners, matrices.items(), strict=True)
         }
-        self.param_groups: list[dict[str, Any]] = []
-        """Of the present phase, as the learning-rate scheduler sets them: lr, weight_decay; the matrices, their
-        stacks and their rule."""
-        self.momenta: dict[str, torch.Tensor] = {}
-        """By name, on the owner: of the present phase on the device, kept ones in host memory."""
-        self.factors: dict[str, torch.Tensor] = {}
-        """By name, on the owner: what `update_rules.factored_` keeps, also while another rule steps the matrix."""
-        self._low_bits: dict[str, torch.Tensor] = {}
+        self._param_groups: list[dict[str, Any]] = []
+        """Of the present phase: lr and weight_decay as the scheduler sets them; the rule, the matrices and their
+        stacks; whether the active block owns them."""
+        self._squares: device.HostCopy | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
-    def is_owner(self, name: str) -> bool:
-        """Whether this rank steps the matrix."""
-        return self.matrices[name].owner == self._rank
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._param_groups
+
+    def block_param_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self._param_groups if group["is_of_block"]]
 
     @property
     def stacks(self) -> Iterator[Stack]:
-        return (stack for group in self.param_groups for stack in group["stacks"])
+        """Yield the stacks of the present phase."""
+        return (stack for group in self._param_groups for stack in group["stacks"])
 
     @property
-    def held(self) -> Iterator[Matrix]:
-        """The matrices that are stepped here in the present phase."""
-        return (matrix for group in self.param_groups for matrix in group["matrices"])
+    def stepped(self) -> Iterator[Matrix]:
+        """Yield the matrices that the present phase steps."""
+        return (matrix for group in self._param_groups for matrix in group["matrices"])
 
-    def begin(self, rules: Iterable[tuple[MatrixRule, Iterable[str], bool]]) -> None:
-        """Step these matrices from now on: by rule, names, and whether the active block owns them.
+    def steps(self, name: str) -> bool:
+        """Return whether the present phase steps a matrix of this name."""
+        return name in self.matrices and self.matrices[name].is_stepped
+
+    # ---------------------------------------------------------------------------------------------------------- phase
+
+    def begin(self, rules: Rules) -> None:
+        """Begin a phase that steps these matrices.
 
         Their weights require a gradient and get a gradient buffer, `main_grad` as in Megatron Core's DDP.
         """
@@ -209,8 +268,8 @@ class MatrixOptimizer:
             matrices = [self.matrices[name] for name in names]
             if not matrices:
                 continue
-            stacks = stacked(matrices, rule.grad_dtype)
-            self.param_groups.append(
+            stacks = build_stacks(matrices, rule.grad_dtype)
+            self._param_groups.append(
                 {
                     "params": [],
                     "lr": 0.0,
@@ -223,57 +282,67 @@ class MatrixOptimizer:
             )
             for stack in stacks:
                 for matrix, gradient in zip(stack.matrices, stack.gradient, strict=True):
-                    self._attach(matrix, rule, stack, gradient)
+                    matrix.is_stepped = True
+                    self._attach_gradient(matrix.parameter, stack, gradient)
+                    if matrix.is_owner:
+                        self._prepare_state(matrix, rule)
 
     def end(self, *, keeps_momenta: bool) -> None:
-        """Free gradients and momenta; `keeps_momenta` moves momenta to host memory, where `begin` finds them."""
+        """End the phase: free gradients, and move momenta to host memory or drop them."""
         self._finish_reductions()
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
-        for matrix in self.held:
+        for matrix in self.stepped:
             matrix.parameter.grad = None
             del matrix.parameter.main_grad, matrix.parameter.grad_added_to_main_grad
             matrix.parameter.requires_grad_(False)
-            if self._keeps_low_bits_on_host and matrix.name in self._low_bits:
-                self._low_bits[matrix.name] = self._low_bits[matrix.name].cpu()
-        for name in self._names_with_momentum():
-            if keeps_momenta:
-                self.momenta[name] = self.momenta[name].cpu()
-            else:
-                del self.momenta[name]
-        self.param_groups = []
+            matrix.is_stepped = False
+            if not keeps_momenta:
+                matrix.state.pop(MOMENTUM, None)
+            matrix.offload([MOMENTUM, LOW_BITS] if self._offloads_low_bits else [MOMENTUM])
+        self._param_groups = []
 
-    def _attach(self, matrix: Matrix, rule: MatrixRule, stack: Stack, gradient: torch.Tensor) -> None:
-        parameter = matrix.parameter
+    def _attach_gradient(self, parameter: torch.nn.Parameter, stack: Stack, gradient: torch.Tensor) -> None:
         parameter.requires_grad_(True)
         parameter.main_grad = gradient  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         hook = functools.partial(self._accumulate, stack)
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-        if rule.momentum is not None and self.is_owner(matrix.name):
-            kept = self.momenta.get(matrix.name)
-            momentum = torch.zeros_like(parameter, dtype=self._momentum_dtype) if kept is None else kept
-            self.momenta[matrix.name] = momentum.to(parameter.device, self._momentum_dtype)
-        if rule.name == update_rules.FACTORED and self.is_owner(matrix.name) and matrix.name not in self.factors:
-            self.factors[matrix.name] = self._zero_factors(matrix.name)
-        if parameter.dtype == torch.bfloat16 and self.is_owner(matrix.name):
-            low_bits = self._low_bits.get(matrix.name)
-            if low_bits is None:
-                low_bits = torch.zeros_like(parameter, dtype=torch.int16)
-            self._low_bits[matrix.name] = low_bits.to(parameter.device)
+
+    def _prepare_state(self, matrix: Matrix, rule: MatrixRule) -> None:
+        """Restore or create the state that the rule needs on the matrix's owner."""
+        parameter, state = matrix.parameter, matrix.state
+        if rule.momentum is not None:
+            matrix.restore([MOMENTUM])
+            if MOMENTUM not in state:
+                state[MOMENTUM] = torch.zeros_like(parameter, dtype=self._momentum_dtype)
+        if rule.name == update_rules.FACTORED and FACTORS not in state:
+            state[FACTORS] = matrix.zero_factors()
+        if parameter.dtype == torch.bfloat16:
+            matrix.restore([LOW_BITS])
+            if LOW_BITS not in state:
+                state[LOW_BITS] = torch.zeros_like(parameter, dtype=torch.int16)
+
+    def offload(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.matrices[name].offload()
+
+    def restore(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.matrices[name].restore()
+
+    # ------------------------------------------------------------------------------------------------------- gradients
 
     def zero_grad(self) -> None:
-        """Set the gradient buffers to zero."""
         self._finish_reductions()  # of a step that was skipped
         for stack in self.stacks:
             stack.zero_grad()
-        for matrix in self.held:
+        for matrix in self.stepped:
             matrix.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients are not final yet: more microbatches follow."""
         self._is_last_microbatch = False
         try:
             yield
@@ -284,7 +353,8 @@ class MatrixOptimizer:
     def _accumulate(self, stack: Stack, parameter: torch.Tensor) -> None:
         """Add a microbatch's gradient to the buffer, unless the matrix product has written it there.
 
-        With a tied head it has written the head's part, and left zeros to which the embedding's part was added.
+        With a tied head the product has written the head's part to the buffer, and zeros to `grad`. Autograd has added
+        the embedding's part to these zeros.
         """
         has_more = getattr(parameter, "zero_out_wgrad", False)
         if has_more or not parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
@@ -295,7 +365,10 @@ class MatrixOptimizer:
 
     @torch.no_grad()
     def start_reductions(self, *, with_shared: bool = False) -> None:
-        """Begin all reductions of this step that have not begun, without those of shared embeddings. A collective."""
+        """Start all reductions of this step that have not started. A collective.
+
+        Shared embeddings wait until both stages have their gradients, unless `with_shared`.
+        """
         for stack in self.stacks:
             if with_shared or not stack.is_shared:
                 stack.start_reduction(self._group)
@@ -305,217 +378,198 @@ class MatrixOptimizer:
             stack.finish_reduction()
 
     @torch.no_grad()
-    def reduce_gradients(self) -> device.HostCopy:
-        """Average the gradients over the replicas, on each matrix's owner.
+    def reduce_gradients(self) -> None:
+        """Average the gradients on the owners and start to sum their squares over all ranks of the run. A collective.
 
-        Returns:
-            The sums of squares of all gradients with a momentum, and of those without, over all ranks of the run and
-            the same on every rank; not finite if one gradient is not. To be read once the CPU has waited for the
-            device anyway. A collective.
+        `add_norm` reads the sums when the CPU has waited for the device anyway.
         """
         self.start_reductions(with_shared=True)
         self._finish_reductions()
-        own: tuple[list[torch.Tensor], ...] = ([], [])
-        for group in self.param_groups:
-            own[group["rule"].momentum is None].extend(
+        gradients: tuple[list[torch.Tensor], ...] = ([], [])
+        for group in self._param_groups:
+            gradients[group["rule"].momentum is None].extend(
                 stack.gradient for stack in group["stacks"] if stack.owner == self._rank
             )
-        squares = torch.stack([sum_of_squares(gradients) for gradients in own])
+        squares = torch.stack([_sum_of_squares(each) for each in gradients])
         torch.distributed.all_reduce(squares)
-        return device.HostCopy(squares)
+        self._squares = device.HostCopy(squares)
+
+    def add_norm(self, norm: float) -> tuple[float, bool]:
+        """Add the gradients with a momentum to the gradient norm of a step. The result is the same on every rank.
+
+        Matrices without a momentum are neither clipped nor part of the norm: their updates have a size of their own.
+
+        Returns:
+            The norm, and whether the gradients without a momentum are finite.
+        """
+        assert self._squares is not None, "reduce_gradients() comes first"
+        with_momentum, without = self._squares.tolist()
+        return math.sqrt(norm**2 + with_momentum), math.isfinite(without)
+
+    # ------------------------------------------------------------------------------------------------------------ step
 
     @torch.no_grad()
-    def step(self, *, clip_coefficient: float = 1.0, gradient_scale: float = 1.0) -> None:
+    def step(self, *, norm: float = 0.0, gradient_scale: float = 1.0) -> None:
         """Step every matrix. A collective over data- and tensor-parallel groups; `reduce_gradients` comes first.
 
-        `clip_coefficient` multiplies the gradients that enter a momentum, `gradient_scale` those that enter a second
-        moment, which bounds its update by itself. Other directions do not depend on the scale of a gradient.
+        Clipping applies to gradients that enter a momentum, `gradient_scale` to those that enter a second moment, which
+        bounds its update by itself. Other directions do not depend on the scale of a gradient.
         """
-        for group in self.param_groups:
+        # as in Megatron Core's `clip_grad_by_total_norm_fp32`
+        clip_coefficient = min(1.0, self._max_norm / (norm + 1e-6)) if self._max_norm > 0.0 else 1.0
+        for group in self._param_groups:
             for stack in group["stacks"]:
                 if stack.owner == self._rank:
                     self._update(stack, group, clip_coefficient, gradient_scale)
         if self._size > 1:
-            for stack in self.stacks:  # after all updates: every owner computes at the same time
+            for stack in self.stacks:  # after all updates, so that all owners compute at the same time
                 owner = torch.distributed.get_global_rank(self._group, stack.owner)
-                weights = joined(stack.weights)
+                weights = _join(stack.weights)
                 torch.distributed.broadcast(weights, src=owner, group=self._group)
-                distribute(weights, stack.weights)
+                _write_back(weights, stack.weights)
 
     def _update(self, stack: Stack, group: Mapping[str, Any], clip_coefficient: float, gradient_scale: float) -> None:
+        """Compute the new weights and state of a stack on its owner."""
         rule: MatrixRule = group["rule"]
         is_factored, rate = rule.name == update_rules.FACTORED, group["lr"] * rule.scale
         update = None if is_factored else self._orthogonal(stack, rule, clip_coefficient)
-        weights = joined(stack.weights)
-        low_bits = [self._low_bits[matrix.name] for matrix in stack.matrices if matrix.name in self._low_bits]
-        bits = joined(low_bits) if low_bits else None
+        weights = _join(stack.weights)
+        low_bits = stack.state(LOW_BITS)
+        bits = _join(low_bits) if low_bits else None
         value = weights if bits is None else bf16.join(weights, bits)
         value.mul_(1.0 - group["lr"] * group["weight_decay"])
         if update is None:
-            by_matrix = [self.factors[matrix.name] for matrix in stack.matrices]
-            factors = joined(by_matrix)
+            by_matrix = stack.state(FACTORS)
+            factors = _join(by_matrix)
             update_rules.factored_(
                 value, stack.gradient, factors, stack.layout, rate=rate, gradient_scale=gradient_scale
             )
-            distribute(factors, by_matrix)
+            _write_back(factors, by_matrix)
         else:
             value.add_(update, alpha=-rate)
         del update
         if bits is not None:
             bf16.split(value, weight=weights, low_bits=bits)
-            distribute(bits, low_bits)
-        distribute(weights, stack.weights)
+            _write_back(bits, low_bits)
+        _write_back(weights, stack.weights)
 
     def _orthogonal(self, stack: Stack, rule: MatrixRule, clip_coefficient: float) -> torch.Tensor:
         gradient = stack.gradient.float()
         if rule.momentum is not None:
             if clip_coefficient < 1.0:
                 gradient = gradient * clip_coefficient
-            gradient = self._with_momentum(stack, gradient, rule)
+            gradient = self._apply_momentum(stack, gradient, rule)
         return update_rules.orthogonal(gradient, stack.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode)
 
-    def _with_momentum(self, stack: Stack, gradient: torch.Tensor, rule: MatrixRule) -> torch.Tensor:
+    def _apply_momentum(self, stack: Stack, gradient: torch.Tensor, rule: MatrixRule) -> torch.Tensor:
         assert rule.momentum is not None
-        momenta = [self.momenta[matrix.name] for matrix in stack.matrices]
-        momentum = joined(momenta)
+        momenta = stack.state(MOMENTUM)
+        momentum = _join(momenta)
         # Muon's running mean, as in Megatron Core; PyTorch's SGD sums, which is the same up to the scale
         momentum.copy_(momentum.float().lerp_(gradient, 1 - rule.momentum))
-        distribute(momentum, momenta)
+        _write_back(momentum, momenta)
         return gradient.lerp(momentum.float(), rule.momentum) if rule.nesterov else momentum.float()
 
-    def main_params(self) -> dict[str, torch.Tensor]:
-        """Of bf16 matrices that this rank owns: their fp32 values, by name, made when they are taken. Where there are
-        no low bits the weight is the value: it has not been stepped here yet."""
-        values = {}
-        for name, matrix in self.matrices.items():
-            weight, low_bits = matrix.parameter.data, self._low_bits.get(name)
-            if self.is_owner(name) and weight.dtype == torch.bfloat16:
-                values[name] = weight.float() if low_bits is None else bf16.join(weight, low_bits.to(weight.device))
-        return values
+    # ----------------------------------------------------------------------------------------------------------- state
 
     @torch.no_grad()
-    def set_main_param(self, name: str, value: torch.Tensor) -> None:
-        """Set weight and, on the owner, low bits of a bf16 matrix to an fp32 value."""
+    def main_param(self, name: str) -> torch.Tensor:
         matrix = self.matrices[name]
-        weight = matrix.parameter.data
-        if self.is_owner(name) and name not in self._low_bits:
-            is_inactive = self._keeps_low_bits_on_host and not any(matrix.name == name for matrix in self.held)
-            place = torch.device("cpu") if is_inactive else weight.device
-            self._low_bits[name] = torch.zeros_like(weight, dtype=torch.int16, device=place)
-        bf16.split(value.to(weight.device).view_as(weight), weight=weight, low_bits=self._low_bits.get(name))
-
-    def set_momentum(self, name: str, value: torch.Tensor) -> None:
-        """Set a momentum on the matrix's owner; of the present phase, or in host memory until its next one."""
-        if not self.is_owner(name):
-            return
-        if (held := self.momenta.get(name)) is not None:
-            held.copy_(value)
-        else:
-            self.momenta[name] = value.to(self._momentum_dtype, copy=True)
-
-    def set_factors(self, name: str, row_means: torch.Tensor, column_means: torch.Tensor, *, num_steps: int) -> None:
-        """Set what the rule `factored` keeps, on the matrix's owner; shapes as in `update_rules.split_factors`."""
-        if self.is_owner(name):
-            factors = self.factors[name] = self._zero_factors(name)
-            for view, value in zip(
-                self.split_factors(name, factors), (row_means, column_means, num_steps), strict=True
-            ):
-                view.copy_(torch.as_tensor(value))
-
-    def new_factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Zeros, as `split_factors`."""
-        return self.split_factors(name, self._zero_factors(name))
-
-    def _zero_factors(self, name: str) -> torch.Tensor:
-        matrix = self.matrices[name]
-        return matrix.parameter.new_zeros(matrix.num_factors, dtype=torch.float32)
-
-    def split_factors(self, name: str, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `update_rules.split_factors`, of a matrix."""
-        matrix = self.matrices[name]
-        return update_rules.split_factors(factors, matrix.parameter.shape[0], len(matrix.layout.parts) or 1)
-
-    def take_main_param(self, name: str) -> torch.Tensor:
-        """As `whole_main_param`, and drop the low bits. For the active block, whose optimizer has main parameters of
-        its own."""
-        value = self.whole_main_param(name)
-        self._low_bits.pop(name, None)
-        return value
-
-    @torch.no_grad()
-    def whole_main_param(self, name: str) -> torch.Tensor:
-        """The fp32 value of a bf16 matrix on every replica, a collective over it."""
-        matrix = self.matrices[name]
-        low_bits = self._low_bits.get(name)
+        weight = matrix.parameter.detach()
+        if weight.dtype == torch.float32:
+            return weight.view(-1)
+        low_bits = matrix.state.get(LOW_BITS)
         if low_bits is None:  # not the owner, or never stepped here
-            low_bits = torch.zeros_like(matrix.parameter, dtype=torch.int16)
+            low_bits = torch.zeros_like(weight, dtype=torch.int16)
         if self._size > 1:
             owner = torch.distributed.get_global_rank(self._group, matrix.owner)
             torch.distributed.broadcast(low_bits.view(torch.uint8), src=owner, group=self._group)
-        return bf16.join(matrix.parameter.data, low_bits)
+        return bf16.join(weight, low_bits).view(-1)
 
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies in host memory of all that this rank holds beside weights and gradients."""
-        return memory.copy_to_host({"momenta": self.momenta, "low_bits": self._low_bits, "factors": self.factors})
+    @torch.no_grad()
+    def set_main_param(self, name: str, value: torch.Tensor) -> None:
+        matrix = self.matrices[name]
+        weight = matrix.parameter.data
+        value = value.to(weight.device).view_as(weight)
+        if weight.dtype == torch.float32:
+            weight.copy_(value)
+            return
+        if matrix.is_owner and matrix.get(LOW_BITS) is None:
+            matrix.state[LOW_BITS] = torch.zeros_like(weight, dtype=torch.int16)
+            if self._offloads_low_bits and not matrix.is_stepped:
+                matrix.offload([LOW_BITS])
+        bf16.split(value, weight=weight, low_bits=matrix.get(LOW_BITS))
 
-    def set_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Load what `state` returned on the same rank of a run of the same layout; between phases."""
-        self.momenta = dict(state["momenta"])
-        self.factors = {
-            name: factors.to(self.matrices[name].parameter.device) for name, factors in state["factors"].items()
-        }
-        self._low_bits = {
-            name: bits if self._keeps_low_bits_on_host else bits.to(self.matrices[name].parameter.device)
-            for name, bits in state["low_bits"].items()
-        }
+    def set_momentum(self, name: str, value: torch.Tensor) -> None:
+        """Set the momentum of a matrix on its owner.
 
-    def tensors_to_step(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
-        """The weights of the active block's matrices, or of inactive ones, and their low bits that this rank holds."""
-        for group in self.param_groups:
+        It is on the device if the matrix is stepped with a momentum in this phase, otherwise in host memory.
+        """
+        matrix = self.matrices[name]
+        if not matrix.is_owner:
+            return
+        if MOMENTUM in matrix.state:
+            matrix.state[MOMENTUM].copy_(value)
+        else:
+            matrix.offloaded[MOMENTUM] = value.to(self._momentum_dtype, copy=True)
+
+    def set_factors(self, name: str, row_means: torch.Tensor, column_means: torch.Tensor, *, num_steps: int) -> None:
+        """Set the state of the rule `factored` on the matrix's owner; shapes as in `update_rules.split_factors`."""
+        matrix = self.matrices[name]
+        if matrix.is_owner:
+            factors = matrix.state[FACTORS] = matrix.zero_factors()
+            values = row_means, column_means, torch.tensor(num_steps)
+            for view, value in zip(matrix.split_factors(factors), values, strict=True):
+                view.copy_(value)
+
+    def rank_state(self) -> dict[str, Any]:
+        states = {name: (matrix.state, matrix.offloaded) for name, matrix in self.matrices.items()}
+        return memory.copy_to_host(states)
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        for name, (on_device, offloaded) in state.items():
+            matrix = self.matrices[name]
+            matrix.offloaded = dict(offloaded)
+            matrix.state = {kind: tensor.to(matrix.parameter.device) for kind, tensor in on_device.items()}
+
+    def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
+        for group in self._param_groups:
             for matrix in group["matrices"] if group["is_of_block"] == is_of_block else ():
                 yield matrix.parameter
-                if matrix.name in self._low_bits:
-                    yield self._low_bits[matrix.name]
+                if LOW_BITS in matrix.state:
+                    yield matrix.state[LOW_BITS]
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """Gradient buffers of the present phase."""
         return (stack.gradient for stack in self.stacks)
 
-    def state_on_device(self) -> Iterator[torch.Tensor]:
-        """Momenta of the present phase, factors and low bits."""
-        yield from self.factors.values()
-        on_host = self._low_bits_on_host()
-        yield from (bits for name, bits in self._low_bits.items() if name not in on_host)
-        yield from (self.momenta[name] for name in self._names_with_momentum())
+    def device_state(self) -> Iterator[torch.Tensor]:
+        return (tensor for matrix in self.matrices.values() for tensor in matrix.state.values())
 
-    @property
     def host_bytes(self) -> int:
-        """Bytes of host memory: momenta of blocks that are not active, and low bits that are kept there."""
-        present = set(self._names_with_momentum())
-        momenta = sum(momentum.nbytes for name, momentum in self.momenta.items() if name not in present)
-        return momenta + sum(self._low_bits[name].nbytes for name in self._low_bits_on_host())
+        return sum(tensor.nbytes for matrix in self.matrices.values() for tensor in matrix.offloaded.values())
 
-    def _low_bits_on_host(self) -> set[str]:
-        return set(self._low_bits) - {matrix.name for matrix in self.held} if self._keeps_low_bits_on_host else set()
 
-    def _names_with_momentum(self) -> list[str]:
-        """The matrices whose momentum is used in the present phase, and held here."""
-        return [
-            matrix.name
-            for group in self.param_groups
-            for matrix in group["matrices"]
-            if group["rule"].momentum is not None and self.is_owner(matrix.name)
-        ]
+class NoMatrixOptimizer(MatrixOptimizer):
+    """The matrix optimizer of a run in which Megatron Core's optimizer steps all parameters."""
+
+    def __init__(self) -> None:
+        super().__init__({}, group=replicas.group())
+
+    def reduce_gradients(self) -> None:
+        """Do nothing: no rank has gradients to reduce."""
+
+    def add_norm(self, norm: float) -> tuple[float, bool]:
+        return norm, True
 
 
 def build_matrix_optimizer(
     config: RunConfig, model: torch.nn.Module, matrices: Mapping[str, torch.nn.Parameter]
-) -> MatrixOptimizer | None:
-    """For the matrices of this stage, by name; None if Megatron Core's optimizer steps all that is updated."""
-    if not (config.is_muon or config.bcd.bcd_inactive_update != "none"):
-        return None
-    built, settings = get_model_config(model), config.optimizer
-    heads, groups, width = built.num_attention_heads, built.num_query_groups, built.kv_channels
+) -> MatrixOptimizer:
+    """Build the optimizer of this stage's `matrices`, by name."""
+    if not _has_matrix_optimizer(config):
+        return NoMatrixOptimizer()
+    model_config, settings = get_model_config(model), config.optimizer
+    heads, groups, width = model_config.num_attention_heads, model_config.num_query_groups, model_config.kv_channels
     assert groups is not None and width is not None
     qkv_parts = (heads // groups * width, width, width)
     tensor_group = parallel_state.get_tensor_model_parallel_group()
@@ -534,17 +588,23 @@ def build_matrix_optimizer(
     return MatrixOptimizer(
         {name: (parameter, layout_of(name, parameter)) for name, parameter in matrices.items()},
         group=replicas.group(),
-        keeps_low_bits_on_host=config.bcd.bcd_inactive_update == "none",  # of Muon's matrices
+        offloads_low_bits=config.bcd.bcd_inactive_update == "none",  # only Muon's own blocks step the matrices
         momentum_dtype=DTYPES[config.bcd.muon_momentum_dtype],
         overlaps_reduction=config.ddp.overlap_grad_reduce,
+        max_norm=config.optimizer.clip_grad,
     )
 
 
-def rules_of_phase(
-    config: RunConfig, *, inactive: Iterable[str], outside_layers: Iterable[str], of_block: Iterable[str]
+def phase_rules(
+    config: RunConfig, *, inactive: Iterable[str], outside_layers: Iterable[str], block: Iterable[str]
 ) -> Rules:
-    """What the matrix optimizer steps in a phase: matrices of inactive layers, embedding and head if the rule
-    `factored` steps them, and with Muon the block's own."""
+    """Return what the matrix optimizer steps in a phase.
+
+    These are the matrices of `inactive` layers, the embedding and the head if the rule `factored` steps them, and with
+    Muon the matrices of the block.
+    """
+    if not _has_matrix_optimizer(config):
+        return []
     bcd, settings = config.bcd, config.optimizer
     assert bcd.bcd_inactive_lr_ratio is not None, "arguments.derive sets the default of the rule"
     stateless = MatrixRule(
@@ -565,5 +625,9 @@ def rules_of_phase(
             num_steps=settings.muon_num_ns_steps,
             scale_mode=settings.muon_scale_mode,
         )
-        rules.append((muon, of_block, True))
+        rules.append((muon, block, True))
     return rules
+
+
+def _has_matrix_optimizer(config: RunConfig) -> bool:
+    return config.is_muon or config.bcd.bcd_inactive_update != "none"

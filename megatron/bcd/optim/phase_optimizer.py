@@ -1,4 +1,4 @@
-"""Builds what a phase needs of Megatron Core: the DDP wrapper with its buffers, and the optimizer."""
+"""Build the Megatron Core objects of a phase: the DDP wrapper with its buffers, and the optimizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.bcd.runtime import memory, replicas
 
 
 def wrap_model(model: torch.nn.Module, config: RunConfig) -> DistributedDataParallel:
-    """The model in Megatron Core's DDP, with buffers for the parameters that require a gradient."""
+    """Wrap the model in Megatron Core's DDP, with buffers for the parameters that require a gradient."""
     ddp = config.ddp
     bucket_size = ddp.bucket_size or max(40_000_000, 1_000_000 * replicas.size())
     ddp_config = DistributedDataParallelConfig(
@@ -37,7 +37,7 @@ def wrap_model(model: torch.nn.Module, config: RunConfig) -> DistributedDataPara
 def build_optimizer(
     wrapped: DistributedDataParallel, config: RunConfig, *, always_active: Iterable[torch.nn.Parameter]
 ) -> MegatronOptimizer:
-    """Megatron Core's optimizer of the parameters that require a gradient.
+    """Build Megatron Core's optimizer of the parameters that require a gradient.
 
     Always-active parameters are stepped more often than any block. They get groups of their own, because fused
     optimizers count steps by group.
@@ -75,5 +75,5 @@ def build_optimizer(
                 decoupled_weight_decay=config.optimizer.decoupled_weight_decay,
             )
         if not each.get_parameters():
-            each.is_stub_optimizer = True  # no step on this rank, but it takes part in every reduction
+            each.is_stub_optimizer = True  # this rank steps nothing, but it joins every reduction
     return optimizer

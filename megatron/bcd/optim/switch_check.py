@@ -1,42 +1,45 @@
-"""Check after a switch: the active block's weights change in a step, and frozen weights don't."""
+"""Check after a switch: the active block's weights change in a step, and frozen weights do not."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
 
-from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
-from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, all_optimizer_params
+from megatron.bcd.optim.state_owner import StateOwner
 from megatron.bcd.runtime import collectives
 
 Fingerprint = tuple[int, int, int]
 """Number of elements, and two sums over their bits."""
-_SAMPLED = 4099
-"""One element of so many; a prime, so that all columns of a matrix have some."""
+_SAMPLE_STRIDE = 4099
+"""A sample has every 4099th element. The stride is prime, so that every column of a matrix has elements in it."""
 _CHUNK = 1 << 22
-"""Elements that are summed at once; even. Torch makes eight bytes of each first."""
+"""Elements that are summed at once; even. Torch converts each to eight bytes first."""
 
 
 class SwitchCheck:
-    """Compares this rank's weights, of all `parameters`, with those when `begin` was called last."""
+    """Compares this rank's weights with those of the last call of `begin`.
+
+    Args:
+        owners: what steps parameters in this phase.
+        parameters: all parameters of the stage.
+        streamed: frozen parameters in host memory. Only a sample of them is compared, because the CPU reads slowly.
+        block: number of the active block, for messages.
+        stage: this pipeline stage.
+    """
 
     def __init__(
         self,
-        optimizer: MegatronOptimizer,
+        owners: Sequence[StateOwner],
         parameters: Iterable[torch.Tensor],
-        matrices: MatrixOptimizer | None,
         *,
         streamed: Collection[torch.Tensor] = (),
         block: int,
         stage: int,
     ) -> None:
-        """`streamed`: frozen parameters in host memory, of which a sample must do: the CPU would read them for long."""
-        self._optimizer = optimizer
+        self._owners = owners
         self._frozen_parameters = [parameter for parameter in parameters if not parameter.requires_grad]
         self._streamed = streamed
-        self._matrices = matrices
         self._block = block
         self._stage = stage
         self._at_start: dict[str, Fingerprint] = {}
@@ -46,19 +49,18 @@ class SwitchCheck:
         self._at_start = self._fingerprints()
 
     def problem(self) -> str | None:
-        """What is wrong, the same text on every rank; None if nothing is. A collective over all ranks.
+        """Return what is wrong, the same text on every rank, or None. A collective over all ranks.
 
-        For use once a phase, after the first step whose learning rate and gradient are not zero. Found are: a stage
-        that holds part of the block and on which none of its main parameters changed (always-active ones don't count),
-        the same of inactive layers, and a rank whose frozen weights changed.
+        Call it once in a phase, after the first step whose learning rate and gradient are not zero. It reports a stage
+        with a part of the block, or with inactive layers that are updated, on which nothing of it changed
+        (always-active parameters do not count), and a rank whose frozen weights changed.
         """
         now = self._fingerprints()
         has_changed = {kind: now[kind] != before for kind, before in self._at_start.items() if before[0]}
         ranks = collectives.gather_objects((self._stage, has_changed))
         stages = {kind: {stage for stage, changed in ranks if kind in changed} for kind in ("active", "inactive")}
         idle = {
-            kind: sorted(holding - {stage for stage, changed in ranks if changed.get(kind)})
-            for kind, holding in stages.items()
+            kind: sorted(stages[kind] - {stage for stage, changed in ranks if changed.get(kind)}) for kind in stages
         }
         changed_frozen = [rank for rank, (_, changed) in enumerate(ranks) if changed.get("frozen")]
         if idle["inactive"]:
@@ -73,28 +75,27 @@ class SwitchCheck:
         return None
 
     def _fingerprints(self) -> dict[str, Fingerprint]:
+        def stepped(*, is_of_block: bool) -> Fingerprint:
+            owners = self._owners
+            return fingerprint(tensor for each in owners for tensor in each.stepped_tensors(is_of_block=is_of_block))
+
         frozen = (
-            parameter.detach().view(-1)[::_SAMPLED] if parameter in self._streamed else parameter
+            parameter.detach().view(-1)[::_SAMPLE_STRIDE] if parameter in self._streamed else parameter
             for parameter in self._frozen_parameters
         )
-        inactive = () if self._matrices is None else self._matrices.tensors_to_step(is_of_block=False)
         return {
-            "active": fingerprint(self._main_params()),
-            "inactive": fingerprint(inactive),
+            "active": stepped(is_of_block=True),
+            "inactive": stepped(is_of_block=False),
             "frozen": fingerprint(frozen),
         }
-
-    def _main_params(self) -> Iterator[torch.Tensor]:
-        for one in all_optimizer_params(self._optimizer):
-            if not one.group.get(ALWAYS_ACTIVE):
-                yield one.main_param
-        if self._matrices is not None:
-            yield from self._matrices.tensors_to_step(is_of_block=True)
 
 
 @torch.no_grad()
 def fingerprint(tensors: Iterable[torch.Tensor]) -> Fingerprint:
-    """The sums are of all elements and of every other one; equal if no bit changed."""
+    """Return a fingerprint that does not change while no bit of the tensors changes.
+
+    It is the number of elements, and the sums of the bits of all elements and of every other element.
+    """
     count = total = every_other = 0
     for tensor in tensors:
         bits = tensor.detach().reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)

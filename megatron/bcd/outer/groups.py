@@ -27,7 +27,7 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import ExchangeMetrics
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.switch_check import fingerprint
-from megatron.bcd.outer import identity, join
+from megatron.bcd.outer import joining
 from megatron.bcd.outer.membership import Membership
 from megatron.bcd.outer.outer_step import OuterRule, OuterStep
 from megatron.bcd.runtime import collectives
@@ -61,12 +61,12 @@ class ReplicaGroups:
         settings = config.groups
         self._active, self._parts, self._reporter = active, parts, reporter
         self._least, self._delay = settings.min_replica_groups, settings.outer_delay
-        self._identity = identity.identity_of(config, train=train)
+        self._identity = joining.run_identity(config, train=train)
         self._membership = Membership(
             settings, quorum_minutes=config.training.distributed_timeout_minutes, state=self._state
         )
         rule = OuterRule(lr=settings.outer_lr, momentum=settings.outer_momentum)
-        self._outer = OuterStep(rule, active, rounds_away=config.is_precision_aware)
+        self._outer = OuterStep(rule, active)
         self._nonce = collectives.on_rank_0(lambda: secrets.randbits(62))
         self._lineage = 0
         self._is_stray = False
@@ -131,8 +131,7 @@ class ReplicaGroups:
 
     def host_bytes(self) -> int:
         """Of the outer step, on this rank."""
-        held = [*self._outer.held(), *self._active.outer_momenta.values()]
-        return sum(tensor.nbytes for tensor in held)
+        return self._outer.num_bytes()
 
     def leave(self) -> None:
         self._membership.leave()
@@ -181,7 +180,7 @@ class ReplicaGroups:
         if num_trained:
             mean = self._change if self._change is not None else torch.zeros_like(self._outer.anchor)
             if meeting.size > 1:
-                wait = meeting.begin_mean(*self._outer.to_send(mean), num_trained=num_trained)
+                wait = meeting.begin_mean(*self._outer.add_errors(mean), num_trained=num_trained)
                 if self.due is not None:
                     self._under_way = lambda: self._conclude(*wait(), groups, before, keeps_steps=True)
                     self._change = None
@@ -252,17 +251,17 @@ class ReplicaGroups:
             "lineage": self._lineage,
             "is_in_step": self._is_in_step,
             "anchor": self._outer.anchor.clone(),
-            "tensors": join.rank_state(self._active),
+            "tensors": joining.rank_state(self._active),
         }
 
     def _take(self, received: Mapping[str, Any]) -> None:
         """Continue where another group is. Raises ValueError if that is of another run."""
-        problem = identity.difference(self._identity, received["identity"])
+        problem = joining.difference(self._identity, received["identity"])
         if problem is not None:
             self.leave()
             raise ValueError(f"--lighthouse: this replica group is of another run: {problem}; give the same")
         self._parts.take(
-            received["counters"], lambda build: join.set_rank_state(self._active, received["tensors"], build)
+            received["counters"], lambda build: joining.load_rank_state(self._active, received["tensors"], build)
         )
         self._outer.anchor = received["anchor"]
         self._outer.errors.clear()

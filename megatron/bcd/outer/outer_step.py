@@ -1,7 +1,7 @@
 """The outer step (DiLoCo, arXiv 2311.08105): Nesterov momentum on the groups' mean change since the last exchange.
 
-What a phase has trained is exchanged, as fp32 values: main parameters, in fp32 the weights. The ranks that hold the
-same weights share the work: each has the same part of a parameter in all phases, so that outer momenta need not move
+Groups exchange what a phase has trained, as fp32 values: main parameters, in fp32 the weights. The ranks that hold the
+same weights share the work. Each has the same part of a parameter in all phases, so that outer momenta need not move
 when the optimizer shards parameters differently. All groups compute the same bits: products and sums are separate
 operations, which no CPU fuses.
 
@@ -15,68 +15,36 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.bcd.optim import bf16
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import collectives, replicas
 
 
 class TrainedValues:
-    """What the present phase trains, read and written whole: on every rank that holds the weights.
+    """Reads and writes the values that the present phase trains, on every rank that holds the weights."""
 
-    `rounds_away`: a bf16 weight is its main parameter with halves rounded away from zero
-    (--use-precision-aware-optimizer).
-    """
-
-    def __init__(self, active: ActiveBlock, *, rounds_away: bool) -> None:
+    def __init__(self, active: ActiveBlock) -> None:
         self._active = active
-        self._rounds_away = rounds_away
-        self._shards = {**active.own_shards(), **active.always_active_shards()}
-        matrices = active.matrices
-        self._of_matrices = set() if matrices is None else {matrix.name for matrix in matrices.held}
         self.parameters = active.parameters.active()
-        parts = {name: replicas.shard_slice(one.numel()) for name, one in self.parameters.items()}
+        parts = {name: replicas.shard_slice(parameter.numel()) for name, parameter in self.parameters.items()}
         self.sizes = {name: part.stop - part.start for name, part in parts.items()}
         """Elements of this rank's parts, by name; E together."""
 
     def parts(self) -> torch.Tensor:
-        """Of this rank, [E], fp32, in host memory. A collective over ranks with the same weights."""
-        found = [self._value(name)[replicas.shard_slice(one.numel())].cpu() for name, one in self.parameters.items()]
-        return torch.cat(found) if found else torch.empty(0)
+        """Return this rank's parts [E], fp32, in host memory. A collective over ranks with the same weights."""
+        parts = [
+            self._active.owner_of(name).main_param(name)[replicas.shard_slice(parameter.numel())].cpu()
+            for name, parameter in self.parameters.items()
+        ]
+        return torch.cat(parts) if parts else torch.empty(0)
 
     @torch.no_grad()
     def set_parts(self, parts: torch.Tensor) -> None:
-        """The opposite: every rank gets all values. A collective over the same ranks."""
+        """Set all values on every rank from the parts [E] of each. A collective over ranks with the same weights."""
         split = parts.split(list(self.sizes.values()))
         for (name, parameter), part in zip(self.parameters.items(), split, strict=True):
-            start = replicas.shard_slice(parameter.numel()).start
-            part = part.to(parameter.device)
-            self._set(name, collectives.join_shards(part, start, like=parameter, group=replicas.group(), rank=None))
-
-    def _value(self, name: str) -> torch.Tensor:
-        """Flat, fp32."""
-        parameter, shard = self.parameters[name], self._shards.get(name)
-        if name in self._of_matrices:
-            assert self._active.matrices is not None
-            is_fp32 = parameter.dtype == torch.float32
-            return (parameter.detach() if is_fp32 else self._active.matrices.whole_main_param(name)).view(-1)
-        if not self._active.is_sharded:
-            assert shard is not None, f"no optimizer steps {name}"
-            return shard.main_param
-        mine, start = (None, 0) if shard is None else (shard.main_param, shard.start)
-        return collectives.join_shards(mine, start, like=parameter, group=replicas.group(), rank=None)
-
-    def _set(self, name: str, value: torch.Tensor) -> None:
-        parameter = self.parameters[name]
-        if name in self._of_matrices and parameter.dtype != torch.float32:
-            assert self._active.matrices is not None
-            self._active.matrices.set_main_param(name, value)
-            return
-        if self._rounds_away:
-            bf16.split(value.view(parameter.shape), weight=parameter.data, low_bits=None)
-        else:
-            parameter.data.copy_(value.view(parameter.shape))
-        if (shard := self._shards.get(name)) is not None:
-            shard.set_main_param(value[shard.start : shard.end])
+            start, part = replicas.shard_slice(parameter.numel()).start, part.to(parameter.device)
+            value = collectives.join_shards(part, start, like=parameter, group=replicas.group(), rank=None)
+            self._active.owner_of(name).set_main_param(name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,50 +56,56 @@ class OuterRule:
 
     @property
     def is_mean(self) -> bool:
-        """The new value is the mean of the groups' values: synchronous data parallelism at an interval of 1."""
+        """Whether the new value is the mean of the groups' values: synchronous data parallelism at an interval of 1."""
         return self.lr == 1.0 and self.momentum == 0.0
 
 
 class OuterStep:
-    """Values since the last exchange, and outer momenta, in host memory."""
+    """Keeps the values since the last exchange, and steps the outer momenta, in host memory."""
 
-    def __init__(self, rule: OuterRule, active: ActiveBlock, *, rounds_away: bool) -> None:
-        self._rule, self._active, self._rounds_away = rule, active, rounds_away
+    def __init__(self, rule: OuterRule, active: ActiveBlock) -> None:
+        self._rule, self._active = rule, active
         self.anchor = torch.empty(0)
         """[E]: values after the last exchange."""
         self.errors: dict[str, torch.Tensor] = {}
-        """What the groups have missed of this group's changes, by name as outer momenta, in host memory; none where the
-        compression keeps no errors. It is this group's alone."""
+        """What other groups did not receive of this group's changes, by name like outer momenta, in host memory. Empty
+        if the compression keeps no errors. They belong to this group alone."""
         self._values = torch.empty(0)
 
     def _trained(self) -> TrainedValues:
-        return TrainedValues(self._active, rounds_away=self._rounds_away)
+        return TrainedValues(self._active)
 
     def begin(self) -> None:
-        """From here on changes count: at the start of a phase all groups have the same values. A collective."""
+        """Begin a phase, when all groups have the same values. A collective."""
         self.anchor = self._trained().parts()
 
     def change(self) -> torch.Tensor:
-        """[E]: since the last exchange. A collective over ranks with the same weights."""
+        """Return the change [E] since the last exchange. A collective over ranks with the same weights."""
         self._values = self._trained().parts()
         return self._values - self.anchor
 
-    def to_send(self, change: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """`change` [E] and what the groups have missed of those before; the elements of each parameter's part."""
+    def add_errors(self, change: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """Return what to send: `change` [E] plus the errors of earlier changes, and the size of each part."""
         sizes = self._trained().sizes
-        return change + _joined(self.errors, sizes) if self.errors else change, list(sizes.values())
+        return change + _join(self.errors, sizes) if self.errors else change, list(sizes.values())
 
-    def held(self) -> list[torch.Tensor]:
-        """All of it but the momenta."""
-        return [self.anchor, self._values, *self.errors.values()]
+    def num_bytes(self) -> int:
+        """Return the bytes of host memory, including the momenta."""
+        tensors = [self.anchor, self._values, *self.errors.values(), *self._active.outer_momenta.values()]
+        return sum(tensor.nbytes for tensor in tensors)
 
     @torch.no_grad()
     def apply(
         self, mean_change: torch.Tensor, errors: torch.Tensor | None = None, *, is_alone: bool, keeps_steps: bool
     ) -> None:
-        """Set all values from the mean change [E] of all groups; `errors` [E]: what they have missed of this group's;
-        `is_alone`: it is this group's own, so that nothing is rounded; `keeps_steps`: what has been trained since
-        `change` was called stays. A collective over ranks with the same weights."""
+        """Set all values from the mean change of all groups. A collective over ranks with the same weights.
+
+        Args:
+            mean_change: [E].
+            errors: [E], what the groups did not receive of this group's change.
+            is_alone: the mean is this group's own change, so that nothing is rounded.
+            keeps_steps: add what was trained since `change` was called.
+        """
         trained = self._trained()
         if errors is not None:
             self.errors |= _split(errors, trained.sizes)
@@ -143,18 +117,18 @@ class OuterStep:
         self._values = torch.empty(0)
 
     def _update(self, trained: TrainedValues, mean_change: torch.Tensor) -> torch.Tensor:
-        """[E]; steps the outer momenta."""
+        """Step the outer momenta and return the update [E]."""
         momenta, mu = self._active.outer_momenta, self._rule.momentum
-        momentum = _joined(momenta, trained.sizes) * mu + mean_change
+        momentum = _join(momenta, trained.sizes) * mu + mean_change
         momenta |= _split(momentum, trained.sizes)
         return (momentum * mu + mean_change) * self._rule.lr
 
 
-def _joined(parts: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
-    """[E]; zeros where there is no part."""
+def _join(parts: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
+    """Return the parts as [E], with zeros for missing ones."""
     return torch.cat([torch.empty(0), *(parts.get(name, torch.zeros(size)) for name, size in sizes.items())])
 
 
 def _split(values: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Copies: the parts of [E]."""
+    """Return copies of the parts of [E], by name."""
     return {name: part.clone() for name, part in zip(sizes, values.split(list(sizes.values())), strict=True)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass, replace
 from typing import Any
 
@@ -64,6 +64,14 @@ def peak_memory_bytes() -> int:
     except OSError:
         pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor], *, without: Iterable[torch.Tensor] = ()) -> int:
+    """Return the bytes of the tensors' storages, each counted once, without the storages of other tensors."""
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    for tensor in without:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
 
 
 def copy_to_host(value: Any) -> Any:

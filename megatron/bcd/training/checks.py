@@ -76,7 +76,7 @@ class StepChecks:
         loss scale do not count."""
         config = self.config
         lowest, is_fixed = config.optimizer.min_loss_scale, config.optimizer.loss_scale is not None
-        is_search = config.precision == "fp16" and not is_fixed and self.active.loss_scale() > lowest
+        is_search = config.precision == "fp16" and not is_fixed and self.active.core.loss_scale() > lowest
         state.skipped_steps = state.skipped_steps + 1 if result.skipped and not is_search else 0
         if state.skipped_steps < config.training.max_skipped_steps:
             return

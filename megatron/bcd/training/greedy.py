@@ -34,7 +34,7 @@ def score_blocks(
         begin_phase(block)
         with rng.preserve_random_generators():
             norm = _gradient_norm(active, lambda: run_passes(batches))
-        scores[block] = norm / math.sqrt(max(1, active.num_block_parameters()))
+        scores[block] = norm / math.sqrt(max(1, active.core.num_block_parameters()))
         active.dispose()
     # ranks that reduce separately may differ in the last bit, and must choose the same block
     return collectives.on_rank_0(lambda: scores)
@@ -43,16 +43,16 @@ def score_blocks(
 def _gradient_norm(active: ActiveBlock, run_passes: Callable[[], object]) -> float:
     """Return the gradient norm of the active block. With fp16, lower the loss scale until nothing overflows, and
     restore it afterwards."""
-    before = active.loss_scaler_state()
+    before = active.core.loss_scaler_state()
     scaler = dict(before or {})
     while True:
         active.zero_grad()
         run_passes()
-        norm = active.block_gradient_norm()
+        norm = active.core.block_gradient_norm()
         if math.isfinite(norm) or scaler.get("scale", 1.0) <= 1.0:
             break
         scaler["scale"] /= 16.0
-        active.set_loss_scaler_state(scaler)
+        active.core.set_loss_scaler_state(scaler)
     if before is not None:
-        active.set_loss_scaler_state(before)
+        active.core.set_loss_scaler_state(before)
     return norm

@@ -61,7 +61,7 @@ class StepMetricsCollector:
                 live.model_state,
                 live.gradients,
                 live.optimizer_state,
-                active.kept_bytes() + live.offloaded + group_bytes,
+                live.host + group_bytes,
                 memory.peak_memory_bytes(),
                 memory.reserved_memory_bytes(),
                 self.meter.peak_bytes,
@@ -90,7 +90,7 @@ class StepMetricsCollector:
             host_state_bytes=host_state,
             saved_activation_bytes=saved,
             backward_messages=messages,
-            loss_scale=active.loss_scale() if self.config.precision == "fp16" else None,
+            loss_scale=active.core.loss_scale() if self.config.precision == "fp16" else None,
             skipped_iterations=len(interval) - len(stepped),
             global_batch_size=batch_size,
             data_seen=self.samples.share_seen(in_phase=state.samples_in_phase, seen_before=state.samples_seen_before),
@@ -109,9 +109,9 @@ class StepMetricsCollector:
             values |= {"exchanged_bytes": sent, "exchange_ms": max(waited)}
         if report.log_params_norm:
             with active.whole_parameters():
-                values["params_norm"] = active.params_norm()
+                values["params_norm"] = active.core.params_norm()
         if report.log_num_zeros_in_grad:
-            values["num_zeros"] = active.num_zeros
+            values["num_zeros"] = active.core.num_zeros
         if report.log_throughput:
             block = self.block_schedule.block(phase_state)
             planned = self.planned

@@ -46,7 +46,7 @@ class StepTimers(Timers):
         model = get_model_config(active.model)
         # no barriers inside the optimizer: a rank without parameters of the block passes fewer of its timers
         model.barrier_with_L1_time = self._has_barrier
-        configs = [model, *(each.config for each in active.optimizers())]
+        configs = [model, *(each.config for each in active.core.optimizers())]
         for config in configs:
             config.timers = self
         try:

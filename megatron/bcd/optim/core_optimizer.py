@@ -1,0 +1,389 @@
+"""Steps the active block and always-active parameters with Megatron Core's DDP and optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from megatron.bcd.config import RunConfig
+from megatron.bcd.model.builder import get_chunks
+from megatron.bcd.optim import bf16
+from megatron.bcd.optim.block_state import BlockStateStore
+from megatron.bcd.optim.param_shard import (
+    ALWAYS_ACTIVE,
+    ParamShard,
+    all_optimizer_params,
+    chained_optimizers,
+    param_shards,
+)
+from megatron.bcd.optim.parameters import Parameters, ParametersByBlock
+from megatron.bcd.optim.phase_optimizer import build_optimizer, wrap_model
+from megatron.bcd.optim.state_owner import StateOwner
+from megatron.bcd.runtime import collectives, device, memory, replicas
+from megatron.bcd.runtime.compat import megatron_core
+
+_CORE_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad")
+"""Attributes that Megatron Core's DDP and optimizer set on parameters."""
+
+T = TypeVar("T", int, float)
+
+
+class CoreOptimizer(StateOwner):
+    """Owns the DDP wrapper, the optimizer and the optimizer state of the active block and of always-active parameters.
+
+    `begin` builds wrapper and optimizer for one phase, `end` frees them. `offloaded` holds the state of frozen blocks.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: RunConfig,
+        parameters: ParametersByBlock,
+        *,
+        offloaded: BlockStateStore,
+    ) -> None:
+        self.offloaded = offloaded
+        self.block: int | None = None
+        self.wrapped: DistributedDataParallel | None = None
+        self.block_parameters: Parameters = {}
+        """Parameters that only the active block owns, by name."""
+        self.block_shards: dict[str, ParamShard] = {}
+        """This rank's optimizer state of `block_parameters`, by name."""
+        self.always_active_shards: dict[str, ParamShard] = {}
+        """This rank's optimizer state of always-active parameters, by name."""
+        self.num_zeros: int | None = None
+        """--log-num-zeros-in-grad: zeros in the gradient of the last step; None if it was skipped."""
+        self._model, self._config, self._parameters = model, config, parameters
+        self._optimizer: MegatronOptimizer | None = None
+        self._loss_scaler_state: Mapping[str, float] | None = None
+        self._without_main_param: Container[str] = ()
+
+    @property
+    def optimizer(self) -> MegatronOptimizer:
+        """Megatron Core's optimizer of this phase."""
+        assert self._optimizer is not None, "no block is active"
+        return self._optimizer
+
+    def optimizers(self) -> list[Any]:
+        """Return the optimizers that Megatron Core chains; none between phases."""
+        return chained_optimizers(self._optimizer)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the distributed optimizer shards each parameter's state over several ranks."""
+        return self._config.training.use_distributed_optimizer and replicas.size() > 1
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return list(self.optimizer.param_groups)
+
+    def block_param_groups(self) -> list[dict[str, Any]]:
+        return [
+            group
+            for each in self.optimizers()
+            if not each.is_stub_optimizer
+            for group in each.optimizer.param_groups
+            if not group.get(ALWAYS_ACTIVE)
+        ]
+
+    # ---------------------------------------------------------------------------------------------------------- phase
+
+    def begin(self, block: int, *, without_main_param: Container[str]) -> None:
+        """Build DDP and optimizer of the parameters that require a gradient, and restore their state. A collective.
+
+        The main parameters `without_main_param` are kept elsewhere between the phases of the block.
+        """
+        self.block, self._without_main_param = block, without_main_param
+        self.wrapped = wrap_model(self._model, self._config)
+        always_active = self._parameters.always_active()
+        self._optimizer = build_optimizer(self.wrapped, self._config, always_active=always_active.values())
+        if self._loss_scaler_state is not None:
+            self.set_loss_scaler_state(self._loss_scaler_state)
+        self.block_parameters = self._parameters.owned_by(block)
+        self.block_shards = param_shards(self.optimizers(), self.block_parameters)
+        self.always_active_shards = param_shards(self.optimizers(), always_active)
+        self.restore(self.block_shards)
+        self.offloaded.restore_always_active(self.always_active_shards)
+
+    def save(self) -> None:
+        """Copy the state that outlives the phase to host memory. A collective over the ranks with the same weights."""
+        self._loss_scaler_state = self.loss_scaler_state()
+        self.offload(self.block_shards)
+        if always_active := self._parameters.always_active():
+            self.offloaded.save_always_active(
+                self.always_active_shards, always_active, group=replicas.group() if self.is_sharded else None
+            )
+
+    def end(self) -> None:
+        """Free wrapper, optimizer and gradients. The weights stay."""
+        assert self.wrapped is not None
+        megatron_core.drop_gradient_hooks(self.wrapped)
+        for chunk in get_chunks(self._model):
+            chunk.set_input_tensor(None)  # holds the last input that was received, and its gradient
+        for parameter in self._model.parameters():
+            parameter.grad = None
+            for name in _CORE_PARAMETER_ATTRIBUTES:
+                if hasattr(parameter, name):
+                    delattr(parameter, name)
+        self.wrapped = self._optimizer = self.block = None
+        self.block_parameters, self.block_shards, self.always_active_shards = {}, {}, {}
+
+    def offload(self, names: Iterable[str]) -> None:
+        assert self.block is not None
+        shards = {name: self.block_shards[name] for name in names}
+        self.offloaded.save(self.block, shards, without_main_param=self._without_main_param)
+
+    def restore(self, names: Iterable[str]) -> None:
+        assert self.block is not None
+        self.offloaded.restore(self.block, {name: self.block_shards[name] for name in names})
+
+    # ------------------------------------------------------------------------------------------------------------ step
+
+    def zero_grad(self) -> None:
+        assert self.wrapped is not None
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        assert self.wrapped is not None
+        return self.wrapped.no_sync()
+
+    def start_reductions(self) -> None:
+        assert self.wrapped is not None
+        self.wrapped.start_grad_sync()
+
+    def prepare_step(self) -> bool:
+        """Prepare the reduced gradients for a step. Return False if they overflowed in fp16, so no step may follow."""
+        self.num_zeros = None
+        return not self.optimizer.prepare_grads()
+
+    def gradient_norm(self) -> float:
+        """Return the L2 norm of the gradient before clipping. The CPU waits for the device."""
+        return float(self.optimizer.get_grad_norm())
+
+    @torch.no_grad()
+    def step(self, *, norm: float, gradient_scale: float) -> None:
+        """Clip and step. `gradient_scale` has no effect: Megatron Core has scaled the gradients in DDP's buffers."""
+        for each in self.optimizers():
+            if not each.is_stub_optimizer and each.get_parameters() and each.config.clip_grad > 0.0:
+                clip_grad_by_total_norm_fp32(
+                    each.get_parameters(),
+                    max_norm=each.config.clip_grad,
+                    total_norm=norm,
+                    use_decoupled_grad=each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )
+        if self._config.report.log_num_zeros_in_grad:
+            self.num_zeros = self._count_zeros()
+        self.optimizer.step_with_ready_grads()
+        if not self._config.optimizer.optimizer_cpu_offload:
+            self.optimizer.zero_grad()  # frees fp32 copies of 16-bit gradients
+
+    def _count_zeros(self) -> int:
+        """Count the zeros in the clipped gradient, like the norm of a step. A collective."""
+        total = 0
+        for each in self.optimizers():
+            gradients = _gradients(each, _counted_main_params(each, with_always_active=True))
+            on_this_rank = sum(gradient.numel() - int(torch.count_nonzero(gradient)) for gradient in gradients)
+            total += _sum_over(each.get_grad_stats_parallel_group(), on_this_rank)
+        return total
+
+    # ----------------------------------------------------------------------------------------------------------- norms
+
+    @torch.no_grad()
+    def block_gradient_norm(self) -> float:
+        """Return the L2 norm of the gradient of the block's own parameters, unscaled and unclipped.
+
+        A collective over all ranks, for use after a backward pass instead of a step. Like the norm of a step, it counts
+        tensor-parallel duplicates and the tied copy once. inf or NaN if the gradient is not finite.
+        """
+        scaler_state = self.loss_scaler_state()
+        self.optimizer.prepare_grads()
+        if scaler_state is not None:  # no step follows, so an overflow must not change the loss scale
+            self.set_loss_scaler_state(scaler_state)
+        sum_of_squares = 0.0
+        for each in self.optimizers():
+            gradients = _gradients(each, _counted_main_params(each, with_always_active=False))
+            group = each.get_grad_stats_parallel_group()
+            sum_of_squares += get_grad_norm_fp32(gradients, grad_stats_parallel_group=group) ** 2
+        return math.sqrt(sum_of_squares)
+
+    def num_block_parameters(self) -> int:
+        """Return the number of the block's parameters, counted like `block_gradient_norm`. A collective."""
+        total = 0
+        for each in self.optimizers():
+            on_this_rank = sum(param.numel() for param in _counted_main_params(each, with_always_active=False))
+            total += _sum_over(each.get_grad_stats_parallel_group(), on_this_rank)
+        return total
+
+    @torch.no_grad()
+    def params_norm(self) -> float:
+        """Return the L2 norm of the weights of the whole model, active and frozen (--log-params-norm). A collective.
+
+        As stock Megatron-LM counts: tensor-parallel duplicates and the tied copy once, and the main parameter of a
+        16-bit weight that has one now. The weights must be current on every rank.
+        """
+        by_weight = self._main_params_by_weight()
+        whole, sharded = 0.0, 0.0
+        for weight in self._model.parameters():
+            if not (param_is_not_shared(weight) and param_is_not_tensor_parallel_duplicate(weight)):
+                continue
+            has_main = weight.dtype != torch.float32 and hasattr(weight, "main_param")
+            if not has_main:
+                whole += _sum_of_squares(weight)
+            elif not getattr(weight, "main_param_sharded", False):
+                whole += _sum_of_squares(weight.main_param)
+            elif (shard := weight.main_param if by_weight is None else by_weight.get(weight)) is not None:
+                sharded += _sum_of_squares(shard)
+        over_shards = _sum_over(replicas.group(), sharded)
+        return math.sqrt(_sum_over(parallel_state.get_model_parallel_group(), whole + over_shards))
+
+    def _main_params_by_weight(self) -> dict[torch.Tensor, torch.Tensor] | None:
+        """Return this rank's shards of main parameters that Megatron Core does not attach to the weights.
+
+        With --optimizer-cpu-offload the main parameters are on the host, and shards of the weights stand for them.
+        """
+        is_offloaded = self._config.optimizer.optimizer_cpu_offload
+        if not (self._config.is_precision_aware or is_offloaded):
+            return None
+        shards = (*self.block_shards.values(), *self.always_active_shards.values())
+        return {shard.parameter: shard.weight if is_offloaded else shard.main_param for shard in shards}
+
+    # ------------------------------------------------------------------------------------------------------ loss scale
+
+    def loss_scale(self) -> float:
+        """Return the factor of the loss; 1 without a loss scaler."""
+        return float(self.optimizer.get_loss_scale().item())
+
+    def loss_scaler_state(self) -> dict[str, float] | None:
+        """Return fp16's loss scale and its counters, which continue from phase to phase; None without a loss scaler."""
+        scalers = [getattr(each, "grad_scaler", None) for each in self.optimizers()]
+        state = scalers[0].state_dict() if scalers and scalers[0] else None
+        return {name: float(value) for name, value in state.items()} if state else None
+
+    def set_loss_scaler_state(self, state: Mapping[str, float]) -> None:
+        """Load what `loss_scaler_state` returned."""
+        for each in self.optimizers():
+            each.grad_scaler.load_state_dict(
+                {name: torch.tensor([value]) if name == "scale" else int(value) for name, value in state.items()}
+            )
+
+    def remember_loss_scaler(self, state: Mapping[str, float] | None) -> None:
+        """Let the next `begin` start from this state of another run."""
+        self._loss_scaler_state = state
+
+    # ----------------------------------------------------------------------------------------------------------- state
+
+    def shard(self, name: str) -> ParamShard | None:
+        """Return this rank's shard of a parameter; None if other ranks hold all of it."""
+        return self.block_shards.get(name, self.always_active_shards.get(name))
+
+    def main_param(self, name: str) -> torch.Tensor:
+        shard, weight = self.shard(name), self._parameters.all()[name]
+        if not self.is_sharded:
+            assert shard is not None, f"no optimizer steps {name}"
+            return shard.main_param
+        mine, start = (None, 0) if shard is None else (shard.main_param, shard.start)
+        return collectives.join_shards(mine, start, like=weight, group=replicas.group(), rank=None)
+
+    @torch.no_grad()
+    def set_main_param(self, name: str, value: torch.Tensor) -> None:
+        weight = self._parameters.all()[name].data
+        if self._config.is_precision_aware:  # whose weights round halves away from zero
+            bf16.split(value.view(weight.shape), weight=weight, low_bits=None)
+        else:
+            weight.copy_(value.view(weight.shape))
+        if (shard := self.shard(name)) is not None:
+            shard.set_main_param(value[shard.start : shard.end])
+
+    def rank_state(self) -> dict[str, Any]:
+        shards = self.block_shards | self.always_active_shards
+        return {
+            "shards": memory.copy_to_host(
+                {name: (shard.main_param, shard.stored_moments(), shard.num_steps) for name, shard in shards.items()}
+            ),
+            "offloaded": self.offloaded.state(),
+            "loss_scaler": self.loss_scaler_state(),
+        }
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        self.offloaded.set_state(state["offloaded"], self._parameters.all())
+        self.remember_loss_scaler(state["loss_scaler"])
+
+    def load_rank_shards(self, state: Mapping[str, Any]) -> None:
+        """Load the rest of another group's `rank_state` once its block is active."""
+        for name, shard in (self.block_shards | self.always_active_shards).items():
+            main_param, moments, num_steps = state["shards"][name]
+            shard.set_stored_moments(moments, num_steps=num_steps)
+            shard.set_main_param(main_param)
+
+    def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
+        for param in all_optimizer_params(self._optimizer) if is_of_block else ():
+            if not param.group.get(ALWAYS_ACTIVE):
+                yield param.main_param
+
+    def weight_buffers(self) -> list[torch.Tensor]:
+        """Return DDP's flat buffers of weights."""
+        buffers = [] if self.wrapped is None else self.wrapped.buffers
+        return [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        buffers = [] if self.wrapped is None else self.wrapped.buffers
+        yield from (buffer.grad_data for buffer in buffers if buffer.grad_data is not None)
+        yield from self._gradients_to_step(on_host=False)
+
+    def device_state(self) -> Iterator[torch.Tensor]:
+        return self._state(on_host=False)
+
+    def host_bytes(self) -> int:
+        """Return the bytes of offloaded state and of what --optimizer-cpu-offload holds in host memory."""
+        on_host = [*self._state(on_host=True), *self._gradients_to_step(on_host=True)]
+        return self.offloaded.num_bytes + memory.storage_bytes(on_host)
+
+    def _state(self, *, on_host: bool) -> Iterator[torch.Tensor]:
+        for param in all_optimizer_params(self._optimizer):
+            if param.on_host == on_host:
+                yield param.stepped
+                yield from (value for value in param.state.values() if torch.is_tensor(value))
+
+    def _gradients_to_step(self, *, on_host: bool) -> Iterator[torch.Tensor]:
+        for param in all_optimizer_params(self._optimizer):
+            if param.on_host == on_host and param.stepped.grad is not None:
+                yield param.stepped.grad
+
+
+def _gradients(optimizer: Any, stepped: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients that the optimizer will read for the tensors that it steps."""
+    is_decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    gradients = (getattr(tensor, "decoupled_grad" if is_decoupled else "grad", None) for tensor in stepped)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _counted_main_params(optimizer: Any, *, with_always_active: bool) -> Iterator[torch.Tensor]:
+    """Yield the main parameters that the optimizer steps, without those that another rank counts."""
+    for group in [] if optimizer.is_stub_optimizer else optimizer.optimizer.param_groups:
+        for main_param in [] if group.get(ALWAYS_ACTIVE) and not with_always_active else group["params"]:
+            if param_is_not_shared(main_param) and param_is_not_tensor_parallel_duplicate(
+                main_param, getattr(optimizer, "tp_group", None)
+            ):
+                yield main_param
+
+
+def _sum_over(group: torch.distributed.ProcessGroup, value: T) -> T:
+    """Return the sum of an int, or of a float in fp32, over the ranks of a group. A collective over it."""
+    total = torch.tensor(value, device=device.current())
+    torch.distributed.all_reduce(total, group=group)
+    return type(value)(total)
+
+
+def _sum_of_squares(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) ** 2

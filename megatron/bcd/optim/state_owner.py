@@ -1,0 +1,90 @@
+"""The interface of what steps parameters and keeps their optimizer state.
+
+`CoreOptimizer` steps the active block and always-active parameters with Megatron Core's optimizer. `MatrixOptimizer`
+steps single matrices. `ActiveBlock`, the switch check, the outer step and joining groups treat both alike. An owner
+without parameters has empty state, so that callers never ask whether there is one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+
+class StateOwner(ABC):
+    """Steps some of a stage's parameters and owns their optimizer state.
+
+    A phase lies between `begin` and `end`, which each owner defines for itself. Parameters have GPTModel's names.
+    """
+
+    @property
+    @abstractmethod
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of this phase. The scheduler sets their `lr` and `weight_decay`."""
+
+    @abstractmethod
+    def block_param_groups(self) -> list[dict[str, Any]]:
+        """Those parameter groups that belong to the active block."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Set the gradient buffers to zero."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, gradients are not reduced: more microbatches follow."""
+
+    @abstractmethod
+    def start_reductions(self) -> None:
+        """Start to reduce all gradients of this step. A collective."""
+
+    @abstractmethod
+    def step(self, *, norm: float, gradient_scale: float) -> None:
+        """Clip by `norm`, the L2 norm of all clipped gradients, and step. A collective.
+
+        `gradient_scale` multiplies gradients that were averaged over the ranks although the loss is a sum of tokens.
+        """
+
+    @abstractmethod
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Yield the gradients on the device."""
+
+    @abstractmethod
+    def device_state(self) -> Iterator[torch.Tensor]:
+        """Yield the optimizer state on the device."""
+
+    @abstractmethod
+    def host_bytes(self) -> int:
+        """Return the bytes of optimizer state in host memory."""
+
+    @abstractmethod
+    def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
+        """Yield what this rank steps in this phase: of the active block, or of inactive layers."""
+
+    @abstractmethod
+    def main_param(self, name: str) -> torch.Tensor:
+        """Return a whole main parameter, flat, in fp32. A collective over the ranks with the same weights."""
+
+    @abstractmethod
+    def set_main_param(self, name: str, value: torch.Tensor) -> None:
+        """Set a weight and its main parameter to a whole flat fp32 value."""
+
+    @abstractmethod
+    def offload(self, names: Iterable[str]) -> None:
+        """Copy the state of these parameters, all or those of one layer, to host memory."""
+
+    @abstractmethod
+    def restore(self, names: Iterable[str]) -> None:
+        """Copy the state of these parameters, if it was offloaded, back to the device."""
+
+    @abstractmethod
+    def rank_state(self) -> Any:
+        """Return copies in host memory of all state of this rank, for the same rank of a replica group that joins."""
+
+    @abstractmethod
+    def load_rank_state(self, state: Any) -> None:
+        """Load the `rank_state` of another group while no block is active. What the phase needs follows at `begin`."""
