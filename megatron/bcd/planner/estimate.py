@@ -188,7 +188,7 @@ def multiplier_of(method: str, num_blocks: int, override: float | None = None) -
     value, source = MULTIPLIERS.get(method, (1.0, EQUAL_EPOCHS)) if override is None else (override, "--bf-multiplier")
     if method == "bcd" and num_blocks > 1:
         # The paper has 2.22, 2.78 and 3.33 at two, three and four blocks (table 11, Adam). A small GPT here had 2.24,
-        # 2.89 and more than 5 at two, three and six blocks (docs/learning.md). This formula gives 4.6 at six.
+        # 2.89 and more than 5 at two, three and six blocks (studies/gpt_subsets.md). This formula gives 4.6 at six.
         value = value * (num_blocks + 2) / 5
     elif method == "bcd":
         value = 1.0

@@ -71,8 +71,7 @@ PRETRAINING = {
 }
 """The results of --task pretrain; `estimate.MULTIPLIERS` has the costs. Source: docs/learning.md, Headline studies."""
 _RATE_OF_BLOCKS = {1: 1.0, 2: 2.0, 6: 3.0, 30: 8.0}
-"""The best rate over full Adam's, by number of blocks. Source: docs/fine_tuning.md, A published model, three times the
-data."""
+"""The best rate over full Adam's, by number of blocks (studies/fine_tuning.md, one_epoch_of_1800_records)."""
 _FULL_RATES = {11e6: 3e-4, 135e6: 1e-4}
 """Full Adam's best rate in fine-tuning, by number of parameters (docs/fine_tuning.md, Side by side)."""
 _PRETRAINING_RATE = 1e-4
