@@ -182,7 +182,7 @@ def choose(known: Mapping[str, Row], name: str, *, flag: str) -> Row:
     if len(cards) == 1 and len(wanted) > 2:
         return cards[0]
     is_cluster = any(isinstance(row, Cluster) for row in known.values())
-    remedy = "; tools/check_machine.py --calibrate writes a row of this machine" if is_cluster else ""
+    remedy = ". tools/check_machine.py --calibrate writes a row of this machine." if is_cluster else ""
     raise ValueError(f"{flag} {name}: must be one of {', '.join(known)}{remedy}")
 
 
