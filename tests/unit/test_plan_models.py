@@ -350,6 +350,8 @@ def test_finetune_is_the_factored_update_whatever_the_task(capsys: pytest.Captur
         text = run(capsys, *flags, *more)
         assert "--bcd-preset finetune --bcd-inactive-update factored --bcd-num-blocks 0" in text.replace("\\\n    ", "")
     assert "--bcd-inactive-update none" in run(capsys, *flags, "--bcd-num-blocks", "6")
+    large = ("--task", "sft", "--model", "LLaMA-7B", *CARD, "--method", "finetune", "--search")
+    assert "--bcd-inactive-update none" in run(capsys, *large), "the factored update does not fit"
 
 
 def test_host_memory_that_few_machines_have(
