@@ -38,7 +38,8 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 def train(
     model: Any, optimizer: BlockCoordinate, *, start: int = 0, stop: int = STEPS, parts: int = 1, clip: bool = False
 ) -> list[Any]:
-    """This rank's rows of every step's batch, in `parts` backward passes; the loss of the whole batch and the block."""
+    """Train on this rank's rows of every batch, in `parts` backward passes; return the whole batch's loss and the
+    block."""
     is_parallel = torch.distributed.is_initialized()
     rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_parallel else (0, 1)
     seen = []
@@ -124,7 +125,7 @@ def test_ddp(world2: World, is_first: bool, parts: int, settings: dict[str, Any]
 
 
 def sharded(settings: dict[str, Any], *, is_first: bool = False) -> tuple[Any, BlockCoordinate]:
-    """`is_first`: sharded before the optimizer is made; else the optimizer's parameters are replaced, as Accelerate
+    """Shard before the optimizer is built (`is_first`), or replace the optimizer's parameters afterwards, as Accelerate
     does."""
     model = Net(3)
     optimizer = None if is_first else optimizer_of(model, **settings)
@@ -141,7 +142,7 @@ def sharded(settings: dict[str, Any], *, is_first: bool = False) -> tuple[Any, B
 
 
 def in_fsdp(settings: dict[str, Any], folder: Path) -> Any:
-    """A run, and one that continues from what its rank has saved amid it."""
+    """Return a run, and one that continues from what its rank saved during it."""
     with two_ranks():
         model, optimizer = sharded(settings, is_first=True)
         file = folder / f"rank_{torch.distributed.get_rank()}.pt"
@@ -169,7 +170,7 @@ def test_fsdp2(world2: World, rule: str, tmp_path: Path) -> None:
 
 
 def blocks_of_rank() -> list[int]:
-    """With a seed and losses of its own."""
+    """Return the blocks of a run whose seed and losses depend on the rank."""
     with two_ranks():
         rank = torch.distributed.get_rank()
         model = Net(3)
@@ -202,6 +203,6 @@ def error_of_step() -> str:
 
 
 def test_gradients_that_nothing_averages_are_refused(world2: World) -> None:
-    """Ranks that each train a model of their own, which nobody notices."""
+    """Each rank silently trains another model."""
     for error in world2.run(error_of_step):
         assert "DistributedDataParallel" in error and "\n" not in error

@@ -1,5 +1,5 @@
-"""What a block leaves behind at the end of its phase, and finds again at its next visit; --bcd-always-active: one state
-for the whole run."""
+"""The state that a block leaves at the end of its phase and restores at its next visit. With --bcd-always-active, one
+state lasts for the whole run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.bcd.optim.param_shard import ParamShard
 
 
 def copies(parts: dict[str, ParamShard]) -> dict[str, tuple[int, int, int, dict[str, torch.Tensor]]]:
-    """By parameter: where the part lies, its steps, and its tensors."""
+    """Return by parameter: the position of the part, its steps, and its tensors."""
     return {
         name: (part.start, part.end, part.num_steps, {key: item.clone() for key, item in part.tensors().items()})
         for name, part in parts.items()
@@ -24,7 +24,7 @@ def copies(parts: dict[str, ParamShard]) -> dict[str, tuple[int, int, int, dict[
 
 
 def switches(config: RunConfig) -> dict[str, Any]:
-    """A run; the state of the block's own and of always-active parameters before and after every switch, by block."""
+    """Return a run, and the state of the block's and of always-active parameters before and after every switch."""
     told: list[dict[str, Any]] = []
 
     def look(run: worlds.RecordedRun, when: str) -> None:
@@ -103,7 +103,7 @@ def test_host_memory_does_not_grow(world2: World, text_data: str) -> None:
 
 
 def in_short_phases(config: RunConfig, *, is_cut: bool) -> list[float]:
-    """Losses, with the active block frozen and made active again before every further step, or not."""
+    """Return the losses, optionally with the active block frozen and reactivated before every further step."""
 
     def freeze_and_return(run: worlds.RecordedRun) -> None:
         block = run.active.block
@@ -129,7 +129,7 @@ def test_short_phases_lose_nothing(world1: World, text_data: str) -> None:
 
 
 def saves_of_a_run(config: RunConfig) -> int:
-    """How often state is kept, from the first step to the end of the run."""
+    """Count how often state is offloaded, from the first step to the end of the run."""
     with (
         worlds.started(config) as run,
         mock.patch.object(run.active.offloaded, "save", wraps=run.active.offloaded.save) as save,
@@ -160,7 +160,7 @@ ALWAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def whole(ranks: list[dict[str, Any]], index: int) -> dict[str, Any]:
-    """Always-active state at one event of the run, parts of data-parallel ranks put together: steps and tensors."""
+    """Return the always-active state at one event, assembled from data-parallel ranks: steps and tensors."""
     state: dict[str, Any] = {}
     for rank in ranks:
         for name, (start, end, steps, tensors) in rank["told"][index]["always"].items():

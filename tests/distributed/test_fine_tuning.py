@@ -1,4 +1,4 @@
-"""Supervised fine-tuning trains on the answers, as a plain loop over transformers' model does, under every layout."""
+"""Supervised fine-tuning trains on the answers under every layout, like a plain loop over transformers' model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def data(records: list[dict[str, str]], tmp_path_factory: pytest.TempPathFactory
 
 
 def run_of(config: RunConfig) -> dict[str, Any]:
-    """A whole run, with the weights that it started from and the samples of its steps."""
+    """Return a whole run, its initial weights, and the samples of its steps."""
     with worlds.started(config) as run:
         batches: Iterator[Any] = run.samples.look_ahead(phase=0, consumed_samples=0, position=0)
         steps = range(run.train_iters)
@@ -46,7 +46,7 @@ def run_of(config: RunConfig) -> dict[str, Any]:
 
 
 def plain_loop(config: RunConfig, result: dict[str, Any], records: list[dict[str, str]]) -> list[float]:
-    """Losses of a loop over transformers' LLaMA, one padded row a sample; answers are found in `records`."""
+    """Return the losses of a loop over transformers' LLaMA, one padded row per sample; answers come from `records`."""
     heads = config.transformer["num_attention_heads"]
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -89,8 +89,10 @@ def test_one_block_is_a_plain_loop(world1: World, data: str, records: list[dict[
 
 
 def packed_and_alone(config: RunConfig) -> list[tuple[str, float]]:
-    """Largest differences of each sample in a packed microbatch from the same sample alone: of its token losses, and of
-    the gradients of their sum; and the largest gradient of a masked position's logits."""
+    """Return the largest differences between each sample in a packed microbatch and the same sample alone.
+
+    They concern its token losses, the gradients of their sum, and the largest gradient of a masked position's logits.
+    """
     with worlds.started(config) as run:
         batch = next(run.samples.look_ahead(phase=0, consumed_samples=0, position=0))
         model = unwrap_model(run.model)

@@ -1,4 +1,4 @@
-"""Invariant 4: a step changes the active block and nothing else; and the run's own check sees it if not."""
+"""Invariant 4: a step changes the active block and nothing else, and the run's own check detects violations."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ CASES += [("pipeline2", "bf16"), ("stage", "fp32"), ("submodel", "fp16")]
 
 
 def changes_of_every_step(config: RunConfig) -> list[dict[str, Any]]:
-    """After each step, against the end of the step before: names of changed parameters, main parameters changed and
-    held."""
+    """Return the names that each step changed, and the main parameters that changed and that exist."""
     before: dict[str, Any] = {}
     steps = []
 
@@ -77,7 +76,8 @@ def test_only_the_active_block_changes(world1: World, world2: World, text_data: 
 
 
 def run_with_a_fault(config: RunConfig, fault: str, rank: int) -> str:
-    """Train, and from phase 1 on let that rank's optimizer step nothing, or write one frozen weight; how it ended."""
+    """Train, and from phase 1 on skip that rank's optimizer step or change a frozen weight; return how the run
+    ended."""
 
     def provoke(run: worlds.RecordedRun) -> None:
         if run.state.phase_state.phase == 0 or torch.distributed.get_rank() != rank:
@@ -131,7 +131,7 @@ def test_the_check_after_a_resume(world1: World, text_data: str, tmp_path: Path,
 
 
 def checks_of_a_run(config: RunConfig, zero_gradient_at: list[int]) -> list[int]:
-    """Iterations after whose step the run compared its weights."""
+    """Return the iterations after whose step the run compared its weights."""
     checked: list[int] = []
 
     def zero_gradient(run: worlds.RecordedRun) -> None:

@@ -1,4 +1,4 @@
-"""--bcd-frozen: parameters that no phase trains; one layer a block; --bcd-main-params."""
+"""--bcd-frozen: parameters that no phase trains; one layer per block; --bcd-main-params."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNTIED = {"untie_embeddings_and_output_weights": True}
 
 
 def is_named(name: str, parts: set[str]) -> bool:
-    """Whether the parameter is one of these parts."""
+    """Return True if the parameter is in one of these parts."""
     return (
         ("embedding" in parts and name.startswith("embedding."))
         or ("head" in parts and name.startswith("output_layer."))
@@ -26,7 +26,8 @@ def is_named(name: str, parts: set[str]) -> bool:
 
 
 def what_there_is(config: RunConfig) -> dict[str, Any]:
-    """By step: the block, names that changed, names with a gradient buffer; and all parameters' sizes."""
+    """Return by step: the block, the changed names, the names with a gradient buffer; and the sizes of all
+    parameters."""
     steps: list[dict[str, Any]] = []
     first: dict[str, torch.Tensor] = {}
 
@@ -67,7 +68,7 @@ def test_frozen_parts_have_no_gradient_and_no_state(world1: World, text_data: st
 
 
 def inputs_with_a_gradient(config: RunConfig) -> list[tuple[int, list[int], int]]:
-    """By step: the block, layers whose input receives a gradient, and bytes that autograd saved."""
+    """Return by step: the block, layers whose input receives a gradient, and bytes that autograd saved."""
     layers: set[int] = set()
     steps: list[tuple[int, list[int]]] = []
 
@@ -130,7 +131,8 @@ def test_resumed_with_another_set(
 
 
 def host_bytes_and_start(config: RunConfig) -> tuple[list[int], list[bool]]:
-    """Host memory by step, and by phase of the second cycle whether each main parameter starts as its weight."""
+    """Return the host memory by step, and by phase of the second cycle whether main parameters start as their
+    weights."""
     starts: list[bool] = []
 
     def compare(run: worlds.RecordedRun) -> None:

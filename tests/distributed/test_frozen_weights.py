@@ -64,7 +64,7 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def is_allowed(case: Combination) -> bool:
-    """What the flags allow, and the layouts that a stage has at all."""
+    """Return True if the flags allow the combination and the layout exists for one stage."""
     return (
         (case["cut"] == "pipeline" or case["layout"] not in ("stage", "interleaved"))
         and (case["method"] != "cache" or case["cut"] != "tensor")
@@ -116,7 +116,7 @@ def test_resumes_in_the_other_place(world2: World, tmp_path: Path, first: str, s
 
 
 def copies_by_step(config: Any) -> list[tuple[int, int]]:
-    """The block of each step, and how many layers were copied in it."""
+    """Return the block of each step, and the number of layers copied in it."""
     result, before = [], [0]
 
     def count(run: worlds.RecordedRun) -> None:
@@ -154,7 +154,8 @@ def test_copies_of_a_step(world1: World, tmp_path: Path, resident: int) -> None:
 
 
 def state_bytes(config: Any) -> list[tuple[int, ...]]:
-    """After each step: bytes of the model's state on the device, in host memory, of one layer, and of the embedding."""
+    """Return after each step the bytes of model state on the device and in host memory, of a layer and of the
+    embedding."""
     results = []
 
     def note(run: worlds.RecordedRun) -> None:
@@ -184,7 +185,8 @@ def test_bytes(world1: World, tmp_path: Path, resident: int, embedding: dict[str
 
 
 def choice_of_auto(config: Any) -> tuple[str, int, int]:
-    """Where the run has its frozen weights, how many layers stay on the device, and the most model state of a step."""
+    """Return where the run keeps frozen weights, how many layers stay on the device, and the peak model state of a
+    step."""
     with worlds.started(config) as run:
         run.train()
         most = max(max(step.model_state_bytes) for step in run.recorder.steps)
@@ -246,7 +248,7 @@ def test_limits_of_containers(tmp_path: Path, version: int) -> None:
 
 
 def with_little_memory(config: Any) -> str:
-    """What a run says on a machine with 64 KiB of free memory."""
+    """Return the error of a run on a machine with 64 KiB of free memory."""
     with mock.patch.object(host_memory, "available_bytes", lambda: 1 << 16), pytest.raises(ValueError) as raised:
         worlds.train_run(config)
     return str(raised.value)
@@ -260,7 +262,7 @@ def test_too_little_host_memory(world2: World, tmp_path: Path) -> None:
 
 
 def refused(config: Any, case: str) -> str:
-    """What a run says that gets no memory to share, or can't page-lock it."""
+    """Return the error of a run that cannot allocate shared memory or page-lock it."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     cuda = mock.Mock(cudaHostRegister=mock.Mock(return_value=2))
     with pytest.raises(ValueError) as raised, contextlib.ExitStack() as stack:
@@ -284,7 +286,7 @@ def test_limits_of_processes(world1: World, tmp_path: Path, case: str, flag: str
 
 
 def with_exceptions(main_param: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> Bf16Residual:
-    """Every seventh element is one, which else are rare."""
+    """Make every seventh element one of the rare values that are stored separately."""
     indices = torch.arange(0, len(out), 7)
     residual = bf16_residual(main_param, weight, out=out)
     out[indices] = 0
@@ -292,8 +294,8 @@ def with_exceptions(main_param: torch.Tensor, weight: torch.Tensor, *, out: torc
 
 
 def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int, int]:
-    """A run whose checkpoints are written as late as they may: what it says, bytes of layers that a save copied, and
-    of all, and of main parameters that it had at once."""
+    """Delay the writing of a run's checkpoints as long as possible. Return its messages, and the peak bytes that a save
+    copied: of layers, of all tensors, and of main parameters."""
     finish, on_host = Saver.finish, ShardWrite._on_host
     copied = total = main_params = 0
 
@@ -347,7 +349,7 @@ def test_async_save_reads_frozen_weights_where_they_lie(
 
 
 def kept_elsewhere(config: Any) -> list[str]:
-    """Parameters of layers whose low bits do not lie beside the weights."""
+    """Return the layers' parameters whose low bits are not stored next to the weights."""
     with worlds.started(config) as run:
         run.train()
         frozen = get_frozen_weights(run.model)

@@ -1,5 +1,5 @@
-"""Invariant 3: the active block's gradient is the gradient of the loss; and models are those of Hugging Face's
-transformers: the same logits and gradients from the same random weights.
+"""Invariant 3: the active block's gradient is the gradient of the loss. Models equal Hugging Face transformers': the
+same logits and gradients from the same random weights.
 
 Shapes: B sequences, S tokens, V padded vocabulary, H hidden size.
 """
@@ -70,12 +70,13 @@ LOGITS, GRADIENTS = 5e-5, 1e-5
 
 
 def config_of(form: str, num_ranks: int, data_path: str, **flags: Any) -> RunConfig:
-    """As the script of that form parses its command line."""
+    """Parse the command line as the script of that form does."""
     return worlds.run_config(form=form, world_size=num_ranks, data_path=data_path, **SIZES | flags)
 
 
 def run_of(config: RunConfig) -> dict[str, Any]:
-    """This rank's part: weights, the gradients of every block, logits (None before the last stage), the batch."""
+    """Return this rank's weights, the gradients of every block, the logits (None before the last stage) and the
+    batch."""
     with worlds.started(config) as run:
         run.active.dispose()
         _draw(run)
@@ -97,7 +98,7 @@ def run_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _named(item: Any) -> list[tuple[str, Any]]:
-    """The stage's parameters by the names that they have in the whole model; a tied head's copy is the embedding."""
+    """Return the stage's parameters by their names in the whole model; a tied head's copy is the embedding."""
     first = item.partition.stage_layers(item.active.stage).start
     results = []
     for name, parameter in unwrap_model(item.model).named_parameters():
@@ -111,13 +112,13 @@ def _named(item: Any) -> list[tuple[str, Any]]:
 
 
 def _stride(parameter: Any) -> int:
-    """Into how many parts of its own each tensor-parallel rank's share falls: gate and up are two."""
+    """Return the number of parts in each tensor-parallel rank's slice: gate and up are two."""
     return int(getattr(parameter, "partition_stride", 1))
 
 
 @torch.no_grad()
 def _draw(item: Any) -> None:
-    """Random weights that depend on a parameter's name alone; biases and norms are no zeros and ones either."""
+    """Draw random weights that depend only on the parameter's name; biases and norms are not 0 or 1 either."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     for name, parameter in _named(item):
@@ -134,7 +135,7 @@ def _draw(item: Any) -> None:
 
 
 def pieces(parameter: Any, tensor: Tensor) -> dict[str, Any]:
-    """A copy of a parameter's tensor, with what `whole` needs."""
+    """Copy a parameter's tensor, with the information that `whole` needs."""
     is_split = getattr(parameter, "tensor_model_parallel", False)
     return {
         "tensor": tensor.detach().clone(),
@@ -145,7 +146,7 @@ def pieces(parameter: Any, tensor: Tensor) -> dict[str, Any]:
 
 @torch.no_grad()
 def logits_of(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor | None:
-    """[B, S, V / tensor-parallel size] on the last stage, None before it."""
+    """Return [B, S, V / tensor-parallel size] on the last stage, None before it."""
     gpt = unwrap_model(model)
     batch_size, length = batch["tokens"].shape
     stage_input = torch.empty(length, batch_size, gpt.config.hidden_size)
@@ -160,7 +161,7 @@ def logits_of(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor | None
 
 
 def whole(ranks: list[dict[str, Any]]) -> Tensor:
-    """A parameter's tensor out of the parts of all ranks that hold it."""
+    """Assemble a parameter's tensor from the parts of all ranks."""
     dim, stride = ranks[0]["dim"], ranks[0]["stride"]
     tensors = [rank["tensor"] for rank in ranks]
     if dim is None or len(ranks) == 1:
@@ -171,7 +172,7 @@ def whole(ranks: list[dict[str, Any]]) -> Tensor:
 
 
 def merged(config: RunConfig, ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """The whole model's tensors by name; copies of a tied embedding must be equal."""
+    """Return the whole model's tensors by name; copies of a tied embedding must be equal."""
     size = config.tensor_size
     results: dict[str, Tensor] = {}
     for start in range(0, len(ranks), size):
@@ -188,7 +189,7 @@ def _is_llama(config: RunConfig) -> bool:
 
 
 def reference_of(config: RunConfig, **settings: Any) -> torch.nn.Module:
-    """transformers' model of the same size."""
+    """Return transformers' model of the same size."""
     heads, length = config.transformer["num_attention_heads"], config.model.max_position_embeddings
     if not _is_llama(config):
         sizes = {"n_positions": length, "n_embd": config.hidden_size, "n_layer": config.num_layers, "n_head": heads}

@@ -1,4 +1,4 @@
-"""Interleaved pipelines: the same steps as one rank takes, and with one block stock's own, bit for bit."""
+"""Interleaved pipelines take the same steps as one rank, and with one block they equal stock bit for bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_one_block_is_stocks_own_schedule(world2: World, text_data: str) -> None
 
 
 def run(world: World, flags: dict[str, Any]) -> list[dict[str, Any]]:
-    """Twelve steps, three a phase, and evaluations."""
+    """Run twelve steps, three per phase, with evaluations."""
     # a rate at which differences in the last bit, of tied gradients summed in another order, do not grow
     lengths = {"bcd_steps_per_block": 3, "train_iters": 12, "eval_iters": 1, "eval_interval": 6, "lr": 1e-3}
     return world.run(worlds.train_run, worlds.run_config(world_size=world.size, **flags | lengths))
@@ -55,7 +55,7 @@ def assert_same(ranks: list[dict[str, Any]], reference: dict[str, Any], *, toler
 
 
 def whole_names(ranks: list[dict[str, Any]], config: RunConfig) -> dict[str, torch.Tensor]:
-    """Weights of all stages under the names that one stage would give them; the head's copy under its own."""
+    """Return the weights of all stages by the names that one stage would use; the head's copy keeps its name."""
     cut, result = partition_from_config(config), {}
     for stage, rank in enumerate(ranks):
         for name, weight in rank["weights"].items():

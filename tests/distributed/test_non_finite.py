@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not finite: skipped on all ranks, counted; too many in a row end the run."""
+"""A step whose loss or gradient is not finite is skipped on all ranks and counted; too many in a row end the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def config_of(text_data: str, cut: str, **flags: Any) -> Any:
 
 
 class Spoiler:
-    """Hooks that spoil steps of a run on one rank, and compare weights and optimizer before and after each step."""
+    """Hooks that make steps fail on one rank, and compare weights and optimizer before and after each step."""
 
     def __init__(self, what: str, steps: tuple[int, ...], *, rank: int) -> None:
         self._what, self._steps = what, steps
@@ -63,7 +63,7 @@ class Spoiler:
         self.scheduler_steps.append(run.lr_scheduler.num_steps)
 
     def _spoilt_losses(self, reported: list[dict[str, torch.Tensor]], requests: Sequence[int]) -> Any:
-        """A microbatch of this rank whose loss is not a number, before ranks are summed."""
+        """Set the loss of one of this rank's microbatches to NaN before ranks are summed."""
         for losses in reported[:1]:
             losses["lm loss"][0] = math.nan
         return self._original_loss(reported, requests)

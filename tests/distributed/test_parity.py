@@ -1,4 +1,4 @@
-"""Invariant 2: from the same initial weights every parallel layout takes the same steps, whatever is trained how."""
+"""Invariant 2: from the same initial weights every parallel layout takes the same steps, for each kind of training."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucke
 
 
 class Case(NamedTuple):
-    """What is trained how (flags of the network, and others), and under which layouts."""
+    """The kind of training (flags of the network, and others), and the layouts."""
 
     network: dict[str, Any]
     flags: dict[str, Any]
@@ -96,7 +96,7 @@ LONG_CASES = {
 
 
 def config_of(initial_weights: Flags, case: Case, **more: Any) -> Any:
-    """Two steps per block for one cycle and in its first block's next visit, with an evaluation inside and at the
+    """Return two steps per block for one cycle and the first block's next visit, with evaluations inside and at the
     end."""
     flags = initial_weights(bcd_num_blocks=3, **case.network) | case.flags
     num_blocks = {None: 2, 0: 1}.get(flags["bcd_num_blocks"], flags["bcd_num_blocks"])
@@ -108,7 +108,7 @@ def config_of(initial_weights: Flags, case: Case, **more: Any) -> Any:
 
 @functools.cache
 def one_rank(world1: World, initial_weights: Flags, name: str, stages: int | None) -> dict[str, Any]:
-    """The run of one rank, which trains the blocks that so many stages would form."""
+    """Return the run of one rank that trains the blocks of this many stages."""
     case = (CASES | LONG_CASES)[name]
     more = {"bcd_num_blocks": 1} if case.flags.get("bcd_num_blocks", 3) is None else {}
     steps = config_of(initial_weights, case).training.train_iters
@@ -146,7 +146,7 @@ def test_every_layout_takes_the_same_steps(
 
 
 def part_and_whole(config: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A sequence, what became of it, and its gradient on this rank."""
+    """Return a sequence, the assembled result, and its gradient on this rank."""
     with worlds.parallel(config):
         sequence = torch.arange(16.0).view(8, 2)
         part = get_batch_on_this_cp_rank({"sequence": sequence.t().contiguous()})["sequence"].t()

@@ -1,4 +1,4 @@
-"""The pipeline schedule changes no bit of what is learnt: against Megatron Core's own schedule in the same run."""
+"""The pipeline schedule does not change a bit of training, compared with Megatron Core's schedule in the same run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ PARALLEL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(num_stages: int, layout: str, **flags: Any) -> RunConfig:
-    """A tiny run on so many stages that visits every block once, or as long as the flags say."""
+    """Return a tiny run on this many stages that visits every block once, unless the flags say otherwise."""
     values: dict[str, Any] = {"world_size": num_stages, "pipeline_model_parallel_size": num_stages}
     num_layers = num_stages if layout == "stage" else 2 * num_stages
     values |= {"num_layers": num_layers, "bcd_layout": layout} | TINY | flags
@@ -75,20 +75,20 @@ def num_blocks_of(num_stages: int, layout: str) -> int:
 
 
 def first_trainable_stages(config: RunConfig) -> list[int]:
-    """The first trainable stage by block."""
+    """Return the first trainable stage by block."""
     cut = partition_from_config(config)
     return [cut.first_trainable_stage(block.index) for block in cut.blocks]
 
 
 def most_ahead(num_stages: int, first_trainable: int, run_ahead: int | None) -> int:
-    """What --bcd-run-ahead allows in a phase with this first trainable stage, in microbatches."""
+    """Return how many microbatches --bcd-run-ahead allows in a phase with this first trainable stage."""
     if not first_trainable:
         return 0
     return default_run_ahead(num_stages=num_stages, first_trainable=first_trainable) if run_ahead is None else run_ahead
 
 
 def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """A digest of each tensor's bits."""
+    """Return a digest of each tensor's bits."""
     return {
         name: hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).numpy()).hexdigest()
         for name, tensor in tensors.items()
@@ -96,10 +96,10 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def record(config: RunConfig) -> dict[str, Any]:
-    """Run `config`: what a schedule must not change, as this rank saw it, and what the schedule did.
+    """Run `config`; return what a schedule must not change on this rank, and what the schedule did.
 
-    `gradients`, by step: digests of the DDP buffers as the optimizer finds them. `ahead`: by iteration, the
-    microbatches of it that were done ahead. `num_forwards`: calls of forward_step, evaluations included.
+    `gradients`, by step: digests of the DDP buffers as the optimizer finds them. `ahead`, by iteration: its
+    microbatches that were done ahead. `num_forwards`: calls of forward_step, including evaluations.
     """
     gradients: list[dict[str, str]] = []
     ahead: list[int] = []
@@ -136,7 +136,7 @@ def record(config: RunConfig) -> dict[str, Any]:
 
 
 def compare(reference: RunConfig, others: list[RunConfig]) -> list[dict[str, Any]]:
-    """`record` of all, the reference's first; what the others' differs in comes as `different`."""
+    """Run `record` for all, with the reference first; `different` has the others' differences."""
     first = record(reference)
     records = [first]
     for other in others:
@@ -147,7 +147,7 @@ def compare(reference: RunConfig, others: list[RunConfig]) -> list[dict[str, Any
 
 
 def assert_same_as_stock(world: World, stock: RunConfig, others: list[RunConfig]) -> list[list[dict[str, Any]]]:
-    """By rank: `compare`; no rank may see a difference, and every step must have done something."""
+    """Check `compare` on each rank: no differences, and every step did something."""
     ranks = world.run(compare, stock, others)
     for rank in ranks:
         assert [other["different"] for other in rank[1:]] == [[]] * len(others)
@@ -228,7 +228,7 @@ def test_the_batch_size_ramp(world2: World, text_data: str) -> None:
 
 
 def weights_saved(config: RunConfig) -> dict[str, str]:
-    """Digests of what `config` loads."""
+    """Return digests of the weights that `config` loads."""
     return digests(worlds.initial_weights(config))
 
 

@@ -1,7 +1,6 @@
-"""--use-precision-aware-optimizer: main parameters and moments that Transformer Engine's Adam holds itself.
+"""--use-precision-aware-optimizer: Transformer Engine's Adam holds main parameters and moments.
 
-There is no Transformer Engine here: `support.precision_aware_adam` stands in for its Adam, behind Megatron Core's own
-distributed optimizer.
+`support.precision_aware_adam` replaces Transformer Engine's Adam, behind Megatron Core's distributed optimizer.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 RESUMED = ("moments_bf16", "moments_mixed", "stateless", "pipeline")
 COMPARED = ("plain", "host", "moments_mixed", "always_active", "one_block")
-"""Of the default suite; each case is in one of them."""
+"""Combinations of the default suite; each case belongs to one of them."""
 
 
 def cases(default: tuple[str, ...]) -> pytest.MarkDecorator:
@@ -39,7 +38,7 @@ def cases(default: tuple[str, ...]) -> pytest.MarkDecorator:
 
 
 def config_of(cut: str, text_data: str, **flags: Any) -> RunConfig:
-    """Two cycles of two steps per block, as parsed where Transformer Engine is."""
+    """Return two cycles of two steps per block, as parsed with Transformer Engine present."""
     with precision_aware_adam.installed():
         return worlds.run_config(
             **{"data_path": text_data, "micro_batch_size": 4, "bf16": True, "bcd_steps_per_block": 2, "train_iters": 11}
@@ -49,7 +48,7 @@ def config_of(cut: str, text_data: str, **flags: Any) -> RunConfig:
 
 
 def planned(config: RunConfig, *, num_replicas: int) -> list[int]:
-    """Bytes of model state by pipeline stage, in its largest phase, as --dry-run says."""
+    """Return the model state of each pipeline stage in its largest phase, in bytes, as --dry-run reports it."""
     partition = partition_from_config(config)
     state = model_state_of(config, partition, padded_vocab_size=257, num_replicas=num_replicas)
     return [state.largest_bytes(stage) for stage in range(partition.num_stages)]

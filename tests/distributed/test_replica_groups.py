@@ -33,7 +33,7 @@ MEAN: dict[str, Any] = {"outer_lr": 1, "outer_momentum": 0}
 
 @pytest.fixture
 def lighthouse() -> Iterator[str]:
-    """HOST:PORT of one that notices soon who is gone."""
+    """HOST:PORT of a lighthouse that quickly notices lost groups."""
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=5000, heartbeat_timeout_ms=1000)
@@ -43,7 +43,7 @@ def lighthouse() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def other_worlds() -> Iterator[list[World]]:
-    """Worlds of one rank that are other groups."""
+    """Worlds of one rank that serve as the other groups."""
     group_worlds = [World(1), World(1)]
     yield group_worlds
     for world in group_worlds:
@@ -68,13 +68,12 @@ def train(
     sleeps: tuple[int, int] = (0, 0),
     reads_same: bool = False,
 ) -> dict[str, Any]:
-    """As `worlds.train_run`, of one group, which starts when there are `starts_with`.
+    """Run one group as `worlds.train_run` does; it starts when there are `starts_with` groups.
 
-    `end` is "kill", "hang" or "signal" (SIGTERM, a moment later), after the step `end_after`, "kill in exchange" inside
-    the exchange of that number.
-    `refuses`: the number of an exchange that doesn't count for this group, as if its connection had broken at the end.
-    `sleeps`: after which step, and for how many seconds. All numbers are from 1. `reads_same`: the
-    first group's samples, in all groups.
+    `end` is "kill", "hang" or "signal" (SIGTERM, a moment later), after the step `end_after`, or "kill in exchange"
+    inside the exchange of that number. `refuses` is the number of an exchange that does not count for this group, as if
+    its connection had broken at the end. `sleeps`: after which step, and for how many seconds. All numbers start at 1.
+    With `reads_same` all groups read the first group's samples.
     """
     join, mean, agree = groups.ReplicaGroups.join, membership.Membership._mean, membership.Membership.agree
     change, apply = groups.OuterStep.change, groups.OuterStep.apply
@@ -148,7 +147,8 @@ def train(
 
 
 def traffic(run: worlds.RecordedRun) -> dict[str, Any]:
-    """Bytes that all ranks have sent, by step, and of this rank's host memory at the end; as counted and as planned."""
+    """Return the bytes that all ranks sent in each step, and this rank's host memory at the end: counted and
+    planned."""
     if run.groups is None:
         return {}
     settings, state, tensors = run.config.groups, run.metrics.planned, run.config.tensor_size
@@ -180,8 +180,8 @@ def traffic(run: worlds.RecordedRun) -> dict[str, Any]:
 def together(
     group_worlds: list[World], configs: list[Any], *options: dict[str, Any], starts_with: int = 0
 ) -> list[Any]:
-    """`train` on all worlds at once, which start when all are there: results by group and rank, or what was raised.
-    `options` are the last groups'."""
+    """Run `train` on all worlds at once. Return results by group and rank, or the exception; `options` are the last
+    groups'."""
     first: list[dict[str, Any]] = [{}] * (len(group_worlds) - len(options))
     with ThreadPoolExecutor(len(group_worlds)) as pool:
         runs = [
@@ -194,13 +194,13 @@ def together(
 
 
 def configs(number: int, lighthouse: str, **flags: Any) -> list[Any]:
-    """Of each of so many groups."""
+    """Return a configuration for each of `number` groups."""
     shared = GROUPS | {"lighthouse": lighthouse, "replica_groups": number, "min_replica_groups": number} | flags
     return [worlds.run_config(**shared, replica_id=f"group{index}") for index in range(number)]
 
 
 def test_one_group_is_a_run_without_groups(world1: World, text_data: str, lighthouse: str) -> None:
-    """Values that go to host memory and back, or a mean of one, change a bit."""
+    """Values that are copied to host memory and back, or a mean of one value, change a bit."""
     flags = GROUPS | {"data_path": text_data, "bf16": True, "bcd_preset": "pretrain"}
     del flags["outer_timeout_seconds"]
     (plain,) = world1.run(train, worlds.run_config(**flags))
@@ -213,7 +213,7 @@ def test_one_group_is_a_run_without_groups(world1: World, text_data: str, lighth
 def test_two_groups_are_data_parallelism(
     world1: World, world2: World, other_worlds: list[World], text_data: str, lighthouse: str
 ) -> None:
-    """Groups that read each other's samples, or average with other weights than 1 / number."""
+    """Groups read each other's samples, or do not weight the mean by 1 / number."""
     flags = {"data_path": text_data, "optimizer": "sgd", "lr": 0.1, "clip_grad": 0, "log_interval": 1}
     whole = world2.run(train, worlds.run_config(**flags, world_size=2, bcd_steps_per_block=4, train_iters=12))
     every_step = MEAN | {"outer_interval": 1, "outer_compression": "fp32", "global_batch_size": 4}
@@ -269,7 +269,7 @@ def agree(*groups: Any) -> None:
 def test_a_group_is_lost(
     world1: World, other_worlds: list[World], text_data: str, lighthouse: str, end: str, after: int
 ) -> None:
-    """Those that are left lose steps, hang, or end with different weights."""
+    """The remaining groups lose steps, hang, or end with different weights."""
     flags = {"data_path": text_data, "min_replica_groups": 1, "bcd_preset": "pretrain"}
     group_worlds = [world1, *other_worlds]
     *left, lost = together(group_worlds, configs(3, lighthouse, **flags), {"end": end, "end_after": after})
@@ -281,7 +281,7 @@ def test_a_group_is_lost(
 
 
 def test_a_signal_while_a_group_waits_for_others(other_worlds: list[World], text_data: str, lighthouse: str) -> None:
-    """It waits until the machine is taken away, and nothing is saved."""
+    """The group waits until the machine is taken away, and saves nothing."""
     (first,), lost = together(
         other_worlds,
         configs(2, lighthouse, data_path=text_data),
@@ -306,7 +306,7 @@ def test_an_exchange_that_counts_for_one_group(
 
 
 def come_back(group_worlds: list[World], planned: list[Any], **options: Any) -> list[dict[str, Any]]:
-    """The last group is killed after its fifth step, and started again while the others wait for it."""
+    """Kill the last group after its fifth step, and start it again while the others wait for it."""
     with ThreadPoolExecutor(len(group_worlds)) as pool:
         left = [
             pool.submit(world.run, train, config, timeout=60, **options)
@@ -324,7 +324,7 @@ def come_back(group_worlds: list[World], planned: list[Any], **options: Any) -> 
 def test_a_group_comes_back(
     world1: World, other_worlds: list[World], text_data: str, lighthouse: str, preset: str
 ) -> None:
-    """It starts from its own weights, optimizer state or counters. Here both groups read the same samples."""
+    """The group continues from its old weights, optimizer state or counters. Here both groups read the same samples."""
     flags = {"data_path": text_data, "bcd_preset": preset, "bf16": True, "bcd_optimizer_state": "host"}
     flags |= {"outer_interval": 2, "bcd_frozen_weights": "host" if preset == "paper" else "device"}
     planned = configs(2, lighthouse, **flags)
@@ -337,7 +337,7 @@ def test_a_group_comes_back(
 def test_a_group_comes_back_as_the_first(
     other_worlds: list[World], text_data: str, lighthouse: str, tmp_path: Path
 ) -> None:
-    """Nobody writes the checkpoint that is due where it comes back: the others are not the first any more."""
+    """No group writes the checkpoint that is due when it returns: the others are no longer the first."""
     planned = configs(2, lighthouse, data_path=text_data, save=str(tmp_path), save_interval=6)
     come_back(other_worlds, planned[::-1])
     assert layout.candidates(str(tmp_path)) == [12, 6]
@@ -356,7 +356,8 @@ def test_a_group_that_comes_back_adds_nothing(
 
 
 def idle_after_join(config: Any, *, is_idle: bool) -> str:
-    """Return how a run ended. One that `is_idle` takes the other group's main parameters, and steps nothing then."""
+    """Return how a run ended. If it `is_idle`, it takes the other group's main parameters and steps nothing
+    afterwards."""
 
     is_first = True
 
@@ -448,7 +449,7 @@ def test_leftovers_of_a_killed_save(world1: World, text_data: str, lighthouse: s
 
 
 def test_a_group_of_another_run(world1: World, other_worlds: list[World], text_data: str, lighthouse: str) -> None:
-    """It trains on: its changes go into the others' mean, or the others end with it."""
+    """The group trains on, and its changes enter the others' mean or end their run."""
     planned = configs(3, lighthouse, data_path=text_data, min_replica_groups=2, train_iters=60)
     planned[2] = dataclasses.replace(planned[2], optimizer=dataclasses.replace(planned[2].optimizer, lr=0.5))
     (first,), (second,), refused = together([world1, *other_worlds], planned, starts_with=1)
@@ -499,7 +500,7 @@ def test_delayed_groups_agree(text_data: str, lighthouse: str, pairs: list[World
 def test_a_group_is_lost_while_an_exchange_is_under_way(
     world1: World, other_worlds: list[World], text_data: str, lighthouse: str
 ) -> None:
-    """The others wait for it, lose their change, or end with different weights."""
+    """The others wait for it forever, lose their change, or end with different weights."""
     planned = configs(3, lighthouse, **DELAYED, data_path=text_data, min_replica_groups=1)
     *left, lost = together([world1, *other_worlds], planned, {"end": "kill in exchange", "end_after": 1})
     assert isinstance(lost, RankError)
@@ -509,7 +510,7 @@ def test_a_group_is_lost_while_an_exchange_is_under_way(
 
 
 def test_a_group_joins_where_the_result_is_delayed(other_worlds: list[World], text_data: str, lighthouse: str) -> None:
-    """It reaches other values than those that apply the result later."""
+    """The group reaches other values than those that apply the result later."""
     planned = configs(2, lighthouse, data_path=text_data, **DELAYED | {"bcd_steps_per_block": 12, "outer_interval": 6})
     first, back = come_back(other_worlds, planned)
     assert first["exchanges"][-2].iteration == 6

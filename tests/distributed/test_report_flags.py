@@ -19,7 +19,7 @@ from megatron.bcd.training import timers
 
 
 def run_of(config: Any) -> dict[str, Any]:
-    """A run; how often freed memory was returned after passes and steps, and how the data files were read."""
+    """Return a run, how often freed memory was returned after passes and steps, and how data files were read."""
     calls: list[str] = []
     with worlds.started(config) as run:
         release = mock.Mock(side_effect=lambda: calls.append("released"))
@@ -63,7 +63,7 @@ TIMED_IN_DETAIL = (*TIMED, "batch-generator", "forward-compute", "backward-compu
 
 
 def timed_run(config: Any) -> dict[str, Any]:
-    """A run, the times of its steps as each log line has them, and how often ranks waited for each other."""
+    """Return a run, its step times in each log line, and how often ranks waited for each other."""
     with worlds.started(config) as run:
         with mock.patch.object(torch.distributed, "barrier", wraps=torch.distributed.barrier) as barrier:
             run.train()
@@ -99,7 +99,7 @@ def test_timers(world2: World, text_data: str, layout: str) -> None:
 
 
 class Clock:
-    """A clock that goes on by a millisecond whenever it is read."""
+    """A clock that advances by a millisecond whenever it is read."""
 
     seconds = 0.0
 
@@ -109,7 +109,7 @@ class Clock:
 
 
 def straggling_run(config: Any, slow: int) -> dict[str, Any]:
-    """A run in which a forward pass takes 20 ms longer on one rank; what its log lines say of the ranks."""
+    """Slow one rank's forward pass down by 20 ms; return what the log lines say about the ranks."""
     clock = Clock()
 
     def slow_down(*_: Any) -> None:
@@ -142,7 +142,7 @@ def test_a_slow_rank(world2: World, text_data: str) -> None:
 
 
 def broken_run(config: Any, at: int) -> dict[str, Any]:
-    """A run whose second rank has one wrong bit after step `at`."""
+    """Run with one wrong bit on the second rank after step `at`."""
 
     def break_weight(run: worlds.RecordedRun) -> None:
         if run.iteration + 1 == at and torch.distributed.get_rank() == 1:

@@ -1,6 +1,6 @@
 """Invariant 7: a run that was saved and resumed equals the uninterrupted one, bit for bit.
 
-The suite takes some combinations of the options below: each pair of values occurs (`pairwise`). More run with `--long`.
+The suite tests combinations in which each pair of option values occurs (`pairwise`). `--long` runs more.
 """
 
 from __future__ import annotations

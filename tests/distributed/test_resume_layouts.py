@@ -1,6 +1,6 @@
-"""A checkpoint fits every parallel layout: the same weights, and the optimizer state where blocks hold the same layers.
+"""A checkpoint fits every parallel layout: the same weights, and the optimizer state if blocks hold the same layers.
 
-No dropout: the random generators belong to the ranks that saved them, and other ranks are seeded anew.
+There is no dropout, because random generators belong to the ranks that saved them, and other ranks are seeded again.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ the head's phase where it has one."""
 
 
 class Saved:
-    """Runs that stopped inside a phase, one per cut of the world, made when they are asked for."""
+    """Runs that stopped inside a phase, one per parallel layout, created on demand."""
 
     def __init__(self, worlds_by_size: dict[int, World], text_data: str, folder: Path) -> None:
         self._worlds, self._text_data, self._folder = worlds_by_size, text_data, folder
         self._whole: dict[str, tuple[dict[str, Any], str]] = {}
 
     def run(self, function: Any, cut: str, flags: dict[str, Any], *args: Any) -> dict[str, Any]:
-        """Rank 0's result of `function` in the world that `cut` needs."""
+        """Return rank 0's result of `function` in the world that `cut` needs."""
         base = {
             "num_layers": 4,
             "micro_batch_size": 4,
@@ -60,7 +60,7 @@ class Saved:
         return self._worlds[CUTS[cut].get("world_size", 1)].run(function, config, *args)[0]
 
     def under(self, cut: str, flags: dict[str, Any], stop: int) -> tuple[dict[str, Any], str]:
-        """Outcome of the uninterrupted run, and where the checkpoint of the one that stopped lies."""
+        """Return the outcome of the uninterrupted run, and the checkpoint folder of the one that stopped."""
         key = repr((cut, flags))
         if key not in self._whole:
             root = str(self._folder / str(len(self._whole)))
@@ -69,7 +69,7 @@ class Saved:
         return self._whole[key]
 
     def tensors(self, root: str) -> dict[str, torch.Tensor]:
-        """Of the oldest checkpoint below `root`."""
+        """Return the tensors of the oldest checkpoint in `root`."""
         return self._worlds[1].run(resumed_runs.tensors_of, str(min(Path(root).glob("iter_*"))))[0]
 
 
@@ -79,7 +79,7 @@ def saved(world1: World, world2: World, text_data: str, tmp_path_factory: pytest
 
 
 def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
-    """Names of tensors that are not equal bit for bit."""
+    """Return the names of tensors that are not equal bit for bit."""
     return [
         name
         for name in left

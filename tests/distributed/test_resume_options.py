@@ -1,4 +1,4 @@
-"""What --no-load-optim, --no-load-rng, --finetune, --exit-interval and --ckpt-step take and leave."""
+"""--no-load-optim, --no-load-rng, --finetune, --exit-interval and --ckpt-step: what they load and what they skip."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def config_of(text_data: str, **flags: Any) -> Any:
 
 
 def resumed(config: Any, root: str, **options: Any) -> dict[str, Any]:
-    """Go on from `root`; the outcome, where the run began, and what Adam had before its first step."""
+    """Resume from `root`; return the outcome, where the run began, and Adam's state before its first step."""
     with worlds.started(resumed_runs.with_checkpoints(config, load=root, **options)) as run:
         states = [dict(state) for optimizer in run.active.core.optimizers() if not optimizer.is_stub_optimizer
                   for state in optimizer.optimizer.state.values()]  # fmt: skip
@@ -98,7 +98,7 @@ def test_finetune_with_flags_of_another_network(world2: World, stopped: dict[str
 
 
 def exits_until_the_end(config: Any, root: str) -> list[int]:
-    """The same command again and again; after which iterations it stopped, and what differs from one long run."""
+    """Repeat the same command; return the iterations at which it stopped, and differences from one long run."""
     parts: list[dict[str, Any]] = []
     while not parts or parts[-1]["iteration"] < LAST:
         parts.append(
@@ -154,7 +154,7 @@ def test_progress(world2: World, text_data: str, tmp_path: Path) -> None:
 
 
 def kept_after_resuming(config: Any, root: str, **options: Any) -> dict[int, set[str]]:
-    """What there is of each block before the first step: names of tensors, of a parameter of any stage."""
+    """Return the offloaded state of each block before the first step: names of tensors, from any stage."""
     with worlds.started(resumed_runs.with_checkpoints(config, load=root, **options)) as run:
         run.active.dispose()
         kept_by_rank: list[dict[int, set[str]]] = [{}, {}]

@@ -1,4 +1,5 @@
-"""A checkpoint that can't be written costs a warning: the run goes on, older ones stay valid, the next one is saved."""
+"""A checkpoint that cannot be written costs a warning: the run continues, older ones stay valid, the next one is
+saved."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ FAULTS: dict[str, tuple[int, bool, Callable[[], Any]]] = {
 
 @contextlib.contextmanager
 def full_disk(root: str) -> Iterator[None]:
-    """Nothing is left of the file system below `root`, which has to be a small one."""
+    """Fill the file system of `root`, which must be small."""
     filler = os.path.join(root, "filler")
     with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -63,8 +64,10 @@ def full_disk(root: str) -> Iterator[None]:
 
 
 def run_with_fault(config: RunConfig, name: str, root: str, *, rank: int, for_ever: bool = False) -> dict[str, Any]:
-    """`resumed_runs.one_part` in which the save after iteration FAULTY_SAVE meets a fault on one rank; "failed" in its
-    result is why the run ended, if it did."""
+    """Run `resumed_runs.one_part` with a fault on one rank in the save after iteration FAULTY_SAVE.
+
+    If the run fails, "failed" in its result is the reason.
+    """
     with worlds.parallel(config), contextlib.ExitStack() as fault:
 
         def before_step(run: worlds.RecordedRun) -> None:
@@ -117,7 +120,8 @@ def check(world: World, config: Any, name: str, root: Path, rank: int, whole: li
 
 
 def assert_only_these(root: Path, iterations: list[int]) -> None:
-    """These checkpoints are there, whole, the last one named by the tracker, and nothing that is half."""
+    """Check that exactly these checkpoints exist, complete, that the tracker names the last, and nothing partial is
+    left."""
     assert sorted(path.name for path in root.glob("iter_*")) == [f"iter_{iteration:07d}" for iteration in iterations]
     assert [layout.damage(layout.iteration_folder(str(root), item)) for item in iterations] == [None] * len(iterations)
     assert layout.candidates(str(root)) == iterations[::-1]

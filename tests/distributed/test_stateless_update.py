@@ -1,4 +1,4 @@
-"""Layers outside the active block are updated without optimizer state; Muon steps matrices of the block."""
+"""Layers outside the active block are updated without optimizer state; Muon steps the block's matrices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ITERATIONS = {"train_iters": 8, "bcd_steps_per_block": 2, "lr": 3e-3, "micro_bat
 
 
 def plain_orthogonal(g: torch.Tensor, _: dict[str, Any]) -> torch.Tensor:
-    """Muon's Newton-Schulz iteration, written down again."""
+    """An independent version of Muon's Newton-Schulz iteration."""
     x = g / g.norm()
     x = x.T if g.shape[0] > g.shape[1] else x
     for _ in range(5):
@@ -41,7 +41,7 @@ def plain_orthogonal(g: torch.Tensor, _: dict[str, Any]) -> torch.Tensor:
 
 
 def plain_factored(g: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-    """Adafactor without momentum, written down again."""
+    """An independent version of Adafactor without momentum."""
     state["t"] = state.get("t", 0) + 1
     for name, dim in (("rows", 1), ("columns", 0)):
         state[name] = 0.99 * state.get(name, 0) + 0.01 * g.square().mean(dim)
@@ -51,8 +51,11 @@ def plain_factored(g: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
 
 
 class PlainLoop:
-    """The whole method in plain PyTorch, on gradients that the run computed: AdamW for block and always-active
-    parameters, momentum for Muon's, no state or second moments by row and column for the others."""
+    """The whole method in plain PyTorch, on gradients that the run computed.
+
+    AdamW steps block and always-active parameters, Muon has momentum, and the other matrices have no state, or second
+    moments by row and column.
+    """
 
     def __init__(self, *, is_muon: bool, is_factored: bool) -> None:
         self._is_muon, self._is_factored = is_muon, is_factored
@@ -142,7 +145,7 @@ def test_a_loss_that_is_a_sum(world1: World, world2: World, text_data: str, size
 
 
 def plain_tensors(config: Any) -> dict[str, torch.Tensor]:
-    """Matrices after a run of the plain loop, and means of their squared gradients, by their names in checkpoints."""
+    """Return the matrices after the plain loop, and means of their squared gradients, by checkpoint name."""
     plain = PlainLoop(is_muon=config.is_muon, is_factored=True)
     with worlds.started(config, after_schedule=plain.after_schedule) as run:
         run.train()
@@ -179,7 +182,8 @@ def test_stopped_runs_equal_the_plain_loop(
 
 
 def train_overlapped(config: Any) -> tuple[dict[str, Any], list[bool]]:
-    """The run, and by step whether the reductions of all stateless gradients had begun when the passes were over."""
+    """Return the run, and for each step whether all stateless gradients' reductions had begun by the end of the
+    passes."""
     begun: list[bool] = []
 
     def after_schedule(run: worlds.RecordedRun) -> None:
@@ -206,7 +210,7 @@ def test_overlapped_reductions_change_nothing(
 
 
 def spoilt_step(config: Any) -> list[list[str]]:
-    """Names of weights that changed in each step; a stateless gradient overflows in the third, on rank 0."""
+    """Return the names of weights that changed in each step; a stateless gradient overflows in the third, on rank 0."""
     before: dict[str, torch.Tensor] = {}
     changed: list[list[str]] = []
 

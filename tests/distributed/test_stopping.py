@@ -1,4 +1,5 @@
-"""Signals, and --exit-duration-in-mins: all ranks save, stop together, and the resumed run is the uninterrupted one."""
+"""Signals and --exit-duration-in-mins: all ranks save and stop together, and the resumed run equals the uninterrupted
+one."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def config_of(text_data: str, **flags: Any) -> Any:
 
 
 class Asking:
-    """A hook that asks one rank to stop, before the step after iteration ASKED_AT."""
+    """A hook that asks one rank to stop before the step after iteration ASKED_AT."""
 
     def __init__(self, how: str, *, rank: int) -> None:
         self._how = how
@@ -42,7 +43,7 @@ class Asking:
 
 
 def stopped(config: Any, root: str, how: str, *, rank: int) -> dict[str, Any]:
-    """The part up to the stop, and the differences of both parts from the whole run."""
+    """Return the part up to the stop, and the differences of both parts from the whole run."""
     handlers = [signal.getsignal(number) for number in SIGNALS]
     whole = resumed_runs.one_part(config)
     with worlds.parallel(config):
@@ -70,7 +71,7 @@ def test_one_rank_is_asked_to_stop(world2: World, text_data: str, tmp_path: Path
 
 
 def stopped_while_writing(config: Any, root: str) -> dict[str, Any]:
-    """SIGTERM on rank 1 while the checkpoint before is still written; the writers go on half a second later."""
+    """Send SIGTERM to rank 1 while the previous checkpoint is being written; writing resumes half a second later."""
     whole = resumed_runs.one_part(resumed_runs.with_checkpoints(config, save=None, async_save=False))
     with resumed_runs.writes_held_back() as release:
         ask = Asking("SIGTERM", rank=1)
@@ -105,7 +106,7 @@ def test_sigterm_while_a_checkpoint_is_written(world2: World, text_data: str, tm
 
 
 def stopped_at_a_switch(config: Any, root: str) -> dict[str, Any]:
-    """SIGTERM on rank 1 before the second phase, whose prefix outputs are to be computed and stored."""
+    """Send SIGTERM to rank 1 before the second phase, whose prefix outputs are to be computed and stored."""
     whole = resumed_runs.one_part(config)
     with worlds.parallel(config):
         is_asked = torch.distributed.get_rank() == 1
@@ -136,7 +137,7 @@ def test_a_signal_before_a_prefix_cache_is_filled(world2: World, text_data: str,
 
 
 def signalled_while_saving(config: Any) -> dict[str, Any]:
-    """SIGTERM on rank 1 while a checkpoint is written that is due anyway."""
+    """Send SIGTERM to rank 1 while a regular checkpoint is being written."""
     with worlds.started(config) as run:
         saver = run.saver
         assert saver is not None
