@@ -1,4 +1,4 @@
-"""What a checkpoint costs: bytes on disk, and nothing that stays behind in the process."""
+"""The cost of a checkpoint: bytes on disk, and objects that stay in the process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def config_of(text_data: str, root: Path, **flags: Any) -> Any:
 
 
 def save_once_more(run: worlds.RecordedRun) -> None:
-    """A checkpoint with a number of its own."""
+    """Save a checkpoint with a new number."""
     run.state.iteration += 1
     torch.distributed.barrier()
     assert run.save()
 
 
 def needed_bytes(config: Any) -> int:
-    """This rank's weights and the active block's state, after a run that saved at its end."""
+    """Return this rank's weights and the active block's state after a run that saved at its end."""
     with worlds.started(config) as run:
         run.train()
         return sum(weight.nbytes for weight in run.model.parameters()) + run.active.state_bytes().optimizer_state
@@ -64,7 +64,7 @@ def what_is_alive() -> dict[str, int]:
 
 
 def alive_before_and_after(config: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """Both after some saves, for the first ones fill caches."""
+    """Return the live bytes before and after some saves; the first saves fill caches."""
     with worlds.started(config) as run:
         run.train()
         gc.unfreeze()  # the run has frozen what was there: it would not be looked at

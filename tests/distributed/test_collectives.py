@@ -20,7 +20,7 @@ def two_ranks() -> AbstractContextManager[None]:
 
 
 def long_on_rank_0(error: Exception | None) -> Any:
-    """The result of a function that ends after three meetings of the ranks, or its error; and the meetings."""
+    """Return the result or error of a function that ends after three meetings of the ranks, and the meetings."""
     meetings = 0
     may_end = threading.Event()
     meet = collectives.on_rank_0

@@ -1,4 +1,4 @@
-"""Which samples an evaluation is on: the next ones, --eval-fixed, --full-validation, and --skip-train afterwards."""
+"""The samples of an evaluation: the next ones, --eval-fixed, --full-validation, and --skip-train afterwards."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CUTS: dict[str, dict[str, Any]] = {
     "pipeline4": {"world_size": 4, "pipeline_model_parallel_size": 4, "bcd_num_blocks": 1},  # stages without data
 }
 STILL = {"lr": 1e-30, "weight_decay": 0.0, "eval_iters": 2, "eval_interval": 2, "split": "60,40,0"}
-"""Weights that do not move: losses differ by their samples alone."""
+"""Weights that do not move, so that losses differ only by their samples."""
 
 
 def evaluations(config: RunConfig) -> list[tuple[int, int, str, float, bool]]:
-    """Everything that this rank reports of the evaluations of a run."""
+    """Return everything that this rank reports about a run's evaluations."""
     with worlds.started(config) as run:
         run.train()
         return [
@@ -38,7 +38,7 @@ def losses(config: RunConfig) -> list[float]:
 
 
 def mean_over_split(config: RunConfig) -> tuple[float, int]:
-    """The mean loss over the validation split, sample by sample, and the number of samples."""
+    """Return the mean loss over the validation split, sample by sample, and the number of samples."""
     with worlds.started(config) as run, torch.no_grad():
         dataset, sums = run.splits.validation, torch.zeros(2, dtype=torch.float64)
         run.model.eval()

@@ -1,4 +1,4 @@
-"""Weights saved with Transformer Engine load without it, and the other way round."""
+"""Weights saved with Transformer Engine load without it, and vice versa."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.bcd.config import RunConfig
 
 @contextlib.contextmanager
 def extra_states() -> Iterator[None]:
-    """Norms have a state beside their parameters, as Transformer Engine's."""
+    """Give norms a state in addition to their parameters, as Transformer Engine does."""
     norms = torch.nn.LayerNorm
     with (
         mock.patch.object(norms, "get_extra_state", lambda self: torch.zeros(2, dtype=torch.uint8)),

@@ -1,4 +1,4 @@
-"""A checkpoint becomes transformers' model in memory: its logits are the run's own, and it is the exported model."""
+"""A checkpoint becomes transformers' model in memory: its logits equal the run's, and it equals the exported model."""
 
 from __future__ import annotations
 

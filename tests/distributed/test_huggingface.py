@@ -22,7 +22,7 @@ LAYOUTS = {(1, 1): "world1", (2, 1): "world2", (1, 2): "world2", (2, 2): "world4
 
 
 def config_of(model: Path | str, data_path: str, *, pipeline: int = 1, tensor: int = 1, **flags: Any) -> Any:
-    """A run that starts from `model`."""
+    """Return a run that starts from `model`."""
     values: dict[str, Any] = {"load_hf": str(model), "data_path": data_path, "tokenizer_type": "ByteLevelTokenizer"}
     values |= {"seq_length": LENGTH, "micro_batch_size": 1, "global_batch_size": 2, "train_iters": 2, "lr": 1e-3}
     values |= {"eval_iters": 0, "num_workers": 0, "hidden_dropout": 0, "attention_dropout": 0}
@@ -32,7 +32,7 @@ def config_of(model: Path | str, data_path: str, *, pipeline: int = 1, tensor: i
 
 
 def write_out(config: Any) -> list[str]:
-    """Load, and write what was loaded to --save-hf; the names of the tensors that this rank has read."""
+    """Load a model and write it to --save-hf; return the names of the tensors that this rank read."""
     read: list[str] = []
     one_tensor, some_rows = folder.ModelFolder._read, folder.ModelFolder.read_rows
 
@@ -155,7 +155,7 @@ def test_a_model_that_was_trained_from_scratch(world1: World, text_data: str, tm
 
 
 def refusal(config: Any) -> str | None:
-    """What a start with these flags is refused with; None after a whole run."""
+    """Return the error of a start with these flags; None after a whole run."""
     try:
         worlds.train_run(config)
     except ValueError as error:

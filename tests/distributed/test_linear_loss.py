@@ -36,7 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def run_of(config: RunConfig, *, chunk: int | None) -> dict[str, Any]:
-    """Losses of a step and of an evaluation, and the gradients of every block; with so many tokens at a time."""
+    """Return the losses of a step and of an evaluation, and every block's gradients, computing `chunk` tokens at a
+    time."""
     with mock.patch.object(linear_loss, "LOSS_CHUNK", chunk or 1), worlds.started(config) as run:
         run.active.dispose()
         losses, gradients = [], []
@@ -56,7 +57,7 @@ def run_of(config: RunConfig, *, chunk: int | None) -> dict[str, Any]:
 def assert_alike(
     ranks: list[dict[str, Any]], stock: list[dict[str, Any]], *, of_loss: float, of_gradient: float
 ) -> None:
-    """Relative differences; of a gradient, of its norm."""
+    """Compare by relative differences; for a gradient, relative to its norm."""
     for mine, theirs in zip(ranks, stock, strict=True):
         assert mine["losses"] == [pytest.approx(loss, rel=of_loss) for loss in theirs["losses"]]
         for (name, gradient), (_, expected) in zip(mine["gradients"], theirs["gradients"], strict=True):

@@ -16,14 +16,14 @@ from megatron.bcd.optim import low_bit_adam
 
 
 def small_run(text_data: str, dtype: str, **flags: Any) -> RunConfig:
-    """30 steps of a model wide enough that padding hardly counts."""
+    """Return 30 steps of a model that is wide enough to make padding negligible."""
     small = {"num_layers": 4, "hidden_size": 64, "train_iters": 30, "lr": 3e-3, "bcd_num_blocks": 2}
     small |= {"data_path": text_data, "adam_moments_dtype": dtype, "bcd_steps_per_block": 5}
     return worlds.run_config(**small | flags)
 
 
 def trained(config: RunConfig) -> dict[str, Any]:
-    """Losses; bytes of model state and of offloaded state, counted and as the run summary tells."""
+    """Return the losses, and the bytes of model state and offloaded state: counted, and as in the run summary."""
     with worlds.started(config) as run:
         run.train()
         last, summary = run.recorder.steps[-1], run.recorder.summary
@@ -62,7 +62,7 @@ def test_training_and_bytes(world1: World, text_data: str, dtype: str, moments: 
 
 
 def second_moments(config: RunConfig) -> dict[str, tuple[int, torch.Tensor]]:
-    """After one step, this rank's shards as they are stored: index of the first element, and the elements."""
+    """Return this rank's stored shards after one step: index of the first element, and the elements."""
     with worlds.started(config) as run:
         run.train()
         return {
@@ -84,7 +84,7 @@ def test_chance_is_that_of_the_whole_parameter(world1: World, world2: World, ini
 
 
 def resumed_moments(config: RunConfig, folder: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Second moments of a run that resumes, before its first step, beside those of its checkpoint in fp32."""
+    """Return a resumed run's second moments before its first step, and its checkpoint's in fp32."""
     with worlds.started(resumed_runs.with_checkpoints(config, load=folder)) as run:
         return {name: shard.moments()["exp_avg_sq"] for name, shard in run.active.core.block_shards.items()}
 

@@ -1,4 +1,4 @@
-"""Invariant 5: a phase leaves nothing behind; and what a run says it holds is what is alive."""
+"""Invariant 5: a phase leaves nothing behind, and a run's own figures equal the live bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def live_bytes() -> int:
-    """Bytes of all tensors that are alive in this process, shared storages once; not of what `worlds` has frozen."""
+    """Count the bytes of this process's live tensors, shared storages once, without those that `worlds` has frozen."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
@@ -45,8 +45,10 @@ def device_bytes(run: worlds.RecordedRun) -> int:
 
 
 def settled_bytes(run: worlds.RecordedRun, at_most: float) -> int:
-    """`device_bytes`, counted again for up to five seconds while it is more than `at_most`: a thread of gloo holds the
-    operands of its last operation until it is scheduled again, which takes a while on a busy machine."""
+    """Count `device_bytes` again for up to five seconds while it exceeds `at_most`.
+
+    A thread of gloo holds the operands of its last operation until it is scheduled again, which may take long.
+    """
     deadline = time.monotonic() + 5
     while (live := device_bytes(run)) > at_most and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -54,8 +56,10 @@ def settled_bytes(run: worlds.RecordedRun, at_most: float) -> int:
 
 
 def memory_of_a_run(config: RunConfig) -> dict[str, Any]:
-    """Live bytes before the first phase, at the end of every phase, and after every dispose; all on this rank, less
-    what is kept in host memory, which on a CPU is the same memory."""
+    """Return the live bytes before the first phase, at the end of every phase and after every dispose, on this rank.
+
+    State in host memory is subtracted, because it is the same memory on a CPU.
+    """
     start: list[int] = []
     in_phase: list[tuple[int, int, int]] = []
     between: list[tuple[int, int]] = []
@@ -82,7 +86,7 @@ def memory_of_a_run(config: RunConfig) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=RUNS)
 def memory(request: pytest.FixtureRequest, world1: World, world2: World, text_data: str) -> list[dict[str, Any]]:
-    """Four cycles of a run, measured: by rank."""
+    """Four measured cycles of a run, by rank."""
     flags = {"data_path": text_data, "hidden_size": 64} | RUNS[request.param]
     num_blocks = {"pipeline2_stage_bf16": 2, "pipeline2_submodel_overlap": 6}.get(request.param, 3)
     config = worlds.run_config(**flags, train_iters=4 * num_blocks + 1)

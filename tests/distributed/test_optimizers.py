@@ -20,7 +20,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def reference(config: RunConfig, parameters: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
-    """PyTorch's own, with Megatron's groups: no weight decay on vectors."""
+    """Build PyTorch's optimizer with Megatron's parameter groups: no weight decay on vectors."""
     groups = [
         {"params": [parameter for parameter in parameters.values() if parameter.dim() > 1], "weight_decay": 0.1},
         {"params": [item for item in parameters.values() if item.dim() == 1], "weight_decay": 0.0},
@@ -32,7 +32,7 @@ def reference(config: RunConfig, parameters: dict[str, torch.Tensor]) -> torch.o
 
 
 def beside_a_reference(config: RunConfig) -> list[str]:
-    """Step PyTorch's optimizer on copies with the same gradients; weights that differ in the end."""
+    """Step PyTorch's optimizer on copies with the same gradients; return the weights that differ in the end."""
     copies: dict[str, torch.Tensor] = {}
     optimizer: Any = None
 

@@ -1,4 +1,4 @@
-"""Options of the training loop that must not change what is learnt, and those that must."""
+"""Options of the training loop that must not change training, and those that must."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def config_of(text_data: str, cut: str, kind: str, **recomputation: Any) -> RunC
 
 @functools.cache
 def not_recomputed(world: World, text_data: str, cut: str, kind: str) -> list[dict[str, Any]]:
-    """The run that all recomputations of this cut and kind are compared with."""
+    """The run without recomputation, with which those of this layout and kind are compared."""
     return world.run(worlds.train_run, config_of(text_data, cut, kind))
 
 
@@ -56,7 +56,7 @@ def test_recomputation_changes_nothing(world1: World, world2: World, text_data: 
 
 
 def norm_calls(config: RunConfig) -> list[int]:
-    """How often the norm before the attention of each layer was computed, in a run."""
+    """Count how often a run computes the norm before each layer's attention."""
     with worlds.started(config) as run:
         layers = unwrap_model(run.model).decoder.layers
         calls = [0] * len(layers)

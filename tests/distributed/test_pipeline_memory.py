@@ -1,5 +1,5 @@
 """Invariant 6: a forward-only stage holds no gradient, no optimizer state and no activation, and exchanges no backward
-message; what it holds at most does not depend on the number of microbatches."""
+message. Its peak memory does not depend on the number of microbatches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COUNTED = (
 
 
 def config_of(num_stages: int, layout: str, num_microbatches: int, **flags: Any) -> RunConfig:
-    """A small run on so many stages, of no more ranks, that visits every block once."""
+    """Return a small run on this many stages, with one rank each, that visits every block once."""
     num_blocks = {"stage": num_stages, "submodel": 2 * num_stages}[layout]
     values: dict[str, Any] = {
         "num_layers": 2 * num_stages,
@@ -52,7 +52,7 @@ def config_of(num_stages: int, layout: str, num_microbatches: int, **flags: Any)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of tensors that were made inside and are alive, each storage once, and the highest sum of them."""
+    """Counts the bytes of live tensors created inside, each storage once, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def _storages(tree: Any) -> set[torch.UntypedStorage]:
 
 @contextlib.contextmanager
 def counting_sends(count: dict[str, int]) -> Iterator[None]:
-    """Most sends of a stage that are under way at once, in `peak`, which may be set to 0 at any time."""
+    """Count the peak number of a stage's unfinished sends in `peak`, which may be reset to 0 at any time."""
     original = Messages._send
 
     def send(messages: Messages, *args: Any) -> None:
@@ -91,7 +91,7 @@ def counting_sends(count: dict[str, int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counting_messages(count: Counter[int]) -> Iterator[None]:
-    """What this rank hands to the backend, by the rank that it is for."""
+    """Count the messages that this rank passes to the backend, by receiver."""
     # a strict group sends through one of gloo, which is not a group of the run
     kind: Any = strict_backend.StrictGroup if backends.is_strict() else torch.distributed.ProcessGroup
     original = vars(kind)["send"]  # an attribute lookup gives a function that binds no self
@@ -108,10 +108,10 @@ def counting_messages(count: Counter[int]) -> Iterator[None]:
 
 
 def measured_run(config: RunConfig) -> list[dict[str, Any]]:
-    """By step, on this rank: what the run itself counts (by rank) and what is seen from outside.
+    """Return by step what the run counts (by rank), and what is measured on this rank.
 
-    `sent_back`: messages to the stage before. `peak_bytes`: of tensors made in the schedule. `peak_sends`: sends
-    under way at once. `weight_bytes`: of this rank.
+    `sent_back`: messages to the previous stage. `peak_bytes`: of tensors created in the schedule. `peak_sends`:
+    unfinished sends. `weight_bytes`: of this rank.
     """
     steps: list[dict[str, Any]] = []
     sends, messages = {"peak": 0}, Counter[int]()
@@ -137,7 +137,7 @@ def measured_run(config: RunConfig) -> list[dict[str, Any]]:
 
 
 Steps = list[list[dict[str, Any]]]
-"""By step and rank."""
+"""Figures by step and rank."""
 
 
 def measure(world: World, config: RunConfig) -> Steps:
@@ -147,7 +147,7 @@ def measure(world: World, config: RunConfig) -> Steps:
 
 @pytest.fixture(scope="module")
 def runs(world4: World, text_data: str) -> dict[tuple[str, int], Steps]:
-    """Runs on four stages in layout stage, so that block k's first trainable stage is k; by schedule and
+    """Runs on four stages in layout stage, so that block k's first trainable stage is k, by schedule and
     microbatches."""
     return {
         (schedule, number): measure(world4, config_of(4, "stage", number, data_path=text_data, bcd_schedule=schedule))
@@ -157,7 +157,7 @@ def runs(world4: World, text_data: str) -> dict[tuple[str, int], Steps]:
 
 
 def assert_counts(steps: Steps, *, first_trainable_stages: list[int], num_microbatches: int) -> None:
-    """What invariant 6 says, of every step."""
+    """Check invariant 6 for every step."""
     num_stages = len(steps[0])
     assert len(steps) == len(first_trainable_stages) * STEPS_PER_BLOCK
     for ranks in steps:
@@ -187,7 +187,7 @@ def test_a_forward_only_stage_holds_weights_only(runs: dict[tuple[str, int], Ste
 
 
 def peak(steps: Steps, block: int, stage: int) -> int:
-    """The most that `stage` held at once in the phase of `block`, in bytes."""
+    """Return the peak bytes of `stage` in the phase of `block`."""
     return max(ranks[stage]["peak_bytes"] for ranks in steps if ranks[0]["block"] == block)
 
 

@@ -1,4 +1,4 @@
-"""What this program saves, Megatron Core reads by itself: the same weights under the names of its own GPTModel."""
+"""Megatron Core alone reads this program's checkpoints: the same weights under GPTModel's names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS |= {"untie_embeddings_and_output_weights": True}
 
 
 def loss_of(config: Any) -> float:
-    """Mean loss of the loaded model on the same made-up tokens as plain_megatron.py's."""
+    """Return the mean loss of the loaded model on the same synthetic tokens as plain_megatron.py."""
     with worlds.started(config) as run, torch.no_grad():
         run.model.eval()
         tokens = (torch.arange(2 * (LENGTH + 1)) * 7919 % NUM_TOKENS).view(2, LENGTH + 1)

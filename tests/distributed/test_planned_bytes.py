@@ -1,5 +1,5 @@
-"""What tools/plan.py plans is what a run counts: parameters (invariant 10), model state of every rank in every phase,
-to the byte, and within 5 % what autograd keeps."""
+"""The plans of tools/plan.py equal what runs count: parameters (invariant 10) and every rank's model state in each
+phase to the byte, and kept activations within 5 %."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ UNPLANNED = {
     "fp16": {"fp16": True, "initial_loss_scale": 256, "accumulate_allreduce_grads_in_fp32": True},
     "replicated_bf16": TWO | {"bf16": True, "no_use_distributed_optimizer": True},
 }
-"""Runs that tools/plan.py does not plan; the run summary does."""
+"""Runs that the run summary plans, but tools/plan.py does not."""
 
 
 def counted(config: RunConfig) -> tuple[list[tuple[list[int], list[int]]], list[list[int]], tuple[int, ...], int]:
-    """Model state and kept activations of all ranks, by step; by block what the run summary says of the former, and its
-    parameters of each stage and of the model."""
+    """Return model state and kept activations of all ranks by step, and the run summary's model state and parameters by
+    block."""
     with worlds.started(config) as run:
         run.train()
         summary = run.recorder.summary

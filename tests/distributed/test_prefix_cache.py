@@ -1,4 +1,4 @@
-"""A phase that is served from the prefix cache learns what one that computes its prefix learns, bit for bit."""
+"""A phase that reads its prefix from the cache trains like one that computes it, bit for bit."""
 
 from __future__ import annotations
 

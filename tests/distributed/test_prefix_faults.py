@@ -1,4 +1,4 @@
-"""A prefix cache that is torn, of another model, half filled or on a disk that is full is never trusted."""
+"""A prefix cache that is torn, incomplete, from another model or on a full disk is never used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_ENTRIES = 15  # of the text's sequences, the share of prefix_runs.FLAGS
 
 @pytest.fixture(scope="module")
 def flags(text_data: str) -> dict[str, Any]:
-    """Two phases, the second one with a prefix."""
+    """Return two phases, the second one with a prefix."""
     return prefix_runs.FLAGS | {"data_path": text_data, "train_iters": 8, "eval_iters": 0}
 
 
@@ -82,7 +82,7 @@ def test_a_killed_fill_begins_again(
 
 
 def read_in_another_order(config: RunConfig) -> str:
-    """The error of a run that reads the entries of a phase one sample late."""
+    """Return the error of a run that reads a phase's entries one sample late."""
     original = data.subset_indices
 
     def late(*args: Any, position: int, **kwargs: Any) -> Any:

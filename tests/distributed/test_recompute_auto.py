@@ -1,4 +1,4 @@
-"""--recompute auto and --pipeline-cut auto: less is kept, nothing else changes."""
+"""--recompute auto and --pipeline-cut auto keep fewer activations and change nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_phase_leaves_nothing_in_what_recomputes(world2: World, initial_weight
 
 
 def recomputed(config: RunConfig) -> list[tuple[int | None, int | None]]:
-    """Block and number of recomputed layers of each training pass, those of greedy order's probes included."""
+    """Return the block and the number of recomputed layers of each training pass, including greedy order's probes."""
     told: list[tuple[int | None, int | None]] = []
 
     def tell(run: worlds.RecordedRun) -> None:

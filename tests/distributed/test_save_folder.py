@@ -1,4 +1,4 @@
-"""The folder of --save at the start of a run, on a disk that all nodes share; two jobs: e2e/test_checkpoint_faults."""
+"""The folder of --save at the start of a run, on a shared disk. Two jobs: e2e/test_checkpoint_faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.bcd.checkpoint.saver import claim_save_folder
 
 
 def claim(*roots: str) -> str:
-    """Claim the folder that `roots` names for this rank and let it go; what was said."""
+    """Claim the folder that `roots` names for this rank and release it; return the messages."""
     with worlds.parallel(worlds.run_config(mock_data=True, split=None, world_size=2)):
         try:
             folder_claim = claim_save_folder(roots[torch.distributed.get_rank() % len(roots)])

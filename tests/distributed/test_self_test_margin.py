@@ -1,4 +1,5 @@
-"""By which margin comparisons of runs hold where sums are rounded otherwise: the last bits of the start are flipped."""
+"""The margin of the self-test's comparisons when sums are rounded differently: runs with flipped last bits are
+compared."""
 
 from __future__ import annotations
 

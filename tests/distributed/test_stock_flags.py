@@ -1,7 +1,7 @@
-"""Flags of stock Megatron-LM, one by one, against its own curves: with one block the run is stock's.
+"""Single flags of stock Megatron-LM against its curves: with one block the run equals stock's.
 
-`tests/data/stock_flags.json` holds what stock Megatron-LM (core_v0.16.1, its own pretrain_gpt.py) printed on a CPU
-with the flags in it, on the dataset of `tests/support/walks.py`: figures only.
+`tests/data/stock_flags.json` has what stock's pretrain_gpt.py (core_v0.16.1) printed on a CPU with each set of flags,
+on the dataset of `tests/support/walks.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def flags_of(run: str, data_path: str) -> dict[str, Any]:
 
 
 LONG = ("tensor2", "data2", "first_stage", "layout", "rope_scaled", "cyclic_data2", "per_token_loss_data2")
-"""What other tests of the default suite would notice too."""
+"""Runs whose faults other tests of the default suite would also notice."""
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, marks=[pytest.mark.long] * (run in LONG)) for run in STOCK["runs"]])
@@ -65,7 +65,7 @@ def test_curves_differ() -> None:
 
 
 def scaling_of_gradients(config: RunConfig) -> set[float]:
-    """By what gradients are multiplied before they are reduced."""
+    """Return the factor that multiplies gradients before they are reduced."""
     with worlds.started(config) as run:
         assert run.active.wrapped is not None
         return {buffer.gradient_scaling_factor for buffer in run.active.wrapped.buffers}

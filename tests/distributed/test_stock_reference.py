@@ -50,7 +50,7 @@ def flags_of(reference: dict[str, Any], run: str, data: dict[str, Any]) -> dict[
 
 
 def assert_is_stock(metrics: list[dict[str, Any]], evaluations: list[tuple[int, float]], stock: dict[str, Any]) -> None:
-    """Losses to 1e-4 at every iteration; norms and learning rates to the digits that stock prints."""
+    """Compare losses within 1e-4 at every iteration; norms and learning rates to the digits that stock prints."""
     assert [line["iteration"] for line in metrics] == [line["iteration"] for line in stock["iterations"]]
     for ours, theirs in zip(metrics, stock["iterations"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["lm_loss"], rel=1e-4), ours["iteration"]
@@ -81,7 +81,7 @@ def test_curve_of_the_entry_script(
 
 
 def first_of(stock: dict[str, Any], last: int) -> dict[str, Any]:
-    """The first `last` iterations of a reference run, and its evaluations until then."""
+    """Return the first `last` iterations of a reference run, and its evaluations until then."""
     evaluations = {iteration: loss for iteration, loss in stock["validation_loss"].items() if int(iteration) <= last}
     return {
         "iterations": [line for line in stock["iterations"] if line["iteration"] <= last],

@@ -1,4 +1,4 @@
-"""The backend "strict" enforces NCCL's rules; runs keep them."""
+"""The backend "strict" enforces NCCL's rules, and runs obey them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ distributed = torch.distributed
 
 @pytest.fixture(scope="module")
 def strict2() -> Iterator[World]:
-    """Two ranks with NCCL's rules, which give up soon."""
+    """Two ranks under NCCL's rules with a short time limit."""
     world = World(2, backend="strict", hang_seconds=2)
     yield world
     world.close()
@@ -70,7 +70,7 @@ def test_operations_give_what_gloo_gives(strict2: World, world2: World) -> None:
 
 
 def connected() -> tuple[int, int]:
-    """This rank and the other, once both communicators are there: the group's and the pair's."""
+    """Return this rank and the other, after creating both communicators: the group's and the pair's."""
     rank, peer = started()
     distributed.barrier()
     tensor = torch.ones(1)
@@ -79,12 +79,12 @@ def connected() -> tuple[int, int]:
 
 
 def message(rank: int, tensor: torch.Tensor) -> Any:
-    """From rank 0 to rank 1."""
+    """Send a message from rank 0 to rank 1."""
     return distributed.isend(tensor, 1) if rank == 0 else distributed.irecv(tensor, 0)
 
 
 def read_early() -> list[list[float]]:
-    """A received tensor and a sum: before they were waited for, and after."""
+    """Return a received tensor and a sum, before and after waiting for them."""
     rank, peer = connected()
     received, summed = torch.ones(1), torch.ones(1)
     coming = message(rank, received)
@@ -120,7 +120,7 @@ def first_message_without_its_receiver() -> None:
 
 
 def first_batch_without_a_rank() -> None:
-    """As `PipelineSchedule` would without its all-reduce."""
+    """Do what `PipelineSchedule` would do without its all-reduce."""
     rank, peer = started()
     if rank == 0:
         distributed.batch_isend_irecv([distributed.P2POp(distributed.isend, torch.ones(1), peer)])
@@ -207,7 +207,7 @@ def test_broken_rules(strict2: World, name: str) -> None:
 
 
 def cross() -> None:
-    """Two communicators, whose operations each rank issues in another order."""
+    """Use two communicators, and issue their operations in another order on each rank."""
     rank, _ = connected()
     value, other = torch.ones(1), torch.ones(1)
     issue = [lambda: message(rank, value), lambda: distributed.all_reduce(other, async_op=True)]
@@ -216,7 +216,7 @@ def cross() -> None:
 
 
 def operations_kept() -> list[bool]:
-    """Of a collective and a message: whether anything holds the operation once it was waited for."""
+    """Return whether a collective and a message are still referenced after waiting for them."""
     rank, _ = connected()
     tensor, kept = torch.ones(1), []
     for start in (lambda: distributed.all_reduce(tensor, async_op=True), lambda: message(rank, tensor)):

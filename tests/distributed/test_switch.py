@@ -1,4 +1,5 @@
-"""What must hold across switches: ranks decide alike (invariant 9), tied copies agree, fp16's loss scale goes on."""
+"""Properties that hold across switches: ranks decide alike (invariant 9), tied copies agree, fp16's loss scale
+continues."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_every_rank_decides_alike(world2: World, text_data: str, cut: str) -> No
 
 
 def assert_scale_follows_its_rule(steps: list[dict[str, Any]]) -> None:
-    """Halved by a skipped step, doubled by the third in a row that was taken, whatever the phases are."""
+    """Check that a skipped step halves the scale and three successful steps double it, whatever the phases are."""
     scale, taken = float(LOSS_SCALING["initial_loss_scale"]), 0
     for step in steps:
         if step["grad_norm"] is None:
@@ -46,7 +47,7 @@ def assert_scale_follows_its_rule(steps: list[dict[str, Any]]) -> None:
 
 
 def embeddings_after_every_phase(config: RunConfig) -> list[dict[str, torch.Tensor]]:
-    """This rank's word embedding and output head, where it has them, at the end of every phase."""
+    """Return this rank's word embedding and output head, if any, at the end of every phase."""
     phases: list[dict[str, torch.Tensor]] = []
 
     def look(run: worlds.RecordedRun) -> None:

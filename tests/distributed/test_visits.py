@@ -1,4 +1,4 @@
-"""Which block is active when, and on which samples it is trained: order, plateau, end, learning rate, subsets."""
+"""The order of blocks and the samples that they train on: plateau, end, learning rate, subsets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.bcd.runtime import rng
 
 
 def scores_and_choice(config: RunConfig) -> dict[str, Any]:
-    """What greedy order chose first, and the sum of squares of this rank's own share of each block's gradient."""
+    """Return the first choice of greedy order, and the sum of squares of this rank's share of each block's gradient."""
     squares: dict[int, float] = {}
     sizes: dict[int, int] = {}
     generator = torch.random.get_rng_state
@@ -59,7 +59,7 @@ def test_greedy_takes_the_largest_gradient(world2: World, text_data: str, cut: s
 
 
 def untrained(config: RunConfig) -> dict[str, Any]:
-    """Layers with a weight that a run leaves as it was, and what it warned of."""
+    """Return the layers with a weight that a run left unchanged, and the run's warnings."""
     with worlds.started(config) as run:
         named = dict(run.model.named_parameters())
         before = {name: parameter.detach().clone() for name, parameter in named.items()}
@@ -118,7 +118,7 @@ def test_a_converged_run_ends(world2: World, text_data: str, tmp_path: Path) -> 
 
 
 def learning_rates(config: RunConfig) -> list[tuple[int, set[float], set[float]]]:
-    """By step: block, and the rates of the block's own groups and of those that are always active."""
+    """Return by step: the block, and the rates of the block's and of the always-active parameter groups."""
     rates: list[tuple[int, set[float], set[float]]] = []
 
     with worlds.started(config) as run:
@@ -158,7 +158,7 @@ def test_logged_learning_rate(world1: World, text_data: str) -> None:
 
 
 class Recording:
-    """A dataset that keeps what was asked of it."""
+    """A dataset that records the requested samples."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset, self.asked = dataset, list[int]()
@@ -172,7 +172,7 @@ class Recording:
 
 
 def samples_of_phases(config: RunConfig) -> dict[str, Any]:
-    """The samples that this rank trained on, by phase, and what the run said of them."""
+    """Return the samples that this rank trained on in each phase, and the run's messages about them."""
     phases: list[list[int]] = []
     with worlds.started(config) as run:
         recording = run.samples.dataset = Recording(run.splits.train)

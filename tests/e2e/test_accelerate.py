@@ -1,5 +1,4 @@
-"""transformers' Trainer and TRL's SFTTrainer, which nobody here wrote, with BlockCoordinate; as a program, what
-`accelerate launch` starts."""
+"""BlockCoordinate in transformers' Trainer and TRL's SFTTrainer; as a program, the script for `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ STEPS, STEPS_PER_BLOCK, SAVED_AT, GLOBAL_BATCH, VOCABULARY = 8, 2, 5, 8, 20
 
 
 def new_trainer(client: str, folder: Path) -> Any:
-    """Every global batch in two backward passes, on however many ranks there are."""
+    """Build a trainer with two backward passes per global batch, for any number of ranks."""
     torch.manual_seed(3)
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=8, n_embd=8, n_layer=3, n_head=2, attn_pdrop=0.0, embd_pdrop=0.0,
@@ -55,7 +54,7 @@ def new_trainer(client: str, folder: Path) -> Any:
 
 
 def run(client: str, folder: Path) -> dict[str, Any]:
-    """Losses by step and weights of a run, and the weights of one that continues from its checkpoint."""
+    """Return a run's losses by step and weights, and the weights of one that continues from its checkpoint."""
     trainer = new_trainer(client, folder)
     trainer.train()
     resumed = new_trainer(client, folder)

@@ -1,4 +1,4 @@
-"""tools/benchmark.py as a user starts it, on a tiny model. What it times is not asserted."""
+"""tools/benchmark.py as a user starts it, on a tiny model. Times are not checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = (f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 2 
 
 
 def measured(root: Path, folder: Path, *flags: str) -> dict[str, dict[str, Any]]:
-    """Rows by method."""
+    """Return the rows by method."""
     file = folder / "figures.json"
     command = [sys.executable, "tools/benchmark.py", *SIZES, *flags, "--json", str(file)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)

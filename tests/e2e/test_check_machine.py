@@ -1,4 +1,4 @@
-"""tools/check_machine.py as a user starts it. What it judges: unit/test_check_machine.py, with made-up runs."""
+"""tools/check_machine.py as a user starts it. unit/test_check_machine.py tests its verdicts with made-up runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 
 def checked(root: Path, folder: Path, *words: str, failing: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-    """By part, of a machine on which these parts fail and no others."""
+    """Return the checks by part, on a machine where exactly these parts fail."""
     report = folder / "report.json"
     command = [sys.executable, "tools/check_machine.py", "--json", str(report), "--output", str(folder / "out"), *words]
     environment = os.environ | {"PYTHONPATH": str(folder)}

@@ -1,4 +1,5 @@
-"""Damaged checkpoints, folders in use, runs that can't go on: one clear line, the right exit code, nothing overwritten.
+"""Damaged checkpoints, folders in use, runs that cannot continue: one clear line, the right exit code, nothing
+overwritten.
 
 Runs are forks of one process (`forked_runs`), on 1 and on 2 ranks. Faults while a checkpoint is written:
 tests/distributed/test_save_faults.py.
@@ -29,7 +30,7 @@ Damage = Callable[[Path], object]
 
 @pytest.fixture(scope="module")
 def three(runs: ForkedRuns, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """By number of ranks a workplace with three checkpoints of the same run."""
+    """Workplaces with three checkpoints of the same run, by number of ranks."""
     places = {}
     for num_ranks in (1, 2):
         places[num_ranks] = tmp_path_factory.mktemp("three")
@@ -42,7 +43,7 @@ def three(runs: ForkedRuns, tmp_path_factory: pytest.TempPathFactory) -> dict[in
 
 @pytest.fixture
 def copied(three: dict[int, Path], tmp_path: Path) -> Callable[[int], Path]:
-    """A copy of those of so many ranks."""
+    """Copy the workplace for this number of ranks."""
 
     def copy(num_ranks: int) -> Path:
         return Path(shutil.copytree(three[num_ranks], tmp_path / "workplace"))
@@ -103,7 +104,7 @@ def test_the_only_one_is_damaged(runs: ForkedRuns, copied: Callable[[int], Path]
 
 
 def rewrite_state(checkpoint: Path, changes: dict[str, Any]) -> None:
-    """Change run_state.json, and its checksum with it."""
+    """Change run_state.json and its checksum."""
     path, checksums = checkpoint / "run_state.json", checkpoint / "checksums.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     records = json.loads(checksums.read_text())
@@ -165,7 +166,7 @@ def test_a_run_that_blows_up(runs: ForkedRuns, copied: Callable[[int], Path]) ->
 
 
 def metrics(place: Path) -> list[dict[str, Any]]:
-    """Lines of the metrics file, without what differs from machine to machine."""
+    """Return the lines of the metrics file, without values that depend on the machine."""
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     names = ("iteration", "consumed_samples", "loss", "grad_norm", "learning_rate", "block", "phase", "validation_loss")
     return [{name: line[name] for name in names if name in line} for line in lines]

@@ -1,4 +1,4 @@
-"""A published model is fine-tuned on records by the script, and leaves as a model that answers."""
+"""The script fine-tunes a published model on records and exports a model that answers."""
 
 from __future__ import annotations
 

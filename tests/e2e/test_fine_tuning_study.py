@@ -1,4 +1,4 @@
-"""studies/fine_tuning.py --task sft on a tiny model; what it learns is not asserted."""
+"""studies/fine_tuning.py --task sft on a tiny model; losses are not checked."""
 
 from __future__ import annotations
 

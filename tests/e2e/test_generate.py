@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(runs: ForkedRuns, folder: Path, tool: str, *words: object) -> tuple[object, str, str]:
-    """Exit code, stdout and stderr."""
+    """Return exit code, stdout and stderr."""
     (result,) = runs.run([str(word) for word in words], folder=folder, num_ranks=1, script=tool)
     return result.code, result.stdout, result.stderr
 

@@ -1,4 +1,4 @@
-"""``pip install .``: what the wheel holds, and that it works beside megatron-core from another folder."""
+"""``pip install .``: the contents of the wheel, and that it works with megatron-core from another folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 
 def pip(*arguments: str) -> None:
-    """Runs pip, and shows what it said where it fails."""
+    """Run pip, and show its output if it fails."""
     command = [sys.executable, "-m", "pip", *arguments, "--disable-pip-version-check", "--no-index", "--no-deps"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

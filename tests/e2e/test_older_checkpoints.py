@@ -1,4 +1,4 @@
-"""Checkpoints written by released versions: today's code resumes from them, and takes their weights."""
+"""The current code resumes from checkpoints of released versions and loads their weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from support.forked_runs import ForkedRuns
 
 VERSION_0_1 = Path(__file__).parents[1] / "data" / "checkpoint_v0_1"
-"""Written by version 0.1.0 on a CPU, in the middle of a phase, with the optimizer state of two blocks."""
+"""Written by version 0.1.0 on a CPU, during a phase, with the optimizer state of two blocks."""
 SAVED = 3
 
 

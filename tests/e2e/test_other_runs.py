@@ -1,5 +1,5 @@
-"""Folders and files that hold another run, or something else: refused in one line, and left as they are; and what a run
-that goes on takes from the one before."""
+"""Folders and files of another run are refused in one line and left unchanged; what a resumed run takes from the
+previous one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A rank that hangs or fails ends the whole job: no rank waits for ever for a message that will not come. One that is
-killed: test_resume_torchrun.py."""
+"""A rank that hangs or fails ends the whole job: no rank waits forever for a message.
+
+test_resume_torchrun.py kills a rank.
+"""
 
 from __future__ import annotations
 

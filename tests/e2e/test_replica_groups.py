@@ -1,4 +1,4 @@
-"""Replica groups as users start them: each by a torchrun of its own."""
+"""Replica groups as users start them, each with its own torchrun."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def iteration_of(job: Job) -> int:
 
 
 def stop(job: Job) -> None:
-    """As a machine that is taken away; torchrun, which forwards it, says so in its exit code."""
+    """Stop a group like a machine that is taken away; torchrun forwards the signal and reports it in its exit code."""
     job.process.send_signal(signal.SIGTERM)
     job.exit_code()
     assert "stopping after iteration" in job.output and "FAILED" not in job.output, job.output

@@ -1,6 +1,6 @@
-"""One run under torchrun, ended by a signal and by a killed machine, each time started by the same command.
+"""One run under torchrun, ended by a signal and by a killed machine, each time restarted by the same command.
 
-What the parts wrote is what one run without an end writes.
+Together the parts write what an uninterrupted run writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FLAGS = [
 
 
 def lines(place: Path) -> list[dict[str, Any]]:
-    """Of the metrics file, without what differs from machine to machine; a last line may be half written."""
+    """Return the metrics lines without values that depend on the machine; the last line may be incomplete."""
     names = ("iteration", "loss", "grad_norm", "learning_rate", "block", "consumed_samples")
     names += ("validation_loss", "test_loss")
     path = place / "metrics.jsonl"
@@ -46,7 +46,7 @@ def last_iteration(place: Path) -> int:
 
 
 def start(place: Path, *flags: str) -> Job:
-    """Two ranks under torchrun."""
+    """Start two ranks under torchrun."""
     return Job(*TORCHRUN, str(ROOT / "pretrain_gpt_bcd.py"), *FLAGS, *flags, folder=place)
 
 
@@ -77,7 +77,7 @@ def test_the_same_command_after_every_end(
 
 
 def after_signals_and_a_kill(place: Path, signals: tuple[signal.Signals, ...]) -> None:
-    """Starts that don't come to the end."""
+    """The starts that do not reach the end."""
     stopped_at = 0
     for number, flags in zip(signals, (["--async-save"], []), strict=False):
         with start(place, *flags) as job:
@@ -94,7 +94,7 @@ def after_signals_and_a_kill(place: Path, signals: tuple[signal.Signals, ...]) -
 
 
 def weights(place: Path) -> dict[str, str]:
-    """Checksums of the last checkpoint's shards: the same bits at the same places."""
+    """Return checksums of the last checkpoint's shards, which must have the same bits at the same places."""
     records = json.loads((place / "saved" / f"iter_{LAST:07d}" / layout.CHECKSUMS).read_text())["files"]
     return {name: record["sha256"] for name, record in records.items() if name.endswith(".distcp")}
 

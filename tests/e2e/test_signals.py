@@ -32,12 +32,12 @@ def start(workplace: Path) -> Iterator[Callable[..., Job]]:
 
 
 def send(job: Job, number: signal.Signals = signal.SIGINT) -> None:
-    """To every process of the job, readers too."""
+    """Send a signal to every process of the job, including data loaders."""
     os.killpg(job.process.pid, number)
 
 
 def handles(job: Job, number: signal.Signals) -> bool:
-    """Whether it has a handler for the signal."""
+    """Return True if the process has a handler for the signal."""
     status = Path(f"/proc/{job.process.pid}/status").read_text()
     return bool(int(re.findall(r"SigCgt:\s*(\w+)", status)[0], 16) >> (number - 1) & 1)
 

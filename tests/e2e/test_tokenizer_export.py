@@ -1,4 +1,4 @@
-"""A tokenizer is trained, a model is trained with it, and both leave: transformers and the tools read the same ids."""
+"""Train a tokenizer and a model with it, and export both: transformers and the tools read the same ids."""
 
 from __future__ import annotations
 

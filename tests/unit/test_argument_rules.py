@@ -1,4 +1,5 @@
-"""Bad command lines: one line that names the flag, and nothing written. Flags without effect: accepted, and said."""
+"""Bad command lines give one line that names the flag, and write nothing. Flags without effect are accepted and
+reported."""
 
 from __future__ import annotations
 

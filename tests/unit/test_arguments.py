@@ -1,4 +1,4 @@
-"""Flags: generated ones, what follows from them, presets."""
+"""Flags: generated ones, derived values, presets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/benchmark.py: its figures, from made-up metrics. A run of it: e2e/test_benchmark.py."""
+"""tools/benchmark.py: its figures, from made-up metrics. e2e/test_benchmark.py runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bf16 weight, and its residual or its 16 further bits, restore the exact fp32 main parameter."""
+"""A bf16 weight with its residual, or with its low 16 bits, restores the exact fp32 main parameter."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_one_block_is_the_wrapped_optimizer(optimizer: Any, settings: dict[str, 
 def plain_loop(
     model: Net, blocks: list[list[str]], *, steps: int, per_block: int, keeps: bool, rule: str, always: set[str]
 ) -> None:
-    """The same training with one AdamW for each block and one for what is always active."""
+    """Train the same way with one AdamW per block, and one for always-active parameters."""
     named = dict(model.named_parameters())
     optimizers: dict[int, torch.optim.AdamW] = {}
     constant = torch.optim.AdamW([named[name] for name in sorted(always)] or [torch.zeros(1)], lr=0.01)
@@ -88,7 +88,7 @@ def plain_loop(
 
 
 def layer_names(*layers: int) -> list[str]:
-    """Parameters of these layers; the embedding goes with the first, final norm and head with the last."""
+    """Return the parameters of these layers; the first includes the embedding, the last final norm and head."""
     names = [name for name, _ in Net(NUM_LAYERS).named_parameters()]
     prefixes = [f"layers.{layer}." for layer in layers]
     prefixes += ["embedding."] * (0 in layers) + ["final_norm.", "head."] * (NUM_LAYERS - 1 in layers)

@@ -23,7 +23,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def block_schedule(*, num_blocks: int, seed: int = TrainingConfig.seed, **settings: Any) -> BlockSchedule:
-    """`settings` are fields of BcdConfig without their `bcd_`; the others have their defaults."""
+    """Build a schedule; `settings` are fields of BcdConfig without `bcd_`, the others have their defaults."""
     config = BcdConfig(**{f"bcd_{name}": value for name, value in settings.items()})
     return BlockSchedule(settings=config, num_blocks=num_blocks, seed=seed)
 
@@ -51,7 +51,7 @@ losses = st.floats(-4, 4) | st.sampled_from([NAN, INF, 1.0, 1.0, 2.0])
 
 
 def _chosen(schedule: BlockSchedule, state: PhaseState) -> PhaseState:
-    """With the block of greedy order chosen by scores that differ from phase to phase."""
+    """Choose the block of greedy order by scores that differ from phase to phase."""
     if not schedule.needs_scores(state):
         return state
     return schedule.choose_block(state, {b: (7 * b + 3 * state.phase) % 5 for b in schedule.candidates(state)})
@@ -65,7 +65,7 @@ def _states(schedule: BlockSchedule, steps: int) -> list[PhaseState]:
 
 
 def _at(schedule: BlockSchedule, iteration: int) -> PhaseState:
-    """The state after so many steps of phases of equal length."""
+    """Return the state after this many steps in phases of equal length."""
     phase, step_in_phase = divmod(iteration, schedule.least_steps(0))
     return PhaseState(phase=phase, step_in_phase=step_in_phase)
 
@@ -131,7 +131,7 @@ def test_greedy_with_ties_and_overflow(scores: Sequence[float], block: int) -> N
 
 
 def _plateau_length(schedule: BlockSchedule, phase_losses: Sequence[float]) -> int | None:
-    """Steps until the phase ends, from all its losses at once; None if they do not suffice."""
+    """Return the number of steps until the phase ends, given all its losses; None if there are too few."""
     settings = schedule.settings
     window, best, best_step = settings.bcd_plateau_window, math.inf, None
     for step in range(1, len(phase_losses) + 1):

@@ -1,4 +1,4 @@
-"""tools/check_machine.py: a broken part fails under its own name, with a remedy. Runs and rates are made up here."""
+"""tools/check_machine.py: a broken part fails under its own name, with a remedy. Runs and rates are made up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def only_failure(checks: list[Check]) -> Check:
 
 
 class Recorded(Runner):
-    """Runs that end alike; the killed one leaves a checkpoint."""
+    """Runs with equal results; the killed one leaves a checkpoint."""
 
     def prepare(self) -> None: ...
 
@@ -66,7 +66,7 @@ BROKEN: dict[str, tuple[str, str, Any]] = {
     "kill and resume": ("resumed", "loss", 1e-6),
     "prefix cache": ("bcd_prefix_cache", "prefix_cache_hits", 0),
 }
-"""By part: the run that is wrong on two ranks, by its name, a flag or a value, and what its last line has wrong."""
+"""By part: the run that is wrong on two ranks (by name, flag or value), and what is wrong in its last line."""
 
 
 @pytest.mark.parametrize("part", BROKEN)

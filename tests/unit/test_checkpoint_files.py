@@ -1,4 +1,4 @@
-"""Checkpoint folders: what a kill, a full disk, a flipped bit or another job leaves of them."""
+"""Checkpoint folders after a kill, a full disk, a flipped bit, or another job."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron.bcd.runtime.dir_claim import lock_folder
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing between it and the test may catch it."""
+    """Replaces SIGKILL; no code under test may catch it."""
 
 
 class Killer:
-    """Lets `fatal - 1` calls through that change the disk and kills the process at the next one."""
+    """Lets `fatal - 1` calls through that change the disk, and kills the process at the next one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: int | None = None
@@ -42,7 +42,7 @@ class Killer:
         return call
 
     def kill_at(self, fatal: int, call: Callable[[], object]) -> bool:
-        """Whether `call` was killed, at its call number `fatal`."""
+        """Return True if `call` was killed at its call number `fatal`."""
         self.left = fatal
         try:
             call()
@@ -59,7 +59,7 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Killer:
 
 
 def write(root: Path, iteration: int, content: str) -> None:
-    """A checkpoint under construction, finished."""
+    """Write a checkpoint and finish it."""
     aside = Path(layout.incomplete_folder(str(root), iteration))
     (aside / "objects").mkdir(parents=True)
     (aside / "weights.distcp").write_text(content * 10)
@@ -84,7 +84,7 @@ def names(root: Path) -> list[str]:
 
 
 def assert_no_half(root: Path) -> None:
-    """Every folder with a complete one's name is one."""
+    """Check that every folder with the name of a complete checkpoint is one."""
     for path in root.iterdir():
         if re.fullmatch(r"iter_\d+", path.name):
             assert layout.damage(str(path)) is None

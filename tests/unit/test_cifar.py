@@ -1,4 +1,4 @@
-"""CIFAR folders: what was published is read, anything else is refused, and nothing in a file runs."""
+"""CIFAR folders: published files are read, others are refused, and no file can run code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/compare_runs.py: what counts as a difference, and the runs that it would start."""
+"""tools/compare_runs.py: which differences count, and which runs it starts."""
 
 from __future__ import annotations
 

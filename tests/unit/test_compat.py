@@ -1,7 +1,7 @@
-"""What this project depends on in the inside of Megatron Core 0.16.1 and PyTorch 2.13, and that only `compat` does.
+"""The internals of Megatron Core 0.16.1 and PyTorch 2.13 that this project uses, and that only `compat` uses them.
 
 When a pin moves: read each failing line's source again, then the file above it in tests/data/private_apis.txt. Sources
-are parsed, not imported, because a test that ran before may have replaced the functions in this process.
+are parsed, not imported, because an earlier test may have replaced the functions in this process.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ SMALL_BUFFERS = 20_000_000
 
 
 def memory(field: str) -> int:
-    """Bytes of this process, from /proc: ``VmRSS`` now, ``VmHWM`` at its peak."""
+    """Return bytes of this process from /proc: ``VmRSS`` now, ``VmHWM`` at its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
 def cost_of(action: Callable[[], Any], written: Path) -> dict[str, int]:
-    """Peak of memory beyond what was held before, and the size of the largest safetensors file."""
+    """Return the additional peak memory, and the size of the largest safetensors file."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = memory("VmRSS")
     action()
@@ -47,7 +47,7 @@ def cost_of(action: Callable[[], Any], written: Path) -> dict[str, int]:
 
 
 def both_ways(folder: Path, layers: int, hidden: int, shard_bytes: int) -> dict[str, Any]:
-    """Of a LLaMA with grouped queries and an FFN of 2.75 x hidden, in bf16."""
+    """Convert a LLaMA with grouped queries and an FFN of 2.75 x hidden, in bf16, to a checkpoint and back."""
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden,

@@ -1,4 +1,5 @@
-"""tools/convert_checkpoint.py: models to checkpoints and back, what it refuses, and what full disks and kills leave."""
+"""tools/convert_checkpoint.py: models to checkpoints and back, refused input, and the state after full disks and
+kills."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def convert(source: str, source_folder: Path, written: Path, *more: str) -> int:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of a model, made once."""
+    """Return the folder of a model, which is created once."""
     folders: dict[str, Path] = {}
 
     def model(name: str) -> Path:
@@ -208,7 +209,7 @@ def test_names_on_the_hub(
 
 @contextlib.contextmanager
 def disk_for(num_bytes: int) -> Iterator[None]:
-    """No file of this process can grow beyond `num_bytes`: what writes meet on a full disk, for any user."""
+    """Limit the size of this process's files to `num_bytes`, so that writes fail as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""--dry-run: what it prints, what it does without, all refusals, and the recipes of stock Megatron-LM that pass."""
+"""--dry-run: its output, what it does not need, all refusals, and recipes of stock Megatron-LM that pass."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron.bcd.runtime import versions
 
 WORDS = [word for pair in BASE.items() for word in pair]
 ACCEPTED = {"published": (13, 16), "stock_functional": (53, 62)}
-"""Recipes of stock that pass with three blocks, and how many there are."""
+"""Number of stock recipes, and how many of them pass with three blocks."""
 
 
 def dry_run(*words: str, ranks: int) -> int:
-    """The exit code of a dry run."""
+    """Return the exit code of a dry run."""
     with pytest.raises(SystemExit) as left:
         read_command_line([*words, "--dry-run", "--dry-run-world-size", str(ranks)], prog=PROG)
     assert isinstance(left.value.code, int)

@@ -53,7 +53,8 @@ def test_each_default_can_be_undone(field: str) -> None:
 
 
 def activation(*words: str) -> tuple[Any, bool, str]:
-    """What Megatron Core is told: function, whether its fused kernel is taken, and what the run summary says."""
+    """Return the activation of Megatron Core's configuration, whether its kernel is fused, and the run summary's
+    line."""
     config = parse(*words)
     built = build_transformer_config(config, available_implementation(config))
     return built.activation_func, built.bias_activation_fusion, describe_activation(built)

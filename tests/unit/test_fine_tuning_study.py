@@ -1,4 +1,4 @@
-"""studies/fine_tuning.py: its figures, from made-up curves. A run of it: e2e/test_fine_tuning_study.py."""
+"""studies/fine_tuning.py: its figures, from made-up curves. e2e/test_fine_tuning_study.py runs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fine_tuning import Row, Trained, build_row
 
 
 def run(*losses: float, seed: int = 1, step_ms: float = 10.0, state: int = 2**20) -> Trained:
-    """Evaluated every 10 steps."""
+    """Return a run that is evaluated every 10 steps."""
     curve = tuple((10 * (i + 1), loss) for i, loss in enumerate(losses))
     return Trained(seed=seed, curve=curve, step_ms=step_ms, state_bytes=state, peak_bytes=5, test=losses[-1])
 

@@ -1,4 +1,4 @@
-"""Random command lines of both scripts and all tools: a plan, or one line and exit code 2; never a traceback."""
+"""Random command lines of both scripts and all tools give a plan, or one line and exit code 2, never a traceback."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ HOSTILE = ("-1", "-0", "nan", "inf", "-inf", "1e400", "9" * 20, "9" * 400, "-" +
            "", " ", "é", "\u202e", "\ud800", "a\nb", "%s", "%(prog)s", "{}", "--", "-", "=", "None", "True", "[]", "'",
            "1,2", "95,5,0", "x" * 5000, "../..", "/proc/absent", "(t*9)*9", "t*99999999", "E|t|L")  # fmt: skip
 ONLY_COMPUTE = ("plan", "recipe", "show_schedule")
-"""Tools of which all is run; of others what reads the command line."""
+"""Tools that are run as a whole; of the others only the command line is parsed."""
 SCRIPTS = ("gpt", "llama")
 
 
 def _values(draw: random.Random, flag: Flag) -> list[str]:
-    """Mostly values of the flag's own kind."""
+    """Draw values, mostly of the flag's type."""
     if flag.type is bool:
         return [] if draw.random() < 0.97 else [draw.choice(HOSTILE)]
     number = flag.nargs if isinstance(flag.nargs, int) else draw.randint(0, 4) if flag.nargs else 1
@@ -38,7 +38,7 @@ def _values(draw: random.Random, flag: Flag) -> list[str]:
 
 
 def script_words(draw: random.Random, flags: Sequence[Flag], stock: Sequence[str]) -> list[str]:
-    """A small good command line with up to twelve changes."""
+    """Draw a small valid command line with up to twelve changes."""
     words = [word for pair in BASE.items() if draw.random() > 0.005 for word in pair]
     for _ in range(draw.choice((1, 1, 2, 3, 6, 12))):
         kind = draw.random()
@@ -63,7 +63,7 @@ def tool_words(draw: random.Random, names: Sequence[str]) -> list[str]:
 
 
 def code_of(call: Callable[[], object]) -> int:
-    """The exit code: a ValueError is one line and code 2, wherever these functions are called."""
+    """Return the exit code; a ValueError counts as one line and code 2, because the callers report it so."""
     try:
         code = call()
     except SystemExit as left:
@@ -81,7 +81,7 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo_root: 
 
 
 def seeds(first: int, longer: int, number: int) -> pytest.MarkDecorator:
-    """Seed 1 with few command lines; more seeds with more of them are long."""
+    """Return seed 1 with few command lines; with --long more seeds with more of them."""
     more = [pytest.param(seed, longer, marks=pytest.mark.long) for seed in range(2, 2 + number)]
     return pytest.mark.parametrize(("seed", "number"), [(1, first), *more])
 

@@ -1,4 +1,4 @@
-"""The program for a lent GPU: what it runs again, what it records, and what its report says."""
+"""studies/gpu_hour.py: which jobs it repeats, what it records, and its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""NCCL can run what the pipeline issues: no hang in any layout and order of events, and every message is its user's."""
+"""NCCL can run what the pipeline issues: no hang in any layout and order of events, and every message reaches its
+user."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ MORE_THAN_ALL = 9  # microbatches
 
 
 def events_of(blocks: Iterator[int] | list[int]) -> tuple[Event, ...]:
-    """For every block: a phase of five iterations with an evaluation and a checkpoint in it, a fill, and a phase that
-    is served from the prefix cache."""
+    """Return for every block: a phase of five iterations with an evaluation and a checkpoint in it, a fill, and a phase
+    that reads the prefix cache."""
     events: list[Event] = []
     for block in blocks:
         train = Event("train", block)
@@ -31,7 +32,7 @@ def check(case: Case) -> list[Rank]:
 
 
 def cases(num_stages: int, numbers: tuple[int, ...], aheads: tuple[int | None, ...]) -> Iterator[Case]:
-    """All first trainable stages one after the other, upwards and downwards."""
+    """Return all first trainable stages one after the other, upwards and downwards."""
     upwards = list(range(num_stages))
     for num_microbatches in numbers:
         for run_ahead in aheads:

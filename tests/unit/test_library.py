@@ -1,4 +1,4 @@
-"""megatron.bcd as a library: what is public, and the example of its page."""
+"""megatron.bcd as a library: its public names, and the example of its page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PUBLIC = {
     "parse_run_config": ["argv", "prog", "defaults", "world_size"],
     "pretrain": ["config", "build_model", "prog", "notes"],
 }
-"""Name to parameters. Programs of others use them: one that goes, or is renamed, breaks them."""
+"""Parameters of public names. Removing or renaming one breaks other programs."""
 
 
 def test_public_names() -> None:

@@ -1,4 +1,4 @@
-"""--load-hf on the command line: what it sets, what contradicts it; and the config.json that is made from flags."""
+"""--load-hf on the command line: the flags that it sets, flags that contradict it, and config.json made from flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adam with moments in bf16 and 8 bits: the stored form, the step, and what it does to training."""
+"""Adam with moments in bf16 and 8 bits: the stored form, the step, and its effect on training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_encoding_what_was_decoded_changes_nothing(
 
 
 def independent_codes(values: torch.Tensor, is_signed: bool) -> torch.Tensor:
-    """The nearest number of the paper's format, by search over all of them, in fp64; one block, no zeros."""
+    """Return the nearest numbers of the paper's format by exhaustive search in fp64, for one block without zeros."""
     table = {0.0, 1.0}
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade * (1 if is_signed else 2) + 1, dtype=torch.float64)

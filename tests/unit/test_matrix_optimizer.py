@@ -1,4 +1,4 @@
-"""What steps matrices without Megatron Core's optimizer, in one process."""
+"""Matrices that are stepped without Megatron Core's optimizer, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules the model is made of, and the core attention that replaces Megatron Core's local one."""
+"""The modules of the model, and the core attention that replaces Megatron Core's local one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which block owns a parameter, by its name."""
+"""The block that owns a parameter, by the parameter's name."""
 
 from __future__ import annotations
 

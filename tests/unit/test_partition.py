@@ -1,4 +1,4 @@
-"""The partition of a model into stages, by stock Megatron-LM's flags too, submodels and blocks."""
+"""The partition of a model into stages (also by stock Megatron-LM's flags), submodels and blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.bcd.model.transformer_config import build_transformer_config
 
 @st.composite
 def partitions(draw: st.DrawFn) -> Partition:
-    """Any valid partition, evenly cut or with a pipeline cut of its own."""
+    """Draw any valid partition, with an even or another pipeline cut."""
     layout = draw(st.sampled_from(LAYOUTS))
     stages = draw(st.integers(1, 5))
     parts = 1 if layout == "stage" else draw(st.integers(1, 4))

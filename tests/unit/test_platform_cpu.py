@@ -1,4 +1,4 @@
-"""PyTorch's fused Adam, and freed memory that goes back to the system when a phase ends."""
+"""PyTorch's fused Adam, and freed memory that is returned to the system when a phase ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines 
 
 
 def adam(optimizer: type[torch.optim.Optimizer], *, fused: bool, cuts: list[int]) -> torch.Tensor:
-    """Weights after ten steps on the same gradients, held in parts that end at `cuts`."""
+    """Return the weights after ten steps on the same gradients, stored in parts that end at `cuts`."""
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(cuts[-1], generator=generator)
     bounds = list(zip([0, *cuts], cuts, strict=False))

@@ -1,4 +1,4 @@
-"""What a run does first on a machine with GPUs, where there is none: CUDA's answers are made up."""
+"""The start of a run on a machine with GPUs, tested without GPUs: CUDA's answers are made up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.bcd.runtime.compat import megatron_core
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A node with two GPUs, no fused optimizers and a world that is there; what `initialize` does, in order."""
+    """Simulate a node with two GPUs, no fused optimizers and an existing world; record what `initialize` does."""
     done: list[str] = []
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -87,7 +87,7 @@ def test_one_queue_to_the_gpu_with_tensor_parallelism(calls: list[str], monkeypa
 
 
 class Mark:
-    """An event of a GPU that is as far behind as the CPU lets it: it comes to a mark when it is waited for."""
+    """An event of a GPU that is as far behind as the CPU allows: it reaches a mark only when the CPU waits for it."""
 
     to_come: ClassVar[list[Mark]] = []
     most_ahead: ClassVar[int] = 0

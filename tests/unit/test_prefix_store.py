@@ -1,4 +1,5 @@
-"""Files of the prefix cache: what is not whole, or of another phase, is not used. Runs: `test_prefix_faults.py`."""
+"""Files of the prefix cache: incomplete files, and those of another phase, are not used. Runs:
+`test_prefix_faults.py`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def dataset_bytes(prefix: Path) -> tuple[bytes, bytes]:
 def expect_error(
     capsys: pytest.CaptureFixture[str], arguments: Sequence[str | Path], *, tool: str = "preprocess_data"
 ) -> str:
-    """Runs a tool that must fail; returns its single line of error."""
+    """Run a tool that must fail; return its single line of error."""
     main = {"preprocess_data": preprocess_data.main, "train_tokenizer": train_tokenizer.main}[tool]
     assert main([str(argument) for argument in arguments]) == 2
     output = capsys.readouterr()

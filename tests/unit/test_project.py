@@ -25,7 +25,7 @@ PURE_MODULES = (
 
 
 def pins(root: Path) -> dict[str, str]:
-    """Package to version, of requirements.txt; a line that pins nothing fails the test that asks."""
+    """Return the versions in requirements.txt by package; fail if a line pins nothing."""
     lines = (line.split("#")[0].strip() for line in (root / "requirements.txt").read_text().splitlines())
     requirements = [Requirement(line) for line in lines if line]
     for requirement in requirements:
@@ -35,13 +35,13 @@ def pins(root: Path) -> dict[str, str]:
 
 @cache
 def trees(root: Path) -> dict[str, ast.Module]:
-    """The package's and the tools' files, by path."""
+    """Return the parsed files of the package and the tools, by path."""
     files = [path for folder in ("megatron/bcd", "tools") for path in sorted((root / folder).rglob("*.py"))]
     return {path.relative_to(root).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in files}
 
 
 def project_files(root: Path) -> Iterator[Path]:
-    """Text files that git would commit."""
+    """Return the text files that git would commit."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=root, capture_output=True, text=True
     )
@@ -92,7 +92,7 @@ def test_packages_of_the_image(repo_root: Path) -> None:
 
 
 def pure_modules(root: Path) -> list[str]:
-    """Every module that must import neither torch nor Megatron Core."""
+    """Return every module that must import neither torch nor Megatron Core."""
     folders = (root / "megatron" / "bcd" / name for name in PURE_PACKAGES)
     inside = (path.relative_to(root).with_suffix("") for folder in folders for path in sorted(folder.glob("*.py")))
     return [*PURE_MODULES, *(".".join(path.parts).removesuffix(".__init__") for path in inside)]
@@ -154,12 +154,12 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def without_code(text: str) -> str:
-    """Markdown without code blocks and code spans: what looks like a link or a heading there is none."""
+    """Remove code blocks and code spans from Markdown, which may look like links or headings."""
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
 
 
 def anchors(text: str) -> set[str]:
-    """Anchors of the headings of a Markdown text, as GitHub makes them."""
+    """Return the anchors of the headings of a Markdown text, as GitHub makes them."""
     headings = re.findall(r"^#+ +(.+?) *$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.M)
     result: set[str] = set()
     for heading in headings:
@@ -171,7 +171,7 @@ def anchors(text: str) -> set[str]:
 
 
 def broken_links(document: Path) -> list[str]:
-    """Relative links of a Markdown file to a file or a heading that is not there."""
+    """Return relative links of a Markdown file to missing files or headings."""
     broken = []
     for link in LINK.findall(without_code(document.read_text(encoding="utf-8"))):
         if re.match(r"[a-z]+:", link):
@@ -194,11 +194,11 @@ def test_links_of_the_documents(repo_root: Path) -> None:
 
 
 NAMES_OF_USERS = {"run.yaml", "rows.csv", "OUTPUT/clusters.csv", "my_program.py", "megatron/__init__.py"}
-"""File names in the documents that are not the project's: the last one may not exist (`megatron` is a namespace)."""
+"""File names in the documents that are not the project's; the last one must not exist (`megatron` is a namespace)."""
 
 
 def missing_files(text: str, files: Sequence[str]) -> set[str]:
-    """Names of programs, scripts and tables in the code spans of a Markdown text that are the end of no file's path."""
+    """Return file names in the code spans of a Markdown text that match the end of no file's path."""
     spans = " ".join(re.findall(r"`([^`\n]+)`", text))
     names = re.findall(r"(?<!\S)[\w./*-]+\.(?:py|sh|csv|yaml)(?![\w/])", spans)
     patterns = {name: f"*/{name.removeprefix('./')}" for name in names}

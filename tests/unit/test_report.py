@@ -1,4 +1,4 @@
-"""What the run tells: console lines, metrics file, TensorBoard and Weights & Biases."""
+"""The reports of a run: console lines, metrics file, TensorBoard and Weights & Biases."""
 
 import dataclasses
 import io
@@ -51,7 +51,7 @@ def log_console() -> Console:
 
 
 def quiet(start_iteration: int = 0, **report: Any) -> Reporter:
-    """With these flags, and a console that nobody reads."""
+    """Build a reporter with these flags and a console without output."""
     return Reporter(ReportConfig(**report), train_iters=60, start_iteration=start_iteration, console=log_console())
 
 
@@ -142,14 +142,14 @@ def test_metrics_through_a_link_and_to_a_device(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tensorboard(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
-    """torch.utils.tensorboard, which records what it is given."""
+    """Replace torch.utils.tensorboard by a recorder."""
     module = mock.Mock()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     return module
 
 
 def scalars_of(tensorboard: mock.Mock) -> dict[str, tuple[float, int]]:
-    """By tag: the last value, and its step."""
+    """Return the last value and its step by tag."""
     calls = tensorboard.SummaryWriter.return_value.add_scalar.call_args_list
     return {tag: (value, step) for tag, value, step in (call.args for call in calls)}
 

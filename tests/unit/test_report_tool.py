@@ -17,7 +17,7 @@ def step_line(iteration: int, *, phase: int, block: int, step_ms: float, state: 
 
 
 def write_run(path: Path, *, num_blocks: int, step_ms: tuple[float, ...], state_mib: tuple[int, ...]) -> str:
-    """Two cycles, two steps per block; block b takes step_ms[b], holds state_mib[b] (rank 1: half of it)."""
+    """Write two cycles with two steps per block; block b takes step_ms[b], holds state_mib[b] (rank 1: half of it)."""
     lines = []
     for iteration in range(1, 4 * num_blocks + 1):
         phase = (iteration - 1) // 2

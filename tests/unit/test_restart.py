@@ -1,4 +1,4 @@
-"""What a start needs of the one before it: torchrun's store, the checkpoints to go on from, the metrics file."""
+"""What a start takes from the previous one: torchrun's store, the checkpoints to resume from, the metrics file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIMEOUT = datetime.timedelta(seconds=20)
 
 
 def number_by_rank(store: torch.distributed.Store, *, first: int) -> list[int]:
-    """What three ranks agree on, of which rank `first` comes before the others."""
+    """Return the number that three ranks agree on when rank `first` arrives first."""
     numbers = {}
 
     def start(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints made to run code when they are read: nothing runs, and the error says what the file wanted."""
+"""Checkpoints that try to run code when they are read: nothing runs, and the error names what the file requested."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [
 
 
 class Touch:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -49,20 +49,20 @@ class Touch:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a user may have set for other programs."""
+    """Set variables that a user may have set for other programs."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
 
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone; Megatron Core's loader asks for its rank."""
+    """A process group of this process only; Megatron Core's loader needs its rank."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
 def state_dict(extra: object = None) -> dict[str, Any]:
-    """Weights as Megatron Core's layers give them (one of them of two layers), and an object beside them."""
+    """Return weights as Megatron Core's layers name them (one with two layers), and another object."""
     weight = torch.arange(6.0).view(2, 3)
     return {
         "weight": ShardedTensor.from_rank_offsets("weight", weight),
@@ -83,13 +83,13 @@ def save(folder: Path, extra: object = None, common: object = 7) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of plain data, for all tests."""
+    """A checkpoint of plain data, shared by all tests."""
     return save(tmp_path_factory.mktemp("checkpoints") / "saved", [None, torch.ones(2), {"a": 1.5}])
 
 
 @pytest.fixture
 def good(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of `saved`."""
     return Path(shutil.copytree(saved, tmp_path / "good"))
 
 

@@ -1,4 +1,4 @@
-"""Which samples a rank trains on: subsets dealt to ranks, and what one epoch of a blend is."""
+"""The samples that a rank trains on: subsets divided among ranks, and one epoch of a blend."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class FakeRepository:
         fake.chmod(0o755)
 
     def setup(self, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Runs setup_env.sh from another folder; ``calls`` then holds its calls of Python."""
+        """Run setup_env.sh from another folder; ``calls`` then holds its calls of Python."""
         self.log.write_text("")
         clean = {name: value for name, value in os.environ.items() if name not in OF_THE_USER}
         clean["PATH"] = f"{self.bin}:{clean['PATH']}"
@@ -90,7 +90,7 @@ def test_setup_uses_the_users_python_and_installs_nothing(repository: FakeReposi
 
 
 def active_environment(folder: Path, **versions: str) -> str:
-    """An environment with these packages, its interpreter this test's without its own packages."""
+    """An environment with these packages, whose interpreter is this test's without its packages."""
     site = folder / "site"
     for name, version in versions.items():
         about = site / f"{name}-{version}.dist-info"

@@ -1,4 +1,4 @@
-"""Which tokens are learned, against the characters that published tokenizers say each token comes from."""
+"""The tokens that are learned, compared with the characters that published tokenizers report for each token."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megatron.bcd.tokenizer import Tokenizer
 WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 WORDS = {"gpt2": None, "llama3": WORD + r"\p{N}{1,3}" + REST, "qwen": WORD + r"\p{N}" + REST}
-"""How each family cuts text into words before byte-level BPE."""
+"""How each family splits text into words before byte-level BPE."""
 NUM_RECORDS = 50
 
 
 class WithSpans(Tokenizer):
-    """GPT-2's vocabulary under a family's words."""
+    """GPT-2's vocabulary with a family's word splitting."""
 
     def __init__(self, data: Path, words: str | None) -> None:
         vocab = json.loads((data / "gpt2-bpe" / "encoder.json").read_text())
@@ -43,12 +43,12 @@ class WithSpans(Tokenizer):
         raise NotImplementedError
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """First character and end of each token."""
+        """Return the first character and the end of each token."""
         return list(self._engine.encode(text).offsets)
 
 
 class Pieces(WithSpans):
-    """SentencePiece's BPE with bytes for unknown characters, as LLaMA 2's; trained on the records."""
+    """SentencePiece's BPE with bytes for unknown characters, like LLaMA 2's, trained on the records."""
 
     def __init__(self, data: Path, folder: Path) -> None:
         texts = folder / "texts.txt"
@@ -78,7 +78,7 @@ def questions(data: Path) -> Iterator[tuple[str, str]]:
 
 
 def forms(question: str, answer: str) -> Iterator[tuple[str, str, str]]:
-    """Prompt, answer and what follows, as templates have them."""
+    """Yield prompt, answer and the rest, as templates produce them."""
     yield f"### Instruction:\n{question}\n\n### Response:", answer, ""
     start = "<|im_start|>"
     yield f"{start}user\n{question}<|im_end|>\n{start}assistant\n", f"{answer}<|im_end|>", f"\n{start}user"

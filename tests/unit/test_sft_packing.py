@@ -1,4 +1,4 @@
-"""Samples of fine-tuning are divided, packed and kept on disk without loss; what a kill leaves is not used."""
+"""Samples of fine-tuning are divided, packed and stored without loss; files of a killed process are not used."""
 
 from __future__ import annotations
 

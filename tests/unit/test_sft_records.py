@@ -1,4 +1,4 @@
-"""Records of fine-tuning: what a file may hold, and the line of what it may not."""
+"""Records of fine-tuning: valid files, and the error line of invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of fine-tuning records: templates are rendered as transformers renders them, and answers alone are learned."""
+"""Text of fine-tuning records: templates are rendered as by transformers, and only answers are learned."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TALK = [
 def learned_texts(
     tokenizer: HuggingFaceTokenizer, record: Record, prompt_format: str = "auto"
 ) -> list[tuple[str, list[str]]]:
-    """Of each sample the text, and the pieces of it that are learned."""
+    """Return the text of each sample and its learned pieces."""
     results = []
     for tokens in tokenize_record(record, Renderer(tokenizer, prompt_format), tokenizer):
         pieces, piece = [], []

@@ -1,4 +1,4 @@
-"""tools/show_schedule.py: what it prints and draws."""
+"""tools/show_schedule.py: its text and its picture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def output(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 
 
 def iteration_times(text: str) -> list[str]:
-    """Of every schedule."""
+    """Return the iteration time of every schedule."""
     return re.findall(r"^iteration time(.*)$", text, re.MULTILINE)[0].split()
 
 

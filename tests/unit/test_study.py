@@ -1,4 +1,4 @@
-"""studies/study.py: study files, order of runs, tuning, aggregation; with a program that takes no time."""
+"""studies/study.py: study files, order of runs, tuning and aggregation, with a program that takes no time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read(tmp_path: Path, **changes: Any) -> Study:
 
 
 def results_by(value: Callable[[Run], float | None]) -> Lookup:
-    """Every run has a result, whose test and validation metric is `value`."""
+    """Give every run a result whose test and validation metric is `value`."""
 
     def lookup(run: Run) -> Result:
         model, data, method, lr, seed, budget = run.key

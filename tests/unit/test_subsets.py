@@ -1,4 +1,4 @@
-"""subsets: which samples a phase trains on (paper, section 3.2.3)."""
+"""Subsets: the samples that a phase trains on (paper, section 3.2.3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.bcd.data.sft.permutation import Permutation
 
 @st.composite
 def subsets(draw: st.DrawFn) -> PhaseSubset:
-    """Any subset of a small epoch, from one sample to all of them."""
+    """Draw any subset of a small epoch, from one sample to all of them."""
     num_samples = draw(st.integers(1, 60))
     size = draw(st.integers(1, num_samples))
     return PhaseSubset(num_samples=num_samples, ratio=size / num_samples, seed=draw(st.integers(-3, 3)))

@@ -1,4 +1,4 @@
-"""How many threads a process takes, and who decides."""
+"""The number of threads of a process, and what determines it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES += ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Eight cores, nothing set."""
+    """A machine with eight cores and no variables set."""
     before = torch.get_num_threads()
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)

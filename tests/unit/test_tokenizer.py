@@ -140,7 +140,7 @@ TIKTOKEN += [b"th", b"he", b"the", b" t", b" the", b"in", b"ing", b" ?", b"?\n",
 
 
 def tiktoken_file(path: Path, tokens: list[bytes]) -> str:
-    """A vocabulary as Megatron-LM's TikTokenizer reads it."""
+    """Write a vocabulary in the format of Megatron-LM's TikTokenizer."""
     entries = [
         {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode("utf-8", "replace")}
         for rank, token in enumerate(tokens)

@@ -1,4 +1,4 @@
-"""Tokenizers in an exported folder: transformers and this program's own reader give the ids of training."""
+"""Tokenizers in an exported folder: transformers and this program's reader return the ids of training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPELLED = ("", "</s>", "<s>", "<unk>", "<0x0A>", "<|endoftext|>", "<end>")
 
 
 def lines(number: int) -> Iterator[str]:
-    """Words of several scripts with odd white space, some of them as tokens are spelled."""
+    """Words of several scripts with unusual white space; some are spelled like tokens."""
     draw = random.Random(1)
     for _ in range(number):
         first, last = draw.choice(SCRIPTS)
@@ -66,7 +66,7 @@ def exported(tokenizer: Tokenizer, folder: Path, *, family: str = "gpt2") -> Pat
 
 
 def differing(tokenizer: Tokenizer, folder: Path, texts: list[str]) -> list[str]:
-    """Texts of which transformers or this program's reader of folders has other ids than the run."""
+    """Return the texts for which transformers or this program's reader has other ids than the run."""
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     ours = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(folder))
     assert (ours.vocab_size, ours.eod, ours.pad) == (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad)
@@ -155,7 +155,7 @@ def tiktoken(folder: Path, pattern: str) -> Tokenizer:
 
 
 def hugging_face(folder: Path, *, is_whole: bool = True) -> Tokenizer:
-    """A folder whose class, limit on lengths and begin token are not those of training."""
+    """A folder whose class, length limit and begin token differ from those of training."""
     engine = byte_level_bpe(folder)
     config: dict[str, Any] = {"eos_token": "<end>", "bos_token": "<s>", "unk_token": "<end>"}
     if is_whole:

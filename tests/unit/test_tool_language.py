@@ -1,4 +1,4 @@
-"""All tools alike: examples in their help that run, bad flags in one line, Ctrl-C."""
+"""Properties of all tools: examples in their help run, bad flags give one line, Ctrl-C leaves no traceback."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PATHS = {
 PATHS["soak"] = ROOT / "studies" / "soak.py"
 TOOLS = [*PATHS]
 RUN_AS_TYPED = ("plan", "preprocess_data", "recipe", "report", "show_schedule")
-"""Tools whose examples take seconds. Others train, or take minutes."""
+"""Tools whose examples take seconds. The others train, or take minutes."""
 
 
 def examples(tool: str) -> list[list[str]]:
-    """The words after the tool's name, of each example in its help."""
+    """Return the words after the tool's name, for each example in its help."""
     text = str(importlib.import_module(tool).__doc__).replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line.startswith("    ") and f"/{tool}.py" in line]
     commands = [shlex.split(line, comments=True) for line in lines]
@@ -63,7 +63,7 @@ def test_as_typed_without_torch(tool: str, words: str, tmp_path: Path) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """The files that examples read."""
+    """Write the files that the examples read."""
     (folder / "corpus.jsonl").write_text('{"text": "a few words"}\n' * 3)
     step = {"phase": 0, "block": 0, "loss": 1.0, "step_time_ms": 1.0, "tokens_per_second": 1.0}
     step |= {"model_state_bytes": [1]}

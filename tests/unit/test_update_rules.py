@@ -1,4 +1,4 @@
-"""Directions of updates without optimizer state."""
+"""Update directions that need no optimizer state."""
 
 from __future__ import annotations
 
