@@ -71,6 +71,9 @@ def test_use_checkpoint_args(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--group-query-attention contradicts --use-checkpoint-args"):
         parse(*load, "--group-query-attention", without=left_out)
     (folder / RUN_STATE).unlink()
-    for words, word in ((load, "only checkpoints of this program"), (load[:1], "--use-checkpoint-args needs --load")):
+    for words, word in (
+        (load, "only checkpoints of this program"),
+        (load[:1], "--use-checkpoint-args: there is no --load"),
+    ):
         with pytest.raises(ValueError, match=word):
             parse(*words)

@@ -1,4 +1,4 @@
-"""Values that follow from other flags, as in stock Megatron-LM's ``validate_args``, and flags without effect."""
+"""Derive values from other flags, like ``validate_args`` of stock Megatron-LM, and find flags without effect."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from megatron.bcd.config import DEFAULT_NUM_BLOCKS, DataConfig, TrainingConfig
 from megatron.bcd.runtime import packages
 
 Values = dict[str, Any]
-"""By field name."""
+"""Values by field name."""
 
 
 def derive_values(
     values: Values, flags: tuple[Flag, ...], *, asked: Mapping[str, Any], given: Mapping[str, Any], world_size: int
 ) -> list[str]:
-    """Fill in `values`; `given` holds those of the command line and of --load-hf, `asked` those of the former alone.
+    """Fill in `values`.
+
+    Args:
+        asked: values of the command line.
+        given: values of the command line and of --load-hf.
 
     Returns:
-        Lines of the run summary about flags that are accepted and have no effect, or another one.
+        Lines for the run summary about flags that have no effect, or another effect than the usual one.
     """
     lines = []
     if _leaves_no_evaluation(values["split"]):
@@ -57,9 +61,9 @@ def derive_values(
 
 
 def _take_back(values: Values, flags: tuple[Flag, ...], *, asked: Mapping[str, Any]) -> dict[str, str]:
-    """Set in `values` the defaults of flags that are given without the flag they belong to: by field, what to say."""
+    """Reset flags that are given without the flag they belong to. Return what the run summary says of each field."""
     by_field = {flag.field: flag for flag in flags}
-    found: dict[str, str] = {}
+    reset: dict[str, str] = {}
     for owners, fields in BELONG_TO.items():
         if any(holds(values, owner) for owner in owners.split()):
             continue
@@ -67,17 +71,17 @@ def _take_back(values: Values, flags: tuple[Flag, ...], *, asked: Mapping[str, A
             flag = by_field[field]
             if field in asked and (asked[field] != flag.default or asked[field] is True):
                 name = flag.off_names[0] if asked[field] is False else flag.names[0]
-                found[field] = f"{name} (without {' or '.join(owners.split()).replace('=', ' ')})"
+                reset[field] = f"{name} (without {' or '.join(owners.split()).replace('=', ' ')})"
                 values[field] = flag.default
-    return found
+    return reset
 
 
 def _leaves_no_evaluation(split: str | None) -> bool:
-    """Whether --split leaves nothing for validation and test, so that stock does not evaluate."""
+    """Return whether --split leaves nothing for validation and test, so that stock does not evaluate."""
     try:
         shares = DataConfig(split=split).split_shares
     except ValueError:
-        return False  # validation says so
+        return False  # validate.py reports it
     return shares is not None and shares[1:] == [0.0, 0.0]
 
 
@@ -99,20 +103,19 @@ def _derive_network(values: Values) -> None:
         values["recompute_granularity"] = values["recompute_granularity"] or "selective"
     is_fused = values["bias_gelu_fusion"] and values["add_bias_linear"]
     values["bias_activation_fusion"] = values["bias_swiglu_fusion"] if values["swiglu"] else is_fused
-    # passes outside of a step, such as those of --bcd-order greedy, would read outdated weights
+    # passes outside a step, such as those of --bcd-order greedy, would read outdated weights
     values["disable_parameter_transpose_cache"] = True if values["fp8"] else None
 
 
 def _derive_fine_tuning(values: Values, *, given: Mapping[str, Any]) -> None:
     if values["sft_packing"]:
         values["reset_position_ids"] = values["reset_attention_mask"] = True
-    if values["optimizer"] != "muon":  # which has no such mean
+    if values["optimizer"] != "muon":  # Muon does not support the mean over tokens
         values["calculate_per_token_loss"] = True
     if values["data_path"] and values["split"] is None:
         values["split"] = "95,5,0"
-    if "eval_iters" not in given and not _leaves_no_evaluation(
-        values["split"]
-    ):  # a validation split of records is small
+    has_validation = not _leaves_no_evaluation(values["split"])
+    if "eval_iters" not in given and has_validation:  # a validation split of records is small
         values["full_validation"] = True
 
 
@@ -121,7 +124,7 @@ def _derive_training(values: Values, *, world_size: int) -> None:
     if values["global_batch_size"] is None and values["micro_batch_size"] and model_ranks > 0:
         values["global_batch_size"] = values["micro_batch_size"] * max(1, world_size // model_ranks)
     if values["tensor_model_parallel_size"] == 1:
-        values["sequence_parallel"] = False  # stock's own rule
+        values["sequence_parallel"] = False  # as in stock
     for unit in ("iters", "samples"):
         if values[f"lr_decay_{unit}"] is None:
             values[f"lr_decay_{unit}"] = values[f"train_{unit}"]
@@ -133,21 +136,23 @@ def _derive_training(values: Values, *, world_size: int) -> None:
 
 def _derive_precision(values: Values, *, given: Mapping[str, Any]) -> None:
     if values["bf16"]:
-        # stock's own rule: what the optimizer is given in bf16 is reduced in it
-        asks_bf16 = values["use_precision_aware_optimizer"] and values["main_grads_dtype"] == "bf16"
-        is_reduced_in_bf16 = values["grad_reduce_in_bf16"] or asks_bf16
+        # as in stock: gradients that the optimizer gets in bf16 are reduced in bf16
+        wants_bf16 = values["use_precision_aware_optimizer"] and values["main_grads_dtype"] == "bf16"
+        is_reduced_in_bf16 = values["grad_reduce_in_bf16"] or wants_bf16
         values["grad_reduce_in_fp32"] = bool(given.get("grad_reduce_in_fp32")) or not is_reduced_in_bf16
     if values["fp16"] and values["loss_scale"] is None:
-        # under dynamic scaling a gradient that is not finite is the scaler's signal, not an error
+        # with a dynamic loss scale a gradient that is not finite only lowers the scale
         values["check_for_nan_in_loss_and_grad"] = False
-    values["check_for_nan_in_grad"] = False  # it would end the run; a step that is not finite is skipped
-    # offload is a branch of the precision-aware optimizer, as in stock
+    values["check_for_nan_in_grad"] = False  # Megatron Core would end the run, instead of skipping the step
+    # as in stock, offload is a variant of the precision-aware optimizer
     values["is_precision_aware"] = values["optimizer_cpu_offload"] or _is_precision_aware(values)
 
 
 def _is_precision_aware(values: Values) -> bool:
-    """Whether Transformer Engine's Adam holds main parameters and moments itself: where it is there, as only memory
-    differs, or where lower precision is asked for."""
+    """Return whether Transformer Engine's Adam stores main parameters and moments.
+
+    It does so where it is installed, because only memory differs, and where a lower precision of the moments needs it.
+    """
     is_possible = (
         values["use_precision_aware_optimizer"]
         and values["bf16"]
@@ -167,9 +172,12 @@ def _derive_tokenizer(values: Values) -> None:
 
 
 def _derive_blocks(values: Values, *, given: Mapping[str, Any]) -> None:
-    """With blocks, preset finetune has as many as a pipeline stage has layers. A tied head is the embedding:
-    --bcd-frozen names both or neither. A preset's always-active parts leave out frozen ones, and a head with its own
-    phase; where embedding and head cannot be factored, they stay with Adam."""
+    """Derive the values of blocks.
+
+    Preset finetune with blocks has as many as a pipeline stage has layers. --bcd-frozen names both the embedding and a
+    tied head or neither, because they are one weight. The always-active parts of a preset exclude frozen parts and a
+    head with its own phase. Where embedding and head can't be factored, Adam updates them.
+    """
     has_number = values["bcd_num_blocks"] is not None or values["bcd_layout"] == "stage"
     if values["bcd_preset"] == "finetune" and not has_number and values["num_layers"]:
         values["bcd_num_blocks"] = max(1, values["num_layers"] // max(1, values["pipeline_model_parallel_size"]))
@@ -181,8 +189,8 @@ def _derive_blocks(values: Values, *, given: Mapping[str, Any]) -> None:
         frozen += sorted(tied - set(frozen))
         values["bcd_frozen"] = ",".join(frozen)
     if values["bcd_preset"] is not None and "bcd_always_active" not in given and values["bcd_always_active"]:
-        taken = [*frozen, "head"] if values["bcd_head_phase"] else frozen
-        left = [part for part in values["bcd_always_active"].split(",") if part not in taken]
+        excluded = [*frozen, "head"] if values["bcd_head_phase"] else frozen
+        left = [part for part in values["bcd_always_active"].split(",") if part not in excluded]
         values["bcd_always_active"] = ",".join(left) or "none"
     if values["bcd_preset"] is not None and "bcd_embedding_update" not in given:
         is_trained = {"embedding", "head"} & set(str(values["bcd_always_active"]).split(","))
@@ -191,10 +199,12 @@ def _derive_blocks(values: Values, *, given: Mapping[str, Any]) -> None:
 
 
 def _derive_chunks(values: Values, *, given: Mapping[str, Any]) -> int | None:
-    """Chunks of a pipeline stage imply the layout that has them, each of which belongs to one block.
+    """Derive the chunks of a pipeline stage, and the layout interleaved that they imply.
+
+    Each chunk belongs to one block, so `values` gets a multiple of the number of blocks.
 
     Returns:
-        How many flags ask for; in `values` they are a multiple of the blocks.
+        The number of chunks that the flags ask for.
     """
     layers, per_chunk = values["num_layers"] or 0, values["num_layers_per_virtual_pipeline_stage"] or 0
     if per_chunk > 0 and values["num_virtual_stages_per_pipeline_rank"] is None:
@@ -202,10 +212,12 @@ def _derive_chunks(values: Values, *, given: Mapping[str, Any]) -> int | None:
         if not left and on_stage % per_chunk == 0:
             values["num_virtual_stages_per_pipeline_rank"] = on_stage // per_chunk
     num_chunks = values["num_virtual_stages_per_pipeline_rank"] or 1
-    if num_chunks > 1 and "bcd_layout" not in given and values["bcd_layout"] in ("spread", "strided"):  # a preset's too
+    if (
+        num_chunks > 1 and "bcd_layout" not in given and values["bcd_layout"] in ("spread", "strided")
+    ):  # also if a preset set it
         values["bcd_layout"] = "interleaved"
     if values["bcd_layout"] == "interleaved" and values["pipeline_model_parallel_size"] > 1:
-        values["overlap_param_gather"] = False  # it would change speed alone
+        values["overlap_param_gather"] = False  # not supported with chunks; it only affects speed
     if num_chunks <= 1:
         return None
     if values["bcd_layout"] == "interleaved" and values["pipeline_model_parallel_layout"] is None:

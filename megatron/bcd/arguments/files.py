@@ -1,4 +1,4 @@
-"""Values that files on the command line hold: lists of data, the model of --load-hf, the checkpoint in --load."""
+"""Read values from the files that flags name: lists of data, the model of --load-hf, the checkpoint in --load."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
 def read_data_files(values: dict[str, Any]) -> None:
-    """Set the data paths in `values`, by field name, to what --data-args-path or --per-split-data-args-path hold.
+    """Set the data paths in `values` to the contents of --data-args-path or --per-split-data-args-path.
 
     Raises:
-        ValueError: both a file and a path are given, or a file can't be read; one line that names the flag.
+        ValueError: both a file and a path are given, or a file can't be read.
     """
     for field in ("data_args_path", "per_split_data_args_path"):
         path = values[field]
@@ -30,27 +30,29 @@ def read_data_files(values: dict[str, Any]) -> None:
         name = f"--{field.replace('_', '-')} {path}"
         for given in _PATHS:
             if values[given]:
-                raise ValueError(f"{name} and --{given.replace('_', '-')} cannot be combined: give one of them")
+                raise ValueError(f"{name} and --{given.replace('_', '-')} cannot be combined. Leave one of them out.")
         try:
             with open(path, encoding="utf-8") as file:
                 text = file.read()
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not text"
-            raise ValueError(f"{name} can't be read ({reason}): give a file that lists prefixes of datasets") from error
+            raise ValueError(
+                f"{name}: can't be read ({reason}). Give a file that lists prefixes of datasets."
+            ) from error
         if field == "per_split_data_args_path":
             values.update(_data_by_split(text, name))
         elif not text.split():
-            raise ValueError(f"{name} is empty: give a file that lists prefixes of datasets")
+            raise ValueError(f"{name}: the file is empty. Give one that lists prefixes of datasets.")
         else:
             values["data_path"] = tuple(text.split())
 
 
 def _data_by_split(text: str, name: str) -> dict[str, tuple[str, ...] | None]:
-    """A JSON object as stock's: under each split a list of words, or one string of them; null for none."""
+    """Parse stock's JSON object. Each split has a list of words or a string of words; null stands for no data."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not JSON ({error})") from error
+        raise ValueError(f"{name}: is not JSON ({error}). Give a file with the lists train, valid and test.") from error
     if not isinstance(content, dict) or set(content) != set(_SPLITS):
         raise ValueError(f'{name}: must be {{"train": [...], "valid": [...], "test": [...]}}')
     paths: dict[str, tuple[str, ...] | None] = {}
@@ -63,8 +65,9 @@ def _data_by_split(text: str, name: str) -> dict[str, tuple[str, ...] | None]:
 
 
 def values_of_model(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values by field name that --load-hf takes from the model's config.json: those that the weights depend on, and
-    those that given flags replace.
+    """Return the values by field name that --load-hf takes from the model's config.json.
+
+    The first ones are fixed by the weights; given flags replace the second ones.
 
     Raises:
         ValueError: the model can't be used, or a given flag contradicts it.
@@ -79,19 +82,19 @@ def values_of_model(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[di
             asked = flag.off_names[0] if value is False else flag.names[0]
             raise ValueError(
                 f"{asked}{'' if flag.type is bool else f' {value}'} contradicts --load-hf {name}, whose config.json "
-                f"says {fixed[flag.field]}: leave the flag out"
+                f"says {fixed[flag.field]}. Leave the flag out."
             )
     window, length = network.sliding_window, given.get("seq_length")
     if window is not None and length is not None and length > window:
         raise ValueError(
-            f"--seq-length {length} is longer than the sliding window of --load-hf {name}, {window} tokens, which "
-            "attention here does not have: give at most that"
+            f"--seq-length {length}: the sliding window of --load-hf {name} has {window} tokens, and attention here "
+            f"has no window. Give at most {window}."
         )
     inner, outer = network.hidden_dropout, network.embedding_dropout
     if network.family == "gpt2" and inner != outer and "hidden_dropout" not in given:
         raise ValueError(
-            f"--load-hf {name} has resid_pdrop {inner} and embd_pdrop {outer}, and --hidden-dropout is one value for "
-            "both: give it"
+            f"--load-hf {name}: resid_pdrop is {inner} and embd_pdrop {outer}, but --hidden-dropout sets both. Give "
+            "--hidden-dropout."
         )
     defaults = default_flags(network)
     has_tokenizer_flag = {"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"} & given.keys()
@@ -100,28 +103,29 @@ def values_of_model(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[di
     return fixed, defaults
 
 
-_OF_THIS_RUN = frozenset(("attention_backend", "transformer_impl", "use_cpu_initialization"))
-"""Flags of the network that say how it is computed, not which it is."""
+_COMPUTATION = frozenset(("attention_backend", "transformer_impl", "use_cpu_initialization"))
+"""Flags of the network that choose how it is computed, not what it computes."""
 
 
 def take_checkpoint_flags(values: dict[str, Any], flags: Iterable[Flag], *, given: Mapping[str, Any]) -> None:
-    """--use-checkpoint-args: set in `values` the flags of network and tokenizer that are not `given` to those that the
-    checkpoint was written with. What is given and contradicts it is an error when the checkpoint is loaded.
+    """Set the flags of network and tokenizer in `values` to those of the checkpoint (--use-checkpoint-args).
+
+    Flags that are `given` stay. If they contradict the checkpoint, loading it raises an error.
 
     Raises:
-        ValueError: there is no checkpoint, another program wrote it, or query groups are asked for that its network
-            does not have; one line.
+        ValueError: there is no checkpoint, another program wrote it, or its network has no query groups and the flags
+            ask for some.
     """
     saved = _saved_flags(values)
     if given.get("group_query_attention") and saved["transformer"].get("num_query_groups") is None:
         raise ValueError(
             f"--group-query-attention contradicts --use-checkpoint-args: every head of the network in --load "
-            f"{values['load']} has its own keys and values; leave the flag out"
+            f"{values['load']} has its own keys and values. Leave the flag out."
         )
     for flag in flags:
-        is_of_model = flag.section and flag.group in (NETWORK, TOKENIZER) and flag.field not in _OF_THIS_RUN
+        is_of_model = flag.section and flag.group in (NETWORK, TOKENIZER) and flag.field not in _COMPUTATION
         if is_of_model and flag.field not in given:
-            # Megatron Core's fields that are absent were left to its defaults; others are newer than the checkpoint
+            # an absent field of Megatron Core had its default; an absent field of ours is newer than the checkpoint
             missing = None if flag.section == "transformer" else flag.default
             value = saved[flag.section].get(flag.field, missing)
             values[flag.field] = tuple(value) if isinstance(value, list) else value
@@ -130,38 +134,40 @@ def take_checkpoint_flags(values: dict[str, Any], flags: Iterable[Flag], *, give
 
 
 def positions_of_checkpoint(values: Mapping[str, Any]) -> int | None:
-    """--max-position-embeddings of the weights with which --finetune starts; None where nothing says it."""
+    """Return --max-position-embeddings of the weights that --finetune starts with; None if nothing tells it."""
     if values["load"] is None or not values["finetune"]:
         return None
     try:
         saved: int | None = _saved_flags(values)["model"].get("max_position_embeddings")
         return saved
-    except ValueError:  # no run has written it
-        found = layout.candidates(values["load"]) if values["ckpt_step"] is None else [values["ckpt_step"]]
+    except ValueError:  # a converted model
+        iterations = layout.candidates(values["load"]) if values["ckpt_step"] is None else [values["ckpt_step"]]
     try:
-        carried = os.path.join(layout.iteration_folder(values["load"], found[0]), convert.COMPANIONS_FOLDER)
+        carried = os.path.join(layout.iteration_folder(values["load"], iterations[0]), convert.COMPANIONS_FOLDER)
         return folder.read_architecture(carried).plain_positions
     except (ValueError, IndexError):
-        return None  # if that matters, loading the weights says so
+        return None  # if it matters, loading the weights raises an error
 
 
 def _saved_flags(values: Mapping[str, Any]) -> Mapping[str, Any]:
     root, step = values["load"], values["ckpt_step"]
     if root is None:
-        raise ValueError("--use-checkpoint-args needs --load")
-    found = layout.candidates(root) if step is None else [step]
-    if not found:
-        raise ValueError(f"--load {root}: holds no checkpoint, and --use-checkpoint-args needs one")
-    file = os.path.join(layout.iteration_folder(root, found[0]), layout.RUN_STATE)
+        raise ValueError("--use-checkpoint-args: there is no --load. Give one.")
+    iterations = layout.candidates(root) if step is None else [step]
+    if not iterations:
+        raise ValueError(
+            f"--load {root}: holds no checkpoint, and --use-checkpoint-args needs one. Give another folder."
+        )
+    file = os.path.join(layout.iteration_folder(root, iterations[0]), layout.RUN_STATE)
     try:
         with open(file, encoding="utf-8") as opened:
             text = opened.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"--use-checkpoint-args: {file} can't be read ({error}); only checkpoints of this program hold flags: give "
-            "those of the model"
+            f"--use-checkpoint-args: {file} can't be read ({error}), and only checkpoints of this program hold flags. "
+            "Give the flags of the model."
         ) from error
     flags: Mapping[str, Any] = run_state.from_json(text, path=f"--load {root}: {file}").flags
     if not all(isinstance(flags.get(section), dict) for section in ("transformer", "model", "tokenizer")):
-        raise ValueError(f"--load {root}: {file} is damaged (it holds no flags)")
+        raise ValueError(f"--load {root}: {file} is damaged (it holds no flags). Leave out --use-checkpoint-args.")
     return flags

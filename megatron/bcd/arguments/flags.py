@@ -1,4 +1,4 @@
-"""Flags generated from dataclasses: those of ``config``, and the fields of Megatron Core's that ``stock.py`` names."""
+"""Generate flags from dataclasses: those of ``config``, and the fields of Megatron Core's that ``stock.py`` lists."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ class Flag:
 
     field: str
     section: str
-    """Section of RunConfig with the field; empty for a flag that only other values are derived from."""
+    """The section of RunConfig with the field; empty if only other values are derived from it."""
     group: str
     help: str
     default: Any
     type: Any
-    """``bool`` for a switch, else a function from text to value."""
+    """``bool`` for a switch, otherwise a function from text to value."""
     names: tuple[str, ...]
     """Spellings that set the value, or switch it on."""
     off_names: tuple[str, ...] = ()
@@ -90,17 +90,17 @@ class Flag:
 
     @property
     def shown(self) -> str:
-        """The spelling that ``--help`` shows: that which changes the default."""
+        """The spelling that changes the default, which ``--help`` shows."""
         return self.off_names[0] if self.default is True else self.names[0]
 
 
 def dashed(field: str) -> str:
-    """A field's name as a flag."""
+    """Return a field's name as a flag."""
     return "--" + field.replace("_", "-")
 
 
 def _switch_names(field: str, stock_name: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Spellings that switch a field on, and off: a script's defaults, or a file of flags, may have it either way."""
+    """Return the spellings that switch a field on and off. A script's default or a file of flags may be either."""
     if stock_name is None:
         name = dashed(field)[2:]
         return (f"--{name}",), (f"--no-{name}", f"--disable-{name}")
@@ -111,8 +111,8 @@ def _switch_names(field: str, stock_name: str | None) -> tuple[tuple[str, ...], 
     return (stock_name,), ("--no-" + stock_name[2:],)
 
 
-def _of_annotation(annotation: Any) -> tuple[Any, tuple[Any, ...] | None, str | None]:
-    """(function from text to value, choices, nargs) of a dataclass field's annotation."""
+def _parse_annotation(annotation: Any) -> tuple[Any, tuple[Any, ...] | None, str | None]:
+    """Return the function from text to value, choices and nargs that a field's annotation asks for."""
     if typing.get_origin(annotation) in (typing.Union, UnionType):
         annotation = next(option for option in typing.get_args(annotation) if option is not type(None))
     if typing.get_origin(annotation) is typing.Literal:
@@ -125,8 +125,8 @@ def _of_annotation(annotation: Any) -> tuple[Any, tuple[Any, ...] | None, str | 
     return annotation, None, None
 
 
-def _help_of_core(core: Any) -> Mapping[str, str]:
-    """Of the docstring under each field of a dataclass, inherited fields included, the first sentence."""
+def _core_help(core: Any) -> Mapping[str, str]:
+    """Return the first sentence of the docstring under each field of a dataclass, including inherited fields."""
     texts: dict[str, str] = {}
     kinds: list[Any] = [kind for kind in reversed(core.__mro__) if dataclasses.is_dataclass(kind)]
     for kind in kinds:
@@ -145,11 +145,11 @@ def _help_of_core(core: Any) -> Mapping[str, str]:
 
 
 def _flag(section: str, field: dataclasses.Field[Any], annotation: Any, group: str, help: str = "") -> Flag:
-    """What the annotation says, what Megatron Core's metadata or ours add, and where stock differs from all of them."""
+    """Build a flag from the annotation, then Megatron Core's metadata or ours, then stock's differences."""
     core = field.metadata.get("argparse_meta", {})
-    own = {name: value for name, value in field.metadata.items() if name != "argparse_meta" and value is not None}
-    differs = own | stock.DIFFERENCES.get(field.name, {})
-    kind, choices, nargs = _of_annotation(annotation)
+    ours = {name: value for name, value in field.metadata.items() if name != "argparse_meta" and value is not None}
+    differs = ours | stock.DIFFERENCES.get(field.name, {})
+    kind, choices, nargs = _parse_annotation(annotation)
     kind = differs.get("type", kind)
     stock_name = differs.get("name", next(iter(core.get("arg_names", ())), None))
     names: tuple[str, ...] = (stock_name or dashed(field.name),)
@@ -180,19 +180,19 @@ def _flags() -> tuple[Flag, ...]:
 
 def _generate() -> Iterator[Flag]:
     for section, (core, groups) in CORE_SECTIONS.items():
-        hints, helps = typing.get_type_hints(core), _help_of_core(core)
+        hints, helps = typing.get_type_hints(core), _core_help(core)
         by_name = {field.name: field for field in dataclasses.fields(core)}
         for group, names in groups.items():
             for name in names.split():
                 yield _flag(section, by_name[name], hints[name], group, helps[name])
-    for section, (own, group) in {"": (stock.StockSwitches, stock.NETWORK), **OWN_SECTIONS}.items():
-        hints = typing.get_type_hints(own)
-        for field in dataclasses.fields(own):
+    for section, (kind, group) in {"": (stock.StockSwitches, stock.NETWORK), **OWN_SECTIONS}.items():
+        hints = typing.get_type_hints(kind)
+        for field in dataclasses.fields(kind):
             yield _flag(section, field, hints[field.name], group)
 
 
 def generate_flags(defaults: Mapping[str, object] | None = None) -> tuple[Flag, ...]:
-    """Every supported flag; ``defaults`` are a script's own by field name, e.g. ``{"swiglu": True}``.
+    """Return every supported flag. ``defaults`` are those of a script by field name, e.g. ``{"swiglu": True}``.
 
     Raises:
         ValueError: a default is for a field that no flag sets.
@@ -205,7 +205,7 @@ def generate_flags(defaults: Mapping[str, object] | None = None) -> tuple[Flag, 
 
 
 def flag_name(field: str) -> str:
-    """The flag that sets a field, or switches it on."""
+    """Return the flag that sets a field, or switches it on."""
     return _names()[field]
 
 
@@ -227,8 +227,11 @@ def _by_name() -> Mapping[str, tuple[Flag, bool]]:
 
 
 def holds(values: Mapping[str, Any], condition: str) -> bool:
-    """Whether `values`, by field name, are as the flag says: ``--bf16``, ``--no-bf16``, ``--optimizer=adam``,
-    ``--eval-iters!=0``, or, for a flag with a value that may be any, ``--save``: it is not the default."""
+    """Return whether `values`, by field name, meet a condition.
+
+    Conditions are ``--bf16``, ``--no-bf16``, ``--optimizer=adam``, ``--eval-iters!=0``. ``--save`` alone, of a flag
+    with a value, means any value but the default.
+    """
     name, _, wanted = condition.replace("!=", "=").partition("=")
     flag, is_on = _by_name()[name]
     value = values[flag.field]

@@ -1,4 +1,4 @@
-"""The command line as argparse reads it: ``--help``, all problems at once, files of flags, and the RunConfig."""
+"""Parse the command line into a RunConfig: ``--help``, files of flags, and all problems at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.bcd.config.yaml_file import read_yaml
 
 
 class ConfigurationError(ValueError):
-    """What is wrong with a command line; as text one line, also for several problems."""
+    """The problems of a command line. The text is one line, also for several problems."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -34,18 +34,18 @@ class ConfigurationError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """What a command line asks for."""
+    """The result of a command line."""
 
     config: RunConfig
     notes: tuple[str, ...] = ()
-    """Lines of the run summary about flags that were accepted."""
+    """Lines for the run summary about accepted flags."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises ValueError instead of exiting: every rank parses, and only one reports."""
+    """A parser that raises ValueError instead of exiting: every rank parses, and only one reports."""
 
     def print_help(self, file: Any = None) -> None:
-        if os.environ.get("RANK", "0") == "0":  # once, not once per rank
+        if os.environ.get("RANK", "0") == "0":
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 _NOT_IN_A_FILE = ("config", "dry_run", "dry_run_world_size", "print_config", "help")
-"""Fields of flags that belong on the command line."""
+"""Flags that are accepted on the command line only."""
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
@@ -125,9 +125,9 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 def _parse(argv: Sequence[str], parser: _Parser) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values on the command line by field name (flags that are absent have no entry), and the problems by flag.
+    """Return the values on the command line by field name, and the problems by flag.
 
-    Stock's flags that set nothing here are among the values by their own names.
+    Absent flags have no entry. Flags of stock without effect are among the values by their own names.
     """
     values: dict[str, Any] = {}
     problems: dict[str, str] = {}
@@ -149,7 +149,7 @@ def _parse(argv: Sequence[str], parser: _Parser) -> tuple[dict[str, Any], dict[s
             continue
         try:
             if joined == ["--"]:  # argparse would set an empty list
-                raise ValueError(f"{name}: '--' is not a value")
+                raise ValueError(f"{name}: '--' is not a value. Give one.")
             namespace, rest = parser.parse_known_args(words)
             if rest:
                 raise ValueError(f"unexpected argument {rest[0]!r} after {name}: every value belongs to a flag")
@@ -161,11 +161,12 @@ def _parse(argv: Sequence[str], parser: _Parser) -> tuple[dict[str, Any], dict[s
 
 
 def _parse_file(path: str, parser: _Parser) -> tuple[dict[str, Any], dict[str, str]]:
-    """As `_parse` of a YAML file, whose keys are flags without their dashes (``num-layers``, or ``num_layers``); a
-    switch is true or false. Each problem begins with the file and the key.
+    """Parse a YAML file of flags, see `_parse` for the result. Each problem begins with the file and the key.
+
+    Keys are flags without the leading dashes (``num-layers`` or ``num_layers``); switches are true or false.
 
     Raises:
-        ValueError: it can't be read, or is no mapping.
+        ValueError: the file can't be read, or is not a mapping.
     """
     content = read_yaml(path, instead="--config needs a YAML file, such as --print-config prints")
     if content is None:  # an empty file, or comments alone
@@ -179,24 +180,28 @@ def _parse_file(path: str, parser: _Parser) -> tuple[dict[str, Any], dict[str, s
         if name not in parser.actions:
             name = name.replace("_", "-")
         try:
-            found = _parse_entry(name, value, parser)
-            if values.keys() & found:
-                raise ValueError("another key sets the same: leave one of them out")
-            values |= found
+            entry = _parse_entry(name, value, parser)
+            if values.keys() & entry:
+                raise ValueError("another key sets the same. Leave one of them out.")
+            values |= entry
         except ValueError as error:
             problems[name] = f"{path}: {key}: {error}"
     return values, problems
 
 
 def _parse_entry(name: str, value: Any, parser: _Parser) -> dict[str, Any]:
-    """By field name; empty for a flag of Megatron-LM without effect that is off. Raises ValueError."""
+    """Return the value by field name. A flag of Megatron-LM without effect has no value if it is off.
+
+    Raises:
+        ValueError: the key is no flag, or the value is not one that it accepts.
+    """
     action = parser.actions.get(name)
     if action is None:
         if not stock.has_no_effect(name, [str(value)]):
             raise ValueError(_unknown(name, parser.actions))
         return {} if value is False else {name: value}
     if action.dest in _NOT_IN_A_FILE:
-        raise ValueError("belongs on the command line: leave it out")
+        raise ValueError("belongs on the command line. Leave it out.")
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ValueError(f"{value!r}: must be true or false")
@@ -209,16 +214,16 @@ def _parse_entry(name: str, value: Any, parser: _Parser) -> dict[str, Any]:
         raise ValueError(f"{value}: takes one value, not a list")
     if action.nargs is not None and any(str(item).startswith("--") for item in items):
         raise ValueError(f"{value}: a value can't begin with a dash")
-    # in one word a value may begin with a dash
+    # joined to its flag a value may begin with a dash
     words = [f"{name}={value}"] if action.nargs is None else [name, *map(str, items)]
     namespace, rest = parser.parse_known_args(words)
     if rest:
         raise ValueError(f"{rest[0]!r} is one value too many")
-    return {field: tuple(found) if isinstance(found, list) else found for field, found in vars(namespace).items()}
+    return {field: tuple(item) if isinstance(item, list) else item for field, item in vars(namespace).items()}
 
 
 def _print_config(config: RunConfig, *, flags: Iterable[Flag], given: Mapping[str, Any], ranks: int, prog: str) -> str:
-    """A file for --config: the flags that were `given`, and as comments all others with their value in this run."""
+    """Return a file for --config with the flags that were `given`. Comments show the values of all others."""
     run = {field: value for section in dataclasses.asdict(config).values() for field, value in section.items()}
     kept = {flag.names[0][2:]: given[flag.field] for flag in flags if flag.field in given}
     kept |= {name[2:]: value for name, value in given.items() if name.startswith("--")}
@@ -238,8 +243,8 @@ def _as_yaml(values: Mapping[str, Any]) -> str:
 
 def _assemble(flags: Iterable[Flag], values: Mapping[str, Any]) -> RunConfig:
     values = dict(values) | {"use_precision_aware_optimizer": values["is_precision_aware"]}
-    of_core = [flag.field for flag in flags if flag.section == "transformer"]
-    of_core += ["bias_activation_fusion", "disable_parameter_transpose_cache"]
+    core_fields = [flag.field for flag in flags if flag.section == "transformer"]
+    core_fields += ["bias_activation_fusion", "disable_parameter_transpose_cache"]
     kinds: dict[str, Any] = {"optimizer": OptimizerSettings, "ddp": DdpSettings}
     kinds |= {name: kind for name, (kind, _) in OWN_SECTIONS.items()}
     sections: dict[str, Any] = {
@@ -249,7 +254,7 @@ def _assemble(flags: Iterable[Flag], values: Mapping[str, Any]) -> RunConfig:
     return RunConfig(
         transformer={
             field: list(value) if isinstance(value, tuple) else value
-            for field in of_core
+            for field in core_fields
             if (value := values[field]) is not None
         },
         **sections,
@@ -264,52 +269,59 @@ def _check(
     world_size: int,
     starts: bool,
 ) -> CommandLine:
-    """What these values ask for. Raises ConfigurationError with `problems` and every rule that the values break.
+    """Build the result of a command line from its values.
 
-    `starts`: the run is to start, so that there are files to read and to write to.
+    Args:
+        given: values by field name.
+        problems: what is wrong with single flags, by flag.
+        starts: the run is going to start, so its files are read and must be writable.
+
+    Raises:
+        ConfigurationError: with `problems` and every rule that the values break.
     """
     asked = given
     preset = given.get("bcd_preset")
-    of_model: dict[str, Any] = {}
+    model_values: dict[str, Any] = {}
     if given.get("load_hf") is not None:
         try:
-            fixed, of_model = files.values_of_model(given, flags)
+            fixed, model_values = files.values_of_model(given, flags)
         except ValueError as error:  # without the network nothing else can be checked
             raise ConfigurationError([*problems.values(), str(error)]) from error
         given = {**fixed, **given}
-    of_preset = {} if preset is None else preset_values(preset, asked, {**of_model, **given})
-    values = {flag.field: flag.default for flag in flags} | of_model | of_preset
+    preset_defaults = {} if preset is None else preset_values(preset, asked, {**model_values, **given})
+    values = {flag.field: flag.default for flag in flags} | model_values | preset_defaults
     values |= {field: value for field, value in given.items() if field in values}
-    found = list(problems.values())
+    all_problems = list(problems.values())
     try:
         if starts:
             files.read_data_files(values)
         if values["use_checkpoint_args"]:
             files.take_checkpoint_flags(values, flags, given=given)
     except ValueError as error:
-        found.append(str(error))
+        all_problems.append(str(error))
     if starts and values["max_position_embeddings"] is None:
         values["max_position_embeddings"] = files.positions_of_checkpoint(values)
     notes = derive_values(values, flags, asked=asked, given=given, world_size=world_size)
     config = _assemble(flags, values)
     for text in find_problems(
-        config, values, given=given, world_size=world_size, starts=starts, is_partial=bool(found)
+        config, values, given=given, world_size=world_size, starts=starts, is_partial=bool(all_problems)
     ):
-        # what follows from a flag that is wrong anyway says nothing new
+        # a rule about a flag that is wrong anyway adds nothing
         if not any(_names(text, name) for name in problems):
-            of_text = [flag_name(field) for field in of_preset if _names(text, flag_name(field))]
-            hint = f" ({', '.join(of_text)} from --bcd-preset {preset}; flags that are given win)" if of_text else ""
-            found.append(text + hint)
-    if found:
-        raise ConfigurationError(found)
+            preset_flags = [flag_name(field) for field in preset_defaults if _names(text, flag_name(field))]
+            hint = f" ({', '.join(preset_flags)} from --bcd-preset {preset}; flags that are given win)"
+            all_problems.append(text + hint if preset_flags else text)
+    if all_problems:
+        raise ConfigurationError(all_problems)
     try:
         config = run_plan.with_balanced_cut(config, reads_files=starts)
-    except ValueError as error:  # the tokenizer's files
+    except ValueError as error:  # the tokenizer can't be read
         raise ConfigurationError([str(error)]) from error
     return CommandLine(config=config, notes=tuple(notes))
 
 
 def _names(text: str, flag: str) -> bool:
+    """Return whether a message names the flag."""
     return re.search(rf"{re.escape(flag)}(?![\w-])", text) is not None
 
 
@@ -320,16 +332,16 @@ def read_command_line(
     defaults: Mapping[str, object] | None = None,
     world_size: int | None = None,
 ) -> CommandLine:
-    """The checked RunConfig of a command line, and what the run summary says of its flags.
+    """Return the checked RunConfig of a command line, and what the run summary says of its flags.
 
-    What one flag of stock Megatron-LM implies for another (its ``validate_args``) is filled in; what a Megatron Core
-    dataclass derives itself is left to it.
+    Fills in what flags imply for other flags, like ``validate_args`` of stock Megatron-LM. What a dataclass of Megatron
+    Core derives itself is left to it.
 
     Args:
-        argv: the flags; None for those of the process.
-        prog: the script's name, for ``--help``.
-        defaults: a script's own defaults by field name, e.g. ``{"swiglu": True}``.
-        world_size: number of ranks; None for torchrun's ``WORLD_SIZE``, 1 without it.
+        argv: the flags; None means those of the process.
+        prog: the name of the script, for ``--help``.
+        defaults: the defaults of the script by field name, e.g. ``{"swiglu": True}``.
+        world_size: number of ranks; None means torchrun's ``WORLD_SIZE``, or 1 without it.
 
     Raises:
         ValueError: one line that names the flags, what is wrong and what would be right.
@@ -369,5 +381,5 @@ def parse_run_config(
     defaults: Mapping[str, object] | None = None,
     world_size: int | None = None,
 ) -> RunConfig:
-    """The RunConfig of `read_command_line`."""
+    """Return the RunConfig of `read_command_line`."""
     return read_command_line(argv, prog=prog, defaults=defaults, world_size=world_size).config

@@ -1,6 +1,6 @@
-"""What the command line of stock Megatron-LM (release core_v0.16.1) does: the tables behind its flags here.
+"""Tables of how the command line of stock Megatron-LM (release core_v0.16.1) works.
 
-Types, defaults and help of flags come from the dataclass fields that they set (``flags.py``).
+Types, defaults and help of flags come from the dataclass fields that they set, see ``flags.py``.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ OPTIMIZER_FIELDS = {
     "pin_cpu_grads",
     PRECISION: "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
 }
-"""The same of ``OptimizerConfig``."""
+"""Fields of ``OptimizerConfig`` that have a flag."""
 DDP_FIELDS = {
     PRECISION: "grad_reduce_in_fp32",
     PARALLELISM: "overlap_grad_reduce overlap_param_gather bucket_size pad_buckets_for_high_nccl_busbw "
     "average_in_collective",
 }
-"""The same of ``DistributedDataParallelConfig``."""
+"""Fields of ``DistributedDataParallelConfig`` that have a flag."""
 
 DIFFERENCES: dict[str, dict[str, Any]] = {
-    # stock's names and defaults that Megatron Core's dataclasses do not say
+    # names and defaults of stock that Megatron Core's dataclasses do not have
     "masked_softmax_fusion": {"name": "--no-masked-softmax-fusion", "default": True},
     "bias_dropout_fusion": {"name": "--no-bias-dropout-fusion", "default": True},
     "apply_rope_fusion": {"name": "--no-rope-fusion", "default": True},
@@ -81,7 +81,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "bucket_size": {"name": "--ddp-bucket-size"},
     "pad_buckets_for_high_nccl_busbw": {"name": "--ddp-pad-buckets-for-high-nccl-busbw"},
     "average_in_collective": {"name": "--ddp-average-in-collective"},
-    # None leaves a field to Megatron Core
+    # with None Megatron Core uses its default
     "fp8_margin": {"default": None},
     "fp8_amax_history_len": {"default": None},
     "fp8_amax_compute_algo": {"default": None},
@@ -101,7 +101,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "choices": ("native", "linear"),
         "help": "linear: head and loss together, with the logits of a few tokens at a time; not bit-equal",
     },
-    # help where Megatron Core's is about something else
+    # help where that of Megatron Core describes something else
     "ffn_hidden_size": {
         "help": "inner width of the feed-forward part; default 4 x --hidden-size, with --swiglu two thirds of that in "
         "multiples of 64"
@@ -131,7 +131,7 @@ CORE_RANGES = {field: range for range, fields in _RANGES.items() for field in fi
 
 @dataclass(frozen=True, kw_only=True)
 class StockSwitches:
-    """Stock's switches that set no field of their own name: ``derive.py`` derives other values from them."""
+    """Switches of stock that set no field. ``derive.py`` derives other values from them."""
 
     group_query_attention: bool = option(
         False, "heads share keys and values in --num-query-groups groups", group=NETWORK
@@ -152,7 +152,7 @@ ALIASES = {
     "use_checkpoint_opt_param_scheduler": ("--use-checkpoint-opt_param-scheduler",),
     **{f"bcd_inactive_{name}": (f"--bcd-resting-{name.replace('_', '-')}",) for name in _INACTIVE.split()},
 }
-"""By field: further names of its flag."""
+"""Further names of flags, by field."""
 
 BELONG_TO = {
     "--save": "save_interval save_retain_interval overwrite_checkpoints log_progress async_save keep_last_checkpoints",
@@ -196,9 +196,9 @@ BELONG_TO = {
     "--bcd-inactive-update": "bcd_inactive_lr_ratio bcd_inactive_grad_dtype",
     "--bcd-prefix-cache": "bcd_prefix_cache_dtype bcd_prefix_cache_max_gib",
 }
-"""Flags (as in ``flags.holds``), one of which has to be given, and the fields whose flags have no effect otherwise."""
+"""Conditions (see ``flags.holds``), and the fields whose flags have no effect unless one of them is met."""
 
-_EVERY_LAYER = "all inactive layers are updated; those behind the block's first layer alone learned less in every study"
+_EVERY_LAYER = "all inactive layers are updated, which learned more in every study"
 REPLACED = {
     "--bcd-inactive-layers": _EVERY_LAYER,
     "--bcd-resting-layers": _EVERY_LAYER,
@@ -206,8 +206,7 @@ REPLACED = {
     "--eval-generate": "tools/generate.py on a folder of --save-hf takes its place",
     "--eval-generate-tokens": "tools/generate.py on a folder of --save-hf takes its place",
 }
-"""Flags that this program had: accepted with any value, without effect, and the run summary says what took their
-place."""
+"""Removed flags: accepted with any value and without effect. The run summary names what replaced them."""
 
 REMOVED = {
     name: f"{name}: removed. Train every layer with --bcd-preset finetune (6 bytes a parameter), or train LoRA with "
@@ -227,7 +226,7 @@ REMOVED_CHOICES = {
     for flag in ("--bcd-inactive-update", "--bcd-resting-update")
     for rule in ("normalized", "sign")
 }
-"""What to say of values that flags had, by how argparse's message starts."""
+"""Messages for removed values, by the start of argparse's message."""
 
 UNSUPPORTED = {
     "dense models only": "--num-experts --num-moe-experts",
@@ -242,7 +241,7 @@ UNSUPPORTED = {
         "--activation-func-clamp-value --glu-linear-offset"
     ),
     "weights are drawn as --init-method-std says": "--init-method-xavier-uniform",
-    "of 8 bits --fp8-format with delayed scaling is supported alone": (
+    "FP8 is supported only as --fp8-format with delayed scaling": (
         "--fp4- --fp8-quantizer-factory --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 "
         "--num-layers-at- --kitchen- --use-kitchen --te-precision-config-file"
     ),
@@ -255,9 +254,9 @@ UNSUPPORTED = {
     "activations, loss and main parameters have the precision of --bf16, --fp16 or fp32": (
         "--fp32-residual-connection --fp16-lm-cross-entropy --main-params-dtype --batch-invariant-mode"
     ),
-    "weight decay is of matrices alone; --apply-wd-to-qk-layernorm adds norms": "--no-weight-decay-cond-type",
-    "positions are scaled by --use-rope-scaling alone": "--rotary-seq-len-interpolation-factor",
-    "parallel sizes are given; a checkpoint fits all of them": "--use-mp-args-from-checkpoint-args",
+    "only matrices have weight decay; --apply-wd-to-qk-layernorm adds norms": "--no-weight-decay-cond-type",
+    "only --use-rope-scaling scales positions": "--rotary-seq-len-interpolation-factor",
+    "give parallel sizes; a checkpoint fits all of them": "--use-mp-args-from-checkpoint-args",
     "a run starts from --load or --load-hf; tools/convert_checkpoint.py converts": (
         "--ckpt-convert- --load-main-params-from-ckpt --pretrained-checkpoint"
     ),
@@ -274,21 +273,21 @@ UNSUPPORTED = {
     "this trains language models on text": "--perform-rl-step --export- --modelopt-",
     "give --config, a YAML file of flags": "--yaml-cfg",
 }
-"""Stock's flags that would train something else, or ask for what cannot be done: why, and how they start."""
+"""Flags of stock that would train something else or are not supported: the reason, and how they start."""
 _HARMLESS = {"--main-params-dtype": ["fp32"], "--rotary-seq-len-interpolation-factor": ["1"]}
-"""The one value of an unsupported flag that asks for what is done."""
+"""The value of an unsupported flag that asks for what this program does anyway."""
 
 
 @functools.cache
 def stock_flags() -> frozenset[str]:
-    """Every flag of stock Megatron-LM, supported or not."""
+    """Return every flag of stock Megatron-LM, supported or not."""
     file = importlib.resources.files("megatron.bcd.arguments") / "megatron_flag_names.txt"
     lines = file.read_text(encoding="utf-8").splitlines()
     return frozenset(name for line in lines if (name := line.split("#")[0].strip()))
 
 
 def why_unsupported(name: str) -> str | None:
-    """Return why a flag of stock is an error; None if it is not, or if stock has no such flag."""
+    """Return why a flag of stock is an error, or None if it is not an error or not a flag of stock."""
     for why, text in UNSUPPORTED.items():
         starts = text.split()
         if name in starts or name in stock_flags() and name.startswith(tuple(starts)):
@@ -297,7 +296,7 @@ def why_unsupported(name: str) -> str | None:
 
 
 def has_no_effect(name: str, values: Sequence[str]) -> bool:
-    """Whether a flag that sets nothing here is stock's, or was this program's, and may be ignored."""
+    """Return whether a flag that sets no field may be ignored: it is a flag of stock, or was removed here."""
     if name in REPLACED:
         return True
     return name in stock_flags() and (why_unsupported(name) is None or _HARMLESS.get(name) == list(values))

@@ -1,7 +1,8 @@
-"""Validation of a RunConfig, before any process group exists and before anything is written.
+"""Validate a RunConfig before any process group exists and before anything is written.
 
-Each problem is one line that names the flag and says what would be right. What is here is what neither Megatron Core's
-TransformerConfig nor the partition into blocks checks. Data and tokenizer files are checked where they are read.
+Each problem is one line that names the flag, what is wrong and what to do. The rules here are those that neither
+Megatron Core's TransformerConfig nor the partition into blocks checks. Data and tokenizer files are checked where they
+are read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron.bcd.huggingface.folder import CONFIG, RUN
 from megatron.bcd.runtime import packages
 
 Run = Any
-"""A namespace of all values by field name."""
+"""Namespace of all values by field name."""
 
 AT_MOST_ONE = (
     "--swiglu --quick-geglu --squared-relu --openai-gelu",
@@ -38,7 +39,7 @@ AT_MOST_ONE = (
     "--lr-warmup-fraction --lr-warmup-iters --lr-warmup-samples",
     "--sft-drop-long --sft-refuse-long",
 )
-"""Flags (as in ``flags.holds``) of which no two can be combined."""
+"""Conditions (see ``flags.holds``) of which no two can be combined."""
 CONFLICTS = {
     "--data-path": "--mock-data --train-data-path --valid-data-path --test-data-path",
     "--mock-data": "--train-data-path --valid-data-path --test-data-path --full-validation",
@@ -50,40 +51,40 @@ CONFLICTS = {
     "--recompute-activations": "--recompute-granularity=full",
     "--pipeline-cut=auto": "--pipeline-model-parallel-layout --decoder-first-pipeline-num-layers "
     "--decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-    # chunks are cut by --pipeline-cut auto and --pipeline-model-parallel-layout alone
+    # only --pipeline-cut auto and --pipeline-model-parallel-layout can cut chunks
     "--bcd-layout=interleaved": "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
     "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-    "--context-parallel-size": "--attention-backend=unfused",  # it needs the scores of whole sequences
+    "--context-parallel-size": "--attention-backend=unfused",  # it needs the attention scores of whole sequences
     "--sft": "--mock-data --dataloader-type=cyclic --eod-mask-loss --context-parallel-size",
     "--save-hf": "--skip-train",
-    "--bcd-sample-ratio": "--dataloader-type=cyclic",  # each phase draws samples of its own
-    # Muon's gradients have no loss scale, and are not among the scores of greedy order
+    "--bcd-sample-ratio": "--dataloader-type=cyclic",  # each phase draws its own samples
+    # Muon's gradients have no loss scale, and the scores of greedy order do not include them
     "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss --bcd-order=greedy",
-    "--bcd-embedding-update=factored": "--decoupled-lr",  # of Megatron Core's optimizer
+    "--bcd-embedding-update=factored": "--decoupled-lr",  # only Megatron Core's optimizer supports it
     "--optimizer-cpu-offload": "--optimizer!=adam --no-decoupled-weight-decay --no-use-distributed-optimizer "
     "--adam-moments-dtype --exp-avg-dtype --exp-avg-sq-dtype --bcd-inactive-update",
     "--bcd-main-params=drop": "--optimizer=muon --bcd-inactive-update",  # these keep main parameters on the device
     "--bcd-inactive-update": "--fp16",  # stateless updates have no loss scale
-    # what writes frozen layers, or draws them differently on the ranks that share them
+    # these write frozen layers, or draw them differently on the ranks that share them
     "--bcd-frozen-weights!=device": "--bcd-inactive-update --data-parallel-random-init --fp8-format",
     "--bcd-switch=plateau": "--bcd-steps-per-block",
     "--bcd-stop-cycle-improvement": "--eval-iters=0",
     "--bcd-run-ahead": "--bcd-schedule=stock",
-    "--bcd-prefix-cache": "--sequence-parallel --fp8-format",  # ranks that read it would not scale with others
+    "--bcd-prefix-cache": "--sequence-parallel --fp8-format",  # a rank that reads the cache would not scale
     "--fp8-format": "--transformer-impl=local",
-    # what each replica group would decide by its own samples, or would not deal out
+    # each replica group would decide these by its own samples, or would not divide the samples
     "--lighthouse": "--skip-train --bcd-order=greedy --bcd-switch=plateau --bcd-stop-cycle-improvement "
     "--bcd-prefix-cache --dataloader-type=cyclic --rampup-batch-size",
 }
-"""By flag: what it cannot be combined with."""
+"""The conditions that a flag cannot be combined with."""
 
 _LOWER_MOMENTS = "--use-precision-aware-optimizer --bf16 --optimizer=adam --use-distributed-optimizer"
-_OF_GROUPS = (
+_GROUP_FLAGS = (
     "--replica-groups --min-replica-groups --replica-id --outer-interval --outer-delay --outer-lr "
     "--outer-momentum --outer-compression --outer-timeout-seconds"
 )
 NEEDS = {
-    **dict.fromkeys(_OF_GROUPS.split(), "--lighthouse"),
+    **dict.fromkeys(_GROUP_FLAGS.split(), "--lighthouse"),
     "--bcd-embedding-update=factored": "--bcd-inactive-update",
     "--fp8-format": "--bf16",
     "--main-grads-dtype": "--use-precision-aware-optimizer --bf16",
@@ -91,13 +92,13 @@ NEEDS = {
     "--exp-avg-sq-dtype": f"{_LOWER_MOMENTS} --adam-moments-dtype=fp32",
     "--weight-decay-incr-style": "--start-weight-decay --end-weight-decay",
     "--use-pytorch-profiler": "--tensorboard-dir",
-    # without a subset a phase uses no sample twice; the cache would repeat one dropout mask for ever
+    # without a subset a phase uses no sample twice, and with dropout the cache would always repeat the same mask
     "--bcd-prefix-cache": "--bcd-sample-ratio --hidden-dropout=0 --attention-dropout=0 --bcd-schedule=bcd",
 }
-"""Flags, and those that have to be given with each."""
+"""The flags that have to be given with a flag."""
 
 _MOST = {"num_layers": 10**5, "bcd_num_blocks": 10**5}
-"""Every layer and block is counted; more are taken for typing errors."""
+"""The program loops over layers and blocks. More than this is taken for a typing error."""
 _MOST_OF_ANY = 10**15
 
 
@@ -110,21 +111,21 @@ def find_problems(
     starts: bool = True,
     is_partial: bool = False,
 ) -> list[str]:
-    """One line for each rule that the run breaks.
+    """Return one line for each rule that the run breaks.
 
     Args:
-        config: of all flags.
-        values: the same by field name, and of the flags that set no field.
+        config: the run.
+        values: all values by field name, also those of flags that set no field.
         given: the values of the command line.
         world_size: number of ranks.
-        starts: the run is to start on this machine, so that its files must be writable.
-        is_partial: there are problems already, so that values which the rules need may be absent.
+        starts: the run is going to start on this machine, so its files must be writable.
+        is_partial: there are problems already, so values that the rules need may be absent.
     """
     problems = [*_check_ranges(values)]
     if problems:
         return problems
     run = SimpleNamespace(**values)
-    made: list[Partition] = []
+    partitions: list[Partition] = []
     rules: list[Callable[[], object]] = [
         lambda: _check_required(run),
         lambda: _check_network(run),
@@ -132,17 +133,17 @@ def find_problems(
         lambda: _check_parallel(run, world_size),
         lambda: _check_context(run),
         lambda: _check_chunks(config, run, given),
-        lambda: made.append(partition_from_config(config)),
-        lambda: block_schedule_from_config(config, made[0]),
-        lambda: _check_blocks(config, run, made[0]),
-        lambda: _check_stateless(run, made[0]),
-        lambda: _check_groups(config, run, made[0]),
+        lambda: partitions.append(partition_from_config(config)),
+        lambda: block_schedule_from_config(config, partitions[0]),
+        lambda: _check_blocks(config, run, partitions[0]),
+        lambda: _check_stateless(run, partitions[0]),
+        lambda: _check_groups(config, run, partitions[0]),
         lambda: _check_packages(run) if starts else None,
         lambda: _check_batch(run, world_size),
         lambda: check_learning_rate(config),
         lambda: _check_data(run),
         lambda: _check_files(run),
-        lambda: None if problems else _check_core_accepts(config),  # would say the same less clearly
+        lambda: None if problems else _check_core_accepts(config),  # its messages are less clear
         lambda: _check_outputs(run) if starts else None,
     ]
     problems += _check_tables(values)
@@ -152,12 +153,13 @@ def find_problems(
         except ValueError as error:
             problems.append(str(error))
         except Exception:
-            if not problems and not is_partial:  # else this rule needs what an earlier one has found wrong
+            if not problems and not is_partial:  # otherwise it may come from a value that is reported already
                 raise
     return list(dict.fromkeys(problems))
 
 
 def require(condition: object, message: str) -> None:
+    """Raise ValueError with the message unless the condition is met."""
     if not condition:
         raise ValueError(message)
 
@@ -179,18 +181,18 @@ def _check_ranges(values: Mapping[str, Any]) -> Iterator[str]:
 def _check_tables(values: Mapping[str, Any]) -> Iterator[str]:
     pairs = (f"{flag} {other}" for flag, others in CONFLICTS.items() for other in others.split())
     for row in (*AT_MOST_ONE, *pairs):
-        found = [_described(values, flag) for flag in row.split() if holds(values, flag)]
-        if len(found) > 1:
-            yield f"{' and '.join(found)} cannot be combined: leave one of them out"
+        flags = [_describe(values, flag) for flag in row.split() if holds(values, flag)]
+        if len(flags) > 1:
+            yield f"{' and '.join(flags)} cannot be combined. Leave one of them out."
     for flag, needed in NEEDS.items():
         if holds(values, flag):
             missing = [need.replace("=", " ") for need in needed.split() if not holds(values, need)]
             if missing:
-                yield f"{_described(values, flag)} needs {' and '.join(missing)}"
+                yield f"{_describe(values, flag)} needs {' and '.join(missing)}"
 
 
-def _described(values: Mapping[str, Any], condition: str) -> str:
-    """The flag of a condition and its value."""
+def _describe(values: Mapping[str, Any], condition: str) -> str:
+    """Return the flag of a condition with its value."""
     name = re.split("!?=", condition)[0]
     value = values.get(name[2:].replace("-", "_"))
     if value is None or isinstance(value, bool | tuple):
@@ -210,18 +212,18 @@ def _check_required(run: Run) -> None:
     if not any((run.mock_data, run.data_path, run.data_args_path, *per_split)):
         missing.append("--data-path")
     verb, pronoun = ("is", "it") if len(missing) == 1 else ("are", "them")
-    require(not missing, f"{', '.join(missing)} {verb} missing: give {pronoun}; --help describes every flag")
+    require(not missing, f"{', '.join(missing)} {verb} missing. Give {pronoun}; --help describes every flag.")
 
 
 def _check_network(run: Run) -> None:
     hidden, heads, groups = run.hidden_size, run.num_attention_heads, run.num_query_groups
     require(
         run.kv_channels is not None or hidden % heads == 0,
-        f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}: give a multiple, or --kv-channels",
+        f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}. Give a multiple, or --kv-channels.",
     )
     require(
         groups is None or heads % groups == 0,
-        f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: give a divisor of {heads}",
+        f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}. Give a divisor of {heads}.",
     )
     require(
         not (run.test_mode and run.qk_layernorm and run.normalization == "RMSNorm"),
@@ -237,7 +239,7 @@ def _check_positions(run: Run, given: Mapping[str, Any]) -> None:
     )
     require(
         run.position_embedding_type != "learned_absolute" or "--no-position-embedding" not in given,
-        "--no-position-embedding: give --position-embedding-type rope or none instead",
+        "--no-position-embedding: has no meaning here. Give --position-embedding-type rope or none instead.",
     )
     source = f" of --load-hf {run.load_hf}" if run.load_hf else f" of --load {run.load}" if run.finetune else ""
     require(
@@ -258,12 +260,12 @@ def _check_parallel(run: Run, world_size: int) -> None:
         run.pipeline_model_parallel_size,
         run.context_parallel_size,
     )
-    of_context = f" x --context-parallel-size {context}" if context > 1 else ""
+    context_factor = f" x --context-parallel-size {context}" if context > 1 else ""
     ranks = tensor * pipeline * context
     require(
         world_size % ranks == 0,
-        f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}{of_context} does not "
-        f"divide the world size {world_size}: start a multiple of {ranks} processes (torchrun --nproc-per-node)",
+        f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}{context_factor} does not "
+        f"divide the world size {world_size}. Start a multiple of {ranks} processes (torchrun --nproc-per-node).",
     )
     for field in ("num_attention_heads", "ffn_hidden_size", "hidden_size"):
         size = getattr(run, field)
@@ -272,25 +274,27 @@ def _check_parallel(run: Run, world_size: int) -> None:
             f"{flag_name(field)} {size} is not divisible by --tensor-model-parallel-size {tensor}",
         )
     splits = run.optimizer == "muon" or run.bcd_inactive_update in ("orthogonal", "factored")
-    # Megatron Core then slices inside of a group: a rank's rows are not whole queries, keys and values
+    # Megatron Core then slices inside a group: a rank's rows are not whole queries, keys and values
     require(
         run.num_query_groups is None or run.num_query_groups >= tensor or not (splits and run.muon_split_qkv),
         f"--num-query-groups {run.num_query_groups} is less than --tensor-model-parallel-size {tensor}: queries, keys "
-        "and values cannot be updated apart; give --muon-no-split-qkv",
+        "and values cannot be updated apart. Give --muon-no-split-qkv.",
     )
     is_tied_pipeline = pipeline > 1 and not run.untie_embeddings_and_output_weights
     is_sharded = run.use_distributed_optimizer and world_size > tensor * pipeline
     require(
         run.adam_moments_dtype != "int8" or not is_tied_pipeline or not is_sharded,
         "--adam-moments-dtype int8 over data parallel ranks of a pipeline with a tied head: the embedding and its copy "
-        "would be rounded differently; give bf16, --no-use-distributed-optimizer, or "
-        "--untie-embeddings-and-output-weights",
+        "would be rounded differently. Give bf16, --no-use-distributed-optimizer, or "
+        "--untie-embeddings-and-output-weights.",
     )
 
 
 def _check_context(run: Run) -> None:
     size, tensor = run.context_parallel_size, run.tensor_model_parallel_size
-    halves = 2 * size if size > 1 else 1  # a sequence is cut into two chunks a rank, so that causal work is even
+    halves = (
+        2 * size if size > 1 else 1
+    )  # each rank gets two chunks of a sequence, so that causal attention is evenly divided
     multiple = math.lcm(halves, size * tensor if run.sequence_parallel else 1)
     shards = f" and --sequence-parallel, --tensor-model-parallel-size {tensor}" if run.sequence_parallel else ""
     require(
@@ -312,26 +316,26 @@ def _check_context(run: Run) -> None:
         require(
             groups % shared == 0,
             f"--cp-comm-type {kind} divides the {groups} key-value heads of a tensor parallel rank over {shared} "
-            "ranks, evenly: give p2p or all_gather",
+            "ranks, evenly. Give p2p or all_gather.",
         )
 
 
 def _check_chunks(config: RunConfig, run: Run, given: Mapping[str, Any]) -> None:
-    """Layout interleaved, and stock's flags for virtual pipeline stages."""
+    """Check layout interleaved, and stock's flags for virtual pipeline stages."""
     chunks, per_chunk = run.num_virtual_stages_per_pipeline_rank, run.num_layers_per_virtual_pipeline_stage
-    of_layers, of_chunks = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+    layers_flag, chunks_flag = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
     require(
         per_chunk is None or "num_virtual_stages_per_pipeline_rank" not in given,
-        f"{of_layers} and {of_chunks} cannot be combined: leave one of them out",
+        f"{layers_flag} and {chunks_flag} cannot be combined. Leave one of them out.",
     )
     require(
         per_chunk is None or chunks is not None,
-        f"{of_layers} {per_chunk}: must divide the layers of a pipeline stage "
+        f"{layers_flag} {per_chunk}: must divide the layers of a pipeline stage "
         f"(--num-layers {run.num_layers}, --pipeline-model-parallel-size {run.pipeline_model_parallel_size})",
     )
     require(
         chunks in (None, 1) or run.bcd_layout == "interleaved",
-        f"{of_chunks} {chunks} needs --bcd-layout interleaved, not {run.bcd_layout}",
+        f"{chunks_flag} {chunks} needs --bcd-layout interleaved, not {run.bcd_layout}",
     )
     if config.num_chunks > 1:
         for flag, is_given in (
@@ -353,8 +357,8 @@ def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
     most_layers = max(len(partition.stage_layers(stage)) for stage in range(partition.num_stages))
     require(
         run.bcd_resident_layers <= most_layers,
-        f"--bcd-resident-layers {run.bcd_resident_layers}: a pipeline stage has at most {most_layers} layers; give no "
-        "more than that, or --bcd-frozen-weights auto, which finds how many fit",
+        f"--bcd-resident-layers {run.bcd_resident_layers}: a pipeline stage has at most {most_layers} layers. Give no "
+        "more than that, or --bcd-frozen-weights auto, which finds how many fit.",
     )
     require(
         run.recompute is None or run.bcd_schedule == "bcd" or config.pipeline_size == 1 or run.bcd_num_blocks in (0, 1),
@@ -362,28 +366,28 @@ def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
     )
     require(
         not run.distribute_saved_activations or num_blocks == 1,
-        f"--distribute-saved-activations does not work behind frozen layers, and there are {num_blocks} blocks: "
-        "leave it out, or give --bcd-num-blocks 1",
+        f"--distribute-saved-activations does not work behind frozen layers, and there are {num_blocks} blocks. "
+        "Leave it out, or give --bcd-num-blocks 1.",
     )
-    # Transformer Engine updates the scales at the end of a pass with gradients only
+    # Transformer Engine updates the scales only at the end of a pass with gradients
     require(
         run.fp8 is None or not any(map(partition.first_trainable_virtual_stage, range(num_blocks))),
-        f"--fp8-format {run.fp8} needs gradients on every pipeline stage in every phase: give --bcd-layout spread, or "
-        "--bcd-num-blocks 1",
+        f"--fp8-format {run.fp8} needs gradients on every pipeline stage in every phase. Give --bcd-layout spread, or "
+        "--bcd-num-blocks 1.",
     )
     if not run.optimizer_cpu_offload:
         return
     require(
         num_blocks == 1,
-        f"--optimizer-cpu-offload is a baseline of full training, and there are {num_blocks} blocks: give "
+        f"--optimizer-cpu-offload is a baseline of full training, and there are {num_blocks} blocks. Give "
         "--bcd-num-blocks 1 with it, or leave it out (--bcd-optimizer-state host offloads the state of inactive "
-        "blocks)",
+        "blocks).",
     )
     require(
         not run.fp16 or run.grad_reduce_in_fp32,
         "--optimizer-cpu-offload with --fp16 needs --accumulate-allreduce-grads-in-fp32: the host steps in fp32",
     )
-    # Megatron Core would step on gradients that are still being converted
+    # Megatron Core would use gradients while they are still being converted
     require(
         not (run.overlap_cpu_optimizer_d2h_h2d and run.optimizer_offload_fraction < 1 and run.grad_reduce_in_bf16),
         "--overlap-cpu-optimizer-d2h-h2d with --optimizer-offload-fraction below 1 cannot be combined with "
@@ -395,8 +399,8 @@ def _check_stateless(run: Run, partition: Partition) -> None:
     rule, has_embedding = run.bcd_inactive_update, run.bcd_embedding_update != "adam"
     require(
         rule == "none" or partition.num_blocks > 1 or not partition.has_active_block,
-        f"--bcd-inactive-update {rule}: no layer is inactive while all of them are one block; give --bcd-num-blocks 2 "
-        "or more, or 0",
+        f"--bcd-inactive-update {rule}: no layer is inactive while all of them are one block. Give --bcd-num-blocks 2 "
+        "or more, or 0.",
     )
     require(
         not has_embedding or partition.always_active & {"embedding", "head"},
@@ -412,12 +416,12 @@ def _check_groups(config: RunConfig, run: Run, partition: Partition) -> None:
     require(
         run.outer_interval is None or run.outer_interval <= shortest,
         f"--outer-interval {run.outer_interval} is longer than a phase of {shortest} steps, at whose end replica "
-        "groups exchange anyway: give at most that, or leave it out",
+        "groups exchange anyway. Give at most that, or leave it out.",
     )
     require(
         run.outer_delay == 0 or run.outer_delay < (run.outer_interval or 0),
-        f"--outer-delay {run.outer_delay}: give an --outer-interval that is longer: an exchange that ends a phase is "
-        "waited for",
+        f"--outer-delay {run.outer_delay}: the exchange that ends a phase is never delayed. Give an --outer-interval "
+        "that is longer.",
     )
     require(
         run.min_replica_groups <= run.replica_groups,
@@ -428,7 +432,7 @@ def _check_groups(config: RunConfig, run: Run, partition: Partition) -> None:
 def _check_packages(run: Run) -> None:
     require(
         run.fp8 is None or packages.has_transformer_engine(),
-        f"--fp8-format {run.fp8} needs Transformer Engine and a GPU; give --bf16 alone",
+        f"--fp8-format {run.fp8} needs Transformer Engine and a GPU. Give --bf16 alone.",
     )
     for field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         dtype = getattr(run, field)
@@ -446,7 +450,7 @@ def _check_batch(run: Run, world_size: int) -> None:
     product = f"--micro-batch-size {run.micro_batch_size} x data parallel size {ranks}"
     require(
         total % step == 0,
-        f"--global-batch-size {total} is not divisible by {product}: give a multiple of {step}",
+        f"--global-batch-size {total} is not divisible by {product}. Give a multiple of {step}.",
     )
     if run.rampup_batch_size is None:
         return
@@ -464,7 +468,7 @@ def _check_batch(run: Run, world_size: int) -> None:
 
 
 def check_learning_rate(config: RunConfig) -> None:
-    """The learning rate's and the weight decay's schedule; lengths that are not known yet are not checked."""
+    """Check the schedules of learning rate and weight decay, as far as their lengths are known."""
     run = SimpleNamespace(**vars(config.optimizer) | vars(config.training) | vars(config.schedule))
     for low, high in (
         ("min_lr", "lr"),
@@ -496,22 +500,22 @@ def _check_data(run: Run) -> None:
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words = getattr(run, field) or ()
         flag = f"{flag_name(field)} {' '.join(words)}"
-        # Megatron Core's two forms: prefixes alone, or weight prefix weight prefix ...
+        # Megatron Core accepts prefixes alone, or weight prefix weight prefix ...
         weights = [_as_number(word) for word in words[::2]] if len(words) % 2 == 0 else []
         numbers = [weight for weight in weights if weight is not None]
         require(
             len(numbers) in (0, len(weights)) and all(0 < number < math.inf for number in numbers),
-            f"{flag}: give a weight greater than 0 before every prefix, or before none (a file whose name is a number "
-            "as ./NAME)",
+            f"{flag}: weights must be greater than 0. Give one before every prefix, or before none (a file whose name "
+            "is a number as ./NAME).",
         )
         is_evaluated = field in ("data_path", "valid_data_path")
         require(
             not (numbers and run.full_validation and is_evaluated),
-            f"--full-validation: {flag} has weights, which choose samples without end; give datasets without weights, "
-            "those of the validation with --valid-data-path",
+            f"--full-validation: {flag} has weights, which choose samples without end. Give datasets without weights, "
+            "those of the validation with --valid-data-path.",
         )
         has_number = any(_as_number(word) is not None for word in words)
-        require(not (run.sft and has_number), f"{flag}: --sft reads every record once an epoch; leave the weights out")
+        require(not (run.sft and has_number), f"{flag}: --sft reads every record once an epoch. Leave the weights out.")
 
 
 def _as_number(word: str) -> float | None:
@@ -531,15 +535,15 @@ def _check_files(run: Run) -> None:
         path = getattr(run, field)
         require(
             path is None or run.save is None or os.path.realpath(path) != os.path.realpath(run.save),
-            f"{flag_name(field)} {path} is the folder of --save: give each a folder of its own",
+            f"{flag_name(field)} {path} is the folder of --save. Give each a folder of its own.",
         )
     require(
         run.save is None or not any((Path(run.save) / name).exists() for name in (CONFIG, RUN)),
-        f"--save {run.save} holds a model in Hugging Face's format: give another folder",
+        f"--save {run.save} holds a model in Hugging Face's format. Give another folder.",
     )
     require(
         run.load is None or not Path(run.load).exists() or Path(run.load).is_dir(),
-        f"--load {run.load} is a file: give a folder",
+        f"--load {run.load} is a file. Give a folder.",
     )
     require(
         not run.profile or run.profile_step_end > run.profile_step_start,
@@ -548,7 +552,7 @@ def _check_files(run: Run) -> None:
 
 
 def _check_core_accepts(config: RunConfig) -> None:
-    """The rules of Megatron Core's TransformerConfig: build it once, as on a machine without any fused kernel."""
+    """Build Megatron Core's TransformerConfig, which checks its own rules, as on a machine without fused kernels."""
     transformer = dict(config.transformer)
     transformer |= dict.fromkeys((field for field in transformer if field.endswith("_fusion")), False)
     transformer |= {
@@ -574,15 +578,15 @@ def _check_outputs(run: Run) -> None:
             _check_can_write(f"{flag_name(field)} {folder}", Path(folder).absolute())
     if run.metrics_file is not None:
         file, name = Path(run.metrics_file).absolute(), f"--metrics-file {run.metrics_file}"
-        require(not file.is_dir(), f"{name} is a folder: give a file")
-        require(not file.exists() or os.access(file, os.W_OK), f"{name} can't be written: give a file that can")
+        require(not file.is_dir(), f"{name} is a folder. Give a file.")
+        require(not file.exists() or os.access(file, os.W_OK), f"{name} can't be written. Give a file that can.")
         _check_can_write(name, file.parent)
-    # data workers send samples through sockets below it, as pymp-XXXXXXXX/listener-XXXXXXXX, of at most 107 characters
+    # data workers send samples through sockets TMPDIR/pymp-XXXXXXXX/listener-XXXXXXXX; a path may have 107 characters
     folder, longest = tempfile.gettempdir(), 107 - len("/pymp-XXXXXXXX/listener-XXXXXXXX")
     require(
         not run.num_workers or len(os.fsencode(folder)) <= longest,
-        f"TMPDIR {folder} is too long for the sockets of --num-workers {run.num_workers}: give a folder with at most "
-        f"{longest} characters, or --num-workers 0",
+        f"TMPDIR {folder} is too long for the sockets of --num-workers {run.num_workers}. Give a folder with at most "
+        f"{longest} characters, or --num-workers 0.",
     )
 
 
@@ -598,4 +602,4 @@ def _check_can_write(name: str, folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"{name} can't be written ({error.strerror}: {folder}): give a folder that can") from error
+        raise ValueError(f"{name} can't be written ({error.strerror}: {folder}). Give a folder that can.") from error

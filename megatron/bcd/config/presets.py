@@ -1,4 +1,4 @@
-"""Values that --bcd-preset sets where the command line does not, and the defaults of the training scripts."""
+"""Values that --bcd-preset sets unless the command line does, and the defaults of the training scripts."""
 
 from __future__ import annotations
 
@@ -52,39 +52,39 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_MUON,
     },
 }
-"""By preset, values by field name."""
+"""Values by field name, of each preset."""
 FINE_TUNING_BLOCKS: dict[str, Any] = {
     **_FINE_TUNING,
     "bcd_inactive_update": "none",
     "bcd_always_active": "head",
     "bcd_frozen": "embedding",
 }
-"""Preset finetune with --bcd-inactive-update none. One layer a block, and no active head where it is frozen:
-arguments/derive.py."""
+"""Preset finetune with --bcd-inactive-update none. arguments/derive.py adds one layer a block, and no active head where
+it is frozen."""
 _ASKS_FOR_BLOCKS = (
     "bcd_num_blocks", "bcd_layout", "bcd_order", "bcd_steps_per_block", "bcd_switch", "bcd_frozen", "bcd_head_phase",
     "bcd_prefix_cache", "bcd_sample_ratio", "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage", "bcd_frozen_weights", "bcd_main_params", "optimizer", "fp16",
     "optimizer_cpu_offload",
 )  # fmt: skip
-"""Given without --bcd-inactive-update, these make preset finetune train blocks: no run without blocks reads them, or
+"""Without --bcd-inactive-update these flags make preset finetune train blocks: only runs with blocks use them, or
 stateless updates exclude them."""
 _DEFAULTS = {"bcd_num_blocks": 0, "bcd_frozen_weights": "device", "bcd_main_params": "host", "optimizer": "adam"}
-"""Values of theirs that go with stateless updates."""
+"""Values of these flags that do not ask for blocks."""
 
 
 def preset_fields(name: str, rule: str | None) -> dict[str, Any]:
-    """Return what the preset sets with this --bcd-inactive-update, by field name."""
+    """Return the values of a preset with this --bcd-inactive-update, by field name."""
     return FINE_TUNING_BLOCKS if name == "finetune" and rule == "none" else PRESETS[name]
 
 
 def preset_values(name: str, given: Mapping[str, Any], network: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return what the preset sets beside the values `given` on the command line, by field name.
+    """Return the values of a preset by field name, without those `given` on the command line.
 
-    With one block no layer is inactive; with another optimizer there is no Muon to set.
+    With one block no layer is inactive, and with another optimizer Muon's values are left out.
 
     Args:
-        network: sizes by field name, of the given model where the command line has none.
+        network: sizes by field name, from the model of --load-hf where the command line has none.
     """
     rule = given.get("bcd_inactive_update")
     if name == "finetune" and rule is None and _needs_blocks(given, network or {}):
@@ -100,7 +100,7 @@ def preset_values(name: str, given: Mapping[str, Any], network: Mapping[str, Any
 def _needs_blocks(given: Mapping[str, Any], network: Mapping[str, Any]) -> bool:
     asked = any(given.get(field) not in (None, False, _DEFAULTS.get(field)) for field in _ASKS_FOR_BLOCKS)
     tensor_size = given.get("tensor_model_parallel_size", 1)
-    # queries, keys and values of less than a group cannot be updated apart
+    # queries, keys and values can't be updated apart if a rank has less than a query group
     is_narrow = given.get("muon_split_qkv", True) and (network.get("num_query_groups") or tensor_size) < tensor_size
     return asked or is_narrow
 
@@ -117,4 +117,5 @@ FAMILY_DEFAULTS: dict[str, Mapping[str, object]] = {
         "attention_dropout": 0.0,
     },
 }
-"""gpt: Megatron-LM's own (pretrain_gpt_bcd.py). llama: arXiv 2302.13971, section 2.2 (pretrain_llama_bcd.py)."""
+"""Defaults of pretrain_gpt_bcd.py, which are Megatron-LM's, and of pretrain_llama_bcd.py (arXiv 2302.13971, section
+2.2)."""

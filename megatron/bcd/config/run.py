@@ -1,7 +1,7 @@
 """The configuration of a run, and its form in JSON.
 
-Megatron Core's own classes are not imported: their fields are named here, types and defaults of their flags come from
-them (``arguments.flags``).
+It names the fields of Megatron Core's classes without importing them. Types and defaults of their flags come from the
+classes, see ``arguments.flags``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron.bcd.config.sections import (
 )
 
 LOSS_CHUNK, LOSS_PARTS = 512, 4
-"""Tokens whose logits --cross-entropy-fusion-impl linear holds at a time; the backward pass of an active head holds a
-part of so many, because it holds the weight's gradient beside them."""
+"""Number of tokens whose logits --cross-entropy-fusion-impl linear stores at a time. The backward pass of an active
+head divides it by LOSS_PARTS, because it also stores the gradient of the weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class RunConfig:
 
     transformer: Mapping[str, Any]
     """Keyword arguments of Megatron Core's ``TransformerConfig`` that flags set."""
-    # Not typed: nearly all of its fields pass through to Megatron Core unread.
+    # not a dataclass: nearly all of its fields pass through to Megatron Core unread
     optimizer: OptimizerSettings
     ddp: DdpSettings
     bcd: BcdConfig
@@ -102,7 +102,7 @@ class RunConfig:
     report: ReportConfig
 
     def replace_section(self, section: str, **values: Any) -> RunConfig:
-        """A copy with other values in one section."""
+        """Return a copy with other values in one section."""
         return replace(self, **{section: replace(getattr(self, section), **values)})
 
     @property
@@ -123,22 +123,22 @@ class RunConfig:
 
     @property
     def context_size(self) -> int:
-        """Ranks that share each sequence."""
+        """Number of ranks that share each sequence."""
         return int(self.transformer.get("context_parallel_size", 1))
 
     @property
     def model_size(self) -> int:
-        """Ranks that work on one microbatch."""
+        """Number of ranks that work on one microbatch."""
         return self.tensor_size * self.pipeline_size * self.context_size
 
     def describe_ranks(self, data_size: int) -> str:
-        """The parallel layout, for people."""
+        """Return the parallel layout as text."""
         context = f" x context {self.context_size}" if self.context_size > 1 else ""
         return f"pipeline {self.pipeline_size} x tensor {self.tensor_size}{context} x data {data_size}"
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the model on every pipeline stage; more than 1 are a virtual pipeline."""
+        """Number of model chunks on every pipeline stage; more than 1 form a virtual pipeline."""
         return self.bcd.num_parts if self.bcd.bcd_layout == "interleaved" and self.pipeline_size > 1 else 1
 
     @property
@@ -150,40 +150,40 @@ class RunConfig:
 
     @property
     def is_precision_aware(self) -> bool:
-        """Transformer Engine's Adam holds the main parameters itself, as what bf16 weights lack of them."""
+        """Whether Transformer Engine's Adam stores the main parameters, as the low 16 bits that bf16 weights lack."""
         return self.optimizer.use_precision_aware_optimizer and not self.optimizer.optimizer_cpu_offload
 
     @property
     def is_muon(self) -> bool:
-        """Muon steps the active block's matrices."""
+        """Whether Muon steps the matrices of the active block."""
         return self.optimizer.optimizer == "muon"
 
     @property
     def moment_dtypes(self) -> tuple[str, str]:
-        """How Adam's two moments are stored: ``fp32``, ``bf16``, ``fp16`` or ``int8``."""
+        """Precisions of Adam's two moments: ``fp32``, ``bf16``, ``fp16`` or ``int8``."""
         if self.is_precision_aware:
             return self.training.exp_avg_dtype, self.training.exp_avg_sq_dtype
         return self.training.adam_moments_dtype, self.training.adam_moments_dtype
 
     @property
     def is_gated(self) -> bool:
-        """The feed-forward part multiplies two projections."""
+        """Whether the feed-forward part multiplies two projections."""
         return self.model.swiglu or self.model.quick_geglu
 
     @property
     def has_linear_loss(self) -> bool:
-        """Head and loss are one function, which holds LOSS_CHUNK tokens' logits (`model.linear_loss`)."""
+        """Whether head and loss are one function that stores the logits of LOSS_CHUNK tokens (`model.linear_loss`)."""
         fields = self.transformer
         return bool(fields.get("cross_entropy_loss_fusion")) and fields.get("cross_entropy_fusion_impl") == "linear"
 
     @property
     def has_embedding_on_host(self) -> bool:
-        """The embedding lies in host memory, and its rows are sent: no phase trains it, no tied head reads it whole."""
+        """Whether the embedding is in host memory: no phase trains it, and no tied head reads it."""
         return self.bcd.bcd_frozen_weights == "host" and "embedding" in self.bcd.frozen and not self.tied
 
     @property
     def tied(self) -> bool:
-        """The output head uses the word embedding's weight."""
+        """Whether the output head uses the weight of the word embedding."""
         return not self.model.untie_embeddings_and_output_weights
 
 
@@ -196,12 +196,12 @@ def fields_on_resume(rule: str) -> tuple[str, ...]:
 
 
 def core_keywords(settings: OptimizerSettings | DdpSettings) -> dict[str, Any]:
-    """The keyword arguments for Megatron Core's class; it has its own default for what is None."""
+    """Return the keyword arguments for Megatron Core's class, which has its own default for what is None."""
     return {name: value for name, value in vars(settings).items() if value is not None}
 
 
 def run_config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """Plain dicts, lists, strings and numbers, ready for JSON; the inverse of ``run_config_from_dict``."""
+    """Return plain dicts, lists, strings and numbers for JSON. ``run_config_from_dict`` is the inverse."""
     sections: dict[str, Any] = {}
     for name, section in vars(config).items():
         if isinstance(section, OptimizerSettings | DdpSettings):
@@ -212,8 +212,8 @@ def run_config_to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def run_config_from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """The RunConfig that ``run_config_to_dict`` wrote, also after a round trip through JSON, and in versions without
-    replica groups.
+    """Build the RunConfig that ``run_config_to_dict`` wrote, also after a round trip through JSON. Accepts older
+    versions without replica groups.
 
     Raises:
         ValueError: a section or a field is unknown, or a section is absent.
@@ -225,7 +225,7 @@ def run_config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     for name, kind in kinds.items():
         if name == "transformer":
             continue
-        unknown = set(values[name]) - {own.name for own in fields(kind)}
+        unknown = set(values[name]) - {field.name for field in fields(kind)}
         if unknown:
             raise ValueError(f"run configuration: {name} has no field {', '.join(sorted(unknown))}")
         read = {key: tuple(value) if isinstance(value, list) else value for key, value in values[name].items()}

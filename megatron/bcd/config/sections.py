@@ -1,6 +1,6 @@
-"""The flags that are not Megatron Core's: one frozen dataclass per group. Pure.
+"""The flags that Megatron Core has no fields for: one frozen dataclass per group. Pure.
 
-A field's name is its flag's name (``micro_batch_size`` is ``--micro-batch-size``), its annotation the flag's type.
+The name of a field is the name of its flag (``micro_batch_size`` is ``--micro-batch-size``), its annotation the type.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.bcd.tokenizer import TOKENIZER_TYPES
 
 DEFAULT_NUM_BLOCKS = 3
 LONGEST_PHASES = {None: 100, "paper": 100, "pretrain": 50, "finetune": 50}
-"""By --bcd-preset: steps of a phase at most where --bcd-steps-per-block is not given."""
+"""The largest number of steps of a phase without --bcd-steps-per-block, by --bcd-preset."""
 LAYOUTS = ("spread", "strided", "stage", "submodel", "interleaved")
 ORDERS = ("ascending", "descending", "random", "greedy")
 SWITCHES = ("steps", "plateau")
@@ -23,7 +23,7 @@ FROZEN = ("embedding", "head", "norms")
 BF16_OR_FP32 = ("bf16", "fp32")
 OUTER_COMPRESSIONS = (*BF16_OR_FP32, "4bit")
 
-# groups of --help that hold fields of several dataclasses
+# groups of --help with fields of several dataclasses
 NETWORK = "network size"
 BATCH = "batch size"
 OPTIMIZER = "optimizer"
@@ -89,7 +89,7 @@ class BcdConfig:
     )
     bcd_num_blocks: int | None = option(
         None,
-        "number of blocks M; 1 = full training, 0 = no active block but --bcd-inactive-update and --bcd-always-active. "
+        "number of blocks M; 1 = full training, 0 = only --bcd-inactive-update and --bcd-always-active. "
         f"Default {DEFAULT_NUM_BLOCKS}; with --bcd-layout stage the number of pipeline stages",
     )
     bcd_layout: str = option(
@@ -107,9 +107,9 @@ class BcdConfig:
         on_resume=MAY_CHANGE,
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "the same as layers of a chunk", range=AT_LEAST_1, on_resume=MAY_CHANGE
+        None, "layers of a chunk, in place of the number of chunks", range=AT_LEAST_1, on_resume=MAY_CHANGE
     )
-    # derived, it is the mean of phases that differ by one step
+    # if derived, the mean of phases that differ by one step
     bcd_steps_per_block: float | None = option(
         None,
         "training steps of a phase, after which the next block becomes active. Default: as many as visit every block "
@@ -120,8 +120,8 @@ class BcdConfig:
     )
     bcd_order: str = option(
         "ascending",
-        "order of the blocks in a cycle: random = a new one for each cycle, from --seed; greedy = of those not yet "
-        "visited the one with the largest gradient norm per parameter",
+        "order of the blocks in a cycle: random = a new order in each cycle, from --seed; greedy = always the block "
+        "with the largest gradient norm per parameter among those that the cycle has not visited",
         choices=ORDERS,
     )
     bcd_greedy_microbatches: int = option(
@@ -151,20 +151,20 @@ class BcdConfig:
     )
     bcd_main_params: str = option(
         "host",
-        "with --bf16 or --fp16, a block's fp32 main parameters when its phase ends: host = what the weights lack of "
-        "them is offloaded to host memory, drop = the next visit starts from the rounded weights",
+        "with --bf16 or --fp16, a block's fp32 main parameters when its phase ends: host = the bits that the weights "
+        "lack are offloaded to host memory, drop = the next visit starts from the rounded weights",
         choices=("host", "drop"),
     )
     bcd_frozen_weights: str = option(
         "device",
-        "where the weights of frozen layers lie: host = in host memory, copied to the device layer by layer; auto = as "
+        "where the weights of frozen layers are: host = in host memory, copied to the device layer by layer; auto = as "
         "many on the device as fit, the others in host memory",
         choices=("device", "host", "auto"),
         on_resume=MAY_CHANGE,
     )
     bcd_resident_layers: int = option(
         0,
-        "with --bcd-frozen-weights host: so many frozen layers of a stage, the last ones, stay on the device",
+        "with --bcd-frozen-weights host: keep the last N frozen layers of each stage on the device",
         range=AT_LEAST_0,
         on_resume=MAY_CHANGE,
     )
@@ -197,8 +197,8 @@ class BcdConfig:
     )
     bcd_embedding_update: str = option(
         "adam",
-        "what steps the word embedding and an untied head that --bcd-always-active names: adam, or factored, as "
-        "--bcd-inactive-update factored, next to stateless",
+        "update of the word embedding and an untied head that --bcd-always-active names: adam, or factored = as "
+        "--bcd-inactive-update factored, nearly stateless",
         choices=("adam", "factored"),
     )
     bcd_inactive_grad_dtype: str = option("bf16", "precision of gradients of stateless updates", choices=BF16_OR_FP32)
@@ -208,7 +208,7 @@ class BcdConfig:
     )
     bcd_sample_ratio: float | None = option(
         None,
-        "each phase draws a new subset, this share of an epoch of the training split, and repeats it as steps need; "
+        "each phase draws a new subset, this share of an epoch of the training split, and repeats it as needed; "
         "default: consecutive samples, as Megatron-LM",
         metavar="RATIO",
         range=SHARE,
@@ -240,13 +240,13 @@ class BcdConfig:
 
     @property
     def mean_steps(self) -> float:
-        """Steps of a phase, on average; the most that they may be while the length of the run is not known."""
+        """The mean number of steps of a phase; the largest possible one while the length of the run is unknown."""
         steps = self.bcd_steps_per_block
         return LONGEST_PHASES[self.bcd_preset] if steps is None else steps
 
     @property
     def num_parts(self) -> int:
-        """Chunks of every stage in layout interleaved."""
+        """Number of chunks of every stage in layout interleaved."""
         num_blocks = DEFAULT_NUM_BLOCKS if self.bcd_num_blocks is None else self.bcd_num_blocks
         return self.num_virtual_stages_per_pipeline_rank or max(num_blocks, 1)
 
@@ -263,7 +263,7 @@ class BcdConfig:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The entries of --bcd-frozen. Raises ValueError for one not in FROZEN."""
+        """The entries of --bcd-frozen. Raises ValueError for an entry that is not in FROZEN."""
         return _parts("--bcd-frozen", self.bcd_frozen, FROZEN)
 
 
@@ -513,9 +513,9 @@ class DataConfig:
 
     @property
     def split_shares(self) -> list[float] | None:
-        """Of the training, validation and test split; None without --split.
+        """The shares of the training, validation and test split; None without --split.
 
-        Raises ValueError: they are no three numbers of at least 0, or all of them 0.
+        Raises ValueError unless they are three numbers of at least 0, not all of them 0.
         """
         if self.split is None:
             return None
@@ -546,7 +546,7 @@ class TokenizerConfig:
     vocab_size: int | None = option(
         None, "vocabulary size of NullTokenizer, or of TikTokenizer (default 131072)", range=AT_LEAST_1
     )
-    tiktoken_pattern: str = option("v2", "what cuts text into words for TikTokenizer", choices=("v1", "v2"))
+    tiktoken_pattern: str = option("v2", "pattern that cuts text into words for TikTokenizer", choices=("v1", "v2"))
     tiktoken_num_special_tokens: int = option(1000, "first ids of TikTokenizer that are special tokens")
 
 
@@ -613,13 +613,11 @@ class GroupsConfig:
 
     lighthouse: str | None = option(
         None,
-        "HOST:PORT of torchft's lighthouse: this job is one replica group of several, which exchange what they have "
-        "changed from time to time. Without it nothing of this is used",
+        "HOST:PORT of torchft's lighthouse: this job is one of several replica groups, which exchange their changes "
+        "from time to time. The flags below need it",
         metavar="ADDRESS",
     )
-    replica_groups: int = option(
-        1, "replica groups that are expected: so many times the samples are laid out", range=AT_LEAST_1
-    )
+    replica_groups: int = option(1, "number of replica groups that the data are divided for", range=AT_LEAST_1)
     min_replica_groups: int = option(
         1, "wait at an exchange while there are fewer replica groups than this", range=AT_LEAST_1
     )
@@ -628,17 +626,17 @@ class GroupsConfig:
     )
     outer_interval: int | None = option(
         None,
-        "steps of a phase between exchanges; there is one at the end of each phase anyway. Default: only those",
+        "steps of a phase between exchanges, besides the one at its end. Default: only at the end",
         range=AT_LEAST_1,
     )
     outer_delay: int = option(
         0, "steps from an exchange within a phase until its result is applied; 0: wait for it", range=AT_LEAST_0
     )
     outer_lr: float = option(
-        0.7, "learning rate of the outer step, of the mean change; 1 with momentum 0 averages", range=ABOVE_0
+        0.7, "learning rate of the outer step by the mean change; 1 with momentum 0 averages the weights", range=ABOVE_0
     )
-    outer_momentum: float = option(0.6, "its Nesterov momentum", range=BELOW_1)
-    outer_compression: str = option("bf16", "how changes are sent", choices=OUTER_COMPRESSIONS)
+    outer_momentum: float = option(0.6, "Nesterov momentum of the outer step", range=BELOW_1)
+    outer_compression: str = option("bf16", "precision in which changes are sent", choices=OUTER_COMPRESSIONS)
     outer_timeout_seconds: int = option(
         300, "seconds of an exchange without progress after which it fails", range=AT_LEAST_1
     )
@@ -658,7 +656,7 @@ class ReportConfig:
         choices=(0, 1, 2),
     )
     timing_log_option: str = option(
-        "minmax", "what is logged of these times over the ranks", choices=("max", "minmax", "all")
+        "minmax", "statistic of these times over the ranks", choices=("max", "minmax", "all")
     )
     barrier_with_level_1_timing: bool = option(True, "let all ranks wait for each other before timers of level 1")
     log_timers_to_tensorboard: bool = option(False, "write these times to TensorBoard and Weights & Biases too")

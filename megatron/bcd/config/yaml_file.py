@@ -1,4 +1,4 @@
-"""Reads YAML files that a user writes."""
+"""Read YAML files that a user writes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import yaml
 
 
 def read_yaml(path: str, *, instead: str) -> Any:
-    """What the file holds; `instead` says what would be right.
+    """Return the contents of the file. `instead` ends error messages: it says what to give.
 
     Raises:
-        ValueError: it can't be read, is not YAML, or has a key twice; one line that begins with the path.
+        ValueError: the file can't be read, is not YAML, or has a key twice. The message begins with the path.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -25,7 +25,7 @@ def read_yaml(path: str, *, instead: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice, where YAML's loader would take the last one."""
+    """A loader that refuses duplicate keys, where YAML's loader takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         names = [key.value for key, _ in node.value]
