@@ -1,4 +1,4 @@
-"""The run, from top to bottom: setup, train, train_step, switch_block, exchange, save, restore.
+"""The run, from top to bottom: setup, train, train_step, switch_block, exchange, restore.
 
 `Trainer` trains block after block (arXiv 2506.12037, Algorithm 1). All methods are collectives: every rank calls them
 in the same order, and decisions use values that are reduced over all ranks. What changes during a run is in
@@ -12,10 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +55,7 @@ from megatron.bcd.runtime.activation_meter import ActivationMeter
 from megatron.bcd.training.checks import StepChecks
 from megatron.bcd.training.evaluation import Evaluator
 from megatron.bcd.training.garbage import GarbageCollection
-from megatron.bcd.training.greedy import score_blocks
+from megatron.bcd.training.greedy import score_blocks, take_microbatches
 from megatron.bcd.training.outputs import RunOutputs
 from megatron.bcd.training.profiler import StepProfiler
 from megatron.bcd.training.recompute import Recomputation
@@ -266,6 +264,7 @@ class Trainer:
             saver=self.saver,
             exporter=exporter,
             stop=self.stop,
+            pipeline=self.pipeline,
             groups=self.groups,
             reporter=self.reporter,
             collect_run_state=self._run_state,
@@ -305,9 +304,7 @@ class Trainer:
             is_stopped = False
             is_at_end = is_last or state.iteration >= self.train_iters
             if self._has_joined:  # this may be the first group, and only the first one saves after this step
-                is_stopped = self.outputs.after_step(
-                    state.iteration, is_last=is_at_end, is_ahead=self.pipeline.is_ahead, requests=None
-                )
+                is_stopped = self.outputs.after_step(state.iteration, is_last=is_at_end)
             self.module.train()
             if is_at_end and not self._has_joined:
                 self.outputs.export(state.iteration, is_last=True)  # the run may have been killed here before
@@ -328,12 +325,8 @@ class Trainer:
         is_last = self._after_step(result)
         # the step has exchanged the requests to stop, unless something that takes long followed it
         is_step_alone = state.phase_state.phase == phase and not self.evaluator.is_due(state.iteration)
-        is_stopped = self.outputs.after_step(
-            state.iteration,
-            is_last=is_last,
-            is_ahead=self.pipeline.is_ahead,
-            requests=result.requests if is_step_alone else None,
-        )
+        requests = result.requests if is_step_alone else None
+        is_stopped = self.outputs.after_step(state.iteration, is_last=is_last, requests=requests)
         self.profiler.after_step(state.iteration, is_last=is_last or is_stopped)
         self.garbage.after_step(state.iteration)
         return is_last, is_stopped
@@ -428,12 +421,9 @@ class Trainer:
 
     def _warn_of_untrained(self, *, num_steps: int) -> None:
         """Warn of layers that stay untrained for certain after `num_steps` more steps, or have stayed so if it is 0."""
+        phase_state, train_iters = self.state.phase_state, self.train_iters
         warning = describe_untrained(
-            self.partition,
-            self.block_schedule,
-            self.state.phase_state,
-            num_steps=num_steps,
-            train_iters=self.train_iters,
+            self.partition, self.block_schedule, phase_state, num_steps=num_steps, train_iters=train_iters
         )
         if warning is not None:
             self.reporter.warning(warning)
@@ -615,9 +605,7 @@ class Trainer:
             consumed_samples=self.state.consumed_samples,
             position=self.state.samples_in_phase,
         )
-        number = self.config.bcd.bcd_greedy_microbatches
-        first = list(itertools.islice(coming, number))
-        batches = [first[index % len(first)] for index in range(number)]  # the data may end earlier
+        batches = take_microbatches(coming, self.config.bcd.bcd_greedy_microbatches)
 
         def begin_phase(block: int) -> None:
             self.recomputation.begin_phase(block)
@@ -632,6 +620,7 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------- exchange
 
     def _is_exchange_due(self, iteration: int) -> bool:
+        """Return whether the groups exchange after `iteration`, a step of the present phase."""
         pending = None if self.groups is None else self.groups.due
         return self.exchanges.is_due(iteration, self.state.phase_state, pending=pending)
 
@@ -664,9 +653,8 @@ class Trainer:
 
     def _counters(self) -> dict[str, Any]:
         """Collect what decides on the next step, beside tensors, for a group that joins."""
-        counters = {field.name: getattr(self.state, field.name) for field in fields(run_state.Counters)}
         phase = self.state.phase_state.to_dict()
-        return {"counters": counters, "phase": phase, "scheduler_steps": self.lr_scheduler.num_steps}
+        return {"counters": self.state.counters(), "phase": phase, "scheduler_steps": self.lr_scheduler.num_steps}
 
     def _continue_from(self, peer: Mapping[str, Any], load: Callable[[Callable[[], None]], None]) -> None:
         """Continue from another group: adopt its `_counters`, then call `load`, which loads its tensors and calls the
@@ -674,10 +662,7 @@ class Trainer:
         if self.saver is not None:
             self.saver.finish()
         self.end_phase(is_end_of_run=True)
-        for name, value in peer["counters"].items():
-            setattr(self.state, name, value)
-        self.state.phase_state = PhaseState.from_dict(peer["phase"])
-        self.state.interval = []
+        self.state.adopt(peer["counters"], PhaseState.from_dict(peer["phase"]))
         self.lr_scheduler.num_steps = peer["scheduler_steps"]
         self.samples.set_share(self.samples.share, is_moved=True)
         self.evaluator.forget_place()
@@ -686,12 +671,8 @@ class Trainer:
 
     # -------------------------------------------------------------------------------------------------------- save
 
-    def save(self) -> bool:
-        """Write a checkpoint. Return False if that failed."""
-        return self.outputs.save()
-
     def _run_state(self) -> run_state.RunState:
-        """Everything of a checkpoint that is not a tensor, the same on every rank."""
+        """Collect the non-tensor part of a checkpoint. It is identical on all ranks."""
         # after the last step of a phase the next block is due, while the present one is still built
         is_current = self.active.block == self._next_block()
         saves_optimizer = self.config.checkpoint.save_optim
@@ -707,15 +688,15 @@ class Trainer:
         )
 
     def _next_block(self) -> int | None:
-        """The block of the coming step; None if greedy order has not selected it yet."""
+        """Return the block of the coming step, or None if greedy order has not selected it yet."""
         phase_state = self.state.phase_state
         return None if self.block_schedule.needs_scores(phase_state) else self.block_schedule.block(phase_state)
 
     # ----------------------------------------------------------------------------------------------------- restore
 
     def restore(self) -> None:
-        """Enter the first phase: of a new run, or of the checkpoint whose weights are loaded. With --skip-train only
-        the place of the evaluation is taken from it.
+        """Enter the first phase, of a new run or of the checkpoint whose weights are loaded. With --skip-train take
+        only the iteration from the checkpoint.
 
         Raises:
             ValueError: the checkpoint can't be read.
@@ -751,7 +732,7 @@ class Trainer:
             self.saver.log_progress("Starting job")
 
     def _restore_counters(self, saved: run_state.RunState) -> None:
-        """Set the counters. Where the saved phase can't continue, its cycle starts again."""
+        """Set the counters. If the saved phase can't continue, its cycle starts again."""
         self.state.load(saved)
         self.state.phase_state, warning = run_state.resumed_phase(
             saved, self.config, self.partition, self.block_schedule

@@ -26,7 +26,7 @@ def save_once_more(run: worlds.RecordedRun) -> None:
     """Save a checkpoint with a new number."""
     run.state.iteration += 1
     torch.distributed.barrier()
-    assert run.save()
+    assert run.outputs.save()
 
 
 def needed_bytes(config: Any) -> int:

@@ -119,7 +119,7 @@ def resumed_and_saved_again(config: RunConfig, root: str, copy: str) -> dict[str
             "began_at": run.iteration,
             "began_in": (run.state.phase_state.phase, run.state.phase_state.step_in_phase),
         }
-        assert run.save()
+        assert run.outputs.save()
         run.train()
         return worlds.outcome(run) | begin | {"warnings": run.recorder.warnings}
 

@@ -398,7 +398,7 @@ def masters_of(run: RecordedRun) -> list[torch.Tensor]:
 def save_initial_weights(config: RunConfig, folder: str) -> None:
     """Draw the weights of `config` and write a checkpoint that any layout can load."""
     with started(dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save=folder))) as run:
-        assert run.save()
+        assert run.outputs.save()
 
 
 def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron.bcd import data
 from megatron.bcd.optim.active_block import ActiveBlock
@@ -38,6 +39,12 @@ def score_blocks(
         active.dispose()
     # ranks that reduce separately may differ in the last bit, and must choose the same block
     return collectives.on_rank_0(lambda: scores)
+
+
+def take_microbatches(coming: Iterator[data.Batch], number: int) -> list[data.Batch]:
+    """Return the next `number` microbatches, repeating them if the data end earlier."""
+    first = list(itertools.islice(coming, number))
+    return [first[index % len(first)] for index in range(number)]
 
 
 def _gradient_norm(active: ActiveBlock, run_passes: Callable[[], object]) -> float:

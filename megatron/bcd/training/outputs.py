@@ -14,6 +14,7 @@ from megatron.bcd.huggingface.run_models import Exporter
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.outer.groups import ExchangeFailed, ReplicaGroups
+from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.training.state import TrainingFailed
 from megatron.bcd.training.stop import StopRequests
 
@@ -30,6 +31,7 @@ class RunOutputs:
     exporter: Exporter | None
     """None without --save-hf."""
     stop: StopRequests
+    pipeline: PipelineSchedule
     groups: ReplicaGroups | None
     reporter: Reporter
     collect_run_state: Callable[[], RunState]
@@ -48,12 +50,11 @@ class RunOutputs:
         """Return whether a checkpoint or a model is written after `iteration`."""
         return self._is_save_due(iteration, is_last=is_last) or self._is_export_due(iteration, is_last=is_last)
 
-    def after_step(self, iteration: int, *, is_last: bool, is_ahead: bool, requests: Sequence[int] | None) -> bool:
+    def after_step(self, iteration: int, *, is_last: bool, requests: Sequence[int] | None = None) -> bool:
         """Agree with the other ranks on stopping, save if due, and complete background writes.
 
         Args:
             is_last: training is over after `iteration`.
-            is_ahead: forward-only stages have started the next iteration, which must be completed before a stop.
             requests: what the step has exchanged, if nothing that takes long followed it.
 
         Returns:
@@ -69,7 +70,7 @@ class RunOutputs:
             is_any_rank_writing = stop.decide(iteration, requests)
         if saver is not None and saver.is_under_way and not is_any_rank_writing:
             saver.finish()
-        if is_ahead:
+        if self.pipeline.is_ahead:  # forward-only stages have started the next iteration, which must be completed
             return False
         is_stopped = stop.reason is not None and not is_last
         is_end = is_last or is_stopped

@@ -78,11 +78,21 @@ class TrainState(Counters):
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for JSON under the names of the checkpoint format."""
-        return {field.name: getattr(self, field.name) for field in fields(Counters)} | {
+        return self.counters() | {
             "phase": self.phase_state.to_dict(),
             "run": self.run,
             "interval": [step.to_dict() for step in self.interval],
         }
+
+    def counters(self) -> dict[str, Any]:
+        """Return the counters by name."""
+        return {counter.name: getattr(self, counter.name) for counter in fields(Counters)}
+
+    def adopt(self, counters: Mapping[str, Any], phase_state: PhaseState) -> None:
+        """Continue where another replica group is."""
+        for name, value in counters.items():
+            setattr(self, name, value)
+        self.phase_state, self.interval = phase_state, []
 
     def load(self, saved: RunState) -> None:
         """Set everything to the saved values, except the phase."""
