@@ -1,8 +1,8 @@
 """Tokenizers: convert text to token ids, under Megatron's --tokenizer-type names. Pure.
 
 Ids equal those of stock Megatron-LM core_v0.16.1 without --legacy-tokenizer. ByteLevelTokenizer does not exist in
-stock. One difference is deliberate: GPT2BPETokenizer reads a literal "<|endoftext|>" in a text as ordinary text, like
-OpenAI's encoder and the legacy tokenizer, so that a document cannot forge a document boundary.
+stock. One difference is deliberate: GPT2BPETokenizer reads a literal "<|endoftext|>" as ordinary text, like OpenAI's
+encoder and the legacy tokenizer. Thus a document cannot forge a document boundary.
 
 Only TikTokenizer uses megatron.core.tokenizers. Its other types download GPT-2's files, number bytes differently or
 rebuild tokenizer.json by model family, or are not worth the seconds in which every worker imports torch.

@@ -130,8 +130,8 @@ def _byte_level(ids: dict[bytes, int], special: dict[str, int], *, pattern: str 
 def _convert_sentencepiece(path: str) -> tuple[Any, dict[str, Any]]:
     """Return the tokenizers library's form of a model file, and its special tokens; None if it is not unigram or BPE.
 
-    Replacements of characters (for models not trained with the rule "identity") come from the model's table, which the
-    library applies to characters with combining marks differently from SentencePiece.
+    If the model was not trained with the rule "identity", replacements of characters come from its table. For
+    characters with combining marks, the library applies the table differently from SentencePiece.
     """
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2

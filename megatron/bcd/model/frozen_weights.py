@@ -2,7 +2,7 @@
 
 A phase only reads its frozen weights. The frozen layers of a stage are stored in one arena of page-locked host memory,
 each as one flat piece. While a layer computes, the next one is copied to one of two device buffers on a separate CUDA
-stream. At the start of a phase, the active layers and the resident ones (frozen, but kept on the device) are loaded; at
+stream. A phase starts by loading the active layers, and the resident ones, which are frozen but stay on the device. At
 its end the active layers are written back. If no phase trains the embedding, the CPU gathers and sends the rows of each
 microbatch. Training is unchanged, bit for bit. See docs/frozen_weights.md.
 """

@@ -74,9 +74,9 @@ def _write_weight_gradient(
 class _LinearCrossEntropy(torch.autograd.Function):
     """Losses [T], fp32, given ``hidden`` [T, H], ``weight`` [V, H] and ``labels`` [T].
 
-    The forward pass loops over chunks of tokens and also computes the gradient of ``hidden`` for a factor of 1 per
+    The forward pass loops over chunks of tokens. It also computes the gradient of ``hidden`` for a factor of 1 per
     token; the backward pass then only scales its rows. The gradient of an active ``weight`` is a sum over tokens
-    weighted by these factors, so the backward pass recomputes the logits, in chunks of the vocabulary.
+    weighted by these factors. For it, the backward pass recomputes the logits, in chunks of the vocabulary.
     """
 
     @staticmethod

@@ -66,9 +66,9 @@ def draw_like_stock_warm_up(
 ) -> None:
     """Draw from the CPU's generator the numbers that stock Megatron-LM draws on a CPU before it builds the model.
 
-    Stock warms up its fused functions (bias + GELU, bias + dropout + residual; 5 times with and 5 times without
-    gradient) on random tensors of its device. On a CPU this advances the generator that initialises the weights, so the
-    same numbers must be drawn to get the same initial weights. ``ffn_hidden_size`` is this tensor-parallel rank's part.
+    Stock warms up its fused functions (bias + GELU, bias + dropout + residual) on random tensors of its device, 5 times
+    with and 5 times without gradient. On a CPU this advances the generator that initialises the weights. The same
+    numbers must be drawn to get the same initial weights. ``ffn_hidden_size`` is this tensor-parallel rank's part.
     """
     torch.rand(ffn_hidden_size, dtype=dtype)
     torch.rand(seq_length, micro_batch_size, ffn_hidden_size, dtype=dtype)

@@ -17,7 +17,7 @@ class Permutation:
     """A random order of ``range(size)`` that needs constant time per index and no memory.
 
     A reader can thus open any sequence of any epoch. It is a Feistel network over pairs (left, right), each of about
-    sqrt(size) values; results outside the range pass through the network again until they are inside (J. Black, P.
+    sqrt(size) values. Results outside the range pass through the network again until they are inside (J. Black, P.
     Rogaway: Ciphers with Arbitrary Finite Domains, 2002). ``key`` determines the order. The algorithm must not change,
     because a resumed run must have the same training and validation samples.
     """
