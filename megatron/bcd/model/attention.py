@@ -1,6 +1,6 @@
 """Core attention on PyTorch's scaled_dot_product_attention, also for context parallelism.
 
-With R context-parallel ranks, Megatron Core cuts each sequence into 2 R chunks. Rank r gets chunks r and 2 R - 1 - r, so
+With R context-parallel ranks, Megatron Core cuts each sequence into 2 R chunks. Rank r gets r and 2 R - 1 - r, so
 causal attention costs every rank the same. Queries stay on their rank; keys and values are gathered.
 
 Tensor shapes: S sequence length, C length of a chunk, L = 2 C (this rank's part), B micro-batch size, N attention heads
