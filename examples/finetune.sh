@@ -1,38 +1,38 @@
 #!/usr/bin/env bash
-# Fine-tunes a published LLaMA on instructions with --bcd-preset finetune, answers a prompt, and leaves a folder that
-# AutoModelForCausalLM loads. Memory, time and price come from tools/plan.py --task sft, which trains every layer in
-# every step where that fits, else blocks; --bcd-inactive-update none takes blocks.
+# Fine-tune a published LLaMA on instructions with --bcd-preset finetune, answer a prompt, and write a folder that
+# AutoModelForCausalLM loads. tools/plan.py --task sft estimates memory, time and price. It trains every layer in every
+# step if that fits, or else blocks; --bcd-inactive-update none always uses blocks.
 #
 #   bash examples/finetune.sh MODEL CLUSTER [flags of the planner and of the training script]
 #
-#   MODEL     the folder of the published model, or its config.json: the plan follows from that. Or a row of models.csv, in
-#             LLaMA's form and of the size of MODEL_DIR: LLaMA-7B, L-1.5B; --models FILE names rows of your own
+#   MODEL     the folder of the published model, or its config.json. Or a row of models.csv with LLaMA's architecture and
+#             the size of MODEL_DIR: LLaMA-7B, L-1.5B; --models FILE reads your table
 #   CLUSTER   a row of clusters.csv: rtx4090 a100 a800 h100 h200
 #
 #   MODEL_DIR=llama-7b DATA=alpaca.jsonl bash examples/finetune.sh LLaMA-7B rtx4090             one RTX 4090 (24 GB)
 #   NUM_GPUS=4 MODEL_DIR=llama-7b DATA=alpaca.jsonl bash examples/finetune.sh LLaMA-7B rtx4090  four
 #   MODEL_DIR=my-1.5b DATA=alpaca.jsonl bash examples/finetune.sh L-1.5B rtx4090                1.5B on one
 #
-#   DRY_RUN=1 bash examples/finetune.sh LLaMA-7B rtx4090       the command and its bill; needs no torch, GPU, model or data
+#   DRY_RUN=1 bash examples/finetune.sh LLaMA-7B rtx4090       print the command and its estimate; needs no torch, GPU or data
 #   SCALE=tiny bash examples/finetune.sh LLaMA-7B rtx4090      the same recipe with a small random model, to its end, on the CPU
 #   SCALE=tiny DATA=alpaca.jsonl bash examples/finetune.sh DIR rtx4090      for 20 steps on DATA, with the tokenizer of DIR
 #
-# A restarted run resumes from its newest checkpoint. On several nodes: the same command on each, with HEAD_NODE the name
-# of one of them, and SAVE on a disk that all of them see.
+# A restarted run resumes from its newest checkpoint. On several nodes, start the same command on each. HEAD_NODE is the
+# name of one of them, and SAVE must be on a shared disk.
 #
 # Environment:
-#   MODEL_DIR             the published model: a folder with config.json and safetensors, or a name on the hub (MODEL, where
-#                         that is a folder)
+#   MODEL_DIR             the published model: a folder with config.json and safetensors, or a name on the hub (default:
+#                         MODEL, if that is a folder)
 #   DATA                  records, jsonl (docs/fine_tuning.md)
 #   NUM_GPUS              (1); NNODES and GPUS_PER_NODE as in examples/pretrain.sh
 #   HEAD_NODE, MASTER_PORT   rendezvous of several nodes (port 29500)
 #   EPOCHS, LR            (3, the plan's)
-#   PROMPT                what the tuned model answers at the end
+#   PROMPT                prompt for the tuned model at the end
 #   SAVE                  folder of the checkpoints (out/MODEL-finetune-CLUSTER); the model goes to SAVE-hf, metrics to SAVE.jsonl
 #   MICRO_BATCH, GLOBAL_BATCH, PRECISION, RECOMPUTE   (the plan's, 8, bf16, the plan's); flags too, as NUM_GPUS
 #   FORCE=1               start even if the estimate does not fit
-#   OUT                   with SCALE=tiny: what to write to (out/recipes)
-#   BCD_PYTHON            an interpreter of your own (examples/setup_env.sh)
+#   OUT                   with SCALE=tiny: output folder (out/recipes)
+#   BCD_PYTHON            your interpreter (examples/setup_env.sh)
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -118,7 +118,7 @@ if [ "${DRY_RUN:-}" = 1 ]; then
     exit 0
 fi
 
-# ---------------------------------------------------------------- checks: nothing starts before all of them
+# ---------------------------------------------------------------- checks before anything starts
 [ -z "$GIVEN_DATA" ] || [ -f "$GIVEN_DATA" ] || fail "DATA=$GIVEN_DATA: there is no such file"
 if [ -z "$SCALE" ]; then
     [ -n "${MODEL_DIR:-}" ] || fail "MODEL_DIR is not set: give the folder of the published model, or its name on the hub"
@@ -141,7 +141,7 @@ else
             printf '{"instruction": "Say the number %d twice.", "output": "%d %d"}\n' "$i" "$i" "$i"
         done > "$DATA"
     fi
-    # in place of a published model: a few steps from random weights
+    # replaces the published model: a few steps from random weights
     "$PYTHON" "$ROOT/$SCRIPT" "${MODEL_ARGS[@]}" "${TOKENIZER[@]}" --seq-length "$SEQUENCE" --mock-data --train-iters 2 --micro-batch-size 2 \
         --lr 1e-3 --bcd-num-blocks 1 --eval-iters 0 --bf16 --make-vocab-size-divisible-by 1 --save-hf "$MODEL_DIR"
 fi

@@ -1,6 +1,6 @@
-# Sourced by recipes, after EXTRA_ARGS holds the user's further flags.
+# Sourced by recipes after they have set EXTRA_ARGS, the user's other flags.
 
-# given FLAG...: whether the user gave one of them.
+# given FLAG...: succeed if the user gave one of these flags.
 given() {
     local word flag
     for word in "${EXTRA_ARGS[@]}"; do

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains one of the paper's models: a recipe for every model, method and cluster of the three tables in this folder.
+# Train one of the paper's models, by the tables of models, methods and clusters in this folder.
 #
 #   bash examples/pretrain.sh MODEL METHOD CLUSTER [flags of the planner and of the training script]
 #
@@ -14,16 +14,16 @@
 #   DATA_PATH=out/my_text_document TOKENIZER_ARGS="--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json \
 #       --merge-file merges.txt" bash examples/pretrain.sh G-5.4B pretrain rtx4090 --bcd-order random
 #
-# On several nodes: the same command on each, with HEAD_NODE the name of one of them (examples/slurm.sh does it).
-# A restarted run resumes from its newest checkpoint. Memory, pipeline and recomputation come from tools/plan.py.
+# On several nodes, start the same command on each, with HEAD_NODE the name of one of them (examples/slurm.sh does this).
+# A restarted run resumes from its newest checkpoint. tools/plan.py chooses memory, pipeline and recomputation.
 #
 # Environment:
-#   NUM_GPUS                   GPUs in total (default: methods.csv, else the fewest on which it fits)
-#   NNODES, GPUS_PER_NODE      the same per node, to leave GPUs of a node unused; one of them is enough beside NUM_GPUS
+#   NUM_GPUS                   GPUs in total (default: methods.csv, or else the smallest number on which it fits)
+#   NNODES, GPUS_PER_NODE      nodes and GPUs used on each; one of the two is enough with NUM_GPUS
 #   HEAD_NODE, MASTER_PORT     rendezvous of several nodes (port 29500)
-#   DATA_PATH, TOKENIZER_ARGS  tokenized text (tools/preprocess_data.py) and the tokenizer's flags that made it; both are
-#                              words separated by blanks: a blend is "weight prefix weight prefix"
-#   MOCK_DATA=1                mock tokens instead, to measure speed; SAVE then ends in -mock
+#   DATA_PATH, TOKENIZER_ARGS  tokenized text (tools/preprocess_data.py) and the flags of its tokenizer, both as words
+#                              separated by spaces; a blend is "weight prefix weight prefix"
+#   MOCK_DATA=1                use mock tokens, to measure speed; SAVE then ends in -mock
 #   SAVE                       folder of the checkpoints; metrics go to SAVE.jsonl (out/MODEL-METHOD-CLUSTER)
 #   TRAIN_ITERS                steps (default: the estimate's, 20 tokens per parameter times the B-F multiplier)
 #   MICRO_BATCH, GLOBAL_BATCH  sequences (1 and 64)
@@ -32,8 +32,8 @@
 #   REPLICA_GROUPS, LIGHTHOUSE, REPLICA_ID   so many groups of NUM_GPUS each, joined at the lighthouse's HOST:PORT, and the
 #                              name of this one (the node's): start this once a group (docs/replica_groups.md)
 #   FORCE=1                    start even if the estimate does not fit
-#   OUT                        with SCALE=tiny: what to write to (out/recipes)
-#   BCD_PYTHON                 an interpreter of your own (examples/setup_env.sh)
+#   OUT                        with SCALE=tiny: output folder (out/recipes)
+#   BCD_PYTHON                 your interpreter (examples/setup_env.sh)
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -54,7 +54,7 @@ SCALE=${SCALE:-}
 [ -z "$SCALE" ] || [ "$SCALE" = tiny ] || fail "SCALE=$SCALE: must be tiny, or left out"
 RANKS=2  # of a tiny run, at most
 
-# Prints an interpreter for the planner, which needs only the standard library.
+# Print an interpreter for the planner, which needs only the standard library.
 planner_python() {
     local candidate
     for candidate in "${BCD_PYTHON:-$ROOT/.venv/bin/python}" "${PYTHON3:-python3}" python3.13 python3.12 python3.11; do
@@ -65,7 +65,7 @@ planner_python() {
 
 PLANNER=$(planner_python)
 
-# Sets MODEL, CLUSTER, MODEL_ARGS, LAYOUT_ARGS and EXTRA_ARGS, and the numbers that the rest needs.
+# Set MODEL, CLUSTER, MODEL_ARGS, LAYOUT_ARGS and EXTRA_ARGS, and the numbers used below.
 WHOLE=whole
 [ -z "$SCALE" ] || WHOLE=tiny=$RANKS
 RECIPE=$("$PLANNER" "$ROOT/tools/recipe.py" "$WHOLE" "$@")
@@ -138,7 +138,7 @@ LAUNCHED=(
 )
 
 # ---------------------------------------------------------------- DRY_RUN: print and exit
-# print_command WORD...: as shell input, each flag on one line with its value.
+# print_command WORD...: print shell input with one flag and its value per line.
 print_command() {
     local line=$1 word quoted
     shift
@@ -166,7 +166,7 @@ if [ "${DRY_RUN:-}" = 1 ]; then
     exit 0
 fi
 
-# ---------------------------------------------------------------- checks: nothing starts before all of them
+# ---------------------------------------------------------------- checks before anything starts
 check_data() {
     local part found=
     [ "${MOCK_DATA:-}" != 1 ] || return 0
@@ -210,7 +210,7 @@ if [ -z "$SCALE" ]; then
         THREADS=$(($(nproc) / GPUS_PER_NODE))
         export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((THREADS > 0 ? THREADS : 1))}
     fi
-    # Slurm sends it to every process of a step. It is for the ranks, which save and exit; it would kill torchrun.
+    # Slurm sends USR1 to every process of a step. The ranks save and exit; torchrun, which it would kill, ignores it.
     trap '' USR1
     exec "$PYTHON" "$ROOT/tools/launch.py" "${LAUNCHED[@]}"
 fi
@@ -224,7 +224,7 @@ else
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-# Written under a temporary name, so that concurrent or killed runs leave no partial text.
+# Write under a temporary name, so that concurrent or killed runs leave no partial text.
 if [ ! -d "$OUT/text" ]; then
     mkdir -p "$OUT"
     NEW=$(mktemp -d "$OUT/text.XXXXXX")

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# From nothing to three trained models and one picture: ten minutes on two idle CPU cores, and two for the packages.
+# Train three small models and draw one picture: ten minutes on two idle CPU cores, and two for the packages.
 #
 #   bash examples/quickstart.sh
 #
 # Sets up .venv, tokenizes the source of Python's standard library, trains a small GPT with full-parameter updates, with
-# block coordinate descent as published, and with the preset for pretraining, and compares the three. Safe to repeat: the
-# environment and the tokenized text are reused, all models are trained again.
+# block coordinate descent as published, and with the preset for pretraining, and compares the three. It can be repeated:
+# environment and tokenized text are reused, and all models are trained again.
 #
 # Environment: OUT is the output folder (default out/quickstart), ITERS the training steps of each model, TEXT_MB the
 # amount of text, BCD_PYTHON an existing interpreter (examples/setup_env.sh).
@@ -39,7 +39,7 @@ if cmp -s "$OUT/stdlib.jsonl.now" "$OUT/stdlib.jsonl" && [ -s "$DATA.bin" ] && [
     rm "$OUT/stdlib.jsonl.now"
     echo "already tokenized: $DATA.bin"
 else
-    # Old tokens are removed first, so that a killed run never leaves them next to another text.
+    # Remove old tokens first, so that a killed run never leaves them next to another text.
     rm -f "$DATA.bin" "$DATA.idx"
     mv "$OUT/stdlib.jsonl.now" "$OUT/stdlib.jsonl"
     "$PYTHON" tools/preprocess_data.py --input "$OUT/stdlib.jsonl" --output-prefix "$OUT/stdlib" \

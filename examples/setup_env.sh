@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The one Python environment of this repository: .venv at its root, with the pins of requirements.txt.
+# Set up the Python environment of this repository: .venv at its root, with the pins of requirements.txt.
 #
-#   bash examples/setup_env.sh          set it up, or repair it; at once when there is nothing to do
+#   bash examples/setup_env.sh          set it up or repair it; returns at once if nothing is to do
 #   . examples/setup_env.sh             the same, and use it in this shell (tests/run.sh, examples/quickstart.sh)
 #   BCD_PYTHON=/path/to/python ...      use that interpreter and what is installed there; nothing is set up.
 #                                       For GPU machines that bring their own torch, Apex or Transformer Engine.
@@ -20,9 +20,9 @@ bcd_fail() {
     return 1
 }
 
-# bcd_missing PYTHON exact|close [tests]: the pins that this interpreter lacks, on one line. "close" takes other versions,
-# which usually do, but the patches of megatron/bcd/runtime belong to one minor release of Megatron Core. Without "tests"
-# those that only tests need are left out. Fails for a Python that is not 3.11 to 3.13.
+# bcd_missing PYTHON exact|close [tests]: print the pins that this interpreter does not have, on one line. "close" accepts
+# other versions, which usually work, except of Megatron Core, whose minor release must match the patches of
+# megatron/bcd/runtime. Without "tests", packages that only tests need are left out. Fails unless Python is 3.11 to 3.13.
 bcd_missing() {
     "$1" - "$BCD_ROOT/requirements.txt" "${@:2}" 2>/dev/null <<'PYTHON'
 import importlib.metadata as metadata
@@ -45,12 +45,12 @@ for name, pin in (line.split("==") for line in lines if line):
 PYTHON
 }
 
-# Prints the interpreter to make .venv from.
+# Print the interpreter from which .venv is created.
 bcd_base_python() {
     local candidate
     for candidate in ${PYTHON3:-python3 python3.13 python3.12 python3.11}; do
         "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || continue
-        # Debian and Ubuntu ship ensurepip, without which a venv has no pip, in a package of its own.
+        # Debian and Ubuntu ship ensurepip, without which a venv has no pip, in a separate package.
         "$candidate" -c 'import ensurepip, venv' 2>/dev/null && { echo "$candidate"; return 0; }
         bcd_fail "$candidate cannot make a virtual environment; install python3-venv (Debian, Ubuntu)"
         return 1
@@ -59,7 +59,7 @@ bcd_base_python() {
         "install one, or name one with PYTHON3=/path/to/python3"
 }
 
-# Prints the interpreter of the active environment, if it is another one than .venv and has every pin; says why not.
+# Print the interpreter of the active environment if it is not .venv and has every pin; otherwise say why not.
 bcd_active_python() {
     local folder=${VIRTUAL_ENV:-${CONDA_PREFIX:-}} missing
     [ -n "$folder" ] && [ -x "$folder/bin/python" ] && ! [ "$folder" -ef "$BCD_ROOT/.venv" ] || return 1
@@ -70,7 +70,7 @@ bcd_active_python() {
     return 1
 }
 
-# What decides whether .venv is up to date: the pins, and how they are installed.
+# .venv is up to date if the pins, and the way they are installed, have not changed.
 bcd_fingerprint() { cat "$BCD_ROOT/requirements.txt" "$BCD_ROOT/examples/setup_env.sh" | cksum; }
 
 bcd_up_to_date() {
@@ -114,7 +114,7 @@ bcd_setup() {
     else
         if ! bcd_up_to_date "$venv"; then
             base=$(bcd_base_python) || return 1
-            # Two commands started together must not install into one folder at once.
+            # Two commands must not install into one folder at the same time.
             ( ! command -v flock >/dev/null || flock 9; bcd_up_to_date "$venv" || bcd_install "$venv" "$base" ) \
                 9>"$venv.lock" || return 1
         fi

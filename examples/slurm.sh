@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A recipe under Slurm, on one node or several, requeued until it is trained:
+# Run a recipe under Slurm, on one or more nodes, and requeue it until it is trained:
 #
 #   DATA_PATH=... TOKENIZER_ARGS=... sbatch --nodes 2 examples/slurm.sh G-20B bcd rtx4090 [flags of the training script]
 #
@@ -7,7 +7,7 @@
 # there. Words and variables are those of examples/pretrain.sh, which srun starts on every node; NNODES, GPUS_PER_NODE and
 # HEAD_NODE come from the job: it runs on the nodes and GPUs of the #SBATCH lines below, not those of methods.csv. Others:
 # sbatch --nodes 1 --gpus-per-node 4 examples/slurm.sh G-5.4B ..., or edit the lines.
-# With REPLICA_GROUPS and LIGHTHOUSE each group is a job of its own (docs/replica_groups.md): submit it once a group.
+# With REPLICA_GROUPS and LIGHTHOUSE each group is a separate job (docs/replica_groups.md): submit it once per group.
 # Ten minutes before the time limit the ranks save and exit with 0; the job is requeued under the same number and
 # resumes from that checkpoint. The job ends when the run is trained or fails.
 #

@@ -140,8 +140,8 @@ def saves_of_a_run(config: RunConfig) -> int:
 
 
 def test_nothing_is_kept_when_the_run_ends(world1: World, text_data: str) -> None:
-    """Copies that nobody reads, and that can fail after the last checkpoint: main parameters of the host beside weights
-    of the device with --optimizer-cpu-offload."""
+    """The end of a run makes copies that are never read and may fail after the last checkpoint, such as main parameters
+    on the host with --optimizer-cpu-offload."""
     flags = {"bcd_optimizer_state": "host", "bf16": True, "train_iters": 3}
     assert world1.run(saves_of_a_run, worlds.run_config(data_path=text_data, **flags)) == [2]
 

@@ -110,7 +110,7 @@ OTHER_HEAD: dict[tuple[str, str], dict[str, Any]] = {
     ("gpt", "own"): {"untie_embeddings_and_output_weights": True},
     ("llama", "tied"): {"no_untie_embeddings_and_output_weights": True},
 }
-"""By form and head, where it is not the form's."""
+"""Head of a form, by form and head, if it is not the form's default."""
 
 
 IN_DEFAULT = (

@@ -80,8 +80,8 @@ def test_norms_are_recomputed(world1: World, text_data: str) -> None:
 
 
 def test_train_samples_is_train_iters(world1: World, text_data: str) -> None:
-    """A schedule or an end that counts samples where it should count steps, or the other way round; a batch beyond the
-    data, which samples do not fill: stock Megatron-LM trains whole batches only."""
+    """A schedule or an end counts samples instead of steps, or steps instead of samples; or a last batch is incomplete,
+    while stock Megatron-LM trains only whole batches."""
     flags = {"data_path": text_data, "lr_decay_style": "cosine", "min_lr": 1e-3}
     by_iters = worlds.run_config(**flags, lr_warmup_iters=2)
     by_samples = worlds.run_config(

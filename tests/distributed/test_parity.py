@@ -56,7 +56,7 @@ class Case(NamedTuple):
     flags: dict[str, Any]
     cuts: tuple[str, ...]
     tolerance: float = 2e-5
-    """Of losses: fp32 sums in another order; a wrong gradient shows in the first digits."""
+    """Tolerance of losses, because fp32 sums have another order; a wrong gradient shows in the first digits."""
 
 
 CASES = {

@@ -208,7 +208,7 @@ def test_peak_memory_does_not_grow_with_microbatches(runs: dict[tuple[str, int],
 
 
 def test_sends_under_way_are_bounded(runs: dict[tuple[str, int], Steps]) -> None:
-    """A forward-only stage that fills its memory with outputs which nobody takes; or one that waits for each."""
+    """A forward-only stage fills its memory with outputs that are not received yet, or waits for each one."""
     for ranks in runs["bcd", MANY]:
         first_trainable = ranks[0]["block"]
         assert [rank["peak_sends"] for rank in ranks[:first_trainable]] == [2] * first_trainable

@@ -60,7 +60,7 @@ def test_the_full_batch_counts(world2: World, text_data: str) -> None:
 
 @pytest.mark.parametrize(("asked", "counted"), [(None, 1), (0, 0), (3, 3), (9, 4)])
 def test_the_run_ahead_counts(asked: int | None, counted: int) -> None:
-    """Messages of a longer run-ahead than the default's, which a stage keeps and nobody has counted."""
+    """A stage keeps more run-ahead messages than by default, and they are not counted."""
     flags = {"pipeline_model_parallel_size": 2, "world_size": 2, "bcd_layout": "stage", "bcd_num_blocks": None}
     config = worlds.run_config(data_path="text", bcd_run_ahead=asked, **flags)
     partition = partition_from_config(config)

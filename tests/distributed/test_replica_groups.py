@@ -248,8 +248,8 @@ def test_groups_agree(
 
 
 def test_4_bits_lose_nothing_for_good(other_worlds: list[World], text_data: str, lighthouse: str) -> None:
-    """What is lost of a change or a mean is not sent later, by the wrong group, or twice after an exchange that failed,
-    the third one here: what has arrived and what is missed are not what was changed."""
+    """The compression error of a change or a mean is not sent later, is sent by the wrong group, or twice after a
+    failed exchange (the third one here)."""
     flags = {"data_path": text_data, "bcd_preset": "pretrain", "outer_compression": "4bit", "outer_interval": 2}
     (first,), (second,) = together(other_worlds, configs(2, lighthouse, **flags), {"refuses": 3}, {"refuses": 3})
     assert len(first["means"]) == len(first["changes"]) == 6

@@ -79,8 +79,8 @@ TIMED_LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", TIMED_LAYOUTS)
 def test_timers(world2: World, text_data: str, layout: str) -> None:
-    """Timers that are not there, count evaluations or only some steps, change a loss, or wait for a rank that is not
-    timed; timers that nobody has asked for."""
+    """Timers are missing, count evaluations or only some steps, change a loss, wait for a rank that is not timed, or
+    appear without being requested."""
     flags = {"data_path": text_data, "train_iters": 4, "log_interval": 2, "eval_iters": 1, "eval_interval": 2}
 
     def run(**more: Any) -> list[dict[str, Any]]:
@@ -124,8 +124,8 @@ def straggling_run(config: Any, slow: int) -> dict[str, Any]:
 
 
 def test_a_slow_rank(world2: World, text_data: str) -> None:
-    """--log-straggler that finds another rank, counts evaluations, or adds up over log lines; times that nobody has
-    asked for, or that change a loss."""
+    """--log-straggler names another rank, counts evaluations, or accumulates over log lines; or times appear without
+    being requested, or change a loss."""
     flags = {"data_path": text_data, "train_iters": 5, "log_interval": 2, "eval_iters": 1, "eval_interval": 2}
     flags |= TIMED_LAYOUTS["pipeline"]
     plain = world2.run(straggling_run, worlds.run_config(**flags), 0)

@@ -117,7 +117,7 @@ def test_where_blocks_differ_the_cycle_begins_again(saved: Saved, tmp_path: Path
     assert [name for name in first if name.startswith("optimizer.")]
     assert [name for name in second if name.startswith("optimizer.")] == []
     assert different(second, first) == []
-    # the first loss is of the weights alone
+    # the first loss depends only on the weights
     assert resumed["losses"][0] == pytest.approx(whole["losses"][IN_SECOND_BLOCK], rel=2e-5)
     assert resumed["blocks"] == [0, 0, 0, 1, 1, 1]
 

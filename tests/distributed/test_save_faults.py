@@ -137,7 +137,7 @@ def test_a_fault_on_one_rank(
 
 
 def test_a_full_disk(world2: World, text_data: str, small_disk: Path, whole: list[dict[str, Any]]) -> None:
-    """What a real disk does that no patched function does: some other call fails first, on every rank."""
+    """A real full disk makes other calls fail than a patched function does, on every rank."""
     check(world2, config_of(text_data, small_disk, async_save=True), "full disk", small_disk, 0, whole)
 
 

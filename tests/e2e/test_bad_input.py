@@ -53,8 +53,8 @@ def test_a_fault_that_one_rank_sees(seen_by: int, runs: ForkedRuns, tmp_path: Pa
 
 @with_ranks(cases.FLAG_CASES + cases.DATA_CASES + cases.SFT_CASES + cases.TOKENIZER_CASES + cases.OUTPUT_CASES)
 def test_refused(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path) -> None:
-    """A rule that only one rank checks leaves the others in a collective; a late one has written already, or costs an
-    hour of training. Libraries raise errors of their own, or take damaged data for good."""
+    """Only one rank checks a rule and leaves the others in a collective; a late check comes after writing, or after an
+    hour of training; a library raises another error, or accepts damaged data."""
     case.prepare(workplace)
     before = digests(workplace)
     read_only = workplace / case.read_only if case.read_only else None

@@ -32,7 +32,7 @@ def test_what_is_found(repo_root: Path, tmp_path: Path) -> None:
 
 
 def test_calibrate_without_a_self_test(repo_root: Path, tmp_path: Path) -> None:
-    """A flag that is ignored beside another, or runs that nobody asked for."""
+    """A flag is ignored in combination with another, or runs start that were not requested."""
     result = checked(repo_root, tmp_path, "--no-self-test", "--calibrate", "--num-ranks", "1")
     assert result["rates"]["figures"]["bf16_tflops"] > 0 and "start" not in result
     assert (tmp_path / "out" / "clusters.csv").read_text().splitlines()[-1].startswith("this-machine,")

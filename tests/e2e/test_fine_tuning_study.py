@@ -67,7 +67,7 @@ def test_tiny_form(repo_root: Path, tmp_path: Path, shared_data: Path, precision
     state = {name: int(row["state_bytes"]) for name, row in rows.items()}
     assert max(state, key=state.__getitem__) == "full"
     share = state["badam"] / state["full"]
-    assert (share < 0.3) == (precision == "bf16"), "resting weights of 2 bytes against 18, or of 4 against 16"
+    assert (share < 0.3) == (precision == "bf16"), "frozen weights of 2 bytes against 18, or of 4 against 16"
     (metrics,) = (tmp_path / "out").glob("*/runs/*-badam-*/metrics.jsonl")
     blocks = {line.get("block") for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line}
     assert blocks == {f"model.layers.{layer}." for layer in range(3)}, "step times are means over blocks"

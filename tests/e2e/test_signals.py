@@ -69,7 +69,7 @@ def test_ctrl_c_under_the_launcher(workplace: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_test_session(repo_root: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """Replica groups in sessions of their own, some of them stopped, and a lighthouse that outlive the tests."""
+    """Replica groups in separate sessions, some of them stopped, and a lighthouse outlive the tests."""
     note = tmp_path / "pid"
     command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--rootdir", str(repo_root)]
     with subprocess.Popen(

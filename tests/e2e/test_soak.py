@@ -23,7 +23,7 @@ def faults(*changes: dict[str, Any], consumed: int = 12) -> str:
 
 
 def test_what_counts_as_a_fault() -> None:
-    """Groups of different bits, that count other samples, or train the same ones, and nobody says so."""
+    """Groups with different bits or sample counts, or that train the same samples, are not reported."""
     assert faults({}, {}) == ""
     assert "differ" in faults({}, {"values": 8}) and "differ" in faults({}, {"consumed_samples": 6}, consumed=12)
     assert "one number" in faults({}, {"group": 0}) and "trained twice" in faults({}, {"group": 0})

@@ -15,9 +15,7 @@ from megatron.bcd.tokenizer import build_tokenizer
 TEXT = [f"The planner has {n} layers,  and\tthe model has {n * n} of them. \u00dcber \u65e5\u672c" for n in range(300)]
 SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
 RUN = "--micro-batch-size 2 --train-iters 4 --lr 1e-2 --bcd-num-blocks 2 --bcd-steps-per-block 1 --eval-iters 0"
-ROWS = (
-    "--make-vocab-size-divisible-by 400"  # padding rows take part in the softmax of a checkpoint, and are not exported
-)
+ROWS = "--make-vocab-size-divisible-by 400"  # the softmax of a checkpoint includes padding rows, which are not exported
 PROMPT = "The planner has"
 
 

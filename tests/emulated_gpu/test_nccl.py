@@ -54,7 +54,7 @@ def test_ranks_agree_on_every_communicator(text_data: str, tmp_path: Path, case:
             assert sent == taken, (name, rank)
             messages += len(sent)
     assert messages > 20 and len(issued) >= 2
-    assert bool(limited) == (case != "interleaved"), "messages of the prefix have a group of their own"
+    assert bool(limited) == (case != "interleaved"), "messages of the prefix have a separate group"
 
 
 def calls_in_steps(config: Any) -> tuple[list[int], list[Any]]:

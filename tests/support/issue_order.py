@@ -369,7 +369,7 @@ class _Running:
         """Communicators that all their ranks have come to: a first contact waits for that."""
         self.queues: defaultdict[Any, deque[Issued]] = defaultdict(deque)
         self.unused: set[Issued] = set()
-        """Receives that nobody has waited for."""
+        """Receives that were not waited for."""
 
     @property
     def step(self) -> Any:

@@ -158,7 +158,7 @@ def test_removed_flag(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("flag", [*BASE])
 def test_missing_flag_is_named(flag: str) -> None:
-    """A required flag whose absence fails later, in words of another room."""
+    """A missing required flag fails later, with an error that does not name it."""
     with pytest.raises(ValueError, match=flag):
         parse(without=(flag,))
 

@@ -105,7 +105,7 @@ OURS = {name for flag in generate_flags() for name in (*flag.names, *flag.off_na
 
 
 def test_every_flag_of_stock_is_accepted_or_in_the_table() -> None:
-    """A flag of the list that is taken for a typing error, or one of the table that nobody can give."""
+    """A flag of the list is reported as a typing error, or the table has a flag that does not exist."""
     for name in sorted(stock_flags() - OURS)[::13]:
         if why_unsupported(name) is None:
             assert parse(name, "1") == parse(), name

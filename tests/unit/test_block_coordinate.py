@@ -50,7 +50,7 @@ def assert_same_weights(left: nn.Module, other: nn.Module) -> None:
     [(torch.optim.AdamW, {"lr": 0.01}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01})],
 )
 def test_one_block_is_the_wrapped_optimizer(optimizer: Any, settings: dict[str, Any]) -> None:
-    """A step that changes anything of full training: a lost group, a state that is reset at the end of a phase."""
+    """A step changes anything of full training: it loses a parameter group, or resets state at the end of a phase."""
     plain, model = Net(NUM_LAYERS), Net(NUM_LAYERS)
     alone = optimizer(plain.parameters(), **settings)
     wrapped = BlockCoordinate(model, optimizer, num_blocks=1, steps_per_block=4, **settings)
@@ -114,7 +114,8 @@ NORMS_AND_EMBEDDING = {"embedding.weight"} | {
 def test_steps_of_an_independent_loop(
     layout: str, order: str, keep_state: str, rule: str, always: tuple[str, ...]
 ) -> None:
-    """A block with another's layers, a rate that stays behind the scheduler's, moments lost or kept by mistake."""
+    """A block gets another block's layers, its rate lags behind the scheduler's, or moments are lost or kept by
+    mistake."""
     plain, model = Net(NUM_LAYERS), Net(NUM_LAYERS)
     optimizer = BlockCoordinate(
         model,
@@ -140,7 +141,7 @@ def test_steps_of_an_independent_loop(
 
 
 def test_a_frozen_parameter_costs_its_weights_only() -> None:
-    """Gradients or moments that stay after a switch: the memory that block coordinate descent is for."""
+    """Gradients or moments stay after a switch, which is the memory that block coordinate descent saves."""
     model = Net(NUM_LAYERS)
     optimizer = BlockCoordinate(model, torch.optim.AdamW, num_blocks=3, steps_per_block=2, always_active=["norms"])
     before: dict[str, torch.Tensor] = {}
@@ -164,7 +165,7 @@ def test_a_frozen_parameter_costs_its_weights_only() -> None:
     ("keep_state", "rule", "stopped_at"), [("reset", "none", 6), ("host", "none", 9), ("host", "orthogonal", 12)]
 )
 def test_resume_is_exact(tmp_path: Path, keep_state: str, rule: str, stopped_at: int) -> None:
-    """Anything that decides later steps and is not in the state dict: kept moments, the phase, the random order."""
+    """The state dict lacks something that decides later steps: moments, the phase, or the random order."""
 
     def build() -> tuple[Net, BlockCoordinate, Any]:
         model = Net(NUM_LAYERS)
@@ -240,7 +241,7 @@ def test_muon_for_the_blocks_and_adam_for_the_rest() -> None:
 
 
 def test_what_is_always_active_by_default() -> None:
-    """Orthogonal steps of an embedding or a head, which lose most of what stateless updates gain."""
+    """An embedding or head takes orthogonal steps, which lose most of the gain of stateless updates."""
     always = {"none": set(), "orthogonal": {"embedding.weight", "head.weight", "head.bias"} | NORMS_AND_EMBEDDING}
     for rule, expected in always.items():
         optimizer = BlockCoordinate(Net(NUM_LAYERS), torch.optim.AdamW, inactive_update=rule)
@@ -250,7 +251,7 @@ def test_what_is_always_active_by_default() -> None:
 
 
 def test_plateau_ends_a_phase() -> None:
-    """A phase that never ends, or a step that takes an old loss for its own."""
+    """A phase never ends, or a step uses an old loss."""
     model = Net(NUM_LAYERS)
     optimizer = BlockCoordinate(model, torch.optim.SGD, lr=0.0, switch="plateau", plateau_window=2)
     inputs, targets = next(batches(1))
@@ -283,7 +284,7 @@ def test_plateau_ends_a_phase() -> None:
     ],
 )
 def test_bad_arguments(settings: dict[str, Any], message: str) -> None:
-    """A run that starts with a wrong schedule and is noticed days later."""
+    """A run starts with a wrong schedule, which is noticed days later."""
     with pytest.raises(ValueError, match=message):
         BlockCoordinate(Net(NUM_LAYERS), **{"optimizer": torch.optim.AdamW, **settings})
 
@@ -303,7 +304,7 @@ EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8}
     ],
 )
 def test_models_that_megatron_core_is_not_built_for(model_type: str, settings: dict[str, Any]) -> None:
-    """Layers that are not found, experts of no block, a phase that moves another block or learns nothing."""
+    """Layers are not found, experts belong to no block, or a phase changes another block or learns nothing."""
     config = transformers.AutoConfig.for_model(model_type, **SIZES | settings)
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -326,7 +327,7 @@ def test_models_that_megatron_core_is_not_built_for(model_type: str, settings: d
 
 
 def test_a_state_of_other_blocks_is_refused() -> None:
-    """Moments of one parameter that step another: shapes often fit."""
+    """One parameter's moments are used for another one, whose shape often fits."""
     saved = BlockCoordinate(Net(NUM_LAYERS), torch.optim.AdamW, num_blocks=3).state_dict()
     with pytest.raises(ValueError, match="blocks"):
         BlockCoordinate(Net(NUM_LAYERS), torch.optim.AdamW, num_blocks=2).load_state_dict(saved)

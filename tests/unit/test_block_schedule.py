@@ -212,7 +212,7 @@ def test_outer_criterion(validation_losses: list[float], is_converged: bool, num
 
 
 def test_which_states_fit_greedy_order() -> None:
-    """Exposes a resumed run that takes up greedy order amid a cycle of another order, or the other way round."""
+    """A resumed run switches to greedy order, or away from it, during a cycle."""
     greedy, ascending = (block_schedule(num_blocks=3, order=order) for order in ("greedy", "ascending"))
     assert greedy.fits(PhaseState(phase=4, visited=(2,), block=1)) and greedy.fits(PhaseState(phase=3))
     assert not greedy.fits(PhaseState(phase=4)) and not greedy.fits(PhaseState(phase=3, visited=(1,)))

@@ -139,7 +139,7 @@ def test_publish_loses_neither_when_renaming_fails(tmp_path: Path, monkeypatch: 
 
 
 def test_prune(tmp_path: Path) -> None:
-    """Would delete the newest, the one to resume from, or somebody's stock checkpoint."""
+    """Pruning deletes the newest checkpoint, the one to resume from, or a stock checkpoint of the user."""
     for iteration in (1, 2, 3, 4, 20):
         save(tmp_path, iteration, "x")
     (tmp_path / "iter_0000000").mkdir()
@@ -156,7 +156,7 @@ def test_prune(tmp_path: Path) -> None:
 
 
 def test_clean_leftovers(tmp_path: Path) -> None:
-    """Would delete the only copy of a checkpoint, touch files of others, or say nothing."""
+    """Cleaning deletes the only copy of a checkpoint, touches other files, or reports nothing."""
     root = str(tmp_path)
     layout.clean_leftovers(str(tmp_path / "absent"))
     save(tmp_path, 7, "old")

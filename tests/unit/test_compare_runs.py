@@ -36,7 +36,7 @@ def difference(tmp_path: Path, before: list[dict[str, Any]], after: list[dict[st
 
 
 def test_what_is_a_difference(tmp_path: Path) -> None:
-    """One bit of one number, a field that is new or a run that ends early passes as equal; times never are."""
+    """One differing bit, a new field, or a run that ends early passes as equal; or times count as differences."""
     assert difference(tmp_path, [STEP | TIMES, EVALUATION], [dict.fromkeys(TIMES, 7) | STEP, EVALUATION]) is None
     changes = {"loss": 5.500000000000001, "backward_messages": [0, 5], "grad_norm": 0.0, "more": 1}
     for field, value in changes.items():
@@ -55,7 +55,7 @@ def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_last_checkpoints_are_compared(tmp_path: Path) -> None:
-    """Weights after the last step show in no line of the metrics file."""
+    """Weights after the last step appear in no line of the metrics file, and are not compared."""
     weight = torch.ones(2, 3, dtype=torch.bfloat16)
     other = weight.clone()
     other[1, 2] = 1.0078125  # the next number

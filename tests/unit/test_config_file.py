@@ -45,7 +45,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str, form: str = "gpt", 
 def test_round_trip(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, form: str, ranks: int, words: tuple[str, ...]
 ) -> None:
-    """A flag that is lost, or a value that YAML reads as something else, so that another run is started."""
+    """A flag is lost, or YAML reads a value as something else, so that another run starts."""
     text = printed(capsys, *WORDS, *words, form=form, ranks=ranks)
     file = written(tmp_path, text)
     common = {"prog": PROG, "defaults": FAMILY_DEFAULTS[form], "world_size": ranks}
@@ -54,7 +54,7 @@ def test_round_trip(
 
 
 def test_the_command_line_wins(tmp_path: Path) -> None:
-    """A file that overrules what was typed for this run alone."""
+    """The file overrides a flag that was typed for this run."""
     file = written(tmp_path, FILE | {"swiglu": True, "eval-iters": 7, "bcd-preset": "pretrain"})
     config = parse_run_config(["--lr", "0.5", "--config", file, "--bcd-steps-per-block", "9"], prog=PROG, world_size=1)
     assert (config.optimizer.lr, config.training.eval_iters, config.model.swiglu) == (0.5, 7, True)
@@ -62,7 +62,8 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
 
 
 def test_switches(tmp_path: Path) -> None:
-    """A false that switches on, or is left out where the script's default is on; a switch that no flag takes back."""
+    """A false value switches a flag on, or is ignored although the script's default is on; or a switch cannot be
+    undone."""
     file = written(tmp_path, FILE | {"swiglu": False, "no-masked-softmax-fusion": False, "log-progress": False})
     config = parse_run_config(["--config", file], prog=PROG, defaults=FAMILY_DEFAULTS["llama"], world_size=1)
     assert config.model.swiglu is False and config.transformer["masked_softmax_fusion"] is True
@@ -91,14 +92,14 @@ def test_switches(tmp_path: Path) -> None:
     ],
 )
 def test_refused(tmp_path: Path, content: object, named: str) -> None:
-    """A traceback, or a line that does not say which key of the file is meant."""
+    """An error is a traceback, or a line that does not name the file's key."""
     with pytest.raises(ValueError, match=rf"run\.yaml.*{named}") as error:
         parse_run_config(["--config", written(tmp_path, content)], prog=PROG, world_size=1)
     assert "\n" not in str(error.value)
 
 
 def test_absent_file() -> None:
-    """A traceback for a path that is not there, or a folder."""
+    """A missing path or a folder ends in a traceback."""
     for path in ("/absent/run.yaml", "/tmp"):
         with pytest.raises(ValueError, match=path):
             parse_run_config(["--config", path], prog=PROG, world_size=1)

@@ -32,7 +32,7 @@ def dry_run(*words: str, ranks: int) -> int:
 
 
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """Parameters of another layout. Planned bytes: distributed/test_planned_bytes.py."""
+    """The plan has the parameters of another layout. distributed/test_planned_bytes.py tests planned bytes."""
     assert dry_run(*WORDS, "--tensor-model-parallel-size", "2", "--log-energy", ranks=4) == 0
     text = capsys.readouterr().out
     assert "--log-energy" in text.splitlines()[-1]
@@ -42,7 +42,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Would expose a dry run that reads tokenizer or data, or creates a folder."""
+    """A dry run reads tokenizer or data, or creates a folder."""
     absent = str(tmp_path / "absent")
     words = [*WORDS, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", absent, "--data-path", absent]
     assert dry_run(*words, "--load", absent, "--save", absent, "--tensorboard-dir", "/proc/absent", ranks=1) == 0
@@ -51,7 +51,7 @@ def test_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("script", ["pretrain_gpt_bcd.py", "pretrain_llama_bcd.py"])
 def test_versions_that_were_not_tested(repo_root: Path, tmp_path: Path, script: str) -> None:
-    """A run with a newer PyTorch or Megatron Core that ends in a traceback, or trains otherwise, without a word."""
+    """A run with a newer PyTorch or Megatron Core ends in a traceback, or silently trains differently."""
     for name, version in (("torch", "2.99.0"), ("megatron_core", "0.16.2")):
         (tmp_path / f"{name}-{version}.dist-info").mkdir()
         (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
@@ -63,7 +63,7 @@ def test_versions_that_were_not_tested(repo_root: Path, tmp_path: Path, script: 
 
 
 def test_a_line_for_all_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same line from each rank, or where everything was tested."""
+    """Each rank prints the same line, or prints it although all versions were tested."""
     monkeypatch.setitem(versions.TESTED, "Python", ("3.11", "3.99"))
     versions.warn_if_untested(prog=PROG)
     assert capsys.readouterr().err == ""
@@ -75,7 +75,7 @@ def test_a_line_for_all_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def test_tested_versions_are_the_pins(repo_root: Path) -> None:
-    """New pins of which each run says that they were not tested."""
+    """The pins are new, and every run says that they were not tested."""
     lines = (repo_root / "requirements.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
     for name in ("torch", "megatron-core"):
@@ -86,7 +86,7 @@ def test_tested_versions_are_the_pins(repo_root: Path) -> None:
 
 @pytest.mark.parametrize("script", ["pretrain_gpt_bcd.py", "pretrain_llama_bcd.py"])
 def test_imports_what_it_needs(repo_root: Path, script: str) -> None:
-    """Seconds for a compiler, a trainer or transformers that no dry run uses."""
+    """A dry run spends seconds importing a compiler, a trainer or transformers that it does not use."""
     if importlib.util.find_spec("transformer_engine") is not None:
         pytest.skip("Transformer Engine imports them")
     program = "import runpy, sys; sys.argv = sys.argv[1:]\n"
@@ -100,7 +100,7 @@ def test_imports_what_it_needs(repo_root: Path, script: str) -> None:
 
 
 def test_balanced_cut_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Would expose a dry run of --pipeline-cut auto that reads a tokenizer, or hides that it cut evenly."""
+    """A dry run of --pipeline-cut auto reads a tokenizer, or does not say that it cut evenly."""
     words = [*WORDS, "--pipeline-model-parallel-size", "2", "--num-layers", "12", "--pipeline-cut", "auto"]
     bpe = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "absent.json", "--merge-file", "absent.txt"]
     assert dry_run(*words, *bpe, ranks=2) == 0
@@ -113,14 +113,14 @@ def test_balanced_cut_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_world_size(capsys: pytest.CaptureFixture[str]) -> None:
-    """Would expose a world size without ranks that ends in a traceback."""
+    """A world size without ranks ends in a traceback."""
     assert dry_run(*WORDS, ranks=0) == 2
     assert "--dry-run-world-size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ACCEPTED)
 def test_stock_recipes(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A harmless flag of a recipe that is refused, a refusal that names no flag, or recipes that are not there."""
+    """A recipe's harmless flag is refused, a refusal names no flag, or recipes are missing."""
     recipes = json.loads(shared("recipes", f"{kind}.json").read_text())
     refused = {}
     for recipe in recipes:
@@ -134,7 +134,7 @@ def test_stock_recipes(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_of_the_readme(repo_root: Path) -> None:
-    """A first command that does not parse, or keeps nothing."""
+    """The README's first command does not parse, or stores nothing."""
     readme = (repo_root / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
     (command,) = re.findall(
         r"^python tools/launch.py --nproc-per-node 2 pretrain_gpt_bcd.py (.*)$", readme, re.MULTILINE

@@ -39,8 +39,8 @@ def test_choice(flag: str, machine: dict[str, bool], expected: tuple[str, str, s
 
 
 def test_choice_details() -> None:
-    """Would promise Apex's norm for RMSNorm, which it lacks, flash attention where unfused was asked for, or attention
-    across documents with Transformer Engine's, which takes no mask."""
+    """The choice names Apex's norm for RMSNorm, which Apex does not have, flash attention although unfused was
+    requested, or Transformer Engine's attention across documents, which takes no mask."""
     absent = {"transformer_engine": False, "optimizer": "PyTorch AdamW"}
     assert choose_implementation("auto", apex=True, normalization="RMSNorm", **absent).norm == "PyTorch RMSNorm"
     engine = {"transformer_engine": True, "apex": False, "optimizer": "Transformer Engine fused Adam"}

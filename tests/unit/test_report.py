@@ -129,7 +129,7 @@ def test_a_resumed_run_drops_what_it_repeats(tmp_path: Path) -> None:
 
 
 def test_metrics_through_a_link_and_to_a_device(tmp_path: Path) -> None:
-    """A link replaced by a file of its own, or a device renamed over."""
+    """A new file replaces the link, or is renamed over the device."""
     target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
     target.write_text("")
     link.symlink_to(target)

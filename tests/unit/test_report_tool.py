@@ -40,7 +40,7 @@ def two_runs(tmp_path: Path) -> list[str]:
 
 
 def test_table_and_ratios(two_runs: list[str], tmp_path: Path) -> None:
-    """The last phase's state for the maximum, one block's time for all, the first evaluation for the last."""
+    """The table uses the last phase's state as the maximum, one block's time for all, or the first evaluation."""
     picture = tmp_path / "pictures" / "loss.png"
     assert tool.main([*two_runs, "--json", str(tmp_path / "new" / "t.json"), "--figure", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG") and [*picture.parent.iterdir()] == [picture]
@@ -53,7 +53,7 @@ def test_table_and_ratios(two_runs: list[str], tmp_path: Path) -> None:
 
 
 def test_diverged_and_evaluation_only_runs(tmp_path: Path) -> None:
-    """A NaN in one run that takes the picture of the others away; --skip-train runs refused."""
+    """A NaN in one run removes the others from the picture, or --skip-train runs are refused."""
     diverged = Path(write_run(tmp_path / "nan.jsonl", num_blocks=1, step_ms=(10.0,), state_mib=(20,)))
     with diverged.open("a") as file:
         lost = {"validation_loss": None, "validation_perplexity": None}
@@ -69,7 +69,7 @@ def test_diverged_and_evaluation_only_runs(tmp_path: Path) -> None:
 
 
 def test_resumed_on_other_ranks(two_runs: list[str], tmp_path: Path) -> None:
-    """A whole table refused for one resumed run; memory or time of two numbers of ranks mixed."""
+    """One resumed run makes the table fail, or figures of different numbers of ranks are mixed."""
     run = tmp_path / "resumed.jsonl"
     lines = [step_line(i, phase=0, block=0, step_ms=5.0, state=[10 * MIB] * 4) for i in range(1, 7)]
     # resumed on two ranks, and once more with another log interval
@@ -99,7 +99,7 @@ STEP = '{"iteration": 1, "phase": 0, "block": 0, "loss": %s, "step_time_ms": 1, 
     ],
 )
 def test_bad_files(tmp_path: Path, capsys: Any, content: str | None, message: str) -> None:
-    """A traceback, an exit code 0, or a picture overwritten although a file was bad."""
+    """A bad file gives a traceback or exit code 0, or a picture is overwritten."""
     path, picture = tmp_path / "m.jsonl", tmp_path / "p.png"
     picture.write_text("older")
     if content is not None:

@@ -47,15 +47,15 @@ def number_by_rank(store: torch.distributed.Store, *, first: int) -> list[int]:
 
 
 def test_ranks_of_a_restart_meet() -> None:
-    """torchrun keeps its store over restarts: a rank that comes before rank 0 would take the address of a dead one. A
-    count of its own per rank, or of torchrun's, would differ for ever after a rank that died while it imported."""
+    """torchrun keeps its store over restarts, so a rank that arrives before rank 0 would read the address of a dead
+    one. A count per rank, or torchrun's count, would differ forever after a rank dies during its imports."""
     store = torch.distributed.HashStore()
     with pytest.raises(RuntimeError, match="rank 0"):
         distributed.draw_start_number(store, rank=2, world_size=3, timeout=datetime.timedelta(seconds=0.1))
     store.add("bcd/starts", 1)  # all that is left of a rank 0 that came and was killed
     starts = [number_by_rank(store, first=first) for first in (1, 0, 2)]
     assert [len(set(numbers)) for numbers in starts] == [1, 1, 1]
-    assert len({numbers[0] for numbers in starts}) == 3, "each start has a number of its own"
+    assert len({numbers[0] for numbers in starts}) == 3, "each start has a new number"
 
 
 def test_the_end_is_told_once(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_a_restart_resumes_all_that_was_saved(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_restart_before_the_first_save_starts_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--ckpt-step 2 below the checkpoints 2, 4, 6, killed before its first save: the restart goes on from 6, in the run
-    that was to be abandoned. Or after it: every restart begins at 2 again."""
+    """A run with --ckpt-step 2, which leaves the checkpoints 4 and 6 behind, is killed before its first save and then
+    resumes from 6; or after its first save every restart begins at 2 again."""
     store = torch.distributed.HashStore()
     monkeypatch.setattr(pretrain, "torchrun_store", lambda timeout: store)
     monkeypatch.setattr(pretrain.collectives, "on_rank_0", lambda function: function())

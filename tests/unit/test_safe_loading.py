@@ -112,7 +112,7 @@ READERS: dict[str, Callable[[str], object]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 def test_metadata_that_runs_code(good: Path, marker: Path, reader: str) -> None:
-    """Would run what somebody put into .metadata; and one way to read it would have been forgotten."""
+    """A reader runs code from .metadata; each way to read it is tested."""
     content = FileSystemReader(str(good)).read_metadata()
     content.planner_data = Touch(marker)
     (good / ".metadata").write_bytes(pickle.dumps(content))

@@ -78,7 +78,7 @@ def test_setup_repairs_what_was_cut_short(repository: FakeRepository, tmp_path: 
 
 
 def test_setup_uses_the_users_python_and_installs_nothing(repository: FakeRepository) -> None:
-    """BCD_PYTHON is somebody's GPU environment: changing its torch would destroy it."""
+    """BCD_PYTHON is the user's GPU environment, and changing its torch would destroy it."""
     (repository.root / "requirements.txt").write_text("pytest==1.0\n# tests/run.sh\nno-such-package==1.0\n")
     done = repository.setup(BCD_PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
@@ -114,7 +114,7 @@ def test_an_active_environment_with_all_pins_is_used(repository: FakeRepository,
 
 
 def test_an_active_environment_without_all_pins(repository: FakeRepository, tmp_path: Path) -> None:
-    """A run with a torch that was never tested, which nobody asked for."""
+    """A run uses a torch that was never tested, without being asked to."""
     folder = active_environment(tmp_path / "own", torch="2.4.0", rich="15.0.0")
     done = repository.setup(VIRTUAL_ENV=folder)
     assert done.returncode == 0 and repository.calls[0] == "venv"

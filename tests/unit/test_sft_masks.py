@@ -95,5 +95,5 @@ def test_learned_tokens_are_those_with_a_part_of_an_answer(family: str, shared_d
             text, edges = before + learned + after, (len(before), len(before) + len(learned))
             tokens = tokenize_sample(Rendered(text=text, answers=(edges,), needs_end=False), tokenizer)
             for is_learned, (start, end) in zip(tokens.learned, tokenizer.spans(text), strict=True):
-                if start < end:  # else one of a character's bytes, which has no characters of its own
+                if start < end:  # otherwise a byte inside a character, which contains no character
                     assert is_learned == (min(end, edges[1]) > max(start, edges[0])), (text, text[start:end])

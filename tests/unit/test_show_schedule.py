@@ -27,7 +27,7 @@ INTERLEAVED = ("--stages", "4", "--microbatches", "8", "--layout", "interleaved"
 
 
 def test_interleaved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A layout that is read and ignored, a chunk that is not drawn, a picture that needs the other shape."""
+    """The layout is ignored, a chunk is not drawn, or the picture fails with this shape."""
     text = output(capsys, *INTERLEAVED, "--figure", str(tmp_path / "x.png"))
     assert iteration_times(text) == ["81", "59"]
     assert (tmp_path / "x.png").stat().st_size > 10_000

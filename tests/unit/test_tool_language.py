@@ -37,7 +37,7 @@ def examples(tool: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool not in RUN_AS_TYPED])
 def test_examples_have_flags_of_today(tool: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An example with a flag that was renamed."""
+    """An example uses a flag that was renamed."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -53,7 +53,7 @@ PIPELINE = "--stages 4 --microbatches 8 --pivot 2"
     ("tool", "words"), [("plan", f"{PLAN} --method bcd --bcd-num-blocks 3"), ("show_schedule", PIPELINE)]
 )
 def test_as_typed_without_torch(tool: str, words: str, tmp_path: Path) -> None:
-    """A tool that runs from the repository only, or that needs torch, or seconds, to print a table."""
+    """A tool runs only from the repository, or needs torch or seconds to print a table."""
     program = "import os, runpy, sys; sys.argv = sys.argv[1:]; sys.path[0] = os.path.dirname(sys.argv[0])\n"
     program += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
     program += "finally: assert not {'torch', 'megatron.core', 'numpy', 'matplotlib', 'rich'} & sys.modules.keys()"
@@ -78,7 +78,7 @@ def prepare(folder: Path) -> None:
 def test_examples_run(
     tool: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An example that ends in an error."""
+    """An example ends in an error."""
     monkeypatch.chdir(tmp_path)
     prepare(tmp_path)
     for name in ("encoder.json", "vocab.bpe"):
@@ -91,7 +91,7 @@ def test_examples_run(
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_ctrl_c(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback under Ctrl-C."""
+    """Ctrl-C prints a traceback."""
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
@@ -172,7 +172,7 @@ def test_bad_flags(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A traceback, a guess, exit code 0, or a line that does not say which flag is meant."""
+    """A bad flag gives a traceback, a guess, exit code 0, or a line that does not name the flag."""
     monkeypatch.chdir(tmp_path)
     prepare(tmp_path)
     before = sorted(tmp_path.rglob("*"))
