@@ -279,7 +279,7 @@ class Trainer:
             counters=self._counters,
             iteration=lambda: self.state.iteration,
             should_stop=self.stop.is_signalled,
-            take=self._continue_from,
+            continue_from_peer=self._continue_from,
         )
         return ReplicaGroups(
             self.config, active=self.active, train=self.splits.train, parts=parts, reporter=self.reporter

@@ -116,7 +116,7 @@ def train(
     def agreeing(target: membership.Membership, *, is_good: bool) -> bool:
         return agree(target, is_good=is_good and (number == 0 or number != refuses))
 
-    tell, ends = groups.ReplicaGroups._tell_of_exchange, []
+    tell, ends = groups.ReplicaGroups._report_exchange, []
 
     def telling(target: groups.ReplicaGroups, place: Any) -> None:
         tell(target, place)
@@ -133,7 +133,7 @@ def train(
         mock.patch.object(groups.OuterStep, "change", changed),
         mock.patch.object(groups.OuterStep, "apply", applied),
         mock.patch.object(membership.Membership, "_mean", counted_mean),
-        mock.patch.object(groups.ReplicaGroups, "_tell_of_exchange", telling),
+        mock.patch.object(groups.ReplicaGroups, "_report_exchange", telling),
         mock.patch.object(membership.Membership, "agree", agreeing),
         worlds.started(config, after_step=after_step) as run,
     ):

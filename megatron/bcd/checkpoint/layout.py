@@ -1,19 +1,19 @@
-"""Files and folders of checkpoints. No collectives: the caller decides which rank calls what.
+"""Files and folders of checkpoints. No function is a collective: the caller decides which rank calls it.
 
 Below a root (--save, --load), as in stock Megatron-LM::
 
     iter_0000007/                        complete
-    iter_0000007/checksums.json          {"files": {name: {"bytes": n, "sha256": hex}}}, all other files in it
-    latest_checkpointed_iteration.txt    number of the newest, written last: the tracker
+    iter_0000007/checksums.json          {"files": {name: {"bytes": n, "sha256": hex}}} of all other files
+    latest_checkpointed_iteration.txt    the tracker: number of the newest checkpoint, written last
     .lock                                held by the job that writes here (`runtime.dir_claim`)
 
 and during a save, or after a killed one until `clean_leftovers`::
 
     iter_0000007.incomplete/             being written
-    iter_0000007.removed/                being deleted, or replaced by the incomplete one of that number
+    iter_0000007.removed/                being deleted, or replaced by the incomplete folder of that number
 
-A complete folder is never modified: its name appears and disappears by renaming. So a kill, a full disk or a power cut
-leaves the previous checkpoint intact. OSError is not caught.
+A complete folder is never modified: its name appears and disappears by renaming. So the previous checkpoint survives a
+kill, a full disk or a power cut. Functions raise OSError.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class FileDigest(TypedDict):
 
 
 def iteration_folder(root: str, iteration: int) -> str:
-    """Folder of checkpoint `iteration` once it is complete."""
+    """Return the folder of checkpoint `iteration` when it is complete."""
     return os.path.join(root, f"iter_{iteration:07d}")
 
 
 def incomplete_folder(root: str, iteration: int) -> str:
-    """Folder in which checkpoint `iteration` is written, until `publish`."""
+    """Return the folder in which checkpoint `iteration` is written until `publish`."""
     return iteration_folder(root, iteration) + _INCOMPLETE
 
 
@@ -61,7 +61,7 @@ def incomplete_folder(root: str, iteration: int) -> str:
 
 
 def file_digest(path: str) -> FileDigest:
-    """Size and SHA-256 of a file. Reads 8 MiB at a time; hashing releases the GIL."""
+    """Return the size and the SHA-256 of a file. Reads 8 MiB at a time; hashing releases the GIL."""
     sha256, size = hashlib.sha256(), 0
     piece = memoryview(bytearray(_PIECE_BYTES))
     with open(path, "rb", buffering=0) as file:
@@ -72,17 +72,17 @@ def file_digest(path: str) -> FileDigest:
 
 
 def finish(folder: str, digests: Mapping[str, FileDigest]) -> None:
-    """Write ``checksums.json`` into `folder` and sync the folder. `digests` by name relative to `folder`.
+    """Write ``checksums.json`` into `folder` and sync the folder. The names in `digests` are relative to `folder`.
 
-    Files written by other nodes must be synced by their writers; syncing them again here costs nothing.
+    Other nodes must sync the files that they write. To sync them again here costs nothing.
 
     Raises:
         ValueError: a file has no digest, or a digest no file.
     """
-    found = {
-        os.path.relpath(os.path.join(parent, name), folder) for parent, _, names in os.walk(folder) for name in names
+    names = {
+        os.path.relpath(os.path.join(parent, name), folder) for parent, _, files in os.walk(folder) for name in files
     }
-    if different := sorted(found ^ digests.keys()):
+    if different := sorted(names ^ digests.keys()):
         raise ValueError(f"{os.path.join(folder, different[0])} has no checksum, or is not there")
     content = {"files": {name: digests[name] for name in sorted(digests)}}
     atomic_io.write(os.path.join(folder, CHECKSUMS), json.dumps(content, indent=1).encode())
@@ -95,10 +95,10 @@ def finish(folder: str, digests: Mapping[str, FileDigest]) -> None:
 def publish(root: str, iteration: int) -> None:
     """Rename the finished `incomplete_folder` to the complete checkpoint `iteration`, then update the tracker.
 
-    A complete one of the same number is replaced, and stays intact until the new one has its name.
+    A complete checkpoint of the same number is replaced. It stays intact until the new one has its name.
 
     Raises:
-        FileNotFoundError: there is no finished `incomplete_folder`; nothing was changed.
+        FileNotFoundError: there is no finished `incomplete_folder`; nothing has changed.
     """
     folder, target = incomplete_folder(root, iteration), iteration_folder(root, iteration)
     os.stat(os.path.join(folder, CHECKSUMS))
@@ -117,14 +117,14 @@ def publish(root: str, iteration: int) -> None:
 
 
 def prune(root: str, keep: int, *, retain_interval: int | None = None) -> list[int]:
-    """Delete all but the newest `keep` complete checkpoints, never the tracker's nor newer ones, nor those of multiples
-    of `retain_interval`; the deleted iterations.
+    """Delete old checkpoints and return their iterations.
 
-    Folders without ``checksums.json`` are another program's: they are not counted and not deleted.
+    It keeps the newest `keep` complete checkpoints, the tracker's and newer ones, and multiples of `retain_interval`.
+    Folders without ``checksums.json`` belong to another program: they are neither counted nor deleted.
     """
     assert keep >= 1
     named = read_tracker(root)
-    # those after the tracker's belong to an abandoned run
+    # later ones than the tracker's belong to an abandoned run
     usable = [iteration for iteration in _complete(root) if named is None or iteration <= named]
     old = [
         iteration
@@ -137,7 +137,7 @@ def prune(root: str, keep: int, *, retain_interval: int | None = None) -> list[i
 
 
 def clear(root: str) -> None:
-    """Delete the tracker and all complete checkpoints; see `prune` for those of other programs."""
+    """Delete the tracker and all complete checkpoints, except those of other programs, as in `prune`."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(root, TRACKER))
     for iteration in _complete(root):
@@ -145,10 +145,13 @@ def clear(root: str) -> None:
 
 
 def clean_leftovers(root: str, *, before: int | None = None) -> None:
-    """Clean up after a killed job. The caller holds the lock of `root` and writes no checkpoint, or nobody writes one
-    of an iteration `before` that number, the only ones that are cleaned up then.
+    """Clean up after a killed job.
 
-    An unfinished checkpoint is deleted. One that was being replaced gets its name back if the new one is missing.
+    The caller must hold the lock of `root` and write no checkpoint. Or it gives an iteration `before` which no job
+    writes a checkpoint, and only earlier iterations are cleaned up.
+
+    An unfinished checkpoint is deleted. A checkpoint that was being replaced gets its name back if the new one is
+    missing.
     """
     limit = math.inf if before is None else before
     for iteration in [number for number in _iterations(root, _REMOVED) if number < limit]:
@@ -168,7 +171,7 @@ def clean_leftovers(root: str, *, before: int | None = None) -> None:
 
 
 def read_tracker(root: str) -> int | None:
-    """The iteration that the tracker names; None if it is missing or holds no number."""
+    """Return the iteration in the tracker; None if the tracker is missing or has no number."""
     try:
         with open(os.path.join(root, TRACKER), "rb") as file:
             text = file.read(32).strip()
@@ -178,10 +181,10 @@ def read_tracker(root: str) -> int | None:
 
 
 def candidates(root: str) -> list[int]:
-    """Iterations to try, best first; empty if there is no checkpoint.
+    """Return the iterations to try, best first; empty if there is no checkpoint.
 
-    First the tracker's (ours or stock Megatron-LM's), then our complete ones before it, newest first: those after it
-    belong to an abandoned run. Without a readable tracker, all our complete ones.
+    The tracker's iteration comes first (ours or stock Megatron-LM's), then our complete checkpoints before it, newest
+    first. Later ones belong to an abandoned run. Without a readable tracker, all our complete checkpoints count.
     """
     newest_first = _complete(root)[::-1]
     named = read_tracker(root)
@@ -192,7 +195,10 @@ def candidates(root: str) -> list[int]:
 
 
 def other_contents(root: str) -> str | None:
-    """What a folder without checkpoints holds, for a message; None if it holds nothing, or what a killed job leaves."""
+    """Describe the contents of a folder without checkpoints, for a message.
+
+    None if it is empty, or has only what a killed job leaves.
+    """
     try:
         names = {name for name in os.listdir(root) if not name.startswith((".", "iter_"))} - {TRACKER + ".new"}
     except FileNotFoundError:
@@ -205,17 +211,19 @@ def other_contents(root: str) -> str | None:
 
 
 def is_foreign(folder: str) -> bool:
-    """Whether another program has written the checkpoint: Megatron Core's format, and none of our files. One of ours
-    without its checksums is damaged."""
-    is_own = any(os.path.lexists(os.path.join(folder, name)) for name in (CHECKSUMS, RUN_STATE))
-    return not is_own and os.path.isfile(os.path.join(folder, "metadata.json"))
+    """Return whether another program has written the checkpoint: it has Megatron Core's format and none of our files.
+
+    A checkpoint of ours without its checksums is damaged.
+    """
+    is_ours = any(os.path.lexists(os.path.join(folder, name)) for name in (CHECKSUMS, RUN_STATE))
+    return not is_ours and os.path.isfile(os.path.join(folder, "metadata.json"))
 
 
 def damage(folder: str, *, part: int = 0, num_parts: int = 1) -> str | None:
-    """One line about the first file of a complete checkpoint that is not as it was written; None if all are.
+    """Describe the first damaged file of a complete checkpoint in one line; None if all files are intact.
 
-    Every part compares all sizes. The files are divided over `num_parts`, and part `part` reads and hashes its own. A
-    file that ``checksums.json`` does not list is ignored.
+    Every part compares all sizes. The files are divided into `num_parts`, and only those of `part` are read and hashed.
+    Files that ``checksums.json`` does not list are ignored.
     """
     path = checksums = os.path.join(folder, CHECKSUMS)
     try:
@@ -232,7 +240,7 @@ def damage(folder: str, *, part: int = 0, num_parts: int = 1) -> str | None:
             if status.st_size != expected:
                 fault = "is truncated" if status.st_size < expected else "is too long"
                 return f"{path} {fault}: {status.st_size} bytes, {expected} were written"
-        for name in list(digests)[part::num_parts]:  # those of the ranks, by far the largest, follow on each other
+        for name in list(digests)[part::num_parts]:  # the ranks' files, by far the largest, are neighbours
             path = os.path.join(folder, name)
             if file_digest(path) != digests[name]:
                 return f"{path} is damaged: its checksum is not that of what was written"
@@ -249,18 +257,18 @@ def damage(folder: str, *, part: int = 0, num_parts: int = 1) -> str | None:
 
 
 def _iterations(root: str, suffix: str = "") -> list[int]:
-    """Numbers of the folders ``iter_NNNNNNN`` + `suffix`, ascending."""
+    """Return the numbers of the folders ``iter_NNNNNNN`` + `suffix`, ascending."""
     name = re.compile(r"iter_([0-9]{7,18})" + re.escape(suffix))
     try:
-        found = [name.fullmatch(entry) for entry in os.listdir(root)]
+        matches = [name.fullmatch(entry) for entry in os.listdir(root)]
     except FileNotFoundError:
         return []
-    numbers = sorted(int(match[1]) for match in found if match)
+    numbers = sorted(int(match[1]) for match in matches if match)
     return [number for number in numbers if os.path.isdir(iteration_folder(root, number) + suffix)]
 
 
 def _complete(root: str) -> list[int]:
-    """Iterations of the complete checkpoints that have checksums, ascending."""
+    """Return the iterations of complete checkpoints with checksums, ascending."""
     return [
         iteration
         for iteration in _iterations(root)
@@ -269,13 +277,13 @@ def _complete(root: str) -> list[int]:
 
 
 def _remove(folder: str) -> None:
-    """Delete a complete checkpoint: first rename it, so that half of it never looks complete."""
+    """Delete a complete checkpoint. It is renamed first, so that a part of it never looks complete."""
     _set_aside(folder)
     _delete(folder + _REMOVED)
 
 
 def _set_aside(folder: str) -> None:
-    """Take a complete checkpoint's name away, if there is one."""
+    """Rename a complete checkpoint, if there is one, to free its name."""
     _delete(folder + _REMOVED)
     if os.path.lexists(folder):
         os.rename(folder, folder + _REMOVED)

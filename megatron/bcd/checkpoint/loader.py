@@ -1,4 +1,4 @@
-"""Loads checkpoints: finds the newest valid one, checks that it fits the run, and loads its parts."""
+"""Load checkpoints: find the newest valid one, check that it fits the run, and load its parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.bcd.runtime import collectives, device
 
 T = TypeVar("T")
 _EXTRA_STATE = "_extra_state"
-"""How names end that Megatron Core and Transformer Engine give to what a module keeps beside parameters."""
+"""Suffix of the names of extra state that a module of Megatron Core or Transformer Engine has beside parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,29 +34,29 @@ class Source:
     root: str
     path: str
     state: RunState | None = None
-    """None if only the weights are loaded: --finetune, --skip-train, another program's checkpoint."""
+    """None if only the weights are loaded: with --finetune or --skip-train, or from another program's checkpoint."""
     messages: tuple[str, ...] = ()
-    """Warnings for the user, such as newer checkpoints that are damaged."""
+    """Warnings for the user, for example about newer checkpoints that are damaged."""
     iteration: int
-    """Steps after which it was written, as its folder says."""
+    """Number of steps after which it was written, from the name of its folder."""
     consumed_samples: int = 0
-    """Training samples until then; 0 where another program wrote it."""
+    """Training samples until then; 0 if another program wrote it."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Flag and folder, for messages."""
         return f"--load {self.root}: {self.path}"
 
 
 class _NoCommon(TorchCommonLoadStrategy):
-    """Keeps Megatron Core from reading ``common.pt``, which is not needed, and in stock's is more than data."""
+    """Prevents Megatron Core from reading ``common.pt``. It is not needed, and stock's contains more than data."""
 
     def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
         return {}
 
 
 def current_layout() -> dict[str, Any]:
-    """Parallel sizes and device type of this run. Random generators can be restored only in the same one."""
+    """Return the parallel sizes and the device type. Random generators can only be restored in the same layout."""
     return {
         "tensor_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_size": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -70,12 +70,12 @@ def current_layout() -> dict[str, Any]:
 
 
 def find(config: RunConfig) -> Source | None:
-    """The newest valid checkpoint below --load; None if there is none. A collective: all ranks share the reading.
+    """Return the newest valid checkpoint below --load; None if there is none. A collective: all ranks check files.
 
     Raises:
-        ValueError: there is none, and the run needs one or the folder holds something else; there are checkpoints but
-            none is valid; or the newest valid one has another format version or another network; or another program
-            wrote it and neither --finetune nor --skip-train is given.
+        ValueError: there is no checkpoint, and the run needs one or the folder has other contents; no checkpoint is
+            valid; the newest valid one has another format version or another network; or another program wrote it and
+            neither --finetune nor --skip-train is given.
     """
     root, step = config.checkpoint.load, config.checkpoint.ckpt_step
     if root is None:
@@ -104,8 +104,11 @@ def find(config: RunConfig) -> Source | None:
 
 
 def _candidates(root: str) -> tuple[list[int], str | None]:
-    """Iterations to try, best first, and what is wrong with the tracker, if anything. Raises ValueError if there is a
-    tracker but no checkpoint."""
+    """Return the iterations to try, best first, and what is wrong with the tracker, or None.
+
+    Raises:
+        ValueError: there is a tracker but no checkpoint.
+    """
     iterations, named = layout.candidates(root), layout.read_tracker(root)
     problem = None
     if named is None and os.path.lexists(os.path.join(root, layout.TRACKER)):
@@ -118,15 +121,17 @@ def _candidates(root: str) -> tuple[list[int], str | None]:
 
 
 def _only(root: str, step: int) -> list[int]:
-    """The iteration of --ckpt-step. Raises ValueError if it is not there."""
+    """Return the iteration of --ckpt-step. Raises ValueError if its checkpoint is missing."""
     if not os.path.isdir(layout.iteration_folder(root, step)):
-        found = ", ".join(map(str, sorted(layout.candidates(root)))) or "none"
-        raise ValueError(f"--ckpt-step {step}: --load {root} has checkpoints of iterations {found}; give one of them")
+        iterations = ", ".join(map(str, sorted(layout.candidates(root)))) or "none"
+        raise ValueError(
+            f"--ckpt-step {step}: --load {root} has checkpoints of iterations {iterations}; give one of them"
+        )
     return [step]
 
 
 def _check_may_start_anew(config: RunConfig, root: str) -> None:
-    """Raise ValueError if a run whose --load holds no checkpoint may not begin with new weights."""
+    """Raise ValueError if a run whose --load has no checkpoint must not begin with new weights."""
     checkpoint, folder = config.checkpoint, f"--load {root}: holds no checkpoint"
     kind = layout.other_contents(root)
     if kind is not None and kind != layout.OTHER_FILES:
@@ -138,13 +143,13 @@ def _check_may_start_anew(config: RunConfig, root: str) -> None:
     ):
         if is_given:
             raise ValueError(f"{folder}, and {flag} needs one; give the folder of --save of a run")
-    is_own = checkpoint.save is not None and os.path.realpath(checkpoint.save) == os.path.realpath(root)
-    if kind is not None and not is_own:  # logs may lie beside the checkpoints of a job that was killed before its first
+    is_saved_here = checkpoint.save is not None and os.path.realpath(checkpoint.save) == os.path.realpath(root)
+    if kind is not None and not is_saved_here:  # a job that was killed before its first checkpoint may have left logs
         raise ValueError(f"{folder}, but {kind}; give the folder of --save of a run, or an empty one to start anew")
 
 
 def _checked(config: RunConfig, source: Source) -> Source:
-    """`source` with its run state, if it fits this run. Raises ValueError if not."""
+    """Return `source` with its run state. Raises ValueError if it does not fit this run."""
     file = os.path.join(source.path, layout.RUN_STATE)
 
     def read() -> str | None:
@@ -165,7 +170,7 @@ def _checked(config: RunConfig, source: Source) -> Source:
         )
     state = run_state.from_json(text, path=f"--load {source.root}: {file}")
     run_state.check_same_network(state.flags, config, source=source.name)
-    run_state.check_holds_what_is_loaded(state.flags, config, source=source.name)
+    run_state.check_has_loaded_parts(state.flags, config, source=source.name)
     return replace(source, state=state, consumed_samples=state.consumed_samples)
 
 
@@ -180,9 +185,9 @@ def load_weights(source: Source, model: torch.nn.Module) -> None:
     """
     gpt = unwrap_model(model)
     sharded = gpt.sharded_state_dict()
-    # Transformer Engine's modules have an extra state, for fp8, that those of other implementations lack; it stays out
+    # Transformer Engine's modules have extra state for fp8 that other implementations lack, so it is not loaded
     wanted = {name: value for name, value in sharded.items() if not name.endswith(_EXTRA_STATE)}
-    with only_data():  # once for both: the index is unpickled once
+    with only_data():  # around both, so that the index is unpickled once
         _check_same_model(sharded, source)
         loaded = _load({"model": wanted}, source)
     missing, unexpected = gpt.load_state_dict(loaded["model"], strict=False)
@@ -224,9 +229,9 @@ def load_optimizer(source: Source, active: ActiveBlock) -> None:
 
 
 def load_random_states(source: Source) -> str | None:
-    """Restore this rank's generators. A message, the same on every rank, if the parallel layout differs."""
+    """Restore this rank's random generators. If the layout differs, return a message instead, the same on all ranks."""
     assert source.state is not None
-    saved = {"context_size": 1} | source.state.layout  # older versions say nothing of it
+    saved = {"context_size": 1} | source.state.layout  # older versions do not write it
     if saved != current_layout():
         return f"random generators are seeded anew: the checkpoint was written with another parallel layout ({saved})"
     rank = torch.distributed.get_rank()
@@ -260,15 +265,15 @@ def _check_same_model(sharded: dict[str, Any], source: Source) -> None:
         there, here = saved.get(tensor.key), list(tensor.global_shape)
         # the padded vocabulary may differ
         if there is None or (list(there.global_shape) != here and not tensor.allow_shape_mismatch):
-            found = "is not in it" if there is None else f"is {list(there.global_shape)} in it"
+            saved_shape = "is not in it" if there is None else f"is {list(there.global_shape)} in it"
             raise ValueError(
-                f"{source.name} is of another model: {tensor.key} {found} and {here} in this run; give the flags of "
-                "the run that saved it"
+                f"{source.name} is of another model: {tensor.key} {saved_shape} and {here} in this run; give the flags "
+                "of the run that saved it"
             )
 
 
 def _on_rank_0(read: Callable[[], T]) -> T:
-    """The result of `read` on rank 0, on every rank. Raises ValueError also in place of OSError."""
+    """Run `read` on rank 0 and return its result on every rank. Raises ValueError instead of OSError."""
     try:
         return collectives.on_rank_0(read)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""States of one rank's random generators: Python's, NumPy's, PyTorch's and those of Megatron Core's tracker."""
+"""Save and restore a rank's random generators: Python's, NumPy's, PyTorch's and those of Megatron Core's tracker."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _TRACKER = "tracker."
 
 
 def file_name(rank: int) -> str:
-    """Name of the file of a rank, in the folder of a checkpoint."""
+    """Return the name of a rank's file in the folder of a checkpoint."""
     return f"random_states_{rank:05d}.safetensors"
 
 
 def random_states() -> bytes:
-    """The state of every generator of this process, as the bytes of a safetensors file."""
+    """Return the state of every generator of this process, as the bytes of a safetensors file."""
     version, python_state, python_gauss = random.getstate()
     kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     assert version == 3 and kind == "MT19937" and isinstance(keys, numpy.ndarray)
@@ -41,8 +41,10 @@ def random_states() -> bytes:
 
 
 def restore_random_states(path: str) -> None:
-    """Set every generator of this process from a file of `random_states` that a process on the same kind of device
-    has written, and whose checksum has been verified."""
+    """Set every generator of this process from a file of `random_states`.
+
+    A process on the same kind of device must have written it, and its checksum must have been verified.
+    """
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         numbers = json.loads(file.metadata()["numbers"])

@@ -20,10 +20,10 @@ _NETWORK = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads
             "bf16", "fp16", "optimizer")  # fmt: skip
 """Flags that must not change: the weights or the optimizer state would not fit, or mean something else."""
 _MAY_CHANGE_WITHOUT_STATE = ("seq_length", "max_position_embeddings", "bf16", "fp16", "optimizer")
-"""Those of them that another run may have that loads the weights alone."""
+"""Those flags that may change if a run loads only the weights."""
 _REMOVED = ("bcd_resting_layers", "bcd_inactive_layers", "bcd_low_rank", "bcd_low_rank_alpha", "bcd_low_rank_layers",
             "bcd_low_rank_lr_ratio", "save_adapters")  # fmt: skip
-"""Flags that checkpoints of older versions name."""
+"""Flags of older versions, which their checkpoints name."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
                "hierarchical_context_parallel_sizes", "world_size", *fields_on_resume(MAY_CHANGE))  # fmt: skip
 """Flags that a resumed run may change without a message, like all of the sections below."""
@@ -31,34 +31,34 @@ _SECTIONS_THAT_MAY_CHANGE = ("checkpoint", "groups", "report")
 
 
 class StateSummary(TypedDict):
-    """What optimizer state the parameters of one owner have; the same on every rank."""
+    """The optimizer state of one group of parameters (`optim.state_groups`); the same on every rank."""
 
     names: list[str]
-    """Names of each parameter's tensors: exp_avg, exp_avg_sq, main parameter."""
+    """Names of each parameter's tensors, such as exp_avg, exp_avg_sq and master."""
     num_steps: int
 
 
 @dataclass(kw_only=True)
 class Counters:
-    """How far a run has come; the same on every rank."""
+    """Progress of a run; the same on every rank."""
 
     iteration: int = 0
-    """Training steps done, skipped ones included."""
+    """Completed training steps, including skipped ones."""
     consumed_samples: int = 0
-    """Of the training split."""
+    """Samples of the training split."""
     consumed_validation_samples: int = 0
-    """Each evaluation continues in the validation split where the one before it ended, as in stock Megatron-LM."""
+    """Samples of the validation split. Each evaluation continues where the last one ended, as in stock Megatron-LM."""
     samples_in_phase: int = 0
-    """Training samples of the present phase, repeated ones included."""
+    """Training samples of the present phase, including repeated ones."""
     samples_seen_before: int = 0
-    """Distinct training samples of each earlier phase, summed over these phases."""
+    """Distinct training samples of each earlier phase, summed over the phases."""
     skipped_steps: int = 0
-    """Consecutive steps skipped up to now because their loss or gradient was not finite."""
+    """Number of last steps that were skipped in a row because their loss or gradient was not finite."""
 
 
 @dataclass(kw_only=True)
 class RunState(Counters):
-    """JSON values only; floats are not rounded. Field names are keys of the file."""
+    """Content of the file: JSON values only, floats are not rounded. Field names are the keys."""
 
     phase: dict[str, Any]
     """`PhaseState` as a dictionary."""
@@ -67,7 +67,7 @@ class RunState(Counters):
     scheduler_steps: int
     """The learning-rate scheduler's own count (samples)."""
     optimizer_state: dict[str, StateSummary]
-    """By owner, a block's number or "always" (see `checkpoint.optimizer_state`)."""
+    """Summaries by the key of the state group (`optim.state_groups`)."""
     loss_scaler: dict[str, float] | None
     interval: list[dict[str, Any]]
     """Results of the steps since the last log line."""
@@ -77,19 +77,19 @@ class RunState(Counters):
     """`RunConfig`."""
     versions: dict[str, str] = field(default_factory=dict)
     run: str = ""
-    """See `name_of_run`. Empty in checkpoints of older versions."""
+    """Result of `run_name`. Empty in checkpoints of older versions."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
-        """The content of the file."""
+        """Return the content of the file."""
         return json.dumps(asdict(self), indent=1)
 
 
 def from_json(text: str, *, path: str) -> RunState:
-    """Parse what `to_json` wrote; `path` is for messages.
+    """Parse the output of `to_json`; `path` is for messages.
 
     Raises:
-        ValueError: it is damaged, or has another format version.
+        ValueError: the text is damaged, or has another format version.
     """
     try:
         values = json.loads(text)
@@ -101,7 +101,7 @@ def from_json(text: str, *, path: str) -> RunState:
             f"{path}: format version {version}, but this program reads {FORMAT_VERSION}; use a Megatron-BCD "
             "that reads it, or add --finetune to load the weights only"
         )
-    expected = {own.name for own in fields(RunState)}
+    expected = {each.name for each in fields(RunState)}
     if set(values) | {"run"} != expected:
         raise ValueError(f"{path} is damaged (entries {sorted(set(values) ^ expected)} are missing or unknown)")
     check_has_no_adapters(values["flags"], source=path)
@@ -124,18 +124,18 @@ def check_has_no_adapters(flags: Mapping[str, Any], *, source: str) -> None:
 
 
 def consumed_samples(text: str) -> int:
-    """Training samples consumed, also of another format version; 0 where the file does not say."""
+    """Return the consumed training samples, also of another format version; 0 if the file does not say."""
     try:
         return int(json.loads(text)["consumed_samples"])
     except (ValueError, KeyError, TypeError):
         return 0
 
 
-def name_of_run(config: RunConfig, resumed: RunState | None) -> str:
-    """12 hexadecimal digits that every part of a run shares, and a run of other flags does not.
+def run_name(config: RunConfig, resumed: RunState | None) -> str:
+    """Return 12 hexadecimal digits that identify a run: all its starts have the same name, other runs another one.
 
-    A digest of the flags of its first start but `_SECTIONS_THAT_MAY_CHANGE`: a start that is killed before its first
-    checkpoint, and repeated, is the same run.
+    The name is a digest of the flags of the first start, without `_SECTIONS_THAT_MAY_CHANGE`. So a start that is killed
+    before its first checkpoint and repeated is the same run.
     """
     if resumed is not None and resumed.run:
         return resumed.run
@@ -146,7 +146,7 @@ def name_of_run(config: RunConfig, resumed: RunState | None) -> str:
 
 
 def contents_of_blocks(partition: Partition) -> list[str]:
-    """Layers and other modules of each block, independent of the pipeline stage that they are on."""
+    """Describe the layers and other modules of each block, independent of their pipeline stages."""
     return [
         " + ".join((partition.describe_layers(block.index), *partition.describe_extras(block.index)))
         for block in partition.blocks
@@ -154,13 +154,15 @@ def contents_of_blocks(partition: Partition) -> list[str]:
 
 
 def check_same_weights(text: str, config: RunConfig, *, source: str) -> None:
-    """Compare the flags on which the meaning of the weights depends; `text` is the content of the file, also of
-    another format version. Raises ValueError that names those that differ."""
+    """Compare the flags on which the meaning of the weights depends.
+
+    `text` is the content of the file, also of another format version. Raises ValueError that names what differs.
+    """
     try:
         saved = json.loads(text)["flags"]
         sections = {section: saved[section] for section in ("transformer", "model")}
     except (ValueError, KeyError, TypeError):
-        return  # of a version that wrote other sections; shapes are compared when the weights are loaded
+        return  # this version wrote other sections; shapes are compared when the weights are loaded
     check_has_no_adapters(saved, source=source)
     names = [name for name in _NETWORK if name not in _MAY_CHANGE_WITHOUT_STATE]
     check_same_network(sections, config, source=source, names=names)
@@ -169,7 +171,7 @@ def check_same_weights(text: str, config: RunConfig, *, source: str) -> None:
 def check_same_network(
     saved: Mapping[str, Any], config: RunConfig, *, source: str, names: Sequence[str] = _NETWORK
 ) -> None:
-    """Compare the flags on which weights and optimizer state depend. Raises ValueError that names those that differ."""
+    """Compare the flags on which weights and optimizer state depend. Raises ValueError that names what differs."""
     before, now = _network(saved), _network(run_config_to_dict(config))
     differing = [
         f"{_flag(name)} {_show(before.get(name))}, here {_show(now.get(name))}"
@@ -185,11 +187,11 @@ def check_same_network(
 
 
 _TOKENIZER = ("tokenizer_type", "vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens")
-"""Flags on which the meaning of an id depends. Files of the tokenizer may have been moved."""
+"""Flags on which the meaning of token ids depends. The files of the tokenizer may have been moved."""
 
 
 def check_same_tokens(saved: Mapping[str, Any], config: RunConfig, *, source: str) -> None:
-    """Compare what tokens are with the run that wrote the checkpoint; other data of the same tokenizer may follow.
+    """Compare the tokens with those of the run that wrote the checkpoint. The data may differ, not the tokenizer.
 
     Raises:
         ValueError: one of the two trained on mock data, or they have different tokenizers.
@@ -209,11 +211,11 @@ def check_same_tokens(saved: Mapping[str, Any], config: RunConfig, *, source: st
             )
 
 
-def check_holds_what_is_loaded(saved: Mapping[str, Any], config: RunConfig, *, source: str) -> None:
-    """Compare what the run that wrote a checkpoint left out (--no-save-optim, --no-save-rng) with what is loaded.
+def check_has_loaded_parts(saved: Mapping[str, Any], config: RunConfig, *, source: str) -> None:
+    """Check that a checkpoint has the optimizer state and the random generators that this run loads.
 
     Raises:
-        ValueError: something was left out that this run would load.
+        ValueError: one is missing (--no-save-optim, --no-save-rng).
     """
     for part, what in (("optim", "optimizer state"), ("rng", "random generators")):
         if getattr(config.checkpoint, f"load_{part}") and not saved["checkpoint"].get(f"save_{part}", True):
@@ -228,8 +230,10 @@ _SCHEDULED = ("lr", "min_lr", "weight_decay")
 
 
 def with_saved_schedule(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
-    """`config` with the schedule of a checkpoint's flags: that of the phases where no --bcd-steps-per-block is given,
-    that of the learning rate if --use-checkpoint-opt_param-scheduler asks for it.
+    """Return `config` with the schedule of a checkpoint's flags.
+
+    That is the length of phases without --bcd-steps-per-block, and the learning-rate schedule with
+    --use-checkpoint-opt_param-scheduler.
 
     Raises:
         ValueError: the checkpoint's schedule counts steps and this run samples, or the reverse.
@@ -271,12 +275,15 @@ def changed_flags(saved: RunState, config: RunConfig) -> list[str]:
 
 
 def has_same_optimizers(saved: RunState, config: RunConfig) -> bool:
-    """Whether the optimizers of this run hold what the checkpoint's held: with 16-bit weights, a stateless update has
-    main parameters of its own; one of the embedding has no moments."""
+    """Return whether the optimizers of this run have the same kinds of state as the checkpoint's.
+
+    With 16-bit weights a stateless update has main parameters of its own. A stateless update of the embedding has no
+    moments.
+    """
     before, now = saved.flags.get("bcd", {}), config.bcd
     is_same = (before.get("bcd_inactive_update", "none") == "none") == (now.bcd_inactive_update == "none")
     is_same_embedding = before.get("bcd_embedding_update", "adam") == now.bcd_embedding_update
-    if before.get("bcd_inactive_update") == now.bcd_inactive_update == "factored":  # column means by part of the matrix
+    if before.get("bcd_inactive_update") == now.bcd_inactive_update == "factored":  # column means by part
         before_split = saved.flags.get("optimizer", {}).get("muon_split_qkv", config.optimizer.muon_split_qkv)
         is_same_embedding &= before_split == config.optimizer.muon_split_qkv
     return is_same_embedding and (is_same or config.precision == "fp32")
@@ -285,10 +292,10 @@ def has_same_optimizers(saved: RunState, config: RunConfig) -> bool:
 def resumed_phase(
     saved: RunState, config: RunConfig, partition: Partition, phases: BlockSchedule
 ) -> tuple[PhaseState, str | None]:
-    """The phase to resume with, and a message if it is not the saved one.
+    """Return the phase to resume with, and a message if it is not the saved phase.
 
-    The saved phase is resumed if every block still holds the same layers, and the optimizers the same parameters;
-    otherwise the cycle restarts at its first block and step.
+    The saved phase continues if every block has the same layers as before, and the optimizers have the same state.
+    Otherwise the cycle restarts at its first block and step.
     """
     state = PhaseState.from_dict(saved.phase)
     cycle = state.phase // len(saved.blocks)
@@ -316,7 +323,7 @@ def _side_by_side(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _network(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Side by side, with the sizes that Megatron Core derives where no flag gives them."""
+    """Return all flags in one dictionary, with the sizes that Megatron Core derives if no flag gives them."""
     values = _side_by_side(sections)
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if hidden and heads:

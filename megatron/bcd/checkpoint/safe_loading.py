@@ -1,7 +1,7 @@
-"""Reads checkpoints as data: nothing in a file is executed, whoever made it.
+"""Read checkpoints as data only: no file can run code, whoever wrote it.
 
 torch.distributed.checkpoint reads ``.metadata`` with ``pickle.load`` and single items with
-``torch.load(weights_only=False)``. Both run what a file says, and neither has a switch: `only_data` replaces them.
+``torch.load(weights_only=False)``. Both run code from the file, and neither has a switch. `only_data` replaces them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _NAMES = {
     },
     "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
 }
-"""What a ``.metadata`` of this project or of stock Megatron-LM names, by module."""
+"""Names that a ``.metadata`` of this project or of stock Megatron-LM may contain, by module."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _NAMES.get(module, ()):
-            raise pickle.UnpicklingError(f"{ascii(f'{module}.{name}')} is no data of a checkpoint and could run code")
+            raise pickle.UnpicklingError(f"{ascii(f'{module}.{name}')} is not data of a checkpoint and could run code")
         return super().find_class(module, name)
 
 
@@ -56,7 +56,7 @@ def _load_metadata(file: Any) -> Metadata:
 
 
 def unreadable(source: str, error: BaseException) -> ValueError:
-    """The error in one line, for whatever the readers raise; `source` names the checkpoint."""
+    """Turn any error of the readers into a ValueError with one line; `source` names the checkpoint."""
     if isinstance(error, CheckpointException) and error.failures:  # its text has every rank's traceback
         error = next(iter(error.failures.values()))[0]
     reason = " ".join([type(error).__name__, *str(error).split()])[:200]
@@ -65,8 +65,10 @@ def unreadable(source: str, error: BaseException) -> ValueError:
 
 @contextlib.contextmanager
 def only_data() -> Iterator[None]:
-    """Inside, PyTorch's and Megatron Core's readers and every ``torch.load`` read checkpoints as data, or raise an
-    error. For one thread at a time."""
+    """Inside, PyTorch's and Megatron Core's readers and every ``torch.load`` read data only, or raise an error.
+
+    Only one thread may use it at a time.
+    """
     load, allowed_by_others = torch.load, torch.serialization.get_safe_globals()
 
     def load_weights_only(f: Any, map_location: Any = None, **options: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Writes checkpoints, at once or in the background. A checkpoint is complete or invisible, and no error ends the run.
+"""Write checkpoints, at once or in the background. A checkpoint is complete or invisible, and no error ends the run.
 
-It is built in ``iter_0000007.incomplete`` and renamed when every rank has written its part. If the disk is full or
-gone, the previous checkpoint stays valid, a warning is printed, and the next interval tries again.
+A checkpoint is written to ``iter_0000007.incomplete``, which is renamed when every rank has written its part. If the
+disk is full or fails, the previous checkpoint stays valid, a warning is printed, and the next interval tries again.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _PROGRESS = "progress.txt"
 
 
 def claim_save_folder(root: str | None) -> dir_claim.DirClaim:
-    """Claim --save for this job, see `dir_claim.claim`. A collective."""
+    """Claim --save for this job (`dir_claim.claim`). A collective."""
     return dir_claim.claim(root, flag="--save", contents="checkpoints", clean=layout.clean_leftovers)
 
 
 def check_save_folder(config: RunConfig, source: Source | None) -> bool:
-    """Whether --save holds checkpoints of another run that --overwrite-checkpoints gives up. A collective.
+    """Return whether --save has checkpoints of another run that --overwrite-checkpoints may delete. A collective.
 
-    `source` is what --load has found.
+    `source` is the checkpoint of --load.
 
     Raises:
-        ValueError: it holds another run, and --overwrite-checkpoints is not given, or --finetune reads from it.
+        ValueError: --save has another run, and --overwrite-checkpoints is not given, or --finetune reads from it.
     """
     root = config.checkpoint.save
     if root is None or config.training.skip_train:
@@ -50,12 +50,14 @@ def check_save_folder(config: RunConfig, source: Source | None) -> bool:
     is_resumed = is_source and source is not None and source.state is not None
     if not iterations or is_resumed:
         return False
-    held = f"--save {root}: holds a run, saved up to iteration {iterations[0]}"
+    problem = f"--save {root}: holds a run, saved up to iteration {iterations[0]}"
     if is_source:
-        raise ValueError(f"{held}, and --finetune starts another one with its weights; give another folder for --save")
+        raise ValueError(
+            f"{problem}, and --finetune starts another one with its weights; give another folder for --save"
+        )
     if not config.checkpoint.overwrite_checkpoints:
         raise ValueError(
-            f"{held}; give --load {root} to continue it, another folder for --save, or --overwrite-checkpoints to "
+            f"{problem}; give --load {root} to continue it, another folder for --save, or --overwrite-checkpoints to "
             "delete it"
         )
     return True
@@ -69,7 +71,7 @@ def clear_save_folder(root: str) -> None:
 
 
 class Saver:
-    """Saves below --save. Every method is a collective unless it says otherwise."""
+    """Writes the checkpoints below --save. Every method is a collective unless it says otherwise."""
 
     def __init__(self, config: CheckpointConfig, reporter: Reporter) -> None:
         assert config.save is not None
@@ -78,10 +80,10 @@ class Saver:
         self._reporter = reporter
         self._is_first = torch.distributed.get_rank() == 0
         self._pending: tuple[int, ShardWrite, float] | None = None
-        """Iteration, files, and when the save was started."""
+        """Iteration, files, and start time of the save."""
 
     def save(self, state: RunState, model: torch.nn.Module, active: ActiveBlock) -> bool:
-        """Write checkpoint `state.iteration`; with --async-save only start to. False if that failed at once."""
+        """Write checkpoint `state.iteration`; with --async-save only start to write. Return False if that failed."""
         self.finish()
         started = time.monotonic()
         folder = layout.incomplete_folder(self.root, state.iteration)
@@ -89,17 +91,17 @@ class Saver:
         error = collectives.first_error(atomic_io.capture_error(lambda: self._prepare(folder, state, digests)))
         if error is not None:
             return self._abandon(state.iteration, error)
-        # weights under Megatron Core's own keys, and the optimizer state of every block that has some
+        # weights under Megatron Core's own keys, and the optimizer state of every block that has any
         is_async, deferred = self._config.async_save, optimizer_state.Deferred()
         with frozen_on_host(model) as is_constant:
             entries: dict[str, Any] = {
-                f"model.{name}": one for name, one in unwrap_model(model).sharded_state_dict().items()
+                f"model.{name}": entry for name, entry in unwrap_model(model).sharded_state_dict().items()
             }
             if state.optimizer_state:
                 optimizer, deferred = optimizer_state.sharded_state(
                     active, state.optimizer_state, is_constant=is_constant if is_async else lambda _: True
                 )
-                entries |= {f"optimizer.{name}": one for name, one in optimizer.items()}
+                entries |= {f"optimizer.{name}": entry for name, entry in optimizer.items()}
             write = ShardWrite(entries, folder, in_background=is_async, is_constant=is_constant, deferred=deferred)
         write.digests.update(digests)
         if self._config.save_rng:
@@ -109,27 +111,27 @@ class Saver:
         return True if self._config.async_save else self.finish()
 
     def newest(self) -> str | None:
-        """Folder of the newest complete checkpoint, as rank 0 sees it; None if there is none."""
+        """Return the folder of the newest complete checkpoint, as rank 0 sees it; None if there is none."""
 
-        def look() -> str | None:
+        def find_newest() -> str | None:
             with contextlib.suppress(OSError):
-                return next((layout.iteration_folder(self.root, one) for one in layout.candidates(self.root)), None)
+                return next((layout.iteration_folder(self.root, each) for each in layout.candidates(self.root)), None)
             return None
 
-        return collectives.on_rank_0(look)
+        return collectives.on_rank_0(find_newest)
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still writes in the background. Not a collective."""
+        """Whether this rank is still writing in the background. Not a collective."""
         return self._pending is not None and self._pending[1].is_writing
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a save was started and not finished; the same on every rank. Not a collective."""
+        """Whether a save has started and not finished; the same on every rank. Not a collective."""
         return self._pending is not None
 
     def finish(self) -> bool:
-        """Wait for the pending save, if any, and publish it. False if it failed."""
+        """Wait for the pending save, if any, and publish it. Return False if it failed."""
         if self._pending is None:
             return True
         (iteration, write, started), self._pending = self._pending, None
@@ -149,8 +151,7 @@ class Saver:
         return True
 
     def log_progress(self, text: str) -> None:
-        """With --log-progress, a line of ``progress.txt`` below --save, in stock Megatron-LM's form. Not a
-        collective."""
+        """With --log-progress, append a line to ``progress.txt`` in stock Megatron-LM's form. Not a collective."""
         if not (self._config.log_progress and self._is_first):
             return
         columns = (
@@ -166,7 +167,7 @@ class Saver:
             self._reporter.warning(f"{_PROGRESS} was not written ({atomic_io.describe(error)})")
 
     def _prepare(self, folder: str, state: RunState, digests: dict[str, FileDigest]) -> None:
-        """Write rank 0's own files: the run state, and what Megatron Core expects beside the shards."""
+        """Write the files of rank 0: the run state, and the files that Megatron Core expects beside the shards."""
         if not self._is_first:
             return
         shutil.rmtree(folder, ignore_errors=True)
@@ -179,13 +180,13 @@ class Saver:
             digests[name] = layout.file_digest(file.name)
 
     def _prune(self, iteration: int) -> None:
-        """Delete older checkpoints, and unfinished ones before the complete checkpoint `iteration`."""
+        """Delete older checkpoints, and unfinished checkpoints before the complete checkpoint `iteration`."""
         keep, retained = self._config.keep_last_checkpoints, self._config.save_retain_interval
         if keep is None and retained is not None:
             keep = 1
 
         def delete() -> None:
-            layout.clean_leftovers(self.root, before=iteration)  # replica groups share the folder: no claim did it
+            layout.clean_leftovers(self.root, before=iteration)  # no claim cleans a folder that replica groups share
             if keep is not None:
                 layout.prune(self.root, keep, retain_interval=retained)
 
@@ -197,6 +198,6 @@ class Saver:
         if self._is_first:
             shutil.rmtree(layout.incomplete_folder(self.root, iteration), ignore_errors=True)
         self._reporter.warning(
-            f"checkpoint {iteration} was not saved ({error}); those before it stay valid, and the next save tries again"
+            f"checkpoint {iteration} was not saved ({error}); earlier ones stay valid, and the next save tries again"
         )
         return False

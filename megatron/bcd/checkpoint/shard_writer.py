@@ -1,8 +1,8 @@
-"""Writes Megatron Core's distributed checkpoint format inside the training process.
+"""Write Megatron Core's distributed checkpoint format inside the training process.
 
 Megatron Core forks writer processes and starts a manager process for their results. If a writer is killed, training
-waits for ever; if a rank is killed, its manager stays behind. Here PyTorch's own writer runs in this process, or in a
-thread of it, and a file that can't be written becomes an error value instead of an exception on one rank.
+waits for ever; if a rank is killed, its manager process survives. Here PyTorch's own writer runs in this process, or in
+one of its threads. If a file cannot be written, the error is a value instead of an exception on one rank.
 """
 
 from __future__ import annotations
@@ -28,44 +28,46 @@ from megatron.bcd.runtime import atomic_io, collectives
 
 
 class Writer(FileSystemWriter):
-    """PyTorch's."""
+    """PyTorch's writer without storage metadata."""
 
     def storage_meta(self) -> StorageMeta:
-        """Nothing: it would name the folder, which is renamed, by an object that is more than data."""
+        """Return no metadata. It would name the folder, which is renamed, with an object that is more than data."""
         return StorageMeta()
 
 
 def write_beside_shards(folder: str, *, iteration: int) -> None:
-    """Write what Megatron Core's reader expects beside the shards. Raises OSError."""
-    with open(os.path.join(folder, "common.pt"), "wb") as common:  # given a path, PyTorch does not say what failed
+    """Write the other files that Megatron Core's reader expects. Raises OSError."""
+    with open(os.path.join(folder, "common.pt"), "wb") as common:  # with a path, PyTorch does not say what failed
         torch.save({"iteration": iteration, "checkpoint_version": 3.0}, common)
     save_config(CheckpointingConfig("torch_dist", 1), folder)
 
 
 class Planner(MCoreSavePlanner):
-    """Megatron Core's. A tensor on the meta device is a part of one that is made when it is written: `later` has what
-    makes it, by key."""
+    """Megatron Core's planner with deferred tensors.
+
+    A tensor on the meta device is a part of a whole that is made when the part is written. `deferred` has the functions
+    that make the whole tensors, by key.
+    """
 
     def __init__(self, deferred: Mapping[str, Callable[[], torch.Tensor]]) -> None:
         super().__init__(flatten_state_dict=False)
         self._deferred = deferred
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Called by the writer for one tensor after the other."""
-        found = super().lookup_object(index)
-        if not getattr(found, "is_meta", False):
-            return found
+        """Return a tensor. The writer calls this for one tensor after the other."""
+        part = super().lookup_object(index)
+        if not getattr(part, "is_meta", False):
+            return part
         whole = self._deferred[index.fqn]()
-        return whole.as_strided(found.shape, found.stride(), whole.storage_offset() + found.storage_offset())
+        return whole.as_strided(part.shape, part.stride(), whole.storage_offset() + part.storage_offset())
 
 
 class ShardWrite:
     """Writes the weights and the optimizer state of one checkpoint.
 
-    The constructor is a collective: it checks that each shard has one writer, and copies what training would change
-    meanwhile to host memory: weights, without those in host memory that `is_constant` until `finish`. `later` is of
-    tensors on the meta device, see `Planner`. `start` writes this rank's files. `finish` is a collective: it writes
-    the index.
+    The constructor is a collective. It checks that each shard has one writer, and copies the weights that training
+    changes meanwhile to host memory, except those that are there already and `is_constant` until `finish`. `start`
+    writes this rank's files. `finish` is a collective and writes the index. `deferred`: see `Planner`.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class ShardWrite:
         deferred: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     ) -> None:
         self.digests: dict[str, FileDigest] = {}
-        """Of this rank's files; on rank 0 after `finish` of all ranks'."""
+        """Checksums of this rank's files; on rank 0 after `finish`, of all files."""
         self._error: str | None = None
         self._results: list[Any] = []
         self._in_background, self._is_constant = in_background, is_constant
@@ -104,7 +106,7 @@ class ShardWrite:
         self._thread = threading.Thread(target=self._write, name="checkpoint writer", daemon=True)
 
     def _on_host(self, part: ShardedTensor) -> torch.Tensor:
-        """A copy, unless training does not change the tensor while it is written: optimizer state is a copy already."""
+        """Return the tensor in host memory: a copy if training may change it. Optimizer state is a copy already."""
         assert part.data is not None
         if part.data.is_meta:
             return part.data
@@ -112,7 +114,7 @@ class ShardWrite:
         return part.data.detach().to("cpu", copy=is_live)
 
     def add(self, name: str, content: bytes) -> None:
-        """Write another file of this rank's beside the shards."""
+        """Write another file of this rank beside the shards."""
         path = os.path.join(self._folder, name)
 
         def write() -> None:
@@ -122,7 +124,7 @@ class ShardWrite:
         self._error = self._error or atomic_io.capture_error(write)
 
     def start(self) -> None:
-        """Write this rank's files, in a thread if in the background."""
+        """Write this rank's files, in a thread if `in_background`."""
         if self._in_background:
             self._thread.start()
         else:
@@ -130,11 +132,11 @@ class ShardWrite:
 
     @property
     def is_writing(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread is running."""
         return self._thread.is_alive()
 
     def _write(self) -> None:
-        planner, self._planner = self._planner, None  # holds the copies
+        planner, self._planner = self._planner, None  # so that the copies are freed
         if self._error is not None or planner is None:
             return
         try:
@@ -142,11 +144,11 @@ class ShardWrite:
             for name in os.listdir(self._folder):
                 if name.startswith(f"__{self._rank}_"):
                     self.digests[name] = file_digest(os.path.join(self._folder, name))
-        except Exception as error:  # here: on its way to other ranks it would lose its context
+        except Exception as error:  # described here, because other ranks receive only the text
             self._error = atomic_io.describe(error)
 
     def finish(self) -> str | None:
-        """Wait for the files of all ranks and write their index on rank 0. The first rank's error, on every rank."""
+        """Wait for the files of all ranks and write their index on rank 0. Return the first error, on every rank."""
         if self._thread.ident is not None:
             self._thread.join()
         ranks: list[Any] = [None] * torch.distributed.get_world_size()
@@ -159,5 +161,5 @@ class ShardWrite:
         plans, results, digests = map(list, zip(*ranks, strict=True))
         _, metadata = MCoreSavePlanner(flatten_state_dict=False).create_global_plan(plans)
         Writer(self._folder).finish(metadata, results)
-        self.digests = {name: digest for of_rank in digests for name, digest in of_rank.items()}
+        self.digests = {name: digest for by_name in digests for name, digest in by_name.items()}
         self.digests[".metadata"] = file_digest(os.path.join(self._folder, ".metadata"))

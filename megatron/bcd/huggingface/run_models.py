@@ -68,7 +68,7 @@ class Exporter:
         """Check before training whatever can be checked.
 
         Args:
-            run: name of the run, see `run_state.name_of_run`.
+            run: name of the run, see `run_state.run_name`.
             is_continued: whether the folder may contain this run's models.
 
         Raises:

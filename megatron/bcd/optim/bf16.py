@@ -1,13 +1,14 @@
-"""fp32 main parameters of bf16 weights in 2 further bytes per element, which lose nothing. Two forms:
+"""Store fp32 main parameters without loss in 2 bytes per element beside their bf16 weights. There are two forms.
 
-`Bf16Residual`, in host memory, for Megatron Core's main parameters, whose weights round halves to even. As integers,
-the bits of the main parameter lie within half a step of the weight's, -0x8000 to +0x8000: 65,537 values, and all but
-the last fit 16 bits. +0x8000 occurs if a main parameter lies halfway and the even weight is the one below (0x3f808000
-rounds to 0x3f80; from the other side 0x3f7f8000 does, too). Those elements, and those whose weight is no rounding at
-all (NaN loses its payload), are exceptions: their bits are stored whole, with their index.
+`Bf16Residual`, in host memory, is for Megatron Core's main parameters, whose weights round halves to even. Read as
+integers, the bits of the main parameter differ from those of the weight (shifted to the upper half) by -0x8000 to
++0x8000. These are 65,537 values, and all except the last fit 16 bits. The difference is +0x8000 if the main parameter
+is halfway between two weights and the even weight is the lower one. For example, 0x3f808000 rounds to 0x3f80, and so
+does 0x3f7f8000 from the other side. These elements are exceptions, and so are elements whose weight is not their
+rounding (NaN loses its payload). Exceptions are stored with all bits and their index.
 
-`join` and `split`, on the device: the weight rounds halves away from zero. The bits then lie -0x8000 to +0x7fff from
-the weight's, which fits without exceptions. Values must be finite.
+`join` and `split`, on the device, are for weights that round halves away from zero. Then the bits differ by -0x8000 to
++0x7fff, which fits without exceptions. Values must be finite.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Bf16Residual:
     """The difference of fp32 main parameters and their bf16 weights, in host memory."""
 
     differences: torch.Tensor
-    """int16 by element: bits of the main parameter minus those of the weight, shifted to the upper half."""
+    """int16 by element: bits of the main parameter minus the bits of the weight, shifted to the upper half."""
     exception_indices: torch.Tensor
-    """int64: elements whose difference does not fit."""
+    """int64: indices of elements whose difference does not fit."""
     exception_bits: torch.Tensor
     """int32: the bits of their main parameters."""
 
@@ -38,9 +39,9 @@ class Bf16Residual:
 
     @torch.no_grad()
     def restore(self, weight: torch.Tensor, *, main_param: torch.Tensor) -> None:
-        """Write into `main_param` (fp32, flat) its value at the call of `bf16_residual`.
+        """Write the value that `bf16_residual` stored into `main_param` (fp32, flat).
 
-        `weight` must be the same as then; it may be on another device.
+        `weight` must not have changed since; it may be on another device.
         """
         for start in range(0, main_param.numel(), _CHUNK):
             upper = _upper(weight[start : start + _CHUNK].to(main_param.device))
@@ -53,10 +54,10 @@ class Bf16Residual:
 
 @torch.no_grad()
 def bf16_residual(main_param: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> Bf16Residual:
-    """What restores `main_param` (fp32, flat) bit for bit from `weight` (bf16, flat).
+    """Return what restores `main_param` (fp32, flat) bit for bit from `weight` (bf16, flat).
 
-    `out` is an int16 host buffer for the differences, written without waiting for the device. An optimizer may hold
-    main parameters in host memory while weights are on the device.
+    `out` is an int16 host buffer for the differences, written without waiting for the device. Main parameters may be in
+    host memory while weights are on the device.
     """
     indices, exceptions = [], []
     for start in range(0, main_param.numel(), _CHUNK):
@@ -84,7 +85,7 @@ def _upper(weight: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def join(weight: torch.Tensor, low_bits: torch.Tensor) -> torch.Tensor:
-    """The fp32 value of a bf16 weight and its int16 low bits, of the same shape."""
+    """Return the fp32 value of a bf16 weight and its int16 low bits, in the same shape."""
     value = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     low, high = _halves(value)
     low.copy_(low_bits)
@@ -102,10 +103,11 @@ def split(value: torch.Tensor, *, weight: torch.Tensor, low_bits: torch.Tensor |
 
 
 def _halves(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int16 views of the lower and the upper half of fp32 values, on a little-endian machine.
+    """Return int16 views of the lower and the upper half of fp32 values, on a little-endian machine.
 
-    Read as a signed number, a lower half is the difference from the weight that is nearest. If it is negative, its
-    sign (`>> 15` makes -1 of it) lies between the upper half and the weight: the upper half is one less.
+    Read as a signed number, the lower half is the difference between the value and its nearest weight. If it is
+    negative, the value is below the weight, so the upper half is the weight minus one. `lower >> 15` is -1 then, and 0
+    otherwise: the weight is the upper half minus this sign.
     """
     halves = value.view(torch.int16).unflatten(-1, (-1, 2))
     return halves[..., 0], halves[..., 1]

@@ -1,13 +1,14 @@
-"""Adam whose moments are stored in fewer bits (--adam-moments-dtype): bf16, or 8-bit codes with one fp32 scale for each
-block of BLOCK elements.
+"""Adam whose moments are stored in fewer bits (--adam-moments-dtype).
 
-8 bits are those of Dettmers et al. (arXiv 2110.02861): an element is its block's largest magnitude times an entry of a
-table, dense near 1, over seven decades. The first moment has a sign and 127 magnitudes, the second 255. There are two
-differences. The table has -1 as well as 1, so that encoding what was decoded gives the same codes and scales. And a
-second moment above 0 is never rounded to 0, because the step divides by its root.
+The moments are in bf16, or in 8-bit codes with one fp32 scale for each block of BLOCK elements. The codes follow
+Dettmers et al. (arXiv 2110.02861): an element is the largest magnitude of its block times an entry of a table, which
+covers seven decades and is dense near 1. The first moment has a sign and 127 magnitudes, the second 255 magnitudes.
 
-A moment is stored as the entry of its name in a parameter's optimizer state (torch.bfloat16; torch.int8 and torch.uint8
-for the first and second), flat, and in 8 bits a second entry, of its name and SCALE.
+There are two differences. The table has -1 as well as 1, so that decoding and encoding again gives the same codes and
+scales. And a second moment above 0 is never rounded to 0, because the step divides by its root.
+
+A parameter's optimizer state has a flat entry with the name of each moment: torch.bfloat16, or torch.int8 for the first
+and torch.uint8 for the second moment. With 8 bits there is another entry, with SCALE behind the name.
 """
 
 from __future__ import annotations
@@ -20,22 +21,25 @@ from typing import Any
 import torch
 
 BLOCK = 256
-"""Elements with one scale."""
+"""Number of elements that share a scale."""
 SCALE = "_scale"
 CHUNK = 1 << 18
-"""Elements decoded at once on a CPU, which then stay in its cache; a multiple of BLOCK."""
+"""Elements decoded at once on a CPU, so that they stay in its cache; a multiple of BLOCK."""
 _CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 _SMALLEST_SCALE = 2.0**-100
-"""A block without a larger magnitude is stored as zeros: with denormal numbers, codes would not be reproduced."""
+"""A block with a smaller scale is stored as zeros: with denormal numbers the codes would not be reproducible."""
 
 
 def chunk_size(device: torch.device) -> int:
-    """Elements decoded at once, to bound temporary memory. GPUs take larger chunks, because each launches kernels."""
+    """Return how many elements to decode at once, which bounds temporary memory.
+
+    GPUs use larger chunks, because each chunk launches kernels.
+    """
     return CHUNK if device.type == "cpu" else 16 * CHUNK
 
 
 def zeros(num_elements: int, dtype: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """Both moments of a parameter before its first step; `dtype` is bf16 or int8."""
+    """Return both moments of a parameter before its first step. `dtype` is bf16 or int8."""
     if dtype == "bf16":
         return {name: torch.zeros(num_elements, dtype=torch.bfloat16, device=device) for name in _CODES}
     state = {}
@@ -46,7 +50,7 @@ def zeros(num_elements: int, dtype: str, device: torch.device) -> dict[str, torc
 
 
 def load(state: Mapping[str, torch.Tensor], name: str, start: int, end: int) -> torch.Tensor:
-    """Elements `start`, a multiple of BLOCK, to `end` of a moment in fp32."""
+    """Return elements `start`, a multiple of BLOCK, to `end` of a moment in fp32."""
     stored = state[name][start:end]
     if stored.dtype not in _CODES.values():
         return stored.float()
@@ -68,7 +72,8 @@ def store(
 ) -> None:
     """Write fp32 `values` into a moment from element `start`, a multiple of BLOCK.
 
-    Values are rounded to the nearest, but in bf16 with `chance` (int32, 0 to 0xffff by element) up or down by chance.
+    Values are rounded to nearest. In bf16 with `chance` (int32, 0 to 0xffff by element) rounding is stochastic: the
+    random number is added to the 16 bits that are then cut off.
     """
     stored = state[name][start : start + values.numel()]
     if stored.dtype not in _CODES.values():
@@ -91,7 +96,7 @@ def store(
 
 
 def encode(moments: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
-    """State entries of flat fp32 moments; `decode` of them and `encode` again gives the same bits."""
+    """Return the state entries of flat fp32 moments. `decode` and `encode` again give the same bits."""
     state: dict[str, torch.Tensor] = {}
     for name, values in moments.items():
         empty = zeros(values.numel(), dtype, values.device)
@@ -103,7 +108,7 @@ def encode(moments: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.T
 
 
 def decode(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Flat fp32 moments by name from state entries; what is fp32 is not copied."""
+    """Return flat fp32 moments by name from state entries. Entries in fp32 are not copied."""
     moments = {}
     for name in names(state):
         moments[name] = state[name]
@@ -115,37 +120,40 @@ def decode(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def names(state: Mapping[str, torch.Tensor]) -> list[str]:
-    """The moments among state entries."""
+    """Return the names of the moments among state entries."""
     return [name for name in state if not name.endswith(SCALE)]
 
 
 @functools.cache
 def _magnitudes(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """0 and, ascending, the magnitudes of codes 1, 2, ...: 127 or 255 of them in (0, 1].
+    """Return the magnitude of each code: 0 for code 0, then 127 or 255 ascending values in (0, 1].
 
-    Each decade is divided evenly, into twice as many parts as the one below. An entry is the middle of its part.
+    Each decade is divided evenly, into twice as many parts as the decade below. A value is the middle of its part.
     """
     magnitudes = [0.0]
     for decade in range(7):
         parts = 2**decade * (1 if dtype == torch.int8 else 2)
         magnitudes += [10.0 ** (decade - 6) * (0.1 + 0.9 * (part + 0.5) / parts) for part in range(parts)]
-    # signed codes have none to spare for 1, so that it replaces the largest
+    # signed codes have no spare code for 1, so 1 replaces the largest value
     magnitudes[127 if dtype == torch.int8 else 255 :] = [1.0]
     return torch.tensor(magnitudes, dtype=torch.float32, device=device)
 
 
 _LOWEST_KEY = (127 - 23) << 10
-"""Of 2^-23: what is smaller has code 0."""
+"""Key of 2^-23. Smaller numbers have code 0."""
 
 
 def _key(ratios: torch.Tensor) -> torch.Tensor:
-    """Index into `_nearest` of numbers from 0 to 1: exponent and 10 bits of the fraction; NaN's is that of 1."""
+    """Return the index into `_nearest` of numbers from 0 to 1: exponent and 10 bits of the fraction. NaN counts as 1.
+
+    A table look-up by the upper bits of the float replaces a search among the magnitudes.
+    """
     return (ratios.view(torch.int32) >> 13).sub_(_LOWEST_KEY).clamp_(0, (127 << 10) - _LOWEST_KEY)
 
 
 @functools.cache
 def _nearest(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The code by `_key`: the nearest of the middle of all numbers with that key, which are within 0.1 %."""
+    """Return the code by `_key`. All numbers with one key are within 0.1 %; the code is the nearest to their middle."""
     magnitudes = _magnitudes(torch.device("cpu"), dtype)
     keys = torch.arange(_LOWEST_KEY, (127 << 10) + 1, dtype=torch.int32)
     ratios = ((keys << 13) + (1 << 12)).view(torch.float32)
@@ -156,16 +164,16 @@ def _nearest(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 class LowBitAdam(torch.optim.Optimizer):
     """Adam or AdamW (Kingma and Ba; Loshchilov and Hutter) on fp32 parameters, with bias correction.
 
-    A step computes in fp32, a chunk of elements at a time, from decoded moments, and updates
-    the parameter before the new moments are rounded. Steps are counted by group, as fused optimizers do.
+    A step decodes a chunk of the moments at a time and computes in fp32. It updates the parameter before it rounds the
+    new moments. Steps are counted by group, as in fused optimizers.
 
-    In bf16 the second moment is rounded by chance: most steps change it by less than half a bf16 step, and rounded to
-    the nearest it would not follow gradients that shrink. The chance is a hash of the step and of the element's index
-    in the whole parameter: a resumed run repeats it, and both copies of a tied embedding have the same.
+    In bf16 the second moment uses stochastic rounding. Most steps change it by less than half a bf16 step, so with
+    rounding to nearest it would not follow gradients that shrink. The random number is a hash of the step and of the
+    element's index in the whole parameter: a resumed run repeats it, and both copies of a tied embedding agree.
 
     Args:
         param_groups: with lr, betas, eps and weight_decay.
-        starts: index in the whole parameter of a shard's first element; 0 where it is absent.
+        starts: index of a shard's first element in the whole parameter; 0 if absent.
         dtype: bf16 or int8.
     """
 
@@ -178,7 +186,7 @@ class LowBitAdam(torch.optim.Optimizer):
         decoupled_weight_decay: bool,
     ) -> None:
         super().__init__([{"params": []}], {})
-        # as Megatron Core's distributed optimizer does: in fp32 its shards are views of weights, which torch refuses
+        # like Megatron Core's distributed optimizer: in fp32 its shards are views of weights, which torch refuses
         self.param_groups = list(param_groups)
         self.dtype = dtype
         self._starts = starts
@@ -223,7 +231,10 @@ class LowBitAdam(torch.optim.Optimizer):
 
 
 def _hash16(first: int, count: int, step: int, device: torch.device) -> torch.Tensor:
-    """16 bits as int32 for each of the indices from `first`: the upper ones of a product, mixed twice."""
+    """Return 16 pseudo-random bits, as int32, for each of `count` indices from `first`.
+
+    Each of two rounds multiplies by a large odd number and mixes the upper bits of the product into the lower ones.
+    """
     bits = torch.arange(first, first + count, dtype=torch.int64, device=device)
     for factor in (0x9E3779B1, 0x85EBCA6B):
         bits.add_(step).bitwise_and_(0x7FFFFFFF).mul_(factor)

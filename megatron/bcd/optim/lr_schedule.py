@@ -1,4 +1,4 @@
-"""Scheduler of the learning rate and the weight decay over the run."""
+"""Build the scheduler of the learning rate and the weight decay."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from megatron.bcd.config import RunConfig
 
 
 def build_scheduler(config: RunConfig, optimizer: Any, samples_after: Callable[[int], int]) -> OptimizerParamScheduler:
-    """Megatron Core's scheduler from the flags. It counts samples: `samples_after` gives those of so many iterations.
+    """Build Megatron Core's scheduler from the flags.
 
-    Megatron-LM multiplies by the global batch, and refuses --rampup-batch-size with --train-iters.
+    The scheduler counts samples; `samples_after` returns the number of samples after a number of iterations.
+    Megatron-LM multiplies iterations by the global batch, and refuses --rampup-batch-size with --train-iters.
     """
     training, schedule = config.training, config.schedule
     if training.train_iters is not None:

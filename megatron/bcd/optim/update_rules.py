@@ -1,10 +1,11 @@
-"""Directions of weight updates that need no optimizer state, or next to none (`factored_`), each a function of one
-gradient matrix, or of each one in a stack of them, whole or sliced over tensor-parallel ranks. Plain PyTorch.
+"""Compute directions of weight updates that need no optimizer state, or almost none (`factored_`). Plain PyTorch.
 
-A direction without state has a root mean square of 1, whatever the size of the gradient. Adam's is 0.2 to 0.4, so a
-rate of about 0.2 of Adam's suits them (Liu et al., arXiv 2502.16982, section 2.2).
+A direction is a function of one gradient matrix, or of each matrix in a stack. Matrices may be sliced over
+tensor-parallel ranks. A direction without state has a root mean square of 1, whatever the size of the gradient. Adam's
+is 0.2 to 0.4, so a learning rate of about 0.2 of Adam's suits these directions (Liu et al., arXiv 2502.16982, section
+2.2).
 
-Shapes: M = rows (outputs), N = columns (inputs); MN may stand for KMN, K matrices.
+Shapes: M = rows (outputs), N = columns (inputs); MN also stands for KMN, K matrices.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch
 
 ORTHOGONAL, FACTORED = "orthogonal", "factored"
 FACTORED_DECAY = 0.99
-"""Of the second moments of `factored_`; 0.95 trained as well."""
+"""Decay of the second moments of `factored_`; 0.95 trained equally well."""
 NEWTON_SCHULZ_STEPS = 5
 _QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the iteration: steep at 0, singular values end between 0.7 and 1.2 (Jordan et al., Muon, 2024)."""
+"""Coefficients of the iteration: steep at 0. Singular values end between 0.7 and 1.2 (Jordan et al., Muon, 2024)."""
 _SMALLEST, _SMALLEST_SQUARE = 1e-12, 1e-24
-"""Smallest divisors, for gradients of zeros: far below real gradients, whose scale must not matter."""
+"""Smallest divisors, for gradients of zeros. They are far below real gradients, whose scale must not matter."""
 
 SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
@@ -35,21 +36,21 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixLayout:
-    """What a matrix of Megatron Core is made of, and how it is sliced."""
+    """The parts of a matrix of Megatron Core, and how it is sliced."""
 
     parts: tuple[int, ...] = ()
-    """Rows per query group of queries, keys and values, which are interleaved by group; empty: the matrix is one."""
+    """Rows of queries, keys and values in each query group, which are interleaved; empty if the matrix is one part."""
     sharded_dim: int | None = None
-    """Dimension that is sliced over the tensor-parallel ranks; None: every rank has the whole matrix."""
+    """Dimension that is sliced over the tensor-parallel ranks; None if every rank has the whole matrix."""
     group: torch.distributed.ProcessGroup | None = None
-    """The tensor-parallel group, where the matrix is sliced."""
+    """The tensor-parallel group, if the matrix is sliced."""
     tensor_mode: str = "distributed"
-    """--muon-tp-mode, how a slice is orthogonalised: `duplicated` gathers the whole matrix on every rank, `blockwise`
-    takes the slice for a matrix of its own."""
+    """--muon-tp-mode, how a slice is orthogonalised. `duplicated` gathers the whole matrix on every rank, `blockwise`
+    treats the slice as a matrix of its own, `distributed` reduces the products."""
 
     @property
     def num_slices(self) -> int:
-        """Number of ranks that hold a slice of the matrix."""
+        """Number of ranks with a slice of the matrix."""
         return 1 if self.group is None else self.group.size()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -68,7 +69,7 @@ def orthogonal(
     num_steps: int = NEWTON_SCHULZ_STEPS,
     scale_mode: str = "spectral",
 ) -> torch.Tensor:
-    """`orthogonalize` each part of the layout, in the gradient's dtype. A gradient of zeros gives zeros.
+    """Orthogonalize each part of the layout, in the gradient's dtype. A gradient of zeros gives zeros.
 
     `scale_mode` is a key of SCALES. A collective over the layout's group.
     """
@@ -78,13 +79,13 @@ def orthogonal(
         return orthogonalize(gradient_MN, layout, num_steps=num_steps, scale_mode=scale_mode)
     # queries, keys and values have no common singular vectors to preserve
     by_group = gradient_MN.unflatten(1, (-1, sum(layout.parts)))
-    done: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for _, parts in itertools.groupby(by_group.split(layout.parts, dim=2), key=lambda part: part.shape):
-        of_one_shape = torch.stack(list(parts))
-        matrices = of_one_shape.flatten(2, 3).flatten(0, 1)
+        stacked = torch.stack(list(parts))
+        matrices = stacked.flatten(2, 3).flatten(0, 1)
         directions = orthogonalize(matrices, layout, num_steps=num_steps, scale_mode=scale_mode)
-        done += directions.view_as(of_one_shape).unbind()
-    return torch.cat(done, dim=2).view_as(gradient_MN)
+        results += directions.view_as(stacked).unbind()
+    return torch.cat(results, dim=2).view_as(gradient_MN)
 
 
 def orthogonalize(
@@ -94,10 +95,11 @@ def orthogonalize(
     num_steps: int = NEWTON_SCHULZ_STEPS,
     scale_mode: str = "spectral",
 ) -> torch.Tensor:
-    """The nearest matrix whose singular values are about 1, times the scale of `scale_mode` (Muon's Newton-Schulz
-    iteration; Ma et al., SWAN, arXiv 2412.13148). Where ranks hold slices, this rank's slice of it.
+    """Return the nearest matrix whose singular values are about 1, times the scale of `scale_mode`.
 
-    Computes in bf16 on a GPU and in fp32 on a CPU. About 20 M^2 N operations where M is the smaller dimension.
+    Uses Muon's Newton-Schulz iteration (Ma et al., SWAN, arXiv 2412.13148). If the matrix is sliced, returns this
+    rank's slice. Computes in bf16 on a GPU and in fp32 on a CPU. Takes about 20 M^2 N operations if M is the smaller
+    dimension.
     """
     dim, group = layout.sharded_dim, layout.group
     rows, columns = gradient_MN.shape[-2:]
@@ -129,14 +131,14 @@ def orthogonalize(
 
 
 def num_factors(rows: int, columns: int, num_parts: int = 1) -> int:
-    """Elements of the second moments that `factored_` keeps of a matrix of `num_parts` parts."""
+    """Return the number of elements in the second moments of a matrix with `num_parts` parts."""
     return rows + num_parts * columns + 1
 
 
 def split_factors(
     factors: torch.Tensor, rows: int, num_parts: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of [..., F]: row means [..., M], column means by part [..., P, N], and the number of steps [..., 1]."""
+    """Return views of [..., F]: row means [..., M], column means by part [..., P, N], number of steps [..., 1]."""
     return factors[..., :rows], factors[..., rows:-1].unflatten(-1, (num_parts, -1)), factors[..., -1:]
 
 
@@ -149,20 +151,21 @@ def factored_(
     rate: float,
     gradient_scale: float = 1.0,
 ) -> None:
-    """Subtract `rate` x the directions of Adafactor without momentum from fp32 values (Shazeer and Stern, arXiv
-    1804.04235; Lv et al., AdaLomo, arXiv 2310.10195).
+    """Subtract `rate` x the directions of Adafactor without momentum from fp32 values.
 
-    The second moment of an element is the product of its row's and its column's mean square over the mean of the
-    matrix; these are running means with bias correction. A direction has a root mean square of at most 1. Updates
-    `factors_KF`, F = `num_factors`, which are zeros at first. `gradient_scale` multiplies the gradients first. Where a
-    gradient is zero, the direction is. A collective over the layout's group.
+    Sources: Shazeer and Stern, arXiv 1804.04235; Lv et al., AdaLomo, arXiv 2310.10195.
+
+    The second moment of an element is its row's mean square times its column's mean square, divided by the mean of the
+    matrix. These are running means with bias correction. A direction has a root mean square of at most 1, and is zero
+    where the gradient is zero. Updates `factors_KF`, F = `num_factors`, which start as zeros. `gradient_scale`
+    multiplies the gradients first. A collective over the layout's group.
     """
     sizes = layout.parts or (gradient_KMN.shape[1],)
     rows_KM, columns_KPN, steps_K1 = split_factors(factors_KF, gradient_KMN.shape[1], len(sizes))
     row_squares = torch.linalg.vector_norm(gradient_KMN, dim=2, dtype=torch.float32).square_()
     column_squares = _column_norms(_parts(gradient_KMN, sizes)).square_()
     num_columns, num_slices = gradient_KMN.shape[2], [1, 1]
-    if layout.sharded_dim is not None:  # the sums run over the dimension that is sliced
+    if layout.sharded_dim is not None:  # means over the sliced dimension need the other ranks
         num_slices[layout.sharded_dim] = layout.num_slices
         layout.all_reduce(column_squares if layout.sharded_dim == 0 else row_squares)
     new = (1 - FACTORED_DECAY) * gradient_scale**2
@@ -171,7 +174,7 @@ def factored_(
     columns_KPN.add_(column_squares, alpha=new / num_slices[0])
     steps_K1.add_(1)
     correction_K1 = torch.expm1(steps_K1 * math.log(FACTORED_DECAY)).mul_(-(gradient_scale**2))  # 1 - decay^steps
-    # the mean of a matrix is that of its row means and that of its column means; a rank may hold some of one kind
+    # the mean of a matrix is the mean of its row means, and also of its column means; a rank has all of one kind
     mean_KP = rows_KM.mean(1, keepdim=True) if layout.sharded_dim == 1 else columns_KPN.mean(2)
     if len(sizes) > 1:
         by_part = zip(mean_KP.unbind(1), sizes, strict=True)
@@ -189,12 +192,12 @@ def factored_(
 
 
 def _parts(matrix_KMN: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Views [K, groups, rows of a group, N] of each part."""
+    """Return views [K, groups, rows of a group, N] of each part."""
     return matrix_KMN.unflatten(1, (-1, sum(sizes))).split(list(sizes), dim=2)
 
 
 def _column_norms(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[K, P, N]: root mean squares of the columns of each part, in fp32."""
+    """Return the root mean squares of the columns of each part, [K, P, N], in fp32."""
     norms = [torch.linalg.vector_norm(part, dim=(1, 2), dtype=torch.float32) for part in parts]
     sizes = [math.prod(part.shape[1:3]) for part in parts]
     return torch.stack([norm.mul_(size**-0.5) for norm, size in zip(norms, sizes, strict=True)], dim=1)

@@ -1,12 +1,12 @@
-"""One replica group's exchanges with the others: who takes part, what is sent, and what counts.
+"""The exchanges of this replica group with the others.
 
-An exchange that fails is tried again, by those that are left, with the same changes: no step is lost. All exchanges
-that a group took part in are in one number, its lineage. Groups of different lineages have different weights, even at
-the same step (a connection may break when one group has the mean already and another has not): all but one lineage take
-the state of that one.
+The remaining groups repeat an exchange that fails, with the same changes, so no step is lost. The lineage of a group is
+a number that identifies all its exchanges. Groups of different lineages have different weights, even at the same step:
+a connection may break when one group has received the mean and another has not. Then all groups copy the state of one
+lineage.
 
-With --outer-delay the mean is made in a thread while the next steps compute. If that fails, its change is part of that
-of the next exchange, which then follows at once and is waited for.
+With --outer-delay a thread computes the mean during the next steps. If that fails, the next exchange includes the
+change. It follows at once, and the groups wait for it.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ from megatron.bcd.outer.membership import Membership
 from megatron.bcd.outer.outer_step import OuterRule, OuterStep
 from megatron.bcd.runtime import collectives
 
-_MOST_FAILURES = 10
-"""Of one exchange, in a row."""
+_MAX_FAILURES = 10
+"""Consecutive failures of one exchange that end the run."""
 _PAUSE_SECONDS = 1.0
 
 
 class ExchangeFailed(RuntimeError):
-    """There is no way to the other groups."""
+    """The other groups cannot be reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """What a group sends and takes beside tensors."""
+    """What an exchange needs of the run beside tensors."""
 
     counters: Callable[[], dict[str, Any]]
     iteration: Callable[[], int]
     should_stop: Callable[[], bool]
     """Whether a signal asks any rank to stop. A collective."""
-    take: Callable[[Mapping[str, Any], Callable[[Callable[[], None]], None]], None]
-    """Of counters and a function that loads a rank's tensors, given what builds the block: continue where they say."""
+    continue_from_peer: Callable[[Mapping[str, Any], Callable[[Callable[[], None]], None]], None]
+    """Continue from a peer: adopt its counters, then call the second argument with a function that builds the block, to
+    load the tensors."""
 
 
 class ReplicaGroups:
-    """Every method is a collective over the ranks of this group."""
+    """This group's exchanges with the others. Every method is a collective over the ranks of this group."""
 
     def __init__(self, config: RunConfig, *, active: ActiveBlock, train: Any, parts: RunParts, reporter: Reporter):
-        """Raises ValueError as `Membership`."""
+        """Connect to the other groups. Raises ValueError like `Membership`."""
         settings = config.groups
         self._active, self._parts, self._reporter = active, parts, reporter
         self._least, self._delay = settings.min_replica_groups, settings.outer_delay
@@ -72,30 +73,34 @@ class ReplicaGroups:
         self._is_stray = False
         self._is_in_step = False
         self._change: torch.Tensor | None = None
-        self._under_way: Callable[[], bool] | None = None
-        self._told_bytes, self._waited_seconds = 0, 0.0
+        self._conclude_pending: Callable[[], bool] | None = None
+        self._reported_bytes, self._waited_seconds = 0, 0.0
         self.due: int | None = None
-        """The iteration after which the result of an exchange is applied that is under way, or has failed so far."""
+        """The iteration after which the result of a delayed exchange is applied, or the exchange is repeated."""
         self.rank, self.size = 0, 1
-        """Of this group among those of the last exchange, and their number."""
+        """Rank of this group in the last exchange, and number of groups."""
 
     def join(self) -> bool:
-        """Meet the other groups before the first step; as `exchange`. Raises ValueError if this group is of another
-        run."""
+        """Meet the other groups before the first step. Returns and raises like `exchange`.
+
+        Raises:
+            ValueError: this group belongs to another run.
+        """
         weights = collectives.gather_objects(fingerprint(self._active.model.parameters()))
-        self._lineage = _number([self._identity, self._parts.iteration(), weights])
+        self._lineage = _hash([self._identity, self._parts.iteration(), weights])
         return self._exchange(has_trained=False)
 
     def begin_phase(self) -> None:
-        """Changes count from here on."""
+        """Begin to count the changes of a phase."""
         self._outer.begin()
 
     def exchange(self, *, waits: bool) -> bool:
-        """Set all that the phase trains to what the groups together have reached. Unless it `waits`, the result is
-        applied --outer-delay steps later: by this too, which is called again then or where it must wait.
+        """Set all values that the phase trains to the common result of the groups.
+
+        Unless it `waits`, another call applies the result: --outer-delay steps later, or earlier if it waits.
 
         Returns:
-            Whether a step has just been done: False for a group that has met others before their first step.
+            Whether a step has just been completed: False for a group that has met others before their first step.
 
         Raises:
             ExchangeFailed: there was no quorum in time, or too many attempts failed.
@@ -110,27 +115,27 @@ class ReplicaGroups:
         return is_in_step
 
     def finish(self) -> bool:
-        """Wait for the exchange that is under way; whether it counts. Raises ExchangeFailed."""
-        under_way, self._under_way, self.due = self._under_way, None, None
+        """Wait for the delayed exchange. Return whether it counts. Raises ExchangeFailed."""
+        conclude, self._conclude_pending, self.due = self._conclude_pending, None, None
         try:
-            return under_way is not None and under_way()
+            return conclude is not None and conclude()
         except ConnectionError as error:
             self._note_failure(error)
             return False
 
     def take_sent_bytes(self) -> int:
-        """Sent by this rank to other groups, since the last call; without the state of a group that joins."""
-        sent = self._membership.sent_bytes - self._told_bytes  # which a thread may be adding to
-        self._told_bytes += sent
+        """Return the bytes that this rank has sent since the last call, without the state of groups that join."""
+        sent = self._membership.sent_bytes - self._reported_bytes  # a thread may add to it meanwhile
+        self._reported_bytes += sent
         return sent
 
     def take_waited_ms(self) -> int:
-        """For exchanges, since the last call."""
+        """Return the time spent in exchanges since the last call."""
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return round(1e3 * waited)
 
     def host_bytes(self) -> int:
-        """Of the outer step, on this rank."""
+        """Return the bytes of the outer step in this rank's host memory."""
         return self._outer.num_bytes()
 
     def leave(self) -> None:
@@ -140,7 +145,7 @@ class ReplicaGroups:
         self._is_in_step = has_trained
         self._change = self._outer.change() if has_trained else None
         failures = 0
-        while failures < _MOST_FAILURES:
+        while failures < _MAX_FAILURES:
             try:
                 if self._attempt():
                     return self._is_in_step
@@ -150,26 +155,26 @@ class ReplicaGroups:
             except ConnectionError as error:
                 failures += 1
                 self._note_failure(error)
-                if self.due is not None:  # repeated then, by all that were in it
+                if self.due is not None:  # all of its groups repeat it then
                     return self._is_in_step
             except TimeoutError as error:
                 raise ExchangeFailed(f"no replica groups met in time ({error})") from error
         raise ExchangeFailed(f"{failures} exchanges with the other replica groups failed one after another")
 
     def _attempt(self) -> bool:
-        """One exchange; whether it counts."""
-        meeting = self._membership
-        received = meeting.meet(0 if self._is_stray else self._parts.iteration() + 1)
+        """Try one exchange. Return whether it counts."""
+        membership = self._membership
+        received = membership.meet(0 if self._is_stray else self._parts.iteration() + 1)
         if received is not None:
-            self._take(received)
-        if meeting.size < self._least:
+            self._continue_from_peer(received)
+        if membership.size < self._least:
             self._agree(is_good=False)
             time.sleep(_PAUSE_SECONDS)
             return False
         has_trained = self._change is not None
-        # with what they have counted: groups may have seen different numbers of groups since a delayed exchange failed
-        state = _number([self._lineage, self._place()["consumed_samples"]])
-        groups = meeting.gather(state, self._nonce, int(has_trained))
+        # with the samples: groups may have counted different numbers of groups since a delayed exchange failed
+        state = _hash([self._lineage, self._place()["consumed_samples"]])
+        groups = membership.gather(state, self._nonce, int(has_trained))
         states, _, trained = zip(*groups, strict=True)
         if len(set(states)) > 1:
             self._is_stray = state != Counter(states).most_common(1)[0][0]
@@ -179,12 +184,12 @@ class ReplicaGroups:
         mean = errors = None
         if num_trained:
             mean = self._change if self._change is not None else torch.zeros_like(self._outer.anchor)
-            if meeting.size > 1:
-                wait = meeting.begin_mean(*self._outer.add_errors(mean), num_trained=num_trained)
+            if membership.size > 1:
+                wait = membership.begin_mean(*self._outer.add_errors(mean), num_trained=num_trained)
                 if self.due is not None:
-                    self._under_way = lambda: self._conclude(*wait(), groups, before, keeps_steps=True)
+                    self._conclude_pending = lambda: self._conclude(*wait(), groups, before, keeps_steps=True)
                     self._change = None
-                    self._tell_of_membership()
+                    self._report_membership()
                     return True
                 mean, errors = wait()
         return self._conclude(mean, errors, groups, before, keeps_steps=False)
@@ -198,13 +203,14 @@ class ReplicaGroups:
         *,
         keeps_steps: bool,
     ) -> bool:
+        """Apply the result of an exchange if all ranks of this group agree. Return whether it counts."""
         if not self._agree(is_good=True):
             return False
         if mean is not None:
             self._outer.apply(mean, errors, is_alone=len(groups) == 1, keeps_steps=keeps_steps)
         self._change, self._is_stray, self.due = None, False, None
-        self._lineage = _number([self._lineage, *groups])
-        self._tell_of_exchange(place)
+        self._lineage = _hash([self._lineage, *groups])
+        self._report_exchange(place)
         return True
 
     def _agree(self, *, is_good: bool) -> bool:
@@ -221,7 +227,7 @@ class ReplicaGroups:
         samples = self._parts.counters()["counters"]["consumed_samples"]
         return {"iteration": self._parts.iteration(), "consumed_samples": samples}
 
-    def _tell_of_membership(self) -> None:
+    def _report_membership(self) -> None:
         now = self._membership.rank, self._membership.size
         if now != (self.rank, self.size):
             self._reporter.note(
@@ -230,8 +236,8 @@ class ReplicaGroups:
             )
         self.rank, self.size = now
 
-    def _tell_of_exchange(self, place: dict[str, int]) -> None:
-        self._tell_of_membership()
+    def _report_exchange(self, place: dict[str, int]) -> None:
+        self._report_membership()
         values = collectives.gather_objects(fingerprint([self._outer.anchor]))
         self._reporter.exchange(
             ExchangeMetrics(
@@ -239,12 +245,12 @@ class ReplicaGroups:
                 group=self.rank,
                 groups=self.size,
                 lineage=self._lineage,
-                values=_number(values),
+                values=_hash(values),
             )
         )
 
     def _state(self) -> dict[str, Any]:
-        """What another group needs of this rank; called in torchft's thread while this one waits."""
+        """Return what another group needs of this rank. torchft's thread calls it while this thread waits."""
         return {
             "identity": self._identity,
             "counters": self._parts.counters(),
@@ -254,22 +260,24 @@ class ReplicaGroups:
             "tensors": joining.rank_state(self._active),
         }
 
-    def _take(self, received: Mapping[str, Any]) -> None:
-        """Continue where another group is. Raises ValueError if that is of another run."""
+    def _continue_from_peer(self, received: Mapping[str, Any]) -> None:
+        """Continue from the state of another group. Raises ValueError if it belongs to another run."""
         problem = joining.difference(self._identity, received["identity"])
         if problem is not None:
             self.leave()
             raise ValueError(f"--lighthouse: this replica group is of another run: {problem}; give the same")
-        self._parts.take(
+        self._parts.continue_from_peer(
             received["counters"], lambda build: joining.load_rank_state(self._active, received["tensors"], build)
         )
         self._outer.anchor = received["anchor"]
         self._outer.errors.clear()
         self._lineage, self._is_in_step = received["lineage"], received["is_in_step"]
         self._is_stray, self._change, self.due = False, None, None
-        self._reporter.note(f"the state of another replica group was taken, after iteration {self._parts.iteration()}")
+        self._reporter.note(
+            f"continuing from the state of another replica group, after iteration {self._parts.iteration()}"
+        )
 
 
-def _number(values: Any) -> int:
-    """62 bits."""
+def _hash(values: Any) -> int:
+    """Return a hash of 62 bits."""
     return int.from_bytes(hashlib.sha256(json.dumps(values).encode()).digest()[:8]) >> 2

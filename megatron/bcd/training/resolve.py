@@ -27,7 +27,7 @@ class ResolvedRun:
     config: RunConfig
     """The flags. The number of blocks, the phase length and the place of frozen weights hold what was chosen."""
     name: str
-    """The name of the run, see `run_state.name_of_run`."""
+    """The name of the run, see `run_state.run_name`."""
     source: Source | None
     """The checkpoint to load, with a warning if flags differ from it."""
     partition: Partition
@@ -59,7 +59,7 @@ def resolve_run(config: RunConfig, source: Source | None = None) -> ResolvedRun:
     train_iters = data.num_iterations(config)
     block_schedule = block_schedule_from_config(config, partition, num_steps=train_iters)
     config = config.replace_section("bcd", bcd_steps_per_block=block_schedule.settings.bcd_steps_per_block)
-    name = run_state.name_of_run(config, saved)
+    name = run_state.run_name(config, saved)
     config = config.replace_section("bcd", bcd_num_blocks=_num_blocks(config, partition))
     vocab_size = _vocab_size(config, tokenizer)
     padded_size = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size)

@@ -60,7 +60,7 @@ class TrainState(Counters):
 
     phase_state: PhaseState = field(default_factory=PhaseState)
     run: str = ""
-    """See `checkpoint.run_state.name_of_run`."""
+    """See `checkpoint.run_state.run_name`."""
     interval: list[StepResult] = field(default_factory=list)
     """Steps since the last log line."""
 
