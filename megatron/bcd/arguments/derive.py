@@ -9,6 +9,7 @@ from typing import Any
 from megatron.bcd.arguments.flags import Flag, holds
 from megatron.bcd.arguments.stock import BELONG_TO, REPLACED
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, DataConfig, TrainingConfig
+from megatron.bcd.config.presets import derive_blocks
 from megatron.bcd.runtime import packages
 
 Values = dict[str, Any]
@@ -44,7 +45,7 @@ def derive_values(
     _derive_training(values, world_size=world_size)
     _derive_precision(values, given=given)
     _derive_tokenizer(values)
-    _derive_blocks(values, given=given)
+    derive_blocks(values, given=given)
     chunks = _derive_chunks(values, given=given)
     if chunks is not None and chunks != values["num_virtual_stages_per_pipeline_rank"]:
         rounded = values["num_virtual_stages_per_pipeline_rank"]
@@ -169,33 +170,6 @@ def _derive_tokenizer(values: Values) -> None:
         values["tokenizer_type"] = "GPT2BPETokenizer"
     if values["tokenizer_type"] is None and values["mock_data"] and values["vocab_size"]:
         values["tokenizer_type"] = "NullTokenizer"
-
-
-def _derive_blocks(values: Values, *, given: Mapping[str, Any]) -> None:
-    """Derive the values of blocks.
-
-    Preset finetune with blocks has as many as a pipeline stage has layers. --bcd-frozen names both the embedding and a
-    tied head or neither, because they are one weight. The always-active parts of a preset exclude frozen parts and a
-    head with its own phase. Where embedding and head can't be factored, Adam updates them.
-    """
-    has_number = values["bcd_num_blocks"] is not None or values["bcd_layout"] == "stage"
-    if values["bcd_preset"] == "finetune" and not has_number and values["num_layers"]:
-        values["bcd_num_blocks"] = max(1, values["num_layers"] // max(1, values["pipeline_model_parallel_size"]))
-    frozen = str(values["bcd_frozen"]).split(",")
-    if values["bcd_inactive_lr_ratio"] is None:  # orthogonal directions have a larger root mean square than Adam's
-        values["bcd_inactive_lr_ratio"] = 1.0 if values["bcd_inactive_update"] == "factored" else 0.2
-    tied = {"embedding", "head"} if not values["untie_embeddings_and_output_weights"] else set()
-    if tied & set(frozen):
-        frozen += sorted(tied - set(frozen))
-        values["bcd_frozen"] = ",".join(frozen)
-    if values["bcd_preset"] is not None and "bcd_always_active" not in given and values["bcd_always_active"]:
-        excluded = [*frozen, "head"] if values["bcd_head_phase"] else frozen
-        left = [part for part in values["bcd_always_active"].split(",") if part not in excluded]
-        values["bcd_always_active"] = ",".join(left) or "none"
-    if values["bcd_preset"] is not None and "bcd_embedding_update" not in given:
-        is_trained = {"embedding", "head"} & set(str(values["bcd_always_active"]).split(","))
-        if not is_trained or values["decoupled_lr"] is not None:
-            values["bcd_embedding_update"] = "adam"
 
 
 def _derive_chunks(values: Values, *, given: Mapping[str, Any]) -> int | None:

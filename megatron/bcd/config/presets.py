@@ -59,7 +59,7 @@ FINE_TUNING_BLOCKS: dict[str, Any] = {
     "bcd_always_active": "head",
     "bcd_frozen": "embedding",
 }
-"""Preset finetune with --bcd-inactive-update none. arguments/derive.py adds one layer a block, and no active head where
+"""Preset finetune with --bcd-inactive-update none. `derive_blocks` adds one layer a block, and no active head where
 it is frozen."""
 _ASKS_FOR_BLOCKS = (
     "bcd_num_blocks", "bcd_layout", "bcd_order", "bcd_steps_per_block", "bcd_switch", "bcd_frozen", "bcd_head_phase",
@@ -103,6 +103,33 @@ def _needs_blocks(given: Mapping[str, Any], network: Mapping[str, Any]) -> bool:
     # queries, keys and values can't be updated apart if a rank has less than a query group
     is_narrow = given.get("muon_split_qkv", True) and (network.get("num_query_groups") or tensor_size) < tensor_size
     return asked or is_narrow
+
+
+def derive_blocks(values: dict[str, Any], *, given: Mapping[str, Any]) -> None:
+    """Derive the values of blocks.
+
+    Preset finetune with blocks has as many as a pipeline stage has layers. --bcd-frozen names both the embedding and a
+    tied head or neither, because they are one weight. The always-active parts of a preset exclude frozen parts and a
+    head with its own phase. Where embedding and head can't be factored, Adam updates them.
+    """
+    has_number = values["bcd_num_blocks"] is not None or values["bcd_layout"] == "stage"
+    if values["bcd_preset"] == "finetune" and not has_number and values["num_layers"]:
+        values["bcd_num_blocks"] = max(1, values["num_layers"] // max(1, values["pipeline_model_parallel_size"]))
+    frozen = str(values["bcd_frozen"]).split(",")
+    if values["bcd_inactive_lr_ratio"] is None:  # orthogonal directions have a larger root mean square than Adam's
+        values["bcd_inactive_lr_ratio"] = 1.0 if values["bcd_inactive_update"] == "factored" else 0.2
+    tied = {"embedding", "head"} if not values["untie_embeddings_and_output_weights"] else set()
+    if tied & set(frozen):
+        frozen += sorted(tied - set(frozen))
+        values["bcd_frozen"] = ",".join(frozen)
+    if values["bcd_preset"] is not None and "bcd_always_active" not in given and values["bcd_always_active"]:
+        excluded = [*frozen, "head"] if values["bcd_head_phase"] else frozen
+        left = [part for part in values["bcd_always_active"].split(",") if part not in excluded]
+        values["bcd_always_active"] = ",".join(left) or "none"
+    if values["bcd_preset"] is not None and "bcd_embedding_update" not in given:
+        is_trained = {"embedding", "head"} & set(str(values["bcd_always_active"]).split(","))
+        if not is_trained or values["decoupled_lr"] is not None:
+            values["bcd_embedding_update"] = "adam"
 
 
 FAMILY_DEFAULTS: dict[str, Mapping[str, object]] = {

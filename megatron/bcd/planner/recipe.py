@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, BcdConfig, RunConfig
-from megatron.bcd.config.presets import PRESETS, preset_values
+from megatron.bcd.config.presets import PRESETS, derive_blocks, preset_values
 from megatron.bcd.planner import run_state
 from megatron.bcd.planner.cost import ModelShape
 from megatron.bcd.planner.run_state import RunMemory
@@ -312,7 +312,8 @@ def _build_config(
     The script's own parser needs torch and Megatron Core, and a search builds thousands of configurations.
     """
     user_flags = dict(flags) | ({} if precision == "fp32" else {precision: True})
-    values = {**DEFAULTS, **model.flags(user_flags.get("seq_length")), **METHOD_FLAGS[method]}
+    values = {each.name: each.default for each in fields(BcdConfig)} | {"decoupled_lr": None} | DEFAULTS
+    values |= {**model.flags(user_flags.get("seq_length")), **METHOD_FLAGS[method]}
     values["make_vocab_size_divisible_by"] = VOCABULARY_MULTIPLE[task]
     values |= {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "use_precision_aware_optimizer": False}
     if preset := METHOD_FLAGS[method].get("bcd_preset"):
@@ -323,7 +324,7 @@ def _build_config(
     values |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
     values |= {"recompute": "auto"} if recompute == "auto" else {}
     values |= {"recompute_granularity": "full"} if recompute == "full" else {}
-    _derive_blocks(values, user_flags)
+    derive_blocks(values, given=user_flags)
     sections = {name: _build_section(kind, values) for name, kind in _SECTIONS.items()}
     transformer = {name: values[name] for name in _TRANSFORMER if values.get(name) is not None}
     return RunConfig(transformer=transformer, **sections)
@@ -333,22 +334,3 @@ def _build_section(kind: Any, values: Mapping[str, Any]) -> Any:
     """Build a section of RunConfig. A field without a default is 0 if no formula reads it."""
     known = {each.name: values.get(each.name, 0) for each in fields(kind) if each.default is MISSING}
     return kind(**known | {each.name: values[each.name] for each in fields(kind) if each.name in values})
-
-
-def _derive_blocks(values: dict[str, Any], user_flags: Mapping[str, Any]) -> None:
-    """Fill in what follows from the flags of blocks, as arguments/derive.py does."""
-    if values.get("bcd_preset") is None:
-        return
-    bcd: BcdConfig = _build_section(BcdConfig, values)
-    if bcd.bcd_preset == "finetune" and bcd.bcd_num_blocks is None and bcd.bcd_layout != "stage":
-        values["bcd_num_blocks"] = max(1, values["num_layers"] // max(1, values["pipeline_model_parallel_size"]))
-    taken = bcd.frozen
-    if not values["untie_embeddings_and_output_weights"] and taken & {"embedding", "head"}:
-        taken |= {"embedding", "head"}
-    if bcd.bcd_head_phase:
-        taken |= {"head"}
-    if "bcd_always_active" not in user_flags and bcd.bcd_always_active is not None:
-        values["bcd_always_active"] = ",".join(sorted(bcd.always_active - taken)) or "none"
-    always = str(values.get("bcd_always_active")).split(",")
-    if not {"embedding", "head"} & set(always):
-        values["bcd_embedding_update"] = "adam"
