@@ -32,3 +32,32 @@ def test_gradients_of_a_tied_head_add_up() -> None:
         weight.grad_added_to_main_grad = True
         weight.sum().backward()
         assert weight.main_grad.eq(expected).all() and weight.grad is None
+
+
+def test_the_state_of_one_layer_moves() -> None:
+    """State of another layer moves too, or a momentum, factors or low bits are lost on the way."""
+    names, moved = ["layers.0", "layers.1"], "layers.1"
+
+    def train(*, moves: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        group: Any = OneRank()
+        weights: list[Any] = [torch.nn.Parameter(torch.randn(4, 4, dtype=torch.bfloat16)) for _ in names]
+        matrices = {name: (weight, MatrixLayout()) for name, weight in zip(names, weights, strict=True)}
+        optimizer = MatrixOptimizer(matrices, group=group)
+        rule = MatrixRule(name="orthogonal", scale=0.1, grad_dtype=torch.float32, num_steps=5, momentum=0.9)
+        optimizer.begin([(rule, names, True)])
+        optimizer.param_groups[0]["lr"] = 0.1
+        for _ in range(3):
+            for weight in weights:
+                weight.main_grad.copy_(torch.randn(4, 4))
+            if moves:
+                optimizer.offload([moved])
+                assert not optimizer.matrices[moved].state and len(list(optimizer.device_state())) == 2
+                assert optimizer.host_bytes() == 16 * (4 + 2), "momentum and low bits"
+                optimizer.restore([moved])
+                assert optimizer.host_bytes() == 0
+            optimizer.step()
+        return [optimizer.matrices[name].main_param() for name in names]
+
+    for stayed, returned in zip(train(moves=False), train(moves=True), strict=True):
+        assert torch.equal(stayed, returned)

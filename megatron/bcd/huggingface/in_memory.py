@@ -11,10 +11,8 @@ import torch
 
 from megatron.bcd.huggingface import convert, folder, run_network, tokenizer_export
 from megatron.bcd.huggingface.core_format import CoreCheckpoint
+from megatron.bcd.runtime.device import DTYPES
 from megatron.bcd.tokenizer import HuggingFaceTokenizer, Tokenizer, open_tokenizer
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtypes by their names in --precision."""
 
 
 @dataclass(frozen=True, kw_only=True)

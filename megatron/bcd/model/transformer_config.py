@@ -14,9 +14,8 @@ from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.runtime import device, packages
+from megatron.bcd.runtime.device import DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtype of weights and activations, by the run's precision."""
 PHASE_FIELDS = ("grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
 """Fields that belong to a phase. A copy of the configuration with them would keep the phase's wrapper and optimizer."""
 

@@ -27,12 +27,12 @@ from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.optim import bf16, update_rules
 from megatron.bcd.optim.state_owner import StateOwner
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import device, memory, replicas
 from megatron.bcd.runtime.compat import pytorch
+from megatron.bcd.runtime.device import DTYPES
 
 MOMENTUM, FACTORS, LOW_BITS = "momentum_buffer", "factors", "low_bits"
 """Kinds of state. The first is also the momentum's name in checkpoints."""

@@ -18,10 +18,10 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.utils import get_model_config
 
 from megatron.bcd.config import RunConfig, core_keywords
-from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.optim.low_bit_adam import LowBitAdam
 from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, chained_optimizers, param_shards
 from megatron.bcd.runtime import memory, replicas
+from megatron.bcd.runtime.device import DTYPES
 
 
 def wrap_model(model: torch.nn.Module, config: RunConfig) -> DistributedDataParallel:

@@ -32,10 +32,10 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.attention import whole_sequence
 from megatron.bcd.model.builder import get_chunks, unwrap_model
 from megatron.bcd.model.implementation import Implementation
-from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.prefix_cache.store import Indices, NoRoom, PrefixFile, cache_files
 from megatron.bcd.runtime import atomic_io, collectives, device, packages, replicas
+from megatron.bcd.runtime.device import DTYPES
 
 BREAK_EVEN = 1.15
 """Minimum uses of a sample for a cache to pay. Filling it costs about this many forward passes of the prefix."""

@@ -10,6 +10,9 @@ from typing import TypeAlias
 
 import torch
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes by their names in flags."""
+
 
 def has_cuda() -> bool:
     return torch.cuda.is_available()
