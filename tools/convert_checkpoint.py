@@ -30,7 +30,8 @@ def _size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _parser() -> Parser:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the parsed flags. Raises ValueError if a flag is unknown, or does not belong to this direction."""
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--from", dest="source", required=True, choices=("hf", "bcd"), help="format of --input")
@@ -47,12 +48,7 @@ def _parser() -> Parser:
     add("--vocab-size", type=int, metavar="N", help="rows of the embedding without padding, if neither a config.json "
         "nor the run's tokenizer gives it")  # fmt: skip
     add("--max-shard-size", type=_size, metavar="SIZE", help="size of a safetensors file (default: 5GB)")
-    return parser
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed flags. Raises ValueError if a flag is unknown, or does not belong to this direction."""
-    options = _parser().parse_args(argv)
+    options = parser.parse_args(argv)
     if options.source == options.target:
         raise ValueError(f"--from {options.source} --to {options.target}: give hf and bcd, or bcd and hf")
     if options.target == "bcd":

@@ -27,7 +27,8 @@ from _parser import Parser, add_json, check_positive, check_writable, command, r
 PROG = "tools/evaluate.py"
 
 
-def _parser() -> Parser:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the parsed flags. Raises ValueError if a flag is unknown, missing or out of range."""
     parser = Parser(prog=PROG, description=__doc__)
     add_model_flags(parser)
     add = parser.add_argument_group("tasks", "give at least one").add_argument
@@ -41,12 +42,7 @@ def _parser() -> Parser:
     add("--batch-size", type=int, default=8, metavar="N", help="sequences at a time (default: 8)")
     add("--stride", type=int, metavar="N", help="no longer has an effect: windows of --text do not overlap")
     add_json(parser)
-    return parser
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed flags. Raises ValueError if a flag is unknown, missing or out of range."""
-    options = _parser().parse_args(argv)
+    options = parser.parse_args(argv)
     if not (options.text or options.multiple_choice or options.lm_eval):
         raise ValueError("nothing to evaluate: give --lm-eval, --text or --multiple-choice")
     check_positive(options, "seq_length", "limit", "batch_size")

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 PROG = "tools/generate.py"
 
 
-def _parser() -> Parser:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the parsed flags. Raises ValueError if a flag is unknown, out of range or missing."""
     parser = Parser(prog=PROG, description=__doc__)
     add_model_flags(parser)
     group = parser.add_argument_group("prompts")
@@ -49,12 +50,7 @@ def _parser() -> Parser:
         "add up to P (default: 1)")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
     add_json(parser)
-    return parser
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed flags. Raises ValueError if a flag is unknown, out of range or missing."""
-    options = _parser().parse_args(argv)
+    options = parser.parse_args(argv)
     if not options.prompt and options.prompts is None:
         raise ValueError("nothing to continue: give --prompt TEXT or --prompts FILE")
     if options.system is not None and not options.chat:
