@@ -51,10 +51,10 @@ def train(
         )
         rows = torch.arange(ROWS)[rank::size].chunk(parts)
         total = torch.zeros(())
-        for number, own in enumerate(rows):
+        for number, part in enumerate(rows):
             waits = number < parts - 1 and isinstance(model, DistributedDataParallel)
             with model.no_sync() if waits else contextlib.nullcontext():
-                loss = nn.functional.cross_entropy(model(inputs[own]), targets[own]) / parts
+                loss = nn.functional.cross_entropy(model(inputs[part]), targets[part]) / parts
                 loss.backward()
             total += loss.detach() / size
         if is_parallel:

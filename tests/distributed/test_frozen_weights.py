@@ -225,8 +225,8 @@ def test_auto_in_the_summary_and_on_resume(world1: World, tmp_path: Path) -> Non
     flags = {"bcd_frozen_weights": "auto", "recompute_memory_gib": 920 * 2**10 / 2**30} | EMBEDDING_ON_HOST
     flags |= {"save": tmp_path / "run", "load": tmp_path / "run"}
     explicit = {"bcd_num_blocks": 3, "ffn_hidden_size": 128}
-    for last, given in ((3, explicit), (6, dict.fromkeys(explicit))):
-        config = config_of(case | {"resident": "0"}, tmp_path, exit_interval=last, **flags | given)
+    for last, changes in ((3, explicit), (6, dict.fromkeys(explicit))):
+        config = config_of(case | {"resident": "0"}, tmp_path, exit_interval=last, **flags | changes)
         [(bcd, notes, warnings, logged)] = world1.run(told_of_auto, config)
         assert bcd.bcd_frozen_weights == "host" and bcd.bcd_num_blocks == 3
         assert logged == asdict(bcd)

@@ -86,6 +86,6 @@ def test_trainer_and_trl_on_two_ranks(repo_root: Path, tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    found = {client: run(client, folder / client) for client in sys.argv[2:]}
-    torch.save(found, folder / f"rank_{torch.distributed.get_rank()}.pt")
+    results = {client: run(client, folder / client) for client in sys.argv[2:]}
+    torch.save(results, folder / f"rank_{torch.distributed.get_rank()}.pt")
     torch.distributed.destroy_process_group()

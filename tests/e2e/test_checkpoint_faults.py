@@ -67,8 +67,12 @@ def flip_a_bit(checkpoint: Path) -> None:
 # has more kinds of damage
 DAMAGED: dict[str, tuple[Damage, str, int]] = {
     "flipped_bit": (flip_a_bit, ".distcp", 2),
-    "missing_random_states": (lambda one: (one / "random_states_00001.safetensors").unlink(), "random_states_00001", 2),
-    "empty_folder": (lambda one: [path.unlink() for path in one.iterdir()], "checksums.json", 1),
+    "missing_random_states": (
+        lambda folder: (folder / "random_states_00001.safetensors").unlink(),
+        "random_states_00001",
+        2,
+    ),
+    "empty_folder": (lambda folder: [path.unlink() for path in folder.iterdir()], "checksums.json", 1),
 }
 
 

@@ -38,15 +38,15 @@ def test_from_text_to_transformers(runs: ForkedRuns, tmp_path: Path, script: str
     run(script, f"{flags} --save run --save-hf out")
     said = run("convert_checkpoint", "--from bcd --to hf --input run --output back")
     assert len(said.splitlines()) == 1, "no warning"
-    own = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(tmp_path / "sp.model"))
+    ours = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(tmp_path / "sp.model"))
     for folder in ("out", "back"):
-        assert tokenizer_export.find_difference(own, str(tmp_path / folder)) is None
+        assert tokenizer_export.find_difference(ours, str(tmp_path / folder)) is None
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
-        assert [theirs(text)["input_ids"] for text in TEXT] == [own.tokenize(text) for text in TEXT]
-        assert json.loads((tmp_path / folder / "config.json").read_text())["eos_token_id"] == own.eod
+        assert [theirs(text)["input_ids"] for text in TEXT] == [ours.tokenize(text) for text in TEXT]
+        assert json.loads((tmp_path / folder / "config.json").read_text())["eos_token_id"] == ours.eod
     words = "--prompts prompts.txt --max-new-tokens 12 --json"
     assert len({run("generate", f"--model {model} {words}") for model in ("run", "out", "back")}) == 1
     again = f"{RUN} --seq-length 64 --data-path data_text_document --split 1,0,0 --num-workers 0 --load-hf out"
     run(script, f"{again} --save-hf again")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
-    assert [theirs(text)["input_ids"] for text in TEXT] == [own.tokenize(text) for text in TEXT]
+    assert [theirs(text)["input_ids"] for text in TEXT] == [ours.tokenize(text) for text in TEXT]

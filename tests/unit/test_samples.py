@@ -86,11 +86,11 @@ def test_replica_groups_take_turns(micro_batch_size: int, ratio: float | None) -
 
     def read(group: int, num_groups: int, start: int, number: int) -> list[int]:
         share = GroupShare(group=group, num_groups=num_groups, batch_size=4)
-        dealt = BatchSharding(micro_batch_size=micro_batch_size, rank=0, num_ranks=1, share=share)
+        sharding = BatchSharding(micro_batch_size=micro_batch_size, rank=0, num_ranks=1, share=share)
         if subset is not None:
-            order = subset_indices(dealt, subset=subset, phase=0, position=start)
+            order = subset_indices(sharding, subset=subset, phase=0, position=start)
         else:
-            order = consecutive_indices(dealt, total_samples=96, consumed_samples=start)
+            order = consecutive_indices(sharding, total_samples=96, consumed_samples=start)
         return [index for batch in itertools.islice(order, number // micro_batch_size) for index in batch]
 
     alone = read(0, 1, 0, 48)
