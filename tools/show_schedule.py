@@ -180,7 +180,7 @@ def label(action: Action, shape: PlanShape) -> str:
 
 
 def role(shape: PlanShape, stage: int) -> str:
-    """Return the role of a stage in this phase; with several chunks, name letter per chunk."""
+    """Return the role of a stage in this phase: a word, or with several chunks one letter per chunk."""
     roles = []
     for virtual in range(stage, shape.num_virtual, shape.num_stages):
         is_prefix = not any(shape.active[: virtual + 1])
@@ -202,7 +202,7 @@ def passes(*timelines: Timeline) -> list[Span]:
 
 
 def legend(*timelines: Timeline) -> str:
-    """Return timeline line that explains the letters used by any of the timelines."""
+    """Return a line that explains the letters used in any of the timelines."""
     kinds, shapes = {span.action.kind for span in passes(*timelines)}, [timeline.plan.shape for timeline in timelines]
     parts = [f"{letter} {kind}" for kind, letter in LETTERS.items() if kind in kinds]
     num_chunks = max(shape.num_chunks for shape in shapes)
@@ -256,7 +256,7 @@ def _nearest(cells: float) -> int:
 
 
 def figures(timelines: Mapping[str, Timeline]) -> str:
-    """Return a table value_of the schedules' costs, with one column per schedule."""
+    """Return a table of the schedules' costs, with one column per schedule."""
     rows = [["", *timelines]]
     for name, value_of in (
         ("iteration time", lambda timeline: f"{timeline.iteration_time:g}"),

@@ -57,10 +57,10 @@ def _num_parts(even: Partition) -> int:
 def _moves(
     layers: Sequence[Sequence[int]], work: Sequence[Sequence[float]], *, least: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the moves of a layer that may help: chunk, stage that gives the layer, stage that takes it.
+    """Yield single-layer moves that may help, as (chunk, stage that gives, stage that takes).
 
-    The giver is the slowest stage of some phase. Only the stage with the head gives layers to stages that have many
-    more already. A chunk keeps ``least`` layers.
+    The giver is the slowest stage of some phase. Only the stage with the head gives layers to stages that already have
+    many more. A chunk keeps at least ``least`` layers.
     """
     last = len(layers) - 1
     slowest = {

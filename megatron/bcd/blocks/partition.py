@@ -26,10 +26,10 @@ def divide(total: int, parts: int) -> tuple[range, ...]:
 
 
 def divide_into_pieces(total: int, *, parts: int, stages: int) -> tuple[tuple[range, ...], ...]:
-    """Divide ``range(total)`` into ``parts`` like ``divide``, and each part into one piece for each stage.
+    """Divide ``range(total)`` into ``parts`` like ``divide``, and each part into one piece per stage.
 
-    The parts do not depend on the number of stages. If the stages do not divide a part evenly, the stages with the
-    fewest layers so far get one more. Returns the pieces by part and stage.
+    The parts do not depend on the number of stages. If a part cannot be divided evenly, the stages with the fewest
+    layers so far get one more. Returns the pieces by part and stage.
     """
     layers = [0] * stages
     sizes: list[int] = []
@@ -78,7 +78,7 @@ class Submodel:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """The submodels that are updated together, in depth order."""
+    """Submodels that are updated together, ordered by depth."""
 
     index: int
     submodels: tuple[Submodel, ...]
@@ -90,7 +90,7 @@ class Block:
 
     @property
     def first_layer(self) -> int:
-        """First layer of the block; for a head block the number of all layers."""
+        """First layer of the block. For a head block, which has none, the total number of layers."""
         return self.submodels[0].layers.start
 
     @property
@@ -111,7 +111,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The whole model divided into submodels, which are grouped into blocks. ``partition`` builds it."""
+    """The whole model, divided into submodels that are grouped into blocks. ``partition`` builds it."""
 
     layout: str
     layers_per_stage: tuple[int, ...]
@@ -283,9 +283,9 @@ class Partition:
         return describe_layers(self.blocks[block].layers) if self.has_active_block else ""
 
     def describe_extras(self, block: int) -> tuple[str, ...]:
-        """Name what is active beside layers.
+        """Return names of the block's active parts besides layers.
 
-        Some of ``embedding``, ``all norms``, ``all biases``, ``final norm``, ``head``.
+        These are some of ``embedding``, ``all norms``, ``all biases``, ``final norm`` and ``head``.
         """
         extras = {
             "embedding": self.embedding_active(block),
@@ -297,7 +297,7 @@ class Partition:
         return tuple(name for name, is_active in extras.items() if is_active)
 
     def describe_head(self) -> str:
-        """Say when an untied head is trained; "" for a tied head."""
+        """Describe in which phases an untied head is trained. Return "" for a tied head."""
         owner = next(block for block in self.blocks if block.owns_final_norm)
         if self.tied:
             return ""
@@ -308,7 +308,7 @@ class Partition:
         )
 
     def describe_untrained(self, visited: Collection[int]) -> tuple[str, ...]:
-        """Name what no phase of the `visited` blocks updates, although the phase of another block would."""
+        """Return names of parts that the `visited` blocks leave untrained, although another block would train them."""
         layers = {layer for block in visited for layer in (*self.blocks[block].layers, *self.stateless_layers(block))}
         untrained = describe_layers([layer for layer in range(self.num_layers) if layer not in layers])
         trained = {extra for block in visited for extra in self.describe_extras(block)}
@@ -320,7 +320,11 @@ class Partition:
 
 
 def partition_from_config(config: RunConfig) -> Partition:
-    """Build the partition of a run. Raises ValueError, one line that names the flags, if it does not fit the model."""
+    """Build the partition of a run.
+
+    Raises:
+        ValueError: the flags do not fit the model. One line that names them.
+    """
     sizes: tuple[int, ...] | None = None
     if config.bcd.bcd_layout != "interleaved":
         sizes = layers_per_stage(config)
@@ -533,10 +537,11 @@ _REPEATED = (r"\(([^)]+)\)\*(\d{1,3})(?!\d)", r"(.)\*(\d{1,3})(?!\d)")
 def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
     """Return the number of layers of each stage.
 
-    The flags of the pipeline split decide. Without them layers are divided as evenly as possible, larger stages first.
+    The flags of the pipeline split decide. Without them layers are divided as evenly as possible, with the larger
+    stages first.
 
     Raises:
-        ValueError: the flags do not fit each other or the model; one line that names them.
+        ValueError: the flags contradict each other or do not fit the model. One line that names them.
     """
     training, num_stages = config.training, config.pipeline_size
     first, last = training.decoder_first_pipeline_num_layers, training.decoder_last_pipeline_num_layers

@@ -1,7 +1,7 @@
-"""Decide when the active block changes, and to which block (arXiv 2506.12037, Algorithm 1). Pure.
+"""Decide when the active block changes, and which block comes next (arXiv 2506.12037, Algorithm 1). Pure.
 
 Only ``BlockSchedule.block`` decides the order of the blocks, and only ``BlockSchedule._is_over`` the end of a phase.
-Losses and scores must be reduced before they are passed in, so that every rank decides on the same number.
+Losses and scores must be reduced before they are passed in, so that every rank makes the same decisions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CycleEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseState:
-    """Position of a run in its phases. A checkpoint stores it, so that a resumed run takes the same decisions."""
+    """Position of a run in its phases. It is stored in checkpoints, so that a resumed run makes the same decisions."""
 
     phase: int = 0
     """Number of the current phase, which is the number of phases that are over."""
@@ -172,20 +172,20 @@ class BlockSchedule:
         return self.settings.bcd_order == "greedy" and state.block is None and len(self.candidates(state)) > 1
 
     def candidates(self, state: PhaseState) -> tuple[int, ...]:
-        """Return the blocks that this cycle has not visited before the present phase, ascending, in greedy order.
+        """Return the blocks from which greedy order may choose, ascending: those that this cycle has not visited.
 
-        The Gauss-Southwell rule alone may skip a block for ever: a block whose gradient per parameter is always smaller
-        would keep its initial weights. With one visit per cycle no block waits for two cycles, as convergence proofs of
-        block coordinate descent require (essentially cyclic order), and a whole cycle improves all blocks. A cycle may
-        start with the last block of the cycle before.
+        The Gauss-Southwell rule alone may skip a block for ever, if its gradient per parameter is always smaller than
+        others. With one visit per cycle, no block waits longer than two cycles. Convergence proofs of block coordinate
+        descent require this (essentially cyclic order), and a whole cycle improves all blocks. A cycle may start with
+        the last block of the cycle before.
         """
         return tuple(block for block in range(self.num_blocks) if block not in state.visited)
 
     def choose_block(self, state: PhaseState, scores: Mapping[int, float]) -> PhaseState:
-        """Return ``state`` with the candidate that has the largest score; of equal scores the first.
+        """Return ``state`` with the highest-scoring candidate as its block; on a tie, the first one.
 
-        ``scores`` maps at least every candidate to the norm of its gradient per parameter. Scores that are not finite
-        (the probe overflowed) come last.
+        ``scores`` maps at least every candidate to the norm of its gradient per parameter. Candidates whose score is
+        not finite (the probe overflowed) come last.
         """
         assert self.needs_scores(state), f"phase {state.phase}: there is nothing to choose"
         ranked = {
@@ -230,19 +230,19 @@ class BlockSchedule:
         return frozenset((*state.visited, *before, *([self.block(state)] if state.step_in_phase else [])))
 
     def is_switch(self, before: PhaseState, after: PhaseState) -> bool:
-        """Return whether the active block is rebuilt. Otherwise the same block continues with its optimizer state.
+        """Return whether the active block is rebuilt. If not, the same block continues with its optimizer state.
 
-        In greedy order the choice of a block builds each candidate to score it, so a rebuild always follows.
+        Greedy order always rebuilds, because scoring a candidate builds it.
         """
         if before.phase == after.phase:
             return False
         return self.needs_scores(after) or self.block(before) != self.block(after)
 
     def may_end_with_next_step(self, state: PhaseState) -> bool:
-        """Return whether the next step may be the last of the phase. If False, it is not, whatever its loss.
+        """Return whether the next step may be the last one of the phase. If False, it is not, whatever its loss.
 
-        Exact with switch steps. With switch plateau the step is the last unless it reaches a new best mean. If the
-        phase may end, work for the step after it must not start early.
+        The answer is exact with --bcd-switch steps. With plateau, the step is the last one unless it reaches a new best
+        mean. If the phase may end, work for the step after it must not start early.
         """
         # no loss ends a phase earlier than a loss that improves nothing
         return self._is_over(replace(state, step_in_phase=state.step_in_phase + 1))
@@ -296,10 +296,10 @@ class BlockSchedule:
         return multiplier * (state.step_in_phase + 1) / (warmup + 1)
 
     def fits(self, state: PhaseState) -> bool:
-        """Return whether a run can resume from ``state`` in this order.
+        """Return whether a run with this order can resume from ``state``.
 
-        It cannot change to or from greedy order within a cycle. The other orders and seeds are interchangeable: their
-        states name no block.
+        It cannot change to or from greedy order within a cycle. Other orders and seeds are interchangeable, because
+        their states contain no block.
         """
         if self.settings.bcd_order != "greedy":
             return state.block is None and not state.visited
@@ -307,7 +307,7 @@ class BlockSchedule:
         return len(state.visited) == state.phase % self.num_blocks and all(block < self.num_blocks for block in blocks)
 
     def _with_loss(self, state: PhaseState, loss: float) -> PhaseState:
-        """Return ``state``, which has counted its last step, with that step's loss in the mean."""
+        """Return ``state`` after its last step, with that step's loss included in the mean."""
         if not math.isfinite(loss):
             return state
         settings = self.settings
@@ -334,7 +334,7 @@ class BlockSchedule:
 
 
 def _random_order(seed: int, cycle: int, num_blocks: int) -> tuple[int, ...]:
-    """Return the blocks in the order of a cycle. No block comes twice in a row, also across two cycles.
+    """Return the order of the blocks in a cycle. No block comes twice in a row, even across two cycles.
 
     Blocks are sorted by a hash, because a library's shuffle may change with its version.
     """

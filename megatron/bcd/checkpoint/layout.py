@@ -243,7 +243,7 @@ def damage(folder: str, *, part: int = 0, num_parts: int = 1) -> str | None:
         for name in list(digests)[part::num_parts]:  # the ranks' files, by far the largest, are neighbours
             path = os.path.join(folder, name)
             if file_digest(path) != digests[name]:
-                return f"{path} is damaged: its checksum is not that of what was written"
+                return f"{path} is damaged: its checksum differs from that of the written file"
     except (FileNotFoundError, NotADirectoryError):
         return f"{path} is missing"
     except OSError as error:

@@ -178,10 +178,10 @@ def _checked(config: RunConfig, source: Source) -> Source:
 
 
 def load_weights(source: Source, model: torch.nn.Module) -> None:
-    """Load the weights into `model`. A collective.
+    """Collective. Load the weights into `model`.
 
     Raises:
-        ValueError: the checkpoint is of another model, can't be read, or contains more than data.
+        ValueError: the checkpoint belongs to another model, can't be read, or contains more than data.
     """
     gpt = unwrap_model(model)
     sharded = gpt.sharded_state_dict()
@@ -253,7 +253,7 @@ def _load(sharded: dict[str, Any], source: Source) -> dict[str, Any]:
 
 
 def _check_same_model(sharded: dict[str, Any], source: Source) -> None:
-    """Compare names and whole shapes of this rank's weights with the checkpoint's index. Raises ValueError."""
+    """Compare names and global shapes of this rank's weights with the checkpoint's index. Raises ValueError."""
     try:
         with only_data():
             saved = dist_checkpointing.load_tensors_metadata(source.path)

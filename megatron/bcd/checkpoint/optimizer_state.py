@@ -77,9 +77,9 @@ def sharded_state(
 
     A collective over the replicas.
 
-    In bf16 the main parameters of all blocks take twice the bytes of the weights. So the offloaded state of a weight
-    that `is_constant` until it is written is made only then, if this rank can read all of it. Until then its entry is
-    on the meta device.
+    In bf16 the main parameters of all blocks take twice the bytes of the weights. They are therefore not all created at
+    once: if a weight `is_constant` until it is written, and this rank can read all of its offloaded state, that state
+    is created when it is written. Until then its entry is on the meta device.
     """
     weights, groups = _sharded_weights(active), state_groups(active)
     entries: dict[str, Entry] = {}

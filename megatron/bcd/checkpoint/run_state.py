@@ -204,7 +204,7 @@ def check_same_tokens(saved: Mapping[str, Any], config: RunConfig, *, source: st
     before = saved.get("tokenizer", {})
     for name in _TOKENIZER:
         value = getattr(config.tokenizer, name)
-        if before.get(name, value) != value:  # older versions wrote less
+        if before.get(name, value) != value:  # older versions did not store every flag
             raise ValueError(
                 f"{source} was written with {_flag(name)} {before[name]}, but this run has {value}: give the same "
                 f"value, {remedy}"

@@ -64,7 +64,7 @@ def check_save_folder(config: RunConfig, source: Source | None) -> bool:
 
 
 def clear_save_folder(root: str) -> None:
-    """Delete the checkpoints below --save. A collective. Raises ValueError if one can't be deleted."""
+    """Collective. Delete the checkpoints below --save. Raises ValueError if one can't be deleted."""
     error = collectives.on_rank_0(lambda: atomic_io.capture_error(lambda: layout.clear(root)))
     if error is not None:
         raise ValueError(f"--overwrite-checkpoints: --save {root} can't be cleared ({error}); give another folder")

@@ -44,7 +44,7 @@ class GroupShare:
     batch_size: int = 1
 
     def sample_number(self, number: Any) -> Any:
-        """Convert the number of a sample within this group (or an array of numbers) to that within all groups."""
+        """Convert a sample number within this group (or an array of them) to the number within all groups."""
         return number + (number // self.batch_size * (self.num_groups - 1) + self.group) * self.batch_size
 
 
@@ -153,7 +153,7 @@ def batches(
 
 
 class _WithIndices(torch.utils.data.Dataset[dict[str, Any]]):
-    """A dataset that adds the index to each sample, to compare batches with the entries of a prefix cache."""
+    """A dataset that adds the index to each sample, so that the prefix cache knows which entries a batch needs."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -226,10 +226,10 @@ def _loaded(dataset: Any, indices: Iterable[list[int]], config: RunConfig) -> It
 
 
 def _ignore_signals(worker: int) -> None:
-    """Make a data worker ignore signals except from its own rank.
+    """Make a data worker ignore all signals except those from its own rank.
 
     Slurm and terminals signal every process of a job. If a worker died, its rank would fail before it saves. When a
-    rank fails, however, Python sends SIGTERM to its workers and waits for them without limit.
+    rank fails, Python sends SIGTERM to its workers and waits for them without a limit, so that signal must work.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     threading.Thread(target=_end_with_the_rank, name="signals", daemon=True).start()

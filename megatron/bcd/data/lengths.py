@@ -1,4 +1,4 @@
-"""The number of steps of a run, and of the sequences it draws."""
+"""Compute the number of training steps, and the number of sequences that the run draws."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.bcd.config import RunConfig
 
 
 def global_batch_size(config: RunConfig) -> int:
-    """Return the sequences per training step: --global-batch-size, or one microbatch per data-parallel rank."""
+    """Return the number of sequences per step: --global-batch-size, or one microbatch per data-parallel rank."""
     return config.training.global_batch_size or (
         config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
     )
@@ -70,10 +70,10 @@ def _ramp(config: RunConfig) -> Iterator[int]:
 
 
 def num_samples(config: RunConfig, train_iters: int, *, least_steps_per_cycle: int) -> tuple[int, int | None, int]:
-    """Return the number of sequences drawn from the training, validation and test split; None is one pass.
+    """Return the number of sequences drawn from the training, validation and test splits; None means one pass.
 
-    They equal those of stock Megatron-LM, because they decide the order of the samples. With --eval-fixed the number
-    does not depend on the run's length, so every run, and --skip-train, evaluate the same samples.
+    The numbers equal those of stock Megatron-LM, because they determine the order of the samples. With --eval-fixed
+    they do not depend on the run's length, so every run (also with --skip-train) evaluates the same samples.
     `least_steps_per_cycle` is that of `BlockSchedule`.
     """
     training = config.training

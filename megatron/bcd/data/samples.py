@@ -1,4 +1,4 @@
-"""The samples of the training split that each phase trains on, and how much of the data a run has seen."""
+"""Select the training samples of each phase, and count how much of the data a run has used."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class TrainingSamples:
         self.share = share
 
     def look_ahead(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
-        """Return the microbatches that `batches` will return next, read separately; at the end of the data the last."""
+        """Return the microbatches that `batches` will return next, read separately. At the end of the data, repeat the
+        last.
+        """
         config = self._config.replace_section("data", num_workers=0)
         if self.dataset is not None and self.subset is None:
             batch = config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()

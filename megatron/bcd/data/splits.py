@@ -78,15 +78,15 @@ def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int, *, least_st
 
 
 def _num_sequences(config: RunConfig, num_tokens: int) -> int:
-    """Return the sequences in one pass over a dataset. A sequence's labels reach one token into the next one."""
+    """Return the number of sequences in one pass. A sequence's labels extend one token beyond it."""
     return max(0, num_tokens - 1) // config.model.seq_length
 
 
 def _epoch_samples(config: RunConfig, dataset_config: GPTDatasetConfig, num_tokens: Sequence[int]) -> int:
-    """Return the number of sequences after which every dataset of the training split was read once.
+    """Return the number of sequences after which every dataset of the training split has been read once.
 
-    Without weights that is their sum; with weights the blend must run until the slowest dataset is through.
-    `num_tokens` are those of the training split, by prefix.
+    Without weights this is the sum of the datasets' sequences. With weights the blend must run until the dataset that
+    is read most slowly is finished. `num_tokens` are those of the training split, by prefix.
     """
     blend = dataset_config.blend or dataset_config.blend_per_split[0]
     sequences = [_num_sequences(config, tokens) for tokens in num_tokens]
@@ -230,7 +230,10 @@ def _check_blends(
     num_tokens: Sequence[Sequence[int]],
     sizes: Sequence[int | None],
 ) -> None:
-    """Check that datasets without weights suffice, because they are read only once. Drop a test split that is short."""
+    """Check that datasets without weights have enough sequences, because they are read only once.
+
+    Drop a test split that has too few.
+    """
     flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
     for i, name in enumerate(_SPLIT_NAMES):
         blend = dataset_config.blend or dataset_config.blend_per_split[i]

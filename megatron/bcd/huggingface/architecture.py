@@ -78,10 +78,10 @@ class Architecture:
 
 
 def read_architecture(path: str) -> Architecture:
-    """Return the architecture in a ``config.json``, or in the folder that contains one.
+    """Return the architecture in a ``config.json``, or in a folder that contains one.
 
     Raises:
-        ValueError: the file is missing or no JSON object, or as `architecture_from_config`.
+        ValueError: the file is missing or not a JSON object, or as `architecture_from_config`.
     """
     file = os.path.join(path, CONFIG) if os.path.isdir(path) else path
     folder = os.path.dirname(file)

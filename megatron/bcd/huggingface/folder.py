@@ -104,7 +104,7 @@ class ModelFolder:
         self._check()
 
     def dtype(self, row: tensors.Row, layer: int = 0) -> torch.dtype:
-        """Return the dtype of the tensors of `row`."""
+        """Return the dtype of transformers' tensors for this row."""
         return self._entries[row.layer_names(layer)[0]].dtype
 
     def read(self, row: tensors.Row, layer: int = 0) -> Tensor:
@@ -155,7 +155,7 @@ class ModelFolder:
         check_tensors(expected, {name: entry.shape for name, entry in self._entries.items()}, source=self.folder)
 
     def _check_tied(self) -> None:
-        """Check that a head beside a tied embedding is its copy, and ignore it then. Raises ValueError."""
+        """Check that a separate head is a copy of the tied embedding, and ignore it then. Raises ValueError."""
         if not self.network.tied or "lm_head.weight" not in self._entries:
             return
         head = "lm_head.weight"

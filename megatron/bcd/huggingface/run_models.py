@@ -121,7 +121,7 @@ class Exporter:
         os.makedirs(weights)
 
     def _convert(self, weights: str, target: str) -> tuple[str | None, str | None]:
-        """Return the error of the conversion, and how other programs read the tokenizer differently."""
+        """Convert the checkpoint. Return the error, and how the exported tokenizer differs from the run's."""
         run, description = self._run if target == self.root else None, self._description
         error = atomic_io.capture_error(
             lambda: convert.to_hugging_face(CoreCheckpoint(weights), target, description, run=run)

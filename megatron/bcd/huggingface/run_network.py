@@ -1,4 +1,4 @@
-"""Describe a checkpoint's or a run's model in Hugging Face's format: config.json and the files beside it."""
+"""Describe the model of a checkpoint or a run in Hugging Face's format: config.json and its companions."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def build_rows(network: Architecture) -> tuple[Row, ...]:
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether transformers' tensor is no weight: older versions also saved masks and frequencies."""
+    """Return whether transformers' tensor is not a weight: older versions also saved masks and frequencies."""
     return name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias"))
 
 

@@ -29,7 +29,7 @@ LINES = (
 
 
 def export_files(tokenizer: bcd.Tokenizer, *, adds_special_tokens: bool) -> dict[str, bytes]:
-    """Return tokenizer.json and tokenizer_config.json by name; empty if the tokenizers library has no equivalent.
+    """Return tokenizer.json and tokenizer_config.json by name, or nothing if the tokenizers library has no equivalent.
 
     Set `adds_special_tokens` if the model was trained with the special tokens that a Hugging Face tokenizer adds.
     """
@@ -76,9 +76,9 @@ def export_files(tokenizer: bcd.Tokenizer, *, adds_special_tokens: bool) -> dict
 
 
 def find_difference(tokenizer: bcd.Tokenizer, folder: str) -> str | None:
-    """Return how an exported folder's tokenizer differs from the run's, as a part of one line; None if it does not.
+    """Return how the exported tokenizer differs from the run's, as part of a line; None if they agree.
 
-    Compare the ids of `LINES`, by this package and by transformers.
+    Compare the ids of `LINES` as tokenized by this package and by transformers.
     """
     if isinstance(tokenizer, bcd.NullTokenizer):
         return "NullTokenizer has no text to read: the model is written without a tokenizer"
@@ -104,14 +104,14 @@ def _copy(engine: Any) -> Any:
 
 
 def _merges(words: Iterable[str]) -> list[tuple[str, str]]:
-    """Return all pairs that form one of `words`, which are sorted by priority."""
+    """Return the merges: all pairs that form one of `words`, which are sorted by priority."""
     known = dict.fromkeys(words)
     pairs = ((word[:i], word[i:]) for word in known for i in range(1, len(word)))
     return [(left, right) for left, right in pairs if left in known and right in known]
 
 
 def _byte_level(ids: dict[bytes, int], special: dict[str, int], *, pattern: str | None = None) -> Any:
-    """Return byte-level BPE on the words that `pattern` cuts out. `ids` are sorted by rank."""
+    """Build a byte-level BPE tokenizer. `pattern` splits the text into words; `ids` are sorted by rank."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's alphabet shows as themselves

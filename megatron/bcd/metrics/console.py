@@ -39,7 +39,7 @@ def format_time_left(milliseconds: float) -> str:
 
 
 def step_lines(record: StepMetrics, *, train_iters: int, left: str) -> list[str]:
-    """Return the log line of one log step, of at most 120 characters. Optional figures may need more lines."""
+    """Return the log line of one log step. Parts beyond 120 characters go to further lines."""
     step_ms = record.step_time_ms
     parts = [
         f"iteration {record.iteration:{len(str(train_iters))}d}/{train_iters}",

@@ -1,4 +1,4 @@
-"""The records that a run reports."""
+"""The metrics and summaries that a run reports."""
 
 import math
 from collections.abc import Mapping
@@ -86,7 +86,7 @@ class EvalMetrics:
 
     @property
     def perplexity(self) -> float:
-        """exp(min(20, loss)) as in Megatron-LM, but NaN stays NaN."""
+        """Return exp(min(20, loss)) as Megatron-LM does, but keep NaN."""
         return math.nan if math.isnan(self.loss) else math.exp(min(20.0, self.loss))
 
 

@@ -297,6 +297,6 @@ def get_chunks(model: torch.nn.Module) -> list[GPTModel]:
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Return the number of parameters of this stage over its tensor-parallel ranks. Replicated ones count once."""
+    """Return the number of parameters of this stage over its tensor-parallel ranks. Count replicated ones once."""
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     return sum(p.numel() * (ranks if getattr(p, "tensor_model_parallel", False) else 1) for p in model.parameters())

@@ -161,14 +161,14 @@ class FrozenWeights:
         module.__class__ = EmbeddingOnHost
 
     def move_rest(self, model: torch.nn.Module) -> None:
-        """Move to the device what `add` and `add_embedding` have not moved to the arena."""
+        """Move to the device all weights that `add` and `add_embedding` have not moved to the arena."""
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             if not self.is_on_host(tensor):
                 tensor.data = tensor.data.to(device.current())
 
     @property
     def is_used(self) -> bool:
-        """Whether there are layers in host memory."""
+        """Whether any layers are in host memory."""
         return bool(self._layers)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
@@ -244,7 +244,7 @@ class FrozenWeights:
 
     @contextlib.contextmanager
     def all_on_host(self) -> Iterator[None]:
-        """Inside the context, all frozen layers are in the arena, including resident ones. For use between steps."""
+        """Inside the context, all frozen layers, including resident ones, are in the arena. Use it between steps."""
         resident = [(self._layers[number], flat) for number, flat in self._resident.items()]
         for layer in [*(layer for layer, _ in resident), *(buffer.layer for buffer in self._buffers if buffer.layer)]:
             layer.place(layer.on_host)

@@ -1,4 +1,4 @@
-"""The loss of one microbatch, and the sum over a global batch, for Megatron Core's schedules.
+"""Compute the loss of one microbatch, and sum it over a global batch, for Megatron Core's schedules.
 
 Tensor shapes: B micro-batch size, S sequence length.
 """

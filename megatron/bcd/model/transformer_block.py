@@ -49,7 +49,7 @@ class BcdTransformerBlock(TransformerBlock):
     """
 
     def recompute(self, granularity: str, num_layers: int) -> None:
-        """Set what backward passes recompute, instead of what the flags say.
+        """Set what backward passes recompute, overriding the flags.
 
         Args:
             granularity: "none"; "selective", the core of attention in every layer; or "full".

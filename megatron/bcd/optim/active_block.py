@@ -43,14 +43,14 @@ class StateBytes:
 
 
 class ActiveBlock:
-    """Owns what exists for one phase only: gradient buffers, main parameters and moments (docs/concepts.md).
+    """The parts of a rank that exist for one phase: gradient buffers, main parameters and moments (docs/concepts.md).
 
     `build` freezes the other blocks, wraps the model in Megatron Core's DDP (buffers for active parameters only) and
-    builds the optimizers. `dispose` frees them; the weights stay. Both are collectives, also for a rank that holds
-    nothing of the block.
+    builds the optimizers. `dispose` frees them; the weights stay. Both are collectives, even for a rank without
+    parameters of the block.
 
-    `dispose` copies the moments to host memory with --bcd-optimizer-state host, and with --bcd-main-params host what
-    16-bit weights lack of their main parameters. The next `build` of the block restores them. The state of
+    With --bcd-optimizer-state host, `dispose` copies the moments to host memory. With --bcd-main-params host, it copies
+    the bits of main parameters that 16-bit weights lack. The next `build` of the block restores both. The state of
     always-active parameters and fp16's loss scale continue from phase to phase.
     """
 
@@ -83,7 +83,7 @@ class ActiveBlock:
         return self.core.block
 
     def owner_of(self, name: str) -> StateOwner:
-        """Return what steps a parameter in this phase."""
+        """Return the optimizer that steps a parameter in this phase."""
         return self.matrices if self.matrices.steps(name) else self.core
 
     @property
@@ -150,7 +150,7 @@ class ActiveBlock:
         return [name for name in self.parameters.owned_by(block) if name in self.matrices.matrices]
 
     def _take_main_params(self, block: int) -> None:
-        """Move the block's main parameters from the matrix optimizer to Megatron Core's. A collective."""
+        """Move the block's main parameters from the matrix optimizer to Megatron Core's optimizer. A collective."""
         for name in self._shared_matrices(block):
             value = self.matrices.main_param(name)
             self.matrices.matrices[name].drop(LOW_BITS)
@@ -191,7 +191,7 @@ class ActiveBlock:
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Inside, every rank holds the current weights of its stage, also with --overlap-param-gather."""
+        """Inside the context, every rank has the current weights of its stage, also with --overlap-param-gather."""
         if self.wrapped is not None:
             megatron_core.gather_parameters(self.wrapped)
         try:
@@ -219,10 +219,10 @@ class ActiveBlock:
 
     @torch.no_grad()
     def step(self, *, skip_non_finite: bool, num_tokens: float | None = None) -> float | None:
-        """Clip the gradient and step all that is updated. A collective.
+        """Clip the gradient and step all parameters that this phase updates. A collective.
 
-        This is Megatron Core's step with one more check. It is skipped after an overflow in fp16, and with
-        `skip_non_finite` if a gradient is not finite.
+        Megatron Core's step skips after an overflow in fp16. With `skip_non_finite` this step also skips if a gradient
+        is not finite.
 
         `num_tokens` is the number of tokens of the global batch if the loss is their sum. Megatron Core divides the
         gradients in DDP's buffers by it; the gradients of matrices are still means over the ranks.

@@ -1,4 +1,4 @@
-"""Offloaded state: what host memory holds of each block between its phases.
+"""Offloaded state: the optimizer state of each block in host memory between its phases.
 
 It also carries the state of always-active parameters through a switch.
 """
@@ -143,7 +143,7 @@ class BlockStateStore:
     def joined(
         self, block: int, parameters: Mapping[str, torch.nn.Parameter], group: torch.distributed.ProcessGroup
     ) -> Mapping[str, OffloadedShard]:
-        """Return what the ranks of `group` together store of a block's main parameters in shared memory, by name.
+        """Return a block's main parameters in shared memory, as the ranks of `group` together wrote them, by name.
 
         The shards are whole parameters, although each rank has written only its part. Empty if the ranks also store
         moments, which are not shared. A collective over the group.
@@ -251,7 +251,10 @@ class BlockStateStore:
 
 
 def _whole_shard(parameter: torch.nn.Parameter, place: torch.Tensor, exceptions: Sequence[Any]) -> OffloadedShard:
-    """Return the state of a whole parameter whose main parameter is in `place`."""
+    """Return the offloaded state of a whole parameter. `place` contains its main parameter, for bf16 the differences.
+
+    `exceptions` are the indices and bits of a `Bf16Residual`, by rank.
+    """
     residual = None
     if parameter.dtype == torch.bfloat16:
         indices, bits = (torch.cat(column) for column in zip(*exceptions, strict=True))

@@ -99,9 +99,9 @@ class CoreOptimizer(StateOwner):
     # ---------------------------------------------------------------------------------------------------------- phase
 
     def begin(self, block: int, *, without_main_param: Container[str]) -> None:
-        """Build DDP and optimizer of the parameters that require a gradient, and restore their state. A collective.
+        """Build DDP and optimizer for the parameters that require a gradient, and restore their state. A collective.
 
-        The main parameters `without_main_param` are kept elsewhere between the phases of the block.
+        The main parameters `without_main_param` are stored elsewhere between the phases of the block.
         """
         self.block, self._without_main_param = block, without_main_param
         self.wrapped = wrap_model(self._model, self._config)
@@ -189,7 +189,7 @@ class CoreOptimizer(StateOwner):
             self.optimizer.zero_grad()  # frees fp32 copies of 16-bit gradients
 
     def _count_zeros(self) -> int:
-        """Count the zeros in the clipped gradient, like the norm of a step. A collective."""
+        """Count the zeros in the clipped gradient. Duplicates count as in the norm of a step. A collective."""
         total = 0
         for each in self.optimizers():
             gradients = _gradients(each, _counted_main_params(each, with_always_active=True))
@@ -218,7 +218,7 @@ class CoreOptimizer(StateOwner):
         return math.sqrt(sum_of_squares)
 
     def num_block_parameters(self) -> int:
-        """Return the number of the block's parameters, counted like `block_gradient_norm`. A collective."""
+        """Count the block's parameters. Duplicates count as in `block_gradient_norm`. A collective."""
         total = 0
         for each in self.optimizers():
             on_this_rank = sum(param.numel() for param in _counted_main_params(each, with_always_active=False))
@@ -229,8 +229,8 @@ class CoreOptimizer(StateOwner):
     def params_norm(self) -> float:
         """Return the L2 norm of the weights of the whole model, active and frozen (--log-params-norm). A collective.
 
-        As stock Megatron-LM counts: tensor-parallel duplicates and the tied copy once, and the main parameter of a
-        16-bit weight that has one now. The weights must be current on every rank.
+        Like stock Megatron-LM, count tensor-parallel duplicates and the tied copy once. For a 16-bit weight that has a
+        main parameter now, count that instead. The weights must be current on every rank.
         """
         by_weight = self._main_params_by_weight()
         whole, sharded = 0.0, 0.0
@@ -284,7 +284,7 @@ class CoreOptimizer(StateOwner):
     # ----------------------------------------------------------------------------------------------------------- state
 
     def shard(self, name: str) -> ParamShard | None:
-        """Return this rank's shard of a parameter; None if other ranks hold all of it."""
+        """Return this rank's shard of a parameter, or None if it has none."""
         return self.block_shards.get(name, self.always_active_shards.get(name))
 
     def main_param(self, name: str) -> torch.Tensor:
@@ -345,7 +345,7 @@ class CoreOptimizer(StateOwner):
         return self._state(on_host=False)
 
     def host_bytes(self) -> int:
-        """Return the bytes of offloaded state and of what --optimizer-cpu-offload holds in host memory."""
+        """Return the bytes of offloaded state, and of the state in host memory with --optimizer-cpu-offload."""
         on_host = [*self._state(on_host=True), *self._gradients_to_step(on_host=True)]
         return self.offloaded.num_bytes + memory.storage_bytes(on_host)
 
@@ -369,7 +369,7 @@ def _gradients(optimizer: Any, stepped: Iterable[torch.Tensor]) -> list[torch.Te
 
 
 def _counted_main_params(optimizer: Any, *, with_always_active: bool) -> Iterator[torch.Tensor]:
-    """Yield the main parameters that the optimizer steps, without those that another rank counts."""
+    """Yield the main parameters that the optimizer steps, except those that another rank counts."""
     for group in [] if optimizer.is_stub_optimizer else optimizer.optimizer.param_groups:
         for main_param in [] if group.get(ALWAYS_ACTIVE) and not with_always_active else group["params"]:
             if param_is_not_shared(main_param) and param_is_not_tensor_parallel_duplicate(

@@ -41,7 +41,7 @@ _KINDS = (MOMENTUM, FACTORS, LOW_BITS)
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRule:
-    """How a set of matrices is stepped: w -= lr x (weight_decay x w + scale x direction)."""
+    """How to step a set of matrices: w -= lr x (weight_decay x w + scale x direction)."""
 
     name: str
     """ORTHOGONAL or FACTORED (`update_rules`)."""
@@ -90,7 +90,7 @@ class Matrix:
             self.state[kind] = self.offloaded.pop(kind).to(self.parameter.device)
 
     def get(self, kind: str) -> torch.Tensor | None:
-        """Return the state of a kind wherever it is; None if there is none."""
+        """Return the state of a kind, on the device or in host memory; None if there is none."""
         return self.state.get(kind, self.offloaded.get(kind))
 
     def drop(self, kind: str) -> None:
@@ -105,7 +105,7 @@ class Matrix:
         return self.parameter.new_zeros(size, dtype=torch.float32)
 
     def split_factors(self, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return views of this matrix's factors as `update_rules.split_factors`."""
+        """Return views of this matrix's factors, split as by `update_rules.split_factors`."""
         return update_rules.split_factors(factors, self.parameter.shape[0], len(self.layout.parts) or 1)
 
     def main_param(self) -> torch.Tensor:
@@ -146,7 +146,7 @@ class Stack:
         self._num_missing, self.is_reducing = len(self.matrices), False
 
     def count_final(self, group: torch.distributed.ProcessGroup) -> None:
-        """Count a gradient that is final. The last one starts the reduction."""
+        """Count a gradient as final. The last one starts the reduction."""
         self._num_missing -= 1
         if self._num_missing == 0 and not self.is_shared:
             self.start_reduction(group)
@@ -177,7 +177,7 @@ def build_stacks(matrices: Sequence[Matrix], grad_dtype: torch.dtype) -> list[St
 
 
 def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return [K, ...]: a view of a single tensor, otherwise a copy of all."""
+    """Return matrices stacked as [K, ...]: a view of a single one, otherwise a copy."""
     return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
@@ -598,10 +598,10 @@ def build_matrix_optimizer(
 def phase_rules(
     config: RunConfig, *, inactive: Iterable[str], outside_layers: Iterable[str], block: Iterable[str]
 ) -> Rules:
-    """Return what the matrix optimizer steps in a phase.
+    """Return the matrices that the matrix optimizer steps in a phase, with their rules.
 
-    These are the matrices of `inactive` layers, the embedding and the head if the rule `factored` steps them, and with
-    Muon the matrices of the block.
+    These are the matrices of `inactive` layers, the embedding and the head with rule `factored`, and with Muon the
+    matrices of the block.
     """
     if not _has_matrix_optimizer(config):
         return []

@@ -184,7 +184,7 @@ def all_optimizer_params(optimizer: MegatronOptimizer | None) -> Iterator[Optimi
 
 
 def optimizer_params(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, OptimizerParam]:
-    """Return what an optimizer steps, by the tensors in its groups and in their order.
+    """Return the tensors that an optimizer steps, keyed by the tensors in its groups, in their order.
 
     Empty on a rank that steps nothing (None).
     """
@@ -217,7 +217,7 @@ def optimizer_params(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tens
 
 
 def param_shards(optimizers: Iterable[Any], parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, ParamShard]:
-    """Return this rank's shards of the `parameters` of which it stores any element, by name, in their order."""
+    """Return this rank's shards of the `parameters` by name, in their order, without parameters that have none."""
     shards: dict[torch.nn.Parameter, ParamShard] = {}
     for optimizer in optimizers:
         if optimizer.is_stub_optimizer:

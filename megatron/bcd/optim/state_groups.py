@@ -30,7 +30,7 @@ OUTER_MOMENTUM = "outer"
 
 @dataclass(frozen=True, kw_only=True)
 class StatePart:
-    """State of one parameter, or of a part of it, that no optimizer of Megatron Core stores."""
+    """State of one parameter, or of a part of it, that is not in an optimizer of Megatron Core."""
 
     read: Mapping[str, Callable[[], torch.Tensor]]
     """What makes each tensor, by name."""
@@ -84,7 +84,7 @@ class StateGroup(ABC):
         return [name for name in names if not (is_matrix and name == MAIN_PARAM)]
 
     def joined(self, group: torch.distributed.ProcessGroup) -> Mapping[str, OffloadedShard]:
-        """Return whole state of parameters if this rank can read what the others store. A collective over `group`."""
+        """Return whole state of parameters if this rank can read the other ranks' state. A collective over `group`."""
         return {}
 
     @abstractmethod

@@ -1,8 +1,8 @@
-"""The interface of what steps parameters and keeps their optimizer state.
+"""The interface of an optimizer that steps parameters and owns their state.
 
 `CoreOptimizer` steps the active block and always-active parameters with Megatron Core's optimizer. `MatrixOptimizer`
 steps single matrices. `ActiveBlock`, the switch check, the outer step and joining groups treat both alike. An owner
-without parameters has empty state, so that callers never ask whether there is one.
+without parameters has empty state, so callers need not check.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StateOwner(ABC):
 
     @abstractmethod
     def block_param_groups(self) -> list[dict[str, Any]]:
-        """Those parameter groups that belong to the active block."""
+        """Return the parameter groups that belong to the active block."""
 
     @abstractmethod
     def zero_grad(self) -> None:
@@ -36,7 +36,7 @@ class StateOwner(ABC):
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, gradients are not reduced: more microbatches follow."""
+        """Inside the context, gradients are not reduced, because more microbatches follow."""
 
     @abstractmethod
     def start_reductions(self) -> None:
@@ -63,7 +63,7 @@ class StateOwner(ABC):
 
     @abstractmethod
     def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
-        """Yield what this rank steps in this phase: of the active block, or of inactive layers."""
+        """Yield the tensors that this rank steps in this phase: those of the active block, or of inactive layers."""
 
     @abstractmethod
     def main_param(self, name: str) -> torch.Tensor:
@@ -75,7 +75,7 @@ class StateOwner(ABC):
 
     @abstractmethod
     def offload(self, names: Iterable[str]) -> None:
-        """Copy the state of these parameters, all or those of one layer, to host memory."""
+        """Copy the state of these parameters (all, or those of one layer) to host memory."""
 
     @abstractmethod
     def restore(self, names: Iterable[str]) -> None:
@@ -83,8 +83,8 @@ class StateOwner(ABC):
 
     @abstractmethod
     def rank_state(self) -> Any:
-        """Return copies in host memory of all state of this rank, for the same rank of a replica group that joins."""
+        """Return copies in host memory of this rank's whole state, for the same rank of a replica group that joins."""
 
     @abstractmethod
     def load_rank_state(self, state: Any) -> None:
-        """Load the `rank_state` of another group while no block is active. What the phase needs follows at `begin`."""
+        """Load the `rank_state` of another group while no block is active. `begin` then restores the phase's state."""

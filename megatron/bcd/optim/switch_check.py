@@ -18,10 +18,10 @@ _CHUNK = 1 << 22
 
 
 class SwitchCheck:
-    """Compares this rank's weights with those of the last call of `begin`.
+    """Compares this rank's weights with those at the last call of `begin`.
 
     Args:
-        owners: what steps parameters in this phase.
+        owners: the optimizers of this phase.
         parameters: all parameters of the stage.
         streamed: frozen parameters in host memory. Only a sample of them is compared, because the CPU reads slowly.
         block: number of the active block, for messages.
@@ -45,15 +45,15 @@ class SwitchCheck:
         self._at_start: dict[str, Fingerprint] = {}
 
     def begin(self) -> None:
-        """Remember the present weights."""
+        """Remember the current weights."""
         self._at_start = self._fingerprints()
 
     def problem(self) -> str | None:
-        """Return what is wrong, the same text on every rank, or None. A collective over all ranks.
+        """Return a description of the problem, the same on every rank, or None. A collective over all ranks.
 
-        Call it once in a phase, after the first step whose learning rate and gradient are not zero. It reports a stage
-        with a part of the block, or with inactive layers that are updated, on which nothing of it changed
-        (always-active parameters do not count), and a rank whose frozen weights changed.
+        Call it once in a phase, after the first step with a non-zero learning rate and gradient. There are two
+        problems: on a stage with active or updated inactive layers, none of their weights changed (always-active
+        parameters do not count); or on some rank a frozen weight changed.
         """
         now = self._fingerprints()
         has_changed = {kind: now[kind] != before for kind, before in self._at_start.items() if before[0]}
@@ -92,9 +92,9 @@ class SwitchCheck:
 
 @torch.no_grad()
 def fingerprint(tensors: Iterable[torch.Tensor]) -> Fingerprint:
-    """Return a fingerprint that does not change while no bit of the tensors changes.
+    """Return numbers that change if a bit of the tensors does: the number of elements, and two sums of their bits.
 
-    It is the number of elements, and the sums of the bits of all elements and of every other element.
+    The sums are over all elements, and over every other element.
     """
     count = total = every_other = 0
     for tensor in tensors:

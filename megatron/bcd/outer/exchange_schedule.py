@@ -1,4 +1,4 @@
-"""Decide after which steps replica groups exchange their changes. Every rank knows it in advance."""
+"""Decide after which steps replica groups exchange their changes. Every rank computes the same schedule in advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica group checks and takes over when it joins the others."""
+"""Checks and copies for a replica group that joins the others."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The outer step (DiLoCo, arXiv 2311.08105): Nesterov momentum on the groups' mean change since the last exchange.
 
-Groups exchange what a phase has trained, as fp32 values: main parameters, in fp32 the weights. The ranks that hold the
-same weights share the work. Each has the same part of a parameter in all phases, so that outer momenta need not move
-when the optimizer shards parameters differently. All groups compute the same bits: products and sums are separate
+Groups exchange the fp32 values that a phase has trained: main parameters, or the weights in fp32. The ranks with the
+same weights share the work. Each has the same part of a parameter in all phases, so outer momenta need not move when
+the optimizer shards parameters differently. All groups compute the same bits, because products and sums are separate
 operations, which no CPU fuses.
 
-Tensor shapes: E elements of this rank's parts of what the phase trains.
+Tensor shapes: E elements of this rank's parts of the trained parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TrainedValues:
 
 @dataclass(frozen=True, kw_only=True)
 class OuterRule:
-    """new = mean value + outer update - mean change."""
+    """The rule of the outer step: new value = mean value + outer update - mean change."""
 
     lr: float
     momentum: float
@@ -85,7 +85,7 @@ class OuterStep:
         return self._values - self.anchor
 
     def add_errors(self, change: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """Return what to send: `change` [E] plus the errors of earlier changes, and the size of each part."""
+        """Return `change` [E] plus the errors of earlier changes, which is what to send, and the size of each part."""
         sizes = self._trained().sizes
         return change + _join(self.errors, sizes) if self.errors else change, list(sizes.values())
 

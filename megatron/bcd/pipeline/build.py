@@ -1,16 +1,16 @@
-"""Build pipeline plans: the order of every stage's passes, and where its messages stand between them. Pure.
+"""Build pipeline plans: the order of each stage's passes, with its messages between them. Pure.
 
 From the first trainable stage on, the order is Megatron Core's (1F1B, or interleaved 1F1B with several chunks), as if
-that stage were the first one. Virtual stages before it run forward without a graph and have no backward passes.
+that stage were the first one. Virtual stages before it run forward without a graph and have no backward passes. With
+several chunks, a pass may start earlier than in Megatron Core's order, because backward passes are missing.
 
-With several chunks, a pass may start earlier than in Megatron Core's order, because backward passes are missing. Each
-stage has three queues: backward, forward with a graph, and forward only. Within a queue the order is Megatron Core's.
-The stage always runs the queue whose next pass can start first. A few policies decide about ties and short waits; all
-are simulated, and the one with the shortest iteration wins.
+Each stage has three queues: backward, forward with a graph, and forward only. Within a queue the order is Megatron
+Core's. The stage always runs the queue whose next pass can start first. A few policies decide ties and short waits. All
+of them are simulated, and the plan with the shortest iteration is used.
 
-A message stands where it can be sent at the earliest in that simulation. All stages therefore agree on one order of
-passes and messages. Such a plan cannot deadlock, even if every message blocked until its other end is ready; the
-executor blocks less than that.
+A message is placed where it can first be sent in that simulation. All stages therefore agree on one order of passes and
+messages. Such a plan cannot deadlock, even if every message blocked until its other end is ready; the executor blocks
+less than that.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def _queues(shape: PlanShape, stage: int) -> Iterator[list[Action]]:
 def _insert_messages(shape: PlanShape, timeline: _Timeline) -> tuple[tuple[Action, ...], ...]:
     """Insert the messages between every stage's passes.
 
-    At both ends, a message comes after the passes that start before it can be sent.
+    At both ends, a message follows the passes that start before it can be sent.
     """
     events: defaultdict[int, list[tuple[float, int, int, Action]]] = defaultdict(list)
     for stage, passes in enumerate(timeline):

@@ -15,7 +15,7 @@ from megatron.bcd.blocks.partition import Partition
 
 
 class Kind(enum.StrEnum):
-    """The kind of an action: a pass or an end of a message."""
+    """The kind of an action: a pass, or one end of a message."""
 
     FORWARD = "forward"
     """Keeps activations for a backward pass."""
@@ -196,7 +196,7 @@ class PlanShape:
 
     @property
     def full_training(self) -> PlanShape:
-        """The shape of full training: all layers active, no run-ahead."""
+        """Shape of full training: all layers active, no run-ahead."""
         return replace(stock_shape(self), active=(True,) * self.num_virtual)
 
 

@@ -117,7 +117,7 @@ class _Simulation:
         return tuple(sorted(map(self._shape.stage_of, message[:2])))
 
     def _advance(self, stage: int) -> bool:
-        """Run the stage's next actions. Return whether at least one has ended."""
+        """Run the stage's next actions. Return whether at least one was completed."""
         actions, spans = self._plan.stages[stage], self._spans[stage]
         num_before = len(spans)
         while len(spans) < len(actions):

@@ -24,11 +24,11 @@ class StepChecks:
     _is_switch_unchecked: bool = field(default=False, init=False)
 
     def block_is_built(self) -> None:
-        """Ask for a switch check: a new block has been built."""
+        """Request a switch check, because a new block has been built."""
         self._is_switch_unchecked = True
 
     def take_reference(self) -> None:
-        """Compare with the weights as they are now, if a switch check is still to come."""
+        """Store the current weights for the switch check, if one is still due."""
         if self._is_switch_unchecked:
             self.active.begin_switch_check()
 
@@ -44,8 +44,7 @@ class StepChecks:
         self._check_skipped(result, state)
 
     def _check_switch(self, result: StepResult, state: TrainState) -> None:
-        """Check once per block that it moved and nothing else did. Only a step with a learning rate and a gradient
-        tells."""
+        """Check once per block that only the block changed. Wait for a step with a learning rate and a gradient."""
         if not self._is_switch_unchecked or result.skipped or not result.learning_rate or not result.grad_norm:
             return
         self._is_switch_unchecked = False

@@ -52,11 +52,11 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(self, split: str, *, is_final: bool = False, can_stop: bool = True) -> float | None:
-        """Return the mean loss per token over an evaluation of "validation" or "test", the same on every rank.
+        """Return the mean loss per token on "validation" or "test", the same on every rank.
 
-        The validation split is read on from the last evaluation, and its samples count as consumed. With --eval-fixed
-        each evaluation reads the first samples, with --full-validation all of them. Returns None if a signal ended the
-        evaluation, which `can_stop` allows.
+        The validation split continues where the last evaluation ended, and its samples count as consumed. With
+        --eval-fixed each evaluation reads the first samples, with --full-validation all of them. Returns None if a
+        signal ended the evaluation, which `can_stop` allows.
         """
         training, state = self._training, self._state
         num_steps = training.eval_iters
@@ -115,7 +115,7 @@ class Evaluator:
         return bool(self._training.eval_iters) and iteration % self._training.eval_interval == 0
 
     def forget_place(self) -> None:
-        """Open the validation split anew at the next evaluation, at `state.consumed_validation_samples`."""
+        """Reopen the validation split at the next evaluation, at `state.consumed_validation_samples`."""
         self._validation_batches = None
 
     @property

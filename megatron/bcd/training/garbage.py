@@ -17,7 +17,7 @@ class GarbageCollection:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Disable the automatic collection inside, and enable it again: a program may continue after the run."""
+        """Inside the context, disable automatic collection. Enable it at the end, because a program may go on."""
         if self._is_manual:
             gc.disable()
         try:

@@ -1,4 +1,4 @@
-"""Stop the run, and write checkpoints and models of Hugging Face when they are due."""
+"""Stop the run, and write checkpoints and Hugging Face models when they are due."""
 
 from __future__ import annotations
 

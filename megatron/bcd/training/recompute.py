@@ -48,7 +48,7 @@ class Recomputation:
                 chunk.decoder.recompute(choice.granularity, choice.num_whole(number))
 
     def describe(self, partition: Partition) -> tuple[str, ...]:
-        """Return a line for the run summary, if there is anything to say."""
+        """Return a line for the run summary, as a tuple; an empty tuple without --recompute auto."""
         if not self._choices:
             return ()
         by_block = (
@@ -59,7 +59,7 @@ class Recomputation:
 
 
 def memory_limit(config: RunConfig, *, flag: str) -> float:
-    """Return how many bytes model state and activations of a rank may take. Collective.
+    """Return the number of bytes that model state and activations of a rank may take. Collective.
 
     Raises:
         ValueError: there is neither a GPU nor --recompute-memory-gib.

@@ -50,7 +50,7 @@ def build_reporter(run: ResolvedRun, *, start_iteration: int) -> Reporter:
 
 
 def report_source(checkpoint: CheckpointConfig, source: Source | None, reporter: Reporter) -> None:
-    """Report where the weights come from, and the warnings about that checkpoint."""
+    """Report the origin of the weights, and warnings about that checkpoint."""
     if source is None:
         if checkpoint.load is not None:
             reporter.note(f"--load {checkpoint.load} holds no checkpoint: starting from iteration 0")
@@ -66,7 +66,7 @@ def report_source(checkpoint: CheckpointConfig, source: Source | None, reporter:
 def describe_untrained(
     partition: Partition, schedule: BlockSchedule, state: PhaseState, *, num_steps: int, train_iters: int
 ) -> str | None:
-    """Return a warning about what `num_steps` more steps leave untrained for certain; None if that is nothing.
+    """Return a warning about parameters that will certainly stay untrained for `num_steps` more steps, or None.
 
     With 0 steps it is about what the run has left untrained.
     """
@@ -91,7 +91,7 @@ def summarize(
     samples: PhaseSubset | None,
     recomputation: Recomputation,
 ) -> RunSummary:
-    """Collect the figures of the run summary from all ranks. Collective; every rank gets the same."""
+    """Collect the figures of the run summary from all ranks. Collective; every rank gets the same summary."""
     config, partition, planned = run.config, run.partition, run.memory.state
     ranks = collectives.gather_objects(_this_rank(partition, model, planned))
     # one replica's stages and tensor slices make up the model
@@ -134,7 +134,7 @@ def summarize(
 
 
 def warn_of_dominance(shares: Sequence[float], token_share: float) -> tuple[str, ...]:
-    """Return a warning if one of several blocks holds most of the model, with a remedy.
+    """Return a warning with a remedy if one of several blocks contains most of the model.
 
     Args:
         shares: the share of the parameters of each block.

@@ -1,4 +1,4 @@
-"""Resolve what the flags leave open, before the trainer exists: sizes, phase length, where frozen weights lie."""
+"""Resolve open settings before the trainer exists: sizes, phase length, location of frozen weights."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def with_length(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
 
 
 def _num_blocks(config: RunConfig, partition: Partition) -> int:
-    """Return --bcd-num-blocks, or the number of blocks that the layout has without it."""
+    """Return --bcd-num-blocks, or the layout's default number of blocks."""
     if config.bcd.bcd_num_blocks is not None:
         return config.bcd.bcd_num_blocks
     per_flag = partition.num_stages if config.bcd.bcd_layout == "submodel" else 1
@@ -115,7 +115,7 @@ def _num_blocks(config: RunConfig, partition: Partition) -> int:
 
 
 def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
-    """Return the vocabulary size of the model. Raises ValueError if it has no row for some of the tokens."""
+    """Return the vocabulary size of the model. Raises ValueError if it is too small for the tokens."""
     name = config.checkpoint.load_hf
     if name is None:
         return tokenizer.vocab_size

@@ -31,7 +31,7 @@ class StepResult:
 
     @property
     def milliseconds(self) -> float:
-        """How long the step took. Waits for the device if the step still runs there."""
+        """Duration of the step. Waits for the device if the step still runs there."""
         return self.duration if isinstance(self.duration, float) else self.duration.milliseconds
 
     @property
@@ -45,7 +45,7 @@ class StepResult:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepResult:
-        """Build the result from what `to_dict` returned."""
+        """Build the result from the output of `to_dict`."""
         return cls(
             loss=values["loss"],
             grad_norm=values["grad_norm"],

@@ -27,7 +27,7 @@ from megatron.bcd.training.timers import StepTimers, Stragglers
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetricsCollector:
-    """Reads the parts of a run that a log line reports."""
+    """Collects the metrics of a log line from the parts of a run."""
 
     config: RunConfig
     planned: ModelState

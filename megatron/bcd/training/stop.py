@@ -23,7 +23,7 @@ _FORWARD_SECONDS = 2.0
 
 
 class StopRequests:
-    """This rank's requests to stop, and what all ranks decide together."""
+    """This rank's requests to stop, and the decision of all ranks."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._interval = config.exit_interval
@@ -37,7 +37,7 @@ class StopRequests:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take signals as requests to stop. Works in the main thread only."""
+        """Inside the context, treat signals as requests to stop. Works in the main thread only."""
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             yield
@@ -85,7 +85,7 @@ class StopRequests:
         return self.decide(iteration, maxima.tolist())
 
     def decide(self, iteration: int, maxima: Sequence[int]) -> bool:
-        """Decide like `agree`, but on maxima that a step has already reduced along with its loss."""
+        """Decide like `agree`, but from maxima that a step has already reduced with its loss."""
         request, is_any_rank_writing = maxima
         if request == _DURATION_OVER:
             self.reason = "--exit-duration-in-mins is over"
@@ -97,9 +97,9 @@ class StopRequests:
 
 
 def _end_on_sigint() -> None:
-    """Let the kernel end the process at the next SIGINT.
+    """Make the kernel end the process at the next SIGINT.
 
     Python runs its signal handlers in the main thread, which may be waiting in a collective for ever. `signal.signal`
-    works in the main thread only, and this runs in a timer's thread, so it calls the C function.
+    works in the main thread only. This function runs in a timer's thread, so it calls the C function.
     """
     ctypes.CDLL(None).signal(int(signal.SIGINT), ctypes.c_void_p(0))  # SIG_DFL

@@ -39,7 +39,7 @@ class StepTimers(Timers):
 
     @contextlib.contextmanager
     def connected(self, active: ActiveBlock) -> Iterator[None]:
-        """Time the passes and the optimizer of `active` inside. Evaluations and measurements stay outside."""
+        """Inside the context, time the passes and the optimizer of `active`, but no evaluations and measurements."""
         if not self._is_on:
             yield
             return
@@ -57,7 +57,7 @@ class StepTimers(Timers):
 
     @contextlib.contextmanager
     def timing_optimizer(self) -> Iterator[None]:
-        """Time the optimizer step inside on level 1. Every rank must pass here once in every step."""
+        """Inside the context, time the optimizer step (level 1). Every rank must enter it once in every step."""
         self._num_steps += 1
         self("optimizer", log_level=1).start(barrier=self._has_barrier)
         yield
@@ -90,7 +90,7 @@ class Stragglers:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Time the passes of one training step inside. Evaluations and measurements stay outside."""
+        """Inside the context, time the passes of one training step, but no evaluations and measurements."""
         self._counts = self._is_on
         self._num_steps += 1
         try:

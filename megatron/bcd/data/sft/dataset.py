@@ -200,7 +200,7 @@ def _prepare(config: RunConfig, tokenizer: Tokenizer) -> _Prepared:
 
 
 def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[Indices], int]:
-    """Return the samples of each split and the number of omitted ones. Raises ValueError as `_prepare` does."""
+    """Return the samples of each split, and the number of omitted samples. Raises ValueError like `_prepare`."""
     keeps = _which_fit(samples, config, files)
     shares = config.data.split_shares
     if config.data.data_path:

@@ -205,7 +205,7 @@ def _open_everywhere(root: str, digest: str) -> Samples:
 
 @contextlib.contextmanager
 def new_folder(root: str, digest: str) -> Iterator[str]:
-    """Create a temporary folder below `root`. Rename it at the end of the context, or delete it after an error.
+    """Create a temporary folder below `root`. Rename it when the context ends, or delete it after an error.
 
     Also delete temporary folders of killed jobs that are older than a day. Raises OSError.
     """

@@ -141,7 +141,10 @@ def parse_record(value: Any) -> Record:
 def _conversation(
     messages: Any, *, role: str = "role", content: str = "content", first: Mapping[str, Any] | None = None
 ) -> tuple[Message, ...]:
-    """Return the messages, inputs the names of their keys. A key "system" in `first` becomes the first message."""
+    """Return the messages of a conversation up to its last answer. `role` and `content` are the keys in the file.
+
+    A "system" entry in `first` becomes the first message.
+    """
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f'has messages that are no list of {{"{role}": ..., "{content}": ...}}')
     turns = [{"role": _text(message, role), "content": _text(message, content)} for message in messages]
@@ -333,9 +336,10 @@ def tokenize_sample(sample: Rendered, tokenizer: Tokenizer) -> Tokens:
 
 
 def _answer_end(text: str, end: int, ids: list[int], tokenizer: Tokenizer) -> int:
-    """Return the number of ids that cover the text up to character `end`, including one that extends beyond it.
+    """Return the number of ids that cover the text up to character `end`.
 
-    Tokens after `end` are identified by tokenizing text[end:] alone: they are the longest common suffix with `ids`.
+    An id that extends beyond `end` counts. Tokens after `end` are found by tokenizing text[end:] alone: they are the
+    longest common suffix with `ids`.
     """
     before = tokenizer.tokenize(text[:end])
     shared = _num_common(before, ids)
