@@ -49,8 +49,8 @@ class TrainingSamples:
         self.share = share
 
     def look_ahead(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
-        """Return the microbatches that `batches` will return next, read separately. At the end of the data, repeat the
-        last.
+        """Return the microbatches that `batches` will return next, read separately; at the end of the data, the last
+        ones.
         """
         config = self._config.replace_section("data", num_workers=0)
         if self.dataset is not None and self.subset is None:
