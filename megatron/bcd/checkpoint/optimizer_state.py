@@ -34,7 +34,7 @@ from megatron.bcd.runtime import collectives, replicas
 
 Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 Deferred: TypeAlias = dict[str, Callable[[], torch.Tensor]]
-"""What makes a tensor when it is written, by its key in the checkpoint."""
+"""Functions that make tensors when they are written, by their keys in the checkpoint."""
 PREFIX = "optimizer"
 
 

@@ -151,7 +151,7 @@ class Saver:
         return True
 
     def log_progress(self, text: str) -> None:
-        """With --log-progress, append a line to ``progress.txt`` in stock Megatron-LM's form. Not a collective."""
+        """Append a line to ``progress.txt`` in stock Megatron-LM's form (--log-progress). Not a collective."""
         if not (self._config.log_progress and self._is_first):
             return
         columns = (

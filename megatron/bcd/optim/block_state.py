@@ -229,7 +229,7 @@ class BlockStateStore:
         states = {name: (shard.num_steps, shard.tensors()) for name, shard in shards.items()}
         if group is not None:
             mine = {name: (num_steps, sorted(tensors)) for name, (num_steps, tensors) in states.items()}
-            contents = {name: one for rank in collectives.gather_objects(mine, group) for name, one in rank.items()}
+            contents = {name: each for rank in collectives.gather_objects(mine, group) for name, each in rank.items()}
 
             def whole(name: str, key: str) -> torch.Tensor:
                 shard, start = (states[name][1][key], shards[name].start) if name in shards else (None, 0)

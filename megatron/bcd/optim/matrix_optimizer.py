@@ -231,7 +231,7 @@ class MatrixOptimizer(StateOwner):
             for owner, (name, (parameter, layout)) in zip(owners, matrices.items(), strict=True)
         }
         self._param_groups: list[dict[str, Any]] = []
-        """Of the present phase: lr and weight_decay as the scheduler sets them; the rule, the matrices and their
+        """Groups of the present phase: lr and weight_decay as the scheduler sets them; the rule, the matrices and their
         stacks; whether the active block owns them."""
         self._squares: device.HostCopy | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []

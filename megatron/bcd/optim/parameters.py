@@ -11,7 +11,7 @@ from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.model.builder import unwrap_model
 
 Parameters = dict[str, torch.nn.Parameter]
-"""By GPTModel's names, in its order."""
+"""Parameters by GPTModel's names, in its order."""
 
 
 class ParametersByBlock:

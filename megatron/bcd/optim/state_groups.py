@@ -33,7 +33,7 @@ class StatePart:
     """State of one parameter, or of a part of it, that is not in an optimizer of Megatron Core."""
 
     read: Mapping[str, Callable[[], torch.Tensor]]
-    """What makes each tensor, by name."""
+    """Functions that return the tensors, by name."""
     start: int = 0
     """First element of the flat parameter."""
     num_steps: int = 0

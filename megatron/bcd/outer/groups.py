@@ -43,7 +43,7 @@ class ExchangeFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """What an exchange needs of the run beside tensors."""
+    """The parts of a run that an exchange needs beside tensors."""
 
     counters: Callable[[], dict[str, Any]]
     iteration: Callable[[], int]

@@ -1,4 +1,4 @@
-"""Checks and copies for a replica group that joins the others."""
+"""Check a replica group that joins the others, and copy their state to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EXCHANGE_FLAGS = ("save_interval", "save_hf_interval", "exit_interval")
 """The only flags compared in the sections `checkpoint` and `report`: they decide when groups exchange."""
 
 Identity = dict[str, str]
-"""What groups must have in common to train one model, by flag or part."""
+"""Properties that groups must have in common to train one model, by flag or part."""
 
 
 def run_identity(config: RunConfig, *, train: Any) -> Identity:
