@@ -60,7 +60,7 @@ def python(text: str, *more: object) -> tuple[str, ...]:
 
 
 def sanity(setting: Setting, results: Results) -> list[Job]:
-    """Does the code run on this GPU as it does on emulated ones? Also tokenize the texts."""
+    """Check that the code runs on this GPU as on emulated GPUs, and tokenize the texts."""
     check, tests = "tools/check_machine.py --json {metrics}", "-m pytest tests/gpu -q -p no:cacheprovider"
     if setting.is_tiny:
         return [
@@ -125,7 +125,7 @@ RUN_SECONDS = 90
 
 
 def learning(setting: Setting, results: Results) -> list[Job]:
-    """Does BCD learn at 124 million parameters? Full Adam, full Muon and the presets on the same tokens."""
+    """Test whether BCD learns at 124 million parameters: full Adam, full Muon and the presets on the same tokens."""
     if not has_tokens(setting, "train", "valid"):
         return tokenization(setting)
     sizes = TINY_GPT if setting.is_tiny else GPT2_SMALL
@@ -239,7 +239,7 @@ DECIDING = ("full_adam", "factored", "factored_muon_blocks")
 
 
 def fine_tuning(setting: Setting, results: Results) -> list[Job]:
-    """Which method adapts SmolLM2-135M to a language that it does not know, and what does it forget?"""
+    """Compare how methods adapt SmolLM2-135M to a new language, and what it forgets."""
     if not has_tokens(setting, "chichewa_train", "chichewa_valid"):
         return tokenization(setting)
     length = TINY_LANGUAGE if setting.is_tiny else LANGUAGE
@@ -249,7 +249,7 @@ def fine_tuning(setting: Setting, results: Results) -> list[Job]:
 
 
 def instructions(setting: Setting, results: Results) -> list[Job]:
-    """Which method learns to follow instructions: the same model, one epoch of Alpaca?"""
+    """Compare how methods learn to follow instructions: the same model, one epoch of Alpaca."""
     records = setting.inputs / "instructions.jsonl"
     if not (records.is_file() and (setting.inputs / "smollm2" / "config.json").is_file()):
         return []

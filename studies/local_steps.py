@@ -122,7 +122,7 @@ class Outer:
         return result.flatten()[: changes[0].numel()].view_as(changes[0])
 
     def apply(self, moves: list[Tensors]) -> None:
-        """Move every worker. It keeps what it has learned since the exchange began (--delay)."""
+        """Add its move to every worker. With --delay a worker keeps what it has learned since the exchange began."""
         for worker, move in zip(self.workers, moves, strict=True):
             for name, value in move.items():
                 worker[name].add_(value)

@@ -159,7 +159,7 @@ class Runner:
 
     @property
     def timing(self) -> Result | None:
-        """One of the timing lines."""
+        """Return one of the timing lines."""
         return next((result for result in self.results.values() if result.rounds), None)
 
     def step_ms(self, point: Point) -> float | None:
@@ -380,7 +380,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """All of it; the exit code. Raises ValueError for a user's mistake."""
+    """Run the study and return the exit code. Raises ValueError for a user's mistake."""
     study = read_study(arguments.study)
     check_positive(arguments, "jobs", "step_times")
     study = replace(study, jobs=arguments.jobs or study.jobs)

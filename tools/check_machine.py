@@ -71,7 +71,7 @@ MIN_FREE_GIB = 1.0
 
 
 def pins(path: Path = ROOT / "requirements.txt") -> dict[str, str]:
-    """Return the version of each package that running needs."""
+    """Return the pinned version of each package that the program needs to run."""
     lines = path.read_text(encoding="utf-8").split(TESTS_ONLY)[0].splitlines()
     return dict(line.split("==") for line in (line.split("#")[0].strip() for line in lines) if line)
 

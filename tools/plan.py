@@ -242,7 +242,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
 
 
 def recipe_values(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
-    """Return the values for `make_recipe`; what was not given is None.
+    """Return the values for `make_recipe`; None for values that were not given.
 
     Raises ValueError for an unknown name, or for a flag that has no effect.
     """
@@ -278,7 +278,7 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Return values as flags, without those that are None, the default."""
+    """Return values as words of a command line, without those that are None."""
     words = []
     for name, value in values.items():
         if value is not None:
@@ -295,7 +295,7 @@ Answer = tuple[str, Any, int]
 
 
 def answer_to(arguments: argparse.Namespace) -> Answer:
-    """Answer a command line. Raises ValueError for a user's mistake."""
+    """Return the answer to a command line. Raises ValueError for a user's mistake."""
     recipe = recipe_of(arguments)
     is_one_method = bool(arguments.method or arguments.bcd_preset)
     if arguments.compare and is_one_method:
@@ -319,7 +319,7 @@ def answer_to(arguments: argparse.Namespace) -> Answer:
 
 
 def answer_search(arguments: argparse.Namespace, recipe: Recipe, estimates: Sequence[Estimate]) -> Answer:
-    """Answer with the layouts, best first, and without --compare with the plan of the best on these GPUs."""
+    """Return the layouts, best first. Without --compare, also return the plan of the best one on these GPUs."""
     if not estimates:
         text, others = what_fits(arguments)
         head = f"no layout of {recipe.model.name} with --method {recipe.method} fits on {recipe.num_gpus} x "
@@ -543,7 +543,7 @@ def _loss(result: Finding) -> str:
 
 
 def _to_full(estimate: Estimate, ratio: float | None) -> str:
-    """Return a cost over full training's, or whether equal epochs reach its loss."""
+    """Return the cost relative to full training's, or whether equal epochs reach its loss."""
     result = finding(estimate.recipe)
     if estimate.cost.is_to_full_loss:
         return "-" if ratio is None else f"{ratio:.2f}"

@@ -173,8 +173,8 @@ def what_fits(recipe: Recipe, values: Mapping[str, Any]) -> str:
 def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
     """Return the recipe with a small model of the same family, on at most ``num_gpus`` ranks of one node.
 
-    Method, layout, number of blocks (in layout ``stage``: one per stage), precision and recomputation stay, and a
-    pipeline stays a pipeline. The vocabulary is ByteLevelTokenizer's.
+    Method, layout, number of blocks (in layout ``stage``: one per stage), precision and recomputation do not change,
+    and a pipeline remains a pipeline. The vocabulary is ByteLevelTokenizer's.
     """
     model, ranks = recipe.model, min(num_gpus, recipe.num_gpus)
     stages, num_blocks = min(recipe.pipeline_size, ranks), recipe.flag("bcd_num_blocks")

@@ -420,7 +420,7 @@ class Trainer:
         return num_microbatches
 
     def _warn_of_untrained(self, *, num_steps: int) -> None:
-        """Warn of layers that stay untrained for certain after `num_steps` more steps, or have stayed so if it is 0."""
+        """Warn of layers that will certainly stay untrained for `num_steps` more steps, or with 0 are untrained now."""
         phase_state, train_iters = self.state.phase_state, self.train_iters
         warning = describe_untrained(
             self.partition, self.block_schedule, phase_state, num_steps=num_steps, train_iters=train_iters
@@ -695,8 +695,9 @@ class Trainer:
     # ----------------------------------------------------------------------------------------------------- restore
 
     def restore(self) -> None:
-        """Enter the first phase, of a new run or of the checkpoint whose weights are loaded. With --skip-train take
-        only the iteration from the checkpoint.
+        """Enter the first phase of a new run, or of the checkpoint whose weights are loaded.
+
+        With --skip-train, take only the iteration from the checkpoint.
 
         Raises:
             ValueError: the checkpoint can't be read.

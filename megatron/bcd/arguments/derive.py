@@ -19,14 +19,14 @@ Values = dict[str, Any]
 def derive_values(
     values: Values, flags: tuple[Flag, ...], *, asked: Mapping[str, Any], given: Mapping[str, Any], world_size: int
 ) -> list[str]:
-    """Fill in `values`.
+    """Derive `values` in place.
 
     Args:
         asked: values of the command line.
         given: values of the command line and of --load-hf.
 
     Returns:
-        Lines for the run summary about flags that have no effect, or another effect than the usual one.
+        Lines for the run summary about flags that have no effect, or an unusual one.
     """
     lines = []
     if _leaves_no_evaluation(values["split"]):
@@ -62,7 +62,7 @@ def derive_values(
 
 
 def _take_back(values: Values, flags: tuple[Flag, ...], *, asked: Mapping[str, Any]) -> dict[str, str]:
-    """Reset flags that are given without the flag they belong to. Return what the run summary says of each field."""
+    """Reset flags that have no effect without another flag, which is not given. Return the summary's text by field."""
     by_field = {flag.field: flag for flag in flags}
     reset: dict[str, str] = {}
     for owners, fields in BELONG_TO.items():

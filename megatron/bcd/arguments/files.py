@@ -48,7 +48,7 @@ def read_data_files(values: dict[str, Any]) -> None:
 
 
 def _data_by_split(text: str, name: str) -> dict[str, tuple[str, ...] | None]:
-    """Parse stock's JSON object. Each split has a list of words or a string of words; null stands for no data."""
+    """Parse stock's JSON object: for each split a list of words, a string of words, or null for no data."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -65,9 +65,9 @@ def _data_by_split(text: str, name: str) -> dict[str, tuple[str, ...] | None]:
 
 
 def values_of_model(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values by field name that --load-hf takes from the model's config.json.
+    """Return two dictionaries by field name, from the config.json of --load-hf.
 
-    The first ones are fixed by the weights; given flags replace the second ones.
+    The weights determine the first one. The second one contains defaults, which given flags replace.
 
     Raises:
         ValueError: the model can't be used, or a given flag contradicts it.
@@ -134,7 +134,7 @@ def take_checkpoint_flags(values: dict[str, Any], flags: Iterable[Flag], *, give
 
 
 def positions_of_checkpoint(values: Mapping[str, Any]) -> int | None:
-    """Return --max-position-embeddings of the weights that --finetune starts with; None if nothing tells it."""
+    """Return --max-position-embeddings of the weights that --finetune starts with, or None if it is unknown."""
     if values["load"] is None or not values["finetune"]:
         return None
     try:

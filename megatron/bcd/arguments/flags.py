@@ -100,7 +100,7 @@ def dashed(field: str) -> str:
 
 
 def _switch_names(field: str, stock_name: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the spellings that switch a field on and off. A script's default or a file of flags may be either."""
+    """Return the spellings that switch a field on and off. Both are needed, because defaults differ between scripts."""
     if stock_name is None:
         name = dashed(field)[2:]
         return (f"--{name}",), (f"--no-{name}", f"--disable-{name}")
@@ -145,7 +145,7 @@ def _core_help(core: Any) -> Mapping[str, str]:
 
 
 def _flag(section: str, field: dataclasses.Field[Any], annotation: Any, group: str, help: str = "") -> Flag:
-    """Build a flag from the annotation, then Megatron Core's metadata or ours, then stock's differences."""
+    """Build a flag: the annotation comes first, then Megatron Core's metadata or ours, then stock's differences."""
     core = field.metadata.get("argparse_meta", {})
     ours = {name: value for name, value in field.metadata.items() if name != "argparse_meta" and value is not None}
     differs = ours | stock.DIFFERENCES.get(field.name, {})

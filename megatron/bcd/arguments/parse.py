@@ -34,7 +34,7 @@ class ConfigurationError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """The result of a command line."""
+    """A parsed command line."""
 
     config: RunConfig
     notes: tuple[str, ...] = ()
@@ -269,7 +269,7 @@ def _check(
     world_size: int,
     starts: bool,
 ) -> CommandLine:
-    """Build the result of a command line from its values.
+    """Check the values of a command line, and build its result.
 
     Args:
         given: values by field name.
@@ -332,10 +332,10 @@ def read_command_line(
     defaults: Mapping[str, object] | None = None,
     world_size: int | None = None,
 ) -> CommandLine:
-    """Return the checked RunConfig of a command line, and what the run summary says of its flags.
+    """Return the checked RunConfig of a command line, and lines about its flags for the run summary.
 
-    Fills in what flags imply for other flags, like ``validate_args`` of stock Megatron-LM. What a dataclass of Megatron
-    Core derives itself is left to it.
+    Fills in values that flags imply, like ``validate_args`` of stock Megatron-LM. Values that a dataclass of Megatron
+    Core derives itself stay open.
 
     Args:
         argv: the flags; None means those of the process.

@@ -18,7 +18,7 @@ _VOCABULARIES = {"ByteLevelTokenizer": 257, "GPT2BPETokenizer": 50257}
 
 
 def known_vocabulary(config: RunConfig) -> int | None:
-    """Return the vocabulary size of the tokenizer, or None if only its files tell."""
+    """Return the vocabulary size of the tokenizer, or None if it is only known from its files."""
     kind, size = config.tokenizer.tokenizer_type, config.tokenizer.vocab_size
     if kind == "NullTokenizer" and size is not None:
         return size + 1  # its end-of-document token
@@ -30,8 +30,8 @@ def known_vocabulary(config: RunConfig) -> int | None:
 def with_balanced_cut(config: RunConfig, *, reads_files: bool = True) -> RunConfig:
     """Return `config` with the --pipeline-model-parallel-layout that --pipeline-cut auto asks for.
 
-    The work of the output head depends on the vocabulary, so this reads the tokenizer. If `reads_files` is False and
-    only files tell the size, the stages stay cut evenly.
+    The work of the output head depends on the size of the vocabulary, so this reads the tokenizer. If `reads_files` is
+    False and the size is only known from files, the stages stay cut evenly.
 
     Raises:
         ValueError: the tokenizer can't be read.

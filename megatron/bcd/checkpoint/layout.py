@@ -145,13 +145,11 @@ def clear(root: str) -> None:
 
 
 def clean_leftovers(root: str, *, before: int | None = None) -> None:
-    """Clean up after a killed job.
+    """Clean up after a killed job: delete unfinished checkpoints.
 
-    The caller must hold the lock of `root` and write no checkpoint. Or it gives an iteration `before` which no job
-    writes a checkpoint, and only earlier iterations are cleaned up.
-
-    An unfinished checkpoint is deleted. A checkpoint that was being replaced gets its name back if the new one is
-    missing.
+    If the job was replacing a checkpoint and the new one is missing, the old one gets its name back. The caller must
+    hold the lock of `root` and not be writing a checkpoint. With `before`, only checkpoints of smaller iterations are
+    cleaned up, so that newer ones may be written meanwhile.
     """
     limit = math.inf if before is None else before
     for iteration in [number for number in _iterations(root, _REMOVED) if number < limit]:

@@ -1,8 +1,8 @@
 """Optimizer state by parameter name, independent of the parallel sizes.
 
 Megatron Core's distributed optimizer splits each parameter's state into flat shards, one for each data-parallel rank.
-For a checkpoint the shards of a parameter are gathered on one of the replicas, which take turns, and are saved in the
-shape and sharding of the weight.
+For a checkpoint, the shards of each parameter are gathered on one replica, in turn, and saved in the shape and sharding
+of the weight.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummar
 
 
 def after_phase(summary: StateSummary, active: ActiveBlock) -> StateSummary:
-    """Return what --bcd-optimizer-state and --bcd-main-params keep of a group's state at the end of its phase."""
+    """Return the part of a group's state that --bcd-optimizer-state and --bcd-main-params keep after its phase."""
     store = active.offloaded
     names = [
         name for name in summary["names"] if (store.keeps_main_params if name == MAIN_PARAM else store.keeps_moments)
@@ -186,11 +186,11 @@ def set_state(active: ActiveBlock, summaries: Mapping[str, StateSummary], loaded
 
 
 def _known(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> list[tuple[StateGroup, StateSummary]]:
-    """Return the groups that this run has, with their summaries in a checkpoint."""
+    """Return the groups of a checkpoint that this run also has, with their summaries."""
     groups = state_groups(active)
     return [(groups[key], summary) for key, summary in summaries.items() if key in groups]
 
 
 def _sharded_weights(active: ActiveBlock) -> dict[str, Any]:
-    """Return the entries of the weights, each layer under a key of its own: only some layers have state."""
+    """Return the entries of the weights. Each layer has a separate key, because only some layers have state."""
     return unwrap_model(active.model).sharded_state_dict(metadata={"non_homogeneous_layers": True})

@@ -124,7 +124,7 @@ def check_has_no_adapters(flags: Mapping[str, Any], *, source: str) -> None:
 
 
 def consumed_samples(text: str) -> int:
-    """Return the consumed training samples, also of another format version; 0 if the file does not say."""
+    """Return the number of consumed training samples, in any format version; 0 if the file does not contain it."""
     try:
         return int(json.loads(text)["consumed_samples"])
     except (ValueError, KeyError, TypeError):
@@ -191,10 +191,10 @@ _TOKENIZER = ("tokenizer_type", "vocab_size", "tiktoken_pattern", "tiktoken_num_
 
 
 def check_same_tokens(saved: Mapping[str, Any], config: RunConfig, *, source: str) -> None:
-    """Compare the tokens with those of the run that wrote the checkpoint. The data may differ, not the tokenizer.
+    """Compare the tokenizer and --mock-data with those of the checkpoint's run. The data itself may differ.
 
     Raises:
-        ValueError: one of the two trained on mock data, or they have different tokenizers.
+        ValueError: only one of the two runs uses mock data, or their tokenizers differ.
     """
     remedy = "or other folders for --save and --load (--finetune starts a new run with these weights)"
     now = config.data.mock_data
@@ -230,13 +230,13 @@ _SCHEDULED = ("lr", "min_lr", "weight_decay")
 
 
 def with_saved_schedule(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
-    """Return `config` with the schedule of a checkpoint's flags.
+    """Return `config` with the phase length and the learning-rate schedule of a checkpoint's flags.
 
-    That is the length of phases without --bcd-steps-per-block, and the learning-rate schedule with
+    The phase length is taken if --bcd-steps-per-block is not given, the learning-rate schedule with
     --use-checkpoint-opt_param-scheduler.
 
     Raises:
-        ValueError: the checkpoint's schedule counts steps and this run samples, or the reverse.
+        ValueError: one of the two schedules counts steps and the other one samples.
     """
     if config.bcd.bcd_steps_per_block is None:
         steps = saved.get("bcd", {}).get("bcd_steps_per_block")

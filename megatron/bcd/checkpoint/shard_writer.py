@@ -31,7 +31,7 @@ class Writer(FileSystemWriter):
     """PyTorch's writer without storage metadata."""
 
     def storage_meta(self) -> StorageMeta:
-        """Return no metadata. It would name the folder, which is renamed, with an object that is more than data."""
+        """Return empty metadata. PyTorch's contains the folder before its renaming, as a pickled object."""
         return StorageMeta()
 
 
@@ -43,10 +43,10 @@ def write_beside_shards(folder: str, *, iteration: int) -> None:
 
 
 class Planner(MCoreSavePlanner):
-    """Megatron Core's planner with deferred tensors.
+    """Megatron Core's planner, which also creates tensors just before they are written.
 
-    A tensor on the meta device is a part of a whole that is made when the part is written. `deferred` has the functions
-    that make the whole tensors, by key.
+    A tensor on the meta device is a placeholder for a part of such a tensor. `deferred` maps its key to the function
+    that returns the whole tensor.
     """
 
     def __init__(self, deferred: Mapping[str, Callable[[], torch.Tensor]]) -> None:
@@ -65,8 +65,8 @@ class Planner(MCoreSavePlanner):
 class ShardWrite:
     """Writes the weights and the optimizer state of one checkpoint.
 
-    The constructor is a collective. It checks that each shard has one writer, and copies the weights that training
-    changes meanwhile to host memory, except those that are there already and `is_constant` until `finish`. `start`
+    The constructor is a collective. It checks that each shard has one writer. For a write in the background, it copies
+    to host memory all weights that training may change before `finish`: all but those that `is_constant`. `start`
     writes this rank's files. `finish` is a collective and writes the index. `deferred`: see `Planner`.
     """
 

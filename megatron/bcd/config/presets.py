@@ -1,4 +1,4 @@
-"""Values that --bcd-preset sets unless the command line does, and the defaults of the training scripts."""
+"""The values of --bcd-preset, which the command line overrides, and the defaults of the training scripts."""
 
 from __future__ import annotations
 
@@ -106,11 +106,11 @@ def _needs_blocks(given: Mapping[str, Any], network: Mapping[str, Any]) -> bool:
 
 
 def derive_blocks(values: dict[str, Any], *, given: Mapping[str, Any]) -> None:
-    """Derive the values of blocks.
+    """Derive the flags that depend on the blocks, in place.
 
-    Preset finetune with blocks has as many as a pipeline stage has layers. --bcd-frozen names both the embedding and a
-    tied head or neither, because they are one weight. The always-active parts of a preset exclude frozen parts and a
-    head with its own phase. Where embedding and head can't be factored, Adam updates them.
+    Preset finetune with blocks has one block per layer of a pipeline stage. --bcd-frozen contains both the embedding
+    and a tied head or neither, because they are one weight. The always-active parts of a preset exclude frozen parts,
+    and a head with its own phase. If embedding and head can't be factored, Adam updates them.
     """
     has_number = values["bcd_num_blocks"] is not None or values["bcd_layout"] == "stage"
     if values["bcd_preset"] == "finetune" and not has_number and values["num_layers"]:

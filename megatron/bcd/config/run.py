@@ -188,7 +188,7 @@ class RunConfig:
 
 
 def fields_on_resume(rule: str) -> tuple[str, ...]:
-    """Return the names of our own fields with that rule for a resumed run, see `sections.option`."""
+    """Return the names of our own fields with this `on_resume` rule, see `sections.option`."""
     sections = (section for section in typing.get_type_hints(RunConfig).values() if is_dataclass(section))
     return tuple(
         field.name for section in sections for field in fields(section) if field.metadata.get("on_resume") == rule
@@ -196,7 +196,7 @@ def fields_on_resume(rule: str) -> tuple[str, ...]:
 
 
 def core_keywords(settings: OptimizerSettings | DdpSettings) -> dict[str, Any]:
-    """Return the keyword arguments for Megatron Core's class, which has its own default for what is None."""
+    """Return the keyword arguments for Megatron Core's class. Values that are None are left to the class."""
     return {name: value for name, value in vars(settings).items() if value is not None}
 
 

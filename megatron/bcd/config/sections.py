@@ -35,7 +35,7 @@ REPORT = "report"
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a number may have."""
+    """The range of values that a number may have."""
 
     text: str
     """Completes "must be"."""
@@ -240,7 +240,7 @@ class BcdConfig:
 
     @property
     def mean_steps(self) -> float:
-        """The mean number of steps of a phase; the largest possible one while the length of the run is unknown."""
+        """Mean number of steps per phase. While the length of the run is unknown, the largest possible one."""
         steps = self.bcd_steps_per_block
         return LONGEST_PHASES[self.bcd_preset] if steps is None else steps
 
@@ -252,9 +252,9 @@ class BcdConfig:
 
     @property
     def always_active(self) -> frozenset[str]:
-        """The entries of --bcd-always-active, or its default without what --bcd-frozen and --bcd-head-phase take.
+        """The entries of --bcd-always-active. The default excludes parts that are frozen or have a head phase.
 
-        Raises ValueError for one not in ALWAYS_ACTIVE.
+        Raises ValueError for an entry that is not in ALWAYS_ACTIVE.
         """
         if self.bcd_always_active is None:
             left = frozenset(ALWAYS_ACTIVE if self.bcd_inactive_update != "none" else ()) - self.frozen

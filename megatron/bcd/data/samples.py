@@ -49,9 +49,7 @@ class TrainingSamples:
         self.share = share
 
     def look_ahead(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
-        """Return the microbatches that `batches` will return next, read separately; at the end of the data, the last
-        ones.
-        """
+        """Return the next microbatches of `batches`, read separately; at the end of the data, the last ones."""
         config = self._config.replace_section("data", num_workers=0)
         if self.dataset is not None and self.subset is None:
             batch = config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()

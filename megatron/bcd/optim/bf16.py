@@ -54,7 +54,7 @@ class Bf16Residual:
 
 @torch.no_grad()
 def bf16_residual(main_param: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> Bf16Residual:
-    """Return what restores `main_param` (fp32, flat) bit for bit from `weight` (bf16, flat).
+    """Return the difference that restores `main_param` (fp32, flat) bit for bit from `weight` (bf16, flat).
 
     `out` is an int16 host buffer for the differences, written without waiting for the device. Main parameters may be in
     host memory while weights are on the device.

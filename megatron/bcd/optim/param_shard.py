@@ -217,7 +217,7 @@ def optimizer_params(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tens
 
 
 def param_shards(optimizers: Iterable[Any], parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, ParamShard]:
-    """Return this rank's shards of the `parameters` by name, in their order, without parameters that have none."""
+    """Return this rank's shards by name, in the order of `parameters`. Some parameters may have no shard here."""
     shards: dict[torch.nn.Parameter, ParamShard] = {}
     for optimizer in optimizers:
         if optimizer.is_stub_optimizer:

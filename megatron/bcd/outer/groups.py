@@ -250,7 +250,7 @@ class ReplicaGroups:
         )
 
     def _state(self) -> dict[str, Any]:
-        """Return what another group needs of this rank. torchft's thread calls it while this thread waits."""
+        """Return the state of this rank for another group. torchft's thread calls it while this thread waits."""
         return {
             "identity": self._identity,
             "counters": self._parts.counters(),

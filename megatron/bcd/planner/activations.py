@@ -101,7 +101,7 @@ def layer_bytes(
 def _head_bytes(
     tokens: int, hidden: int, vocabulary: int, element: int, *, linear_loss: bool
 ) -> tuple[int, tuple[int, int]]:
-    """Return what final norm, head and loss save, and their temporary memory with the head frozen and active."""
+    """Return the bytes saved by final norm, head and loss, and their temporary memory with a frozen and an active head."""
     weight, converted = vocabulary * hidden * element, 0 if element == 4 else element
     if linear_loss:  # norm input and output, and the gradient that the forward pass computes; logits of a few tokens
         logits_of_token = vocabulary * (4 + converted)
@@ -129,10 +129,11 @@ class Recomputed:
 
 
 def least_recomputation(numbers: Sequence[int], fits: Callable[[Recomputed], bool], *, core_share: float) -> Recomputed:
-    """Return nothing if that fits; otherwise the core of attention in every layer, or the first few whole layers.
+    """Return the least recomputation that fits.
 
-    Of these two the one with less work is chosen, if it fits. If nothing fits, all layers are recomputed. The first
-    layers of the first chunks come first, because their activations are kept longest.
+    It is nothing, the core of attention in every layer, or the first few whole layers. Of the last two, the one with
+    less work is chosen. If nothing fits, all layers are recomputed. The first layers of the first chunks come first,
+    because their activations are kept longest.
 
     Args:
         numbers: layers after the prefix, by chunk.
@@ -183,7 +184,7 @@ class StageActivations:
         return max(map(int, totals))
 
     def peak_bytes(self, recomputed: Recomputed) -> int:
-        """Return what autograd saves, and the most temporary memory that a microbatch's passes need beside it."""
+        """Return the saved bytes plus the largest temporary memory of a microbatch's passes."""
         sizes, partition, beside = self.sizes, self.partition, 0
         for chunk in range(partition.num_chunks):
             has_head = self._has_head(chunk)
@@ -200,7 +201,7 @@ class StageActivations:
 
     @property
     def message_bytes(self) -> int:
-        """Messages in queues and in flight, in addition to the inputs that count as activations."""
+        """Return the bytes of messages in queues and in flight, in addition to inputs that count as activations."""
         shape = self.shape
         if shape.num_stages == 1:
             return 0
@@ -244,9 +245,9 @@ class StageActivations:
 
 @cache
 def microbatches_in_flight(shape: PlanShape, stage: int) -> tuple[tuple[int, ...], ...]:
-    """Return by chunk how many microbatches' activations an interleaved stage keeps at the same time.
+    """Return, by chunk, how many microbatches' activations an interleaved stage stores at the same time.
 
-    A moment is left out if another one has at least as many microbatches in every chunk.
+    There is one result for each moment, without those at which every chunk stores at most as many as at another moment.
     """
     kept, moments = [0] * shape.num_chunks, {(0,) * shape.num_chunks}
     for action in build_plan(shape).stages[stage]:

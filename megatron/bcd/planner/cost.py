@@ -98,7 +98,7 @@ def pass_products(shape: ModelShape, *, sequence: int) -> tuple[int, int]:
 
 
 def adapter_elements(shape: ModelShape, rank: int) -> int:
-    """Return the elements of LoRA adapters beside every matrix of a layer, as peft adds them to transformers' LLaMA."""
+    """Return the number of elements of LoRA adapters on every matrix of a layer, as peft adds them to a LLaMA."""
     up = 1 + shape.gated
     inputs = (3 + up) * shape.hidden_size + shape.query_size + shape.ffn_hidden_size
     outputs = shape.query_size + 2 * shape.key_value_size + 2 * shape.hidden_size + up * shape.ffn_hidden_size
@@ -113,7 +113,7 @@ def head_passes(shape: ModelShape, *, sequence: int, padded_vocabulary: int) -> 
 def layer_work(
     partition: Partition, block: int, *, stage: int | None = None, prefix_cached: bool = False
 ) -> tuple[int, int, int]:
-    """Return how many layers run forward (F), compute their input gradient (D), and their weight gradients (W).
+    """Return the number of layers that run forward (F), compute input gradients (D), and compute weight gradients (W).
 
     The numbers are those of the block's phase on one stage, or on all stages if ``stage`` is None (docs/concepts.md).
     Active layers count a W, and so do layers with a stateless update. Every active layer counts a D, even the first
@@ -131,7 +131,7 @@ def layer_work(
 
 
 def compute_ratio(partition: Partition, block: int, *, prefix_cached: bool = False) -> float:
-    """Return the step time in the block's phase over full training's, by the compute of the slowest stage."""
+    """Return the step time in the block's phase relative to full training's, from the compute of the slowest stage."""
     stages = range(partition.num_stages)
     slowest = max(sum(layer_work(partition, block, stage=stage, prefix_cached=prefix_cached)) for stage in stages)
     return slowest / (3 * max(partition.layers_per_stage))

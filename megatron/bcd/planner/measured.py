@@ -1,6 +1,6 @@
-"""What this project's studies measured of each method: the loss beside full Adam's, and the learning rate.
+"""The results of this project's studies by method: loss relative to full Adam's, and learning rate.
 
-A method's name is `Recipe.name`. A new method is a new row of `FINE_TUNING` or `PRETRAINING`.
+A method's name is `Recipe.name`. To add a method, add a row to `FINE_TUNING` or `PRETRAINING`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.bcd.planner.recipe import FACTORED, LORA, Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The results of a method beside full Adam at equal epochs."""
+    """The results of a method relative to full Adam at equal epochs."""
 
     rate: float | None
     """The best learning rate over full Adam's. None: it depends on the number of blocks (`_RATE_OF_BLOCKS`)."""
@@ -29,7 +29,7 @@ class Finding:
 
     @property
     def loss_text(self) -> str:
-        """The loss for people, such as "+1 to +31 %"."""
+        """The loss as text, such as "+1 to +31 %"."""
         return f"{' to '.join(f'{number:+g}' for number in self.loss)} %"
 
     @property

@@ -33,7 +33,7 @@ def rank_memory(recipe: Recipe, *, replica: int = 0) -> tuple[RankMemory, ...]:
 
 
 def _with_adapters(recipe: Recipe, rank: RankMemory) -> RankMemory:
-    """Return the state of a rank that trains adapters alone. peft's optimizer is not sharded."""
+    """Return the state of a rank that trains only adapters. peft's optimizer is not sharded."""
     budget, elements = recipe.state.budget, adapter_elements(recipe, rank.stage)
     return replace(
         rank,
@@ -51,7 +51,7 @@ def adapter_elements(recipe: Recipe, stage: int) -> int:
 
 @lru_cache(maxsize=256)
 def recomputation(recipe: Recipe) -> tuple[tuple[Recomputed, ...], ...]:
-    """Return what is recomputed, by stage and block: what the recipe says, or with auto the least that fits."""
+    """Return what is recomputed, by stage and block: the recipe's setting, or with auto the least that fits."""
     blocks = range(recipe.partition.num_blocks)
     return tuple(tuple(_recomputed(recipe, stage, block) for block in blocks) for stage in range(recipe.pipeline_size))
 

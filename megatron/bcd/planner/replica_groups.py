@@ -57,10 +57,7 @@ def exchange_of(recipe: Recipe) -> Exchange | None:
 
 
 def waiting_seconds(recipe: Recipe, step: float) -> float:
-    """Return how long a step of `step` seconds waits for exchanges.
-
-    --outer-delay hides those that do not end a phase.
-    """
+    """Return how long a step of `step` seconds waits for exchanges. --outer-delay hides those within a phase."""
     exchange = exchange_of(recipe)
     if exchange is None:
         return 0.0

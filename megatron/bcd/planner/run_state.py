@@ -118,9 +118,10 @@ class RunMemory:
     """Whether attention scores are in memory."""
 
     def frozen_weights(self, *, memory_bytes: float) -> tuple[str, int]:
-        """Return --bcd-frozen-weights and --bcd-resident-layers: as many layers on the device as fit on every rank.
+        """Return --bcd-frozen-weights and --bcd-resident-layers with which the run fits.
 
-        They must fit in every phase, beside the activations that the flags keep. If nothing fits, all are on the host.
+        As many layers stay on the device as fit on every rank in every phase, given the activations that the flags
+        save. If nothing fits, all frozen layers are on the host.
         """
         partition = self.state.partition
         places = list(itertools.product(range(partition.num_stages), range(partition.num_blocks)))

@@ -147,7 +147,7 @@ def place(
 def _choose_layout(
     *, by_stage: bool, recompute: str | None = None, micro_batch_size: int | None = None, **values: Any
 ) -> Recipe:
-    """Return the first layout within _PLANNED_SHARE of the memory, or the first that fits, or the last."""
+    """Return the first layout that fits in _PLANNED_SHARE of the memory, else the first that fits, else the last."""
     values |= {"micro_batch_size": micro_batch_size or 1, "memory_share": _PLANNED_SHARE}
     if values["method"] == "finetune" and values.get("bcd_inactive_update") is None:
         if not asks_for_blocks(values) and (factored := _factored_that_fits(values, recompute)) is not None:
@@ -187,7 +187,7 @@ def _factored_that_fits(values: Mapping[str, Any], recompute: str | None) -> Rec
 
 
 def reason_for_rule(recipe: Recipe) -> str:
-    """Return why a plan of preset finetune has blocks or none, in one line."""
+    """Return in one line why a plan of preset finetune has blocks or not."""
     if recipe.is_factored:
         return "every layer in every step by the factored update, which fits: no blocks"
     changes: _Changes = dict.fromkeys(BLOCK_FLAGS) | {"bcd_inactive_update": "factored", "recompute": "full"}
@@ -265,7 +265,7 @@ def layouts(base: Recipe, *, stages: int | None = None, recompute: str | None = 
 
 
 def _variants(recipe: Recipe) -> Iterator[Recipe]:
-    """Yield the recipe's pipeline and batch with another cut and, if no layout was given, with other layouts."""
+    """Yield the recipe's pipeline and batch with other cuts and, if no layout was given, with other layouts."""
     if recipe.pipeline_size == 1:
         return
     choices: list[_Changes] = [{}]
@@ -306,7 +306,7 @@ def search(
 
 
 def _changes_to(method: str, *, keeps_blocks: bool) -> _Changes:
-    """Return what changes a recipe to a method of COMPARED. With `keeps_blocks` its blocks stay as the flags ask."""
+    """Return the changes that turn a recipe into a method of COMPARED. With `keeps_blocks` the blocks stay."""
     if method == FACTORED:
         return dict.fromkeys(BLOCK_FLAGS) | {"method": "finetune", "bcd_inactive_update": "factored"}
     keeps_blocks = keeps_blocks and method in PRESET_OF
@@ -342,10 +342,10 @@ def fewest_gpus(base: Recipe, *, stages: int | None = None) -> int | None:
 
 
 def compare(base: Recipe, *, stages: int | None = None, **cost: float | None) -> list[Estimate]:
-    """Estimate the methods of the task by cost, those first that are known to reach full training's loss.
+    """Estimate the methods of the task, and sort them by cost. Methods known to reach full training's loss come first.
 
-    Each is on the given number of GPUs, and on the fewest on which it fits. ``cost`` is what `make_estimate` takes; its
-    multiplier is pretrain's. Raises ValueError if nothing fits, or a flag is out of range.
+    Each is estimated on the given number of GPUs, and on the fewest on which it fits. ``cost`` is passed to
+    `make_estimate`; its multiplier is pretrain's. Raises ValueError if nothing fits, or a flag is out of range.
     """
     estimates: list[Estimate] = []
     for method in COMPARED[base.task]:
@@ -447,7 +447,7 @@ def _settings(values: Mapping[str, Any]) -> Iterator[list[_Changes]]:
 
 
 def _fewest_together(values: Mapping[str, Any], settings: Sequence[Sequence[_Changes]]) -> list[Remedy]:
-    """Return all of these settings, less those that are not needed, each with the nearest value that is enough."""
+    """Return these settings without those that are not needed, each with the nearest value that suffices."""
 
     def fitting(chosen: Sequence[_Changes]) -> list[Remedy]:
         return _first_that_fits(values, [{name: value for each in chosen for name, value in each.items()}])

@@ -85,7 +85,7 @@ class StreamedLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixShare:
-    """A rank's share of the matrices that are stepped in one phase. By default there are none."""
+    """A rank's share of the matrices that are stepped in one phase. The default is an empty share."""
 
     gradients: int = 0  # bytes, for all matrices, those of other owners included
     state: int = 0  # bytes of momenta, factors, and the low 16 bits of bf16 weights
@@ -202,7 +202,7 @@ class ModelState:
         )
 
     def trained(self, stage: int, *blocks: int) -> list[int]:
-        """Return the sizes of a rank's parameters that are updated in a phase of these blocks, by default of all."""
+        """Return the sizes of a rank's parameters that are updated in the phases of these blocks (default: all)."""
         phases = blocks or range(self.partition.num_blocks)
         return [
             tensor.size
@@ -233,7 +233,7 @@ class ModelState:
 
     @cached_property
     def _shares(self) -> dict[tuple[int, int], list[MatrixShare]]:
-        """The shares of all ranks, by stage and block: a search needs them repeatedly."""
+        """Cache of the shares of all ranks, by stage and block, because a search needs them repeatedly."""
         return {}
 
     def _share(self, matrices: list[Tensor], is_owner: list[bool], block: int) -> MatrixShare:

@@ -110,14 +110,15 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> Phas
 
 
 def _stepped_elements(recipe: Recipe, stage: int, elements: int) -> int:
-    """Return the elements of a buffer, or for LoRA those of the stage's adapters, which every rank steps."""
+    """Return how many elements a rank steps: `elements`, or for LoRA all elements of the adapters."""
     return adapter_elements(recipe, stage) if recipe.method == LORA else elements
 
 
 def cycle_seconds(recipe: Recipe) -> tuple[PhaseTime, ...]:
     """Return the time of an iteration in the phase of every block.
 
-    Of many blocks some are simulated. The others have their rough time, corrected as the nearest simulated block's is.
+    If there are many blocks, only some are simulated. The others get a rough time, corrected by the factor of the
+    nearest simulated block.
     """
     blocks = range(recipe.partition.num_blocks)
     if len(blocks) <= _SIMULATED_BLOCKS:
@@ -209,7 +210,7 @@ def _group_speed(recipe: Recipe, ranks: int) -> float:
 
 
 def exchange_seconds(recipe: Recipe) -> float:
-    """Return the time to gather a layer's keys and values over context-parallel ranks; as long as their scatter."""
+    """Return the time to gather a layer's keys and values over context-parallel ranks. Scattering takes as long."""
     ranks = recipe.config.context_size
     size = 2 * recipe.tokens * recipe.micro_batch_size * recipe.shape.key_value_size * recipe.bytes_per_element
     return size * (ranks - 1) / ranks / _group_speed(recipe, ranks)
@@ -274,7 +275,7 @@ def _rough_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
 
 
 def _step_seconds(recipe: Recipe, stored: int, share: MatrixShare) -> float:
-    """Return the time of Adam's step on the elements whose state a rank stores, and of the step of its matrices."""
+    """Return the time of Adam's step on `stored` elements, plus that of the rank's matrix steps."""
     traffic = 4 * _ADAM_PASSES * stored + share.traffic
     if recipe.method == "offload":
         return traffic / (1e9 * recipe.cluster.host_gb_per_s)
@@ -287,7 +288,7 @@ def _orthogonalization_seconds(recipe: Recipe, share: MatrixShare) -> float:
 
 
 def _reduction_seconds(recipe: Recipe, size: int, messages: int) -> float:
-    """Return the time of reduce-scatter and all-gather, without overlap. ``messages`` bytes pass every rank whole."""
+    """Return the time of reduce-scatter and all-gather, without overlap. Every rank transfers all ``messages`` bytes."""
     ranks = recipe.num_replicas
     if ranks == 1:
         return 0.0

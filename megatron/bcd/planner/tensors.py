@@ -70,7 +70,7 @@ def _num_factors(name: str, parts: tuple[tuple[int, int], ...], tensor_size: int
 
 
 def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabulary: int) -> Iterator[_NameAndParts]:
-    """Yield the names, and the rows and columns of their parts. A vector has one row."""
+    """Yield each parameter's name and the (rows, columns) of its parts. A vector has one row."""
     hidden, last = shape.hidden_size, partition.num_virtual_stages - 1
     for chunk in range(partition.num_chunks):
         virtual = chunk * partition.num_stages + stage

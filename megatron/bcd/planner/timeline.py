@@ -33,7 +33,7 @@ class Span:
 
 
 def microbatch(recipe: Recipe, block: int) -> list[Span]:
-    """Return the spans of a microbatch that follows another one, and of its copies. The run must have one stage."""
+    """Return the spans of a microbatch that follows another one, including its copies. The run must have one stage."""
     streamed, copy = streamed_layers(recipe, 0, block), copy_seconds(recipe, 0)
     uses = list(_uses(recipe, block))
     order = [layer for layer, _, _ in uses if layer in streamed]

@@ -148,7 +148,7 @@ def _local_gpu() -> int:
 def _rendezvous(timeout: datetime.timedelta) -> tuple[int, dict[str, Any]]:
     """Return the number of this start of the ranks, from 1, and the arguments of `init_process_group`.
 
-    The arguments are empty where PyTorch's own rendezvous works. After a restart by torchrun it would not.
+    There are no arguments if PyTorch's own rendezvous works. After a restart by torchrun it would not.
     """
     if "RANK" not in os.environ:
         return 1, {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()}

@@ -145,7 +145,7 @@ def _all_ranks_end(message: str, world_size: int) -> bool:
 
 
 def _end_with_the_others(is_over: threading.Event) -> None:
-    """Until `is_over`, poll whether another rank has failed. If so, end this one."""
+    """Poll until `is_over` whether another rank has failed. If so, end this one."""
     try:
         store = _errors()
         while not is_over.wait(0.1):

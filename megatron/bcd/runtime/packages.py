@@ -57,7 +57,7 @@ def has_apex() -> bool:
 
 
 def missing_for_compilation() -> str:
-    """Return what torch.compile needs here to compile for a GPU and cannot find; empty if nothing, or if it is off.
+    """Return what torch.compile lacks to compile for a GPU here; "" if nothing, or if compilation is off.
 
     Triton compiles the launchers of its kernels with a C compiler: CC, else gcc or clang.
     """
@@ -74,7 +74,7 @@ PYTORCH_OPTIMIZER = "PyTorch AdamW"
 
 
 def optimizer_implementation() -> str:
-    """Return the origin of Megatron Core's Adam, which it selects by importability when it is imported."""
+    """Return the name of the package whose Adam Megatron Core uses. It selects the first one that can be imported."""
     from megatron.core.optimizer import Adam
 
     module = Adam.__module__

@@ -14,7 +14,7 @@ from megatron.bcd.runtime import device
 
 
 def seed_everything(seed: int, *, data_parallel_random_init: bool = False) -> None:
-    """Seed Python, NumPy, PyTorch and Megatron Core's tracker like stock Megatron-LM, each stage differently."""
+    """Seed Python, NumPy, PyTorch and Megatron Core's tracker like stock Megatron-LM. Each stage gets another seed."""
     from megatron.core import parallel_state, tensor_parallel
 
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()

@@ -11,10 +11,11 @@ _WITHOUT_TRAINING = {"--dry-run", "--dry-run-world-size", "--print-config", "--h
 
 
 def skip_unused_imports(words: Sequence[str]) -> None:
-    """Halve the import time of Megatron Core if the flags in `words` ask for no training.
+    """Halve the import time of Megatron Core if the flags in `words` do not train.
 
-    While it is imported, Megatron Core calls torch.compile for its fused functions, which imports the compiler. It
-    handles the ImportError of TensorBoard. With Transformer Engine, which imports the compiler itself, skip nothing.
+    During its import, Megatron Core calls torch.compile for its fused functions, which imports the compiler, and it
+    tries to import TensorBoard. Both are skipped. With Transformer Engine, which imports the compiler itself, nothing
+    is skipped.
     """
     if not _WITHOUT_TRAINING & {word.split("=")[0] for word in words}:
         return
