@@ -160,7 +160,7 @@ def fragment(trainer: Trainer, args: argparse.Namespace, step: int, names: Itera
 
 
 def train(args: argparse.Namespace) -> dict[str, object]:
-    """Train and return the step_results by column."""
+    """Train, and return the results by column."""
     started = time.monotonic()
     center = build_trainer(build_config(args, args.batch))
     common, worker_batch = current_weights(center), args.batch // args.workers

@@ -460,7 +460,7 @@ class Multiplier:
         return {"=": "", "<=": "≤ ", "<": "< ", ">": "> "}[self.relation] + f"{self.value:.2f}"
 
     def times(self, factor: float | None) -> Multiplier | None:
-        """Return the cost until the baseline's metric, if a step costs `factor` of the baseline's."""
+        """Return the relative cost of reaching the baseline's metric, if a step costs `factor` of the baseline's."""
         return None if factor is None else replace(self, value=self.value * factor)
 
 
@@ -663,7 +663,7 @@ def crossing(points: Sequence[tuple[float, float]], *, relation: str) -> Multipl
 
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
-    """Return the Pareto frontier, ascending by state: rows that no row with at most as much state beats."""
+    """Return the Pareto frontier, ascending by state: rows that no row with as much or less state beats."""
     best: list[Row] = []
     known = [row for row in rows if row.test is not None and row.state is not None]
     for row in sorted(known, key=lambda row: (row.state or 0, row.test or 0)):

@@ -320,8 +320,10 @@ def step_arithmetic(commands: Commands, point: Point) -> float | None:
 
 
 def flags_arithmetic(form: str, flags: Sequence[str]) -> float | None:
-    """Return the same for a training script's flags: the mean over the blocks of one process, as in planner.cost,
-    including orthogonalisation."""
+    """Return `step_arithmetic` for the flags of a training script: the mean over the blocks, in one process.
+
+    It is computed as in planner.cost, and includes orthogonalisation.
+    """
     from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config  # imports torch
 
     try:

@@ -114,7 +114,7 @@ def build_optimizer(arguments: argparse.Namespace, model: Any) -> BlockCoordinat
 
 
 def learning_rate_factor(step: int, *, warmup: int, total: int) -> float:
-    """Return the factor of --lr in the step after `step` others."""
+    """Return the factor of --lr in a step. `step` is the number of completed steps."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))

@@ -181,7 +181,7 @@ def _with_length(method: Method, steps: int, most_blocks: int) -> Method:
 
 
 def _defaults(arguments: argparse.Namespace, given: Sequence[str], model: Model | None) -> list[str]:
-    """Return default flags, which precede the given ones so that those win."""
+    """Return default flags. They come before the given flags, which override them."""
     words = DEFAULTS.split()
     if model is None and "--load-hf" not in given:
         words += (SCHEDULE_SIZES if arguments.schedule else SIZES).split()
@@ -228,7 +228,7 @@ class Turn:
     tflops_per_gpu: float | None
 
     def block_ms(self, block: str) -> float:
-        """Return the median step time of a block; full training has a single block, which stands for any."""
+        """Return the median step time of a block. Full training has a single block, which counts for all."""
         return statistics.median(self.step_ms[block] if block in self.step_ms else next(iter(self.step_ms.values())))
 
     @property
@@ -328,7 +328,7 @@ def rotated(names: Sequence[str], round_index: int) -> list[str]:
 
 
 def show(figures: Mapping[str, Any]) -> None:
-    """Print the tables and what is needed to read them."""
+    """Print the tables with their explanations."""
 
     def cells(row: Mapping[str, Any], columns: Mapping[str, tuple[str, str]]) -> list[str]:
         return ["-" if row[name] is None else format(row[name], form) for name, form in columns.values()]

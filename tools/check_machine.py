@@ -298,15 +298,14 @@ def check_links(rates: Mapping[str, Any], known: Cluster | None, *, least: float
 def cluster_row(rates: Mapping[str, Any], *, gpu: str, known: Cluster | None, like: Cluster, num_ranks: int) -> Cluster:
     """Return a cluster row with the measured rates.
 
-    The rest comes from the known row; without one the price is 0, the network equals the link, and shares are `like`'s.
+    Other values come from the `known` row. Without one the price is 0, the network is as fast as the link, and the
+    shares are those of `like`.
     """
     link = min(rates["links"]["by_pair"].values()) if "links" in rates else rates["memory_gb_per_s"]
     other = known or replace(like, network_gb_per_s=link, usd_per_gpu_hour=0.0)
     values = {name: rates[name] for name in ("fp32_tflops", "bf16_tflops", "memory_gb_per_s")}
     rounded = {name: float(f"{value:.4g}") for name, value in (values | {"link_gb_per_s": link}).items()}
-    source = (
-        f"rates run_measurement by tools/check_machine.py --calibrate; others of {known.name if known else like.name}"
-    )
+    source = f"rates measured by tools/check_machine.py --calibrate; others from {known.name if known else like.name}"
     memory = round(rates["device_bytes"] / GIB, 2)
     return replace(other, name=NAME, gpu=gpu, memory_gib=memory, gpus_per_node=num_ranks, source=source, **rounded)
 

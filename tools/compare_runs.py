@@ -276,7 +276,7 @@ Resolved = dict[str, object] | str
 
 
 def resolve(family: str, world_size: int, words: list[str]) -> Resolved:
-    """Return what the imported version makes of the flags. Uses only parts that every version has."""
+    """Return the values that the imported version derives from the flags. Uses only parts that every version has."""
     from megatron.bcd.arguments import FAMILY_DEFAULTS, read_command_line
 
     options = {"prog": SCRIPTS[family], "world_size": world_size}

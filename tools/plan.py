@@ -148,7 +148,7 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
 
 
 def add_recipe_flags(group: Any) -> None:
-    """Add the flags that tools/recipe.py has too: ranks, batch, blocks, and what saves memory."""
+    """Add the flags that tools/recipe.py also has: ranks, batch, blocks and memory savings."""
     options = {each.name: each for kind in (BcdConfig, GroupsConfig, TrainingConfig) for each in fields(kind)}
     types = {"int": int, "float": float, "str": str}
     for name, words in RECIPE_FLAGS.items():

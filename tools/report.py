@@ -63,7 +63,7 @@ class Run:
 
     @property
     def num_ranks(self) -> tuple[int, ...]:
-        """The number of ranks, and that of each later resumption with another number."""
+        """The number of ranks at the start, then at each resumption that changed it."""
         return tuple(number for number, _ in groupby(len(step["model_state_bytes"]) for step in self.steps))
 
 
@@ -199,7 +199,7 @@ def table_rows(figures: Sequence[Figures]) -> list[tuple[str, ...]]:
 
 
 def notes(figures: Sequence[Figures]) -> list[str]:
-    """Return what the reader needs to compare the rows."""
+    """Return notes that help to compare the rows."""
     lines = []
     for row in figures:
         if len(row["num_ranks"]) > 1:

@@ -349,7 +349,7 @@ class Trainer:
         return self._end_step(loss=result.loss)
 
     def _end_step(self, *, loss: float | None) -> bool:
-        """Do what follows the exchange after a step. A group that has taken the others' state there starts here too."""
+        """Finish a step after its exchange. A group that has just copied the others' state continues here, too."""
         state = self.state
         is_last = state.iteration == self.train_iters
         if self.evaluator.is_due(state.iteration):

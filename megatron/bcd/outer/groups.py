@@ -97,7 +97,8 @@ class ReplicaGroups:
     def exchange(self, *, waits: bool) -> bool:
         """Set all values that the phase trains to the common result of the groups.
 
-        Unless it `waits`, another call applies the result: --outer-delay steps later, or earlier if it waits.
+        With --outer-delay this only starts an exchange, unless it `waits`. A later call applies the result:
+        --outer-delay steps later, or earlier if that call waits.
 
         Returns:
             Whether a step has just been completed: False for a group that has met others before their first step.

@@ -101,7 +101,7 @@ def layer_bytes(
 def _head_bytes(
     tokens: int, hidden: int, vocabulary: int, element: int, *, linear_loss: bool
 ) -> tuple[int, tuple[int, int]]:
-    """Return the bytes saved by final norm, head and loss, and their temporary memory with a frozen and an active head."""
+    """Return the bytes that final norm, head and loss save, and their temporary memory: head frozen, head active."""
     weight, converted = vocabulary * hidden * element, 0 if element == 4 else element
     if linear_loss:  # norm input and output, and the gradient that the forward pass computes; logits of a few tokens
         logits_of_token = vocabulary * (4 + converted)

@@ -39,9 +39,9 @@ tokenizer), the prompt around it has the others."""
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """The cost of reaching the loss of full training on a number of tokens, or of equal epochs."""
+    """The cost of training to the loss that full training reaches on `tokens` tokens, or for as many epochs."""
 
-    tokens: float  # that full training reads
+    tokens: float  # number of tokens that full training reads
     multiplier: float  # at this number of blocks; 1 where all parameters are active
     multiplier_source: str
     iterations: int

@@ -288,7 +288,7 @@ def _orthogonalization_seconds(recipe: Recipe, share: MatrixShare) -> float:
 
 
 def _reduction_seconds(recipe: Recipe, size: int, messages: int) -> float:
-    """Return the time of reduce-scatter and all-gather, without overlap. Every rank transfers all ``messages`` bytes."""
+    """Return the time of reduce-scatter and all-gather, without overlap. Each rank transfers all ``messages`` bytes."""
     ranks = recipe.num_replicas
     if ranks == 1:
         return 0.0
