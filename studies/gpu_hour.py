@@ -97,7 +97,7 @@ def hardware() -> dict[str, Any]:
 
 @functools.cache
 def commit() -> str:
-    """Return BCD_COMMIT, or what git says: a copy may have the history of another commit."""
+    """Return BCD_COMMIT if it is set, because a copy may have another history, or else the commit from git."""
     if "BCD_COMMIT" in os.environ:
         return os.environ["BCD_COMMIT"]
     words = ["git", "describe", "--always", "--dirty", "--exclude", "*"]

@@ -169,7 +169,7 @@ def read_files(package: Path) -> Iterator[tuple[str, str]]:
 
 
 def decoded(data: bytes) -> str:
-    """Return text that is UTF-8 or Latin-1."""
+    """Decode bytes as UTF-8, or as Latin-1 if they are not valid UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:

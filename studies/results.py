@@ -280,7 +280,7 @@ _READ: dict[str, Callable[[str], Any]] = {"int | None": int, "float | None": flo
 
 
 def read_results(path: Path) -> list[Result]:
-    """Read a file of results. Raises ValueError for another file."""
+    """Read a file of results. Raises ValueError if it is not one."""
     if not path.exists():
         return []
     with open(path, encoding="utf-8", newline="") as file:

@@ -36,7 +36,7 @@ def _require_gradient(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
 
 
 class BcdTransformerBlock(TransformerBlock):
-    """Megatron Core's layers of one stage, with a start after a frozen prefix.
+    """Megatron Core's layers of one stage. They can start after a frozen prefix.
 
     With full activation recomputation, Megatron Core checkpoints by a re-entrant autograd function. If none of its
     inputs requires a gradient, its output has no graph, and active layers inside it get no gradient. Therefore the

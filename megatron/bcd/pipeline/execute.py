@@ -49,7 +49,7 @@ class Iteration:
         first_val_step: bool | None = None,
         force_all_reduce: bool = False,
     ) -> None:
-        """`inputs_ahead`: inputs of this iteration that the previous one has received, by microbatch."""
+        """Prepare the iteration. `inputs_ahead` are inputs that the previous iteration received, by microbatch."""
         self._shape, self._model, self._groups = shape, model, groups
         self._messages, self._prefix_messages = messages, prefix_messages
         self._stage = groups.pp.rank()

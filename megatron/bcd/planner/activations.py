@@ -171,7 +171,7 @@ class StageActivations:
         return self.state.partition
 
     def saved_bytes(self, recomputed: Recomputed) -> int:
-        """Return what autograd saves for all microbatches in flight."""
+        """Return the bytes that autograd saves for all microbatches in flight."""
         chunk_bytes = [
             sum(saved for saved, _ in self._layers(chunk, recomputed)) + self.sizes.head * self._has_head(chunk)
             for chunk in range(self.partition.num_chunks)

@@ -17,7 +17,7 @@ class Finding:
     """The results of a method relative to full Adam at equal epochs."""
 
     rate: float | None
-    """The best learning rate over full Adam's. None: it depends on the number of blocks (`_RATE_OF_BLOCKS`)."""
+    """The best rate relative to full Adam's; None if it depends on the number of blocks (`_RATE_OF_BLOCKS`)."""
     loss: tuple[float, ...] = ()
     """Final loss above full Adam's in percent: lowest and highest, or a single number. Empty: not measured."""
     runs: str = ""

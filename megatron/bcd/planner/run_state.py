@@ -96,8 +96,9 @@ def balance_stages(config: RunConfig, *, padded_vocab_size: int) -> RunConfig:
 def phase_flops(config: RunConfig, partition: Partition, block: int, *, padded_vocab_size: int) -> float:
     """Return the floating-point operations of the matrix products of one sequence in the block's phase, on all ranks.
 
-    This is stock Megatron-LM's count of full training, less what the phase leaves out: gradients behind its prefix,
-    and gradients of frozen weights. Recomputation does not count. The forward pass of a cached prefix does.
+    This is stock Megatron-LM's count of full training without the work that the phase skips: input gradients of its
+    prefix, and weight gradients of frozen layers. Recomputation does not count. The forward pass of a cached prefix
+    does.
     """
     shape, length = shape_of(config, vocab_size=padded_vocab_size), config.model.seq_length
     matrices, core = cost.pass_products(shape, sequence=length)

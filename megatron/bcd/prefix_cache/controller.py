@@ -353,7 +353,7 @@ def _read_ahead(
 
 
 def _describe_data(config: RunConfig, dataset: Any) -> list[str]:
-    """Return an identification of the dataset, by its files' sizes and times rather than their content."""
+    """Return strings that identify the dataset: names, sizes and times of its files rather than their content."""
     parts = [type(dataset).__name__, str(getattr(dataset, "unique_description_hash", ""))]
     for word in (*(config.data.data_path or ()), *(config.data.train_data_path or ())):
         for path in (f"{word}.bin", f"{word}.idx"):

@@ -217,7 +217,8 @@ class Renderer:
     """Renders records in a --sft-prompt-format.
 
     `chat` uses the tokenizer's chat template. `text` uses Alpaca's prompt for instructions (Stanford Alpaca, 2023) and
-    leaves other prompts unchanged. `auto` is `chat` for conversations and if the tokenizer has a template, else `text`.
+    leaves other prompts unchanged. `auto` uses `chat` for conversations, or if the tokenizer has a template, else
+    `text`.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_format: str) -> None:
