@@ -104,7 +104,7 @@ class Outer:
         return [{name: self.weights[name] - worker[name] for name in names} for worker in workers]
 
     def _mean(self, name: str, changes: list[torch.Tensor]) -> torch.Tensor:
-        """Return the mean change after compression, as in `Membership.mean`.
+        """Return the mean change after compression, as in `Membership.begin_mean`.
 
         Each worker averages one share of the tensor, and stores the error that compressing this mean causes.
         """
@@ -122,7 +122,7 @@ class Outer:
         return result.flatten()[: changes[0].numel()].view_as(changes[0])
 
     def apply(self, moves: list[Tensors]) -> None:
-        """Add its move to every worker. With --delay a worker keeps what it has learned since the exchange began."""
+        """Add each worker's move to its weights. With --delay, workers keep what they have learned meanwhile."""
         for worker, move in zip(self.workers, moves, strict=True):
             for name, value in move.items():
                 worker[name].add_(value)

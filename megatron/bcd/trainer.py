@@ -228,7 +228,7 @@ class Trainer:
         self._metered, self._has_joined = None, False
 
     def _build_watchers(self, run: ResolvedRun, *, is_continued: bool) -> None:
-        """Build the parts that evaluate, log, check, save and export what the others train."""
+        """Build the parts that evaluate, log, check, save and export the model."""
         config = self.config
         self.evaluator = Evaluator(
             config,
@@ -398,8 +398,10 @@ class Trainer:
         self.reporter.step(self.metrics.collect(self.state, phase_state, learning_rate=learning_rate))
 
     def _num_microbatches_next(self) -> int:
-        """Return the number of microbatches of the iteration after the coming one, if it follows directly and in the
-        same phase; otherwise 0."""
+        """Return the number of microbatches in the iteration after the next one.
+
+        Return 0 if that iteration does not follow directly, or belongs to another phase.
+        """
         state, after = self.state, self.state.iteration + 1
         is_last = after == self.train_iters
         if (
