@@ -103,7 +103,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts for training and validation, and what they consist of."""
+    """Texts for training and validation, with a list of their sources."""
 
     train: list[str]
     valid: list[str]

@@ -232,7 +232,7 @@ def parser() -> Parser:
 
 
 def is_done(args: argparse.Namespace, text: str) -> bool:
-    """Whether the CSV has a line with these inputs."""
+    """Return whether the CSV has a line with these inputs."""
     inputs = [*(str(getattr(args, column)) for column in COLUMNS[:FIRST_RESULT]), args.flags, text]
     if not args.csv.exists():
         return False

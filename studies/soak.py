@@ -49,7 +49,7 @@ SLOW_SECONDS, SLOW_PULSE = 5.0, (0.2, 0.3)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed flags. Raises ValueError for a bad one."""
+    """Return the parsed flags. Raises ValueError for a bad flag."""
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--output", required=True, metavar="FOLDER", help="logs, metrics files and soak.json; must not exist")

@@ -362,7 +362,7 @@ def _newton_schulz(config: Any) -> float:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed flags. Raises ValueError for a bad one."""
+    """Return the parsed flags. Raises ValueError for a bad flag."""
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("study", metavar="STUDY.yaml")

@@ -37,7 +37,7 @@ _EVALUATION_BATCH = 500
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed flags. Raises ValueError for a bad one."""
+    """Return the parsed flags. Raises ValueError for a bad flag."""
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--model", required=True, choices=MODELS)

@@ -397,7 +397,7 @@ def measure(*, calibrate: bool) -> dict[str, Any]:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed flags. Raises ValueError for a bad one."""
+    """Return the parsed flags. Raises ValueError for a bad flag."""
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--only", nargs="+", metavar="PART", help='parts of the self-test; patterns such as "layout*" (default: all)')

@@ -110,7 +110,7 @@ class Task:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed flags. Raises ValueError for a bad one."""
+    """Return the parsed flags. Raises ValueError for a bad flag."""
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--before", metavar="REV|FOLDER", help="a git revision, or the folder of a checkout")

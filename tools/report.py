@@ -351,7 +351,7 @@ def _draw_model_state(axes: Any, figures: Sequence[Figures]) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed flags. Raises ValueError for a bad one."""
+    """Return the parsed flags. Raises ValueError for a bad flag."""
     parser = Parser(prog=PROG, description=__doc__)
     parser.add_argument("--run", action="append", required=True, metavar="NAME=FILE", help="may be given several times")
     parser.add_argument("--figure", metavar="FILE", help="draw the loss curves (.png, .svg or .pdf)")

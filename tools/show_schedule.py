@@ -36,7 +36,7 @@ MAX_COST = 1e9
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed flags. Raises ValueError for a bad one."""
+    """Return the parsed flags. Raises ValueError for a bad flag."""
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--pipeline-model-parallel-size", "--stages", dest="stages", type=int, required=True, metavar="N",

@@ -22,7 +22,7 @@ Module = Literal["embedding", "layer", "final_norm", "head"]
 
 @dataclass(frozen=True, kw_only=True)
 class Ownership:
-    """Where a parameter is in the model, and in which phases it is active."""
+    """The position of a parameter in the model, and the phases in which it is active."""
 
     module: Module
     layer: int | None
@@ -42,11 +42,11 @@ class Ownership:
     """Blocks in whose phases it is updated without state."""
 
     def is_active(self, block: int) -> bool:
-        """Whether the parameter is updated with optimizer state in a phase of ``block``."""
+        """Return whether the parameter is updated with optimizer state in a phase of ``block``."""
         return self.is_always_active or self.block == block
 
     def is_stateless(self, block: int) -> bool:
-        """Whether the parameter is updated without optimizer state in a phase of ``block``."""
+        """Return whether the parameter is updated without optimizer state in a phase of ``block``."""
         return block in self.stateless_in
 
 

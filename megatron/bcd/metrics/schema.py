@@ -18,7 +18,7 @@ class StepMetrics:
     loss: float
     """Mean over the log interval, as in Megatron-LM."""
     learning_rate: float
-    """Of the next step, as in Megatron-LM; with a phase warm-up or factors per block, of the last step."""
+    """Rate of the next step, as in Megatron-LM; with a phase warm-up or factors per block, of the last step."""
     grad_norm: float | None
     """Norm of the active block's gradient before clipping; None if not computed."""
     step_time_ms: float

@@ -27,7 +27,7 @@ class OffloadedShard:
     end: int
     num_steps: int
     moments: dict[str, torch.Tensor]
-    """In the form of `ParamShard.stored_moments`."""
+    """Moments as `ParamShard.stored_moments` returns them."""
     residual: Bf16Residual | None
     """In bf16: the difference between the main parameter and the weight."""
     main_param: torch.Tensor | None

@@ -41,7 +41,7 @@ _KINDS = (MOMENTUM, FACTORS, LOW_BITS)
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRule:
-    """How to step a set of matrices: w -= lr x (weight_decay x w + scale x direction)."""
+    """The rule for stepping a set of matrices: w -= lr x (weight_decay x w + scale x direction)."""
 
     name: str
     """ORTHOGONAL or FACTORED (`update_rules`)."""
@@ -397,7 +397,8 @@ class MatrixOptimizer(StateOwner):
     def add_norm(self, norm: float) -> tuple[float, bool]:
         """Add the gradients with a momentum to the gradient norm of a step. The result is the same on every rank.
 
-        Matrices without a momentum are neither clipped nor part of the norm: their updates have a size of their own.
+        Matrices without a momentum are neither clipped nor part of the norm: the size of their updates
+        does not depend on that of the gradient.
 
         Returns:
             The norm, and whether the gradients without a momentum are finite.

@@ -39,7 +39,7 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build Megatron Core's optimizer of the parameters that require a gradient.
 
-    Always-active parameters are stepped more often than any block. They get groups of their own, because fused
+    Always-active parameters are stepped more often than any block. They get separate groups, because fused
     optimizers count steps by group.
     """
     settings = config.optimizer

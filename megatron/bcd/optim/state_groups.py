@@ -78,7 +78,7 @@ class StateGroup(ABC):
     def tensor_names(self, parameter: str, names: list[str]) -> list[str]:
         """Return which of the group's tensor `names` a parameter has.
 
-        The main parameters of matrices are in a group of their own.
+        The main parameters of matrices are in a separate group.
         """
         is_matrix = parameter in self._active.matrices.matrices
         return [name for name in names if not (is_matrix and name == MAIN_PARAM)]

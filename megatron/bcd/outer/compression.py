@@ -18,7 +18,7 @@ _LEVELS = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """How to encode rows of fp32 values [..., row] as bytes [..., bytes of a row], and to decode them."""
+    """Encodes rows of fp32 values [..., row] as bytes [..., bytes of a row], and decodes them."""
 
     row: int
     encode: Callable[[torch.Tensor], torch.Tensor]

@@ -68,7 +68,7 @@ class OuterStep:
         self.anchor = torch.empty(0)
         """[E]: values after the last exchange."""
         self.errors: dict[str, torch.Tensor] = {}
-        """What other groups did not receive of this group's changes, by name like outer momenta, in host memory. Empty
+        """Rounding errors of this group's changes as sent, by name like outer momenta, in host memory. Empty
         if the compression keeps no errors. They belong to this group alone."""
         self._values = torch.empty(0)
 

@@ -26,7 +26,7 @@ from megatron.bcd.pipeline.plan import Action, Kind, Plan, PlanShape
 
 @dataclass(frozen=True, kw_only=True)
 class _Policy:
-    """How a stage chooses between its queues."""
+    """The rule by which a stage chooses between its queues."""
 
     forward_delay: float = 0.0
     """Prefer a backward pass to a forward pass if it starts at most this much later, in mean forward passes."""

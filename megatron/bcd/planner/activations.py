@@ -116,7 +116,7 @@ def _head_bytes(
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputed:
-    """What the backward passes of a stage recompute in one phase. Layers of the prefix save nothing anyway."""
+    """The recomputation in the backward passes of a stage in one phase. Prefix layers save nothing anyway."""
 
     granularity: str = "none"
     """none; selective: the core of attention in every layer; full: whole layers."""

@@ -130,7 +130,7 @@ class Buffer:
 def build_buffer(tensors: list[Tensor], *, num_ranks: int | None) -> Buffer:
     """Return the buffer of these active parameters, which are in GPTModel's order.
 
-    Megatron Core lays out parameters in reverse order at multiples of 64; a shared embedding has a bucket of its own.
+    Megatron Core lays out parameters in reverse order at multiples of 64; a shared embedding has a separate bucket.
     It pads each bucket so that every rank gets a slice of the same size. If ``num_ranks`` is None there is no
     distributed optimizer: nothing is padded, and every rank stores all.
     """

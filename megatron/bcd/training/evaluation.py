@@ -90,8 +90,8 @@ class Evaluator:
     def evaluate_at_end(self) -> None:
         """Evaluate on both splits after the last step, like stock.
 
-        Stock reads further validation samples even if an interval has just ended. Where the samples would be the same,
-        report the loss again without computing it.
+        Stock reads further validation samples even if an interval has just ended. If the samples would be the same,
+        report the previous loss without computing it again.
         """
         if not self._training.eval_iters:
             return

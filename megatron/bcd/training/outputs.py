@@ -21,7 +21,7 @@ from megatron.bcd.training.stop import StopRequests
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutputs:
-    """What a run writes of its model, and when. Methods are collectives, except `is_due` and `where_to_resume`."""
+    """Writes the checkpoints and models of a run. Methods are collectives, except `is_due` and `where_to_resume`."""
 
     config: CheckpointConfig
     model: torch.nn.Module

@@ -18,7 +18,7 @@ table)."""
 
 
 class Recomputation:
-    """What every stage recomputes in every phase. It is decided once, and set in the layers when a phase begins."""
+    """The recomputation of each stage in each phase. It is decided once, and set in the layers when a phase begins."""
 
     def __init__(self, config: RunConfig, *, model: torch.nn.Module, stage: int, run: RunMemory) -> None:
         """Decide for all stages and blocks. Collective. Without --recompute auto Megatron-LM's flags apply.
