@@ -179,7 +179,7 @@ class Runner:
         return [run for run in todo if run not in self._running], minutes
 
     def run(self, *, max_minutes: float | None, finished: Callable[[], Any] = lambda: None) -> None:
-        """Run the study and return the exit code. Raises ValueError for a user's mistake."""
+        """Train the missing runs, some at a time. Start none after `max_minutes`. Call `finished` after each one."""
         begin = time.monotonic()
         try:
             while True:
