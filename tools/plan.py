@@ -194,7 +194,7 @@ def method_of(arguments: argparse.Namespace) -> str:
 
 
 def named_model(name: str, *, models: str | None) -> Model:
-    """Return the model of a config.json or its folder, or else the row of that name in `models` or the default table."""
+    """Return the model of a config.json or its folder, else the row of that name in `models` or the default table."""
     if name.endswith(".json") or os.path.isfile(os.path.join(name, CONFIG)):
         network = read_architecture(name)
         is_gpt = network.family == "gpt2"
