@@ -80,7 +80,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 @functools.cache
 def hardware() -> dict[str, Any]:
-    """Return the device and the versions. Asked in another process, which leaves no context on the GPU."""
+    """Return the device and the versions. Query them in another process, so that no context stays on the GPU."""
     program = (
         "import json, platform, torch, importlib.metadata as m\n"
         "has = torch.cuda.is_available()\n"
