@@ -258,7 +258,7 @@ def test_too_little_host_memory(world2: World, tmp_path: Path) -> None:
     """A run that the system's out-of-memory killer ends, or one rank of which goes on."""
     config = config_of(CASES[0] | {"cut": "data"}, tmp_path, bcd_frozen_weights="host")
     for error in world2.run(with_little_memory, config):
-        assert error.startswith("--bcd-frozen-weights host: ") and error.endswith("--bcd-frozen-weights device")
+        assert error.startswith("--bcd-frozen-weights host: ") and error.endswith("--bcd-frozen-weights device.")
 
 
 def refused(config: Any, case: str) -> str:
@@ -282,7 +282,7 @@ def test_limits_of_processes(world1: World, tmp_path: Path, case: str, flag: str
     config = config_of(CASES[0] | {"cut": "one"}, tmp_path, bcd_frozen_weights="host")
     [error] = world1.run(refused, config, case)
     assert error.startswith("--bcd-frozen-weights host: ") and f"ulimit {flag}" in error
-    assert error.endswith("--bcd-frozen-weights device"), "what Megatron Core adds says nothing to a user"
+    assert error.endswith("--bcd-frozen-weights device."), "what Megatron Core adds says nothing to a user"
 
 
 def with_exceptions(main_param: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> Bf16Residual:
