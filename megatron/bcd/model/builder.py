@@ -242,8 +242,18 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_v
 
 
 def get_frozen_weights(model: torch.nn.Module) -> FrozenWeights:
-    """Return the model's layers in host memory. Without --bcd-frozen-weights host there are none."""
-    return unwrap_model(model).frozen_weights  # type: ignore[return-value]
+    """Return the model's layers in host memory. Without --bcd-frozen-weights host there are none.
+
+    Raises:
+        ValueError: `build_model` did not build the model.
+    """
+    frozen_weights: FrozenWeights | None = getattr(unwrap_model(model), "frozen_weights", None)
+    if frozen_weights is None:
+        raise ValueError(
+            "build_model: the model has no `frozen_weights`. Call megatron.bcd.model.builder.build_model, and change "
+            "the model that it returns."
+        )
+    return frozen_weights
 
 
 @contextlib.contextmanager

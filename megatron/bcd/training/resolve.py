@@ -106,9 +106,9 @@ def with_length(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     return config
 
 
-def _num_blocks(config: RunConfig, partition: Partition) -> int:
-    """Return --bcd-num-blocks, or the layout's default number of blocks."""
-    if config.bcd.bcd_num_blocks is not None:
+def _num_blocks(config: RunConfig, partition: Partition) -> int | None:
+    """Return --bcd-num-blocks, or the layout's default number of blocks. Layout stage takes no such flag."""
+    if config.bcd.bcd_num_blocks is not None or config.bcd.bcd_layout == "stage":
         return config.bcd.bcd_num_blocks
     per_flag = partition.num_stages if config.bcd.bcd_layout == "submodel" else 1
     return partition.num_layer_blocks // per_flag
