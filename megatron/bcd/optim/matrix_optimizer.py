@@ -317,8 +317,10 @@ class MatrixOptimizer(StateOwner):
             matrix.restore([MOMENTUM])
             if MOMENTUM not in state:
                 state[MOMENTUM] = torch.zeros_like(parameter, dtype=self._momentum_dtype)
-        if rule.name == update_rules.FACTORED and FACTORS not in state:
-            state[FACTORS] = matrix.zero_factors()
+        if rule.name == update_rules.FACTORED:
+            matrix.restore([FACTORS])
+            if FACTORS not in state:
+                state[FACTORS] = matrix.zero_factors()
         if parameter.dtype == torch.bfloat16:
             matrix.restore([LOW_BITS])
             if LOW_BITS not in state:
@@ -479,9 +481,10 @@ class MatrixOptimizer(StateOwner):
         weight = matrix.parameter.detach()
         if weight.dtype == torch.float32:
             return weight.view(-1)
-        low_bits = matrix.state.get(LOW_BITS)
+        low_bits = matrix.get(LOW_BITS)
         if low_bits is None:  # not the owner, or never stepped here
             low_bits = torch.zeros_like(weight, dtype=torch.int16)
+        low_bits = low_bits.to(weight.device)
         if self._size > 1:
             owner = torch.distributed.get_global_rank(self._group, matrix.owner)
             torch.distributed.broadcast(low_bits.view(torch.uint8), src=owner, group=self._group)

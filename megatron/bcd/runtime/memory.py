@@ -75,11 +75,13 @@ def storage_bytes(tensors: Iterable[torch.Tensor], *, without: Iterable[torch.Te
 
 
 def copy_to_host(value: Any) -> Any:
-    """Return `value` with all tensors in its dicts, tuples and dataclasses copied to host memory."""
+    """Return `value` with all tensors in its dicts, lists, tuples and dataclasses copied to host memory."""
     if torch.is_tensor(value):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         return {key: copy_to_host(item) for key, item in value.items()}
     if isinstance(value, tuple):
         return tuple(map(copy_to_host, value))
+    if isinstance(value, list):
+        return list(map(copy_to_host, value))
     return replace(value, **copy_to_host(vars(value))) if is_dataclass(value) else value  # type: ignore[type-var]
