@@ -52,7 +52,7 @@ def allocated(config: Any, *, leaks: bool = False) -> list[dict[str, int]]:
     dispose = ActiveBlock.dispose
 
     def leak(self: ActiveBlock, **options: bool) -> None:
-        kept.append(self.optimizer)
+        kept.append(self.core.optimizer)
         dispose(self, **options)
 
     def before_step(run: worlds.RecordedRun) -> None:
