@@ -12,11 +12,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from support.command_line import parse
 
+from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.model import transformer_config
 from megatron.bcd.model.attention import ScaledDotProductAttention
-from megatron.bcd.model.builder import PlainNorm
+from megatron.bcd.model.builder import PlainNorm, get_frozen_weights
 from megatron.bcd.model.implementation import choose_implementation
 from megatron.bcd.runtime import device, packages
+from megatron.bcd.training.resolve import resolve_num_blocks
 
 
 @pytest.mark.parametrize(
@@ -142,3 +144,16 @@ def test_grouped_queries_keep_to_the_fast_kernels(
     q, k, v = (torch.zeros(7, 3, heads, 8, dtype=dtype) for heads in (4, 2, 2))
     attention(q, k, v, torch.zeros(1, 1, 7, 7, dtype=torch.bool) if with_mask else None)
     assert options["enable_gqa"] == (dtype is torch.bfloat16 and not with_mask)
+
+
+def test_a_model_of_another_builder_is_refused() -> None:
+    """A replaced `build_model` that builds its own module ends in an AttributeError."""
+    with pytest.raises(ValueError, match="^build_model: .* Call megatron.bcd.model.builder.build_model"):
+        get_frozen_weights(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("flags", "number"), [("--bcd-layout stage", None), ("", 3), ("--bcd-layout submodel", 3)])
+def test_resolved_number_of_blocks(flags: str, number: int | None) -> None:
+    """A run resumed with layout stage on other stages is told that it changed --bcd-num-blocks."""
+    config = parse("--pipeline-model-parallel-size", "2", "--num-layers", "6", *flags.split(), world_size=2)
+    assert resolve_num_blocks(config, partition_from_config(config)) == number

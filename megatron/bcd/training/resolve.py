@@ -60,7 +60,7 @@ def resolve_run(config: RunConfig, source: Source | None = None) -> ResolvedRun:
     block_schedule = block_schedule_from_config(config, partition, num_steps=train_iters)
     config = config.replace_section("bcd", bcd_steps_per_block=block_schedule.settings.bcd_steps_per_block)
     name = run_state.run_name(config, saved)
-    config = config.replace_section("bcd", bcd_num_blocks=_num_blocks(config, partition))
+    config = config.replace_section("bcd", bcd_num_blocks=resolve_num_blocks(config, partition))
     vocab_size = _vocab_size(config, tokenizer)
     padded_size = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size)
     global_batch_size = data.global_batch_size(config)
@@ -106,7 +106,7 @@ def with_length(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     return config
 
 
-def _num_blocks(config: RunConfig, partition: Partition) -> int | None:
+def resolve_num_blocks(config: RunConfig, partition: Partition) -> int | None:
     """Return --bcd-num-blocks, or the layout's default number of blocks. Layout stage takes no such flag."""
     if config.bcd.bcd_num_blocks is not None or config.bcd.bcd_layout == "stage":
         return config.bcd.bcd_num_blocks
