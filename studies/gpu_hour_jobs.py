@@ -316,7 +316,7 @@ STEPS = (
 """Steps with random weights."""
 ON_HOST = (
     "--bcd-preset finetune --bcd-inactive-update none --bcd-head-phase --bcd-steps-per-block 4"
-    " --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear --bcd-frozen-weights"
+    " --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear --bcd-layers-on"
 )
 
 

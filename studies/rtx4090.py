@@ -2,7 +2,7 @@
 
     python studies/rtx4090.py [--model NAME] [--num-gpus N]
 
-Plans are those of `tools/plan.py --task sft --bcd-frozen-weights host` with 64 sequences per step, and the cheapest
+Plans are those of `tools/plan.py --task sft --bcd-layers-on host` with 64 sequences per step, and the cheapest
 layout of its --method offload; nothing ran on a GPU. The last column was measured by LLMQ's authors: full training in
 bf16 (arXiv 2512.15306).
 """
@@ -44,7 +44,7 @@ def plan_flags(model: str, num_gpus: int, *more: str) -> list[str]:
 
 
 def plan_blocks(model: str, num_gpus: int) -> Estimate:
-    flags = plan_flags(model, num_gpus, "--bcd-frozen-weights", "host")
+    flags = plan_flags(model, num_gpus, "--bcd-layers-on", "host")
     return make_estimate(plan.recipe_of(plan.parse_arguments(flags)))
 
 

@@ -23,7 +23,7 @@ def write_timeline(path: str, recipe: Recipe) -> None:
     if kind not in ("json", "png", "svg"):
         raise ValueError(f"{FLAG} {path}: must end in .json (a Chrome trace), .png or .svg")
     if not recipe.is_streamed or recipe.pipeline_size > 1:
-        raise ValueError(f"{FLAG} shows copies: give --bcd-frozen-weights host, and one pipeline stage")
+        raise ValueError(f"{FLAG} shows copies: give --bcd-layers-on host, and one pipeline stage")
     spans = microbatch(recipe, recipe.partition.num_blocks // 2)
     write_atomically(path, functools.partial(_trace if kind == "json" else _draw, spans, kind), flag=FLAG)
 

@@ -63,8 +63,15 @@ which depends on a version's flags, and switches, which older versions lack. Eve
 fields added later."""
 REMOVED = ("eval-generate", "eval-generate-tokens", "bcd-low-rank-layers", "bcd-low-rank-lr-ratio")
 """Flags that have a value only in versions before their removal."""
-ADDED = {"bcd-frozen-weights": "device", "bcd-embedding-update": "adam"}
+ADDED = {
+    "bcd-layers-on": "device",
+    "bcd-embedding-update": "adam",
+    "bcd-layers-per-pass": 1,
+    "bcd-saved-inputs": "auto",
+}
 """The behaviour of versions without a flag, if it is not "off"."""
+RENAMED = {"bcd-frozen-weights": "bcd-layers-on"}
+"""Flags that older versions called otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +332,7 @@ def first_difference(before: Mapping[str, Resolved], after: Mapping[str, Resolve
             continue
         if isinstance(now, str):
             return f"{name} is refused: {now.strip()}"
+        values = {RENAMED.get(flag, flag): value for flag, value in values.items()}
         for flag in values | now:
             old, new = values.get(flag, ADDED.get(flag)), now.get(flag, ADDED.get(flag))
             if flag not in REMOVED and (old or None) != (new or None):

@@ -84,7 +84,7 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
     "bcd_inactive_update": {"choices": ("none", "factored"), "help": "with method finetune: factored = every layer in"
         " every step, none = blocks (default: factored if it fits and no flag asks for blocks)"},
     "adam_moments_dtype": {},
-    "bcd_frozen_weights": {"choices": ("device", "host"), "help": "where frozen layers are (default: device)"},
+    "bcd_layers_on": {"choices": ("device", "host"), "help": "where frozen layers are (default: device)"},
     "bcd_resident_layers": {},
     "host_memory_gb": {"type": float, "metavar": "GB", "help": "host memory of a node in 10^9 bytes; a plan that needs"
         " more does not fit (default: no limit)"},
@@ -119,7 +119,7 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add("--search", action="store_true", help="compare all methods, each in its cheapest layouts that fit, and plan the"
         " best; with --method or --bcd-preset compare the layouts of that one")  # fmt: skip
     add("--compare", action="store_true", help="compare all methods, without a plan")
-    add("--timeline", metavar="FILE", help="with --bcd-frozen-weights host: draw computation and copies of a microbatch"
+    add("--timeline", metavar="FILE", help="with --bcd-layers-on host: draw computation and copies of a microbatch"
         " in the middle block's phase, as a Chrome trace (.json) or a picture (.png, .svg)")  # fmt: skip
     add("--verify", action="store_true", help="no effect: tests/unit/test_plan_verify.py compares plans with models")
     add_json(parser)
@@ -158,7 +158,8 @@ def add_recipe_flags(group: Any) -> None:
             known = {key: option.metadata[key] for key in ("choices", "metavar", "help") if option.metadata[key]}
             words = ({"action": "store_true", "default": None} if kind == "bool" else {"type": types[kind]}) | words
             words = ({"metavar": "N"} if kind == "int" else {}) | known | words
-        group.add_argument(flag_of(name), **words)
+        names = (flag_of(name), *(("--bcd-frozen-weights",) if name == "bcd_layers_on" else ()))
+        group.add_argument(*names, **words)
     add_precision(group, PRECISIONS, more="; with --task sft bf16")
     add = group.add_argument
     add("--models", metavar="FILE", help="your own rows, which win over those of examples/models.csv")

@@ -191,7 +191,7 @@ class Trainer:
         config = self.config
         self.active = ActiveBlock(model=self.model, config=config, partition=self.partition, stage=self.stage)
         self.pipeline = PipelineSchedule(
-            name=config.bcd.bcd_schedule,
+            name=config.bcd.bcd_schedule or "bcd",
             partition=self.partition,
             run_ahead=config.bcd.bcd_run_ahead,
             timeout_minutes=config.training.distributed_timeout_minutes,
@@ -532,7 +532,7 @@ class Trainer:
         """Count saved activations in the first iteration of a phase, and after a change of the batch size."""
         now = (self.state.phase_state.phase, get_num_microbatches())
         # without an allocator's count the meter would keep storages alive, which streamed layers replace between passes
-        is_streamed = self.config.bcd.bcd_frozen_weights == "host" and memory.allocated_bytes_function() is None
+        is_streamed = self.config.bcd.bcd_layers_on == "host" and memory.allocated_bytes_function() is None
         if now == self._metered or is_streamed:
             return contextlib.nullcontext()
         self._metered = now
@@ -548,7 +548,7 @@ class Trainer:
             return
         timer = self.timers("switch", log_level=0)
         timer.start()
-        if self.saver is not None and self.config.bcd.bcd_frozen_weights == "host":
+        if self.saver is not None and self.config.bcd.bcd_layers_on == "host":
             self.saver.finish()  # the writer reads frozen weights from the memory that the switch reuses
         self.end_phase()
         self._build_block()

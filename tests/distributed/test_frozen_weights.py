@@ -1,4 +1,4 @@
-"""Frozen layers in host memory (--bcd-frozen-weights host): the same training bit for bit."""
+"""Frozen layers in host memory (--bcd-layers-on host): the same training bit for bit."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_same_bits(world1: World, world2: World, tmp_path: Path, case: Combi
     part of the vocabulary."""
     world = (world1, world2)[CUTS[case["cut"]][0] - 1]
     on_device = world.run(worlds.train_run, config_of(case, tmp_path / "device", bcd_resident_layers=0))
-    on_host = world.run(worlds.train_run, config_of(case, tmp_path / "host", bcd_frozen_weights="host"))
+    on_host = world.run(worlds.train_run, config_of(case, tmp_path / "host", bcd_layers_on="host"))
     for left, other in zip(on_device, on_host, strict=True):
         assert len(other["steps"]) == 6 and len(set(other["blocks"])) > 1
         assert [left["steps"], left["evaluations"]] == [other["steps"], other["evaluations"]]
@@ -108,8 +108,8 @@ def test_resumes_in_the_other_place(world2: World, tmp_path: Path, first: str, s
     config = functools.partial(config_of, case | {"resident": "0"}, tmp_path, **EMBEDDING_ON_HOST)
     whole = world2.run(resumed_runs.one_part, config())
     folder = tmp_path / "run"
-    world2.run(resumed_runs.one_part, config(save=folder, exit_interval=3, bcd_frozen_weights=first))
-    rest = world2.run(resumed_runs.one_part, config(load=folder, bcd_frozen_weights=second))
+    world2.run(resumed_runs.one_part, config(save=folder, exit_interval=3, bcd_layers_on=first))
+    rest = world2.run(resumed_runs.one_part, config(load=folder, bcd_layers_on=second))
     for left, other in zip(whole, rest, strict=True):
         assert left["steps"][3:] == other["steps"]
         assert worlds.same_bits(left["weights"], other["weights"]) == []
@@ -137,7 +137,7 @@ def test_copies_of_a_step(world1: World, tmp_path: Path, resident: int) -> None:
     """A layer that is copied twice in a pass, or before it is known that it comes; a resident one that is copied."""
     case = {"cut": "one", "layout": "spread", "precision": "fp32", "method": "paper", "recompute": "none"}
     config = config_of(
-        case | {"resident": "0"}, tmp_path, bcd_frozen_weights="host", bcd_resident_layers=resident,
+        case | {"resident": "0"}, tmp_path, bcd_layers_on="host", bcd_resident_layers=resident,
         bcd_steps_per_block=3, train_iters=12, eval_iters=0,
     )  # fmt: skip
     seen = Counter(world1.run(copies_by_step, config)[0])
@@ -176,7 +176,7 @@ def test_bytes(world1: World, tmp_path: Path, resident: int, embedding: dict[str
     flags = {"no_use_distributed_optimizer": True} | embedding
     config = functools.partial(config_of, case | {"resident": "0"}, tmp_path, **flags)
     [on_device] = world1.run(state_bytes, config())
-    [on_host] = world1.run(state_bytes, config(bcd_frozen_weights="host", bcd_resident_layers=resident))
+    [on_host] = world1.run(state_bytes, config(bcd_layers_on="host", bcd_resident_layers=resident))
     for (whole, _, layer, rows), (rest, host, *_) in zip(on_device, on_host, strict=True):
         rows *= bool(embedding)
         padded = (host - rows) // 8
@@ -190,13 +190,13 @@ def choice_of_auto(config: Any) -> tuple[str, int, int]:
     with worlds.started(config) as run:
         run.train()
         most = max(max(step.model_state_bytes) for step in run.recorder.steps)
-        return run.config.bcd.bcd_frozen_weights, run.config.bcd.bcd_resident_layers, most
+        return run.config.bcd.bcd_layers_on, run.config.bcd.bcd_resident_layers, most
 
 
 def test_auto_takes_what_fits(world1: World, tmp_path: Path) -> None:
     """Layers that stay on the device and do not fit, or that are copied though there is room without the embedding."""
     case = {"cut": "one", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
-    flags = {"bcd_frozen_weights": "auto"} | EMBEDDING_ON_HOST
+    flags = {"bcd_layers_on": "auto"} | EMBEDDING_ON_HOST
     config = functools.partial(config_of, case | {"resident": "0"}, tmp_path, **flags)
     kib, result = 2**10, []
     for limit in (1, 800, 830, 880, 100_000):
@@ -219,16 +219,16 @@ def told_of_auto(config: Any) -> tuple[Any, list[str], list[str], dict[str, Any]
 
 
 def test_auto_in_the_summary_and_on_resume(world1: World, tmp_path: Path) -> None:
-    """A run summary or a logged configuration that has --bcd-frozen-weights auto as given, not as chosen. A resumed run
+    """A run summary or a logged configuration that has --bcd-layers-on auto as given, not as chosen. A resumed run
     that warns of a changed flag although a flag was only left out whose default is the same."""
     case = {"cut": "one", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
-    flags = {"bcd_frozen_weights": "auto", "recompute_memory_gib": 920 * 2**10 / 2**30} | EMBEDDING_ON_HOST
+    flags = {"bcd_layers_on": "auto", "recompute_memory_gib": 920 * 2**10 / 2**30} | EMBEDDING_ON_HOST
     flags |= {"save": tmp_path / "run", "load": tmp_path / "run"}
     explicit = {"bcd_num_blocks": 3, "ffn_hidden_size": 128}
     for last, changes in ((3, explicit), (6, dict.fromkeys(explicit))):
         config = config_of(case | {"resident": "0"}, tmp_path, exit_interval=last, **flags | changes)
         [(bcd, notes, warnings, logged)] = world1.run(told_of_auto, config)
-        assert bcd.bcd_frozen_weights == "host" and bcd.bcd_num_blocks == 3
+        assert bcd.bcd_layers_on == "host" and bcd.bcd_num_blocks == 3
         assert logged == asdict(bcd)
         stays = f"{bcd.bcd_resident_layers} layers of a stage stay on the device"
         assert [note for note in notes if note.endswith(stays)] and not warnings, (notes, warnings)
@@ -256,9 +256,9 @@ def with_little_memory(config: Any) -> str:
 
 def test_too_little_host_memory(world2: World, tmp_path: Path) -> None:
     """A run that the system's out-of-memory killer ends, or one rank of which goes on."""
-    config = config_of(CASES[0] | {"cut": "data"}, tmp_path, bcd_frozen_weights="host")
+    config = config_of(CASES[0] | {"cut": "data"}, tmp_path, bcd_layers_on="host")
     for error in world2.run(with_little_memory, config):
-        assert error.startswith("--bcd-frozen-weights host: ") and error.endswith("--bcd-frozen-weights device.")
+        assert error.startswith("--bcd-layers-on host: ") and error.endswith("--bcd-layers-on device.")
 
 
 def refused(config: Any, case: str) -> str:
@@ -279,10 +279,10 @@ def refused(config: Any, case: str) -> str:
 @pytest.mark.parametrize(("case", "flag"), [("file size", "-f and -v unlimited"), ("locked memory", "-l unlimited")])
 def test_limits_of_processes(world1: World, tmp_path: Path, case: str, flag: str) -> None:
     """A traceback, or a run that trains from memory that is not page-locked."""
-    config = config_of(CASES[0] | {"cut": "one"}, tmp_path, bcd_frozen_weights="host")
+    config = config_of(CASES[0] | {"cut": "one"}, tmp_path, bcd_layers_on="host")
     [error] = world1.run(refused, config, case)
-    assert error.startswith("--bcd-frozen-weights host: ") and f"ulimit {flag}" in error
-    assert error.endswith("--bcd-frozen-weights device."), "what Megatron Core adds says nothing to a user"
+    assert error.startswith("--bcd-layers-on host: ") and f"ulimit {flag}" in error
+    assert error.endswith("--bcd-layers-on device."), "what Megatron Core adds says nothing to a user"
 
 
 def with_exceptions(main_param: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> Bf16Residual:
@@ -333,7 +333,7 @@ def test_async_save_reads_frozen_weights_where_they_lie(
     is written; elements of another rank's part."""
     world = (world1, world2)[CUTS[cut][0] - 1]
     case = {"cut": cut, "layout": "spread", "precision": precision, "method": "paper", "recompute": "none"}
-    flags = {"bcd_frozen_weights": "host", "bcd_steps_per_block": 1, "swiglu": True} | EMBEDDING_ON_HOST
+    flags = {"bcd_layers_on": "host", "bcd_steps_per_block": 1, "swiglu": True} | EMBEDDING_ON_HOST
     flags |= {"num_layers": 3, "bcd_num_blocks": 3}  # two ranks share a layer
     config = functools.partial(config_of, case | {"resident": "1"}, tmp_path, **flags)
     whole = world.run(resumed_runs.one_part, config())
@@ -364,5 +364,5 @@ def kept_elsewhere(config: Any) -> list[str]:
 def test_low_bits_lie_in_the_arena(world2: World, tmp_path: Path) -> None:
     """Host memory that torch's allocator rounds up, or that each rank holds for itself."""
     case = {"cut": "data", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
-    config = config_of(case | {"resident": "0"}, tmp_path, bcd_frozen_weights="host")
+    config = config_of(case | {"resident": "0"}, tmp_path, bcd_layers_on="host")
     assert world2.run(kept_elsewhere, config) == [[], []]

@@ -326,7 +326,7 @@ def test_a_group_comes_back(
 ) -> None:
     """The group continues from its old weights, optimizer state or counters. Here both groups read the same samples."""
     flags = {"data_path": text_data, "bcd_preset": preset, "bf16": True, "bcd_optimizer_state": "host"}
-    flags |= {"outer_interval": 2, "bcd_frozen_weights": "host" if preset == "paper" else "device"}
+    flags |= {"outer_interval": 2, "bcd_layers_on": "host" if preset == "paper" else "device"}
     planned = configs(2, lighthouse, **flags)
     first, back = come_back(other_worlds, planned, reads_same=True)
     assert len(back["steps"]) == 6

@@ -239,8 +239,8 @@ def test_a_model_that_needs_a_setting(tmp_path: Path) -> None:
     (tmp_path / "my-8b" / "config.json").write_text(json.dumps(names | sizes))
     given = {"cwd": tmp_path, "script": "finetune.sh", "DRY_RUN": "1"}
     done = start("my-8b", "rtx4090", **given)
-    assert done.returncode == 0 and value_of(command_of(done.stdout), "--bcd-frozen-weights") == "host"
-    on_device = ("my-8b", "rtx4090", "--bcd-frozen-weights", "device", "--bcd-always-active", "none")
+    assert done.returncode == 0 and value_of(command_of(done.stdout), "--bcd-layers-on") == "host"
+    on_device = ("my-8b", "rtx4090", "--bcd-layers-on", "device", "--bcd-always-active", "none")
     done = start(*on_device, **given)
     assert done.returncode == 0 and "does NOT fit" in done.stdout
     flags = ("--bcd-frozen", "embedding,head", "--adam-moments-dtype", "int8", "--bcd-always-active", "none")

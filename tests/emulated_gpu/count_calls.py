@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 METHODS = {
     "full": ["--bcd-num-blocks", "1"],
     "paper": ["--bcd-preset", "paper"],
-    "paper, frozen weights on the host": ["--bcd-preset", "paper", "--bcd-frozen-weights", "host"],
+    "paper, frozen weights on the host": ["--bcd-preset", "paper", "--bcd-layers-on", "host"],
     "pretrain": ["--bcd-preset", "pretrain"],
     "finetune": ["--bcd-preset", "finetune", "--bcd-inactive-update", "none"],
     "no active block, factored": [
@@ -37,7 +37,7 @@ METHODS = {
     ],
     "finetune, frozen weights and embedding on the host": [
         *("--bcd-preset", "finetune", "--bcd-inactive-update", "none"),
-        *("--untie-embeddings-and-output-weights", "--bcd-frozen-weights", "host"),
+        *("--untie-embeddings-and-output-weights", "--bcd-layers-on", "host"),
     ],
 }
 SIZES = (

@@ -115,7 +115,7 @@ def test_a_missing_wait_is_reported(late: Worlds) -> None:
 
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 OFFLOAD = {"bcd_num_blocks": 1, "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
-STREAMED = {"num_layers": 8, "bcd_num_blocks": 4, "bcd_frozen_weights": "host"}
+STREAMED = {"num_layers": 8, "bcd_num_blocks": 4, "bcd_layers_on": "host"}
 STREAMED |= {"bcd_frozen": "embedding", "untie_embeddings_and_output_weights": True}
 CASES: dict[str, dict[str, Any]] = {
     "cache": prefix_runs.FLAGS,

@@ -46,9 +46,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "finetune_factored_data2": TWO
     | {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_inactive_update": "factored"}
     | {"untie_embeddings_and_output_weights": True, "bf16": True},
-    "streamed": {"bf16": True, "bcd_frozen_weights": "host", "bcd_num_blocks": 6},
+    "streamed": {"bf16": True, "bcd_layers_on": "host", "bcd_num_blocks": 6},
     "streamed_pipeline2": TWO
-    | {"pipeline_model_parallel_size": 2, "bcd_frozen_weights": "host", "bcd_resident_layers": 1, "num_layers": 12}
+    | {"pipeline_model_parallel_size": 2, "bcd_layers_on": "host", "bcd_resident_layers": 1, "num_layers": 12}
     | {"untie_embeddings_and_output_weights": True, "bcd_frozen": "embedding"},
     "frozen_pipeline2": TWO | {"pipeline_model_parallel_size": 2, "bcd_frozen": "embedding,head"},
     "head_phase_pipeline2": TWO
@@ -79,7 +79,7 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
         qk_norm=flags.get("qk_layernorm"),
     )
     names = (
-        "bcd_layout", "bcd_inactive_update", "bcd_frozen_weights", "bcd_resident_layers", "bcd_frozen",
+        "bcd_layout", "bcd_inactive_update", "bcd_layers_on", "bcd_resident_layers", "bcd_frozen",
         "bcd_always_active", "bcd_head_phase", "adam_moments_dtype", "cross_entropy_fusion_impl",
         "pipeline_model_parallel_size", "context_parallel_size", "bcd_order",
     )  # fmt: skip

@@ -45,7 +45,18 @@ BAD_RUNS = {
 --bcd-num-blocks 0 --bcd-inactive-update orthogonal --bcd-always-active none
 --bcd-num-blocks 0 --bcd-inactive-update orthogonal --bcd-layout submodel
 --bcd-inactive-update orthogonal --bcd-num-blocks 1
---bcd-inactive-update orthogonal --bcd-frozen-weights host
+--bcd-layers-on host --bcd-inactive-update orthogonal --bcd-schedule bcd
+--bcd-layers-on host --bcd-num-blocks 1
+--bcd-schedule breadth-first --fp16
+--bcd-schedule breadth-first --fp8-format hybrid --bf16
+--bcd-schedule breadth-first --bcd-order greedy
+--bcd-schedule breadth-first --bcd-run-ahead 1
+--bcd-schedule breadth-first --optimizer-cpu-offload --bcd-num-blocks 1
+--bcd-prefix-cache c --bcd-schedule breadth-first --bcd-sample-ratio 1 --hidden-dropout 0 --attention-dropout 0
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --bcd-schedule breadth-first
+--recompute auto --recompute-memory-gib 1 --bcd-schedule breadth-first
+--bcd-layers-per-pass 4 --bcd-schedule breadth-first
+--bcd-layers-per-pass 0 --bcd-schedule breadth-first
 --bcd-inactive-update sign
 --bcd-resting-update normalized
 --bcd-inactive-update factored --fp16
@@ -54,7 +65,7 @@ BAD_RUNS = {
 --bcd-embedding-update factored --bcd-always-active head
 --bcd-embedding-update factored --bcd-inactive-update factored --bcd-frozen embedding
 --bcd-embedding-update factored --bcd-inactive-update factored --decoupled-lr 1e-3
---bcd-resident-layers 99 --bcd-frozen-weights host
+--bcd-resident-layers 99 --bcd-layers-on host
 --bcd-max-steps-per-block 4 --bcd-switch plateau --bcd-min-steps-per-block 5
 --bcd-max-steps-per-block 10 --bcd-switch plateau --bcd-plateau-window 5
 --bcd-phase-warmup-steps 100
@@ -107,6 +118,8 @@ BAD_RUNS = {
 --num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2
 --num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2
 --num-virtual-stages-per-pipeline-rank 3 --bcd-layout spread --pipeline-model-parallel-size 2
+--pipeline-model-parallel-size 2 --bcd-schedule breadth-first
+--pipeline-model-parallel-size 2 --bcd-layers-on host --bcd-inactive-update factored
 --bcd-schedule stock --num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2
 --bcd-run-ahead 1 --num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2
 --pipeline-cut auto --account-for-loss-in-pipeline-split --pipeline-model-parallel-size 2

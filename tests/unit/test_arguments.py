@@ -207,6 +207,33 @@ def test_older_names_of_stateless_updates() -> None:
     assert not has_same_optimizers(older, parse(*words, "--bcd-embedding-update", "factored"))
 
 
+def test_older_name_of_the_place_of_layers() -> None:
+    """A script or a checkpoint of an older version that is refused, or that keeps its layers on the device."""
+    config = parse("--bcd-layers-on", "host", "--bcd-resident-layers", "1")
+    assert parse("--bcd-frozen-weights", "host", "--bcd-resident-layers", "1") == config
+    state = {field.name: 0 for field in dataclasses.fields(RunState)}
+    state |= {"flags": run_config_to_dict(config), "format_version": FORMAT_VERSION}
+    older = from_json(json.dumps(state).replace("bcd_layers_on", "bcd_frozen_weights"), path="run_state.json")
+    assert older.flags == from_json(json.dumps(state), path="run_state.json").flags
+
+
+@pytest.mark.parametrize(
+    ("words", "schedule"),
+    [
+        ("", "bcd"),
+        ("--bcd-layers-on host", "bcd"),
+        ("--bcd-inactive-update factored", "bcd"),
+        ("--bcd-inactive-update factored --bcd-layers-on host", "breadth-first"),
+        ("--bcd-inactive-update orthogonal --bcd-layers-on auto", "breadth-first"),
+        ("--bcd-schedule breadth-first", "breadth-first"),
+    ],
+)
+def test_default_schedule(words: str, schedule: str) -> None:
+    """Layers in host memory whose updates are lost, or runs of older versions that change their order."""
+    config = parse(*words.split())
+    assert config.bcd.bcd_schedule == schedule and config.is_breadth_first == (schedule == "breadth-first")
+
+
 def test_checkpoint_with_adapters() -> None:
     """A checkpoint of an older version that is refused without adapters, or fails on their weights and not on its
     flags."""
@@ -281,7 +308,7 @@ EXCLUDING = (
     "--fp16",
     "--optimizer-cpu-offload --bcd-num-blocks 1",
     "--bcd-main-params drop --bf16",
-    "--bcd-frozen-weights host",
+    "--bcd-layers-on host",
     "--bcd-frozen-weights auto",
     "--bcd-head-phase --untie-embeddings-and-output-weights",
     "--bcd-prefix-cache cache --bcd-sample-ratio 0.5 --hidden-dropout 0 --attention-dropout 0",

@@ -128,14 +128,14 @@ def test_what_fits_on_one_card(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     seen: set[str] = set()
     for model in (large, middle):
         flags = ("--task", "sft", "--model", model, *CARD, "--seq-length", "2048", "--micro-batch-size", "2")
-        flags += ("--bcd-frozen-weights", "device", "--bcd-head-phase")
+        flags += ("--bcd-layers-on", "device", "--bcd-head-phase")
         offered = json.loads(run(capsys, *flags, "--json", code=1))["what_fits"]
         names = [{word for word in each["flags"].split() if word[:2] == "--"} for each in offered]
         assert not any(one < other for one in names for other in names)
         seen |= set().union(*names)
         for each in offered:
             assert "torchrun" in run(capsys, *shlex.split(each["command"])[2:])
-    assert {"--bcd-frozen-weights", "--bcd-frozen", "--adam-moments-dtype", "--num-gpus"} <= seen
+    assert {"--bcd-layers-on", "--bcd-frozen", "--adam-moments-dtype", "--num-gpus"} <= seen
 
 
 def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -146,21 +146,21 @@ def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path:
     hidden = json.loads(run(capsys, *flags))
     flags += ("--micro-batch-size", "1")
     plan = json.loads(run(capsys, *flags))
-    assert "--bcd-frozen-weights host" in plan["command"]
+    assert "--bcd-layers-on host" in plan["command"]
     assert hidden["recipe"]["micro_batch_size"] > 1 and hidden["time"]["copy_share"] < 0.01
     assert hidden["time"]["tokens_per_second"] > 1.5 * plan["time"]["tokens_per_second"]
     assert hidden["memory"]["peak_bytes"] <= 0.95 * hidden["memory"]["available_bytes"]
     whole = json.loads(run(capsys, *flags[:-2], "--recompute"))
     assert (whole["recipe"]["recompute"], whole["time"]["copy_share"] < 0.01) == ("full", True)
     searched = json.loads(run(capsys, *flags, "--search"))["best"]
-    assert "--bcd-frozen-weights host" in searched["command"] and searched["recipe"]["micro_batch_size"] > 1
+    assert "--bcd-layers-on host" in searched["command"] and searched["recipe"]["micro_batch_size"] > 1
     weights = 2 * 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
     expected = 2 * weights + 2 * 128256 * 4096
     assert plan["memory"]["host_bytes"] == pytest.approx(expected, rel=1e-3), "low bits of main parameters; embedding"
     longer = json.loads(run(capsys, *flags, "--seq-length", "2048"))
     assert 0 < longer["time"]["copy_share"] < plan["time"]["copy_share"] < 1
     assert "--recompute-granularity full" in json.loads(run(capsys, *flags, "--recompute", "full"))["command"]
-    resident = json.loads(run(capsys, *flags, "--bcd-frozen-weights", "host", "--bcd-resident-layers", "2"))
+    resident = json.loads(run(capsys, *flags, "--bcd-layers-on", "host", "--bcd-resident-layers", "2"))
     assert resident["time"]["copy_share"] < plan["time"]["copy_share"]
     gb = plan["memory"]["host_bytes"] / 1e9
     assert json.loads(run(capsys, *flags, "--host-memory-gb", f"{gb + 0.1:.1f}")) == plan
@@ -187,7 +187,7 @@ def test_timeline_of_copies(capsys: pytest.CaptureFixture[str], tmp_path: Path, 
     """Copies that no run makes, or more than it makes; a layer that computes before it is there; another time than the
     planner's."""
     flags = ("--task", "sft", "--model", "LLaMA-7B", *CARD, "--adam-moments-dtype", "int8", "--bcd-num-blocks", "32")
-    flags, device = (*flags, "--json", "--bcd-frozen-weights", "host", "--micro-batch-size", *more.split()), flags
+    flags, device = (*flags, "--json", "--bcd-layers-on", "host", "--micro-batch-size", *more.split()), flags
     planned = json.loads(run(capsys, *flags, "--timeline", tmp_path / "trace.json"))
     phase = next(each for each in planned["time"]["phases"] if each["block"] == 16)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -219,11 +219,11 @@ def test_the_head_is_what_the_card_has_room_for(capsys: pytest.CaptureFixture[st
     kind in the command than in the plan."""
     flags = ("--task", "sft", "--model", folder(tmp_path, PUBLISHED[name][0], name=name), *CARD, "--json")
     chosen = json.loads(run(capsys, *flags))
-    assert chosen["memory"]["fits"] and ("--bcd-frozen-weights host" in chosen["command"]) == (name == "Qwen3-8B")
+    assert chosen["memory"]["fits"] and ("--bcd-layers-on host" in chosen["command"]) == (name == "Qwen3-8B")
     heads = ("--bcd-head-phase", "--bcd-frozen embedding,head")
     assert [head in chosen["command"] for head in heads] == [True, False]
     always = json.loads(run(capsys, *flags, "--bcd-always-active", "head"))
-    assert "--bcd-frozen-weights host" in always["command"] and not any(head in always["command"] for head in heads)
+    assert "--bcd-layers-on host" in always["command"] and not any(head in always["command"] for head in heads)
 
 
 def test_the_documents_rows(repo_root: Path) -> None:
@@ -384,5 +384,5 @@ def test_what_the_readme_says_fits(capsys: pytest.CaptureFixture[str], tmp_path:
         flags = ("--task", "sft", "--model", folder(tmp_path, LARGE[name][0], name=name), *CARD, "--json")
         command = json.loads(run(capsys, *flags))["command"]
         assert ("--adam-moments-dtype int8" in command) == (name in moments), name
-        assert ("--bcd-frozen-weights host" in command) == (name in host), name
+        assert ("--bcd-layers-on host" in command) == (name in host), name
         assert "--bcd-head-phase" in command

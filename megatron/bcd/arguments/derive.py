@@ -9,7 +9,7 @@ from typing import Any
 from megatron.bcd.arguments.flags import Flag, holds
 from megatron.bcd.arguments.stock import BELONG_TO, REPLACED
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, DataConfig, TrainingConfig
-from megatron.bcd.config.presets import derive_blocks
+from megatron.bcd.config.presets import derive_blocks, derive_schedule
 from megatron.bcd.runtime import packages
 
 Values = dict[str, Any]
@@ -34,6 +34,7 @@ def derive_values(
         if not values["mock_data"]:
             lines.append(f"--split {values['split']} leaves no data to evaluate on: there is no evaluation")
     ignored = [f"{name} ({REPLACED[name]})" if name in REPLACED else name for name in asked if name.startswith("--")]
+    derive_schedule(values)
     taken_back = _take_back(values, flags, asked=asked)
     given = {field: value for field, value in given.items() if field not in taken_back}
     _derive_network(values)

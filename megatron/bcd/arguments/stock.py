@@ -150,6 +150,7 @@ _INACTIVE = "update lr_ratio grad_dtype"
 ALIASES = {
     "save_interval": ("--persistent-save-interval",),
     "use_checkpoint_opt_param_scheduler": ("--use-checkpoint-opt_param-scheduler",),
+    "bcd_layers_on": ("--bcd-frozen-weights",),
     **{f"bcd_inactive_{name}": (f"--bcd-resting-{name.replace('_', '-')}",) for name in _INACTIVE.split()},
 }
 """Further names of flags, by field."""
@@ -165,7 +166,7 @@ BELONG_TO = {
     "--recompute-granularity=selective --recompute-activations": "recompute_modules",
     "--no-sequence-parallel": "distribute_saved_activations",
     "--tensor-model-parallel-size": "sequence_parallel distribute_saved_activations",
-    "--recompute --bcd-frozen-weights=auto": "recompute_memory_gib",
+    "--recompute --bcd-layers-on=auto --bcd-schedule=breadth-first": "recompute_memory_gib",
     "--optimizer-cpu-offload": "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads",
     "--cross-entropy-loss-fusion": "cross_entropy_fusion_impl",
     "--optimizer=sgd": "sgd_momentum",
@@ -192,7 +193,8 @@ BELONG_TO = {
     "--bcd-switch=plateau": "bcd_plateau_window bcd_plateau_min_improvement bcd_min_steps_per_block "
     "bcd_max_steps_per_block",
     "--bcd-order=greedy": "bcd_greedy_microbatches",
-    "--bcd-frozen-weights=host": "bcd_resident_layers",
+    "--bcd-layers-on=host": "bcd_resident_layers",
+    "--bcd-schedule=breadth-first": "bcd_layers_per_pass bcd_saved_inputs",
     "--bcd-inactive-update": "bcd_inactive_lr_ratio bcd_inactive_grad_dtype",
     "--bcd-prefix-cache": "bcd_prefix_cache_dtype bcd_prefix_cache_max_gib",
 }

@@ -66,7 +66,9 @@ CONFLICTS = {
     "--bcd-main-params=drop": "--optimizer=muon --bcd-inactive-update",  # these keep main parameters on the device
     "--bcd-inactive-update": "--fp16",  # stateless updates have no loss scale
     # these write frozen layers, or draw them differently on the ranks that share them
-    "--bcd-frozen-weights!=device": "--bcd-inactive-update --data-parallel-random-init --fp8-format",
+    "--bcd-layers-on!=device": "--data-parallel-random-init --fp8-format",
+    # these need all gradients of a step at once, or run passes of their own
+    "--bcd-schedule=breadth-first": "--fp16 --fp8-format --bcd-order=greedy --bcd-run-ahead --optimizer-cpu-offload",
     "--bcd-switch=plateau": "--bcd-steps-per-block",
     "--bcd-stop-cycle-improvement": "--eval-iters=0",
     "--bcd-run-ahead": "--bcd-schedule=stock",
@@ -137,6 +139,8 @@ def find_problems(
         lambda: block_schedule_from_config(config, partitions[0]),
         lambda: _check_blocks(config, run, partitions[0]),
         lambda: _check_stateless(run, partitions[0]),
+        lambda: _check_places(run, partitions[0]),
+        lambda: _check_breadth_first(run, partitions[0]),
         lambda: _check_groups(config, run, partitions[0]),
         lambda: _check_packages(run) if starts else None,
         lambda: _check_batch(run, world_size),
@@ -358,7 +362,7 @@ def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
     require(
         run.bcd_resident_layers <= most_layers,
         f"--bcd-resident-layers {run.bcd_resident_layers}: a pipeline stage has at most {most_layers} layers. Give no "
-        "more than that, or --bcd-frozen-weights auto, which finds how many fit.",
+        "more than that, or --bcd-layers-on auto, which finds how many fit.",
     )
     require(
         run.recompute is None or run.bcd_schedule == "bcd" or config.pipeline_size == 1 or run.bcd_num_blocks in (0, 1),
@@ -411,6 +415,44 @@ def _check_stateless(run: Run, partition: Partition) -> None:
         not has_embedding or rule != "none" or run.optimizer == "muon",
         f"--bcd-embedding-update {run.bcd_embedding_update}: no other matrix follows a stateless update. Give "
         "--bcd-inactive-update factored, or leave it out.",
+    )
+
+
+def _check_places(run: Run, partition: Partition) -> None:
+    if run.bcd_layers_on == "device":
+        return
+    flag, rule = f"--bcd-layers-on {run.bcd_layers_on}", run.bcd_inactive_update
+    require(
+        run.bcd_layers_on == "auto" or partition.num_blocks > 1 or not partition.has_active_block,
+        f"{flag}: all layers are one block, and active layers stay on the device. Give --bcd-num-blocks 2 or more, or "
+        "0 with --bcd-inactive-update.",
+    )
+    require(
+        rule == "none" or run.bcd_schedule == "breadth-first",
+        f"{flag}: with --bcd-schedule {run.bcd_schedule} these layers are only read, and --bcd-inactive-update {rule} "
+        "writes them. Give --bcd-schedule breadth-first.",
+    )
+
+
+def _check_breadth_first(run: Run, partition: Partition) -> None:
+    if run.bcd_schedule != "breadth-first":
+        return
+    schedule, stages = "--bcd-schedule breadth-first", run.pipeline_model_parallel_size
+    frees = run.bcd_layers_on != "device" and run.bcd_inactive_update != "none"
+    other = "--bcd-inactive-update none" if frees else "--bcd-schedule bcd"
+    require(
+        stages == 1,
+        f"--pipeline-model-parallel-size {stages}: {schedule} supports one pipeline stage. Give 1, or {other}.",
+    )
+    granularity = "--recompute auto" if run.recompute else f"--recompute-granularity {run.recompute_granularity}"
+    require(
+        run.recompute is None and run.recompute_granularity != "full",
+        f"{granularity}: {schedule} recomputes every layer anyway. Leave it out, or give --recompute-activations.",
+    )
+    size, layers = run.bcd_layers_per_pass, len(partition.stage_layers(0))
+    require(
+        layers % size == 0,
+        f"--bcd-layers-per-pass {size}: must divide the {layers} layers of the stage. Give a divisor.",
     )
 
 

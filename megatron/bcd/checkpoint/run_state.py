@@ -107,7 +107,8 @@ def from_json(text: str, *, path: str) -> RunState:
     check_has_no_adapters(values["flags"], source=path)
     for section in ("bcd", "checkpoint"):
         values["flags"][section] = {
-            name.replace("bcd_resting_", "bcd_inactive_"): value  # as older versions called them
+            # as older versions called them
+            name.replace("bcd_resting_", "bcd_inactive_").replace("bcd_frozen_weights", "bcd_layers_on"): value
             for name, value in values["flags"].get(section, {}).items()
             if name not in _REMOVED
         }

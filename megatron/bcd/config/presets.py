@@ -64,12 +64,12 @@ it is frozen."""
 _ASKS_FOR_BLOCKS = (
     "bcd_num_blocks", "bcd_layout", "bcd_order", "bcd_steps_per_block", "bcd_switch", "bcd_frozen", "bcd_head_phase",
     "bcd_prefix_cache", "bcd_sample_ratio", "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage", "bcd_frozen_weights", "bcd_main_params", "optimizer", "fp16",
+    "num_layers_per_virtual_pipeline_stage", "bcd_layers_on", "bcd_main_params", "optimizer", "fp16",
     "optimizer_cpu_offload",
 )  # fmt: skip
 """Without --bcd-inactive-update these flags make preset finetune train blocks: only runs with blocks use them, or
 stateless updates exclude them."""
-_DEFAULTS = {"bcd_num_blocks": 0, "bcd_frozen_weights": "device", "bcd_main_params": "host", "optimizer": "adam"}
+_DEFAULTS = {"bcd_num_blocks": 0, "bcd_layers_on": "device", "bcd_main_params": "host", "optimizer": "adam"}
 """Values of these flags that do not ask for blocks."""
 
 
@@ -103,6 +103,13 @@ def _needs_blocks(given: Mapping[str, Any], network: Mapping[str, Any]) -> bool:
     # queries, keys and values can't be updated apart if a rank has less than a query group
     is_narrow = given.get("muon_split_qkv", True) and (network.get("num_query_groups") or tensor_size) < tensor_size
     return asked or is_narrow
+
+
+def derive_schedule(values: dict[str, Any]) -> None:
+    """Derive --bcd-schedule, in place: breadth-first is the only one that updates layers in host memory."""
+    if values["bcd_schedule"] is None:
+        is_updated_on_host = values["bcd_layers_on"] != "device" and values["bcd_inactive_update"] != "none"
+        values["bcd_schedule"] = "breadth-first" if is_updated_on_host else "bcd"
 
 
 def derive_blocks(values: dict[str, Any], *, given: Mapping[str, Any]) -> None:

@@ -177,9 +177,14 @@ class RunConfig:
         return bool(fields.get("cross_entropy_loss_fusion")) and fields.get("cross_entropy_fusion_impl") == "linear"
 
     @property
+    def is_breadth_first(self) -> bool:
+        """Whether all microbatches of a step pass through a piece of the model before the next piece."""
+        return self.bcd.bcd_schedule == "breadth-first"
+
+    @property
     def has_embedding_on_host(self) -> bool:
         """Whether the embedding is in host memory: no phase trains it, and no tied head reads it."""
-        return self.bcd.bcd_frozen_weights == "host" and "embedding" in self.bcd.frozen and not self.tied
+        return self.bcd.bcd_layers_on == "host" and "embedding" in self.bcd.frozen and not self.tied
 
     @property
     def tied(self) -> bool:

@@ -155,16 +155,16 @@ class BcdConfig:
         "lack are offloaded to host memory, drop = the next visit starts from the rounded weights",
         choices=("host", "drop"),
     )
-    bcd_frozen_weights: str = option(
+    bcd_layers_on: str = option(
         "device",
-        "where the weights of frozen layers are: host = in host memory, copied to the device layer by layer; auto = as "
-        "many on the device as fit, the others in host memory",
+        "where the weights of inactive layers are: host = in host memory, copied to the device layer by layer; auto = "
+        "as many on the device as fit, the others in host memory",
         choices=("device", "host", "auto"),
         on_resume=MAY_CHANGE,
     )
     bcd_resident_layers: int = option(
         0,
-        "with --bcd-frozen-weights host: keep the last N frozen layers of each stage on the device",
+        "with --bcd-layers-on host: keep the last N inactive layers of each stage on the device",
         range=AT_LEAST_0,
         on_resume=MAY_CHANGE,
     )
@@ -225,11 +225,27 @@ class BcdConfig:
         metavar="GIB",
         range=ABOVE_0,
     )
-    bcd_schedule: str = option(
-        "bcd",
-        "pipeline schedule: bcd = stages before the first active layer run forward only and ahead, and receive no "
-        "gradient; stock = Megatron Core's own 1F1B, for comparison",
-        choices=("bcd", "stock"),
+    bcd_schedule: str | None = option(
+        None,
+        "order of the microbatches: bcd = stages before the first active layer run forward only and ahead, and receive "
+        "no gradient; breadth-first = all microbatches pass through a piece of the model before the next piece, and "
+        "stateless updates step it at once; stock = Megatron Core's own 1F1B, for comparison. Default: bcd; "
+        "breadth-first if stateless updates step layers in host memory",
+        choices=("bcd", "breadth-first", "stock"),
+        on_resume=MAY_CHANGE,
+    )
+    bcd_layers_per_pass: int = option(
+        1,
+        "with --bcd-schedule breadth-first: layers of a piece, a divisor of the layers of a stage",
+        range=AT_LEAST_1,
+        on_resume=MAY_CHANGE,
+    )
+    bcd_saved_inputs: str = option(
+        "auto",
+        "with --bcd-schedule breadth-first: where the inputs of pieces wait for the backward pass; auto = on the "
+        "device if they fit, else in page-locked host memory",
+        choices=("device", "host", "auto"),
+        on_resume=MAY_CHANGE,
     )
     bcd_run_ahead: int | None = option(
         None,

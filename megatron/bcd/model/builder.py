@@ -130,7 +130,7 @@ def _layer_spec(
         spec = get_gpt_layer_local_spec(
             qk_layernorm=qk_layernorm, normalization=config.transformer.get("normalization", "LayerNorm")
         )
-    if config.bcd.bcd_frozen_weights == "host":
+    if config.bcd.bcd_layers_on == "host":
         spec.module, spec.params = StreamedLayer, {**spec.params, "frozen_weights": frozen_weights}
     if implementation.attention == SCALED_DOT_PRODUCT:
         spec.submodules.self_attention.submodules.core_attention = ScaledDotProductAttention
@@ -242,7 +242,7 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_v
 
 
 def get_frozen_weights(model: torch.nn.Module) -> FrozenWeights:
-    """Return the model's layers in host memory. Without --bcd-frozen-weights host there are none.
+    """Return the model's layers in host memory. Without --bcd-layers-on host there are none.
 
     Raises:
         ValueError: `build_model` did not build the model.
@@ -258,7 +258,7 @@ def get_frozen_weights(model: torch.nn.Module) -> FrozenWeights:
 
 @contextlib.contextmanager
 def frozen_on_host(model: torch.nn.Module) -> Iterator[Callable[[Tensor], bool]]:
-    """Inside the context, all frozen weights of --bcd-frozen-weights host are in host memory.
+    """Inside the context, all frozen weights of --bcd-layers-on host are in host memory.
 
     Yields a function that returns whether a tensor is one of them. They do not change before the next phase ends.
     """

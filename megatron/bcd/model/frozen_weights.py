@@ -1,4 +1,4 @@
-"""Frozen layers in host memory, copied to the device one by one (--bcd-frozen-weights host).
+"""Frozen layers in host memory, copied to the device one by one (--bcd-layers-on host).
 
 A phase only reads its frozen weights. The frozen layers of a stage are stored in one arena of page-locked host memory,
 each as one flat piece. While a layer computes, the next one is copied to one of two device buffers on a separate CUDA
@@ -62,7 +62,7 @@ class _Layer:
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(f"--bcd-frozen-weights: {self.name} can't be copied to the device: {error}") from error
+            raise RuntimeError(f"--bcd-layers-on: {self.name} can't be copied to the device: {error}") from error
 
     def place(self, flat: torch.Tensor) -> None:
         """Point the parameters to the parts of `flat`, which holds their values.
@@ -135,7 +135,7 @@ class FrozenWeights:
         sizes = [layer.size * (0 if dtype is None else dtype.itemsize) for dtype in (self._dtype, self._residual_dtype)]
         if not self._layers:
             total = sum(sizes) * self._num_layers + self._embedding_size * self._dtype.itemsize
-            self._arena = host_memory.allocate(total, group=self._group, what="--bcd-frozen-weights host")
+            self._arena = host_memory.allocate(total, group=self._group, what="--bcd-layers-on host")
         assert not self._layers or layer.size == self._layers[0].size, "layers differ in size"
         weights, residuals = self._arena.data[layer.number * sum(sizes) :][: sum(sizes)].split(sizes)
         layer.on_host = weights.view(self._dtype)

@@ -92,7 +92,7 @@ def _method_flags(recipe: Recipe) -> Iterator[str]:
     chunks = recipe.flag("num_virtual_stages_per_pipeline_rank")
     if bcd.bcd_layout == "interleaved" and chunks not in (None, recipe.num_blocks_flag):
         words.append(_word("num_virtual_stages_per_pipeline_rank", chunks))
-    names = ["bcd_frozen_weights"] * recipe.is_streamed + ["bcd_resident_layers"] * (bcd.bcd_resident_layers > 0)
+    names = ["bcd_layers_on"] * recipe.is_streamed + ["bcd_resident_layers"] * (bcd.bcd_resident_layers > 0)
     names += [*filter(recipe.flag, ("bcd_head_phase", "bcd_frozen", "bcd_always_active"))]
     yield " ".join([*words, *(_word(name, recipe.flag(name)) for name in names)])
 

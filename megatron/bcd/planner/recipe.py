@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, BcdConfig, RunConfig
-from megatron.bcd.config.presets import PRESETS, derive_blocks, preset_values
+from megatron.bcd.config.presets import PRESETS, derive_blocks, derive_schedule, preset_values
 from megatron.bcd.planner import run_state
 from megatron.bcd.planner.cost import ModelShape
 from megatron.bcd.planner.run_state import RunMemory
@@ -133,7 +133,7 @@ class Recipe:
     @property
     def is_streamed(self) -> bool:
         """Whether frozen layers are in host memory."""
-        return self.config.bcd.bcd_frozen_weights == "host"
+        return self.config.bcd.bcd_layers_on == "host"
 
     @property
     def name(self) -> str:
@@ -277,7 +277,7 @@ class Recipe:
         if not self.has_blocks and number not in (None, 1):
             yield f"{blocks}: {method} trains all parameters. Leave it out."
         if self.is_streamed and (not self.has_blocks or bcd.bcd_inactive_update != "none"):
-            yield f"--bcd-frozen-weights host: {method} writes all layers in every step. Leave it out."
+            yield f"--bcd-layers-on host: {method} writes all layers in every step. Leave it out."
         if not 0 <= bcd.bcd_resident_layers <= self.model.layers:
             yield f"--bcd-resident-layers {bcd.bcd_resident_layers}: must be 0 to {self.model.layers}"
         moments = self.config.training.adam_moments_dtype
@@ -324,6 +324,7 @@ def _build_config(
     values |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
     values |= {"recompute": "auto"} if recompute == "auto" else {}
     values |= {"recompute_granularity": "full"} if recompute == "full" else {}
+    derive_schedule(values)
     derive_blocks(values, given=user_flags)
     sections = {name: _build_section(kind, values) for name, kind in _SECTIONS.items()}
     transformer = {name: values[name] for name in _TRANSFORMER if values.get(name) is not None}

@@ -119,7 +119,7 @@ class RunMemory:
     """Whether attention scores are in memory."""
 
     def frozen_weights(self, *, memory_bytes: float) -> tuple[str, int]:
-        """Return --bcd-frozen-weights and --bcd-resident-layers with which the run fits.
+        """Return --bcd-layers-on and --bcd-resident-layers with which the run fits.
 
         As many layers stay on the device as fit on every rank in every phase, given the activations that the flags
         save. If nothing fits, all frozen layers are on the host.
@@ -129,7 +129,7 @@ class RunMemory:
         activations = [self._activation_bytes(*place) for place in places]
 
         def fits(choice: tuple[str, int]) -> bool:
-            bcd = replace(self.state.bcd, bcd_frozen_weights=choice[0], bcd_resident_layers=choice[1])
+            bcd = replace(self.state.bcd, bcd_layers_on=choice[0], bcd_resident_layers=choice[1])
             state = replace(self.state, bcd=bcd)
             ranks = [state.largest_rank(*place) for place in places]
             return all(

@@ -29,11 +29,11 @@ _STREAMED_SLOWER = 1.05
 """How much longer a step with fewer blocks may take if frozen layers are on the host."""
 BLOCK_FLAGS = (
     "bcd_num_blocks", "bcd_layout", "bcd_frozen", "bcd_always_active", "bcd_head_phase",
-    "num_virtual_stages_per_pipeline_rank", "bcd_frozen_weights", "bcd_resident_layers", "bcd_inactive_update",
+    "num_virtual_stages_per_pipeline_rank", "bcd_layers_on", "bcd_resident_layers", "bcd_inactive_update",
 )  # fmt: skip
 """Flags that only methods with blocks have."""
 CAN_STREAM = ("bcd", "finetune")
-"""Methods that take --bcd-frozen-weights host: in full training and pretrain every step writes all layers."""
+"""Methods that take --bcd-layers-on host: in full training and pretrain every step writes all layers."""
 _Changes = dict[str, Any]
 """Other values of a recipe's attributes and flags."""
 _HEADS: tuple[_Changes, ...] = (
@@ -211,7 +211,7 @@ def _savings(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Chan
     The order is: in fine-tuning a linear loss, then recomputation; in fine-tuning then _HEADS, frozen layers on the
     host, and a frozen head.
     """
-    place, loss = values.get("bcd_frozen_weights"), values.get("cross_entropy_fusion_impl")
+    place, loss = values.get("bcd_layers_on"), values.get("cross_entropy_fusion_impl")
     is_sft, has_blocks = values["task"] == "sft", values.get("bcd_inactive_update") != "factored"
     can_stream = values["method"] in CAN_STREAM and has_blocks
     places = (None, "host") if is_sft and place is None and can_stream else (place,)
@@ -223,7 +223,7 @@ def _savings(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Chan
     states = [(place, head) for place in places for head in (heads[1:] if place == "host" else heads) or heads]
     states.sort(key=lambda state: "bcd_frozen" in state[1])
     for (place, head), (choice, loss) in itertools.product(states, memory_savers):
-        yield {"recompute": choice, "bcd_frozen_weights": place, "cross_entropy_fusion_impl": loss} | head
+        yield {"recompute": choice, "bcd_layers_on": place, "cross_entropy_fusion_impl": loss} | head
 
 
 def _heads(values: Mapping[str, Any]) -> Sequence[_Changes]:
@@ -430,8 +430,8 @@ def _settings(values: Mapping[str, Any]) -> Iterator[list[_Changes]]:
         yield [{"adam_moments_dtype": "int8"}]
     if values["precision"] == "fp32":
         yield [{"precision": "bf16"}]
-    if method in CAN_STREAM and values.get("bcd_frozen_weights") != "host":
-        yield [{"bcd_frozen_weights": "host"}]
+    if method in CAN_STREAM and values.get("bcd_layers_on") != "host":
+        yield [{"bcd_layers_on": "host"}]
     always = (values.get("bcd_always_active") or "none").split(",")
     if method == "finetune" and "head" not in always:
         can_move = always == ["none"] and not values.get("bcd_head_phase") and not values["model"].is_tied

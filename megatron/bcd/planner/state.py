@@ -63,7 +63,7 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedLayers:
-    """The layers of a stage that --bcd-frozen-weights host moves, without always-active parameters."""
+    """The layers of a stage that --bcd-layers-on host moves, without always-active parameters."""
 
     sizes: tuple[int, ...]
     """Elements of each layer, in order."""
@@ -166,12 +166,12 @@ class ModelState:
     def embedding_on_host(self, stage: int) -> int:
         """Return the elements of the stage's embedding if it is in host memory (`RunConfig.has_embedding_on_host`)."""
         partition = self.partition
-        is_on_host = self.bcd.bcd_frozen_weights != "device" and "embedding" in partition.frozen and not partition.tied
+        is_on_host = self.bcd.bcd_layers_on != "device" and "embedding" in partition.frozen and not partition.tied
         return self.padded_vocabulary // self.tensor_size * self.shape.hidden_size * (is_on_host and stage == 0)
 
     def weight_elements(self, stage: int, block: int) -> int:
         """Return the weights on the device in elements, with the padding of buffers."""
-        is_streamed, buffers = self.bcd.bcd_frozen_weights != "device", self.buffers[stage]
+        is_streamed, buffers = self.bcd.bcd_layers_on != "device", self.buffers[stage]
         if is_streamed or self.partition.always_active:  # a buffer ends with its phase
             buffers = buffers[block : block + 1]
         elements = self.num_parameters[stage] + sum(buffer.padding for buffer in buffers)

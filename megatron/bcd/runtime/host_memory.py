@@ -60,7 +60,7 @@ def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str
             raise ValueError(
                 f"{what}: a node needs {total / 2**30:.1f} GiB of host memory, and {free[its_node] / 2**30:.1f} GiB "
                 "are available (MemAvailable, and the limit of the control group). Spread the layers over more nodes "
-                "(--pipeline-model-parallel-size), or give --bcd-frozen-weights device."
+                "(--pipeline-model-parallel-size), or give --bcd-layers-on device."
             )
     try:
         handle = os.memfd_create("megatron-bcd") if is_owner else -1
@@ -74,7 +74,7 @@ def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str
         raise ValueError(
             f"{what}: rank {rank} can't map {num_bytes / 2**30:.1f} GiB of memory that rank {first} shares ({error}). "
             "Start the ranks of a node as one user, without limits of file size and address space (ulimit -f and -v "
-            "unlimited), or give --bcd-frozen-weights device."
+            "unlimited), or give --bcd-layers-on device."
         ) from error
     collectives.gather_objects(None, group)  # keep the owner's handle open until all ranks have opened it
     os.close(handle)
@@ -111,7 +111,7 @@ def _lock_pages(mapping: mmap.mmap, data: torch.Tensor, what: str) -> None:
         raise ValueError(
             f"{what}: CUDA can't page-lock {data.nbytes / 2**30:.1f} GiB of host memory (error {int(error)}; ulimit -l "
             f"is {allowed}). Start the container with more memory and no limit of locked memory (ulimit -l unlimited), "
-            "or give --bcd-frozen-weights device."
+            "or give --bcd-layers-on device."
         )
     # but not at the interpreter's exit, when CUDA may already be gone
     weakref.finalize(mapping, runtime.cudaHostUnregister, data.data_ptr()).atexit = False

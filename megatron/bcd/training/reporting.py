@@ -295,7 +295,7 @@ def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: R
             yield f"--pipeline-cut auto: --pipeline-model-parallel-layout {layout}"
         yield f"pipeline schedule {_describe_pipeline(config, partition)}"
     yield from recomputation.describe(partition)
-    if config.bcd.bcd_frozen_weights == "host":
+    if config.bcd.bcd_layers_on == "host":
         yield (
             f"frozen layers{' and embedding' * config.has_embedding_on_host} in host memory, copied as they are read; "
             f"{config.bcd.bcd_resident_layers} layers of a stage stay on the device"

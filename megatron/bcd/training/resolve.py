@@ -48,7 +48,7 @@ def resolve_run(config: RunConfig, source: Source | None = None) -> ResolvedRun:
 
     Raises:
         ValueError: the tokenizer can't be read or doesn't fit --load-hf, --train-samples holds no full batch, or
-            --bcd-frozen-weights auto knows no memory limit.
+            --bcd-layers-on auto knows no memory limit.
     """
     saved = source.state if source else None
     tokenizer = build_tokenizer(**vars(config.tokenizer))
@@ -70,10 +70,10 @@ def resolve_run(config: RunConfig, source: Source | None = None) -> ResolvedRun:
         state=model_state_of(config, partition, padded_vocab_size=padded_size, num_replicas=replicas.size()),
         num_microbatches=global_batch_size // per_microbatch,
     )
-    if config.bcd.bcd_frozen_weights == "auto":
-        limit = memory_limit(config, flag="--bcd-frozen-weights auto")
+    if config.bcd.bcd_layers_on == "auto":
+        limit = memory_limit(config, flag="--bcd-layers-on auto")
         place, num_resident = memory.frozen_weights(memory_bytes=limit)
-        config = config.replace_section("bcd", bcd_frozen_weights=place, bcd_resident_layers=num_resident)
+        config = config.replace_section("bcd", bcd_layers_on=place, bcd_resident_layers=num_resident)
         memory = replace(memory, config=config, state=replace(memory.state, bcd=config.bcd))
     if source is not None and saved is not None and (changed := run_state.changed_flags(saved, config)):
         warning = f"flags differ from those that wrote {source.path}: {', '.join(changed)}"
