@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,11 +43,17 @@ class _Layer:
         self._starts = []
         for parameter in parameters:
             self._starts.append(self.size)
-            self.size += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+            self.size += _aligned(parameter)
         self.on_host: torch.Tensor
         """The layer's flat tensor in the arena. Set by `FrozenWeights.add`."""
         self.is_streamed = True
         """False while the layer is active or resident."""
+        self.updated: list[torch.nn.Parameter] = []
+        """Streamed parameters that this phase steps."""
+        self.owned: list[torch.nn.Parameter] = []
+        """Those whose low bits this rank loads and writes back."""
+        self.written: device.Copied = None
+        """The last write-back to host memory."""
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' parts of a flat tensor."""
@@ -56,13 +62,19 @@ class _Layer:
             for start, parameter in zip(self._starts, self.parameters, strict=True)
         ]
 
+    def low_bit_views(self, flat: torch.Tensor) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Return the parts of a buffer's low bits, one behind the other, of the parameters in `owned`."""
+        sizes = [_aligned(parameter) for parameter in self.owned]
+        parts = flat[: sum(sizes)].split(sizes)
+        return {each: part[: each.numel()].view(each.shape) for each, part in zip(self.owned, parts, strict=True)}
+
     @contextlib.contextmanager
-    def name_copy_errors(self) -> Iterator[None]:
-        """Add the layer's name to a RuntimeError of a copy to the device that starts inside the context."""
+    def name_copy_errors(self, to: str = "the device") -> Iterator[None]:
+        """Add the layer's name to a RuntimeError of a copy that starts inside the context."""
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(f"--bcd-layers-on: {self.name} can't be copied to the device: {error}") from error
+            raise RuntimeError(f"--bcd-layers-on: {self.name} can't be copied to {to}: {error}") from error
 
     def place(self, flat: torch.Tensor) -> None:
         """Point the parameters to the parts of `flat`, which holds their values.
@@ -74,12 +86,18 @@ class _Layer:
 
 
 class _Buffer:
-    """Device memory for one layer at a time."""
+    """Device memory for one layer at a time, and for the low bits of the parameters that this rank owns."""
 
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
+    def __init__(self, size: int, dtype: torch.dtype, num_low_bits: int) -> None:
         self.flat = torch.empty(size, dtype=dtype, device=device.current())
+        self.low_bits = torch.empty(num_low_bits, dtype=torch.int16, device=device.current())
         self.layer: _Layer | None = None
+        self.has_low_bits = False
+        """Whether `low_bits` has those of `layer`, or will after `copied`."""
         self.copied: device.Copied = None
+        """The last copy to this buffer, until later kernels wait for it."""
+        self.written: device.Copied = None
+        """The last write-back, which reads this buffer."""
         self.last_use = 0
 
 
@@ -94,6 +112,9 @@ class FrozenWeights:
         residual_dtype: dtype of the flat tensors in `residuals`; None if there are none.
         is_streamed: returns whether a parameter is streamed, given its name within a layer.
         group: the ranks with the same weights. Those on one node share an arena.
+        explicit: the schedule calls `load`, `write_back` and `finish_step`, and no hooks copy layers. There are
+            buffers for three pieces and `num_resident` layers.
+        piece_layers: number of layers that the schedule loads at once.
     """
 
     def __init__(
@@ -106,9 +127,12 @@ class FrozenWeights:
         residual_dtype: torch.dtype | None,
         is_streamed: Callable[[str], bool],
         group: torch.distributed.ProcessGroup,
+        explicit: bool = False,
+        piece_layers: int = 1,
     ) -> None:
-        self.num_copies = 0
-        """Number of copies of layers to buffers since the start."""
+        self.num_copies = self.num_write_backs = 0
+        """Number of copies of layers to buffers, and back, since the start."""
+        self.is_explicit, self._piece_layers = explicit, piece_layers
         self.residuals: dict[torch.nn.Parameter, torch.Tensor] = {}
         """Flat tensors in the arena, behind the layer's weights, for the bits that `BlockStateStore` offloads."""
         self._num_layers, self._embedding_size, self._num_resident = num_layers, embedding_size, num_resident
@@ -119,7 +143,14 @@ class FrozenWeights:
         self._embedding: torch.nn.Parameter | None = None
         self._resident: dict[int, torch.Tensor] = {}
         self._buffers: list[_Buffer] = []
-        self._stream = device.CopyStream()
+        self._stream, self._back = device.CopyStream(), device.CopyStream()
+        """To the device, and back: a write-back delays no load."""
+        self._owned: set[torch.nn.Parameter] = set()
+        self._loaded: set[int] = set()
+        """Layers of the last `load`."""
+        self._loaded_low_bits = False
+        self._unfinished: set[int] = set()
+        """Layers written back since the last `finish_step`."""
         self._clock = itertools.count(1)
         self._last: Use | None = None
         self._next: dict[Use, Use] = {}
@@ -146,6 +177,8 @@ class FrozenWeights:
             self._write(layer)
         layer.place(layer.on_host)
         self._layers.append(layer)
+        if self.is_explicit:
+            return
         module.register_forward_pre_hook(lambda module, _: self._before_forward(layer, module))
         module.register_forward_hook(lambda _, __, output: self._after_forward(layer, output[0]))
 
@@ -178,21 +211,26 @@ class FrozenWeights:
     # --- phases
 
     @torch.no_grad()
-    def begin_phase(self, active: Container[torch.nn.Parameter]) -> None:
+    def begin_phase(self, active: Container[torch.nn.Parameter], updated: Iterable[torch.nn.Parameter] = ()) -> None:
         """Collective over the group. Load the layers with an `active` parameter, and the resident ones.
 
+        The phase steps streamed parameters in `updated`, which are written back.
         It starts with a barrier, because ranks on a node read what others have written to their arena.
         """
         if not self.is_used:
             return
         collectives.gather_objects(None, self._group)
+        updated = set(updated)
         are_active = [any(parameter in active for parameter in layer.parameters) for layer in self._layers]
         frozen = [layer.number for layer, is_active in zip(self._layers, are_active, strict=True) if not is_active]
-        resident = frozen[len(frozen) - min(self._num_resident, len(frozen)) :]
+        num_resident = 0 if self.is_explicit else min(self._num_resident, len(frozen))
+        resident = frozen[len(frozen) - num_resident :]
         self._resident = {number: flat for number, flat in self._resident.items() if number in resident}
         self._last = None
         for layer, is_active in zip(self._layers, are_active, strict=True):
             layer.is_streamed = not is_active and layer.number not in resident
+            layer.updated = [each for each in layer.parameters if each in updated] if layer.is_streamed else []
+            layer.owned = [each for each in layer.updated if each in self._owned and each in self.residuals]
             if is_active:
                 with layer.name_copy_errors():
                     for parameter in layer.parameters:
@@ -209,17 +247,22 @@ class FrozenWeights:
         """Write the active layers back to the arena, and free their device memory."""
         if not self.is_used:
             return
-        device.synchronize()  # until nothing reads the buffers any more
-        for buffer in self._buffers:
-            if buffer.layer is not None:
-                buffer.layer.place(buffer.layer.on_host)
-            buffer.layer = buffer.copied = None
+        self._leave_buffers()
         for layer in self._layers:
             if not layer.is_streamed and layer.number not in self._resident:
                 if self._arena.is_owner:
                     self._write(layer)
                 layer.place(layer.on_host)
                 layer.is_streamed = True
+
+    def _leave_buffers(self) -> None:
+        """Wait for all copies, of all ranks after `finish_step`, and point all streamed parameters to the arena."""
+        device.synchronize()  # until nothing reads the buffers any more
+        self._loaded = set()
+        for buffer in self._buffers:
+            if buffer.layer is not None:
+                buffer.layer.place(buffer.layer.on_host)
+            buffer.layer = buffer.copied = buffer.written = None
 
     def streamed_parameters(self) -> set[torch.nn.Parameter]:
         """Return the parameters that are in host memory in this phase."""
@@ -229,7 +272,8 @@ class FrozenWeights:
     def device_tensors(self) -> Iterator[torch.Tensor]:
         """Return the frozen tensors on the device: resident layers and buffers."""
         yield from self._resident.values()
-        yield from (buffer.flat for buffer in self._buffers)
+        for buffer in self._buffers:
+            yield from (buffer.flat, buffer.low_bits)
 
     @property
     def is_shared_by_all(self) -> bool:
@@ -244,7 +288,12 @@ class FrozenWeights:
 
     @contextlib.contextmanager
     def all_on_host(self) -> Iterator[None]:
-        """Inside the context, all frozen layers, including resident ones, are in the arena. Use it between steps."""
+        """Inside the context, all frozen layers, including resident ones, are in the arena. Use it between steps.
+
+        In explicit mode the weights in the arena may be changed, by all ranks alike, because no buffer is used again.
+        """
+        if self.is_explicit:
+            self._leave_buffers()
         resident = [(self._layers[number], flat) for number, flat in self._resident.items()]
         for layer in [*(layer for layer, _ in resident), *(buffer.layer for buffer in self._buffers if buffer.layer)]:
             layer.place(layer.on_host)
@@ -252,7 +301,123 @@ class FrozenWeights:
         for layer, flat in resident:
             layer.place(flat)
 
-    # --- uses
+    # --- explicit mode: the schedule says when
+
+    def set_owned(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Set whose low bits this rank loads and writes back if a phase steps them. Call it before `begin_phase`."""
+        self._owned = set(parameters)
+
+    @torch.no_grad()
+    def load(self, layers: Sequence[int], *, with_low_bits: bool = False) -> None:
+        """Make the weights of these layers available to later kernels of the current stream, until the next `load`.
+
+        With low bits, also those of the parameters that this phase steps and this rank owns (`low_bits`).
+        """
+        self._loaded, self._loaded_low_bits = set(layers), with_low_bits
+        self.prefetch(layers, with_low_bits=with_low_bits)
+        for layer in self._streamed(layers):
+            buffer = self._find_buffer(layer)
+            assert buffer is not None, "there are buffers for three pieces"
+            self._stream.wait(buffer.copied)
+            buffer.copied = None
+            layer.place(buffer.flat)
+
+    @torch.no_grad()
+    def prefetch(self, layers: Sequence[int], *, with_low_bits: bool = False) -> None:
+        """Start to copy layers that `load` will need, if there are buffers that no layer of the last `load` uses.
+
+        The copies wait for the kernels launched so far, so call it before those of the loaded layers.
+        """
+        for layer in self._streamed(layers):
+            buffer = self._find_buffer(layer) or self._load_explicitly(layer, kept=self._loaded.union(layers))
+            if buffer is None:
+                continue
+            buffer.last_use = next(self._clock)
+            if with_low_bits and not buffer.has_low_bits:
+                buffer.has_low_bits = True
+                for parameter, view in layer.low_bit_views(buffer.low_bits).items():
+                    self._copy(layer, self.residuals[parameter], to=view.view(-1), buffer=buffer)
+
+    def low_bits(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the parameter's low bits in its shape; None if it has no place in the arena.
+
+        They are on the device after `load` with low bits if this rank owns them, otherwise in host memory.
+        """
+        place = self.residuals.get(parameter)
+        if place is None:
+            return None
+        for buffer in self._buffers if self._loaded_low_bits else ():
+            if buffer.layer is not None and buffer.layer.number in self._loaded:
+                view = buffer.layer.low_bit_views(buffer.low_bits).get(parameter)
+                if view is not None:
+                    return view
+        return place.view(parameter.shape)
+
+    @torch.no_grad()
+    def write_back(self, layers: Sequence[int]) -> None:
+        """Start to copy the updated weights and low bits of the last `load` to host memory.
+
+        The arena's owner writes the weights. It has them after all ranks have computed with the old ones, because it
+        needs their gradients. So no rank still loads what it overwrites.
+        """
+        for layer in self._streamed(layers):
+            if not layer.updated:
+                continue
+            buffer = self._find_buffer(layer)
+            assert buffer is not None and layer.number in self._loaded, "load() comes first"
+            self._unfinished.add(layer.number)
+            self.num_write_backs += 1
+            with layer.name_copy_errors("host memory"):
+                if self._arena.is_owner:
+                    layer.written = self._back.copy(buffer.flat, to=layer.on_host)
+                for parameter, view in layer.low_bit_views(buffer.low_bits).items():
+                    assert self._loaded_low_bits, "load() with low bits comes first"
+                    layer.written = self._back.copy(view.view(-1), to=self.residuals[parameter])
+            buffer.written = layer.written
+
+    @torch.no_grad()
+    def finish_step(self) -> None:
+        """Collective over the group. Order later loads behind the write-backs of all ranks. The CPU does not wait.
+
+        A load waits for this rank's write-backs of its layer anyway.
+        """
+        if self._unfinished and self._group.size() > 1:
+            for number in self._unfinished:
+                self._back.wait(self._layers[number].written)
+            torch.distributed.all_reduce(torch.zeros(1, device=device.current()), group=self._group)
+        self._unfinished = set()
+
+    def _streamed(self, layers: Sequence[int]) -> list[_Layer]:
+        return [self._layers[number] for number in layers if self.is_used and self._layers[number].is_streamed]
+
+    def _load_explicitly(self, layer: _Layer, *, kept: Container[int]) -> _Buffer | None:
+        """Start to copy a layer into the least recently used buffer without a layer in `kept`; None if there is none.
+
+        Passes go up and down, so the layers at the turns are still in buffers.
+        """
+        if not self._buffers:
+            owned = [sum(_aligned(each) for each in layer.parameters if each in self._owned) for layer in self._layers]
+            num_low_bits = max(owned) if self.residuals else 0
+            num_buffers = min(3 * self._piece_layers + self._num_resident, len(self._layers))
+            self._buffers = [_Buffer(layer.size, self._dtype, num_low_bits) for _ in range(num_buffers)]
+        free = [buffer for buffer in self._buffers if buffer.layer is None or buffer.layer.number not in kept]
+        if not free:
+            return None
+        buffer = min(free, key=lambda buffer: buffer.last_use)
+        if buffer.layer is not None:
+            buffer.layer.place(buffer.layer.on_host)
+        buffer.layer, buffer.has_low_bits = layer, False
+        self._copy(layer, layer.on_host, to=buffer.flat, buffer=buffer)
+        self.num_copies += 1
+        return buffer
+
+    def _copy(self, layer: _Layer, source: torch.Tensor, *, to: torch.Tensor, buffer: _Buffer) -> None:
+        """Start to copy a part of a layer to a buffer when nothing reads the buffer or writes the source any more."""
+        assert layer.number not in self._unfinished or self._group.size() == 1, "finish_step() comes first"
+        with layer.name_copy_errors():
+            buffer.copied = self._stream.copy(source, to=to, after=(buffer.written, layer.written))
+
+    # --- uses: hooks say when
 
     def _before_forward(self, layer: _Layer, module: torch.nn.Module) -> None:
         if pytorch.is_in_backward():
@@ -288,7 +453,7 @@ class FrozenWeights:
     def _load(self, layer: _Layer) -> _Buffer:
         """Start to copy a layer into the least recently used buffer."""
         if not self._buffers:
-            self._buffers = [_Buffer(layer.size, self._dtype) for _ in range(2)]
+            self._buffers = [_Buffer(layer.size, self._dtype, 0) for _ in range(2)]
         buffer = min(self._buffers, key=lambda buffer: buffer.last_use)
         if buffer.layer is not None:
             buffer.layer.place(buffer.layer.on_host)
@@ -335,6 +500,11 @@ class EmbeddingOnHost(VocabParallelEmbedding):
             output = output.transpose(0, 1).contiguous()
             return reduce_scatter_to_sequence_parallel_region(output, group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
+
+
+def _aligned(parameter: torch.nn.Parameter) -> int:
+    """Return the parameter's number of elements in a flat tensor."""
+    return -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
 
 
 def _storage(tensor: torch.Tensor) -> int:

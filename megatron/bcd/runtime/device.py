@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import torch
@@ -113,13 +114,13 @@ Copied: TypeAlias = torch.cuda.Event | None
 
 
 class CopyStream:
-    """Copies from page-locked host memory, overlapped with computation on a separate CUDA stream."""
+    """Copies from or to page-locked host memory, overlapped with computation on a separate CUDA stream."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if has_cuda() else None
 
-    def copy(self, source: torch.Tensor, *, to: torch.Tensor) -> Copied:
-        """Start to copy as soon as all work launched so far, which may still read `to`, is done.
+    def copy(self, source: torch.Tensor, *, to: torch.Tensor, after: Iterable[Copied] = ()) -> Copied:
+        """Start to copy as soon as all work launched so far, which may still use `to`, and copies `after` are done.
 
         Pass the returned event to `wait`.
         """
@@ -127,6 +128,9 @@ class CopyStream:
             to.copy_(source)
             return None
         self._stream.wait_stream(torch.cuda.current_stream())
+        for copied in after:
+            if copied is not None:
+                self._stream.wait_event(copied)
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
             return self._stream.record_event()

@@ -1,0 +1,160 @@
+"""Steps through layers in host memory as a breadth-first schedule makes them: forward, backward with updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.bcd.model.frozen_weights import FrozenWeights
+from megatron.bcd.optim import bf16
+from megatron.bcd.runtime import device
+from support import worlds
+
+SIZE, MICROBATCHES = 24, 3
+
+
+class Layer(torch.nn.Module):
+    """Two matrices that are streamed, and a scale that is not."""
+
+    def __init__(self, number: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(number)
+        self.layer_number = number + 1
+        for name in ("up", "down"):
+            values = torch.randn(SIZE, SIZE, generator=generator) / SIZE
+            setattr(self, name, torch.nn.Parameter(values.to(dtype), requires_grad=False))
+        self.scale = torch.nn.Parameter(torch.ones(SIZE, dtype=dtype), requires_grad=False)
+
+    @property
+    def matrices(self) -> list[torch.nn.Parameter]:
+        return [self.up, self.down]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ self.up.data) @ self.down.data * self.scale.data
+
+
+class OnDevice:
+    """The same layers on the device: what a run with FrozenWeights must equal."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        matrices = [matrix for layer in layers for matrix in layer.matrices]
+        self._low_bits = {
+            each: torch.zeros(each.shape, dtype=torch.int16, device=device.current()) for each in matrices
+        }
+
+    def low_bits(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        return None if parameter.dtype == torch.float32 else self._low_bits[parameter]
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def on_host(layers: Sequence[Layer], *, dtype: torch.dtype, piece_layers: int, num_resident: int = 0) -> FrozenWeights:
+    """Move the matrices of these layers to host memory. A collective."""
+    frozen = FrozenWeights(
+        num_layers=len(layers), embedding_size=0, num_resident=num_resident, dtype=dtype,
+        residual_dtype=torch.int16 if dtype == torch.bfloat16 else None, is_streamed=lambda name: name != "scale",
+        group=dist.group.WORLD, explicit=True, piece_layers=piece_layers,
+    )  # fmt: skip
+    for layer in layers:
+        frozen.add(layer)  # type: ignore[arg-type]
+    for layer in layers:
+        frozen.move_rest(layer)
+    return frozen
+
+
+def owner_of(number: int) -> int:
+    return number % dist.get_world_size()
+
+
+class Run:
+    """Steps of a small network. With `num_frozen`, the first layers are not updated."""
+
+    def __init__(
+        self, *, num_layers: int, piece_layers: int = 1, dtype: torch.dtype = torch.bfloat16, is_on_host: bool = True,
+        num_resident: int = 0, num_frozen: int = 0,
+    ) -> None:  # fmt: skip
+        self.layers = [Layer(number, dtype) for number in range(num_layers)]
+        self.pieces = [range(num_layers)[first : first + piece_layers] for first in range(0, num_layers, piece_layers)]
+        self.matrices = [matrix for layer in self.layers for matrix in layer.matrices]
+        self.owners = {matrix: owner_of(number) for number, matrix in enumerate(self.matrices)}
+        self.updated = {matrix for layer in self.layers[num_frozen:] for matrix in layer.matrices}
+        self.dtype = dtype
+        if is_on_host:
+            self.frozen: Any = on_host(self.layers, dtype=dtype, piece_layers=piece_layers, num_resident=num_resident)
+        else:
+            for layer in self.layers:
+                layer.to(device.current())
+            self.frozen = OnDevice(self.layers)
+        self.frozen.set_owned({matrix for matrix, owner in self.owners.items() if owner == dist.get_rank()})
+        self.frozen.begin_phase((), self.updated)
+
+    def step(self, number: int) -> None:
+        inputs, frozen = self.forward(number), self.frozen
+        for place in reversed(range(len(self.pieces))):
+            matrices = [matrix for each in self.pieces[place] for matrix in self.layers[each].matrices]
+            matrices = [matrix for matrix in matrices if matrix in self.updated]
+            if not matrices:
+                break
+            frozen.load(self.pieces[place], with_low_bits=True)
+            if place > 0:
+                frozen.prefetch(self.pieces[place - 1], with_low_bits=True)
+            gradients = [torch.zeros(matrix.shape, device=device.current()) for matrix in matrices]
+            for x in inputs[place]:
+                for gradient, matrix in zip(gradients, matrices, strict=True):
+                    gradient += (x.T @ torch.tanh(x @ matrix.data)).float()
+            for gradient, matrix in zip(gradients, matrices, strict=True):
+                self.update(matrix, gradient)
+            frozen.write_back(self.pieces[place])
+        frozen.finish_step()
+
+    def forward(self, number: int) -> list[list[torch.Tensor]]:
+        """Return the inputs of each piece."""
+        generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+        batch = torch.randn(MICROBATCHES, 8, SIZE, generator=generator).to(self.dtype).to(device.current())
+        inputs = [list(batch)]
+        for place, piece in enumerate(self.pieces):
+            self.frozen.load(piece)
+            if place + 1 < len(self.pieces):
+                self.frozen.prefetch(self.pieces[place + 1])
+            outputs = inputs[-1]
+            for each in piece:
+                outputs = [self.layers[each](x) for x in outputs]
+            inputs.append(outputs)
+        return inputs
+
+    def update(self, matrix: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        dist.all_reduce(gradient)
+        if self.owners[matrix] == dist.get_rank():
+            bits, weight = self.frozen.low_bits(matrix), matrix.data
+            value = weight if bits is None else bf16.join(weight, bits)
+            value.sub_(gradient, alpha=1e-3)
+            if bits is not None:
+                bf16.split(value, weight=weight, low_bits=bits)
+        dist.broadcast(matrix.data, src=self.owners[matrix])
+
+    def state(self) -> list[list[int]]:
+        """Return the bits of all weights, and of the low bits that this rank owns."""
+        if isinstance(self.frozen, OnDevice):
+            return self._bits()
+        with self.frozen.all_on_host():
+            assert all(self.frozen.is_on_host(matrix) for matrix in self.matrices)
+            return self._bits()
+
+    def _bits(self) -> list[list[int]]:
+        tensors = [matrix.data for matrix in self.matrices]
+        low_bits = [self.frozen.low_bits(each) for each in self.matrices if self.owners[each] == dist.get_rank()]
+        tensors += [each for each in low_bits if each is not None]
+        return [tensor.cpu().view(torch.uint8).flatten().tolist() for tensor in tensors]
+
+
+def state_at_end(steps: int = 3, **arguments: Any) -> list[list[int]]:
+    """Return the state of a run after its last step. The CPU waits for the GPU at the end only."""
+    with worlds.parallel(worlds.run_config(mock_data=True, split=None)):
+        run = Run(**arguments)
+        for number in range(steps):
+            run.step(number)
+        return run.state()
