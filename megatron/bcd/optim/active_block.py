@@ -67,7 +67,9 @@ class ActiveBlock:
             keeps_main_params=config.bcd.bcd_main_params == "host",
         )
         self.core = CoreOptimizer(model, config, self.parameters, offloaded=self.offloaded)
-        self.matrices = build_matrix_optimizer(config, model, self.parameters.matrices())
+        self.matrices = build_matrix_optimizer(
+            config, model, self.parameters.matrices(), places=self._frozen_weights.residuals
+        )
         self.owners: tuple[StateOwner, ...] = (self.core, self.matrices)
         """All that steps parameters and owns their state."""
         self.outer_momenta: dict[str, torch.Tensor] = {}
@@ -108,7 +110,7 @@ class ActiveBlock:
         self.core.begin(block, without_main_param=self._shared_matrices(block))
         self._connect()
         self._take_main_params(block)
-        self.matrices.begin(rules)
+        self.matrices.begin(rules, streamed=self._frozen_weights.streamed_parameters())
         self._switch_check = SwitchCheck(
             self.owners,
             self.model.parameters(),

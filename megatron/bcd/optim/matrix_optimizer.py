@@ -9,6 +9,9 @@ factors of the rule `factored` (means by row and by column), and in bf16 the 16 
 value. Owners never change, so a switch moves no state between ranks. Matrices of one shape, rule and owner are reduced
 and stepped together, in stacks.
 
+With `--bcd-schedule breadth-first` matrices without a momentum are stepped piece by piece during the passes. A piece
+has gradients only between `open_piece` and `step_piece`.
+
 Shapes: K = matrices of a stack, M = rows, N = columns.
 """
 
@@ -16,9 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +32,7 @@ from megatron.core.utils import get_model_config
 from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
 from megatron.bcd.config import RunConfig
 from megatron.bcd.optim import bf16, update_rules
-from megatron.bcd.optim.state_owner import StateOwner
+from megatron.bcd.optim.state_owner import StateOwner, host_sample
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import device, memory, replicas
 from megatron.bcd.runtime.compat import pytorch
@@ -65,15 +69,27 @@ class Matrix:
     """A matrix of a layer, or this rank's tensor-parallel slice of it, with its state."""
 
     def __init__(
-        self, name: str, parameter: torch.nn.Parameter, layout: MatrixLayout, *, owner: int, is_owner: bool
+        self,
+        name: str,
+        parameter: torch.nn.Parameter,
+        layout: MatrixLayout,
+        *,
+        owner: int,
+        is_owner: bool,
+        place: torch.Tensor | None = None,
     ) -> None:
         self.name, self.parameter, self.layout = name, parameter, layout
         self.owner = owner
         """Rank in the data-parallel x context-parallel group."""
         self.is_owner = is_owner
         """Whether this rank is the owner."""
+        has_low_bits = is_owner and parameter.dtype == torch.bfloat16
+        self.place = place.view(parameter.shape) if place is not None and has_low_bits else None
+        """The owner's preallocated host memory for low bits."""
         self.is_stepped = False
         """Whether the present phase steps it."""
+        self.stack: Stack | None = None
+        """The stack with its gradient buffer, while it has one."""
         self.state: dict[str, torch.Tensor] = {}
         """The owner's state on the device, by kind."""
         self.offloaded: dict[str, torch.Tensor] = {}
@@ -82,12 +98,17 @@ class Matrix:
     def offload(self, kinds: Iterable[str] = _KINDS) -> None:
         """Move state of these kinds to host memory."""
         for kind in self.state.keys() & kinds:
-            self.offloaded[kind] = self.state.pop(kind).cpu()
+            self.store_on_host(kind, self.state.pop(kind))
+
+    def store_on_host(self, kind: str, tensor: torch.Tensor) -> None:
+        """Set the state of a kind in host memory, in its place if there is one."""
+        has_place = kind == LOW_BITS and self.place is not None
+        self.offloaded[kind] = self.place.copy_(tensor) if has_place else tensor.cpu()  # type: ignore[union-attr]
 
     def restore(self, kinds: Iterable[str] = _KINDS) -> None:
         """Move offloaded state of these kinds to the device."""
         for kind in self.offloaded.keys() & kinds:
-            self.state[kind] = self.offloaded.pop(kind).to(self.parameter.device)
+            self.state[kind] = self.offloaded.pop(kind).to(device.current(), copy=self.place is not None)
 
     def get(self, kind: str) -> torch.Tensor | None:
         """Return the state of a kind, on the device or in host memory; None if there is none."""
@@ -102,7 +123,7 @@ class Matrix:
         """Return the factors before the first step, flat."""
         rows, columns = self.parameter.shape
         size = update_rules.num_factors(rows, columns, len(self.layout.parts) or 1)
-        return self.parameter.new_zeros(size, dtype=torch.float32)
+        return torch.zeros(size, device=device.current())
 
     def split_factors(self, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return views of this matrix's factors, split as by `update_rules.split_factors`."""
@@ -124,13 +145,15 @@ class Stack:
         self.matrices = matrices
         self.owner, self.layout = matrices[0].owner, matrices[0].layout
         weight = matrices[0].parameter
-        self.gradient = torch.zeros((len(matrices), *weight.shape), dtype=grad_dtype, device=weight.device)
+        self.gradient = torch.zeros((len(matrices), *weight.shape), dtype=grad_dtype, device=device.current())
         """[K, M, N]; the `main_grad` of each matrix is a slice."""
         self._num_missing = len(matrices)
         self.is_reducing = False
         self.is_shared = getattr(weight, "shared_embedding", False)
         """Whether it is a tied embedding with a copy on another stage (Megatron Core's attribute). The gradients of
         both stages are added after the passes, before the reduction."""
+        self.is_reduced_late = self.is_shared
+        """Whether the reduction must not start with the last microbatch's gradient, because more are to come."""
         self._reduction: torch.distributed.Work | None = None
 
     @property
@@ -148,7 +171,7 @@ class Stack:
     def count_final(self, group: torch.distributed.ProcessGroup) -> None:
         """Count a gradient as final. The last one starts the reduction."""
         self._num_missing -= 1
-        if self._num_missing == 0 and not self.is_shared:
+        if self._num_missing == 0 and not self.is_reduced_late:
             self.start_reduction(group)
 
     def start_reduction(self, group: torch.distributed.ProcessGroup) -> None:
@@ -166,6 +189,18 @@ class Stack:
         if self._reduction is not None:
             self._reduction.wait()
             self._reduction = None
+
+
+@dataclass(kw_only=True)
+class PieceMatrices:
+    """The matrices of a piece that one parameter group steps."""
+
+    param_group: dict[str, Any]
+    matrices: list[Matrix]
+    is_tied: bool
+    """Whether it is a tied embedding: its gradient is open from the last piece, which has the head, to its own."""
+    stacks: list[Stack] = field(default_factory=list)
+    """The matrices and their gradients while the piece is open; otherwise empty."""
 
 
 def build_stacks(matrices: Sequence[Matrix], grad_dtype: torch.dtype) -> list[Stack]:
@@ -206,6 +241,9 @@ class MatrixOptimizer(StateOwner):
         overlaps_reduction: a stack is reduced as soon as the last microbatch has its gradients. `no_sync` encloses
             the other microbatches. Otherwise `reduce_gradients` reduces all stacks.
         max_norm: gradients that enter a momentum are clipped to this norm, as by Megatron Core; 0 clips nothing.
+        places: flat int16 tensors in host memory for the low bits of matrices that are not always on the device.
+            Ranks may share this memory. Only a matrix's owner writes it.
+        stage_group: all ranks of this pipeline stage; None for all ranks.
     """
 
     def __init__(
@@ -217,23 +255,38 @@ class MatrixOptimizer(StateOwner):
         momentum_dtype: torch.dtype = torch.float32,
         overlaps_reduction: bool = False,
         max_norm: float = 0.0,
+        places: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
+        stage_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         self._offloads_low_bits = offloads_low_bits
         self._momentum_dtype = momentum_dtype
         self._overlaps_reduction = overlaps_reduction
         self._max_norm = max_norm
         self._is_last_microbatch = True
-        self._group = group
+        self._group, self._stage_group = group, stage_group
         self._rank, self._size = group.rank(), group.size()
         owners = matrix_owners([parameter.numel() for parameter, _ in matrices.values()], self._size)
         self.matrices = {
-            name: Matrix(name, parameter, layout, owner=owner, is_owner=owner == self._rank)
+            name: Matrix(
+                name,
+                parameter,
+                layout,
+                owner=owner,
+                is_owner=owner == self._rank,
+                place=None if places is None else places.get(parameter),
+            )
             for owner, (name, (parameter, layout)) in zip(owners, matrices.items(), strict=True)
         }
         self._param_groups: list[dict[str, Any]] = []
-        """Groups of the present phase: lr and weight_decay as the scheduler sets them; the rule, the matrices and their
-        stacks; whether the active block owns them."""
+        """Groups of the present phase: lr and weight_decay as the scheduler sets them; the rule, the matrices and the
+        stacks of those that are stepped at the end of a step; whether the active block owns them."""
+        self._pieces: dict[int, list[PieceMatrices]] = {}
+        """The matrices that the present phase steps by piece, by number of the piece."""
+        self._skipped = torch.zeros(1)
+        """Number of pieces that were not stepped since the last `zero_grad`, on the device."""
+        self._streamed: Container[torch.nn.Parameter] = ()
         self._squares: device.HostCopy | None = None
+        """Sums of squares of the gradients with and without a momentum, and the number of skipped pieces."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     @property
@@ -245,7 +298,7 @@ class MatrixOptimizer(StateOwner):
 
     @property
     def stacks(self) -> Iterator[Stack]:
-        """Yield the stacks of the present phase."""
+        """Yield the stacks of the present phase that are stepped at the end of a step."""
         return (stack for group in self._param_groups for stack in group["stacks"])
 
     @property
@@ -259,16 +312,31 @@ class MatrixOptimizer(StateOwner):
 
     # ---------------------------------------------------------------------------------------------------------- phase
 
-    def begin(self, rules: Rules) -> None:
+    def begin(
+        self,
+        rules: Rules,
+        piece_of: Callable[[str], int | None] | None = None,
+        *,
+        streamed: Container[torch.nn.Parameter] = (),
+    ) -> None:
         """Begin a phase that steps these matrices.
 
         Their weights require a gradient and get a gradient buffer, `main_grad` as in Megatron Core's DDP.
+
+        Args:
+            rules: the matrices and their rules.
+            piece_of: returns the piece that steps a matrix without a momentum, given the matrix's name; None to step
+                it at the end of the step. Such a matrix has a gradient buffer only while its piece is open.
+            streamed: parameters that are in host memory in this phase. Their low bits stay in their places.
         """
+        self._streamed, self._skipped = streamed, torch.zeros(1, device=device.current())
         for rule, names, is_of_block in rules:
             matrices = [self.matrices[name] for name in names]
             if not matrices:
                 continue
-            stacks = build_stacks(matrices, rule.grad_dtype)
+            is_by_piece = piece_of is not None and rule.momentum is None
+            pieces = {each.name: piece_of(each.name) for each in matrices} if is_by_piece else {}  # type: ignore[misc]
+            stacks = build_stacks([each for each in matrices if pieces.get(each.name) is None], rule.grad_dtype)
             self._param_groups.append(
                 {
                     "params": [],
@@ -280,35 +348,59 @@ class MatrixOptimizer(StateOwner):
                     "is_of_block": is_of_block,
                 }
             )
+            for matrix in matrices:
+                if (piece := pieces.get(matrix.name)) is not None:
+                    self._add_to_piece(piece, matrix, self._param_groups[-1])
+                self._prepare(matrix, rule)
             for stack in stacks:
-                for matrix, gradient in zip(stack.matrices, stack.gradient, strict=True):
-                    matrix.is_stepped = True
-                    self._attach_gradient(matrix.parameter, stack, gradient)
-                    if matrix.is_owner:
-                        self._prepare_state(matrix, rule)
+                self._attach_gradients(stack)
+
+    def _add_to_piece(self, piece: int, matrix: Matrix, param_group: dict[str, Any]) -> None:
+        parts = self._pieces.setdefault(piece, [])
+        is_tied = getattr(matrix.parameter, "zero_out_wgrad", False)  # Megatron Core's attribute
+        for part in parts:
+            if part.param_group is param_group and part.is_tied == is_tied:
+                part.matrices.append(matrix)
+                return
+        parts.append(PieceMatrices(param_group=param_group, matrices=[matrix], is_tied=is_tied))
 
     def end(self, *, keeps_momenta: bool) -> None:
         """End the phase: free gradients, and move momenta to host memory or drop them."""
         self._finish_reductions()
+        self._close_all()
+        for stack in self.stacks:
+            self._detach_gradients(stack)
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
         for matrix in self.stepped:
-            matrix.parameter.grad = None
-            del matrix.parameter.main_grad, matrix.parameter.grad_added_to_main_grad
             matrix.parameter.requires_grad_(False)
             matrix.is_stepped = False
             if not keeps_momenta:
                 matrix.state.pop(MOMENTUM, None)
-            matrix.offload([MOMENTUM, LOW_BITS] if self._offloads_low_bits else [MOMENTUM])
-        self._param_groups = []
+            offloads_low_bits = self._offloads_low_bits or matrix.place is not None
+            matrix.offload([MOMENTUM, LOW_BITS] if offloads_low_bits else [MOMENTUM])
+        self._param_groups, self._pieces, self._streamed = [], {}, ()
 
-    def _attach_gradient(self, parameter: torch.nn.Parameter, stack: Stack, gradient: torch.Tensor) -> None:
-        parameter.requires_grad_(True)
-        parameter.main_grad = gradient  # type: ignore[attr-defined]
-        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        hook = functools.partial(self._accumulate, stack)
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+    def _prepare(self, matrix: Matrix, rule: MatrixRule) -> None:
+        matrix.is_stepped = True
+        matrix.parameter.requires_grad_(True)
+        hook = functools.partial(self._accumulate, matrix)
+        self._hooks.append(matrix.parameter.register_post_accumulate_grad_hook(hook))
+        if matrix.is_owner:
+            self._prepare_state(matrix, rule)
+
+    def _attach_gradients(self, stack: Stack) -> None:
+        for matrix, gradient in zip(stack.matrices, stack.gradient, strict=True):
+            matrix.stack = stack
+            matrix.parameter.main_grad = gradient  # type: ignore[attr-defined]
+            matrix.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def _detach_gradients(self, stack: Stack) -> None:
+        stack.finish_reduction()
+        for matrix in stack.matrices:
+            matrix.stack = matrix.parameter.grad = None
+            del matrix.parameter.main_grad, matrix.parameter.grad_added_to_main_grad
 
     def _prepare_state(self, matrix: Matrix, rule: MatrixRule) -> None:
         """Restore or create the state that the rule needs on the matrix's owner."""
@@ -316,15 +408,23 @@ class MatrixOptimizer(StateOwner):
         if rule.momentum is not None:
             matrix.restore([MOMENTUM])
             if MOMENTUM not in state:
-                state[MOMENTUM] = torch.zeros_like(parameter, dtype=self._momentum_dtype)
+                state[MOMENTUM] = torch.zeros_like(parameter, dtype=self._momentum_dtype, device=device.current())
         if rule.name == update_rules.FACTORED:
             matrix.restore([FACTORS])
             if FACTORS not in state:
                 state[FACTORS] = matrix.zero_factors()
         if parameter.dtype == torch.bfloat16:
-            matrix.restore([LOW_BITS])
-            if LOW_BITS not in state:
-                state[LOW_BITS] = torch.zeros_like(parameter, dtype=torch.int16)
+            is_streamed = self._keeps_in_place(matrix)
+            if not is_streamed:
+                matrix.restore([LOW_BITS])
+            if matrix.get(LOW_BITS) is None:
+                state[LOW_BITS] = torch.zeros_like(parameter, dtype=torch.int16, device=device.current())
+            if is_streamed:
+                matrix.offload([LOW_BITS])
+
+    def _keeps_in_place(self, matrix: Matrix) -> bool:
+        """Return whether the low bits stay in host memory in this phase, except while their piece is open."""
+        return matrix.place is not None and matrix.parameter in self._streamed
 
     def offload(self, names: Iterable[str]) -> None:
         for name in names:
@@ -338,10 +438,13 @@ class MatrixOptimizer(StateOwner):
 
     def zero_grad(self) -> None:
         self._finish_reductions()  # of a step that was skipped
+        self._close_all()
         for stack in self.stacks:
             stack.zero_grad()
-        for matrix in self.stepped:
-            matrix.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            for matrix in stack.matrices:
+                matrix.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        if self._pieces:
+            self._skipped.zero_()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -352,7 +455,7 @@ class MatrixOptimizer(StateOwner):
             self._is_last_microbatch = True
 
     @torch.no_grad()
-    def _accumulate(self, stack: Stack, parameter: torch.Tensor) -> None:
+    def _accumulate(self, matrix: Matrix, parameter: torch.Tensor) -> None:
         """Add a microbatch's gradient to the buffer, unless the matrix product has written it there.
 
         With a tied head the product has written the head's part to the buffer, and zeros to `grad`. Autograd has added
@@ -363,7 +466,8 @@ class MatrixOptimizer(StateOwner):
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None
         if self._overlaps_reduction and self._is_last_microbatch:
-            stack.count_final(self._group)
+            assert matrix.stack is not None
+            matrix.stack.count_final(self._group)
 
     @torch.no_grad()
     def start_reductions(self, *, with_shared: bool = False) -> None:
@@ -394,26 +498,109 @@ class MatrixOptimizer(StateOwner):
             )
         squares = torch.stack([_sum_of_squares(each) for each in gradients])
         torch.distributed.all_reduce(squares)
-        self._squares = device.HostCopy(squares)
+        self._squares = device.HostCopy(torch.cat([squares, self._skipped]) if self._pieces else squares)
 
     def add_norm(self, norm: float) -> tuple[float, bool]:
         """Add the gradients with a momentum to the gradient norm of a step. The result is the same on every rank.
 
         Matrices without a momentum are neither clipped nor part of the norm: the size of their updates
-        does not depend on that of the gradient.
+        does not depend on that of the gradient. Those that are stepped by piece have been checked before.
 
         Returns:
             The norm, and whether the gradients without a momentum are finite.
         """
         assert self._squares is not None, "reduce_gradients() comes first"
-        with_momentum, without = self._squares.tolist()
+        with_momentum, without, *_ = self._squares.tolist()
         return math.sqrt(norm**2 + with_momentum), math.isfinite(without)
+
+    def skipped(self) -> int:
+        """Return the number of pieces that this step left as they were. `reduce_gradients` comes first.
+
+        Like `add_norm` it reads what has been copied to the host. The result is the same on every rank of the stage.
+        """
+        assert self._squares is not None, "reduce_gradients() comes first"
+        return int(self._squares.tolist()[2]) if self._pieces else 0
+
+    # ---------------------------------------------------------------------------------------------------------- pieces
+
+    @torch.no_grad()
+    def open_piece(
+        self, piece: int, low_bits: Callable[[torch.nn.Parameter], torch.Tensor | None] | None = None
+    ) -> None:
+        """Allocate the gradients of a piece's matrices. Its backward passes follow.
+
+        `low_bits` returns the low bits of a streamed parameter, which `step_piece` writes in place; None if they are
+        not on the device. A tied embedding opens with the last piece, which adds the head's part of its gradient.
+        """
+        for part in self._parts(piece):
+            if part.stacks:
+                continue
+            part.stacks = build_stacks(part.matrices, part.param_group["rule"].grad_dtype)
+            for stack in part.stacks:
+                stack.is_reduced_late |= part.is_tied
+                self._attach_gradients(stack)
+        for part in self._pieces.get(piece, []):
+            for matrix in part.matrices:
+                if self._keeps_in_place(matrix):
+                    bits = None if low_bits is None else low_bits(matrix.parameter)
+                    matrix.state[LOW_BITS] = matrix.offloaded[LOW_BITS] if bits is None else bits
+
+    @torch.no_grad()
+    def step_piece(self, piece: int, *, gradient_scale: float = 1.0) -> None:
+        """Step the matrices of a piece and free their gradients. A collective over the stage.
+
+        The piece stays as it was, bit for bit, if a gradient is not finite on any rank. The CPU waits for nothing.
+        """
+        parts = self._pieces.get(piece, [])
+        by_stack = [(stack, part.param_group) for part in parts for stack in part.stacks]
+        if by_stack:
+            for stack, _ in by_stack:
+                stack.start_reduction(self._group)
+            for stack, _ in by_stack:
+                stack.finish_reduction()
+            owned = [(stack, group) for stack, group in by_stack if stack.owner == self._rank]
+            squares = _sum_of_squares([stack.gradient for stack, _ in owned])
+            torch.distributed.all_reduce(squares, group=self._stage_group)
+            is_finite = torch.isfinite(squares)
+            self._skipped += ~is_finite
+            for stack, group in owned:
+                self._update(stack, group, gradient_scale=gradient_scale, is_finite=is_finite)
+            self._broadcast(stack for stack, _ in by_stack)
+        self._close(parts)
+
+    def close_piece(self, piece: int) -> None:
+        """Free the gradients of a piece without a step."""
+        self._close(self._parts(piece))
+
+    def _parts(self, piece: int) -> list[PieceMatrices]:
+        """Return the matrices whose gradients open with a piece, unless they have opened before."""
+        parts = list(self._pieces.get(piece, []))
+        if self._pieces and piece == max(self._pieces):
+            parts += [
+                part for number in self._pieces if number != piece for part in self._pieces[number] if part.is_tied
+            ]
+        return parts
+
+    def _close(self, parts: Iterable[PieceMatrices]) -> None:
+        for part in parts:
+            for stack in part.stacks:
+                self._detach_gradients(stack)
+            part.stacks = []
+            for matrix in part.matrices:
+                if self._keeps_in_place(matrix):
+                    matrix.state.pop(LOW_BITS, None)
+
+    def _close_all(self) -> None:
+        for parts in self._pieces.values():
+            self._close(parts)
 
     # ------------------------------------------------------------------------------------------------------------ step
 
     @torch.no_grad()
     def step(self, *, norm: float = 0.0, gradient_scale: float = 1.0) -> None:
-        """Step every matrix. A collective over data- and tensor-parallel groups; `reduce_gradients` comes first.
+        """Step every matrix that is not stepped by piece.
+
+        A collective over data- and tensor-parallel groups; `reduce_gradients` comes first.
 
         Clipping applies to gradients that enter a momentum, `gradient_scale` to those that enter a second moment, which
         bounds its update by itself. Other directions do not depend on the scale of a gradient.
@@ -423,30 +610,51 @@ class MatrixOptimizer(StateOwner):
         for group in self._param_groups:
             for stack in group["stacks"]:
                 if stack.owner == self._rank:
-                    self._update(stack, group, clip_coefficient, gradient_scale)
-        if self._size > 1:
-            for stack in self.stacks:  # after all updates, so that all owners compute at the same time
-                owner = torch.distributed.get_global_rank(self._group, stack.owner)
-                weights = _join(stack.weights)
-                torch.distributed.broadcast(weights, src=owner, group=self._group)
-                _write_back(weights, stack.weights)
+                    self._update(stack, group, clip_coefficient=clip_coefficient, gradient_scale=gradient_scale)
+        self._broadcast(self.stacks)  # after all updates, so that all owners compute at the same time
 
-    def _update(self, stack: Stack, group: Mapping[str, Any], clip_coefficient: float, gradient_scale: float) -> None:
-        """Compute the new weights and state of a stack on its owner."""
+    def _broadcast(self, stacks: Iterable[Stack]) -> None:
+        for stack in stacks if self._size > 1 else ():
+            owner = torch.distributed.get_global_rank(self._group, stack.owner)
+            weights = _join(stack.weights)
+            torch.distributed.broadcast(weights, src=owner, group=self._group)
+            _write_back(weights, stack.weights)
+
+    def _update(
+        self,
+        stack: Stack,
+        group: Mapping[str, Any],
+        *,
+        clip_coefficient: float = 1.0,
+        gradient_scale: float,
+        is_finite: torch.Tensor | None = None,
+    ) -> None:
+        """Compute the new weights and state of a stack on its owner.
+
+        If `is_finite` is given and false, weights and state keep their bits: the gradient becomes zero and the decay 1,
+        so nothing is added, and the factors are restored.
+        """
         rule: MatrixRule = group["rule"]
+        decay: float | torch.Tensor = 1.0 - group["lr"] * group["weight_decay"]
+        if is_finite is not None:
+            stack.gradient.masked_fill_(~is_finite, 0.0)
+            decay = torch.where(is_finite, decay, 1.0)
         is_factored, rate = rule.name == update_rules.FACTORED, group["lr"] * rule.scale
         update = None if is_factored else self._orthogonal(stack, rule, clip_coefficient)
         weights = _join(stack.weights)
         low_bits = stack.state(LOW_BITS)
         bits = _join(low_bits) if low_bits else None
         value = weights if bits is None else bf16.join(weights, bits)
-        value.mul_(1.0 - group["lr"] * group["weight_decay"])
+        value.mul_(decay)
         if update is None:
             by_matrix = stack.state(FACTORS)
             factors = _join(by_matrix)
+            before = None if is_finite is None else factors.clone()
             update_rules.factored_(
                 value, stack.gradient, factors, stack.layout, rate=rate, gradient_scale=gradient_scale
             )
+            if is_finite is not None:
+                torch.where(is_finite, factors, before, out=factors)
             _write_back(factors, by_matrix)
         else:
             value.add_(update, alpha=-rate)
@@ -478,7 +686,7 @@ class MatrixOptimizer(StateOwner):
     @torch.no_grad()
     def main_param(self, name: str) -> torch.Tensor:
         matrix = self.matrices[name]
-        weight = matrix.parameter.detach()
+        weight = matrix.parameter.detach().to(device.current())
         if weight.dtype == torch.float32:
             return weight.view(-1)
         low_bits = matrix.get(LOW_BITS)
@@ -500,7 +708,7 @@ class MatrixOptimizer(StateOwner):
             return
         if matrix.is_owner and matrix.get(LOW_BITS) is None:
             matrix.state[LOW_BITS] = torch.zeros_like(weight, dtype=torch.int16)
-            if self._offloads_low_bits and not matrix.is_stepped:
+            if (self._offloads_low_bits or matrix.place is not None) and not matrix.is_stepped:
                 matrix.offload([LOW_BITS])
         bf16.split(value, weight=weight, low_bits=matrix.get(LOW_BITS))
 
@@ -533,18 +741,23 @@ class MatrixOptimizer(StateOwner):
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         for name, (on_device, offloaded) in state.items():
             matrix = self.matrices[name]
-            matrix.offloaded = dict(offloaded)
-            matrix.state = {kind: tensor.to(matrix.parameter.device) for kind, tensor in on_device.items()}
+            matrix.offloaded = {}
+            for kind, tensor in offloaded.items():
+                matrix.store_on_host(kind, tensor)
+            matrix.state = {kind: tensor.to(device.current()) for kind, tensor in on_device.items()}
+            if matrix.place is not None:
+                matrix.offload([LOW_BITS])
 
     def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
         for group in self._param_groups:
             for matrix in group["matrices"] if group["is_of_block"] == is_of_block else ():
-                yield matrix.parameter
-                if LOW_BITS in matrix.state:
-                    yield matrix.state[LOW_BITS]
+                low_bits = matrix.get(LOW_BITS)
+                tensors = [matrix.parameter, *([] if low_bits is None else [low_bits])]
+                yield from map(host_sample, tensors) if matrix.parameter in self._streamed else tensors
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        return (stack.gradient for stack in self.stacks)
+        opened = (stack for parts in self._pieces.values() for part in parts for stack in part.stacks)
+        return (stack.gradient for stack in itertools.chain(self.stacks, opened))
 
     def device_state(self) -> Iterator[torch.Tensor]:
         return (tensor for matrix in self.matrices.values() for tensor in matrix.state.values())
@@ -567,9 +780,13 @@ class NoMatrixOptimizer(MatrixOptimizer):
 
 
 def build_matrix_optimizer(
-    config: RunConfig, model: torch.nn.Module, matrices: Mapping[str, torch.nn.Parameter]
+    config: RunConfig,
+    model: torch.nn.Module,
+    matrices: Mapping[str, torch.nn.Parameter],
+    *,
+    places: Mapping[torch.nn.Parameter, torch.Tensor],
 ) -> MatrixOptimizer:
-    """Build the optimizer of this stage's `matrices`, by name."""
+    """Build the optimizer of this stage's `matrices`, by name. `places` as for `MatrixOptimizer`."""
     if not _has_matrix_optimizer(config):
         return NoMatrixOptimizer()
     model_config, settings = get_model_config(model), config.optimizer
@@ -596,6 +813,8 @@ def build_matrix_optimizer(
         momentum_dtype=DTYPES[config.bcd.muon_momentum_dtype],
         overlaps_reduction=config.ddp.overlap_grad_reduce,
         max_norm=config.optimizer.clip_grad,
+        places=places,
+        stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
     )
 
 

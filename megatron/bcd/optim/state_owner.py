@@ -14,6 +14,14 @@ from typing import Any
 
 import torch
 
+_SAMPLE_STRIDE = 4099
+"""A sample has every 4099th element. The stride is prime, so that every column of a matrix has elements in it."""
+
+
+def host_sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor in host memory that the switch check compares. The CPU reads slowly."""
+    return tensor.detach().view(-1)[::_SAMPLE_STRIDE]
+
 
 class StateOwner(ABC):
     """Steps some of a stage's parameters and owns their optimizer state.
@@ -63,7 +71,10 @@ class StateOwner(ABC):
 
     @abstractmethod
     def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
-        """Yield the tensors that this rank steps in this phase: those of the active block, or of inactive layers."""
+        """Yield the tensors that this rank steps in this phase: those of the active block, or of inactive layers.
+
+        Of tensors in host memory only a `host_sample`.
+        """
 
     @abstractmethod
     def main_param(self, name: str) -> torch.Tensor:

@@ -6,13 +6,11 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from megatron.bcd.optim.state_owner import StateOwner
+from megatron.bcd.optim.state_owner import StateOwner, host_sample
 from megatron.bcd.runtime import collectives
 
 Fingerprint = tuple[int, int, int]
 """Number of elements, and two sums over their bits."""
-_SAMPLE_STRIDE = 4099
-"""A sample has every 4099th element. The stride is prime, so that every column of a matrix has elements in it."""
 _CHUNK = 1 << 22
 """Elements that are summed at once; even. Torch converts each to eight bytes first."""
 
@@ -23,7 +21,7 @@ class SwitchCheck:
     Args:
         owners: the optimizers of this phase.
         parameters: all parameters of the stage.
-        streamed: frozen parameters in host memory. Only a sample of them is compared, because the CPU reads slowly.
+        streamed: parameters in host memory. Only a sample of the frozen ones is compared, because the CPU reads slowly.
         block: number of the active block, for messages.
         stage: this pipeline stage.
     """
@@ -80,7 +78,7 @@ class SwitchCheck:
             return fingerprint(tensor for each in owners for tensor in each.stepped_tensors(is_of_block=is_of_block))
 
         frozen = (
-            parameter.detach().view(-1)[::_SAMPLE_STRIDE] if parameter in self._streamed else parameter
+            host_sample(parameter) if parameter in self._streamed else parameter
             for parameter in self._frozen_parameters
         )
         return {

@@ -1,0 +1,234 @@
+"""Matrices that are stepped piece by piece, compared with steps of all matrices at once and with plain PyTorch."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from support import worlds
+from support.dist import World
+
+from megatron.bcd.optim import update_rules
+from megatron.bcd.optim.matrix_optimizer import LOW_BITS, MatrixOptimizer, MatrixRule
+from megatron.bcd.optim.update_rules import MatrixLayout
+from megatron.bcd.runtime import replicas
+
+NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 3, 2, 3
+SHAPES = {"qkv": ((12, 8), MatrixLayout(parts=(2, 1, 1))), "proj": ((8, 8), MatrixLayout())}
+LR, WEIGHT_DECAY = 0.1, 0.3
+
+
+class Case:
+    """Weights, gradients and an optimizer, equal on every rank except for the gradients."""
+
+    def __init__(
+        self,
+        *,
+        rule: str,
+        dtype: torch.dtype = torch.bfloat16,
+        grad_dtype: torch.dtype = torch.float32,
+        overlaps: bool = False,
+        has_places: bool = False,
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+        self.weights = {
+            f"layers.{layer}.{name}": torch.nn.Parameter(self.random(shape).to(dtype))
+            for layer in range(NUM_LAYERS)
+            for name, (shape, _) in SHAPES.items()
+        }
+        next(iter(self.weights.values())).data[0, 0] = -0.0
+        self.places = {weight: torch.zeros(weight.numel(), dtype=torch.int16) for weight in self.weights.values()}
+        self.optimizer = MatrixOptimizer(
+            {name: (weight, SHAPES[name.split(".")[2]][1]) for name, weight in self.weights.items()},
+            group=replicas.group(),
+            overlaps_reduction=overlaps,
+            places=self.places if has_places else None,
+        )
+        self.rule = MatrixRule(name=rule, scale=0.2, grad_dtype=grad_dtype, num_steps=5)
+        self.overlaps = overlaps
+
+    def random(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def begin(self, *, by_piece: bool) -> None:
+        rules: Any = [(self.rule, list(self.weights), False)]
+        streamed = set(self.places)
+        self.optimizer.begin(rules, piece_of if by_piece else None, streamed=streamed if by_piece else ())
+        self.optimizer.param_groups[0].update(lr=LR, weight_decay=WEIGHT_DECAY)
+
+    def draw(self) -> list[dict[str, torch.Tensor]]:
+        """Return the gradients of a step by microbatch and name: this rank's."""
+        drawn = [
+            [{name: self.random(tuple(weight.shape)) for name, weight in self.weights.items()} for _ in range(2)]
+            for _ in range(NUM_MICROBATCHES)
+        ]
+        return [by_rank[torch.distributed.get_rank()] for by_rank in drawn]
+
+    def backward(self, microbatches: list[dict[str, torch.Tensor]], names: list[str]) -> None:
+        for number, gradients in enumerate(microbatches):
+            is_last = number == len(microbatches) - 1
+            losses = [(self.weights[name].float() * gradients[name]).sum() for name in names]
+            if is_last:
+                torch.stack(losses).sum().backward()
+            else:
+                with self.optimizer.no_sync():
+                    torch.stack(losses).sum().backward()
+
+    def names_of(self, piece: int) -> list[str]:
+        return [name for name in self.weights if piece_of(name) == piece]
+
+    def step(self, microbatches: list[dict[str, torch.Tensor]], *, by_piece: bool) -> None:
+        self.optimizer.zero_grad()
+        if not by_piece:
+            self.backward(microbatches, list(self.weights))
+        for piece in reversed(range(NUM_LAYERS)) if by_piece else ():
+            self.optimizer.open_piece(piece)
+            assert sum(1 for _ in self.optimizer.gradients()) == sum(
+                hasattr(weight, "main_grad") for weight in self.weights.values()
+            ), "one piece's gradients exist at a time"
+            self.backward(microbatches, self.names_of(piece))
+            self.optimizer.step_piece(piece)
+            assert not any(hasattr(weight, "main_grad") or weight.grad is not None for weight in self.weights.values())
+        self.optimizer.reduce_gradients()
+        assert self.optimizer.add_norm(0.0) == (0.0, True)
+        self.optimizer.step()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return copies of weights, low bits and factors by name."""
+        state = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        for name, matrix in self.optimizer.matrices.items():
+            for kind in ("low_bits", "factors"):
+                if (tensor := matrix.get(kind)) is not None:
+                    state[f"{name} {kind}"] = tensor.clone()
+        return state
+
+
+def piece_of(name: str) -> int:
+    return int(name.split(".")[1])
+
+
+def world_of(size: int) -> Any:
+    return worlds.parallel(worlds.run_config(mock_data=True, split=None, world_size=size))
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(bits(tensor), bits(other[name])) for name, tensor in one.items()
+    )
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return (
+        tensor
+        if tensor.dtype == torch.int16
+        else tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+    )
+
+
+def stepped_both_ways(size: int, options: dict[str, Any]) -> tuple[bool, dict[str, torch.Tensor]]:
+    with world_of(size):
+        states = []
+        for by_piece in (False, True):
+            case = Case(**options, has_places=by_piece)
+            case.begin(by_piece=by_piece)
+            for _ in range(NUM_STEPS):
+                case.step(case.draw(), by_piece=by_piece)
+            case.optimizer.end(keeps_momenta=False)
+            if by_piece:
+                assert not any(LOW_BITS in matrix.state for matrix in case.optimizer.matrices.values())
+            states.append(case.state())
+        return same(*states), {name: states[1][name] for name in case.weights}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("rule", ["factored", "orthogonal"])
+def test_pieces_step_as_a_whole(world1: World, world2: World, size: int, rule: str) -> None:
+    """A piece is reduced or broadcast by half, steps with other factors or low bits, or keeps its gradients."""
+    world = world1 if size == 1 else world2
+    for dtype in (torch.float32, torch.bfloat16):
+        for grad_dtype, overlaps in ((torch.float32, False), (torch.bfloat16, True)):
+            options = {"rule": rule, "dtype": dtype, "grad_dtype": grad_dtype, "overlaps": overlaps}
+            results = world.run(stepped_both_ways, size, options)
+            assert all(is_same for is_same, _ in results), options
+            assert all(same(weights, results[0][1]) for _, weights in results), "ranks have different weights"
+
+
+def compared_with_plain(rule: str) -> list[float]:
+    """Return the differences of fp32 weights to those of a plain loop."""
+    with world_of(1):
+        case = Case(rule=rule, dtype=torch.float32)
+        plain = {name: weight.detach().clone() for name, weight in case.weights.items()}
+        factors = {name: matrix.zero_factors()[None] for name, matrix in case.optimizer.matrices.items()}
+        case.begin(by_piece=True)
+        for _ in range(NUM_STEPS):
+            microbatches = case.draw()
+            case.step(microbatches, by_piece=True)
+            for name, value in plain.items():
+                gradient = sum(gradients[name] for gradients in microbatches)
+                layout, rate = SHAPES[name.split(".")[2]][1], LR * case.rule.scale
+                value *= 1 - LR * WEIGHT_DECAY
+                if rule == "factored":
+                    update_rules.factored_(value[None], gradient[None], factors[name], layout, rate=rate)
+                else:
+                    value -= rate * update_rules.orthogonal(gradient[None], layout)[0]
+        return [float((plain[name] - weight).abs().max()) for name, weight in case.weights.items()]
+
+
+@pytest.mark.parametrize("rule", ["factored", "orthogonal"])
+def test_a_plain_loop_has_the_same_weights(world1: World, rule: str) -> None:
+    """Another rate, decay or gradient than the formula's."""
+    assert max(world1.run(compared_with_plain, rule)[0]) < 1e-6
+
+
+def stepped_with_inf(rule: str) -> tuple[list[bool], int, bool]:
+    """Return which layers changed, how many pieces were skipped, and whether the next step skips none."""
+    with world_of(2):
+        case = Case(rule=rule, has_places=True)
+        case.begin(by_piece=True)
+        case.step(case.draw(), by_piece=True)
+        before, microbatches = case.state(), case.draw()
+        if torch.distributed.get_rank() == 1:
+            microbatches[0]["layers.1.proj"][3, 3] = torch.inf
+        case.step(microbatches, by_piece=True)
+        after, skipped = case.state(), case.optimizer.skipped()
+        changed = [
+            [not torch.equal(bits(before[name]), bits(after[name])) for name in before if piece_of(name) == piece]
+            for piece in range(NUM_LAYERS)
+        ]
+        assert all(len(set(layer)) == 1 for layer in changed), "a part of a layer was stepped"
+        case.step(case.draw(), by_piece=True)
+        return [layer[0] for layer in changed], skipped, case.optimizer.skipped() == 0
+
+
+@pytest.mark.parametrize("rule", ["factored", "orthogonal"])
+def test_a_piece_that_is_not_finite_stays(world2: World, rule: str) -> None:
+    """A rank steps a piece that another one skips; decay or factors of a skipped piece change; all pieces are skipped;
+    the count is a sum over ranks, or of all steps."""
+    assert world2.run(stepped_with_inf, rule) == [([True, False, True], 1, True)] * 2
+
+
+def gradients_left() -> tuple[int, int]:
+    """Return the number of gradients after a piece is closed, and after a step that was given up in a piece."""
+    with world_of(1):
+        case = Case(rule="factored")
+        case.begin(by_piece=True)
+        before, gradients, counts = case.state(), case.draw(), []
+        for gives_up in (False, True):
+            case.optimizer.zero_grad()
+            case.optimizer.open_piece(1)
+            case.backward(gradients, case.names_of(1))
+            if not gives_up:
+                case.optimizer.close_piece(1)
+                counts.append(len(list(case.optimizer.gradients())))
+        case.optimizer.zero_grad()
+        counts.append(len(list(case.optimizer.gradients())))
+        gc.collect()
+        assert same(before, case.state()), "weights changed without a step"
+        return counts[0], counts[1]
+
+
+def test_gradients_of_a_piece_are_freed(world1: World) -> None:
+    """A piece keeps its gradients if the loss was not finite, or if the step was given up."""
+    assert world1.run(gradients_left) == [(0, 0)]
