@@ -105,6 +105,15 @@ class Matrix:
         has_place = kind == LOW_BITS and self.place is not None
         self.offloaded[kind] = self.place.copy_(tensor) if has_place else tensor.cpu()  # type: ignore[union-attr]
 
+    def create_low_bits(self, *, on_host: bool) -> None:
+        """Create low bits of zeros on the owner."""
+        if on_host and self.place is not None:
+            self.offloaded[LOW_BITS] = self.place.zero_()
+            return
+        self.state[LOW_BITS] = torch.zeros_like(self.parameter, dtype=torch.int16, device=device.current())
+        if on_host:
+            self.offload([LOW_BITS])
+
     def restore(self, kinds: Iterable[str] = _KINDS) -> None:
         """Move offloaded state of these kinds to the device."""
         for kind in self.offloaded.keys() & kinds:
@@ -414,13 +423,10 @@ class MatrixOptimizer(StateOwner):
             if FACTORS not in state:
                 state[FACTORS] = matrix.zero_factors()
         if parameter.dtype == torch.bfloat16:
-            is_streamed = self._keeps_in_place(matrix)
-            if not is_streamed:
+            if not self._keeps_in_place(matrix):
                 matrix.restore([LOW_BITS])
             if matrix.get(LOW_BITS) is None:
-                state[LOW_BITS] = torch.zeros_like(parameter, dtype=torch.int16, device=device.current())
-            if is_streamed:
-                matrix.offload([LOW_BITS])
+                matrix.create_low_bits(on_host=self._keeps_in_place(matrix))
 
     def _keeps_in_place(self, matrix: Matrix) -> bool:
         """Return whether the low bits stay in host memory in this phase, except while their piece is open."""
@@ -707,9 +713,8 @@ class MatrixOptimizer(StateOwner):
             weight.copy_(value)
             return
         if matrix.is_owner and matrix.get(LOW_BITS) is None:
-            matrix.state[LOW_BITS] = torch.zeros_like(weight, dtype=torch.int16)
-            if (self._offloads_low_bits or matrix.place is not None) and not matrix.is_stepped:
-                matrix.offload([LOW_BITS])
+            is_offloaded = self._offloads_low_bits or matrix.place is not None
+            matrix.create_low_bits(on_host=is_offloaded and not matrix.is_stepped)
         bf16.split(value, weight=weight, low_bits=matrix.get(LOW_BITS))
 
     def set_momentum(self, name: str, value: torch.Tensor) -> None:
@@ -758,6 +763,17 @@ class MatrixOptimizer(StateOwner):
     def gradients(self) -> Iterator[torch.Tensor]:
         opened = (stack for parts in self._pieces.values() for part in parts for stack in part.stacks)
         return (stack.gradient for stack in itertools.chain(self.stacks, opened))
+
+    def max_piece_bytes(self) -> int:
+        """Return the peak bytes of gradients that are stepped by piece in this phase."""
+        totals = dict.fromkeys(self._pieces, 0)
+        for number, parts in self._pieces.items():
+            for part in parts:
+                size = sum(matrix.parameter.numel() for matrix in part.matrices)
+                size *= part.param_group["rule"].grad_dtype.itemsize
+                for opened in totals if part.is_tied else (number,):  # a tied embedding is open in all passes
+                    totals[opened] += size
+        return max(totals.values(), default=0)
 
     def device_state(self) -> Iterator[torch.Tensor]:
         return (tensor for matrix in self.matrices.values() for tensor in matrix.state.values())
