@@ -50,13 +50,14 @@ from megatron.bcd.outer.membership import check_lighthouse
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.planner.run_state import head_passes
 from megatron.bcd.prefix_cache.controller import PrefixCache
-from megatron.bcd.runtime import device, memory, rng
+from megatron.bcd.runtime import device, memory, replicas, rng
 from megatron.bcd.runtime.activation_meter import ActivationMeter
 from megatron.bcd.training.checks import StepChecks
 from megatron.bcd.training.evaluation import Evaluator
 from megatron.bcd.training.garbage import GarbageCollection
 from megatron.bcd.training.greedy import score_blocks, take_microbatches
 from megatron.bcd.training.outputs import RunOutputs
+from megatron.bcd.training.pieces import PieceUpdates, StepLoss
 from megatron.bcd.training.profiler import StepProfiler
 from megatron.bcd.training.recompute import Recomputation
 from megatron.bcd.training.reporting import build_reporter, describe_untrained, report_source, summarize
@@ -89,6 +90,7 @@ class Trainer:
     splits: data.Splits
     samples: TrainingSamples
     active: ActiveBlock
+    pieces: PieceUpdates
     pipeline: PipelineSchedule
     prefix_cache: PrefixCache
     recomputation: Recomputation
@@ -190,12 +192,16 @@ class Trainer:
         """Build the parts that train the model. The optimizer is not among them: each phase builds its own."""
         config = self.config
         self.active = ActiveBlock(model=self.model, config=config, partition=self.partition, stage=self.stage)
+        self.pieces = PieceUpdates(self.active, self._reduce_loss)
         self.pipeline = PipelineSchedule(
             name=config.bcd.bcd_schedule or "bcd",
             partition=self.partition,
             run_ahead=config.bcd.bcd_run_ahead,
             timeout_minutes=config.training.distributed_timeout_minutes,
             head_passes=head_passes(config, padded_vocab_size=run.padded_vocab_size),
+            pieces=self.active.pieces,
+            chunks=self.pieces,
+            saves_on_host=config.bcd.bcd_saved_inputs == "host",
         )
         self.lr_scheduler = build_scheduler(
             config, SimpleNamespace(param_groups=[]), functools.partial(data.samples_after, config)
@@ -441,33 +447,50 @@ class Trainer:
         training, active, phase_state = self.config.training, self.active, self.state.phase_state
         stopwatch = device.Stopwatch()
         active.zero_grad()
+        self.pieces.loss = None
         self.pipeline.prepare_next(num_microbatches_next)
         with self._metering_once_per_phase(), self.timers.connected(active), self.stragglers.counting():
             losses = self.forward_backward(batches, get_num_microbatches(), forward_only=False)
         if training.empty_unused_memory_level >= 1:
             memory.release_cached_memory()
-        # a single all-reduce for the loss and for the requests to stop
-        own_requests = self.stop.on_this_rank(is_writing=self.outputs.is_writing)
-        loss_sum, num_tokens, requests = reduce_losses(losses, own_requests)
-        loss = loss_sum / max(num_tokens, 1.0)
+        reduced = self.pieces.loss or self._reduce_loss(losses)
         learning_rate_factor = self.block_schedule.learning_rate_factor(phase_state)
         learning_rate = float(self.lr_scheduler.get_lr({})) * learning_rate_factor
         if self.block_schedule.scales_learning_rate:
             self.lr_scheduler.step(0)  # undoes the scaling of a step that was skipped
             active.scale_learning_rate(learning_rate_factor)
-        # with fp16 the optimizer must see the overflow, to lower the loss scale
-        skips_non_finite = training.check_for_nan_in_loss_and_grad
-        is_stepped = math.isfinite(loss) or self.config.precision == "fp16" or not skips_non_finite
+        grad_norm = None
         with self.timers.connected(active), self.timers.timing_optimizer():
-            tokens = num_tokens if get_model_config(self.model).calculate_per_token_loss else None
-            grad_norm = active.step(skip_non_finite=skips_non_finite, num_tokens=tokens) if is_stepped else None
+            if reduced.is_stepped:
+                skips_non_finite = training.check_for_nan_in_loss_and_grad
+                grad_norm = active.step(skip_non_finite=skips_non_finite, gradient_scale=reduced.gradient_scale)
         if grad_norm is not None:
             self.lr_scheduler.step(get_current_global_batch_size())
         if training.empty_unused_memory_level >= 2:
             memory.release_cached_memory()
         stopwatch.stop()
         return StepResult(
-            loss=loss, grad_norm=grad_norm, learning_rate=learning_rate, duration=stopwatch, requests=tuple(requests)
+            loss=reduced.loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            duration=stopwatch,
+            requests=tuple(reduced.requests),
+        )
+
+    def _reduce_loss(self, losses: list[dict[str, Any]]) -> StepLoss:
+        """Reduce the loss and the requests to stop over all ranks, by a single all-reduce."""
+        own_requests = self.stop.on_this_rank(is_writing=self.outputs.is_writing)
+        loss_sum, num_tokens, requests = reduce_losses(losses, own_requests)
+        loss = loss_sum / max(num_tokens, 1.0)
+        # with fp16 the optimizer must see the overflow, to lower the loss scale
+        steps_always = self.config.precision == "fp16" or not self.config.training.check_for_nan_in_loss_and_grad
+        is_sum = get_model_config(self.model).calculate_per_token_loss and num_tokens
+        return StepLoss(
+            loss=loss,
+            num_tokens=num_tokens,
+            requests=requests,
+            is_stepped=math.isfinite(loss) or steps_always,
+            gradient_scale=replicas.size() / num_tokens if is_sum else 1.0,
         )
 
     @property

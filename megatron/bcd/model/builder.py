@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,11 +24,13 @@ from torch import Tensor
 
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import partition_from_config
+from megatron.bcd.blocks.pieces import layer_pieces
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.frozen_weights import FrozenWeights, StreamedLayer
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.model.linear_loss import LinearLossModel
+from megatron.bcd.model.pieces import PiecewiseFloat16Module, PiecewiseModel
 from megatron.bcd.model.transformer_block import BcdTransformerBlock
 from megatron.bcd.model.transformer_config import build_transformer_config
 from megatron.bcd.runtime import device, replicas, rng
@@ -184,7 +186,7 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
     frozen_weights.move_rest(model)
     model.frozen_weights = frozen_weights  # type: ignore[assignment]
     if config.precision != "fp32":
-        model = Float16Module(stage_config, model)
+        model = PiecewiseFloat16Module(stage_config, model)
     return model
 
 
@@ -197,7 +199,7 @@ def _build_chunk(
     frozen_weights: FrozenWeights,
 ) -> GPTModel:
     vp_stage = chunk if config.num_chunks > 1 else None
-    model = (LinearLossModel if config.has_linear_loss else GPTModel)(
+    model = (LinearLossModel if config.has_linear_loss else PiecewiseModel)(
         config=stage_config,
         transformer_layer_spec=_layer_spec(config, implementation, stage_config, vp_stage, frozen_weights),
         vocab_size=padded_vocab_size,
@@ -212,6 +214,8 @@ def _build_chunk(
         rope_scaling_factor=config.model.rope_scaling_factor,
         vp_stage=vp_stage,
     )
+    if config.is_breadth_first:
+        model.pieces = layer_pieces(len(model.decoder.layers), config.bcd.bcd_layers_per_pass)
     if "biases" in config.bcd.always_active:
         for layer in model.decoder.layers:
             if layer.self_attention.linear_qkv.bias is not None:
@@ -238,6 +242,8 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_v
             not ownership(f"decoder.layers.0.{name}", partition=partition, stage=stage).is_always_active
         ),
         group=replicas.group(),
+        explicit=config.is_breadth_first,
+        piece_layers=config.bcd.bcd_layers_per_pass,
     )
 
 
@@ -293,11 +299,14 @@ def unwrap_model(model: torch.nn.Module) -> GPTModel:
     return model  # type: ignore[return-value]
 
 
-def select_chunk(model: torch.nn.Module, chunk: int) -> None:
-    """Make a stage's forward pass use one of its chunks. Does nothing if the stage has no chunks."""
+def select_chunk(model: torch.nn.Module, chunk: int | None) -> None:
+    """Make a stage's forward pass use one of its chunks, or of its pieces (None: all of them). Does nothing if it has
+    neither."""
     unwrapped: torch.nn.Module = unwrap_model(model)
-    if isinstance(unwrapped, ChunkedModel):
+    if isinstance(unwrapped, ChunkedModel) and chunk is not None:
         unwrapped.select(chunk)
+    elif isinstance(unwrapped, PiecewiseModel) and unwrapped.pieces:
+        unwrapped.select_piece(chunk)
 
 
 def get_chunks(model: torch.nn.Module) -> list[GPTModel]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
@@ -21,6 +20,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS
+from megatron.bcd.model.pieces import PiecewiseModel
 
 
 def _target_columns(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
@@ -120,8 +120,8 @@ class _DeferredHead(ColumnParallelLinear):
         return (input_, None) if self.is_deferred else super().forward(input_, *args, **kwargs)
 
 
-class LinearLossModel(GPTModel):
-    """GPTModel whose loss needs no logits. Without labels it returns logits."""
+class LinearLossModel(PiecewiseModel):
+    """Model whose loss needs no logits. Without labels it returns logits."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -45,8 +45,11 @@ class BcdTransformerBlock(TransformerBlock):
     Recomputed norms (--recompute-modules layernorm) have the same problem: the norms of the first active layer would
     get no gradient. There, too, that layer's input starts the graph.
 
-    With a prefix cache, `forward` starts at a later layer.
+    With a prefix cache, `forward` starts at a later layer. With a `piece`, it runs only these layers.
     """
+
+    piece: range | None = None
+    """The layers to run, by their numbers on this stage."""
 
     def recompute(self, granularity: str, num_layers: int) -> None:
         """Set what backward passes recompute, overriding the flags.
@@ -86,6 +89,8 @@ class BcdTransformerBlock(TransformerBlock):
             behind_prefix: start with the first active layer. If only the head is active, run no layer.
         """
         layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
+        if self.piece is not None:
+            return self._forward_piece(self.piece, hidden_states, *args, **kwargs)
         if behind_prefix:
             first_layer = next(iter(self._trainable_layers()), len(layers))
         if first_layer is None:
@@ -100,6 +105,18 @@ class BcdTransformerBlock(TransformerBlock):
         finally:
             self.layers = layers
             self.input_tensor = None
+
+    def _forward_piece(self, piece: range, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run some layers. The final norm follows the last one. Later pieces read `input_tensor`."""
+        layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
+        final_norm = self.final_layernorm  # type: ignore[has-type]
+        self.layers = torch.nn.ModuleList(layers[number] for number in piece)
+        self.final_layernorm = final_norm if piece.stop == len(layers) else None
+        try:
+            with self._graph_before_norms():
+                return super().forward(hidden_states if piece.start == 0 else self.input_tensor, *args, **kwargs)
+        finally:
+            self.layers, self.final_layernorm = layers, final_norm
 
     @contextlib.contextmanager
     def _graph_before_norms(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.blocks.pieces import layer_pieces, piece_of
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_frozen_weights
 from megatron.bcd.optim.block_state import BlockStateStore
@@ -23,7 +24,7 @@ from megatron.bcd.optim.matrix_optimizer import LOW_BITS, build_matrix_optimizer
 from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.state_owner import StateOwner
 from megatron.bcd.optim.switch_check import SwitchCheck
-from megatron.bcd.runtime import memory, replicas
+from megatron.bcd.runtime import memory
 from megatron.bcd.runtime.compat import megatron_core
 
 
@@ -70,6 +71,10 @@ class ActiveBlock:
         self.matrices = build_matrix_optimizer(
             config, model, self.parameters.matrices(), places=self._frozen_weights.residuals
         )
+        self.pieces: Sequence[range] = ()
+        """The layers of each piece of --bcd-schedule breadth-first."""
+        if config.is_breadth_first:
+            self.pieces = layer_pieces(len(partition.stage_layers(stage)), config.bcd.bcd_layers_per_pass)
         self.owners: tuple[StateOwner, ...] = (self.core, self.matrices)
         """All that steps parameters and owns their state."""
         self.outer_momenta: dict[str, torch.Tensor] = {}
@@ -106,11 +111,17 @@ class ActiveBlock:
         )
         self.parameters.activate(block, without={name for _, names, _ in rules for name in names})
         self._in_buffers = list(self.parameters.active().values())
-        self._frozen_weights.begin_phase(set(self._in_buffers))
+        stepped = [(self.parameters.all()[name], is_of_block) for _, names, is_of_block in rules for name in names]
+        self._frozen_weights.begin_phase(
+            {*self._in_buffers, *(parameter for parameter, is_of_block in stepped if is_of_block)},
+            updated=[parameter for parameter, is_of_block in stepped if not is_of_block],
+        )
         self.core.begin(block, without_main_param=self._shared_matrices(block))
         self._connect()
         self._take_main_params(block)
-        self.matrices.begin(rules, streamed=self._frozen_weights.streamed_parameters())
+        self.matrices.begin(
+            rules, piece_of=self._piece_of if self.pieces else None, streamed=self._frozen_weights.streamed_parameters()
+        )
         self._switch_check = SwitchCheck(
             self.owners,
             self.model.parameters(),
@@ -140,6 +151,9 @@ class ActiveBlock:
             for weight in on_device:  # each is a view of a buffer, and the last one of them would keep all of it alive
                 weight.data = weight.data.clone()
         memory.release_cached_memory()
+
+    def _piece_of(self, name: str) -> int:
+        return piece_of(self.parameters.ownership(name), self.pieces)
 
     def _shared_matrices(self, block: int) -> list[str]:
         """Return the block's 16-bit matrices that the matrix optimizer steps in the phases of other blocks.
@@ -220,14 +234,14 @@ class ActiveBlock:
             owner.zero_grad()
 
     @torch.no_grad()
-    def step(self, *, skip_non_finite: bool, num_tokens: float | None = None) -> float | None:
+    def step(self, *, skip_non_finite: bool, gradient_scale: float = 1.0) -> float | None:
         """Clip the gradient and step all parameters that this phase updates. A collective.
 
         Megatron Core's step skips after an overflow in fp16. With `skip_non_finite` this step also skips if a gradient
         is not finite.
 
-        `num_tokens` is the number of tokens of the global batch if the loss is their sum. Megatron Core divides the
-        gradients in DDP's buffers by it; the gradients of matrices are still means over the ranks.
+        If the loss is a sum of tokens, Megatron Core divides the gradients in DDP's buffers by their number. Gradients
+        of matrices are still means over the ranks, so they are multiplied by `gradient_scale`.
 
         Returns:
             L2 norm of the gradient before clipping, the same on every rank; None if the step was skipped.
@@ -238,10 +252,37 @@ class ActiveBlock:
         norm, is_finite = self.matrices.add_norm(self.core.gradient_norm())
         if skip_non_finite and not (math.isfinite(norm) and is_finite):
             return None
-        gradient_scale = replicas.group().size() / num_tokens if num_tokens else 1.0
         for owner in self.owners:
             owner.step(norm=norm, gradient_scale=gradient_scale)
         return norm
+
+    # ---------------------------------------------------------------------------------------------------------- pieces
+
+    def load_piece(self, piece: int) -> None:
+        """Make the weights of a piece available to forward passes."""
+        self._frozen_weights.load(self.pieces[piece])
+
+    def open_piece(self, piece: int) -> None:
+        """Prepare the backward passes of a piece: weights, low bits, gradient buffers."""
+        self._frozen_weights.load(self.pieces[piece], with_low_bits=True)
+        self.matrices.open_piece(piece, self._frozen_weights.low_bits)
+
+    def prefetch_piece(self, piece: int, *, is_backward: bool) -> None:
+        """Start to load what the coming passes of a piece need."""
+        self._frozen_weights.prefetch(self.pieces[piece], with_low_bits=is_backward)
+
+    def update_piece(self, piece: int, *, gradient_scale: float) -> None:
+        """Step the matrices of a piece that need no optimizer state, and free their gradients. A collective."""
+        self.matrices.step_piece(piece, gradient_scale=gradient_scale)
+        self._frozen_weights.write_back(self.pieces[piece])
+
+    def close_piece(self, piece: int) -> None:
+        """Free the gradients of a piece without a step."""
+        self.matrices.close_piece(piece)
+
+    def finish_pieces(self) -> None:
+        """Order later work behind the copies to host memory. A collective over the ranks with the same weights."""
+        self._frozen_weights.finish_step()
 
     def scheduled(self) -> SimpleNamespace:
         """Return the parameter groups of all owners, for the learning-rate scheduler."""

@@ -29,6 +29,10 @@ class ParametersByBlock:
         """Return all parameters of the stage."""
         return self._parameters
 
+    def ownership(self, name: str) -> Ownership:
+        """Return the ownership of a parameter."""
+        return self._ownership[name]
+
     def owned_by(self, block: int) -> Parameters:
         """Return the parameters that are active only in the phases of this block."""
         return self._where(lambda owned: owned.block == block and not owned.is_always_active)

@@ -64,7 +64,29 @@ _Timeline = list[list[_TimedPass]]
 @lru_cache(maxsize=64)
 def build_plan(shape: PlanShape) -> Plan:
     """Return the plan of all stages."""
+    if shape.is_breadth_first:
+        return Plan(shape=shape, stages=(breadth_first_order(shape),))
     return Plan(shape=shape, stages=_insert_messages(shape, _timeline(shape, _best_policy(shape))))
+
+
+def breadth_first_order(shape: PlanShape) -> tuple[Action, ...]:
+    """Return the actions of the only stage if all microbatches pass through a chunk before the next one.
+
+    The last chunk, which has the head, runs forward and backward in turn, so that the logits of one microbatch exist at
+    a time. Others repeat their forward pass before the backward pass.
+    """
+    microbatches, last = range(shape.num_microbatches), shape.num_chunks - 1
+    order = [Action(Kind.FORWARD_ONLY, microbatch, chunk) for chunk in range(last) for microbatch in microbatches]
+    if not shape.is_training:
+        return (*order, *(Action(Kind.FORWARD_ONLY, microbatch, last) for microbatch in microbatches))
+    for chunk in range(last, shape.first_trainable - 1, -1):
+        forward, backward = Kind.FORWARD if chunk == last else Kind.RECOMPUTE, shape.backward_kind(chunk)
+        assert backward is not None
+        for microbatch in microbatches:
+            order += [Action(forward, microbatch, chunk), Action(backward, microbatch, chunk)]
+        order += [Action(Kind.LOSS, 0, chunk)] if chunk == last else []
+        order += [Action(Kind.UPDATE, 0, chunk)] if shape.updated[chunk] else []
+    return tuple(order)
 
 
 @lru_cache(maxsize=1024)
@@ -82,7 +104,7 @@ def peak_graphs(actions: Iterable[Action]) -> int:
     """Return the peak number of microbatches whose activations are kept."""
     live = peak = 0
     for action in actions:
-        live += (action.kind is Kind.FORWARD) - action.kind.is_backward
+        live += action.kind.keeps_graph - action.kind.is_backward
         peak = max(peak, live)
     return peak
 

@@ -116,17 +116,17 @@ class Iteration:
 
     def _forward(self, action: Action, place: _Place) -> None:
         shape, virtual = self._shape, self._virtual(action)
-        keeps_graph = action.kind is Kind.FORWARD
+        keeps_graph = action.kind.keeps_graph
         received = self._inputs.pop(place, None)
         if received is not None:
-            self._messages_from(virtual - 1).wait_for(received)
+            self._wait_for_input(virtual, received)
         select_chunk(self._model, action.chunk)
         is_next = action.microbatch >= shape.num_microbatches
         number = action.microbatch - shape.num_microbatches if is_next else action.microbatch
         with torch.set_grad_enabled(keeps_graph):
             output, num_tokens = forward_step(
                 self._forward_step_func,
-                self._batches[action.chunk],
+                self._next_batch(action),
                 self._model,
                 shape.num_microbatches,
                 received,
@@ -149,16 +149,29 @@ class Iteration:
         if gradient is not None:
             self._messages.finish_send(output)  # its storage is freed when sent, which backward_step requires
             self._messages.wait_for(gradient)
-        self._num_backwards[action.chunk] -= 1
-        is_last = not self._num_backwards[action.chunk]
-        if is_last and self._overlaps_reduction():
-            self._allow_gradient_reduction()
+        self._begin_backward(action.chunk)
         received = self._inputs.pop(place, None)
         input_gradient = backward_step(received, output, gradient, get_model_type(self._model), self._config)
-        if is_last and any(self._num_backwards.values()):
-            self._defer_gradient_reduction()
+        self._end_backward(action.chunk)
         if input_gradient is not None:
             self._input_gradients[place] = input_gradient
+
+    def _next_batch(self, action: Action) -> Iterator[Any]:
+        """Return an iterator whose next batch is that of the action."""
+        return self._batches[action.chunk]
+
+    def _wait_for_input(self, virtual: int, received: torch.Tensor) -> None:
+        self._messages_from(virtual - 1).wait_for(received)
+
+    def _begin_backward(self, chunk: int) -> None:
+        """Allow the reduction of the chunk's gradients within its last backward pass."""
+        self._num_backwards[chunk] -= 1
+        if not self._num_backwards[chunk] and self._overlaps_reduction():
+            self._allow_gradient_reduction()
+
+    def _end_backward(self, chunk: int) -> None:
+        if not self._num_backwards[chunk] and any(self._num_backwards.values()):
+            self._defer_gradient_reduction()
 
     def _send_forward(self, action: Action, place: _Place) -> None:
         virtual = self._virtual(action)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.blocks.pieces import first_trainable_piece, is_piece_active, is_piece_updated
 
 
 class Kind(enum.StrEnum):
@@ -25,6 +26,12 @@ class Kind(enum.StrEnum):
     """Computes input and weight gradients; on the first trainable stage only down to its first active layer."""
     BACKWARD_INPUT = "backward of input gradients"
     """The backward pass of a frozen stage: no weight gradients."""
+    RECOMPUTE = "forward again"
+    """Repeats a forward pass from its saved input, and keeps activations for the backward pass that follows."""
+    LOSS = "loss"
+    """Reduces the loss over all ranks, which decides whether this iteration updates anything."""
+    UPDATE = "update"
+    """Steps the chunk's matrices that need no optimizer state, and frees their gradients."""
     SEND_FORWARD = "send forward"
     RECEIVE_FORWARD = "receive forward"
     SEND_BACKWARD = "send backward"
@@ -33,7 +40,12 @@ class Kind(enum.StrEnum):
     @property
     def is_forward(self) -> bool:
         """Whether this is a forward pass."""
-        return self in (Kind.FORWARD, Kind.FORWARD_ONLY)
+        return self in (Kind.FORWARD, Kind.FORWARD_ONLY, Kind.RECOMPUTE)
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether this pass keeps activations."""
+        return self in (Kind.FORWARD, Kind.RECOMPUTE)
 
     @property
     def is_backward(self) -> bool:
@@ -47,11 +59,13 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A pass of one microbatch through a chunk of the stage, or the start of a message of that chunk."""
+    """A pass of one microbatch through a chunk of the stage, the start of a message of that chunk, or what follows the
+    passes of all microbatches."""
 
     kind: Kind
     microbatch: int
-    """Index in this iteration. From `num_microbatches` on it counts microbatches of the next iteration."""
+    """Index in this iteration. From `num_microbatches` on it counts microbatches of the next iteration. 0 in actions
+    that follow the passes of all microbatches."""
     chunk: int = 0
 
 
@@ -105,6 +119,10 @@ class PlanShape:
     """Number of microbatches of this iteration that already ran ahead in the previous one."""
     run_ahead: int = 0
     """Number of microbatches of the next iteration that the forward-only stages run ahead in this one."""
+    is_breadth_first: bool = False
+    """Whether all microbatches pass through a chunk before the next chunk starts (`build.breadth_first_order`)."""
+    updated: tuple[bool, ...] = ()
+    """In breadth-first order: whether each virtual stage has matrices that are stepped right after its passes."""
     work: tuple[tuple[float, float], ...] = ()
     """Time of a forward and a backward pass of each virtual stage, in any unit. It determines the order of passes and
     messages. If empty, forward, input gradients and weight gradients take equal time."""
@@ -118,6 +136,7 @@ class PlanShape:
         assert not (self.done_ahead or self.run_ahead) or (
             self.num_chunks == 1 and 0 < self.first_trainable < num_virtual and not self.is_prefix_cached
         ), "nothing can run ahead"
+        assert not self.is_breadth_first or (self.num_stages == 1 and len(self.updated) == num_virtual)
 
     @property
     def num_virtual(self) -> int:
@@ -182,6 +201,8 @@ class PlanShape:
 
     def needed_message(self, virtual: int, action: Action) -> Message | None:
         """Return the message that must arrive before the virtual stage can start this pass, if any."""
+        if self.is_breadth_first:  # a single stage
+            return None
         if action.kind.is_forward:
             has_arrived = virtual == self.first_trainable and action.microbatch < self.done_ahead
             needs_none = has_arrived or not self.needs_input(virtual)
@@ -209,7 +230,9 @@ class Plan:
     """The actions of each stage, in order."""
 
 
-def evaluation_shape(*, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> PlanShape:
+def evaluation_shape(
+    *, num_stages: int, num_microbatches: int, num_chunks: int = 1, is_breadth_first: bool = False
+) -> PlanShape:
     """Return the shape of forward passes without a graph. `num_stages` and `num_chunks` may cover only the model's
     first part."""
     num_virtual = num_stages * num_chunks
@@ -219,6 +242,24 @@ def evaluation_shape(*, num_stages: int, num_microbatches: int, num_chunks: int 
         num_microbatches=num_microbatches,
         first_trainable=num_virtual,
         active=(False,) * num_virtual,
+        is_breadth_first=is_breadth_first,
+        updated=(False,) * num_virtual if is_breadth_first else (),
+    )
+
+
+def breadth_first_shape(
+    partition: Partition, block: int, pieces: Sequence[range], *, num_microbatches: int
+) -> PlanShape:
+    """Return the shape of a training iteration that runs the pieces of the only stage one after the other."""
+    numbers = range(len(pieces))
+    return PlanShape(
+        num_stages=1,
+        num_chunks=len(pieces),
+        num_microbatches=num_microbatches,
+        first_trainable=first_trainable_piece(partition, block, pieces),
+        active=tuple(is_piece_active(partition, block, pieces, piece) for piece in numbers),
+        is_breadth_first=True,
+        updated=tuple(is_piece_updated(partition, block, pieces, piece) for piece in numbers),
     )
 
 

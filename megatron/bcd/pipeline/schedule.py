@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,17 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.pipeline.breadth_first import BreadthFirstIteration, Chunks
 from megatron.bcd.pipeline.execute import Iteration
 from megatron.bcd.pipeline.p2p import Messages
-from megatron.bcd.pipeline.plan import PlanShape, evaluation_shape, microbatches_ahead, phase_shape
+from megatron.bcd.pipeline.plan import (
+    PlanShape,
+    breadth_first_shape,
+    evaluation_shape,
+    microbatches_ahead,
+    phase_shape,
+)
+from megatron.bcd.pipeline.saved_inputs import SavedInputs
 from megatron.bcd.runtime import device, distributed
 
 
@@ -22,7 +31,7 @@ class PipelineSchedule:
 
     Call it like Megatron Core's forward-backward functions. `begin_phase` sets the active block, and `prepare_next`
     allows forward-only stages to run ahead. With one pipeline stage, or with `name` "stock", it calls Megatron Core's
-    function.
+    function, unless `name` is "breadth-first".
     """
 
     def __init__(
@@ -33,13 +42,19 @@ class PipelineSchedule:
         run_ahead: int | None,
         head_passes: float = 1.0,
         timeout_minutes: int | None = None,
+        pieces: Sequence[range] = (),
+        chunks: Chunks | None = None,
+        saves_on_host: bool = False,
     ) -> None:
         """
         Args:
-            name: "bcd" or "stock".
+            name: "bcd", "stock" or "breadth-first".
             run_ahead: number of microbatches; None is `default_run_ahead`.
             head_passes: time of a pass through the output head, in passes of a layer. Plans are arranged by it.
             timeout_minutes: timeout of messages between stages of the prefix; None is PyTorch's default.
+            pieces: with "breadth-first", the layers of each piece.
+            chunks: with "breadth-first", the weights and updates of the pieces.
+            saves_on_host: with "breadth-first", the inputs of pieces are saved in host memory.
         """
         self.name = name
         self.backward_messages = 0
@@ -52,6 +67,8 @@ class PipelineSchedule:
         self._num_next = self._done_ahead = 0
         self._inputs_ahead: dict[int, torch.Tensor] = {}
         self._groups: ProcessGroupCollection | None = None
+        self._pieces, self._chunks = pieces, chunks
+        self._saved_inputs = SavedInputs(on_host=saves_on_host)
         self._messages: Messages | None = None
         self._prefix_messages: Messages | None = None
 
@@ -81,9 +98,10 @@ class PipelineSchedule:
     def __call__(self, *, model: Any, num_microbatches: int, forward_only: bool = False, **arguments: Any) -> list[Any]:
         """Return the results of the loss function by microbatch on the last stage, elsewhere an empty list."""
         num_stages = self._partition.num_stages
-        if num_stages > 1:
+        has_plan = self.name == "breadth-first" or (num_stages > 1 and self.name != "stock")
+        if num_stages > 1 or has_plan:
             self._set_up(model)
-        if num_stages == 1 or self.name == "stock":
+        if not has_plan:
             reported: list[Any] = get_forward_backward_func()(
                 model=model, num_microbatches=num_microbatches, forward_only=forward_only, **arguments
             )
@@ -107,15 +125,19 @@ class PipelineSchedule:
         """Execute this rank's part of the plan of `shape`."""
         self._set_up(model)
         assert self._groups is not None and self._messages is not None and self._prefix_messages is not None
-        iteration = Iteration(
-            shape,
-            model,
-            self._groups,
-            messages=self._messages,
-            prefix_messages=self._prefix_messages,
-            inputs_ahead=self._inputs_ahead,
-            **arguments,
-        )
+        arguments |= {
+            "messages": self._messages,
+            "prefix_messages": self._prefix_messages,
+            "inputs_ahead": self._inputs_ahead,
+        }
+        iteration: Iteration
+        if shape.is_breadth_first:
+            assert self._chunks is not None
+            iteration = BreadthFirstIteration(
+                shape, model, self._groups, chunks=self._chunks, saved_inputs=self._saved_inputs, **arguments
+            )
+        else:
+            iteration = Iteration(shape, model, self._groups, **arguments)
         reported = iteration.run()
         self._done_ahead, self._num_next = shape.run_ahead, 0
         self._inputs_ahead = iteration.inputs_ahead()
@@ -138,10 +160,15 @@ class PipelineSchedule:
     def shape(self, num_microbatches: int, *, forward_only: bool = False) -> PlanShape:
         """Return the shape of the coming iteration."""
         partition = self._partition
+        if self.name == "breadth-first" and not forward_only:
+            return breadth_first_shape(partition, self._block, self._pieces, num_microbatches=num_microbatches)
         if forward_only:
             assert self._done_ahead == 0, "microbatches that ran ahead come first"
             return evaluation_shape(
-                num_stages=partition.num_stages, num_chunks=partition.num_chunks, num_microbatches=num_microbatches
+                num_stages=partition.num_stages,
+                num_chunks=len(self._pieces) or partition.num_chunks,
+                num_microbatches=num_microbatches,
+                is_breadth_first=bool(self._pieces),
             )
         ahead = 0
         if not self._is_prefix_cached:
@@ -162,7 +189,9 @@ class PipelineSchedule:
         self._groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "embd", "pos_embd", "cp", "dp_cp"])
         group, config = self._groups.pp, get_model_config(model)
         shape = self.shape(1, forward_only=True)
-        waiting = distributed.build_waiting_group(group, timeout_minutes=self._timeout_minutes)
+        waiting = group
+        if group.size() > 1:
+            waiting = distributed.build_waiting_group(group, timeout_minutes=self._timeout_minutes)
         self._messages = Messages(group, dtype=config.pipeline_dtype, max_sends=shape.max_sends)
         self._prefix_messages = Messages(
             waiting, dtype=config.pipeline_dtype, max_sends=shape.max_sends, throttles_cpu=True

@@ -131,6 +131,8 @@ class CopyStream:
         for copied in after:
             if copied is not None:
                 self._stream.wait_event(copied)
+        if source.is_cuda:  # the caller may free it before the copy is done
+            source.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
             return self._stream.record_event()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -37,21 +38,50 @@ def set_device_rng_state(state: torch.Tensor) -> None:
     torch.cuda.set_rng_state(state)
 
 
+class States(NamedTuple):
+    """The states of PyTorch's generators and of Megatron Core's tracker."""
+
+    tracker: dict[str, torch.Tensor]
+    on_cpu: torch.Tensor
+    on_device: torch.Tensor | None
+
+
+def states() -> States:
+    """Return copies of the present states."""
+    from megatron.core import tensor_parallel
+
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return States({name: state.clone() for name, state in tracker.items()}, torch.get_rng_state(), device_rng_state())
+
+
+def _set_states(states: States) -> None:
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.get_cuda_rng_tracker().set_states(states.tracker)
+    torch.set_rng_state(states.on_cpu)
+    if states.on_device is not None:
+        set_device_rng_state(states.on_device)
+
+
 @contextlib.contextmanager
 def preserve_random_generators() -> Iterator[None]:
     """Restore PyTorch's generators and Megatron Core's tracker at the end of the context."""
-    from megatron.core import tensor_parallel
-
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    states = {name: state.clone() for name, state in tracker.get_states().items()}
-    on_cpu, on_device = torch.get_rng_state(), device_rng_state()
+    before = states()
     try:
         yield
     finally:
-        tracker.set_states(states)
-        torch.set_rng_state(on_cpu)
-        if on_device is not None:
-            set_device_rng_state(on_device)
+        _set_states(before)
+
+
+@contextlib.contextmanager
+def repeating(earlier: States | None) -> Iterator[None]:
+    """Inside the context, draw the numbers that followed `earlier`. With None, go on drawing new ones."""
+    if earlier is None:
+        yield
+        return
+    with preserve_random_generators():
+        _set_states(earlier)
+        yield
 
 
 def use_deterministic_algorithms() -> None:

@@ -1,0 +1,49 @@
+"""Cut the layers of a stage into pieces, which --bcd-schedule breadth-first runs one after the other. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.bcd.blocks.ownership import Ownership
+from megatron.bcd.blocks.partition import Partition
+
+
+def layer_pieces(num_layers: int, layers_per_pass: int) -> tuple[range, ...]:
+    """Return the layers of each piece, from the first layer to the last."""
+    return tuple(
+        range(start, min(start + layers_per_pass, num_layers)) for start in range(0, num_layers, layers_per_pass)
+    )
+
+
+def first_trainable_piece(partition: Partition, block: int, pieces: Sequence[range]) -> int:
+    """Return the first piece that runs backward in the block's phase."""
+    first_layer = len(partition.prefix_layers(block))
+    return next((number for number, layers in enumerate(pieces) if first_layer in layers), len(pieces) - 1)
+
+
+def is_piece_active(partition: Partition, block: int, pieces: Sequence[range], piece: int) -> bool:
+    """Return whether the block's phase updates anything in a piece, with or without state.
+
+    Embedding and head belong to the first and the last piece.
+    """
+    is_first, is_last = piece == 0, piece == len(pieces) - 1
+    return (
+        any(partition.trains_matrices(layer, block) for layer in pieces[piece])
+        or bool({"norms", "biases"} & partition.always_active)
+        or (is_first and partition.embedding_active(block))
+        or (is_last and (partition.head_active(block) or partition.final_norm_active(block)))
+    )
+
+
+def is_piece_updated(partition: Partition, block: int, pieces: Sequence[range], piece: int) -> bool:
+    """Return whether the block's phase updates matrices of a piece at once, without state."""
+    is_end = piece in (0, len(pieces) - 1)
+    is_outside = is_end and partition.embedding_update == "factored" and partition.embedding_always_active
+    return is_outside or any(partition.is_stateless(layer, block) for layer in pieces[piece])
+
+
+def piece_of(owned: Ownership, pieces: Sequence[range]) -> int:
+    """Return the piece of a parameter."""
+    if owned.layer is None:
+        return 0 if owned.module == "embedding" else len(pieces) - 1
+    return next(number for number, layers in enumerate(pieces) if owned.layer in layers)
