@@ -474,6 +474,7 @@ class Trainer:
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             duration=stopwatch,
+            skipped_layers=active.skipped_layers,
             requests=tuple(reduced.requests),
         )
 

@@ -60,6 +60,8 @@ def step_lines(record: StepMetrics, *, train_iters: int, left: str) -> list[str]
         parts.append(f"loss scale {record.loss_scale:,.0f}")
     if record.skipped_iterations:
         parts.append(f"skipped iterations {record.skipped_iterations}")
+    if record.skipped_layers:
+        parts.append(f"skipped layers {record.skipped_layers}")
     lines = parts[:1]
     for part in parts[1:]:
         if len(f"{lines[-1]} | {part}") <= _LINE_LENGTH:

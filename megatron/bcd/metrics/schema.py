@@ -45,6 +45,9 @@ class StepMetrics:
     """fp16 only."""
     skipped_iterations: int = 0
     """Number of steps skipped by an fp16 overflow since the last log step."""
+    skipped_layers: int = 0
+    """Number of pieces left as they were since the last log step, because their gradients were not finite
+    (--bcd-schedule breadth-first)."""
     global_batch_size: int = 0
     params_norm: float | None = None
     """Norm of all weights (--log-params-norm)."""

@@ -71,12 +71,16 @@ class ActiveBlock:
         self.matrices = build_matrix_optimizer(
             config, model, self.parameters.matrices(), places=self._frozen_weights.residuals
         )
+        owned = [matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner]
+        self._frozen_weights.set_owned(owned)
         self.pieces: Sequence[range] = ()
         """The layers of each piece of --bcd-schedule breadth-first."""
         if config.is_breadth_first:
             self.pieces = layer_pieces(len(partition.stage_layers(stage)), config.bcd.bcd_layers_per_pass)
         self.owners: tuple[StateOwner, ...] = (self.core, self.matrices)
         """All that steps parameters and owns their state."""
+        self.skipped_layers = 0
+        """Number of pieces that the last step left as they were, because their gradients were not finite."""
         self.outer_momenta: dict[str, torch.Tensor] = {}
         """Momenta of the outer step of replica groups, in host memory: by name, flat, this rank's `shard_slice`."""
         self.config = config
@@ -230,6 +234,7 @@ class ActiveBlock:
 
     def zero_grad(self) -> None:
         """Set the gradient buffers to zero."""
+        self.skipped_layers = 0
         for owner in self.owners:
             owner.zero_grad()
 
@@ -250,6 +255,7 @@ class ActiveBlock:
         if not self.core.prepare_step():
             return None
         norm, is_finite = self.matrices.add_norm(self.core.gradient_norm())
+        self.skipped_layers = self.matrices.skipped()
         if skip_non_finite and not (math.isfinite(norm) and is_finite):
             return None
         for owner in self.owners:

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition, describe_layers
+from megatron.bcd.blocks.pieces import layer_pieces
 from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.checkpoint.loader import Source
@@ -295,9 +296,21 @@ def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: R
             yield f"--pipeline-cut auto: --pipeline-model-parallel-layout {layout}"
         yield f"pipeline schedule {_describe_pipeline(config, partition)}"
     yield from recomputation.describe(partition)
-    if config.bcd.bcd_layers_on == "host":
+    if config.is_breadth_first:
+        pieces = len(layer_pieces(len(partition.stage_layers(0)), config.bcd.bcd_layers_per_pass))
+        place = "in host memory" if config.bcd.bcd_saved_inputs == "host" else "on the device"
         yield (
-            f"frozen layers{' and embedding' * config.has_embedding_on_host} in host memory, copied as they are read; "
+            f"breadth-first: all microbatches of a step pass through one of {pieces} pieces before the next; inputs of "
+            f"pieces wait {place}"
+        )
+    if config.bcd.bcd_layers_on == "host":
+        kinds = (
+            "layers outside the block, written back after their updates"
+            if config.is_breadth_first
+            else ("frozen layers")
+        )
+        yield (
+            f"{kinds}{' and embedding' * config.has_embedding_on_host} in host memory, copied as they are read; "
             f"{config.bcd.bcd_resident_layers} layers of a stage stay on the device"
         )
     if config.tensor_size > 1 and device.has_cuda():

@@ -26,6 +26,8 @@ class StepResult:
     """The rate that the step used."""
     duration: device.Stopwatch | float
     """Milliseconds, or a stopwatch that measures them."""
+    skipped_layers: int = 0
+    """Number of pieces that were left as they were, because their gradients were not finite."""
     requests: tuple[int, ...] = ()
     """Requests of any rank to stop, see `StopRequests.on_this_rank`."""
 
@@ -41,7 +43,7 @@ class StepResult:
     def to_dict(self) -> dict[str, float | None]:
         """Return plain values under the names of the checkpoint format."""
         names = ("loss", "grad_norm", "learning_rate", "milliseconds")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*names, *(["skipped_layers"] if self.skipped_layers else []))}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepResult:
@@ -51,6 +53,7 @@ class StepResult:
             grad_norm=values["grad_norm"],
             learning_rate=values["learning_rate"],
             duration=float(values["milliseconds"]),
+            skipped_layers=values.get("skipped_layers", 0),
         )
 
 

@@ -92,6 +92,7 @@ class StepMetricsCollector:
             backward_messages=messages,
             loss_scale=active.core.loss_scale() if self.config.precision == "fp16" else None,
             skipped_iterations=len(interval) - len(stepped),
+            skipped_layers=sum(result.skipped_layers for result in interval),
             global_batch_size=batch_size,
             data_seen=self.samples.share_seen(in_phase=state.samples_in_phase, seen_before=state.samples_seen_before),
             prefix_cache_hits=sum(hits),
