@@ -29,7 +29,7 @@ from megatron.bcd.pipeline.plan import Action, Kind, PlanShape, default_run_ahea
 from megatron.bcd.pipeline.simulate import ActionCosts, Span, Timeline, simulate
 
 PROG = "tools/show_schedule.py"
-STOCK, BCD, INTERLEAVED = "stock", "bcd", "interleaved"
+STOCK, BCD, INTERLEAVED, BREADTH_FIRST = "stock", "bcd", "interleaved", "breadth-first"
 MAX_STAGES, MAX_MICROBATCHES, MAX_CHUNKS = 64, 512, 64
 MAX_COST = 1e9
 """A larger cost is a mistake."""
@@ -53,8 +53,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--block", type=int, metavar="K", help="with --layout interleaved: the active block; M is the head"
         " (--bcd-head-phase)")  # fmt: skip
     add("--chunks", type=int, metavar="V", help="with --layout interleaved: chunks per stage, a multiple of M"
-        " (default: M)")  # fmt: skip
-    add("--schedule", choices=("both", STOCK, BCD), default="both", help="what to draw (default: both)")
+        " (default: M); with --schedule breadth-first: pieces of the model")  # fmt: skip
+    add("--schedule", choices=("both", STOCK, BCD, BREADTH_FIRST), default="both",
+        help="what to draw (default: both); breadth-first takes --stages 1 and --chunks")  # fmt: skip
     add("--figure", metavar="FILE", help="also draw a picture (.png or .svg)")
     group = parser.add_argument_group("costs", "times in any unit: one number, or one per stage")
     group.add_argument("--forward", type=float, nargs="+", default=[1.0], metavar="TIME", help="(default: 1)")
@@ -69,6 +70,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def plan_shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
     """Return the shape of each schedule. Raises ValueError naming the flag that does not fit."""
+    if arguments.schedule == BREADTH_FIRST:
+        return {BREADTH_FIRST: _breadth_first(arguments)}
     is_interleaved = arguments.layout == INTERLEAVED
     _check_range("--pipeline-model-parallel-size", arguments.stages, 2 if is_interleaved else 1, MAX_STAGES)
     _check_range("--microbatches", arguments.microbatches, 1, MAX_MICROBATCHES)
@@ -78,6 +81,25 @@ def plan_shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
             flag, how = f"--{name.replace('_', '-')}", "cannot be combined with" if is_interleaved else "needs"
             raise ValueError(f"{flag} {how} --layout {INTERLEAVED}")
     return _interleaved_shapes(arguments) if is_interleaved else _shapes(arguments)
+
+
+def _breadth_first(arguments: argparse.Namespace) -> PlanShape:
+    """Return the shape of pieces that are all updated, from piece --pivot on."""
+    pieces, pivot = arguments.chunks or 4, arguments.pivot or 0
+    _check_range("--stages", arguments.stages, 1, 1)
+    _check_range("--microbatches", arguments.microbatches, 1, MAX_MICROBATCHES)
+    _check_range("--chunks", pieces, 1, MAX_CHUNKS)
+    _check_range("--pivot", pivot, 0, pieces - 1)
+    active = tuple(piece >= pivot for piece in range(pieces))
+    return PlanShape(
+        num_stages=1,
+        num_chunks=pieces,
+        num_microbatches=arguments.microbatches,
+        first_trainable=pivot,
+        active=active,
+        is_breadth_first=True,
+        updated=active,
+    )
 
 
 def _shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
@@ -153,6 +175,8 @@ def title(name: str, shape: PlanShape) -> str:
     """Return the title of a schedule."""
     if name == STOCK:
         return "stock: Megatron Core's " + ("interleaved 1F1B, full training" if shape.num_chunks > 1 else "1F1B")
+    if shape.is_breadth_first:
+        return "breadth-first: all microbatches pass through a piece before the next one; each is updated at its end"
     if shape.num_chunks > 1:
         return "bcd: interleaved, every stage holds prefix, active and suffix layers"
     if shape.first_trainable == 0:
@@ -162,7 +186,13 @@ def title(name: str, shape: PlanShape) -> str:
 
 # ---------------------------------------------------------------- as text: a row per stage, time to the right
 
-LETTERS = {Kind.FORWARD_ONLY: "f", Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I"}
+LETTERS = {
+    Kind.FORWARD_ONLY: "f",
+    Kind.FORWARD: "F",
+    Kind.RECOMPUTE: "R",
+    Kind.BACKWARD: "B",
+    Kind.BACKWARD_INPUT: "I",
+}
 IDLE = "."
 MAX_CELLS = 400
 _CELLS_PER_TICK = 5
@@ -289,6 +319,7 @@ def show(timelines: Mapping[str, Timeline]) -> str:
 FILLS = {
     Kind.FORWARD_ONLY: "#8fcbee",
     Kind.FORWARD: "#0072b2",
+    Kind.RECOMPUTE: "#009e73",
     Kind.BACKWARD: "#d55e00",
     Kind.BACKWARD_INPUT: "#f2b84b",
 }
@@ -343,7 +374,7 @@ def _draw_passes(axes: object, timeline: Timeline, *, points_per_unit: float) ->
     for number, span in zip(numbers, spans, strict=True):
         size = min(MAX_FONT, span.duration * points_per_unit / (0.62 * longest + 0.4))
         if size >= MIN_FONT:
-            color = "white" if span.action.kind in (Kind.FORWARD, Kind.BACKWARD) else "#2b2b2b"
+            color = "white" if span.action.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD) else "#2b2b2b"
             axes.text((span.start + span.end) / 2, span.stage, number, ha="center", va="center_baseline",  # type: ignore[attr-defined]
                       fontsize=size, color=color, zorder=4)  # fmt: skip
 
