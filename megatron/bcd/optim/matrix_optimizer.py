@@ -794,6 +794,9 @@ class NoMatrixOptimizer(MatrixOptimizer):
     def add_norm(self, norm: float) -> tuple[float, bool]:
         return norm, True
 
+    def skipped(self) -> int:
+        return 0
+
 
 def build_matrix_optimizer(
     config: RunConfig,
