@@ -33,7 +33,7 @@ class PiecewiseModel(GPTModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the selected piece, or the whole model."""
-        ends = self.pre_process, self.post_process
+        ends: tuple[bool, bool] = self.pre_process, self.post_process  # type: ignore[has-type]
         # GPTModel decides by these attributes whether to run embedding and head
         self.pre_process, self.post_process = self._piece in (None, 0) and ends[0], self.ends_with_head
         try:

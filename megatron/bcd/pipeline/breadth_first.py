@@ -50,13 +50,13 @@ class BreadthFirstIteration(Iteration):
     def run(self) -> list[Any]:
         """Run all actions. Return the results of the loss function by microbatch."""
         self._defer_gradient_reduction()
-        visits = [(key, list(actions)) for key, actions in itertools.groupby(self._actions, key=_visit)]
-        for ((chunk, is_backward), actions), (coming, _) in itertools.zip_longest(
-            visits, visits[1:], fillvalue=(None, None)
-        ):
+        visits = [list(actions) for _, actions in itertools.groupby(self._actions, key=_visit)]
+        for actions, coming in zip(visits, [*visits[1:], []], strict=True):
+            chunk, is_backward = _visit(actions[0])
             self._chunks.enter(chunk, is_backward=is_backward)
-            if coming is not None:
-                self._chunks.prefetch(coming[0], is_backward=coming[1])
+            if coming:
+                chunk, is_backward = _visit(coming[0])
+                self._chunks.prefetch(chunk, is_backward=is_backward)
             for action, following in itertools.zip_longest(actions, actions[1:]):
                 self._run(action, following)
         select_chunk(self._model, None)

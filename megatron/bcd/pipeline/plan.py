@@ -16,7 +16,7 @@ from megatron.bcd.blocks.pieces import first_trainable_piece, is_piece_active, i
 
 
 class Kind(enum.StrEnum):
-    """The kind of an action: a pass, or one end of a message."""
+    """The kind of an action: a pass, one end of a message, or what follows passes in breadth-first order."""
 
     FORWARD = "forward"
     """Keeps activations for a backward pass."""
@@ -26,16 +26,16 @@ class Kind(enum.StrEnum):
     """Computes input and weight gradients; on the first trainable stage only down to its first active layer."""
     BACKWARD_INPUT = "backward of input gradients"
     """The backward pass of a frozen stage: no weight gradients."""
+    SEND_FORWARD = "send forward"
+    RECEIVE_FORWARD = "receive forward"
+    SEND_BACKWARD = "send backward"
+    RECEIVE_BACKWARD = "receive backward"
     RECOMPUTE = "forward again"
     """Repeats a forward pass from its saved input, and keeps activations for the backward pass that follows."""
     LOSS = "loss"
     """Reduces the loss over all ranks, which decides whether this iteration updates anything."""
     UPDATE = "update"
     """Steps the chunk's matrices that need no optimizer state, and frees their gradients."""
-    SEND_FORWARD = "send forward"
-    RECEIVE_FORWARD = "receive forward"
-    SEND_BACKWARD = "send backward"
-    RECEIVE_BACKWARD = "receive backward"
 
     @property
     def is_forward(self) -> bool:
