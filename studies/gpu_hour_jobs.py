@@ -318,6 +318,24 @@ ON_HOST = (
     "--bcd-preset finetune --bcd-inactive-update none --bcd-head-phase --bcd-steps-per-block 4"
     " --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear --bcd-layers-on"
 )
+EVERY_LAYER = "--bcd-preset finetune --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear"
+"""Every layer is trained in every step."""
+RTX4090_GIB = 22.6
+"""Limit of PyTorch's allocator; the framework takes another GiB of an RTX 4090's 23.6."""
+LIMITED = """
+import runpy, sys, torch
+if torch.cuda.is_available():
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, float(sys.argv[1]) * 2**30 / total))
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""A program that limits the allocator to its first argument and runs the script behind it."""
+SCHEDULES = {
+    "depth_first_device": "--bcd-schedule bcd",
+    "breadth_first_device": "--bcd-schedule breadth-first",
+    "breadth_first_host": "--bcd-schedule breadth-first --bcd-layers-on host",
+}
 
 
 def speed(setting: Setting, results: Results) -> list[Job]:
@@ -335,14 +353,22 @@ def speed(setting: Setting, results: Results) -> list[Job]:
     for model, network in {"8b": LLAMA_8B, "14b": QWEN_14B}.items():
         for place in ("device", "host"):
             jobs.append(time_steps(setting, f"{model}_{place}", network, f"{ON_HOST} {place}"))
-    return jobs
+    every_layer = [
+        time_steps(setting, f"{model}_{schedule}", network, f"{EVERY_LAYER} {flags}", limit="host" in schedule)
+        for model, network in {"8b": LLAMA_8B, "14b": QWEN_14B}.items()
+        for schedule, flags in SCHEDULES.items()
+        if model == "8b" or "depth" not in schedule  # 6 bytes a parameter would not fit
+    ]
+    return [*every_layer, *jobs]
 
 
-def time_steps(setting: Setting, name: str, network: str, flags: str) -> Job:
-    """Return the job that times eight steps of a LLaMA."""
+def time_steps(setting: Setting, name: str, network: str, flags: str, *, limit: bool = False) -> Job:
+    """Return the job that times eight steps of a LLaMA, with `limit` in the memory of an RTX 4090."""
     network = TINY_LLAMA if setting.is_tiny else network
     words = python(f"pretrain_llama_bcd.py {network} {STEPS} {flags} --metrics-file {{metrics}}")
-    return Job(name=name, words=words, seconds=200 if setting.is_tiny else 120)
+    if limit:
+        words = (words[0], "-c", LIMITED, f"{RTX4090_GIB}", *words[1:])
+    return Job(name=name, words=words, seconds=200 if setting.is_tiny else 150)
 
 
 def large(setting: Setting, results: Results) -> list[Job]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from gpu_hour_jobs import PARTS, final_loss
+from gpu_hour_jobs import PARTS, SCHEDULES, final_loss
 from matplotlib.figure import Figure
 from report import RUN_COLOURS, STYLE
 
@@ -68,7 +69,8 @@ def page_lines(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
         "Learning, GPT-2 small": learning,
         "Fine-tuning on a new language": functools.partial(fine_tuning, part="fine_tuning"),
         "Fine-tuning on instructions": functools.partial(fine_tuning, part="instructions"), "Step times": speed,
-        "Layers in host memory": on_host, "Eight billion parameters on one card": large, "Sanity": sanity,
+        "Every layer trained, by schedule": every_layer,
+        "Frozen layers in host memory": on_host, "Eight billion parameters on one card": large, "Sanity": sanity,
     }  # fmt: skip
     for title, table in tables.items():
         rows = list(table(results))
@@ -196,6 +198,29 @@ def on_host(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
             near, far = times[0][block], times[1][block]
             peaks = [f"{maximum_gib(record, 'peak_memory_bytes'):.1f} GiB" for record in (device, host)]
             yield (model, str(block), f"{near:,.0f}", f"{far:,.0f}", f"{100 * (far - near) / far:.0f} %", *peaks)
+
+
+def every_layer(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
+    """Yield steps that train every layer, by schedule and place of the layers. What the place adds to a step is copy
+    time that no kernel hides."""
+    yield from header("model|schedule|layers|ms a step|tokens/s|not hidden|peak on the device|host memory")
+    records = {record["job"]: record for record in results["speed"] if not record["failure"]}
+    for model, schedule in itertools.product(("8b", "14b"), SCHEDULES):
+        if (record := records.get(f"{model}_{schedule}")) is None:
+            continue
+        order, _, place = schedule.rpartition("_")
+        near, step_ms = records.get(f"{model}_{order}_device"), typical(record, "step_time_ms")
+        is_compared = place == "host" and near is not None
+        yield (
+            model,
+            order.replace("_", "-"),
+            place,
+            f"{step_ms:,.0f}",
+            f"{typical(record, 'tokens_per_second'):,.0f}",
+            f"{100 * (1 - typical(near, 'step_time_ms') / step_ms):.0f} %" if is_compared and near else "",
+            f"{maximum_gib(record, 'peak_memory_bytes'):.1f} GiB",
+            f"{maximum_gib(record, 'host_state_bytes'):.1f} GiB",
+        )
 
 
 def fastest_by_block(record: Record) -> dict[int, float]:

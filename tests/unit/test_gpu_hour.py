@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -138,3 +139,30 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| `paper` | 0.001 | 10 | 0.1 | 4.000 | 100,000 | 1.00 | 2.0 |" in text
     assert "| full Adam | 0.0001 | 2 | 2.100 ± 0.141 | 1.000 | 2.500 | 1,024 |" in text
     assert [label for label, *_ in gpu_hour_report.best_curves(learning)] == ["paper, 0.001", "pretrain, 0.001"]
+
+
+def test_report_compares_schedules() -> None:
+    """The share of copies that is not hidden would be that of another schedule, or of the frozen layers' runs."""
+
+    def record(job: str, milliseconds: float) -> dict[str, Any]:
+        line = {"step_time_ms": milliseconds, "tokens_per_second": 1.0, "peak_memory_bytes": [2**30]}
+        return {"job": job, "failure": "", "metrics": [line | {"host_state_bytes": [2**31]}] * 4}
+
+    runs = [
+        record("8b_depth_first_device", 700.0), record("8b_breadth_first_device", 900.0),
+        record("8b_breadth_first_host", 1000.0), record("8b_host", 5.0),
+    ]  # fmt: skip
+    rows = {tuple(row[1:3]): tuple(row[3:]) for row in gpu_hour_report.every_layer({"speed": runs})}
+    assert rows["breadth-first", "host"] == ("1,000", "1", "10 %", "1.0 GiB", "2.0 GiB")
+    assert rows["depth-first", "device"][2] == ""
+
+
+def test_the_allocator_is_limited(setting: Setting, tmp_path: Path) -> None:
+    """A run that is said to fit a card of 24 GB would take what the larger one has."""
+    jobs = {job.name: job for job in gpu_hour_jobs.speed(setting, {})}
+    words = jobs["8b_breadth_first_host"].words
+    assert words[1:4] == ("-c", gpu_hour_jobs.LIMITED, "22.6") and "--bcd-layers-on" in words
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(__name__, sys.argv[1:])")
+    done = subprocess.run([*words[:4], script, "--flag"], capture_output=True, text=True, check=True)
+    assert done.stdout == "__main__ ['--flag']\n"
