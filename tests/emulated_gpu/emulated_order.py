@@ -40,8 +40,11 @@ class _Copy:
     stream: int
     number: int
     device_memory: int | None
-    host_memory: int
+    host_memory: range
     make: object
+
+    def shares_host_memory(self, other):
+        return max(self.host_memory.start, other.host_memory.start) < min(self.host_memory.stop, other.host_memory.stop)
 
 
 _clocks = _sanitizer.StreamSynchronizations()
@@ -49,6 +52,8 @@ _number = 0
 _memory: dict[int, _Memory] = {}
 _freed: dict[int, _Memory] = {}
 _copies: list[_Copy] = []
+_in_arena: list[_Copy] = []
+"""Copies to and from registered memory, also those that have happened, until others of the same memory follow them."""
 _races: list[str] = []
 _had_kernels: set[int] = set()
 
@@ -70,8 +75,9 @@ def _make(copies):
     for copy in copies:
         _copies.remove(copy)
         if copy.device_memory is not None:  # reads what copies to the host have written
-            _make([each for each in _copies if each.device_memory is None and each.host_memory == copy.host_memory])
+            _make([each for each in _copies if each.device_memory is None and each.shares_host_memory(copy)])
         copy.make()
+        copy.make = None  # it has references to tensors
 
 
 def before_kernel(name, tensors, writes):
@@ -110,12 +116,26 @@ def copy_later(to, source, to_view, source_view):
     """Delay a copy that `before_kernel` knows; return True if it is delayed."""
     if not is_on():
         return False
-    places = (_pointer(to), _pointer(source)) if to.is_cuda else (None, _pointer(to))
+    host = source if to.is_cuda else to
+    places = _pointer(to) if to.is_cuda else None, range(host.data_ptr(), host.data_ptr() + host.nbytes)
     if not to.is_cuda:
         source, to_view = source_view.clone(), to.detach()
         to_view.view(torch.uint8).fill_(0xFF) if to.is_contiguous() and to.dim() else to_view.fill_(-1)
     _copies.append(_Copy(current_stream(), _number, *places, lambda: to_view.copy_(source)))
+    if not host.is_pinned():  # torch's allocator waits before it reuses the memory that it pins
+        _check_arena(_copies[-1])
     return True
+
+
+def _check_arena(copy):
+    """Check that a copy follows those that share its host memory, if one of them writes. It replaces them."""
+    for other in [each for each in _in_arena if each.shares_host_memory(copy)]:
+        writes = other.device_memory is None or copy.device_memory is None
+        if writes and _unordered(copy.stream, {other.stream: other.number}):
+            _races.append("a copy uses host memory of a copy on another stream that it did not wait for")
+        if writes or other.stream == copy.stream:
+            _in_arena.remove(other)
+    _in_arena.append(copy)
 
 
 def _host_waits(note, *what):
@@ -137,9 +157,12 @@ def host_waits():
 
 def _stream_waits_for_event(event, stream):
     _clocks.stream_wait_for_event(stream, event)
-    if stream not in _had_kernels:  # NCCL's stream, whose kernels are invisible here
-        done = _clocks.current_sync_states[stream]
-        _make([c for c in _copies if c.device_memory is not None and c.number <= done.get(c.stream, -1)])
+    done = _clocks.current_sync_states[stream]
+    copies = [copy for copy in _copies if copy.stream != stream and copy.number <= done.get(copy.stream, -1)]
+    # another process may read an arena behind a collective on this stream; NCCL's kernels are invisible here
+    _make([copy for copy in copies if copy.device_memory is None and copy in _in_arena])
+    if stream not in _had_kernels:  # NCCL's stream
+        _make([copy for copy in copies if copy.device_memory is not None])
 
 
 def _allocated(pointer):

@@ -7,7 +7,6 @@ memory is NaN.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,15 +19,6 @@ from support.gpu_worlds import Worlds
 
 from megatron.bcd.pipeline import p2p
 from megatron.bcd.runtime import device, replicas
-
-
-@pytest.fixture(scope="module")
-def late() -> Iterator[Worlds]:
-    """Worlds of GPUs that do everything as late as possible."""
-    worlds = Worlds("nccl", EMU_LATE="1")
-    yield worlds
-    worlds.close()
-
 
 # ---- what the emulation reports
 

@@ -93,7 +93,11 @@ class Run:
         self.frozen.begin_phase((), self.updated)
 
     def step(self, number: int) -> None:
-        inputs, frozen = self.forward(number), self.frozen
+        self.backward(self.forward(number))
+
+    def backward(self, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Update one piece after the other, given the inputs of each."""
+        frozen = self.frozen
         for place in reversed(range(len(self.pieces))):
             matrices = [matrix for each in self.pieces[place] for matrix in self.layers[each].matrices]
             matrices = [matrix for matrix in matrices if matrix in self.updated]

@@ -52,8 +52,6 @@ class _Layer:
         """Streamed parameters that this phase steps."""
         self.owned: list[torch.nn.Parameter] = []
         """Those whose low bits this rank loads and writes back."""
-        self.written: device.Copied = None
-        """The last write-back to host memory."""
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' parts of a flat tensor."""
@@ -97,7 +95,8 @@ class _Buffer:
         self.copied: device.Copied = None
         """The last copy to this buffer, until later kernels wait for it."""
         self.written: device.Copied = None
-        """The last write-back, which reads this buffer."""
+        """The last write-back, which reads this buffer. So a layer that is copied to the device again, which replaced
+        it in its buffer, does not read host memory too early either."""
         self.last_use = 0
 
 
@@ -149,6 +148,8 @@ class FrozenWeights:
         self._loaded: set[int] = set()
         """Layers of the last `load`."""
         self._loaded_low_bits = False
+        self._written: device.Copied = None
+        """The last write-back of this rank."""
         self._unfinished: set[int] = set()
         """Layers written back since the last `finish_step`."""
         self._clock = itertools.count(1)
@@ -369,21 +370,20 @@ class FrozenWeights:
             self.num_write_backs += 1
             with layer.name_copy_errors("host memory"):
                 if self._arena.is_owner:
-                    layer.written = self._back.copy(buffer.flat, to=layer.on_host)
+                    buffer.written = self._back.copy(buffer.flat, to=layer.on_host)
                 for parameter, view in layer.low_bit_views(buffer.low_bits).items():
                     assert self._loaded_low_bits, "load() with low bits comes first"
-                    layer.written = self._back.copy(view.view(-1), to=self.residuals[parameter])
-            buffer.written = layer.written
+                    buffer.written = self._back.copy(view.view(-1), to=self.residuals[parameter])
+            self._written = buffer.written or self._written
 
     @torch.no_grad()
     def finish_step(self) -> None:
         """Collective over the group. Order later loads behind the write-backs of all ranks. The CPU does not wait.
 
-        A load waits for this rank's write-backs of its layer anyway.
+        A load waits for this rank's write-back of its layer anyway.
         """
         if self._unfinished and self._group.size() > 1:
-            for number in self._unfinished:
-                self._back.wait(self._layers[number].written)
+            self._back.wait(self._written)
             torch.distributed.all_reduce(torch.zeros(1, device=device.current()), group=self._group)
         self._unfinished = set()
 
@@ -412,10 +412,10 @@ class FrozenWeights:
         return buffer
 
     def _copy(self, layer: _Layer, source: torch.Tensor, *, to: torch.Tensor, buffer: _Buffer) -> None:
-        """Start to copy a part of a layer to a buffer when nothing reads the buffer or writes the source any more."""
+        """Start to copy a part of a layer to a buffer as soon as nothing reads the buffer any more."""
         assert layer.number not in self._unfinished or self._group.size() == 1, "finish_step() comes first"
         with layer.name_copy_errors():
-            buffer.copied = self._stream.copy(source, to=to, after=(buffer.written, layer.written))
+            buffer.copied = self._stream.copy(source, to=to, after=buffer.written)
 
     # --- uses: hooks say when
 
