@@ -415,7 +415,7 @@ class FrozenWeights:
         """Start to copy a part of a layer to a buffer as soon as nothing reads the buffer any more."""
         assert layer.number not in self._unfinished or self._group.size() == 1, "finish_step() comes first"
         with layer.name_copy_errors():
-            buffer.copied = self._stream.copy(source, to=to, after=buffer.written)
+            buffer.copied = self._stream.copy(source, to=to, after=(buffer.written,))
 
     # --- uses: hooks say when
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import torch
@@ -118,8 +119,8 @@ class CopyStream:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if has_cuda() else None
 
-    def copy(self, source: torch.Tensor, *, to: torch.Tensor, after: Copied = None) -> Copied:
-        """Start to copy as soon as all work launched so far, which may still use `to`, and copy `after` are done.
+    def copy(self, source: torch.Tensor, *, to: torch.Tensor, after: Iterable[Copied] = ()) -> Copied:
+        """Start to copy as soon as all work launched so far, which may still use `to`, and copies `after` are done.
 
         Pass the returned event to `wait`.
         """
@@ -127,8 +128,9 @@ class CopyStream:
             to.copy_(source)
             return None
         self._stream.wait_stream(torch.cuda.current_stream())
-        if after is not None:
-            self._stream.wait_event(after)
+        for copied in after:
+            if copied is not None:
+                self._stream.wait_event(copied)
         if source.is_cuda:  # the caller may free it before the copy is done
             source.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
