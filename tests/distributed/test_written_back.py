@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from support import streamed_layers, worlds
+from support import resumed_runs, streamed_layers, worlds
 from support.dist import World
 
+from megatron.bcd.checkpoint.saver import Saver
+from megatron.bcd.checkpoint.shard_writer import ShardWrite
+from megatron.bcd.optim.param_shard import MAIN_PARAM
 from megatron.bcd.runtime import device
 
 CASES: dict[str, dict[str, Any]] = {
@@ -73,3 +78,64 @@ def test_a_failed_copy_names_the_layer(world1: World) -> None:
     [[write_back, load]] = world1.run(failures)
     assert load.endswith("layer 2 can't be copied to the device: CUDA error")
     assert write_back.endswith("layer 1 can't be copied to host memory: CUDA error")
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "factored": {"bcd_num_blocks": 0, "bcd_inactive_update": "factored"},
+    "pretrain": {"bcd_preset": "pretrain", "bcd_num_blocks": 2},
+}
+
+
+def config_of(folder: Path | None = None, **flags: Any) -> Any:
+    run = {"num_layers": 4, "mock_data": True, "split": None, "micro_batch_size": 1, "global_batch_size": 4}
+    run |= {"train_iters": 6, "eval_iters": 0, "bf16": True, "bcd_layers_on": "host", "swiglu": True}
+    return worlds.run_config(**run | flags | ({} if folder is None else {"save": folder}))
+
+
+def saved_in_passing(config: Any) -> tuple[dict[str, Any], Counter[str]]:
+    """Delay the writing of a run's checkpoints as long as possible. Return its outcome, and bytes of the layers' main
+    parameters and weights in all saves: of all, and of those that a save copied."""
+    finish, on_host, seen = Saver.finish, ShardWrite._on_host, Counter[str]()
+
+    def count(self: ShardWrite, part: Any) -> torch.Tensor:
+        result = on_host(self, part)
+        is_state, is_main = part.key.startswith("optimizer."), part.key.startswith(f"optimizer.{MAIN_PARAM}.")
+        kind = "main" if is_main else "state" if is_state else "model"
+        if ".layers." in part.key and part.data.dim() > 1:
+            is_copied = not result.is_meta if kind == "main" else result.data_ptr() != part.data.data_ptr()
+            seen[kind] += result.nbytes
+            seen[f"copied {kind}"] += result.nbytes * is_copied
+        return result
+
+    with resumed_runs.writes_held_back() as release:
+
+        def let_write(self: Saver) -> bool:
+            release.set()
+            is_saved = finish(self)
+            release.clear()
+            return is_saved
+
+        with (
+            mock.patch.object(Saver, "finish", let_write),
+            mock.patch.object(ShardWrite, "is_writing", True),
+            mock.patch.object(ShardWrite, "_on_host", count),
+        ):
+            return resumed_runs.one_part(config), seen
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_saves_layers_that_each_step_writes(world1: World, world2: World, tmp_path: Path, size: int, rule: str) -> None:
+    """A checkpoint whose layers a later step has changed, or a save that holds them twice."""
+    world, flags = (world1, world2)[size - 1], RULES[rule]
+    whole = world.run(resumed_runs.one_part, config_of(**flags))
+    folder = tmp_path / "run"
+    saving = world.run(saved_in_passing, config_of(folder, save_interval=2, async_save=True, **flags))
+    seen = sum((seen for _, seen in saving), Counter[str]())
+    assert seen["main"] == 2 * seen["model"] > 0
+    assert seen["copied model"] == 0
+    assert seen["copied main"] == (0 if rule == "factored" else seen["main"] // 2), "of the active block alone"
+    resumed_runs.point_to(str(folder), 2)
+    rest = world.run(resumed_runs.one_part, config_of(load=folder, **flags))
+    for expected, (passing, _), late in zip(whole, saving, rest, strict=True):
+        assert resumed_runs.differences(expected, [passing]) + resumed_runs.differences(expected, [late]) == []

@@ -57,7 +57,7 @@ def saved_in_passing(config: RunConfig, iteration: int, root: str) -> list[str]:
     with writes_held_back() as release:
 
         def let_write(run: worlds.RecordedRun) -> None:
-            if run.iteration >= iteration or not config.checkpoint.async_save:
+            if run.iteration >= iteration:
                 release.set()
 
         passing = one_part(saving, after_step=let_write)
@@ -69,12 +69,13 @@ def saved_in_passing(config: RunConfig, iteration: int, root: str) -> list[str]:
 
 @contextlib.contextmanager
 def writes_held_back() -> Iterator[threading.Event]:
-    """Delay all writes of weights until the event is set, for at most a minute."""
+    """Delay all writes of weights in the background until the event is set, for at most a minute."""
     release = threading.Event()
     original = shard_writer.FileSystemWriter.write_data
 
     def write_later(*args: Any, **kwargs: Any) -> Any:
-        release.wait(60)
+        if threading.current_thread() is not threading.main_thread():
+            release.wait(60)
         return original(*args, **kwargs)
 
     shard_writer.FileSystemWriter.write_data = write_later

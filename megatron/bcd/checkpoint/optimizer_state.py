@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
 from megatron.bcd.checkpoint.run_state import StateSummary
-from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.model.builder import get_frozen_weights, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.block_state import OffloadedShard
 from megatron.bcd.optim.param_shard import MAIN_PARAM
@@ -25,6 +25,7 @@ from megatron.bcd.optim.state_groups import (
     COLUMN_MEANS,
     ROW_MEANS,
     FactoredMoments,
+    MainParams,
     StateGroup,
     StatePart,
     StatePiece,
@@ -79,9 +80,11 @@ def sharded_state(
 
     In bf16 the main parameters of all blocks take twice the bytes of the weights. They are therefore not all created at
     once: if a weight `is_constant` until it is written, and this rank can read all of its offloaded state, that state
-    is created when it is written. Until then its entry is on the meta device.
+    is created when it is written. Until then its entry is on the meta device. The owner of a matrix in host memory can
+    read its state.
     """
     weights, groups = _sharded_weights(active), state_groups(active)
+    is_on_host = get_frozen_weights(active.model).is_on_host
     entries: dict[str, Entry] = {}
     deferred: Deferred = {}
     for key, summary in summaries.items():
@@ -91,14 +94,15 @@ def sharded_state(
             piece, names = joined.get(name) or pieces.get(name), group.tensor_names(name, summary["names"])
             rank = index % replicas.size()  # gathers and saves the parameter
             is_whole = replicas.size() == 1 or name in joined
-            if (
-                isinstance(piece, OffloadedShard)
-                and is_whole
-                and piece.names() >= set(names)
-                and is_constant(parameter)
-            ):
+            can_wait, saves = False, replicas.rank() == rank
+            if isinstance(group, MainParams) and is_on_host(parameter):
+                can_wait, saves = True, piece is not None  # on the matrix's owner
+            elif isinstance(piece, OffloadedShard):
+                can_wait = is_whole and piece.names() >= set(names) and is_constant(parameter)
                 piece = replace(piece, parameter=parameter.detach())  # the parameter may point elsewhere by then
-                for state_name in names if replicas.rank() == rank else ():
+            if can_wait:
+                for state_name in names if saves else ():
+                    assert piece is not None
                     entry = _entry(active, name, weights[name], torch.empty(parameter.shape, device="meta"), state_name)
                     entries[f"{state_name}.{name}"] = entry
                     deferred[entry.key] = functools.partial(_read, piece, state_name)
@@ -160,7 +164,7 @@ def _entry(
     )
 
 
-def _read(piece: OffloadedShard, state_name: str) -> torch.Tensor:
+def _read(piece: StatePiece, state_name: str) -> torch.Tensor:
     return piece.tensors()[state_name]
 
 

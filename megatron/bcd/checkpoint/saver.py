@@ -22,7 +22,7 @@ from megatron.bcd.checkpoint.run_state import RunState
 from megatron.bcd.checkpoint.shard_writer import ShardWrite, write_beside_shards
 from megatron.bcd.config import CheckpointConfig, RunConfig
 from megatron.bcd.metrics.reporter import Reporter
-from megatron.bcd.model.builder import frozen_on_host, unwrap_model
+from megatron.bcd.model.builder import frozen_on_host, get_frozen_weights, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import atomic_io, collectives, dir_claim
 
@@ -83,7 +83,10 @@ class Saver:
         """Iteration, files, and start time of the save."""
 
     def save(self, state: RunState, model: torch.nn.Module, active: ActiveBlock) -> bool:
-        """Write checkpoint `state.iteration`; with --async-save only start to write. Return False if that failed."""
+        """Write checkpoint `state.iteration`; with --async-save only start to write. Return False if that failed.
+
+        Layers in host memory that each step changes are written at once, because a copy would need as much memory.
+        """
         self.finish()
         started = time.monotonic()
         folder = layout.incomplete_folder(self.root, state.iteration)
@@ -92,7 +95,8 @@ class Saver:
         if error is not None:
             return self._abandon(state.iteration, error)
         # weights under Megatron Core's own keys, and the optimizer state of every block that has any
-        is_async, deferred = self._config.async_save, optimizer_state.Deferred()
+        is_async = self._config.async_save and not get_frozen_weights(model).are_updated
+        deferred = optimizer_state.Deferred()
         with frozen_on_host(model) as is_constant:
             entries: dict[str, Any] = {
                 f"model.{name}": entry for name, entry in unwrap_model(model).sharded_state_dict().items()
@@ -108,7 +112,7 @@ class Saver:
             write.add(random_states.file_name(torch.distributed.get_rank()), random_states.random_states())
         write.start()
         self._pending = (state.iteration, write, started)
-        return True if self._config.async_save else self.finish()
+        return True if is_async else self.finish()
 
     def newest(self) -> str | None:
         """Return the folder of the newest complete checkpoint, as rank 0 sees it; None if there is none."""

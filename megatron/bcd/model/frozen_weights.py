@@ -270,6 +270,11 @@ class FrozenWeights:
         parameters = {parameter for layer in self._layers if layer.is_streamed for parameter in layer.parameters}
         return parameters if self._embedding is None else parameters | {self._embedding}
 
+    @property
+    def are_updated(self) -> bool:
+        """Whether this phase steps layers in host memory, so that each step changes the arena."""
+        return any(layer.updated for layer in self._layers)
+
     def device_tensors(self) -> Iterator[torch.Tensor]:
         """Return the frozen tensors on the device: resident layers and buffers."""
         yield from self._resident.values()

@@ -138,10 +138,12 @@ class Matrix:
         """Return views of this matrix's factors, split as by `update_rules.split_factors`."""
         return update_rules.split_factors(factors, self.parameter.shape[0], len(self.layout.parts) or 1)
 
-    def main_param(self) -> torch.Tensor:
-        """Return the owner's fp32 value. Without low bits it is the weight: this optimizer has not stepped it yet."""
-        weight, low_bits = self.parameter.data, self.get(LOW_BITS)
-        return weight.float() if low_bits is None else bf16.join(weight, low_bits.to(weight.device))
+    def main_param_reader(self) -> Callable[[], torch.Tensor]:
+        """Return a function that returns the owner's fp32 value, flat, from where weight and low bits are now."""
+        weight, low_bits = self.parameter.detach(), self.get(LOW_BITS)
+        if low_bits is None:  # this optimizer has not stepped it yet
+            return lambda: weight.float().view(-1)
+        return lambda: bf16.join(weight, low_bits.to(weight.device)).view(-1)
 
 
 class Stack:

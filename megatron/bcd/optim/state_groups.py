@@ -16,7 +16,7 @@ import torch
 
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.block_state import OffloadedShard
-from megatron.bcd.optim.matrix_optimizer import FACTORS, MOMENTUM, Matrix
+from megatron.bcd.optim.matrix_optimizer import FACTORS, MOMENTUM
 from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
 from megatron.bcd.optim.parameters import Parameters
 from megatron.bcd.optim.update_rules import FACTORED
@@ -170,7 +170,7 @@ class MainParams(StateGroup):
                 read = {MAIN_PARAM: functools.partial(getattr, shard, "main_param")}
                 parts[name] = StatePart(read=read, start=shard.start, is_replicated=not core.is_sharded)
             elif matrix.is_owner and matrix.parameter.dtype == torch.bfloat16 and not self._is_in_core(name):
-                parts[name] = StatePart(read={MAIN_PARAM: functools.partial(_flat_main_param, matrix)})
+                parts[name] = StatePart(read={MAIN_PARAM: matrix.main_param_reader()})
         return parts
 
     def set(self, parameter: str, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
@@ -286,7 +286,3 @@ def _set_shard(shard: ParamShard | None, tensors: Mapping[str, torch.Tensor], nu
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().float().reshape(-1)
-
-
-def _flat_main_param(matrix: Matrix) -> torch.Tensor:
-    return _flat(matrix.main_param())
