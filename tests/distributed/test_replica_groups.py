@@ -320,13 +320,13 @@ def come_back(group_worlds: list[World], planned: list[Any], **options: Any) -> 
     return [ranks[0] for ranks in results]
 
 
-@pytest.mark.parametrize("preset", ["paper", "pretrain"])
+@pytest.mark.parametrize(("preset", "place"), [("paper", "host"), ("pretrain", "device"), ("pretrain", "host")])
 def test_a_group_comes_back(
-    world1: World, other_worlds: list[World], text_data: str, lighthouse: str, preset: str
+    other_worlds: list[World], text_data: str, lighthouse: str, preset: str, place: str
 ) -> None:
     """The group continues from its old weights, optimizer state or counters. Here both groups read the same samples."""
     flags = {"data_path": text_data, "bcd_preset": preset, "bf16": True, "bcd_optimizer_state": "host"}
-    flags |= {"outer_interval": 2, "bcd_layers_on": "host" if preset == "paper" else "device"}
+    flags |= {"outer_interval": 2, "bcd_layers_on": place}
     planned = configs(2, lighthouse, **flags)
     first, back = come_back(other_worlds, planned, reads_same=True)
     assert len(back["steps"]) == 6

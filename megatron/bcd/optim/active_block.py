@@ -211,14 +211,20 @@ class ActiveBlock:
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Inside the context, every rank has the current weights of its stage, also with --overlap-param-gather."""
+        """Inside the context, every rank has the current weights of its stage, also with --overlap-param-gather, and
+        copies to host memory are done."""
         if self.wrapped is not None:
             megatron_core.gather_parameters(self.wrapped)
         try:
-            yield
+            with self.written_layers():
+                yield
         finally:
             if self.wrapped is not None:
                 megatron_core.gather_in_forward(self.wrapped)
+
+    def written_layers(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the context, layers that are updated in host memory are there, and no copy of them is under way."""
+        return self._frozen_weights.all_on_host() if self._frozen_weights.is_explicit else contextlib.nullcontext()
 
     def begin_switch_check(self) -> None:
         """Remember the weights that `check_switch` compares with. Call it when all state of the phase is loaded."""

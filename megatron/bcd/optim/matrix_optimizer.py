@@ -766,17 +766,6 @@ class MatrixOptimizer(StateOwner):
         opened = (stack for parts in self._pieces.values() for part in parts for stack in part.stacks)
         return (stack.gradient for stack in itertools.chain(self.stacks, opened))
 
-    def max_piece_bytes(self) -> int:
-        """Return the peak bytes of gradients that are stepped by piece in this phase."""
-        totals = dict.fromkeys(self._pieces, 0)
-        for number, parts in self._pieces.items():
-            for part in parts:
-                size = sum(matrix.parameter.numel() for matrix in part.matrices)
-                size *= part.param_group["rule"].grad_dtype.itemsize
-                for opened in totals if part.is_tied else (number,):  # a tied embedding is open in all passes
-                    totals[opened] += size
-        return max(totals.values(), default=0)
-
     def device_state(self) -> Iterator[torch.Tensor]:
         return (tensor for matrix in self.matrices.values() for tensor in matrix.state.values())
 

@@ -1,0 +1,172 @@
+"""Breadth-first order (--bcd-schedule breadth-first): the same training as depth-first, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import resumed_runs, worlds
+from support.dist import World
+from support.pairwise import Combination, pairwise, thinned
+
+from megatron.bcd import trainer
+from megatron.bcd.checkpoint import layout
+from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
+
+CUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tensor": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "data": (2, {}),
+    "overlap": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "context": (2, {"context_parallel_size": 2}),
+}
+FACTORS: dict[str, dict[str, dict[str, Any]]] = {
+    "method": {
+        "pretrain": {"bcd_preset": "pretrain"},
+        "finetune": {
+            "bcd_preset": "finetune",
+            "bcd_num_blocks": 0,
+            "bcd_steps_per_block": None,
+            "bcd_inactive_update": "factored",
+        },
+        "paper": {"bcd_preset": "paper"},
+        "orthogonal": {"bcd_inactive_update": "orthogonal", "bcd_order": "random", "bcd_optimizer_state": "host"},
+        "factored": {"bcd_inactive_update": "factored", "bcd_embedding_update": "factored", "swiglu": True},
+    },
+    "precision": {"fp32": {}, "bf16": {"bf16": True}},
+    "place": {"device": {}, "host": {"bcd_layers_on": "host"}},
+    "layers": {"1": {}, "2": {"bcd_layers_per_pass": 2}, "3": {"bcd_layers_per_pass": 3}},
+    "layout": {"spread": {}, "strided": {"bcd_layout": "strided"}},
+    "recompute": {"none": {}, "selective": {"recompute_granularity": "selective"}},
+}
+CASES = pairwise({"cut": CUTS, **FACTORS}, lambda case: case["method"] != "finetune" or case["layout"] == "spread")
+CASES.sort(key=lambda case: [*CUTS].index(case["cut"]))
+BREADTH_FIRST = {"bcd_schedule": "breadth-first"}
+
+
+def config_of(case: Combination, **more: Any) -> Any:
+    """Return the configuration of a depth-first run on the device, or with `more` flags of any other run."""
+    size, cut = CUTS[case["cut"]]
+    flags: dict[str, Any] = {"num_layers": 6, "mock_data": True, "split": None, "micro_batch_size": 1} | cut
+    flags |= {"global_batch_size": 4, "untie_embeddings_and_output_weights": True, "bcd_schedule": "bcd"}
+    flags |= {"eval_iters": 1, "eval_interval": 2, "train_iters": 4, "world_size": size}
+    for name in ("method", "precision", "layout", "recompute"):
+        flags |= FACTORS[name][case.get(name, next(iter(FACTORS[name])))]
+    return worlds.run_config(**flags | more)
+
+
+def breadth_first(case: Combination) -> dict[str, Any]:
+    return BREADTH_FIRST | FACTORS["place"][case["place"]] | FACTORS["layers"][case["layers"]]
+
+
+def tensors_of(world: World, folder: Path, iteration: int) -> dict[str, torch.Tensor]:
+    [tensors] = world.run(resumed_runs.tensors_of, layout.iteration_folder(str(folder), iteration))
+    return tensors
+
+
+@pytest.mark.parametrize("case", thinned(CASES, keep_every=5), ids=lambda case: "-".join(case.values()))
+def test_the_same_bits(world1: World, world2: World, tmp_path: Path, case: Combination) -> None:
+    """A piece that computes with the weights, gradients or saved inputs of another microbatch, piece or step; an update
+    before the last microbatch or with another rate; a gradient that is clipped without the other pieces' part; state
+    that a checkpoint lacks."""
+    world = (world1, world2)[CUTS[case["cut"]][0] - 1]
+    left, right = tmp_path / "depth", tmp_path / "breadth"
+    depth = world.run(resumed_runs.one_part, config_of(case, save=left))
+    breadth = world.run(resumed_runs.one_part, config_of(case, save=right, **breadth_first(case)))
+    for expected, other in zip(depth, breadth, strict=True):
+        assert other["iteration"] == 4 and (case["method"] == "finetune" or len(set(other["blocks"])) > 1)
+        assert resumed_runs.differences(expected, [other]) == []
+    assert worlds.same_bits(tensors_of(world1, left, 4), tensors_of(world1, right, 4)) == []
+
+
+def spoilt_steps(config: Any) -> tuple[list[list[str]], list[int], list[bool]]:
+    """Spoil a gradient of layer 2 in the second step, and the loss of the third step, on rank 1.
+
+    Return by step the layers whose matrices changed, the number of skipped layers, and whether the step was skipped.
+    """
+    before: dict[str, torch.Tensor] = {}
+    changed: list[list[str]] = []
+    reduce_losses = trainer.reduce_losses
+
+    def spoil_loss(reported: list[dict[str, torch.Tensor]], *args: Any) -> Any:
+        if torch.distributed.get_rank() == 1:
+            reported[0]["lm loss"][0] = math.nan
+        return reduce_losses(reported, *args)
+
+    def before_step(run: worlds.RecordedRun) -> None:
+        step_piece, matrices = MatrixOptimizer.step_piece, run.active.matrices
+
+        def spoil_gradient(piece: int, **options: Any) -> None:
+            name = "decoder.layers.2.mlp.linear_fc1.weight"
+            if torch.distributed.get_rank() == 1 and piece == 2 and run.iteration == 1:
+                matrices.matrices[name].parameter.main_grad[0, 0] = math.inf  # type: ignore[attr-defined]
+            step_piece(matrices, piece, **options)
+
+        matrices.step_piece = spoil_gradient  # type: ignore[method-assign]
+        trainer.reduce_losses = spoil_loss if run.iteration == 2 else reduce_losses
+        before.update(state_of(run))
+
+    def after_step(run: worlds.RecordedRun) -> None:
+        trainer.reduce_losses = reduce_losses
+        changed.append(sorted({name.split(".")[2] for name in worlds.same_bits(before, state_of(run))}))
+
+    def state_of(run: worlds.RecordedRun) -> dict[str, torch.Tensor]:
+        with run.active.whole_parameters():
+            weights = {name: weight for name, weight in worlds.weights_of(run.model).items() if ".linear_" in name}
+            matrices = run.active.matrices.matrices.items()
+            kinds = {(name, kind): matrix.get(kind) for name, matrix in matrices for kind in ("low_bits", "factors")}
+        state = {f"{name} {kind}": tensor.clone() for (name, kind), tensor in kinds.items() if tensor is not None}
+        return {
+            name: tensor for name, tensor in (weights | state).items() if ".layers." in name and ".bias" not in name
+        }
+
+    with worlds.started(config, before_step=before_step, after_step=after_step) as run:
+        run.train()
+        skipped_layers = [step.skipped_layers for step in run.recorder.steps]
+        return changed, skipped_layers, [result["grad_norm"] is None for result in run.results]
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_layer_that_is_not_finite_stays(world2: World, place: str) -> None:
+    """The whole step is skipped, or a part of the layer is stepped; a step with a loss that is not finite updates the
+    layers that ran before it was known; a skipped layer is counted in later steps, or as a skipped step."""
+    case = {"cut": "data", "method": "finetune", "precision": "bf16", "place": place, "layers": "1"}
+    config = config_of(case, **breadth_first(case), train_iters=4, swiglu=True)
+    layers = [str(layer) for layer in range(6)]
+    expected = [layers, [layer for layer in layers if layer != "2"], [], layers]
+    for changed, skipped_layers, are_skipped in world2.run(spoilt_steps, config):
+        assert (changed, skipped_layers, are_skipped) == (expected, [0, 1, 0, 0], [False, False, True, False])
+
+
+DEPTH: dict[str, Any] = {"bcd_schedule": "bcd"}
+HOST = BREADTH_FIRST | {"bcd_layers_on": "host"}
+SLICES = BREADTH_FIRST | {"bcd_layers_per_pass": 2}
+RESUMED = [
+    ("data-pretrain-bf16", (DEPTH, HOST, DEPTH)),
+    ("one-finetune-bf16", (HOST, DEPTH, SLICES)),
+    ("overlap-factored-bf16", (SLICES, HOST, SLICES)),
+    ("tensor-orthogonal-bf16", (HOST, SLICES, HOST)),
+    ("tensor-pretrain-fp32", (SLICES, DEPTH, HOST)),
+]
+
+
+@pytest.mark.parametrize(("name", "parts"), thinned(RESUMED, keep_every=5))
+def test_resumes_with_another_schedule_and_place(
+    world1: World, world2: World, tmp_path: Path, name: str, parts: tuple[dict[str, Any], ...]
+) -> None:
+    """A checkpoint without the low bits of a layer in host memory, with those of an earlier step, or with state that
+    only one schedule or place reads."""
+    case = dict(zip(("cut", "method", "precision"), name.split("-"), strict=True))
+    world = (world1, world2)[CUTS[case["cut"]][0] - 1]
+    whole = world.run(resumed_runs.one_part, config_of(case, train_iters=6))
+    seen, load = [], None
+    for number, flags in enumerate(parts):
+        config = config_of(case, train_iters=6, save=tmp_path, load=load, exit_interval=2 * number + 2, **flags)
+        seen.append(world.run(resumed_runs.one_part, config))
+        load = tmp_path
+    for expected, *by_part in zip(whole, *seen, strict=True):
+        assert [part["iteration"] for part in by_part] == [2, 4, 6]
+        assert resumed_runs.differences(expected, by_part) == []
