@@ -107,6 +107,7 @@ PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 OFFLOAD = {"bcd_num_blocks": 1, "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
 STREAMED = {"num_layers": 8, "bcd_num_blocks": 4, "bcd_layers_on": "host"}
 STREAMED |= {"bcd_frozen": "embedding", "untie_embeddings_and_output_weights": True}
+WRITTEN_BACK = {"num_layers": 8, "bcd_preset": "pretrain", "bcd_layers_on": "host", "world_size": 2, "bf16": True}
 CASES: dict[str, dict[str, Any]] = {
     "cache": prefix_runs.FLAGS,
     "cache_on_two_stages": prefix_runs.FLAGS | PIPELINE | {"bcd_layout": "submodel"},
@@ -115,6 +116,7 @@ CASES: dict[str, dict[str, Any]] = {
     "offload_on_two": OFFLOAD | {"world_size": 2, "bf16": True},
     "streamed": STREAMED,
     "streamed_on_two_stages": STREAMED | PIPELINE | {"bcd_resident_layers": 1, "recompute_granularity": "selective"},
+    "written_back": WRITTEN_BACK,
     "forward_only_stage": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
     "interleaved": PIPELINE | {"bcd_layout": "interleaved"},
     "pretrain": {"world_size": 2, "bcd_preset": "pretrain", "bf16": True},
@@ -123,6 +125,7 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpoint_in_background": {"async_save": True, "train_iters": 4},
     "checkpoint_in_background_streamed": STREAMED
     | {"world_size": 2, "bf16": True, "async_save": True, "train_iters": 4},
+    "checkpoint_in_background_written_back": WRITTEN_BACK | {"async_save": True, "train_iters": 4},
     "overlap": {"world_size": 2, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000},
 }
 

@@ -229,7 +229,8 @@ class ActiveBlock:
     def begin_switch_check(self) -> None:
         """Remember the weights that `check_switch` compares with. Call it when all state of the phase is loaded."""
         assert self._switch_check is not None, "build() comes first"
-        self._switch_check.begin()
+        with self.written_layers():
+            self._switch_check.begin()
 
     def check_switch(self) -> str | None:
         """Return `SwitchCheck.problem`."""
