@@ -569,10 +569,10 @@ class MatrixOptimizer(StateOwner):
             owned = [(stack, group) for stack, group in by_stack if stack.owner == self._rank]
             squares = _sum_of_squares([stack.gradient for stack, _ in owned])
             torch.distributed.all_reduce(squares, group=self._stage_group)
-            is_finite = torch.isfinite(squares)
-            self._skipped += ~is_finite
+            is_skipped = torch.isfinite(squares).logical_not_()
+            self._skipped += is_skipped
             for stack, group in owned:
-                self._update(stack, group, gradient_scale=gradient_scale, is_finite=is_finite)
+                self._update(stack, group, gradient_scale=gradient_scale, is_skipped=is_skipped)
             self._broadcast(stack for stack, _ in by_stack)
         self._close(parts)
 
@@ -635,18 +635,18 @@ class MatrixOptimizer(StateOwner):
         *,
         clip_coefficient: float = 1.0,
         gradient_scale: float,
-        is_finite: torch.Tensor | None = None,
+        is_skipped: torch.Tensor | None = None,
     ) -> None:
         """Compute the new weights and state of a stack on its owner.
 
-        If `is_finite` is given and false, weights and state keep their bits: the gradient becomes zero and the decay 1,
-        so nothing is added, and the factors are restored.
+        If `is_skipped` is given and true, weights and state keep their bits: the gradient becomes zero and the decay 1,
+        so nothing is added, and the factors are restored. The CPU does not know it, because it would have to wait.
         """
         rule: MatrixRule = group["rule"]
         decay: float | torch.Tensor = 1.0 - group["lr"] * group["weight_decay"]
-        if is_finite is not None:
-            stack.gradient.masked_fill_(~is_finite, 0.0)
-            decay = torch.where(is_finite, decay, 1.0)
+        if is_skipped is not None:
+            stack.gradient.masked_fill_(is_skipped, 0.0)
+            decay = torch.full_like(is_skipped, decay, dtype=torch.float32).masked_fill_(is_skipped, 1.0)
         is_factored, rate = rule.name == update_rules.FACTORED, group["lr"] * rule.scale
         update = None if is_factored else self._orthogonal(stack, rule, clip_coefficient)
         weights = _join(stack.weights)
@@ -657,12 +657,12 @@ class MatrixOptimizer(StateOwner):
         if update is None:
             by_matrix = stack.state(FACTORS)
             factors = _join(by_matrix)
-            before = None if is_finite is None else factors.clone()
+            before = None if is_skipped is None else factors.clone()
             update_rules.factored_(
                 value, stack.gradient, factors, stack.layout, rate=rate, gradient_scale=gradient_scale
             )
-            if is_finite is not None:
-                torch.where(is_finite, factors, before, out=factors)
+            if is_skipped is not None:
+                torch.where(is_skipped, before, factors, out=factors)
             _write_back(factors, by_matrix)
         else:
             value.add_(update, alpha=-rate)
