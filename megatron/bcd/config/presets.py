@@ -64,12 +64,11 @@ it is frozen."""
 _ASKS_FOR_BLOCKS = (
     "bcd_num_blocks", "bcd_layout", "bcd_order", "bcd_steps_per_block", "bcd_switch", "bcd_frozen", "bcd_head_phase",
     "bcd_prefix_cache", "bcd_sample_ratio", "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage", "bcd_layers_on", "bcd_main_params", "optimizer", "fp16",
-    "optimizer_cpu_offload",
+    "num_layers_per_virtual_pipeline_stage", "bcd_main_params", "optimizer", "fp16", "optimizer_cpu_offload",
 )  # fmt: skip
 """Without --bcd-inactive-update these flags make preset finetune train blocks: only runs with blocks use them, or
 stateless updates exclude them."""
-_DEFAULTS = {"bcd_num_blocks": 0, "bcd_layers_on": "device", "bcd_main_params": "host", "optimizer": "adam"}
+_DEFAULTS = {"bcd_num_blocks": 0, "bcd_main_params": "host", "optimizer": "adam"}
 """Values of these flags that do not ask for blocks."""
 
 
@@ -99,6 +98,8 @@ def preset_values(name: str, given: Mapping[str, Any], network: Mapping[str, Any
 
 def _needs_blocks(given: Mapping[str, Any], network: Mapping[str, Any]) -> bool:
     asked = any(given.get(field) not in (None, False, _DEFAULTS.get(field)) for field in _ASKS_FOR_BLOCKS)
+    if given.get("bcd_layers_on") not in (None, "device"):  # only breadth-first, which has one stage, updates them
+        asked |= given.get("bcd_schedule") in ("bcd", "stock") or given.get("pipeline_model_parallel_size", 1) > 1
     tensor_size = given.get("tensor_model_parallel_size", 1)
     # queries, keys and values can't be updated apart if a rank has less than a query group
     is_narrow = given.get("muon_split_qkv", True) and (network.get("num_query_groups") or tensor_size) < tensor_size
