@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Fine-tune a published LLaMA on instructions with --bcd-preset finetune, answer a prompt, and write a folder that
 # AutoModelForCausalLM loads. tools/plan.py --task sft estimates memory, time and price. It trains every layer in every
-# step if that fits, or else blocks; --bcd-inactive-update none always uses blocks.
+# step if that fits, if needed with layers in host memory, or else blocks; --bcd-inactive-update none always uses blocks.
 #
 #   bash examples/finetune.sh MODEL CLUSTER [flags of the planner and of the training script]
 #
@@ -147,6 +147,7 @@ else
 fi
 
 # ---------------------------------------------------------------- train, answer, load
+printf '%s on %s: %s\n' "$MODEL" "$CLUSTER" "$REASON"
 "$PYTHON" "$ROOT/tools/launch.py" "${LAUNCHED[@]}"
 if [ ! -e "$SAVE-hf/config.json" ]; then
     printf '\n%s was not written: the training was stopped before its end, or the lines above say why; the same command %s\n' \

@@ -44,7 +44,7 @@ def plan_flags(model: str, num_gpus: int, *more: str) -> list[str]:
 
 
 def plan_blocks(model: str, num_gpus: int) -> Estimate:
-    flags = plan_flags(model, num_gpus, "--bcd-layers-on", "host")
+    flags = plan_flags(model, num_gpus, "--bcd-inactive-update", "none", "--bcd-layers-on", "host")
     return make_estimate(plan.recipe_of(plan.parse_arguments(flags)))
 
 

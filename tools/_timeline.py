@@ -24,6 +24,10 @@ def write_timeline(path: str, recipe: Recipe) -> None:
         raise ValueError(f"{FLAG} {path}: must end in .json (a Chrome trace), .png or .svg")
     if not recipe.is_streamed or recipe.pipeline_size > 1:
         raise ValueError(f"{FLAG} shows copies: give --bcd-layers-on host, and one pipeline stage")
+    if recipe.config.is_breadth_first:
+        raise ValueError(
+            f"{FLAG} shows one microbatch after another: give --bcd-inactive-update none, without breadth-first"
+        )
     spans = microbatch(recipe, recipe.partition.num_blocks // 2)
     write_atomically(path, functools.partial(_trace if kind == "json" else _draw, spans, kind), flag=FLAG)
 

@@ -32,7 +32,7 @@ from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.estimate import MULTIPLIERS, Estimate, make_estimate
 from megatron.bcd.planner.measured import Finding, finding, learning_rate
-from megatron.bcd.planner.memory import fits_on_host
+from megatron.bcd.planner.memory import fits_on_host, node_bytes
 from megatron.bcd.planner.recipe import DEFAULTS, LORA, METHODS, PRESET_OF, Recipe, flag_of
 from megatron.bcd.planner.search import (
     BLOCK_FLAGS,
@@ -65,7 +65,7 @@ _WIDTH = 120
 _USUAL_HOST_GB = 64
 _MOST_ROWS = 12
 """The most rows of the tables of ranks and phases."""
-_MEMORY = ("weights", "gradients", "optimizer", "activations", "optimizer_work", "communication", "framework")
+_MEMORY = ("weights", "gradients", "optimizer", "pieces", "activations", "optimizer_work", "communication", "framework")
 LONGEST_DEFAULT = 2048
 """The default length of sequences is config.json's, but at most this."""
 SFT_DEFAULTS = {"precision": "bf16", "seq_length": 1024, "global_batch_size": 8} | dict.fromkeys(
@@ -84,8 +84,12 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
     "bcd_inactive_update": {"choices": ("none", "factored"), "help": "with method finetune: factored = every layer in"
         " every step, none = blocks (default: factored if it fits and no flag asks for blocks)"},
     "adam_moments_dtype": {},
-    "bcd_layers_on": {"choices": ("device", "host"), "help": "where frozen layers are (default: device)"},
+    "bcd_layers_on": {"choices": ("device", "host"), "help": "where inactive layers are (default: device)"},
     "bcd_resident_layers": {},
+    "bcd_schedule": {"choices": ("bcd", "breadth-first")},
+    "bcd_layers_per_pass": {},
+    "bcd_saved_inputs": {"choices": ("device", "host"), "help": "with breadth-first: where inputs of pieces wait for"
+        " the backward pass (default: device)"},
     "host_memory_gb": {"type": float, "metavar": "GB", "help": "host memory of a node in 10^9 bytes; a plan that needs"
         " more does not fit (default: no limit)"},
     "pipeline_model_parallel_size": _NUMBER | {"help": "(default: the smallest that fits; --search tries all)"},
@@ -432,9 +436,14 @@ def _layout(recipe: Recipe) -> str:
         parts.append(f"{partition.num_chunks} chunks a stage")
     if config.training.pipeline_cut == "auto":
         parts.append("cut by work")
+    size = config.bcd.bcd_layers_per_pass
+    if config.is_breadth_first:
+        parts.append(f"breadth-first in pieces of {size} layer{'s' * (size > 1)}")
+        parts.append("saved inputs in host memory") if config.bcd.bcd_saved_inputs == "host" else None
     if recipe.is_streamed:
         resident = config.bcd.bcd_resident_layers
-        parts.append("frozen layers in host memory" + f", {resident} stay on the device" * (resident > 0))
+        what = "layers" if config.is_breadth_first else "frozen layers"
+        parts.append(f"{what} in host memory" + f", {resident} stay on the device" * (resident > 0))
     if recipe.has_blocks and not recipe.is_factored and (head := partition.describe_head()):
         dtype = config.training.adam_moments_dtype
         parts.append(head + f", moments in {dtype}" * (dtype != "fp32"))
@@ -448,25 +457,30 @@ def _layout(recipe: Recipe) -> str:
 
 def _memory(estimate: Estimate) -> str:
     ranks = sorted(estimate.ranks, key=lambda rank: rank.total)[-_MOST_ROWS:]
-    rows = []
+    has_pieces = estimate.recipe.config.is_breadth_first
+    names, rows = [name for name in _MEMORY if name != "pieces" or has_pieces], []
     for rank in sorted(ranks, key=lambda rank: (rank.stage, rank.block)):
-        figures = (*(getattr(rank, name) for name in _MEMORY), rank.total)
+        figures = (*(getattr(rank, name) for name in names), rank.total)
         rows.append((str(rank.stage), str(rank.block), *(f"{figure / GIB:.2f}" for figure in figures)))
-    columns = ("stage", "block", *(name.replace("_", " ") for name in _MEMORY), "peak")
+    columns = ("stage", "block", *(name.replace("_", " ") for name in names), "peak")
     lines = [table(columns, rows, num_left=0)]
     if len(ranks) < len(estimate.ranks):
         lines.append(f"these are the {len(ranks)} largest of {len(estimate.ranks)}")
     lines.append("peak: model state, framework, and the larger of optimizer work and activations with communication")
-    if estimate.host_bytes:
-        lines.append(f"host memory per rank: {estimate.host_bytes / GIB:.1f} GiB")
-        lines += _host_warning(estimate)
+    if has_pieces:
+        lines.append(
+            "pieces: gradients of one piece of the model, and inputs of pieces that wait for the backward pass"
+        )
+    saving = f"a node needs {estimate.saving_bytes / GIB:.1f} more to save"
+    lines.append(f"host memory per rank: {estimate.host_bytes / GIB:.1f} GiB; {saving}")
+    lines += _host_warning(estimate)
     largest, peak = estimate.largest_micro_batch, estimate.peak
     where = f"{peak.total / GIB:.1f} GiB on stage {peak.stage} in the phase of block {peak.block}"
     if estimate.fits:
         lines.append(f"fits: {where}; the largest micro-batch that fits is {largest}")
     elif not fits_on_host(estimate.recipe):
         recipe = estimate.recipe
-        need = f"a node needs {recipe.gpus_per_node * estimate.host_bytes / 1e9:,.0f} GB of host memory"
+        need = f"a node needs {node_bytes(recipe) / 1e9:,.0f} GB of host memory, also to save"
         lines.append(f"does NOT fit: {need}, more than --host-memory-gb {recipe.host_memory_gb:g}")
     else:
         what = f"micro-batch {largest} would fit" if largest else "no micro-batch fits"
@@ -484,8 +498,7 @@ def _host_warning(estimate: Estimate) -> list[str]:
 
     There is none with --host-memory-gb.
     """
-    recipe, here = estimate.recipe, memory_here()
-    need = recipe.gpus_per_node * estimate.host_bytes
+    recipe, here, need = estimate.recipe, memory_here(), node_bytes(estimate.recipe)
     limits = {f"this machine's {here / 1e9:,.0f} GB": here, f"{_USUAL_HOST_GB} GB": 1e9 * _USUAL_HOST_GB}
     passed = " and ".join(name for name, limit in limits.items() if need > limit)
     if not passed or recipe.host_memory_gb is not None:
@@ -505,7 +518,7 @@ def _time(estimate: Estimate) -> str:
     share = f"{100 * estimate.full_training_share:.1f} % of the GPUs' peak"
     speed = f"{estimate.tokens_per_second:,.0f} tokens/s, which full training would reach at {share}"
     if estimate.recipe.is_streamed:
-        speed += f"; {_percent(estimate.copy_share)} of the time waits for copies of frozen layers"
+        speed += f"; {_percent(estimate.copy_share)} of the time waits for copies of layers"
     if exchange:
         speed += (
             f"\nevery {exchange.interval} steps a rank exchanges up to {exchange.payload / 1e6:,.0f} MB:"

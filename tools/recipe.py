@@ -30,7 +30,7 @@ from megatron.bcd.planner.command import SCRIPTS, layout_flags, network_flags
 from megatron.bcd.planner.estimate import make_estimate
 from megatron.bcd.planner.measured import learning_rate
 from megatron.bcd.planner.recipe import METHODS, PRESET_OF, Recipe
-from megatron.bcd.planner.search import place, remedies
+from megatron.bcd.planner.search import place, reason_for_rule, remedies
 from megatron.bcd.planner.tables import GIB, Cluster, Placement, read_rows
 
 PROG = "pretrain.sh"
@@ -51,7 +51,7 @@ _BY_THE_RECIPE = {
     " --no-group-query-attention --num-query-groups --swiglu --no-swiglu --position-embedding-type"
     " --use-rotary-position-embeddings --untie-embeddings-and-output-weights --no-untie-embeddings-and-output-weights",
     "give --seq-length": "--max-position-embeddings",
-    "METHOD decides it. For another value write the command yourself": "--bcd-schedule --bcd-preset --optimizer"
+    "METHOD decides it. For another value write the command yourself": "--bcd-preset --optimizer"
     " --optimizer-cpu-offload --optimizer-offload-fraction --muon-momentum-dtype --muon-grad-dtype"
     " --bcd-inactive-grad-dtype --bcd-embedding-update",
     "the estimate covers its default only. Write the command yourself": "--tensor-model-parallel-size"
@@ -150,6 +150,7 @@ def as_bash(recipe: Recipe, values: Mapping[str, Any], extra: Sequence[str], *, 
         "ITERATIONS": estimate.cost.iterations,
         "LEARNING_RATE": learning_rate(recipe).flag,
         "PLAN": show_figures(estimate),
+        "REASON": " ".join(reason_for_rule(recipe).split()) if recipe.method == "finetune" else "",
         "MISFIT": misfit,
     }
     arrays = {

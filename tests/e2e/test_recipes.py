@@ -374,8 +374,11 @@ def test_tiny_fine_tuning(tmp_path: Path, model: str) -> None:
     if model == "folder":
         assert (Path(f"{saved}-hf") / "chat_template.jinja").exists()
     steps = [json.loads(line) for line in Path(f"{saved}.jsonl").read_text().splitlines()]
-    has_blocks = model != "L-1.5B"  # which the card holds with every layer trained
-    assert (len({step["block"] for step in steps if "learning_rate" in step}) > 1) == has_blocks
+    assert {step["block"] for step in steps if "learning_rate" in step} == {0}, "every layer in every step"
+    [reason] = [line for line in done.stdout.splitlines() if line.startswith(f"{model} on rtx4090: every layer in")]
+    is_on_host = model != "L-1.5B"  # which the card holds
+    assert ("in host memory: weights and low bits of all layers" in reason) == is_on_host
+    assert ("in host memory, copied as they are read" in done.stdout) == is_on_host
     assert (Path(f"{saved}-hf") / "config.json").exists() and "ForCausalLM" in done.stdout
 
 

@@ -18,6 +18,8 @@ from support import worlds
 CLUSTER = read_clusters(Path(__file__).resolve().parents[2] / "examples" / "clusters.csv")["rtx4090"]
 TWO = {"world_size": 2}
 PRETRAIN = {"bcd_preset": "pretrain"}
+BREADTH_FIRST = {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_inactive_update": "factored", "bf16": True}
+BREADTH_FIRST |= {"bcd_schedule": "breadth-first"}
 LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
 RUNS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -50,6 +52,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "streamed_pipeline2": TWO
     | {"pipeline_model_parallel_size": 2, "bcd_layers_on": "host", "bcd_resident_layers": 1, "num_layers": 12}
     | {"untie_embeddings_and_output_weights": True, "bcd_frozen": "embedding"},
+    "breadth_first": BREADTH_FIRST | {"bcd_layers_per_pass": 2},
+    "breadth_first_streamed": BREADTH_FIRST | {"bcd_layers_on": "host", "bcd_resident_layers": 1},
+    "breadth_first_streamed_data2": TWO
+    | BREADTH_FIRST
+    | {"bcd_layers_on": "host", "untie_embeddings_and_output_weights": True},
+    "breadth_first_streamed_pretrain": PRETRAIN | {"bf16": True, "bcd_layers_on": "host", "num_layers": 12},
+    "breadth_first_streamed_frozen": {"bf16": True, "bcd_layers_on": "host", "bcd_num_blocks": 6}
+    | {"bcd_schedule": "breadth-first", "num_layers": 12},
     "frozen_pipeline2": TWO | {"pipeline_model_parallel_size": 2, "bcd_frozen": "embedding,head"},
     "head_phase_pipeline2": TWO
     | {"pipeline_model_parallel_size": 2, "bf16": True}
@@ -80,7 +90,8 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
     )
     names = (
         "bcd_layout", "bcd_inactive_update", "bcd_layers_on", "bcd_resident_layers", "bcd_frozen",
-        "bcd_always_active", "bcd_head_phase", "adam_moments_dtype", "cross_entropy_fusion_impl",
+        "bcd_always_active", "bcd_head_phase", "adam_moments_dtype", "cross_entropy_fusion_impl", "bcd_schedule",
+        "bcd_layers_per_pass", "bcd_saved_inputs",
         "pipeline_model_parallel_size", "context_parallel_size", "bcd_order",
     )  # fmt: skip
     method = "offload" if flags.get("optimizer_cpu_offload") else flags.get("bcd_preset", "bcd")

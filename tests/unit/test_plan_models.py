@@ -15,11 +15,13 @@ import pytest
 import recipe
 import rtx4090
 from plan import named_model
-from support.planned import CLUSTER
+from support.planned import CLUSTER, RUNS, recipe_of
 
 from megatron.bcd.planner import measured
 from megatron.bcd.planner.cost import ModelShape
+from megatron.bcd.planner.memory import rank_memory
 from megatron.bcd.planner.recipe import make_recipe
+from megatron.bcd.planner.run_state import RunMemory
 
 CARD = ("--gpu", "rtx4090", "--num-gpus", "1")
 COLUMNS = "name,form,layers,hidden,heads,groups,ffn,vocabulary,sequence,source"
@@ -142,7 +144,7 @@ def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path:
     """A published model that is told not to fit; copies that cost nothing, or that more tokens don't hide; memory that
     is left to micro-batches of one sequence; a node that runs out of memory."""
     large = folder(tmp_path, PUBLISHED["Llama-3-8B"][0], name="large")
-    flags = ("--task", "sft", "--model", large, *CARD, "--bcd-always-active", "head", "--json")
+    flags = ("--task", "sft", *BLOCKS, "--model", large, *CARD, "--bcd-always-active", "head", "--json")
     hidden = json.loads(run(capsys, *flags))
     flags += ("--micro-batch-size", "1")
     plan = json.loads(run(capsys, *flags))
@@ -152,7 +154,7 @@ def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path:
     assert hidden["memory"]["peak_bytes"] <= 0.95 * hidden["memory"]["available_bytes"]
     whole = json.loads(run(capsys, *flags[:-2], "--recompute"))
     assert (whole["recipe"]["recompute"], whole["time"]["copy_share"] < 0.01) == ("full", True)
-    searched = json.loads(run(capsys, *flags, "--search"))["best"]
+    searched = json.loads(run(capsys, *flags, "--search", "--method", "finetune"))["best"]
     assert "--bcd-layers-on host" in searched["command"] and searched["recipe"]["micro_batch_size"] > 1
     weights = 2 * 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
     expected = 2 * weights + 2 * 128256 * 4096
@@ -162,9 +164,41 @@ def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "--recompute-granularity full" in json.loads(run(capsys, *flags, "--recompute", "full"))["command"]
     resident = json.loads(run(capsys, *flags, "--bcd-layers-on", "host", "--bcd-resident-layers", "2"))
     assert resident["time"]["copy_share"] < plan["time"]["copy_share"]
-    gb = plan["memory"]["host_bytes"] / 1e9
+    gb = (plan["memory"]["host_bytes"] + plan["memory"]["saving_bytes"]) / 1e9
     assert json.loads(run(capsys, *flags, "--host-memory-gb", f"{gb + 0.1:.1f}")) == plan
     assert not json.loads(run(capsys, *flags, "--host-memory-gb", f"{gb - 0.1:.1f}", code=1))["memory"]["fits"]
+
+
+def test_every_layer_with_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Blocks for a model whose layers fit in host memory, and are all trained; a plan whose saving ends the run; host
+    memory that pays for no low bits; copies that depend on the number of microbatches; the same for what fits no way.
+    """
+    flags = ("--task", "sft", "--model", folder(tmp_path, LARGE["Qwen2.5-14B"][0]), *CARD, "--json")
+    found = json.loads(run(capsys, *flags, "--host-memory-gb", "64"))
+    command = found["command"].replace("\\\n    ", "")
+    assert "--bcd-inactive-update factored --bcd-num-blocks 0" in command
+    assert "--bcd-schedule breadth-first --bcd-layers-on host" in command and found["memory"]["fits"]
+    layers = 48 * (2 * 5120 * 5120 + 2 * 5120 * 1024 + 3 * 5120 * 13824 + 7 * 1024)
+    assert found["memory"]["host_bytes"] == pytest.approx(4 * layers, rel=1e-3)
+    saving = 6 * 2 * 152064 * 5120 + 4 * 2 * 13824 * 5120  # embedding and head; the largest matrix of a layer in fp32
+    assert found["memory"]["saving_bytes"] == pytest.approx(saving, rel=0.01)
+    need = found["memory"]["host_bytes"] + found["memory"]["saving_bytes"]
+    less = json.loads(run(capsys, *flags, "--host-memory-gb", f"{need / 1e9 - 0.1:.1f}"))
+    assert "--bcd-inactive-update none" in less["command"], "blocks of which the device stores the head only"
+    text = run(capsys, *flags[:-1], "--host-memory-gb", f"{need / 1e9 - 0.1:.1f}")
+    assert "blocks: every layer by the factored update would take 63 GB of a node's host memory" in text
+    more, one = (
+        json.loads(run(capsys, *flags, "--global-batch-size", number, "--bcd-saved-inputs", "host"))
+        for number in ("32", "1")
+    )
+    assert more["time"]["copy_share"] == 0 < one["time"]["copy_share"]
+    seconds = [each["time"]["iteration_seconds"] for each in (one, found, more)]
+    copies = (2 + 4) * layers / 24e9  # to the device; those to host memory run at the same time
+    assert copies < seconds[0] < 1.3 * copies + found["time"]["phases"][0]["optimizer"] + 1
+    assert more["memory"]["host_bytes"] > found["memory"]["host_bytes"], "saved inputs"
+    huge = folder(tmp_path, config("llama", 80, 8192, (64, 8), 28672, 128256), name="huge")
+    text = run(capsys, *flags[:2], "--model", huge, *CARD)
+    assert re.search(r"factored update would take [23].\.. of 23.6 GiB", text)
 
 
 def test_the_loss_without_logits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -208,6 +242,8 @@ def test_timeline_of_copies(capsys: pytest.CaptureFixture[str], tmp_path: Path, 
     assert 0.93 * expected < end["computation"] < 1.001 * expected
     assert "one pipeline stage" in run(capsys, *device, "--timeline", tmp_path / "trace.json", code=2)
     assert ".png" in run(capsys, *flags, "--timeline", tmp_path / "trace.txt", code=2)
+    breadth_first = ("--task", "sft", "--model", "LLaMA-7B", *CARD, "--timeline", tmp_path / "trace.json")
+    assert "without breadth-first" in run(capsys, *breadth_first, code=2)
     if more == "1":
         run(capsys, *flags, "--timeline", tmp_path / "trace.svg")
         assert "milliseconds" in (tmp_path / "trace.svg").read_text()
@@ -217,7 +253,7 @@ def test_timeline_of_copies(capsys: pytest.CaptureFixture[str], tmp_path: Path, 
 def test_the_head_is_what_the_card_has_room_for(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     """A large vocabulary for which the layers leave the card, a choice that overrules a flag, or a head of another
     kind in the command than in the plan."""
-    flags = ("--task", "sft", "--model", folder(tmp_path, PUBLISHED[name][0], name=name), *CARD, "--json")
+    flags = ("--task", "sft", *BLOCKS, "--model", folder(tmp_path, PUBLISHED[name][0], name=name), *CARD, "--json")
     chosen = json.loads(run(capsys, *flags))
     assert chosen["memory"]["fits"] and ("--bcd-layers-on host" in chosen["command"]) == (name == "Qwen3-8B")
     heads = ("--bcd-head-phase", "--bcd-frozen embedding,head")
@@ -351,7 +387,7 @@ def test_finetune_is_the_factored_update_whatever_the_task(capsys: pytest.Captur
         assert "--bcd-preset finetune --bcd-inactive-update factored --bcd-num-blocks 0" in text.replace("\\\n    ", "")
     assert "--bcd-inactive-update none" in run(capsys, *flags, "--bcd-num-blocks", "6")
     large = ("--task", "sft", "--model", "LLaMA-7B", *CARD, "--method", "finetune", "--search")
-    assert "--bcd-inactive-update none" in run(capsys, *large), "the factored update does not fit"
+    assert "--bcd-schedule breadth-first --bcd-layers-on host" in run(capsys, *large)
 
 
 def test_host_memory_that_few_machines_have(
@@ -376,13 +412,36 @@ def test_speed_is_no_utilisation(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_the_readme_says_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path, repo_root: Path) -> None:
-    """8-bit moments promised for a model whose plan has layers in host memory instead."""
+    """A card is said to train every layer of a model whose plan has blocks."""
     text = " ".join((repo_root / "README.md").read_text(encoding="utf-8").split())
     [sentence] = re.findall(r"By the planner's estimate,.*?changes no bit\.", text)
-    moments, host = sentence.split("8-bit moments")
     for name in ("Llama-3-8B", "Qwen2.5-7B", "Qwen3-8B", "Qwen2.5-14B"):
         flags = ("--task", "sft", "--model", folder(tmp_path, LARGE[name][0], name=name), *CARD, "--json")
         command = json.loads(run(capsys, *flags))["command"]
-        assert ("--adam-moments-dtype int8" in command) == (name in moments), name
-        assert ("--bcd-layers-on host" in command) == (name in host), name
-        assert "--bcd-head-phase" in command
+        assert name in sentence and "--bcd-layers-on host" in command and "update factored" in command, name
+
+
+def test_places_that_the_trainer_chooses() -> None:
+    """Layers that leave the device before saved inputs do, or although all fit; fewer layers on the device than fit; a
+    choice that overrules a flag."""
+    flags = recipe_of({"num_layers": 12, "hidden_size": 256, "micro_batch_size": 1} | RUNS["breadth_first_streamed"])
+    auto = flags.changed(bcd_layers_on="auto", bcd_saved_inputs="auto", bcd_resident_layers=0).memory
+
+    def chosen(run: RunMemory, memory_bytes: float) -> tuple[str, int, str]:
+        bcd = run.with_places(memory_bytes=memory_bytes).config.bcd
+        return bcd.bcd_layers_on, bcd.bcd_resident_layers, bcd.bcd_saved_inputs
+
+    def peak(*place: str | int) -> int:
+        names = ("bcd_layers_on", "bcd_resident_layers", "bcd_saved_inputs")
+        [rank] = rank_memory(flags.changed(**dict(zip(names, place, strict=True))))
+        return rank.total - rank.framework
+
+    order = [("device", 0, "device"), ("device", 0, "host"), ("host", 8, "device"), ("host", 0, "device")]
+    order += [("host", 0, "host")]
+    peaks = [peak(*place) for place in order]
+    assert peaks == sorted(peaks, reverse=True) and [chosen(auto, size) for size in peaks] == order
+    assert chosen(auto, peaks[0] - 1)[2] == "host" and chosen(auto, 0) == order[-1]
+    on_host = flags.changed(bcd_saved_inputs="auto", bcd_resident_layers=2).memory
+    assert chosen(on_host, peaks[0]) == ("host", 2, "device") and chosen(on_host, 0) == ("host", 2, "host")
+    inputs = flags.changed(bcd_layers_on="auto", bcd_saved_inputs="device").memory
+    assert chosen(inputs, peaks[1])[0] == "host"

@@ -40,7 +40,7 @@ def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
         ),
         ((*EXAMPLE, "--pipeline-model-parallel-size", "1"), "--pipeline-model-parallel-size 4"),
         ((*EXAMPLE[:5], "1", "--search", "--bcd-preset", "paper"), "--num-gpus 4"),
-        ((*EXAMPLE[:5], "1", "--search"), None),
+        (("--model", "L-11B", *EXAMPLE[2:5], "1", "--search"), None),
     ],
 )
 def test_what_does_not_fit_says_what_does(
@@ -82,13 +82,13 @@ BLOCKS = ("--bcd-inactive-update", "none")
 @pytest.mark.parametrize(
     ("model", "num_gpus", "more", "num_blocks"),
     [
-        ("llama-7b", 1, (), 32),
+        ("llama-7b", 1, BLOCKS, 32),
         ("llama-7b", 4, BLOCKS, 11),
         ("L-1.5B", 1, BLOCKS, 2),
         ("L-1.5B", 1, ("--seq-length", "4096", *BLOCKS), 3),
         ("L-1.5B", 1, ("--recompute", *BLOCKS), 2),
         ("L-1.5B", 1, ("--bcd-num-blocks", "30"), 30),
-        ("llama-7b", 1, ("--seq-length", "4096"), 32),
+        ("llama-7b", 1, ("--seq-length", "4096", *BLOCKS), 32),
         ("llama-7b", 2, ("--pipeline-model-parallel-size", "2", *BLOCKS), 6),
         ("L-1.5B", 2, ("--pipeline-model-parallel-size", "2", "--bcd-layout", "stage"), 2),
     ],
@@ -116,7 +116,8 @@ def test_number_of_blocks_for_fine_tuning(
     [
         ("L-1.5B", 1, (), "which fits: no blocks"),
         ("llama-7b", 4, (), "which fits: no blocks"),
-        ("llama-7b", 1, (), "blocks: every layer by the factored update would take"),
+        ("llama-7b", 1, (), "3 layers at a time; in host memory: weights and low bits"),
+        ("llama-7b", 1, ("--bcd-layers-on", "host", "--bcd-schedule", "bcd"), "blocks, as the flags ask"),
         ("L-1.5B", 1, ("--bcd-num-blocks", "6"), "blocks, as the flags ask"),
         ("L-1.5B", 1, ("--precision", "fp16"), "blocks: the factored update cannot be combined"),
     ],
@@ -130,9 +131,9 @@ def test_every_layer_where_it_fits(
     assert plan.main([*words]) == 0
     text = capsys.readouterr().out
     assert reason in text
-    rule = "factored --bcd-num-blocks 0" if "no blocks" in reason else "none"
+    rule = "none" if reason.startswith("blocks") else "factored --bcd-num-blocks 0"
     assert f"--bcd-preset finetune --bcd-inactive-update {rule}" in text.replace("\\\n    ", "")
-    if num_gpus == 1 and "no blocks" in reason:
+    if num_gpus == 1 and reason.endswith("no blocks"):
         found = json.loads(output(capsys, *words, "--json"))
         [rank] = found["memory"]["ranks"]
         assert rank["model_state"] == pytest.approx(6 * found["model"]["parameters"], rel=0.01)
@@ -150,8 +151,9 @@ def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows.values():
         dollars = row["bill"]["dollars"]
         assert row["cost_ratio"] == pytest.approx(dollars / rows["full", 5]["bill"]["dollars"])
-    few = min(gpus for method, gpus in rows if method == "pretrain")
-    assert few < 4 and plan.main([*EXAMPLE[:5], str(few // 2), "--search", "--method", "pretrain"]) == 1
+    assert min(gpus for method, gpus in rows if method == "pretrain") == 1, "layers in host memory"
+    few = min(gpus for method, gpus in rows if method == "bcd")
+    assert few < 4 and plan.main([*EXAMPLE[:5], str(few // 2), "--search", "--method", "bcd"]) == 1
 
 
 def test_search_over_all_methods(capsys: pytest.CaptureFixture[str]) -> None:

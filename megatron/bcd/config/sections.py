@@ -164,7 +164,8 @@ class BcdConfig:
     )
     bcd_resident_layers: int = option(
         0,
-        "with --bcd-layers-on host: keep the last N inactive layers of each stage on the device",
+        "with --bcd-layers-on host: keep the last N inactive layers of each stage on the device; with --bcd-schedule "
+        "breadth-first N more buffers for layers",
         range=AT_LEAST_0,
         on_resume=MAY_CHANGE,
     )

@@ -165,6 +165,8 @@ class StageActivations:
     shape: PlanShape
     stage: int
     block: int
+    saved_inputs: str = "device"
+    """--bcd-saved-inputs; auto counts as device."""
 
     @property
     def partition(self) -> Partition:
@@ -172,6 +174,9 @@ class StageActivations:
 
     def saved_bytes(self, recomputed: Recomputed) -> int:
         """Return the bytes that autograd saves for all microbatches in flight."""
+        if self.state.is_breadth_first:
+            by_piece = [sum(saved for saved, _ in passes) for passes in self._pieces(recomputed)]
+            return max(*by_piece, by_piece[-1] + self.sizes.head)
         chunk_bytes = [
             sum(saved for saved, _ in self._layers(chunk, recomputed)) + self.sizes.head * self._has_head(chunk)
             for chunk in range(self.partition.num_chunks)
@@ -185,6 +190,8 @@ class StageActivations:
 
     def peak_bytes(self, recomputed: Recomputed) -> int:
         """Return the saved bytes plus the largest temporary memory of a microbatch's passes."""
+        if self.state.is_breadth_first:
+            return max(self.piece_peaks(recomputed))
         sizes, partition, beside = self.sizes, self.partition, 0
         for chunk in range(partition.num_chunks):
             has_head = self._has_head(chunk)
@@ -198,6 +205,48 @@ class StageActivations:
                 beside = max(beside, working - freed)
                 freed += saved
         return max(self.saved_bytes(recomputed) + beside, sizes.forward_working)
+
+    # --bcd-schedule breadth-first: a microbatch has the activations of one piece
+
+    @property
+    def num_saved_inputs(self) -> int:
+        """The pieces whose inputs wait for the backward pass. The first piece reads tokens, and recomputes the
+        embedding."""
+        number = self.state.num_pieces
+        first = len(self.partition.prefix_layers(self.block)) // self.state.bcd.bcd_layers_per_pass
+        return number - max(min(first, number - 1), 1)
+
+    def input_bytes(self, place: str) -> int:
+        """Return the bytes of the inputs that wait in `place`, device or host.
+
+        On the way back the gradient of an input replaces it. With --bcd-saved-inputs host the device has those of one
+        piece, and two that are copied back.
+        """
+        number, size = self.num_saved_inputs, self.sizes.input
+        if self.saved_inputs == "host":
+            if place == "host":  # page-locked memory has sizes of powers of two
+                return (1 << (size - 1).bit_length()) * max(0, number - 1) * self.shape.num_microbatches
+            return size * (min(number, 1) * self.shape.num_microbatches + 2)
+        return size * number * self.shape.num_microbatches * (place == "device")
+
+    def piece_peaks(self, recomputed: Recomputed) -> list[int]:
+        """Return the peak of a microbatch in each piece: what autograd saves and the largest temporary memory."""
+        sizes, peaks = self.sizes, []
+        for number, passes in enumerate(self._pieces(recomputed)):
+            has_head = number == self.state.num_pieces - 1
+            beside = sizes.head_working[self.partition.head_active(self.block)] if has_head else 0
+            freed = sizes.head * has_head
+            for saved, working in reversed(passes):
+                beside = max(beside, working - freed)
+                freed += saved
+            peaks.append(max(freed + beside, sizes.forward_working))
+        return peaks
+
+    def _pieces(self, recomputed: Recomputed) -> list[list[tuple[int, int]]]:
+        """Return the layers of each piece that run backward, as `_layers` does."""
+        size, layers = self.state.bcd.bcd_layers_per_pass, self._layers(0, recomputed)
+        layers = [(0, 0)] * (self.partition.num_layers - len(layers)) + layers
+        return [layers[start : start + size] for start in range(0, len(layers), size)]
 
     @property
     def message_bytes(self) -> int:

@@ -94,7 +94,15 @@ def _method_flags(recipe: Recipe) -> Iterator[str]:
         words.append(_word("num_virtual_stages_per_pipeline_rank", chunks))
     names = ["bcd_layers_on"] * recipe.is_streamed + ["bcd_resident_layers"] * (bcd.bcd_resident_layers > 0)
     names += [*filter(recipe.flag, ("bcd_head_phase", "bcd_frozen", "bcd_always_active"))]
-    yield " ".join([*words, *(_word(name, recipe.flag(name)) for name in names)])
+    places = [_word(name, getattr(bcd, name)) for name in names]
+    if not recipe.config.is_breadth_first:
+        yield " ".join([*words, *places])
+        return
+    yield " ".join(words)
+    names = ["bcd_layers_per_pass"] * (bcd.bcd_layers_per_pass > 1) + ["bcd_saved_inputs"] * (
+        bcd.bcd_saved_inputs == "host"
+    )
+    yield " ".join(["--bcd-schedule breadth-first", *places, *(_word(name, getattr(bcd, name)) for name in names)])
 
 
 def _words(recipe: Recipe, names: Iterable[str]) -> str:

@@ -27,6 +27,7 @@ class StateBudget:
     weight: int  # every parameter, active or frozen
     gradient: int  # active parameters: Megatron's main gradient
     optimizer: float  # active parameters: moments, and the fp32 main parameter of a 16-bit weight
+    moments: tuple[str, ...] = ADAMS_MOMENTS  # dtypes
 
 
 def state_budget(
@@ -45,9 +46,10 @@ def state_budget(
     """
     stored = sum(_MOMENT_BYTES[dtype] for dtype in moments)
     if precision == "fp32":
-        return StateBudget(weight=4, gradient=4, optimizer=stored)
+        return StateBudget(weight=4, gradient=4, optimizer=stored, moments=tuple(moments))
     main_param = 2 if precision_aware else 4
-    return StateBudget(weight=2, gradient=4 if gradients_in_fp32 else 2, optimizer=stored + main_param)
+    gradient = 4 if gradients_in_fp32 else 2
+    return StateBudget(weight=2, gradient=gradient, optimizer=stored + main_param, moments=tuple(moments))
 
 
 def newton_schulz_flops(rows: int, columns: int, *, num_steps: int = 5) -> int:

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
-from megatron.bcd.planner.memory import fits, fits_on_host, host_bytes, peak, rank_memory
+from megatron.bcd.planner.memory import fits, fits_on_host, host_bytes, peak, rank_memory, saving_bytes
 from megatron.bcd.planner.recipe import LORA, Recipe
 from megatron.bcd.planner.replica_groups import Exchange, exchange_of, waiting_seconds
 from megatron.bcd.planner.state import RankMemory
@@ -63,6 +63,7 @@ class Estimate:
     parameters: int  # of the model, unpadded
     ranks: tuple[RankMemory, ...]  # data-parallel rank 0 of every stage, in every phase
     host_bytes: int  # per rank
+    saving_bytes: int  # more host memory of a node while it saves
     largest_micro_batch: int | None  # that fits and divides the batch; None if none does
     phases: tuple[PhaseTime, ...]
     exchange: Exchange | None  # with other replica groups
@@ -105,6 +106,7 @@ class Estimate:
                 "available_bytes": int(recipe.cluster.memory_gib * GIB),
                 "peak_bytes": self.peak.total,
                 "host_bytes": self.host_bytes,
+                "saving_bytes": self.saving_bytes,
                 "largest_micro_batch": self.largest_micro_batch,
                 "ranks": [asdict(rank) | {"model_state": rank.model_state, "total": rank.total} for rank in self.ranks],
             },
@@ -143,6 +145,7 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
         parameters=recipe.shape.num_parameters,
         ranks=rank_memory(recipe),
         host_bytes=host_bytes(recipe),
+        saving_bytes=saving_bytes(recipe),
         largest_micro_batch=largest_micro_batch(recipe),
         phases=phases,
         exchange=exchange_of(recipe),

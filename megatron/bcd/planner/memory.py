@@ -23,12 +23,10 @@ def rank_memory(recipe: Recipe, *, replica: int = 0) -> tuple[RankMemory, ...]:
     """Return the memory of one rank per stage in every phase, ordered by stage, then by block."""
     choices, framework, ranks = recomputation(recipe), int(recipe.cluster.framework_gib * GIB), []
     for stage, block in product(range(recipe.pipeline_size), range(recipe.partition.num_blocks)):
-        activations = recipe.memory.activations(stage, block)
-        rank = recipe.state.rank(stage, block, replica)
+        rank = recipe.memory.rank(stage, block, choice=choices[stage][block], replica=replica)
         if recipe.method == LORA:
             rank = _with_adapters(recipe, rank)
-        rank = replace(rank, activations=activations.peak_bytes(choices[stage][block]))
-        ranks.append(replace(rank, communication=activations.message_bytes, framework=framework))
+        ranks.append(replace(rank, framework=framework))
     return tuple(ranks)
 
 
@@ -70,8 +68,8 @@ def host_bytes(recipe: Recipe) -> int:
     """Return the host memory of one rank.
 
     Method offload needs weights, gradients and moments. Other methods need offloaded momenta, what 16-bit weights lack
-    of their main parameters (--bcd-main-params host), and the rank's share of its node's frozen weights. Replica groups
-    add the memory of their exchanges.
+    of their main parameters (--bcd-main-params host), the rank's share of its node's layers in host memory, and saved
+    inputs. Replica groups add the memory of their exchanges.
     """
     exchange = exchange_of(recipe)
     return _offloaded_bytes(recipe) + (exchange.host_bytes if exchange else 0)
@@ -88,11 +86,45 @@ def _offloaded_bytes(recipe: Recipe) -> int:
             len(layers.sizes) * layers.padded + recipe.state.embedding_on_host(stage)
             for stage, layers in enumerate(recipe.state.streamed)
         )
-        offloaded += recipe.bytes_per_element * largest // min(recipe.num_replicas, recipe.gpus_per_node)
-    # main parameters of stateless updates are on the device
+        # with stateless updates the low bits of bf16 weights are beside them
+        has_low_bits = recipe.precision == "bf16" and recipe.config.bcd.bcd_inactive_update != "none"
+        per_element = recipe.bytes_per_element + 2 * has_low_bits
+        offloaded += per_element * largest // min(recipe.num_replicas, recipe.gpus_per_node)
+    if recipe.config.is_breadth_first:
+        offloaded += max(recipe.memory.activations(0, block).input_bytes("host") for block in blocks)
+    # main parameters of stateless updates are on the device or beside the weights
     if len(blocks) == 1 or recipe.config.bcd.bcd_inactive_update != "none":
         return offloaded
     return offloaded + max(_offloaded_main_params(recipe, stage) for stage in stages)
+
+
+def saving_bytes(recipe: Recipe) -> int:
+    """Return the additional host memory that a node needs while it saves a checkpoint.
+
+    Weights on devices are copied, and the optimizer state of the active parameters is made in fp32. Layers in host
+    memory and what is offloaded are written one tensor after the other.
+    """
+    state, bcd, stages = recipe.state, recipe.config.bcd, range(recipe.pipeline_size)
+    is_short, moments = recipe.precision != "fp32", len(state.budget.moments)
+
+    def of_rank(stage: int, block: int) -> float:
+        weights = state_elements = largest = 0
+        for tensor in state.tensors[stage]:
+            is_in_arena = bcd.bcd_layers_on == "host" and tensor.owned.layer is not None
+            is_active, is_stateless = tensor.is_active(block), tensor.is_stateless(block)
+            has_momentum = 1 if state.is_muon and tensor.parts else moments
+            weights += 0 if is_in_arena and not is_active else recipe.bytes_per_element * tensor.size
+            if is_active:
+                state_elements += (is_short + has_momentum) * tensor.size
+            elif is_in_arena:
+                largest = max(largest, tensor.size)
+            elif is_stateless:
+                state_elements += is_short * tensor.size
+        shared = 4 * state_elements * min(recipe.num_replicas, recipe.gpus_per_node) / recipe.num_replicas
+        return weights + shared + 4 * is_short * largest
+
+    most = max(of_rank(*place) for place in product(stages, range(recipe.partition.num_blocks)))
+    return int(most * max(1, recipe.gpus_per_node // recipe.num_replicas))
 
 
 def _offloaded_main_params(recipe: Recipe, stage: int) -> int:
@@ -107,10 +139,14 @@ def peak(ranks: tuple[RankMemory, ...]) -> RankMemory:
     return max(ranks, key=lambda rank: rank.total)
 
 
+def node_bytes(recipe: Recipe) -> int:
+    """Return the host memory that a node needs while it saves."""
+    return recipe.gpus_per_node * host_bytes(recipe) + saving_bytes(recipe)
+
+
 def fits_on_host(recipe: Recipe) -> bool:
-    """Return whether the ranks of a node have enough host memory, if it is limited."""
-    limit = recipe.host_memory_gb
-    return limit is None or recipe.gpus_per_node * host_bytes(recipe) <= 1e9 * limit
+    """Return whether the ranks of a node have enough host memory, if it is limited, also while they save."""
+    return recipe.host_memory_gb is None or node_bytes(recipe) <= 1e9 * recipe.host_memory_gb
 
 
 def fits(recipe: Recipe, *, share: float = 1.0) -> bool:

@@ -132,7 +132,7 @@ class Recipe:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether frozen layers are in host memory."""
+        """Whether inactive layers are in host memory."""
         return self.config.bcd.bcd_layers_on == "host"
 
     @property
@@ -276,8 +276,9 @@ class Recipe:
             yield f"{blocks}: with {method} no layer would be inactive. Give at least 2, or 0."
         if not self.has_blocks and number not in (None, 1):
             yield f"{blocks}: {method} trains all parameters. Leave it out."
-        if self.is_streamed and (not self.has_blocks or bcd.bcd_inactive_update != "none"):
-            yield f"--bcd-layers-on host: {method} writes all layers in every step. Leave it out."
+        if self.is_streamed and not self.has_blocks:
+            yield f"--bcd-layers-on host: with {method} every layer is active, on the device. Leave it out."
+        yield from self._faults_of_schedule()
         if not 0 <= bcd.bcd_resident_layers <= self.model.layers:
             yield f"--bcd-resident-layers {bcd.bcd_resident_layers}: must be 0 to {self.model.layers}"
         moments = self.config.training.adam_moments_dtype
@@ -285,6 +286,22 @@ class Recipe:
             yield f"--adam-moments-dtype {moments}: the optimizer on the host stores fp32. Leave it out."
         if moments == "int8" and self.config.tied and 1 < self.pipeline_size < self.num_gpus:
             yield f"--adam-moments-dtype {moments}: a tied head needs one stage or one data-parallel rank. Give bf16."
+
+    def _faults_of_schedule(self) -> Iterator[str]:
+        bcd, schedule = self.config.bcd, "--bcd-schedule breadth-first"
+        if not self.config.is_breadth_first:
+            if self.is_streamed and bcd.bcd_inactive_update != "none":
+                yield f"--bcd-layers-on host: every step writes these layers, which needs {schedule}. Give it."
+            return
+        if self.pipeline_size > 1:
+            yield f"--pipeline-model-parallel-size {self.pipeline_size}: {schedule} has one pipeline stage. Give 1."
+        if self.recompute != "none":
+            yield f"--recompute {self.recompute}: {schedule} recomputes every layer anyway. Leave it out."
+        if self.precision == "fp16":
+            yield f"--precision fp16: {schedule} has no loss scale. Give bf16 or fp32."
+        if self.model.layers % bcd.bcd_layers_per_pass:
+            size = f"--bcd-layers-per-pass {bcd.bcd_layers_per_pass}"
+            yield f"{size}: must divide the {self.model.layers} layers of the stage. Give a divisor."
 
 
 _ATTRIBUTES = {each.name for each in fields(Recipe)} - {"flags"}

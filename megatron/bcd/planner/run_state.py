@@ -14,7 +14,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.pipeline.plan import PlanShape, steady_shape
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.activations import LayerBytes, Recomputed, StageActivations, layer_bytes
-from megatron.bcd.planner.state import ModelState
+from megatron.bcd.planner.state import ModelState, RankMemory
 
 
 def offload_fraction(config: RunConfig) -> float:
@@ -48,7 +48,7 @@ def model_state_of(config: RunConfig, partition: Partition, *, padded_vocab_size
             gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
             precision_aware=config.is_precision_aware,
         ),
-        bcd=config.bcd,
+        bcd=replace(config.bcd, bcd_saved_inputs="auto"),  # which changes no state
         optimizer=config.optimizer.optimizer,
         is_low_bit=set(config.moment_dtypes) != {"fp32"},
         is_distributed=config.training.use_distributed_optimizer,
@@ -118,36 +118,54 @@ class RunMemory:
     unfused_attention: bool = False
     """Whether attention scores are in memory."""
 
-    def frozen_weights(self, *, memory_bytes: float) -> tuple[str, int]:
-        """Return --bcd-layers-on and --bcd-resident-layers with which the run fits.
+    def with_places(self, *, memory_bytes: float) -> RunMemory:
+        """Return the run with what --bcd-layers-on auto and --bcd-saved-inputs auto choose in this memory.
 
-        As many layers stay on the device as fit on every rank in every phase, given the activations that the flags
-        save. If nothing fits, all frozen layers are on the host.
+        Saved inputs leave the device before layers do. As many layers stay on it as fit on every rank in every phase,
+        given the activations that the flags save. If nothing fits, all inactive layers are on the host.
         """
+        bcd, most = self.config.bcd, max(self.state.partition.layers_per_stage)
+        by_layers: list[list[tuple[str, int]]] = [[(bcd.bcd_layers_on, bcd.bcd_resident_layers)]]
+        if bcd.bcd_layers_on == "auto":
+            by_layers = [[("device", 0)], [("host", number) for number in range(most, -1, -1)]]
+        is_open = self.config.is_breadth_first and bcd.bcd_saved_inputs == "auto"
+        for layers, inputs in itertools.product(by_layers, ("device", "host") if is_open else (bcd.bcd_saved_inputs,)):
+            choices = [self._at(*choice, inputs) for choice in layers]
+            index = bisect_left(choices, True, key=lambda run: run.fits_in(memory_bytes))
+            if index < len(choices):
+                return choices[index]
+        return choices[-1]
+
+    def _at(self, layers_on: str, num_resident: int, saved_inputs: str) -> RunMemory:
+        places = {"bcd_layers_on": layers_on, "bcd_resident_layers": num_resident, "bcd_saved_inputs": saved_inputs}
+        config = self.config.replace_section("bcd", **places)
+        return replace(self, config=config, state=replace(self.state, bcd=config.bcd))
+
+    def fits_in(self, memory_bytes: float) -> bool:
+        """Return whether every rank fits in every phase, with what Megatron-LM's flags recompute."""
         partition = self.state.partition
-        places = list(itertools.product(range(partition.num_stages), range(partition.num_blocks)))
-        activations = [self._activation_bytes(*place) for place in places]
+        return all(
+            self.rank(stage, block, choice=self._recomputed(stage, block)).total <= memory_bytes
+            for stage, block in itertools.product(range(partition.num_stages), range(partition.num_blocks))
+        )
 
-        def fits(choice: tuple[str, int]) -> bool:
-            bcd = replace(self.state.bcd, bcd_layers_on=choice[0], bcd_resident_layers=choice[1])
-            state = replace(self.state, bcd=bcd)
-            ranks = [state.largest_rank(*place) for place in places]
-            return all(
-                replace(rank, activations=size).total <= memory_bytes
-                for rank, size in zip(ranks, activations, strict=True)
-            )
+    def _recomputed(self, stage: int, block: int) -> Recomputed:
+        """Return what Megatron-LM's flags recompute."""
+        granularity, partition = self.config.transformer.get("recompute_granularity"), self.state.partition
+        layers = partition.num_behind_prefix(stage, block) if granularity == "full" else ()
+        return Recomputed(granularity=granularity or "full", layers=tuple(layers))
 
-        if fits(("device", 0)):
-            return "device", 0
-        on_host = [("host", number) for number in range(max(partition.layers_per_stage), -1, -1)]
-        return on_host[min(bisect_left(on_host, True, key=fits), len(on_host) - 1)]
-
-    def _activation_bytes(self, stage: int, block: int) -> int:
-        """Return the activations of a stage, messages included."""
-        activations, granularity = self.activations(stage, block), self.config.transformer.get("recompute_granularity")
-        layers = activations.partition.num_behind_prefix(stage, block) if granularity == "full" else ()
-        choice = Recomputed(granularity=granularity or "full", layers=tuple(layers))
-        return activations.peak_bytes(choice) + activations.message_bytes
+    def rank(self, stage: int, block: int, *, choice: Recomputed, replica: int | None = None) -> RankMemory:
+        """Return the memory of a rank of the stage with this recomputation; by default that with the most state."""
+        state, activations = self.state, self.activations(stage, block)
+        rank = state.largest_rank(stage, block) if replica is None else state.rank(stage, block, replica)
+        rank = replace(rank, communication=activations.message_bytes)
+        if not state.is_breadth_first:
+            return replace(rank, activations=activations.peak_bytes(choice))
+        gradients = state.share(stage, block, replica or 0).by_piece or [0] * state.num_pieces
+        both = zip(gradients, activations.piece_peaks(choice), strict=True)
+        of_piece, peak = max(both, key=sum)
+        return replace(rank, pieces=activations.input_bytes("device") + of_piece, activations=peak)
 
     @cached_property
     def layer_bytes(self) -> LayerBytes:
@@ -182,4 +200,5 @@ class RunMemory:
             shape=self.schedule_shape(block),
             stage=stage,
             block=block,
+            saved_inputs=self.config.bcd.bcd_saved_inputs,
         )

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.planner.estimate import Estimate, make_estimate, training_cost
 from megatron.bcd.planner.measured import finding
-from megatron.bcd.planner.memory import fits, peak, rank_memory
+from megatron.bcd.planner.memory import fits, node_bytes, peak, rank_memory
 from megatron.bcd.planner.recipe import DEFAULTS, FACTORED, LORA, MAX_GPUS, PRESET_OF, Recipe, make_recipe
 from megatron.bcd.planner.step_time import mean_seconds
 from megatron.bcd.planner.tables import GIB, Cluster, Model, Placement
@@ -30,10 +30,13 @@ _STREAMED_SLOWER = 1.05
 BLOCK_FLAGS = (
     "bcd_num_blocks", "bcd_layout", "bcd_frozen", "bcd_always_active", "bcd_head_phase",
     "num_virtual_stages_per_pipeline_rank", "bcd_layers_on", "bcd_resident_layers", "bcd_inactive_update",
+    "bcd_schedule", "bcd_layers_per_pass", "bcd_saved_inputs",
 )  # fmt: skip
 """Flags that only methods with blocks have."""
+_PLACES = ("bcd_layers_on", "bcd_resident_layers", "bcd_schedule", "bcd_layers_per_pass", "bcd_saved_inputs")
+"""Those of them that stateless updates of all layers have, too."""
 CAN_STREAM = ("bcd", "finetune")
-"""Methods that take --bcd-layers-on host: in full training and pretrain every step writes all layers."""
+"""Methods whose blocks can be trained beside frozen layers in host memory."""
 _Changes = dict[str, Any]
 """Other values of a recipe's attributes and flags."""
 _HEADS: tuple[_Changes, ...] = (
@@ -172,45 +175,92 @@ def _choose_layout(
 
 def asks_for_blocks(values: Mapping[str, Any]) -> bool:
     """Return whether a flag asks preset finetune for blocks."""
-    return any(values.get(name) not in (None, 0, "device", "factored") for name in BLOCK_FLAGS)
+    stages, schedule = values.get("pipeline_model_parallel_size") or 1, values.get("bcd_schedule")
+    reads_only = values.get("bcd_layers_on") == "host" and (schedule == "bcd" or stages > 1)
+    of_blocks = set(BLOCK_FLAGS) - {*_PLACES}
+    return reads_only or any(values.get(name) not in (None, 0, "factored") for name in of_blocks)
 
 
 def _factored_that_fits(values: Mapping[str, Any], recompute: str | None) -> Recipe | None:
-    """Return the first layout of preset finetune without blocks within _PLANNED_SHARE of the memory, or None."""
+    """Return the faster one of the first layouts of preset finetune without blocks within _PLANNED_SHARE of the memory:
+    of microbatch after microbatch in a pipeline, and of breadth-first on one stage. None if none fits."""
     values = {**values, "bcd_inactive_update": "factored"}
+    first: dict[str | None, Recipe] = {}
     for saving in _savings(values, recompute):
         with contextlib.suppress(ValueError):  # fp16
             recipe = shortest_that_fits(valid_pipelines(**{**values, **saving}))
-            if fits(recipe, share=_PLANNED_SHARE):
-                return recipe
-    return None
+            schedule = recipe.config.bcd.bcd_schedule
+            if schedule not in first and fits(recipe, share=_PLANNED_SHARE):
+                first[schedule] = recipe
+            if recipe.pipeline_size == 1 and first:
+                break
+    return min(first.values(), key=lambda recipe: mean_seconds(recipe, is_rough=True), default=None)
 
 
 def reason_for_rule(recipe: Recipe) -> str:
     """Return in one line why a plan of preset finetune has blocks or not."""
     if recipe.is_factored:
-        return "every layer in every step by the factored update, which fits: no blocks"
-    changes: _Changes = dict.fromkeys(BLOCK_FLAGS) | {"bcd_inactive_update": "factored", "recompute": "full"}
+        return f"every layer in every step by the factored update, which fits: no blocks{_describe_places(recipe)}"
+    changes: _Changes = dict.fromkeys(BLOCK_FLAGS) | {"bcd_inactive_update": "factored"}
     changes |= {"micro_batch_size": 1, "cross_entropy_fusion_impl": "linear"}
-    smallest: Recipe | None = None
+    on_host = {"recompute": "none", "bcd_layers_on": "host"}
+    smallest: list[Recipe] = []
     for stages in _divisors(recipe.num_gpus // recipe.config.context_size):
-        with contextlib.suppress(ValueError):
-            other = recipe.changed(**changes, pipeline_model_parallel_size=stages)
-            smallest = min(filter(None, (smallest, other)), key=lambda each: peak(rank_memory(each)).total)
-    if smallest is None:
+        for more in ({"recompute": "full"}, on_host, on_host | {"bcd_saved_inputs": "host"}):
+            with contextlib.suppress(ValueError):
+                smallest.append(recipe.changed(**changes | more, pipeline_model_parallel_size=stages))
+    if not smallest:
         return "blocks: the factored update cannot be combined with the given flags"
-    needed, available = peak(rank_memory(smallest)).total / GIB, recipe.cluster.memory_gib
-    if needed > _PLANNED_SHARE * available:
-        return f"blocks: every layer by the factored update would take {needed:.1f} of {available:g} GiB"
-    return "blocks, as the flags ask; without them every layer by the factored update, which fits"
+    if any(fits(each, share=_PLANNED_SHARE) for each in smallest):
+        return "blocks, as the flags ask; without them every layer by the factored update, which fits"
+    takes, available = "blocks: every layer by the factored update would take", recipe.cluster.memory_gib
+    on_device = [(peak(rank_memory(each)).total / GIB, node_bytes(each)) for each in smallest]
+    if (needed := min(on_device)[0]) > _PLANNED_SHARE * available:
+        return f"{takes} {needed:.1f} of {available:g} GiB"
+    needed = min(host for device, host in on_device if device <= _PLANNED_SHARE * available)
+    return f"{takes} {needed / 1e9:,.0f} GB of a node's host memory"
+
+
+def _describe_places(recipe: Recipe) -> str:
+    """Return in words what lies where with --bcd-schedule breadth-first."""
+    if not recipe.config.is_breadth_first:
+        return ""
+    inputs = " and saved inputs" * (recipe.config.bcd.bcd_saved_inputs == "host")
+    if not recipe.is_streamed:
+        return f"; gradients of one piece of the model at a time{', saved inputs in host memory' * bool(inputs)}"
+    number = recipe.state.num_layer_buffers(0)
+    return (
+        f";\non the device: embedding, head, norms and {number} layers at a time; in host memory: weights and low bits "
+        f"of all layers{inputs}"
+    )
 
 
 def _savings(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Changes]:
     """Yield settings that these values and ``recompute`` leave open, with less and less memory.
 
     The order is: in fine-tuning a linear loss, then recomputation; in fine-tuning then _HEADS, frozen layers on the
-    host, and a frozen head.
+    host, and a frozen head. If stateless updates step every layer, breadth-first comes last.
     """
+    schedule, stages = values.get("bcd_schedule"), values.get("pipeline_model_parallel_size")
+    updates_all = values["method"] == "pretrain" or values.get("bcd_inactive_update") == "factored"
+    is_breadth_first = schedule == "breadth-first" or (updates_all and values.get("bcd_layers_on") == "host")
+    if not is_breadth_first:
+        yield from _depth_first_savings(values, recompute)
+    can_change = updates_all and schedule is None and stages in (None, 1) and values["precision"] != "fp16"
+    if is_breadth_first or (can_change and recompute in (None, "none")):
+        yield from _breadth_first_savings(values)
+
+
+def _breadth_first_savings(values: Mapping[str, Any]) -> Iterator[_Changes]:
+    """Yield places with less and less device memory: saved inputs move to the host first, then layers."""
+    loss = values.get("cross_entropy_fusion_impl") or ("linear" if values["task"] == "sft" else None)
+    places, inputs = ((given,) if given else ("device", "host") for given in map(values.get, _PLACES[::4]))
+    for place, saved_inputs in itertools.product(places, inputs):
+        changes = {"recompute": "none", "bcd_schedule": "breadth-first", "cross_entropy_fusion_impl": loss}
+        yield changes | {"bcd_layers_on": place, "bcd_saved_inputs": saved_inputs}
+
+
+def _depth_first_savings(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Changes]:
     place, loss = values.get("bcd_layers_on"), values.get("cross_entropy_fusion_impl")
     is_sft, has_blocks = values["task"] == "sft", values.get("bcd_inactive_update") != "factored"
     can_stream = values["method"] in CAN_STREAM and has_blocks
@@ -258,7 +308,7 @@ def layouts(base: Recipe, *, stages: int | None = None, recompute: str | None = 
             for micro_batch_size in (size for size in _divisors(per_rank) if size & (size - 1) == 0):
                 changes: _Changes = {"bcd_num_blocks": blocks, "micro_batch_size": micro_batch_size}
                 with contextlib.suppress(ValueError):  # more stages or blocks than the model has layers for
-                    for saving in _savings(base.values, recompute):
+                    for saving in _savings(base.values | {"pipeline_model_parallel_size": size}, recompute):
                         yield (recipe := base.changed(pipeline_model_parallel_size=size, **changes | saving))
                         if fits(recipe, share=base.memory_share):
                             break
@@ -430,7 +480,10 @@ def _settings(values: Mapping[str, Any]) -> Iterator[list[_Changes]]:
         yield [{"adam_moments_dtype": "int8"}]
     if values["precision"] == "fp32":
         yield [{"precision": "bf16"}]
-    if method in CAN_STREAM and values.get("bcd_layers_on") != "host":
+    if rule == "factored" or method == "pretrain":
+        on_device = {"bcd_schedule": "breadth-first", "recompute": "none"}
+        yield [on_device, on_device | {"bcd_layers_on": "host", "bcd_saved_inputs": "host"}]
+    elif method in CAN_STREAM and values.get("bcd_layers_on") != "host":
         yield [{"bcd_layers_on": "host"}]
     always = (values.get("bcd_always_active") or "none").split(",")
     if method == "finetune" and "head" not in always:

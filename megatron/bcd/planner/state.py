@@ -7,6 +7,7 @@ weights owns each of them: it alone stores momentum and low bits, and computes t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,6 +45,8 @@ class RankMemory:
     """Moments, main parameters and step counters of the rank's shard; momenta and low bits of its own matrices. 0 if
     they are on the host."""
     activations: int = 0
+    pieces: int = 0
+    """With --bcd-schedule breadth-first during the passes: saved inputs on the device, and the gradients of a piece."""
     optimizer_work: int
     """Temporary memory of the optimizer step, when activations are already freed."""
     communication: int = 0
@@ -58,7 +61,7 @@ class RankMemory:
     def total(self) -> int:
         """The peak of the phase."""
         moving = max(self.activations + self.communication, self.optimizer_work)
-        return self.model_state + moving + self.framework
+        return self.model_state + self.pieces + moving + self.framework
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +82,19 @@ class StreamedLayers:
 
     def device_elements(self, block: int, resident: int) -> int:
         """Return the elements of active and frozen layers that the device stores in the block's phase."""
-        active = sum(size for size, is_active in zip(self.sizes, self.is_active[block], strict=True) if is_active)
-        return active + self.num_on_device(block, resident) * self.padded
+        return self.active_elements(block) + self.num_on_device(block, resident) * self.padded
+
+    def active_elements(self, block: int) -> int:
+        """Return the elements of the active layers."""
+        return sum(size for size, is_active in zip(self.sizes, self.is_active[block], strict=True) if is_active)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixShare:
     """A rank's share of the matrices that are stepped in one phase. The default is an empty share."""
 
-    gradients: int = 0  # bytes, for all matrices, those of other owners included
+    gradients: int = 0  # bytes, for all matrices that are stepped at the end, those of other owners included
+    by_piece: tuple[int, ...] = ()  # breadth-first: bytes of gradients while each piece is open
     state: int = 0  # bytes of momenta, factors, and the low 16 bits of bf16 weights
     kept: int = 0  # bytes of offloaded momenta of other blocks, in host memory
     working: int = 0  # temporary bytes while the rank updates its largest stack of matrices
@@ -113,6 +120,16 @@ class ModelState:
     is_low_bit: bool  # whether Adam's moments have fewer bits than fp32
     is_distributed: bool = True  # whether the ranks with the same weights shard the optimizer state
     offload_fraction: float = 0.0  # share of the optimizer state that is in host memory
+
+    @property
+    def is_breadth_first(self) -> bool:
+        """Whether all microbatches of a step pass through a piece of the model before the next one."""
+        return self.bcd.bcd_schedule == "breadth-first"
+
+    @property
+    def num_pieces(self) -> int:
+        """The pieces of --bcd-schedule breadth-first."""
+        return -(-self.partition.num_layers // self.bcd.bcd_layers_per_pass)
 
     @property
     def is_muon(self) -> bool:
@@ -156,7 +173,7 @@ class ModelState:
         layers = list(by_layer.values())
         return StreamedLayers(
             sizes=tuple(sum(tensor.size for tensor in layer) for layer in layers),
-            padded=sum(-(-tensor.size // _ARENA_ALIGNMENT) * _ARENA_ALIGNMENT for tensor in layers[0]) if layers else 0,
+            padded=sum(_aligned(tensor.size) for tensor in layers[0]) if layers else 0,
             is_active=tuple(
                 tuple(any(tensor.is_active(block.index) for tensor in layer) for layer in layers)
                 for block in self.partition.blocks
@@ -169,6 +186,28 @@ class ModelState:
         is_on_host = self.bcd.bcd_layers_on != "device" and "embedding" in partition.frozen and not partition.tied
         return self.padded_vocabulary // self.tensor_size * self.shape.hidden_size * (is_on_host and stage == 0)
 
+    def num_layer_buffers(self, stage: int) -> int:
+        """Return the device buffers for layers in host memory with --bcd-schedule breadth-first."""
+        most = 3 * self.bcd.bcd_layers_per_pass + self.bcd.bcd_resident_layers
+        return min(most, len(self.streamed[stage].sizes))
+
+    def buffer_low_bits(self, stage: int, replica: int) -> int:
+        """Return the bytes of low bits in the device buffers: each stores those that the rank owns in a layer."""
+        has_place = self.bcd.bcd_layers_on != "device" and self.precision == "bf16"
+        steps_matrices = self.is_muon or self.bcd.bcd_inactive_update != "none"
+        if not (self.is_breadth_first and has_place and steps_matrices):
+            return 0
+        by_layer = Counter[int]()
+        for tensor, owner in zip(*self._matrices(stage), strict=True):
+            if tensor.owned.layer is not None and owner == replica:
+                by_layer[tensor.owned.layer] += _aligned(tensor.size)
+        return 2 * self.num_layer_buffers(stage) * max(by_layer.values(), default=0)
+
+    def _matrices(self, stage: int) -> tuple[list[Tensor], list[int]]:
+        """Return the matrices that are stepped apart, and their owners."""
+        matrices = [tensor for tensor in self.tensors[stage] if tensor.parts]
+        return matrices, matrix_owners([tensor.size for tensor in matrices], self.num_replicas)
+
     def weight_elements(self, stage: int, block: int) -> int:
         """Return the weights on the device in elements, with the padding of buffers."""
         is_streamed, buffers = self.bcd.bcd_layers_on != "device", self.buffers[stage]
@@ -177,9 +216,17 @@ class ModelState:
         elements = self.num_parameters[stage] + sum(buffer.padding for buffer in buffers)
         if is_streamed:
             layers = self.streamed[stage]
-            elements += layers.device_elements(block, self.bcd.bcd_resident_layers) - sum(layers.sizes)
+            elements += self._layer_elements(stage, block) - sum(layers.sizes)
             elements -= self.embedding_on_host(stage)
         return elements
+
+    def _layer_elements(self, stage: int, block: int) -> int:
+        """Return the elements of streamed layers that the device stores in the block's phase."""
+        layers = self.streamed[stage]
+        if not self.is_breadth_first:
+            return layers.device_elements(block, self.bcd.bcd_resident_layers)
+        are_all_active = all(layers.is_active[block])
+        return layers.active_elements(block) + (not are_all_active) * self.num_layer_buffers(stage) * layers.padded
 
     def rank(self, stage: int, block: int, replica: int) -> RankMemory:
         """Return the model state of one rank, excluding activations."""
@@ -195,7 +242,7 @@ class ModelState:
         return RankMemory(
             stage=stage,
             block=block,
-            weights=self.budget.weight * self.weight_elements(stage, block),
+            weights=self.budget.weight * self.weight_elements(stage, block) + self.buffer_low_bits(stage, replica),
             gradients=self.budget.gradient * buffer.size + share.gradients,
             optimizer=int(on_device * of_adam) + share.state,
             optimizer_work=max(int(on_device * adam_work), share.working),
@@ -225,8 +272,7 @@ class ModelState:
             return MatrixShare()
         shares = self._shares
         if (stage, block) not in shares:
-            matrices = [tensor for tensor in self.tensors[stage] if tensor.parts]
-            owners = matrix_owners([tensor.size for tensor in matrices], self.num_replicas)
+            matrices, owners = self._matrices(stage)
             ranks = range(self.num_replicas)
             shares[stage, block] = [self._share(matrices, [owner == rank for owner in owners], block) for rank in ranks]
         return shares[stage, block][replica]
@@ -241,17 +287,23 @@ class ModelState:
         muon_gradient, stateless_gradient = DTYPE_BYTES[bcd.muon_grad_dtype], DTYPE_BYTES[bcd.bcd_inactive_grad_dtype]
         momentum = DTYPE_BYTES[bcd.muon_momentum_dtype] if self.is_muon else 0
         low_bits = 2 if self.precision == "bf16" else 0
-        total, updated = Counter[str](), []
+        total, updated, by_piece = Counter[str](), [], [0] * self.num_pieces * self.is_breadth_first
         for tensor, is_owned in zip(matrices, is_owner, strict=True):
             is_active = tensor.is_active(block)
             is_stepped = is_active and self.is_muon or tensor.is_stateless(block)
             if is_stepped:
                 gradient = muon_gradient if is_active else stateless_gradient
-                total["gradients"] += gradient * tensor.size
+                pieces = () if is_active else self._open_pieces(tensor)
+                total["gradients"] += gradient * tensor.size * (not pieces)
+                for piece in pieces:
+                    by_piece[piece] += gradient * tensor.size
                 total["messages"] += (gradient + self.budget.weight) * tensor.size * (self.num_replicas > 1)
             if not is_owned:
                 continue
-            has_low_bits = self.is_muon if is_active else bool(tensor.owned.stateless_in)
+            is_in_arena = (
+                self.is_breadth_first and self.bcd.bcd_layers_on != "device" and tensor.owned.layer is not None
+            )
+            has_low_bits = self.is_muon if is_active else bool(tensor.owned.stateless_in) and not is_in_arena
             total["state"] += (low_bits * has_low_bits + momentum * is_active) * tensor.size
             has_factors = self._stateless_rule(tensor) == "factored" and bool(tensor.owned.stateless_in)
             total["state"] += 4 * tensor.num_factors * has_factors
@@ -263,14 +315,31 @@ class ModelState:
                 total["traffic"] += 4 * (_MUON_PASSES if is_active else _STATELESS_PASSES[rule]) * tensor.size
                 if is_active or rule == "orthogonal":
                     total["orthogonalization"] += sum(newton_schulz_flops(*part) for part in tensor.parts)
-        keys = [(tensor.is_active(block), tensor.parts) for tensor in updated]
+        keys = [
+            (tensor.parts, is_active := tensor.is_active(block), () if is_active else self._open_pieces(tensor))
+            for tensor in updated
+        ]
         for stack in matrix_stacks(keys, [tensor.size for tensor in updated]):
             first = updated[stack[0]]
             by_form = _WORKING_BYTES["orthogonal" if first.is_active(block) else self._stateless_rule(first)]
             working = by_form[2 if len(first.parts) > 1 else len(stack) > 1] * len(stack) * first.size
             total["working"] = max(total["working"], int(working))
-        return MatrixShare(**total)
+        return MatrixShare(**total, by_piece=tuple(by_piece))
+
+    def _open_pieces(self, tensor: Tensor) -> Sequence[int]:
+        """Return the pieces during which a stateless update's matrix has a gradient; none if it waits for the step."""
+        if not self.is_breadth_first:
+            return ()
+        if tensor.owned.layer is not None:
+            return (tensor.owned.layer // self.bcd.bcd_layers_per_pass,)
+        if self.partition.tied:
+            return range(self.num_pieces)
+        return (0,) if tensor.owned.module == "embedding" else (self.num_pieces - 1,)
 
     def _stateless_rule(self, tensor: Tensor) -> str:
         is_in_layer = tensor.owned.module == "layer"
         return self.bcd.bcd_inactive_update if is_in_layer else self.bcd.bcd_embedding_update
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ARENA_ALIGNMENT) * _ARENA_ALIGNMENT

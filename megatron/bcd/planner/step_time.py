@@ -84,9 +84,10 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> Phas
 
     ``is_rough`` replaces the simulation by fill, drain and the slowest stage: fast, and exact for balanced stages.
     """
-    shape = recipe.memory.schedule_shape(block)
-    costs = _costs(recipe, shape, block)
-    pipeline, bubble = _rough_seconds(shape, costs) if is_rough else _pipeline_seconds(shape, costs)
+    shape, pipeline, bubble = recipe.memory.schedule_shape(block), 0.0, 0.0
+    if not recipe.config.is_breadth_first:
+        costs = _costs(recipe, shape, block)
+        pipeline, bubble = _rough_seconds(shape, costs) if is_rough else _pipeline_seconds(shape, costs)
     buffers = [by_block[block] for by_block in recipe.state.buffers]
     ranks = range(len(buffers[0].stored))
     shares = [[recipe.state.share(stage, block, rank) for rank in ranks] for stage in range(len(buffers))]
@@ -96,6 +97,8 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> Phas
         for stored, share in zip(buffer.stored, shares[stage], strict=True)
     ]
     step, slowest = max(steps, key=lambda rank: rank[0])
+    if recipe.config.is_breadth_first:
+        pipeline = _breadth_first_seconds(recipe, block, update=step)
     return PhaseTime(
         block=block,
         pipeline=pipeline,
@@ -172,6 +175,48 @@ def num_head_passes(recipe: Recipe, block: int) -> tuple[int, int]:
     is_active = recipe.partition.head_active(block)
     # a linear loss computes the gradient of its input in the forward pass, and the logits again for the weight's
     return (2, 2 * is_active) if recipe.config.has_linear_loss else (1, 1 + is_active)
+
+
+def _breadth_first_seconds(recipe: Recipe, block: int, *, update: float) -> float:
+    """Return the time of the passes with --bcd-schedule breadth-first, and of copies that wait behind them.
+
+    While a piece computes, the next one is copied; while it is updated too, the last one is written back. Copies to and
+    from the device run side by side. `update` is the time of all updates.
+    """
+    state, number = recipe.state, recipe.num_microbatches
+    layer, head, core = pass_seconds(recipe)
+    exchange, pieces = exchange_seconds(recipe), state.num_pieces
+    size, num_layers = recipe.config.bcd.bcd_layers_per_pass, recipe.model.layers
+    activations = recipe.memory.activations(0, block)
+    is_updated = [False] * len(recipe.partition.prefix_layers(block)) + [*recipe.partition.behind_prefix[0][block]]
+    forward_only = num_layers - len(recipe.partition.behind_prefix[0][block])
+    load, store = copy_bytes(recipe, block)
+    inputs = activations.input_bytes("host") / max(1, activations.num_saved_inputs)
+    speed, total = 1e9 * recipe.cluster.copy_gb_per_s, 0.0
+    passes = size * number * (layer + exchange)
+    total += pieces * max(passes, load[0] * size / speed, inputs / speed) - passes  # the last piece runs once
+    for first in range(forward_only // size * size, num_layers, size):
+        numbers = range(first, first + size)
+        num_backward, num_updated = sum(each >= forward_only for each in numbers), sum(is_updated[first : first + size])
+        computing = passes + number * (num_backward * (layer + exchange) + num_updated * layer)
+        computing += number * num_backward * core * (recipe.config.transformer.get("recompute_granularity") is not None)
+        waiting = max((load[1] * size + inputs) / speed, store * size / speed) - computing - update / pieces
+        total += computing + max(0.0, waiting)
+    return total + number * sum(num_head_passes(recipe, block)) * head
+
+
+def copy_bytes(recipe: Recipe, block: int) -> tuple[tuple[float, float], float]:
+    """Return the bytes of a layer that breadth-first copies to the device in the forward and in the backward pass, and
+    back. They are means over the layers, of which the active ones are not copied. A rank copies its own low bits."""
+    if not recipe.is_streamed:
+        return (0.0, 0.0), 0.0
+    layers = recipe.state.streamed[0]
+    share = layers.is_active[block].count(False) / len(layers.sizes)
+    elements, is_updated = share * layers.padded, recipe.config.bcd.bcd_inactive_update != "none"
+    weights, low_bits = recipe.bytes_per_element * elements, 0.0
+    if is_updated and recipe.precision == "bf16":
+        low_bits = 2 * elements / recipe.num_replicas
+    return (weights, weights + low_bits), (weights + low_bits) * is_updated
 
 
 def _unhidden_seconds(

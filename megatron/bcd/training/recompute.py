@@ -58,16 +58,18 @@ class Recomputation:
         return (f"recomputation by stage, of the layers after the prefix: {'; '.join(by_block)}",)
 
 
-def memory_limit(config: RunConfig, *, flag: str) -> float:
+def memory_limit(config: RunConfig, *, flag: str | None) -> float:
     """Return the number of bytes that model state and activations of a rank may take. Collective.
 
     Raises:
-        ValueError: there is neither a GPU nor --recompute-memory-gib.
+        ValueError: there is neither a GPU nor --recompute-memory-gib. If no `flag` needs them, there is no limit.
     """
     if config.training.recompute_memory_gib:
         return config.training.recompute_memory_gib * _GIB
     total = min(collectives.gather_objects(memory.total_bytes()))
     if not total:
+        if flag is None:
+            return float("inf")
         raise ValueError(f"{flag}: there is no GPU whose memory would be the limit. Give --recompute-memory-gib.")
     return total - _FRAMEWORK_GIB * _GIB
 

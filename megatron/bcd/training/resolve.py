@@ -70,11 +70,10 @@ def resolve_run(config: RunConfig, source: Source | None = None) -> ResolvedRun:
         state=model_state_of(config, partition, padded_vocab_size=padded_size, num_replicas=replicas.size()),
         num_microbatches=global_batch_size // per_microbatch,
     )
-    if config.bcd.bcd_layers_on == "auto":
-        limit = memory_limit(config, flag="--bcd-layers-on auto")
-        place, num_resident = memory.frozen_weights(memory_bytes=limit)
-        config = config.replace_section("bcd", bcd_layers_on=place, bcd_resident_layers=num_resident)
-        memory = replace(memory, config=config, state=replace(memory.state, bcd=config.bcd))
+    is_auto = config.bcd.bcd_layers_on == "auto"
+    if is_auto or (config.is_breadth_first and config.bcd.bcd_saved_inputs == "auto"):
+        memory = memory.with_places(memory_bytes=memory_limit(config, flag="--bcd-layers-on auto" if is_auto else None))
+        config = memory.config
     if source is not None and saved is not None and (changed := run_state.changed_flags(saved, config)):
         warning = f"flags differ from those that wrote {source.path}: {', '.join(changed)}"
         source = replace(source, messages=(*source.messages, warning))
