@@ -174,7 +174,8 @@ def compared_with_plain(rule: str) -> list[float]:
                 layout, rate = SHAPES[name.split(".")[2]][1], LR * case.rule.scale
                 value *= 1 - LR * WEIGHT_DECAY
                 if rule == "factored":
-                    update_rules.factored_(value[None], gradient[None], factors[name], layout, rate=rate)
+                    direction = update_rules.FactoredDirection(gradient[None], factors[name], layout)
+                    direction.subtract_from(value[None], *direction.rows, rate=rate)
                 else:
                     value -= rate * update_rules.orthogonal(gradient[None], layout)[0]
         return [float((plain[name] - weight).abs().max()) for name, weight in case.weights.items()]

@@ -10,6 +10,16 @@ import torch
 from megatron.bcd.optim import update_rules
 from megatron.bcd.optim.update_rules import MatrixLayout
 
+
+def subtract_factored(
+    value: torch.Tensor, gradient: torch.Tensor, factors: torch.Tensor, layout: MatrixLayout = update_rules._WHOLE
+) -> None:
+    """Subtract the directions of one step at a rate of 1."""
+    direction = update_rules.FactoredDirection(gradient, factors, layout)
+    for rows in direction.rows:
+        direction.subtract_from(value[:, rows], rows, rate=1.0)
+
+
 SHAPES = ((48, 16), (16, 48), (32, 32))
 
 
@@ -70,11 +80,27 @@ def test_factored_rows_without_gradient(factor: float) -> None:
         g = gradient(2, 6, 5, seed=step)
         g[:, step + 1 :] = 0.0
         actual, expected = torch.zeros_like(g), torch.zeros_like(g)
-        update_rules.factored_(actual, factor * g, factors, rate=1.0)
-        update_rules.factored_(expected, g, same, rate=1.0)
+        subtract_factored(actual, factor * g, factors)
+        subtract_factored(expected, g, same)
         assert torch.allclose(actual, expected, rtol=1e-4)
         assert not actual[:, step + 1 :].any() and actual[:, : step + 1].all()
         assert float(actual.square().mean((1, 2)).max()) < 1.0 + 1e-5
     before = actual.clone()
-    update_rules.factored_(actual, torch.zeros(2, 6, 5), factors, rate=1.0)
+    subtract_factored(actual, torch.zeros(2, 6, 5), factors)
     assert torch.equal(actual, before)
+
+
+def test_a_large_matrix_is_stepped_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedding whose update differs by the rows that fit, or skips the last ones; fp32 copies of all of it."""
+    whole, factors = torch.zeros(1, 50, 8), torch.zeros(1, update_rules.num_factors(50, 8))
+    by_rows, same = whole.clone(), factors.clone()
+    for step in range(3):
+        g = gradient(1, 50, 8, seed=step)
+        subtract_factored(whole, g, factors)
+        with monkeypatch.context() as patched:
+            patched.setattr(update_rules, "ROWS_ELEMENTS", 7 * 8 + 3)
+            assert [rows.stop - rows.start for rows in update_rules.FactoredDirection(g, same.clone()).rows] == [
+                7
+            ] * 7 + [1]
+            subtract_factored(by_rows, g, same)
+    assert torch.allclose(by_rows, whole, rtol=1e-5) and torch.equal(same, factors)

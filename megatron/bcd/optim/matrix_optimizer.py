@@ -647,30 +647,42 @@ class MatrixOptimizer(StateOwner):
         if is_skipped is not None:
             stack.gradient.masked_fill_(is_skipped, 0.0)
             decay = torch.full_like(is_skipped, decay, dtype=torch.float32).masked_fill_(is_skipped, 1.0)
-        is_factored, rate = rule.name == update_rules.FACTORED, group["lr"] * rule.scale
-        update = None if is_factored else self._orthogonal(stack, rule, clip_coefficient)
-        weights = _join(stack.weights)
-        low_bits = stack.state(LOW_BITS)
+        rate = group["lr"] * rule.scale
+        weights, low_bits = _join(stack.weights), stack.state(LOW_BITS)
         bits = _join(low_bits) if low_bits else None
-        value = weights if bits is None else bf16.join(weights, bits)
-        value.mul_(decay)
-        if update is None:
-            by_matrix = stack.state(FACTORS)
-            factors = _join(by_matrix)
-            before = None if is_skipped is None else factors.clone()
-            update_rules.factored_(
-                value, stack.gradient, factors, stack.layout, rate=rate, gradient_scale=gradient_scale
-            )
-            if is_skipped is not None:
-                torch.where(is_skipped, before, factors, out=factors)
-            _write_back(factors, by_matrix)
-        else:
-            value.add_(update, alpha=-rate)
-        del update
+        rows, subtract = self._direction(stack, rule, rate, clip_coefficient, gradient_scale, is_skipped)
+        for some in rows:
+            weight, low = weights[:, some], None if bits is None else bits[:, some]
+            value = weight if low is None else bf16.join(weight, low)
+            subtract(value.mul_(decay), some)
+            if low is not None:
+                bf16.split(value, weight=weight, low_bits=low)
+            del value
         if bits is not None:
-            bf16.split(value, weight=weights, low_bits=bits)
             _write_back(bits, low_bits)
         _write_back(weights, stack.weights)
+
+    def _direction(
+        self,
+        stack: Stack,
+        rule: MatrixRule,
+        rate: float,
+        clip_coefficient: float,
+        gradient_scale: float,
+        is_skipped: torch.Tensor | None,
+    ) -> tuple[Sequence[slice], Callable[[torch.Tensor, slice], object]]:
+        """Update the rule's state. Return the rows to step at a time, and the function that subtracts their update."""
+        if rule.name != update_rules.FACTORED:
+            update = self._orthogonal(stack, rule, clip_coefficient)
+            return [slice(None)], lambda value, rows: value.add_(update, alpha=-rate)
+        by_matrix = stack.state(FACTORS)
+        factors = _join(by_matrix)
+        before = None if is_skipped is None else factors.clone()
+        direction = update_rules.FactoredDirection(stack.gradient, factors, stack.layout, gradient_scale=gradient_scale)
+        if is_skipped is not None:
+            torch.where(is_skipped, before, factors, out=factors)
+        _write_back(factors, by_matrix)
+        return direction.rows, functools.partial(direction.subtract_from, rate=rate)
 
     def _orthogonal(self, stack: Stack, rule: MatrixRule, clip_coefficient: float) -> torch.Tensor:
         gradient = stack.gradient.float()

@@ -1,4 +1,4 @@
-"""Compute directions of weight updates that need no optimizer state, or almost none (`factored_`). Plain PyTorch.
+"""Compute directions of weight updates that need no optimizer state, or almost none (`FactoredDirection`). Plain PyTorch.
 
 A direction is a function of one gradient matrix, or of each matrix in a stack. Matrices may be sliced over
 tensor-parallel ranks. A direction without state has a root mean square of 1, whatever the size of the gradient. Adam's
@@ -10,6 +10,7 @@ Shapes: M = rows (outputs), N = columns (inputs); MN also stands for KMN, K matr
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +20,10 @@ import torch
 
 ORTHOGONAL, FACTORED = "orthogonal", "factored"
 FACTORED_DECAY = 0.99
-"""Decay of the second moments of `factored_`; 0.95 trained equally well."""
+"""Decay of the second moments of `FactoredDirection`; 0.95 trained equally well."""
+ROWS_ELEMENTS = 1 << 26
+"""Number of elements above which a factored update runs some rows at a time: only word embeddings and heads have more.
+Their fp32 values would not fit beside the layers' buffers on a small card."""
 NEWTON_SCHULZ_STEPS = 5
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration: steep at 0. Singular values end between 0.7 and 1.2 (Jordan et al., Muon, 2024)."""
@@ -142,53 +146,93 @@ def split_factors(
     return factors[..., :rows], factors[..., rows:-1].unflatten(-1, (num_parts, -1)), factors[..., -1:]
 
 
-def factored_(
-    value_KMN: torch.Tensor,
-    gradient_KMN: torch.Tensor,
-    factors_KF: torch.Tensor,
-    layout: MatrixLayout = _WHOLE,
-    *,
-    rate: float,
-    gradient_scale: float = 1.0,
-) -> None:
-    """Subtract `rate` x the directions of Adafactor without momentum from fp32 values.
+class FactoredDirection:
+    """The directions of Adafactor without momentum, of a stack of gradients.
 
     Sources: Shazeer and Stern, arXiv 1804.04235; Lv et al., AdaLomo, arXiv 2310.10195.
 
     The second moment of an element is its row's mean square times its column's mean square, divided by the mean of the
     matrix. These are running means with bias correction. A direction has a root mean square of at most 1, and is zero
-    where the gradient is zero. Updates `factors_KF`, F = `num_factors`, which start as zeros. `gradient_scale`
-    multiplies the gradients first. A collective over the layout's group.
+    where the gradient is zero.
+
+    Directions of a matrix of more than `ROWS_ELEMENTS` elements are computed some rows at a time (`rows`), so that
+    their fp32 values take little memory.
     """
-    sizes = layout.parts or (gradient_KMN.shape[1],)
-    rows_KM, columns_KPN, steps_K1 = split_factors(factors_KF, gradient_KMN.shape[1], len(sizes))
-    row_squares = torch.linalg.vector_norm(gradient_KMN, dim=2, dtype=torch.float32).square_()
-    column_squares = _column_norms(_parts(gradient_KMN, sizes)).square_()
-    num_columns, num_slices = gradient_KMN.shape[2], [1, 1]
-    if layout.sharded_dim is not None:  # means over the sliced dimension need the other ranks
-        num_slices[layout.sharded_dim] = layout.num_slices
-        layout.all_reduce(column_squares if layout.sharded_dim == 0 else row_squares)
-    new = (1 - FACTORED_DECAY) * gradient_scale**2
-    factors_KF[:, :-1].mul_(FACTORED_DECAY)
-    rows_KM.add_(row_squares, alpha=new / (num_columns * num_slices[1]))
-    columns_KPN.add_(column_squares, alpha=new / num_slices[0])
-    steps_K1.add_(1)
-    correction_K1 = torch.expm1(steps_K1 * math.log(FACTORED_DECAY)).mul_(-(gradient_scale**2))  # 1 - decay^steps
-    # the mean of a matrix is the mean of its row means, and also of its column means; a rank has all of one kind
-    mean_KP = rows_KM.mean(1, keepdim=True) if layout.sharded_dim == 1 else columns_KPN.mean(2)
-    if len(sizes) > 1:
-        by_part = zip(mean_KP.unbind(1), sizes, strict=True)
-        mean_KP = torch.cat([mean[:, None].expand(-1, size) for mean, size in by_part], dim=1)
-    relative = rows_KM.unflatten(1, (-1, sum(sizes))) / mean_KP.clamp(min=_SMALLEST_SQUARE)[:, None]
-    scaled_KMN = gradient_KMN * relative.clamp_(min=_SMALLEST_SQUARE).rsqrt_().flatten(1)[..., None]  # fp32
-    scales_KPN = (columns_KPN / correction_K1[..., None]).clamp_(min=_SMALLEST_SQUARE).rsqrt_()
-    scaled = _parts(scaled_KMN, sizes)
-    squares_KP = (_column_norms(scaled) * scales_KPN).square_().mean(2)
-    if layout.sharded_dim is not None:
-        layout.all_reduce(squares_KP).div_(layout.num_slices)
-    scales_KPN.div_(squares_KP.sqrt_().clamp_(min=1.0)[..., None])
-    for value, part, scale_KN in zip(_parts(value_KMN, sizes), scaled, scales_KPN.unbind(1), strict=True):
-        value.addcmul_(part, scale_KN[:, None, None], value=-rate)
+
+    def __init__(
+        self,
+        gradient_KMN: torch.Tensor,
+        factors_KF: torch.Tensor,
+        layout: MatrixLayout = _WHOLE,
+        *,
+        gradient_scale: float = 1.0,
+    ) -> None:
+        """Update the means `factors_KF`, F = `num_factors`, which start as zeros. A collective over the layout's group.
+
+        `gradient_scale` multiplies the gradients first.
+        """
+        self._gradient_KMN = gradient_KMN
+        self._sizes = sizes = layout.parts or (gradient_KMN.shape[1],)
+        rows_KM, columns_KPN, steps_K1 = split_factors(factors_KF, gradient_KMN.shape[1], len(sizes))
+        row_squares = torch.linalg.vector_norm(gradient_KMN, dim=2, dtype=torch.float32).square_()
+        column_squares = _column_norms(_parts(gradient_KMN, sizes)).square_()
+        num_columns, num_slices = gradient_KMN.shape[2], [1, 1]
+        if layout.sharded_dim is not None:  # means over the sliced dimension need the other ranks
+            num_slices[layout.sharded_dim] = layout.num_slices
+            layout.all_reduce(column_squares if layout.sharded_dim == 0 else row_squares)
+        new = (1 - FACTORED_DECAY) * gradient_scale**2
+        factors_KF[:, :-1].mul_(FACTORED_DECAY)
+        rows_KM.add_(row_squares, alpha=new / (num_columns * num_slices[1]))
+        columns_KPN.add_(column_squares, alpha=new / num_slices[0])
+        steps_K1.add_(1)
+        correction_K1 = torch.expm1(steps_K1 * math.log(FACTORED_DECAY)).mul_(-(gradient_scale**2))  # 1 - decay^steps
+        # the mean of a matrix is the mean of its row means, and also of its column means; a rank has all of one kind
+        mean_KP = rows_KM.mean(1, keepdim=True) if layout.sharded_dim == 1 else columns_KPN.mean(2)
+        if len(sizes) > 1:
+            by_part = zip(mean_KP.unbind(1), sizes, strict=True)
+            mean_KP = torch.cat([mean[:, None].expand(-1, size) for mean, size in by_part], dim=1)
+        relative = rows_KM.unflatten(1, (-1, sum(sizes))) / mean_KP.clamp(min=_SMALLEST_SQUARE)[:, None]
+        self._row_scales_KM = relative.clamp_(min=_SMALLEST_SQUARE).rsqrt_().flatten(1)
+        scales_KPN = (columns_KPN / correction_K1[..., None]).clamp_(min=_SMALLEST_SQUARE).rsqrt_()
+        squares_KP = (self._scaled_column_norms() * scales_KPN).square_().mean(2)
+        if layout.sharded_dim is not None:
+            layout.all_reduce(squares_KP).div_(layout.num_slices)
+        self._column_scales_KPN = scales_KPN.div_(squares_KP.sqrt_().clamp_(min=1.0)[..., None])
+
+    @functools.cached_property
+    def rows(self) -> Sequence[slice]:
+        """The rows of each call of `subtract_from`."""
+        num_matrices, num_rows, num_columns = self._gradient_KMN.shape
+        if len(self._sizes) > 1 or num_matrices * num_rows * num_columns <= ROWS_ELEMENTS:
+            return [slice(0, num_rows)]
+        at_once = max(1, ROWS_ELEMENTS // (num_matrices * num_columns))
+        return [slice(start, min(start + at_once, num_rows)) for start in range(0, num_rows, at_once)]
+
+    def subtract_from(self, value_KMN: torch.Tensor, rows: slice, *, rate: float) -> None:
+        """Subtract `rate` x the directions of some rows from these rows of the fp32 values."""
+        scaled = self._scaled(rows)
+        sizes = self._sizes if len(self._sizes) > 1 else (scaled.shape[1],)
+        parts = zip(_parts(value_KMN, sizes), _parts(scaled, sizes), self._column_scales_KPN.unbind(1), strict=True)
+        for value, part, scale_KN in parts:
+            value.addcmul_(part, scale_KN[:, None, None], value=-rate)
+
+    def _scaled(self, rows: slice) -> torch.Tensor:
+        """Return the gradient of some rows times the rows' scales, in fp32. Computed once if these are all rows."""
+        if len(self.rows) == 1:
+            return self._all_scaled
+        return self._gradient_KMN[:, rows] * self._row_scales_KM[:, rows, None]
+
+    @functools.cached_property
+    def _all_scaled(self) -> torch.Tensor:
+        return self._gradient_KMN * self._row_scales_KM[..., None]
+
+    def _scaled_column_norms(self) -> torch.Tensor:
+        """Return the root mean squares of the columns of `_scaled`, by part, [K, P, N]."""
+        if len(self.rows) == 1:
+            return _column_norms(_parts(self._all_scaled, self._sizes))
+        squares = sum(torch.linalg.vector_norm(self._scaled(rows), dim=1).square_() for rows in self.rows)
+        assert isinstance(squares, torch.Tensor)
+        return squares.div_(self._gradient_KMN.shape[1]).sqrt_()[:, None]
 
 
 def _parts(matrix_KMN: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
