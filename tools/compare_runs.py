@@ -227,8 +227,10 @@ def _tensor_hashes(folder: Path) -> dict[str, str]:
 
 
 def entry_difference(where: str, before: Entry, after: Entry) -> str | None:
-    """Return the first field that differs, or None."""
+    """Return the first field that differs, or None. A new field may be absent before if it is 0 after."""
     for field in before | after:
+        if field not in before and str(after[field]) == "0":
+            continue
         old, new = before.get(field, "absent"), after.get(field, "absent")
         if old != new:
             return f"{where}, {field}: {old} before, {new} after"

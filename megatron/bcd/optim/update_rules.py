@@ -1,4 +1,4 @@
-"""Compute directions of weight updates that need no optimizer state, or almost none (`FactoredDirection`). Plain PyTorch.
+"""Compute directions of weight updates that need no optimizer state or, as `FactoredDirection`, almost none.
 
 A direction is a function of one gradient matrix, or of each matrix in a stack. Matrices may be sliced over
 tensor-parallel ranks. A direction without state has a root mean square of 1, whatever the size of the gradient. Adam's
