@@ -304,15 +304,17 @@ def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: R
             f"pieces wait {place}"
         )
     if config.bcd.bcd_layers_on == "host":
-        kinds = (
-            "layers outside the block, written back after their updates"
-            if config.is_breadth_first
-            else ("frozen layers")
-        )
-        yield (
-            f"{kinds}{' and embedding' * config.has_embedding_on_host} in host memory, copied as they are read; "
-            f"{config.bcd.bcd_resident_layers} layers of a stage stay on the device"
-        )
+        number, embedding = config.bcd.bcd_resident_layers, " and embedding" * config.has_embedding_on_host
+        if config.is_breadth_first:
+            yield (
+                f"layers outside the block{embedding} in host memory: each is copied twice in a step, and back after "
+                f"its update; buffers for {3 * config.bcd.bcd_layers_per_pass + number} layers on the device"
+            )
+        else:
+            yield (
+                f"frozen layers{embedding} in host memory, copied as they are read; {number} layers of a stage stay on "
+                "the device"
+            )
     if config.tensor_size > 1 and device.has_cuda():
         value = os.environ[distributed.CONNECTIONS]
         warning = ", as given; before Blackwell, tensor-parallel communication overlaps with 1 only"
