@@ -307,8 +307,8 @@ def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: R
         number, embedding = config.bcd.bcd_resident_layers, " and embedding" * config.has_embedding_on_host
         if config.is_breadth_first:
             yield (
-                f"layers outside the block{embedding} in host memory: each is copied twice in a step, and back after "
-                f"its update; buffers for {3 * config.bcd.bcd_layers_per_pass + number} layers on the device"
+                f"layers outside the block{embedding} in host memory, copied as they are read, and back when they are "
+                f"updated; buffers for {3 * config.bcd.bcd_layers_per_pass + number} layers on the device"
             )
         else:
             yield (
