@@ -52,14 +52,24 @@ class Planner(MCoreSavePlanner):
     def __init__(self, deferred: Mapping[str, Callable[[], torch.Tensor]]) -> None:
         super().__init__(flatten_state_dict=False)
         self._deferred = deferred
+        self._copy = torch.empty(0)
+        """The last tensor that only this object has."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return a tensor. The writer calls this for one tensor after the other."""
+        """Return a tensor. The writer calls this for one tensor after the other, each when it has written the last.
+
+        PyTorch's writer keeps all tensors until the end of the file, and first clones those that are views of more
+        memory. So this returns a clone, and frees the memory of the last one.
+        """
         part = super().lookup_object(index)
-        if not getattr(part, "is_meta", False):
+        if not torch.is_tensor(part) or (part.untyped_storage().nbytes() == part.nbytes and not part.is_meta):
             return part
-        whole = self._deferred[index.fqn]()
-        return whole.as_strided(part.shape, part.stride(), whole.storage_offset() + part.storage_offset())
+        if part.is_meta:
+            whole = self._deferred[index.fqn]()
+            part = whole.as_strided(part.shape, part.stride(), whole.storage_offset() + part.storage_offset())
+        self._copy.untyped_storage().resize_(0)
+        self._copy = part.detach().clone()
+        return self._copy
 
 
 class ShardWrite:
@@ -97,7 +107,7 @@ class ShardWrite:
                         part.data = self._on_host(part)
         except (RuntimeError, MemoryError) as error:  # out of host memory: `finish` reports it to the other ranks
             self._error = atomic_io.describe(error)
-        self._writer = Writer(folder)
+        self._writer = Writer(folder, per_thread_copy_ahead=0)  # so that it writes each tensor before it asks for more
         self._writer.set_up_storage_writer(is_coordinator=False, rank=self._rank, use_collectives=False)
         self._planner: Planner | None = Planner(deferred or {})
         self._planner.set_up_planner(mcore_to_pyt_state_dict(by_key), is_coordinator=self._rank == 0)
