@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from support import resumed_runs, streamed_layers, worlds
 from support.dist import World
 
+from megatron.bcd.checkpoint import optimizer_state
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.checkpoint.shard_writer import Planner, ShardWrite
 from megatron.bcd.optim.param_shard import MAIN_PARAM
@@ -132,10 +134,28 @@ def saved_in_passing(config: Any) -> tuple[dict[str, Any], Counter[str]]:
             return resumed_runs.one_part(config), seen
 
 
+def loaded_in_portions(config: Any) -> tuple[dict[str, Any], int]:
+    """Resume with portions of one matrix. Return the outcome, and the most bytes of layers' state loaded at a time."""
+    requested, most = optimizer_state.requested_state, 0
+
+    def count(*args: Any) -> Any:
+        nonlocal most
+        entries = requested(*args)
+        sizes = [math.prod(entry.data.shape) for name, entry in entries.items() if ".layers." in name]
+        most = max(most, 4 * sum(sizes))
+        return entries
+
+    with (
+        mock.patch.object(optimizer_state, "_PORTION", 4096),
+        mock.patch.object(optimizer_state, "requested_state", count),
+    ):
+        return resumed_runs.one_part(config), most
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_saves_layers_that_each_step_writes(world1: World, world2: World, tmp_path: Path, size: int, rule: str) -> None:
-    """A checkpoint whose layers a later step has changed, or a save that holds them twice."""
+    """A checkpoint whose layers a later step has changed; a save, or a resumed run, that holds them twice."""
     world, flags = (world1, world2)[size - 1], RULES[rule]
     whole = world.run(resumed_runs.one_part, config_of(**flags))
     folder = tmp_path / "run"
@@ -143,9 +163,11 @@ def test_saves_layers_that_each_step_writes(world1: World, world2: World, tmp_pa
     seen = sum((seen for _, seen in saving), Counter[str]())
     assert seen["main"] == 2 * seen["model"] > 0
     assert seen["copied model"] == 0
-    assert rule == "pretrain" or seen["most"] < seen["main"] / 3 / 4, "of three saves of four layers"
+    most = max(each["most"] for _, each in saving)
+    assert rule == "pretrain" or most < seen["main"] / 3 / 4, "of three saves of four layers"
     assert seen["copied main"] == (0 if rule == "factored" else seen["main"] // 2), "of the active block alone"
     resumed_runs.point_to(str(folder), 2)
-    rest = world.run(resumed_runs.one_part, config_of(load=folder, **flags))
-    for expected, (passing, _), late in zip(whole, saving, rest, strict=True):
+    rest = world.run(loaded_in_portions, config_of(load=folder, **flags))
+    assert max(most for _, most in rest) < seen["main"] / 3 / 2
+    for expected, (passing, _), (late, _) in zip(whole, saving, rest, strict=True):
         assert resumed_runs.differences(expected, [passing]) + resumed_runs.differences(expected, [late]) == []

@@ -240,8 +240,9 @@ def load_random_states(source: Source) -> str | None:
 
 
 def _load_state(summaries: Mapping[str, StateSummary], source: Source, active: ActiveBlock) -> None:
-    loaded = _load({"optimizer": optimizer_state.requested_state(active, summaries)}, source)
-    optimizer_state.set_state(active, summaries, loaded.get("optimizer", {}))
+    for portion in optimizer_state.portions(active, summaries):
+        loaded = _load({"optimizer": optimizer_state.requested_state(active, portion)}, source)
+        optimizer_state.set_state(portion, loaded.get("optimizer", {}))
 
 
 def _load(sharded: dict[str, Any], source: Source) -> dict[str, Any]:

@@ -8,7 +8,7 @@ of the weight.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -37,6 +37,8 @@ Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 Deferred: TypeAlias = dict[str, Callable[[], torch.Tensor]]
 """Functions that make tensors when they are written, by their keys in the checkpoint."""
 PREFIX = "optimizer"
+_PORTION = 1 << 28
+"""Elements of state that are loaded at a time: 1 GiB."""
 
 
 def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummary]:
@@ -168,31 +170,46 @@ def _read(piece: StatePiece, state_name: str) -> torch.Tensor:
     return piece.tensors()[state_name]
 
 
-def requested_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> dict[str, Entry]:
+Portion: TypeAlias = list[tuple[StateGroup, StateSummary, str]]
+"""Names of parameters, with their groups and the groups' summaries."""
+
+
+def portions(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> Iterator[Portion]:
+    """Divide the groups of a checkpoint that this run also has, so that a portion has about `_PORTION` elements.
+
+    Only layers in host memory of a single stage are divided: ranks load portions together, and need equally many.
+    """
+    groups = state_groups(active)
+    known = [(groups[key], summary) for key, summary in summaries.items() if key in groups]
+    portion: Portion = []
+    size, is_divided = 0, get_frozen_weights(active.model).is_explicit
+    for group, summary in known:
+        for name, parameter in group.parameters.items():
+            portion.append((group, summary, name))
+            size += parameter.numel()
+            if is_divided and size >= _PORTION:
+                yield portion
+                portion, size = [], 0
+    yield portion
+
+
+def requested_state(active: ActiveBlock, portion: Portion) -> dict[str, Entry]:
     """Return empty whole tensors of this rank's state, for Megatron Core's dist_checkpointing to fill."""
     weights, rank = _sharded_weights(active), replicas.rank()
     return {
         f"{state_name}.{name}": _entry(
             active, name, weights[name], torch.empty(shape, dtype=torch.float32), state_name, replica=rank
         )
-        for group, summary in _known(active, summaries)
-        for name in group.parameters
+        for group, summary, name in portion
         for state_name, shape in group.shapes(name, summary["names"]).items()
     }
 
 
-def set_state(active: ActiveBlock, summaries: Mapping[str, StateSummary], loaded: Mapping[str, torch.Tensor]) -> None:
+def set_state(portion: Portion, loaded: Mapping[str, torch.Tensor]) -> None:
     """Set this rank's share of the state from the tensors that `requested_state` asked for."""
-    for group, summary in _known(active, summaries):
-        for name in group.parameters:
-            tensors = {key: loaded[f"{key}.{name}"] for key in group.shapes(name, summary["names"])}
-            group.set(name, tensors, summary["num_steps"])
-
-
-def _known(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> list[tuple[StateGroup, StateSummary]]:
-    """Return the groups of a checkpoint that this run also has, with their summaries."""
-    groups = state_groups(active)
-    return [(groups[key], summary) for key, summary in summaries.items() if key in groups]
+    for group, summary, name in portion:
+        tensors = {key: loaded[f"{key}.{name}"] for key in group.shapes(name, summary["names"])}
+        group.set(name, tensors, summary["num_steps"])
 
 
 def _sharded_weights(active: ActiveBlock) -> dict[str, Any]:
