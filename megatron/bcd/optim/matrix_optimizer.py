@@ -209,7 +209,7 @@ class PieceMatrices:
     param_group: dict[str, Any]
     matrices: list[Matrix]
     is_tied: bool
-    """Whether it is a tied embedding: its gradient is open from the last piece, which has the head, to its own."""
+    """Whether it is a tied embedding: its gradient is open from the first backward pass, which has the head."""
     stacks: list[Stack] = field(default_factory=list)
     """The matrices and their gradients while the piece is open; otherwise empty."""
 
@@ -538,7 +538,7 @@ class MatrixOptimizer(StateOwner):
         """Allocate the gradients of a piece's matrices. Its backward passes follow.
 
         `low_bits` returns the low bits of a streamed parameter, which `step_piece` writes in place; None if they are
-        not on the device. A tied embedding opens with the last piece, which adds the head's part of its gradient.
+        not on the device. A tied embedding opens with the first piece that runs backward, which has the head.
         """
         for part in self._parts(piece):
             if part.stacks:
@@ -581,13 +581,9 @@ class MatrixOptimizer(StateOwner):
         self._close(self._parts(piece))
 
     def _parts(self, piece: int) -> list[PieceMatrices]:
-        """Return the matrices whose gradients open with a piece, unless they have opened before."""
-        parts = list(self._pieces.get(piece, []))
-        if self._pieces and piece == max(self._pieces):
-            parts += [
-                part for number in self._pieces if number != piece for part in self._pieces[number] if part.is_tied
-            ]
-        return parts
+        """Return the matrices whose gradients must be open in the backward passes of a piece."""
+        tied = (part for number, parts in self._pieces.items() if number != piece for part in parts if part.is_tied)
+        return [*self._pieces.get(piece, []), *tied]
 
     def _close(self, parts: Iterable[PieceMatrices]) -> None:
         for part in parts:
