@@ -535,7 +535,7 @@ class Trainer:
         output = model(
             batch.get("tokens"),
             batch.get("position_ids"),
-            batch.get("attention_mask"),
+            data.attention_mask(batch),
             labels=batch.get("labels"),
             **prefix_inputs,
         )

@@ -14,6 +14,7 @@ from support import fine_tuning, huggingface_weights, prefix_runs, resumed_runs,
 from support.dist import World
 
 from megatron.bcd.config import RunConfig
+from megatron.bcd.data import attention_mask
 from megatron.bcd.model.builder import unwrap_model
 
 LLAMA: dict[str, Any] = {"swiglu": True, "ffn_hidden_size": 48, "normalization": "RMSNorm", "disable_bias_linear": True}
@@ -101,7 +102,7 @@ def packed_and_alone(config: RunConfig) -> list[tuple[str, float]]:
         model.output_layer.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
 
         def together() -> torch.Tensor:  # each time anew: backward passes overwrite what the forward pass kept
-            return model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+            return model(batch["tokens"], batch["position_ids"], attention_mask(batch), labels=batch["labels"])
 
         def gradients_of(losses: torch.Tensor) -> list[torch.Tensor]:
             run.active.zero_grad()

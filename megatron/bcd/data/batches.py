@@ -135,8 +135,9 @@ def batches(
     the dataset has.
 
     A batch holds `tokens`, `labels`, `position_ids` int64 [B, S], `loss_mask` float32 [B, S], and with
-    --reset-attention-mask `attention_mask` bool [B, 1, S, S], True = masked. With context parallelism it holds this
-    rank's part of S (of masks, the rows). `tokens` stay in host memory if the embedding is there.
+    --reset-attention-mask `attention_mask` bool [B, 1, S, S], True = masked, or of packed samples `segment_ids` int64
+    [B, S]. With context parallelism it holds this rank's part of S (of masks, the rows). `tokens` stay in host memory
+    if the embedding is there.
     """
     sharding, total = BatchSharding.from_run(config, share), len(dataset)
     if config.data.dataloader_type == "cyclic":
@@ -246,9 +247,15 @@ def _on_this_rank(config: RunConfig, batch: Batch) -> Batch:
     stays, target = {"tokens"} if config.has_embedding_on_host else (), device.current()
     indices = {INDICES: batch.pop(INDICES)} if INDICES in batch else {}
     moved = {name: tensor if name in stays else tensor.to(target, non_blocking=True) for name, tensor in batch.items()}
-    if "segment_ids" in moved:
-        moved["attention_mask"] = segment_mask(moved.pop("segment_ids"))
     return get_batch_on_this_cp_rank(moved) | indices
+
+
+def attention_mask(batch: Batch) -> torch.Tensor | None:
+    """Return the mask of a batch, bool [B, 1, S, S], True = masked; None for plain causal attention.
+
+    Masks of packed samples are made where they are used, because an iteration may keep all of its batches.
+    """
+    return segment_mask(batch["segment_ids"]) if "segment_ids" in batch else batch.get("attention_mask")
 
 
 def segment_mask(segment_ids: torch.Tensor) -> torch.Tensor:
