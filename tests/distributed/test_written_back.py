@@ -117,6 +117,9 @@ def saved_in_passing(config: Any) -> tuple[dict[str, Any], Counter[str]]:
             seen[f"copied {kind}"] += result.nbytes * is_copied
         return result
 
+    def look_at_summary(run: worlds.RecordedRun) -> None:
+        seen["said"] = sum("--async-save writes at once" in note for note in run.recorder.summary.notes)
+
     with resumed_runs.writes_held_back() as release:
 
         def let_write(self: Saver) -> bool:
@@ -131,7 +134,7 @@ def saved_in_passing(config: Any) -> tuple[dict[str, Any], Counter[str]]:
             mock.patch.object(ShardWrite, "_on_host", count),
             mock.patch.object(Planner, "lookup_object", look_up),
         ):
-            return resumed_runs.one_part(config), seen
+            return resumed_runs.one_part(config, after_step=look_at_summary), seen
 
 
 def loaded_in_portions(config: Any) -> tuple[dict[str, Any], int]:
@@ -161,6 +164,7 @@ def test_saves_layers_that_each_step_writes(world1: World, world2: World, tmp_pa
     folder = tmp_path / "run"
     saving = world.run(saved_in_passing, config_of(folder, save_interval=2, async_save=True, **flags))
     seen = sum((seen for _, seen in saving), Counter[str]())
+    assert seen["said"] > 0
     assert seen["main"] == 2 * seen["model"] > 0
     assert seen["copied model"] == 0
     most = max(each["most"] for _, each in saving)

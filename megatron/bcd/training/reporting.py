@@ -310,6 +310,8 @@ def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: R
                 f"layers outside the block{embedding} in host memory, copied as they are read, and back when they are "
                 f"updated; buffers for {3 * config.bcd.bcd_layers_per_pass + number} layers on the device"
             )
+            if config.checkpoint.async_save and config.bcd.bcd_inactive_update != "none":
+                yield "--async-save writes at once, because each step changes layers in host memory"
         else:
             yield (
                 f"frozen layers{embedding} in host memory, copied as they are read; {number} layers of a stage stay on "
