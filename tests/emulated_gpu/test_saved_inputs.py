@@ -26,6 +26,7 @@ MUTANTS: dict[str, Callable[[SavedInputs], Any]] = {
     "saves before the values are computed": lambda saved: mock.patch.object(
         saved._out._stream, "wait_stream", _nothing
     ),
+    "frees what is still leaving": lambda saved: mock.patch.object(saved._out, "wait", _nothing),
     "returns before they are back": lambda saved: mock.patch.object(saved._back, "wait", _nothing),
 }
 

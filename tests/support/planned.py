@@ -56,7 +56,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "breadth_first_streamed": BREADTH_FIRST | {"bcd_layers_on": "host", "bcd_resident_layers": 1},
     "breadth_first_streamed_data2": TWO
     | BREADTH_FIRST
-    | {"bcd_layers_on": "host", "untie_embeddings_and_output_weights": True},
+    | {"bcd_layers_on": "host", "bcd_saved_inputs": "host", "untie_embeddings_and_output_weights": True},
     "breadth_first_streamed_pretrain": PRETRAIN | {"bf16": True, "bcd_layers_on": "host", "num_layers": 12},
     "breadth_first_streamed_frozen": {"bf16": True, "bcd_layers_on": "host", "bcd_num_blocks": 6}
     | {"bcd_schedule": "breadth-first", "num_layers": 12},

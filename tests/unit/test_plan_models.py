@@ -17,7 +17,8 @@ import rtx4090
 from plan import named_model
 from support.planned import CLUSTER, RUNS, recipe_of
 
-from megatron.bcd.planner import measured
+from megatron.bcd.optim import update_rules
+from megatron.bcd.planner import measured, state
 from megatron.bcd.planner.cost import ModelShape
 from megatron.bcd.planner.memory import rank_memory
 from megatron.bcd.planner.recipe import make_recipe
@@ -419,6 +420,11 @@ def test_what_the_readme_says_fits(capsys: pytest.CaptureFixture[str], tmp_path:
         flags = ("--task", "sft", "--model", folder(tmp_path, LARGE[name][0], name=name), *CARD, "--json")
         command = json.loads(run(capsys, *flags))["command"]
         assert name in sentence and "--bcd-layers-on host" in command and "update factored" in command, name
+
+
+def test_rows_of_an_update() -> None:
+    """A plan in which the update of an embedding takes more, or less, than in a run."""
+    assert state.ROWS_ELEMENTS == update_rules.ROWS_ELEMENTS
 
 
 def test_places_that_the_trainer_chooses() -> None:

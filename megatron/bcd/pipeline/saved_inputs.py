@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 
 from megatron.bcd.runtime import device, memory
 
 Place = tuple[int, int]
 """Chunk and microbatch."""
+_NUM_LEAVING = 2
+"""Tensors that may be on their way to host memory while later passes compute."""
 
 
 class SavedInputs:
@@ -27,8 +31,11 @@ class SavedInputs:
         """The ends of copies to host memory, of tensors that are there and not on the device."""
         self._coming: dict[Place, device.Copied] = {}
         """The ends of copies to the device, for tensors in `_saved`."""
+        self._leaving: deque[tuple[torch.Tensor, device.Copied]] = deque()
+        """Tensors on their way to host memory, and the ends of their copies."""
         self._out, self._back = device.CopyStream(), device.CopyStream()
 
+    @torch.no_grad()  # Megatron Core's outputs may require a gradient: the copies would form a graph across steps
     def save(self, place: Place, tensor: torch.Tensor) -> None:
         """Save a tensor. The caller may drop it."""
         if not self._on_host:
@@ -38,7 +45,19 @@ class SavedInputs:
         if copy is None or copy.shape != tensor.shape:
             copy = memory.empty_host_tensor(tensor.numel(), tensor.dtype).view(tensor.shape)
             self._copies[place] = copy
-        self._copied[place] = self._out.copy(tensor, to=copy)
+        self._copied[place] = copied = self._out.copy(tensor, to=copy, is_kept=True)
+        self._leaving.append((tensor, copied))
+        self._free_leaving(_NUM_LEAVING)
+
+    def _free_leaving(self, number: int) -> None:
+        """Free the first tensors until `number` are leaving. Later kernels wait for their copies and reuse the memory.
+
+        If the allocator waited instead, until the copies are done when the CPU asks for memory, the CPU's lead over the
+        device would decide how much memory a step takes.
+        """
+        while len(self._leaving) > number:
+            _, copied = self._leaving.popleft()
+            self._out.wait(copied)
 
     def prefetch(self, place: Place) -> None:
         """Start to copy a saved tensor back to the device, if it is in host memory."""
@@ -50,6 +69,7 @@ class SavedInputs:
 
     def take(self, place: Place) -> torch.Tensor:
         """Return a saved tensor on the device, and forget it."""
+        self._free_leaving(0)
         self.prefetch(place)
         self._back.wait(self._coming.pop(place, None))
         return self._saved.pop(place)

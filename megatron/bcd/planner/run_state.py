@@ -162,10 +162,10 @@ class RunMemory:
         rank = replace(rank, communication=activations.message_bytes)
         if not state.is_breadth_first:
             return replace(rank, activations=activations.peak_bytes(choice))
-        gradients = state.share(stage, block, replica or 0).by_piece or [0] * state.num_pieces
-        both = zip(gradients, activations.piece_peaks(choice), strict=True)
-        of_piece, peak = max(both, key=sum)
-        return replace(rank, pieces=activations.input_bytes("device") + of_piece, activations=peak)
+        share, none = state.share(stage, block, replica or 0), (0,) * state.num_pieces
+        working = map(max, activations.piece_peaks(choice), share.working_by_piece or none)
+        gradients, peak = max(zip(share.by_piece or none, working, strict=True), key=sum)
+        return replace(rank, pieces=activations.input_bytes("device") + gradients, activations=peak)
 
     @cached_property
     def layer_bytes(self) -> LayerBytes:

@@ -24,6 +24,8 @@ _ARENA_ALIGNMENT = 128
 _LOW_BIT_CHUNK, _LOW_BIT_WORK = 2**22, 28
 """Elements whose moments `optim.low_bit_adam` decodes at once on a GPU, and the temporary bytes of each."""
 
+ROWS_ELEMENTS = 2**26
+"""As in `optim.update_rules`: a larger matrix takes the factored update some rows at a time."""
 _WORKING_BYTES = {"orthogonal": (10.5, 14, 17), "factored": (8, 12, 12)}
 """Temporary bytes per element of the matrices that one update steps, by rule: of a single matrix; of several, with
 copies of weights, low bits and momentum; and where queries, keys and values are taken apart."""
@@ -45,6 +47,7 @@ class RankMemory:
     """Moments, main parameters and step counters of the rank's shard; momenta and low bits of its own matrices. 0 if
     they are on the host."""
     activations: int = 0
+    """With --bcd-schedule breadth-first those of a piece, or the temporary memory of its update if that is larger."""
     pieces: int = 0
     """With --bcd-schedule breadth-first during the passes: saved inputs on the device, and the gradients of a piece."""
     optimizer_work: int
@@ -60,8 +63,8 @@ class RankMemory:
     @property
     def total(self) -> int:
         """The peak of the phase."""
-        moving = max(self.activations + self.communication, self.optimizer_work)
-        return self.model_state + self.pieces + moving + self.framework
+        moving = max(self.pieces + self.activations + self.communication, self.optimizer_work)
+        return self.model_state + moving + self.framework
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +98,10 @@ class MatrixShare:
 
     gradients: int = 0  # bytes, for all matrices that are stepped at the end, those of other owners included
     by_piece: tuple[int, ...] = ()  # breadth-first: bytes of gradients while each piece is open
+    working_by_piece: tuple[int, ...] = ()  # and temporary bytes of its update
     state: int = 0  # bytes of momenta, factors, and the low 16 bits of bf16 weights
     kept: int = 0  # bytes of offloaded momenta of other blocks, in host memory
-    working: int = 0  # temporary bytes while the rank updates its largest stack of matrices
+    working: int = 0  # temporary bytes while the rank updates its largest stack of matrices at the end
     orthogonalization: int = 0  # operations
     traffic: int = 0  # bytes of element-wise work
     messages: int = 0  # bytes of gradients sent to owners, and of weights that come back
@@ -288,6 +292,7 @@ class ModelState:
         momentum = DTYPE_BYTES[bcd.muon_momentum_dtype] if self.is_muon else 0
         low_bits = 2 if self.precision == "bf16" else 0
         total, updated, by_piece = Counter[str](), [], [0] * self.num_pieces * self.is_breadth_first
+        working_by_piece = list(by_piece)
         for tensor, is_owned in zip(matrices, is_owner, strict=True):
             is_active = tensor.is_active(block)
             is_stepped = is_active and self.is_muon or tensor.is_stateless(block)
@@ -322,9 +327,15 @@ class ModelState:
         for stack in matrix_stacks(keys, [tensor.size for tensor in updated]):
             first = updated[stack[0]]
             by_form = _WORKING_BYTES["orthogonal" if first.is_active(block) else self._stateless_rule(first)]
-            working = by_form[2 if len(first.parts) > 1 else len(stack) > 1] * len(stack) * first.size
-            total["working"] = max(total["working"], int(working))
-        return MatrixShare(**total, by_piece=tuple(by_piece))
+            size = len(stack) * first.size
+            if by_form is _WORKING_BYTES["factored"] and len(first.parts) == 1:
+                size = min(size, ROWS_ELEMENTS)
+            working = by_form[2 if len(first.parts) > 1 else len(stack) > 1] * size
+            if pieces := () if first.is_active(block) else self._open_pieces(first):
+                working_by_piece[pieces[0]] = max(working_by_piece[pieces[0]], int(working))
+            else:
+                total["working"] = max(total["working"], int(working))
+        return MatrixShare(**total, by_piece=tuple(by_piece), working_by_piece=tuple(working_by_piece))
 
     def _open_pieces(self, tensor: Tensor) -> Sequence[int]:
         """Return the pieces during which a stateless update's matrix has a gradient; none if it waits for the step."""

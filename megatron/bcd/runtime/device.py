@@ -119,10 +119,12 @@ class CopyStream:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if has_cuda() else None
 
-    def copy(self, source: torch.Tensor, *, to: torch.Tensor, after: Iterable[Copied] = ()) -> Copied:
+    def copy(
+        self, source: torch.Tensor, *, to: torch.Tensor, after: Iterable[Copied] = (), is_kept: bool = False
+    ) -> Copied:
         """Start to copy as soon as all work launched so far, which may still use `to`, and copies `after` are done.
 
-        Pass the returned event to `wait`.
+        Pass the returned event to `wait`. With `is_kept` the caller keeps the source until then.
         """
         if self._stream is None:
             to.copy_(source)
@@ -131,7 +133,7 @@ class CopyStream:
         for copied in after:
             if copied is not None:
                 self._stream.wait_event(copied)
-        if source.is_cuda:  # the caller may free it before the copy is done
+        if source.is_cuda and not is_kept:  # the caller may free it before the copy is done
             source.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
