@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from support.pairwise import Combination, pairwise, thinned
 from megatron.bcd import trainer
 from megatron.bcd.checkpoint import layout
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
+from megatron.bcd.pipeline import schedule
+from megatron.bcd.pipeline.breadth_first import BreadthFirstIteration
 
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -183,3 +186,32 @@ def test_a_tied_head_differs_by_rounding(world1: World, method: str) -> None:
     for name, weight in depth["weights"].items():
         assert (breadth["weights"][name] - weight).abs().mean() < 1e-4, f"{name}: a step is 1e-2"
     assert breadth["losses"] == pytest.approx(depth["losses"], rel=1e-5)
+
+
+def repeated_outputs(config: Any) -> list[bool]:
+    """Return whether each repeated forward pass of a step has the output of the first one, bit for bit."""
+    outputs: dict[tuple[int, int], torch.Tensor] = {}
+    are_same: list[bool] = []
+
+    class Recorded(BreadthFirstIteration):
+        def _forward_once(self, action: Any, place: tuple[int, int]) -> None:
+            super()._forward_once(action, place)
+            if place[0] < self._shape.last:
+                outputs[place] = self._inputs[place[0] + 1, place[1]]
+
+        def _free(self, output: torch.Tensor) -> None:
+            [place] = [place for place, other in self._outputs.items() if other is output]
+            are_same.append(torch.equal(output, outputs[place]))
+            super()._free(output)
+
+    with mock.patch.object(schedule, "BreadthFirstIteration", Recorded), worlds.started(config) as run:
+        run.train()
+    return are_same
+
+
+def test_dropout_is_repeated(world1: World) -> None:
+    """A piece whose backward pass drops other elements than its forward pass did."""
+    case = {"cut": "one", "method": "pretrain", "precision": "fp32", "place": "device", "layers": "1"}
+    flags = {"hidden_dropout": 0.5, "attention_dropout": 0.5, "train_iters": 1, "eval_iters": 0}
+    [are_same] = world1.run(repeated_outputs, config_of(case, **breadth_first(case), **flags))
+    assert len(are_same) == 5 * 4 and all(are_same)
