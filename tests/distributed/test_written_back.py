@@ -18,7 +18,7 @@ from megatron.bcd.checkpoint import optimizer_state
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.checkpoint.shard_writer import Planner, ShardWrite
 from megatron.bcd.optim.param_shard import MAIN_PARAM
-from megatron.bcd.runtime import device
+from megatron.bcd.runtime import device, host_memory
 
 CASES: dict[str, dict[str, Any]] = {
     "layers": {},
@@ -38,6 +38,24 @@ def test_equals_layers_on_the_device(world1: World, world2: World, size: int, ca
     world, arguments = (world1, world2)[size - 1], {"num_layers": 8} | CASES[case]
     on_device = world.run(streamed_layers.state_at_end, is_on_host=False, **arguments)
     assert world.run(streamed_layers.state_at_end, **arguments) == on_device
+
+
+def on_two_nodes(config: Any = None, **arguments: Any) -> Any:
+    """Return the state or the outcome of a run whose two ranks share no memory."""
+    with mock.patch.object(host_memory, "_node", lambda: str(torch.distributed.get_rank())):
+        return streamed_layers.state_at_end(**arguments) if config is None else resumed_runs.one_part(config)
+
+
+def test_two_nodes(world2: World, tmp_path: Path) -> None:
+    """Weights that only one node writes back; low bits of another node's matrices, in steps or in a checkpoint."""
+    on_device = world2.run(streamed_layers.state_at_end, is_on_host=False, num_layers=8)
+    assert world2.run(on_two_nodes, num_layers=8) == on_device
+    flags = {"train_iters": 4} | RULES["pretrain"]
+    whole = world2.run(resumed_runs.one_part, config_of(**flags))
+    world2.run(on_two_nodes, config_of(tmp_path, exit_interval=2, **flags))
+    rest = world2.run(on_two_nodes, config_of(load=tmp_path, **flags))
+    for expected, late in zip(whole, rest, strict=True):
+        assert resumed_runs.differences(expected, [late]) == []
 
 
 def copies(**arguments: Any) -> list[tuple[int, int]]:

@@ -1,10 +1,13 @@
-"""Frozen layers in host memory, copied to the device one by one (--bcd-layers-on host).
+"""Inactive layers in host memory, copied to the device when they compute (--bcd-layers-on host).
 
-A phase only reads its frozen weights. The frozen layers of a stage are stored in one arena of page-locked host memory,
-each as one flat piece. While a layer computes, the next one is copied to one of two device buffers on a separate CUDA
-stream. A phase starts by loading the active layers, and the resident ones, which are frozen but stay on the device. At
-its end the active layers are written back. If no phase trains the embedding, the CPU gathers and sends the rows of each
-microbatch. Training is unchanged, bit for bit. See docs/frozen_weights.md.
+The layers of a stage are stored in one arena of page-locked host memory, each as one flat piece. A phase starts by
+loading the active layers, and the resident ones, which are frozen but stay on the device. At its end the active layers
+are written back. If no phase trains the embedding, the CPU gathers and sends the rows of each microbatch.
+
+Frozen layers are only read: while one computes, hooks copy the next one to one of two device buffers on a separate CUDA
+stream. In explicit mode (--bcd-schedule breadth-first) there are no hooks. The schedule loads pieces of consecutive
+layers, with the low bits of those that the phase updates, and has these written back. Training is unchanged, bit for
+bit. See docs/frozen_weights.md.
 """
 
 from __future__ import annotations
@@ -95,8 +98,8 @@ class _Buffer:
         self.copied: device.Copied = None
         """The last copy to this buffer, until later kernels wait for it."""
         self.written: device.Copied = None
-        """The last write-back, which reads this buffer. So a layer that is copied to the device again, which replaced
-        it in its buffer, does not read host memory too early either."""
+        """The last write-back, which reads this buffer. The next copy to the buffer waits for it. A layer is loaded
+        again only after such a copy has replaced it, so this load does not read unfinished host memory either."""
         self.last_use = 0
 
 
@@ -106,13 +109,14 @@ class FrozenWeights:
     Args:
         num_layers: number of calls of `add` to come.
         embedding_size: number of elements that `add_embedding` will get; 0 if it is not called.
-        num_resident: keep the last N frozen layers on the device; backward passes read them, too.
+        num_resident: keep the last N frozen layers on the device; backward passes read them, too. In explicit mode:
+            number of further buffers.
         dtype: dtype of the weights.
         residual_dtype: dtype of the flat tensors in `residuals`; None if there are none.
         is_streamed: returns whether a parameter is streamed, given its name within a layer.
         group: the ranks with the same weights. Those on one node share an arena.
         explicit: the schedule calls `load`, `write_back` and `finish_step`, and no hooks copy layers. There are
-            buffers for three pieces and `num_resident` layers.
+            buffers for three pieces.
         piece_layers: number of layers that the schedule loads at once.
     """
 
@@ -133,7 +137,8 @@ class FrozenWeights:
         """Number of copies of layers to buffers, and back, since the start."""
         self.is_explicit, self._piece_layers = explicit, piece_layers
         self.residuals: dict[torch.nn.Parameter, torch.Tensor] = {}
-        """Flat tensors in the arena, behind the layer's weights, for the bits that `BlockStateStore` offloads."""
+        """Flat tensors in the arena, behind the layer's weights, for the bits that 16-bit weights lack: those that
+        `BlockStateStore` offloads, and the low bits of `MatrixOptimizer`."""
         self._num_layers, self._embedding_size, self._num_resident = num_layers, embedding_size, num_resident
         self._dtype, self._residual_dtype = dtype, residual_dtype
         self._is_streamed, self._group = is_streamed, group
