@@ -1,10 +1,10 @@
-"""Print the table of studies/rtx4090.md: models from 7B to 70B on one, two and four RTX 4090s.
+"""Print the tables of studies/rtx4090.md: models from 7B to 70B on one, two and four RTX 4090s.
 
-    python studies/rtx4090.py [--model NAME] [--num-gpus N]
+    python studies/rtx4090.py [--model NAME] [--num-gpus N] [--every-layer]
 
-Plans are those of `tools/plan.py --task sft --bcd-layers-on host` with 64 sequences per step, and the cheapest
-layout of its --method offload; nothing ran on a GPU. The last column was measured by LLMQ's authors: full training in
-bf16 (arXiv 2512.15306).
+With --every-layer plans are those of `tools/plan.py --task sft` that train every layer; otherwise those of
+`--bcd-inactive-update none --bcd-layers-on host`, and the cheapest layout of --method offload. A step has 64 sequences;
+nothing ran on a GPU. The last column was measured by LLMQ's authors: full training in bf16 (arXiv 2512.15306).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 import plan
 
 from megatron.bcd.planner.estimate import Estimate, make_estimate
+from megatron.bcd.planner.memory import node_bytes
 from megatron.bcd.planner.search import search
 from megatron.bcd.planner.tables import GIB, read_models
 
@@ -38,8 +39,16 @@ COLUMNS = (
 """Column titles. Host memory is per rank."""
 
 
-def plan_flags(model: str, num_gpus: int, *more: str) -> list[str]:
-    words = ["--task", "sft", "--models", MODELS, "--model", model, "--gpu", "rtx4090", "--num-gpus", str(num_gpus)]
+EVERY_LAYER = (
+    "model", "GPUs", "PP x DP", "inactive layers, saved inputs", "GiB of a GPU", "node GB, to save",
+    "fits 64 128 256 GB", "tokens/s, planned", "full training by LLMQ, measured by its authors",
+)  # fmt: skip
+"""Column titles with --every-layer."""
+CARDS = (("rtx4090", 1), ("rtx4090", 2), ("rtx4090", 4), ("h100", 1))
+
+
+def plan_flags(model: str, num_gpus: int, *more: str, gpu: str = "rtx4090") -> list[str]:
+    words = ["--task", "sft", "--models", MODELS, "--model", model, "--gpu", gpu, "--num-gpus", str(num_gpus)]
     return [*words, "--global-batch-size", "64", *more]
 
 
@@ -74,15 +83,40 @@ def row(model: str, num_gpus: int) -> list[str]:
     ]
 
 
+def every_layer_row(model: str, gpu: str, num_gpus: int) -> list[str]:
+    ours = make_estimate(plan.recipe_of(plan.parse_arguments(plan_flags(model, num_gpus, gpu=gpu))))
+    recipe, measured = ours.recipe, LLMQ.get((model, num_gpus)) if gpu == "rtx4090" else None
+    start = [model, f"{num_gpus} x {recipe.cluster.gpu}"]
+    if not recipe.is_factored:
+        return [*start, "", "does not fit", "", "", "", "", f"{measured:,}" if measured else ""]
+    places = "host" if recipe.is_streamed else "device"
+    places += f", {recipe.config.bcd.bcd_saved_inputs}" if recipe.config.is_breadth_first else ", none"
+    need = node_bytes(recipe) / 1e9
+    return [
+        *start,
+        f"{recipe.pipeline_size} x {recipe.data_size}",
+        places,
+        f"{ours.peak.total / GIB:.1f} of {recipe.cluster.memory_gib:g}",
+        f"{recipe.gpus_per_node * ours.host_bytes / 1e9:,.0f}, {need:,.0f}",
+        " ".join("yes" if need <= limit else "no" for limit in (64, 128, 256)),
+        f"{ours.tokens_per_second:,.0f}",
+        f"{measured:,}" if measured else "",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="only this row of studies/rtx4090.csv")
     parser.add_argument("--num-gpus", type=int)
+    parser.add_argument("--every-layer", action="store_true", help="print the table of plans that train every layer")
     arguments = parser.parse_args()
-    lines = [COLUMNS, ["---"] * len(COLUMNS)]
+    columns = EVERY_LAYER if arguments.every_layer else COLUMNS
+    lines = [columns, ["---"] * len(columns)]
     for model in [arguments.model] if arguments.model else read_models(MODELS):
-        for num_gpus in [arguments.num_gpus] if arguments.num_gpus else (1, 2, 4):
-            lines.append(row(model, num_gpus))
+        for gpu, num_gpus in CARDS:
+            if arguments.num_gpus not in (None, num_gpus) or not arguments.every_layer and gpu != "rtx4090":
+                continue
+            lines.append(every_layer_row(model, gpu, num_gpus) if arguments.every_layer else row(model, num_gpus))
     print("\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 

@@ -268,6 +268,8 @@ def test_the_documents_rows(repo_root: Path) -> None:
     for num_gpus in (1, 4):
         line = " | ".join(rtx4090.row("Qwen2.5-14B", num_gpus))
         assert f"| {line} |" in (repo_root / "studies" / "rtx4090.md").read_text()
+        line = " | ".join(rtx4090.every_layer_row("Qwen2.5-14B", "rtx4090", num_gpus))
+        assert f"| {line} |" in (repo_root / "studies" / "rtx4090.md").read_text()
 
 
 BLOCKS = ("--bcd-inactive-update", "none")
