@@ -43,6 +43,15 @@ class BreadthFirstIteration(Iteration):
         super().__init__(*args, **kwargs)
         self._chunks, self._saved_inputs = chunks, saved_inputs
         self._microbatches = list(itertools.islice(self._batches[0], self._shape.num_microbatches))
+        self._next_recomputed: dict[Action, Place] = {}
+        """The next pass that reads a saved input, by backward pass."""
+        coming: Action | None = None
+        for action in reversed(self._actions):
+            if action.kind is Kind.RECOMPUTE:
+                coming = action
+            elif action.kind.is_backward and coming is not None and coming.chunk > 0:
+                self._next_recomputed[action] = coming.chunk, coming.microbatch
+                coming = None
         self._random_states: dict[Place, rng.States] = {}
         has_dropout = self._config.hidden_dropout > 0 or self._config.attention_dropout > 0
         self._repeats_random_numbers = has_dropout and self._shape.is_training
@@ -57,23 +66,23 @@ class BreadthFirstIteration(Iteration):
             if coming:
                 chunk, is_backward = _visit(coming[0])
                 self._chunks.prefetch(chunk, is_backward=is_backward)
-            for action, following in itertools.zip_longest(actions, actions[1:]):
-                self._run(action, following)
+            for action in actions:
+                self._run(action)
         select_chunk(self._model, None)
         if self._shape.is_training:
             self._finish_gradients()
         self._chunks.finish()
         return self._reported
 
-    def _run(self, action: Action, following: Action | None) -> None:
+    def _run(self, action: Action) -> None:
         place = (action.chunk, action.microbatch)
         if action.kind is Kind.LOSS:
             self._chunks.reduce_loss(self._reported)
         elif action.kind is Kind.UPDATE:
             self._chunks.update(action.chunk)
         elif action.kind.is_backward:
-            if following is not None and following.kind is Kind.RECOMPUTE:
-                self._saved_inputs.prefetch((following.chunk, following.microbatch))
+            if action in self._next_recomputed:  # its input arrives during this backward pass
+                self._saved_inputs.prefetch(self._next_recomputed[action])
             self._backward(action, place)
         elif action.kind is Kind.RECOMPUTE:
             self._recompute(place)
