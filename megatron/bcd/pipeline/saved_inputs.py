@@ -38,6 +38,7 @@ class SavedInputs:
     @torch.no_grad()  # Megatron Core's outputs may require a gradient: the copies would form a graph across steps
     def save(self, place: Place, tensor: torch.Tensor) -> None:
         """Save a tensor. The caller may drop it."""
+        tensor = tensor.detach()  # Megatron Core records bias and dropout of a layer even without a graph
         if not self._on_host:
             self._saved[place] = tensor
             return

@@ -1,0 +1,56 @@
+"""Whole runs in breadth-first order with layers in host memory, where copies and NCCL are as late as possible."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import pytest
+from support import resumed_runs, worlds
+from support.dist import RankError
+from support.gpu_worlds import Worlds
+
+from megatron.bcd.runtime import device
+
+HOST = {"bcd_schedule": "breadth-first", "bcd_layers_on": "host", "bcd_saved_inputs": "host"}
+CASES: dict[str, dict[str, Any]] = {
+    "pretrain": {"bcd_preset": "pretrain", "overlap_grad_reduce": True},
+    "factored": {"bcd_num_blocks": 0, "bcd_inactive_update": "factored", "bcd_steps_per_block": None},
+    "adam": {"bcd_inactive_update": "orthogonal"},
+}
+
+
+def config_of(case: str, **more: Any) -> Any:
+    flags = {"num_layers": 4, "mock_data": True, "split": None, "micro_batch_size": 1, "global_batch_size": 4}
+    flags |= {"world_size": 2, "bf16": True, "train_iters": 3, "bcd_num_blocks": 2}
+    flags |= {"untie_embeddings_and_output_weights": True, "eval_iters": 1, "eval_interval": 2}
+    return worlds.run_config(**flags | CASES[case] | more)
+
+
+def run(config: Any, *, is_mutant: bool = False) -> dict[str, Any]:
+    """Run `resumed_runs.one_part`; the mutant computes without waiting for copies to the device."""
+    broken = mock.patch.object(device.CopyStream, "wait", lambda *_: None)
+    with broken if is_mutant else contextlib.nullcontext():
+        return resumed_runs.one_part(config)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_late_is_the_same(late: Worlds, gpus: Worlds, case: str) -> None:
+    """An update that reads a gradient before it is reduced or a weight before its copy; weights that are broadcast, or
+    copied to host memory, before they are updated; a gradient whose memory is used again too early; a graph that
+    outlives its phase, with hooks of the last optimizer."""
+    depth = gpus(2).run(run, config_of(case))
+    for expected, other in zip(depth, late(2).run(run, config_of(case, **HOST)), strict=True):
+        assert resumed_runs.differences(expected, [other]) == []
+
+
+def test_a_mutant_fails(late: Worlds, gpus: Worlds) -> None:
+    """The late mode passes although a wait is missing."""
+    depth = gpus(2).run(run, config_of("factored"))
+    try:
+        broken = late(2).run(run, config_of("factored", **HOST), is_mutant=True)
+    except RankError as error:
+        assert "[emulated] RACE" in str(error)
+    else:
+        assert resumed_runs.differences(depth[0], [broken[0]])
