@@ -26,7 +26,6 @@ METHODS = {
     "paper": ["--bcd-preset", "paper"],
     "paper, frozen weights on the host": ["--bcd-preset", "paper", "--bcd-layers-on", "host"],
     "pretrain": ["--bcd-preset", "pretrain"],
-    "pretrain, breadth-first": ["--bcd-preset", "pretrain", "--bcd-schedule", "breadth-first"],
     "pretrain, breadth-first, layers on the host": ["--bcd-preset", "pretrain", "--bcd-layers-on", "host"],
     "finetune": ["--bcd-preset", "finetune", "--bcd-inactive-update", "none"],
     "no active block, factored": [

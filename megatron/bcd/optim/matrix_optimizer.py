@@ -644,33 +644,33 @@ class MatrixOptimizer(StateOwner):
             stack.gradient.masked_fill_(is_skipped, 0.0)
             decay = torch.full_like(is_skipped, decay, dtype=torch.float32).masked_fill_(is_skipped, 1.0)
         rate = group["lr"] * rule.scale
+        update = None if rule.name == update_rules.FACTORED else self._orthogonal(stack, rule, clip_coefficient)
         weights, low_bits = _join(stack.weights), stack.state(LOW_BITS)
         bits = _join(low_bits) if low_bits else None
-        rows, subtract = self._direction(stack, rule, rate, clip_coefficient, gradient_scale, is_skipped)
+
+        def load(rows: slice) -> torch.Tensor:
+            return weights[:, rows] if bits is None else bf16.join(weights[:, rows], bits[:, rows])
+
+        rows = [slice(None)] if update is not None else update_rules.rows_at_once(stack.gradient, stack.layout)
+        value: torch.Tensor | None = load(rows[0])  # before a factored direction, because it takes temporary memory
+        direction = self._factored_direction(stack, gradient_scale, is_skipped) if update is None else None
         for some in rows:
-            weight, low = weights[:, some], None if bits is None else bits[:, some]
-            value = weight if low is None else bf16.join(weight, low)
-            subtract(value.mul_(decay), some)
-            if low is not None:
-                bf16.split(value, weight=weight, low_bits=low)
-            del value
+            value = (load(some) if value is None else value).mul_(decay)
+            if direction is None:
+                value.add_(update, alpha=-rate)
+            else:
+                direction.subtract_from(value, some, rate=rate)
+            if bits is not None:
+                bf16.split(value, weight=weights[:, some], low_bits=bits[:, some])
+            value = None
         if bits is not None:
             _write_back(bits, low_bits)
         _write_back(weights, stack.weights)
 
-    def _direction(
-        self,
-        stack: Stack,
-        rule: MatrixRule,
-        rate: float,
-        clip_coefficient: float,
-        gradient_scale: float,
-        is_skipped: torch.Tensor | None,
-    ) -> tuple[Sequence[slice], Callable[[torch.Tensor, slice], object]]:
-        """Update the rule's state. Return the rows to step at a time, and the function that subtracts their update."""
-        if rule.name != update_rules.FACTORED:
-            update = self._orthogonal(stack, rule, clip_coefficient)
-            return [slice(None)], lambda value, rows: value.add_(update, alpha=-rate)
+    def _factored_direction(
+        self, stack: Stack, gradient_scale: float, is_skipped: torch.Tensor | None
+    ) -> update_rules.FactoredDirection:
+        """Return the directions of a stack, and update its factors unless it is skipped."""
         by_matrix = stack.state(FACTORS)
         factors = _join(by_matrix)
         before = None if is_skipped is None else factors.clone()
@@ -678,7 +678,7 @@ class MatrixOptimizer(StateOwner):
         if is_skipped is not None:
             torch.where(is_skipped, before, factors, out=factors)
         _write_back(factors, by_matrix)
-        return direction.rows, functools.partial(direction.subtract_from, rate=rate)
+        return direction
 
     def _orthogonal(self, stack: Stack, rule: MatrixRule, clip_coefficient: float) -> torch.Tensor:
         gradient = stack.gradient.float()

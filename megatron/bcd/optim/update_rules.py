@@ -146,6 +146,15 @@ def split_factors(
     return factors[..., :rows], factors[..., rows:-1].unflatten(-1, (num_parts, -1)), factors[..., -1:]
 
 
+def rows_at_once(gradient_KMN: torch.Tensor, layout: MatrixLayout = _WHOLE) -> Sequence[slice]:
+    """Return the rows that a factored update computes at a time: all, or `ROWS_ELEMENTS` elements."""
+    num_matrices, num_rows, num_columns = gradient_KMN.shape
+    if len(layout.parts) > 1 or num_matrices * num_rows * num_columns <= ROWS_ELEMENTS:
+        return [slice(0, num_rows)]
+    at_once = max(1, ROWS_ELEMENTS // (num_matrices * num_columns))
+    return [slice(start, min(start + at_once, num_rows)) for start in range(0, num_rows, at_once)]
+
+
 class FactoredDirection:
     """The directions of Adafactor without momentum, of a stack of gradients.
 
@@ -171,7 +180,7 @@ class FactoredDirection:
 
         `gradient_scale` multiplies the gradients first.
         """
-        self._gradient_KMN = gradient_KMN
+        self._gradient_KMN, self._layout = gradient_KMN, layout
         self._sizes = sizes = layout.parts or (gradient_KMN.shape[1],)
         rows_KM, columns_KPN, steps_K1 = split_factors(factors_KF, gradient_KMN.shape[1], len(sizes))
         row_squares = torch.linalg.vector_norm(gradient_KMN, dim=2, dtype=torch.float32).square_()
@@ -202,15 +211,12 @@ class FactoredDirection:
     @functools.cached_property
     def rows(self) -> Sequence[slice]:
         """The rows of each call of `subtract_from`."""
-        num_matrices, num_rows, num_columns = self._gradient_KMN.shape
-        if len(self._sizes) > 1 or num_matrices * num_rows * num_columns <= ROWS_ELEMENTS:
-            return [slice(0, num_rows)]
-        at_once = max(1, ROWS_ELEMENTS // (num_matrices * num_columns))
-        return [slice(start, min(start + at_once, num_rows)) for start in range(0, num_rows, at_once)]
+        return rows_at_once(self._gradient_KMN, self._layout)
 
     def subtract_from(self, value_KMN: torch.Tensor, rows: slice, *, rate: float) -> None:
-        """Subtract `rate` x the directions of some rows from these rows of the fp32 values."""
+        """Subtract `rate` x the directions of some rows from these rows of the fp32 values. Call it once for them."""
         scaled = self._scaled(rows)
+        self.__dict__.pop("_all_scaled", None)  # so that it is freed at the end
         sizes = self._sizes if len(self._sizes) > 1 else (scaled.shape[1],)
         parts = zip(_parts(value_KMN, sizes), _parts(scaled, sizes), self._column_scales_KPN.unbind(1), strict=True)
         for value, part, scale_KN in parts:
