@@ -88,6 +88,11 @@ def test_what_is_trained() -> None:
     assert _shape("factored", 2).updated == (True, True, True)
     assert _shape("pretrain", 1).updated == (True, True, False, False, True, True)
     assert _shape("pretrain", 1).first_trainable == 0
+    head_only = _partition(
+        has_stateless_updates=True, embedding_update="factored", always_active=frozenset({"norms", "biases", "head"})
+    )
+    shape = breadth_first_shape(head_only, 2, layer_pieces(6, 1), num_microbatches=1)
+    assert shape.updated == (True, True, True, True, False, True), "the head, although its layer is the active block"
 
 
 def test_each_microbatch_is_read_by_every_piece() -> None:

@@ -37,8 +37,9 @@ def is_piece_active(partition: Partition, block: int, pieces: Sequence[range], p
 
 def is_piece_updated(partition: Partition, block: int, pieces: Sequence[range], piece: int) -> bool:
     """Return whether the block's phase updates matrices of a piece at once, without state."""
-    is_end = piece in (0, len(pieces) - 1)
-    is_outside = is_end and partition.embedding_update == "factored" and partition.embedding_always_active
+    has_embedding = piece == 0 and partition.embedding_always_active
+    has_head = piece == len(pieces) - 1 and partition.head_always_active
+    is_outside = partition.embedding_update == "factored" and (has_embedding or has_head)
     return is_outside or any(partition.is_stateless(layer, block) for layer in pieces[piece])
 
 

@@ -46,8 +46,8 @@ class StepMetrics:
     skipped_iterations: int = 0
     """Number of steps skipped by an fp16 overflow since the last log step."""
     skipped_layers: int = 0
-    """Number of pieces left as they were since the last log step, because their gradients were not finite
-    (--bcd-schedule breadth-first)."""
+    """Number of layers, in whole pieces, that were left as they were since the last log step, because their gradients
+    were not finite (--bcd-schedule breadth-first)."""
     global_batch_size: int = 0
     params_norm: float | None = None
     """Norm of all weights (--log-params-norm)."""

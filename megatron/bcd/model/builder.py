@@ -266,7 +266,8 @@ def get_frozen_weights(model: torch.nn.Module) -> FrozenWeights:
 def frozen_on_host(model: torch.nn.Module) -> Iterator[Callable[[Tensor], bool]]:
     """Inside the context, all frozen weights of --bcd-layers-on host are in host memory.
 
-    Yields a function that returns whether a tensor is one of them. They do not change before the next phase ends.
+    Yields a function that returns whether a tensor is one of them. They do not change before the next phase ends,
+    unless the phase updates layers in host memory.
     """
     frozen_weights = get_frozen_weights(model)
     with frozen_weights.all_on_host():

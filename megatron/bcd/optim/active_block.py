@@ -71,8 +71,9 @@ class ActiveBlock:
         self.matrices = build_matrix_optimizer(
             config, model, self.parameters.matrices(), places=self._frozen_weights.residuals
         )
-        owned = [matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner]
-        self._frozen_weights.set_owned(owned)
+        if config.bcd.bcd_inactive_update != "none":
+            owned = [matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner]
+            self._frozen_weights.set_owned(owned)
         self.pieces: Sequence[range] = ()
         """The layers of each piece of --bcd-schedule breadth-first."""
         if config.is_breadth_first:
@@ -80,7 +81,7 @@ class ActiveBlock:
         self.owners: tuple[StateOwner, ...] = (self.core, self.matrices)
         """All that steps parameters and owns their state."""
         self.skipped_layers = 0
-        """Number of pieces that the last step left as they were, because their gradients were not finite."""
+        """Number of layers that the last step left as they were, because their gradients were not finite."""
         self.outer_momenta: dict[str, torch.Tensor] = {}
         """Momenta of the outer step of replica groups, in host memory: by name, flat, this rank's `shard_slice`."""
         self.config = config
@@ -262,7 +263,7 @@ class ActiveBlock:
         if not self.core.prepare_step():
             return None
         norm, is_finite = self.matrices.add_norm(self.core.gradient_norm())
-        self.skipped_layers = self.matrices.skipped()
+        self.skipped_layers = self.matrices.skipped() * self.config.bcd.bcd_layers_per_pass
         if skip_non_finite and not (math.isfinite(norm) and is_finite):
             return None
         for owner in self.owners:
@@ -286,7 +287,11 @@ class ActiveBlock:
 
     def update_piece(self, piece: int, *, gradient_scale: float) -> None:
         """Step the matrices of a piece that need no optimizer state, and free their gradients. A collective."""
-        self.matrices.step_piece(piece, gradient_scale=gradient_scale)
+        self.matrices.step_piece(
+            piece,
+            gradient_scale=gradient_scale,
+            skip_non_finite=self.config.training.check_for_nan_in_loss_and_grad,
+        )
         self._frozen_weights.write_back(self.pieces[piece])
 
     def close_piece(self, piece: int) -> None:

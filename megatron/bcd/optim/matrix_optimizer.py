@@ -554,10 +554,11 @@ class MatrixOptimizer(StateOwner):
                     matrix.state[LOW_BITS] = matrix.offloaded[LOW_BITS] if bits is None else bits
 
     @torch.no_grad()
-    def step_piece(self, piece: int, *, gradient_scale: float = 1.0) -> None:
+    def step_piece(self, piece: int, *, gradient_scale: float = 1.0, skip_non_finite: bool = True) -> None:
         """Step the matrices of a piece and free their gradients. A collective over the stage.
 
-        The piece stays as it was, bit for bit, if a gradient is not finite on any rank. The CPU waits for nothing.
+        With `skip_non_finite` the weights and means of the piece stay as they were, bit for bit, if a gradient is not
+        finite on any rank. The CPU waits for nothing.
         """
         parts = self._pieces.get(piece, [])
         by_stack = [(stack, part.param_group) for part in parts for stack in part.stacks]
@@ -570,9 +571,11 @@ class MatrixOptimizer(StateOwner):
             squares = _sum_of_squares([stack.gradient for stack, _ in owned])
             torch.distributed.all_reduce(squares, group=self._stage_group)
             is_skipped = torch.isfinite(squares).logical_not_()
-            self._skipped += is_skipped
+            self._skipped += is_skipped & skip_non_finite
             for stack, group in owned:
-                self._update(stack, group, gradient_scale=gradient_scale, is_skipped=is_skipped)
+                self._update(
+                    stack, group, gradient_scale=gradient_scale, is_skipped=is_skipped if skip_non_finite else None
+                )
             self._broadcast(stack for stack, _ in by_stack)
         self._close(parts)
 
@@ -670,13 +673,17 @@ class MatrixOptimizer(StateOwner):
     def _factored_direction(
         self, stack: Stack, gradient_scale: float, is_skipped: torch.Tensor | None
     ) -> update_rules.FactoredDirection:
-        """Return the directions of a stack, and update its factors unless it is skipped."""
+        """Return the directions of a stack, and update its means unless it is skipped.
+
+        The number of steps counts a skipped one too, so it stays the same for all matrices of a checkpoint's group.
+        """
         by_matrix = stack.state(FACTORS)
         factors = _join(by_matrix)
-        before = None if is_skipped is None else factors.clone()
+        means = factors[:, :-1]
+        before = None if is_skipped is None else means.clone()
         direction = update_rules.FactoredDirection(stack.gradient, factors, stack.layout, gradient_scale=gradient_scale)
         if is_skipped is not None:
-            torch.where(is_skipped, before, factors, out=factors)
+            torch.where(is_skipped, before, means, out=means)
         _write_back(factors, by_matrix)
         return direction
 

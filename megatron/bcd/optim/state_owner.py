@@ -73,7 +73,7 @@ class StateOwner(ABC):
     def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
         """Yield the tensors that this rank steps in this phase: those of the active block, or of inactive layers.
 
-        Of tensors in host memory only a `host_sample`.
+        Tensors in host memory are reduced to a `host_sample`.
         """
 
     @abstractmethod

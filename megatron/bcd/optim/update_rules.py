@@ -214,7 +214,10 @@ class FactoredDirection:
         return rows_at_once(self._gradient_KMN, self._layout)
 
     def subtract_from(self, value_KMN: torch.Tensor, rows: slice, *, rate: float) -> None:
-        """Subtract `rate` x the directions of some rows from these rows of the fp32 values. Call it once for them."""
+        """Subtract `rate` x the directions of some rows from these rows of the fp32 values.
+
+        Call it once for each slice of `rows`.
+        """
         scaled = self._scaled(rows)
         self.__dict__.pop("_all_scaled", None)  # so that it is freed at the end
         sizes = self._sizes if len(self._sizes) > 1 else (scaled.shape[1],)

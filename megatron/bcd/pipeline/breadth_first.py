@@ -18,7 +18,7 @@ from megatron.bcd.runtime import rng
 
 
 class Chunks(Protocol):
-    """What an iteration needs of the optimizer and of layers in host memory."""
+    """The optimizer and the layers in host memory, as an iteration calls them."""
 
     def enter(self, chunk: int, *, is_backward: bool) -> None:
         """Prepare the coming passes of a chunk: its weights and, if they run backward, its gradients."""
@@ -98,21 +98,23 @@ class BreadthFirstIteration(Iteration):
             self._saved_inputs.save(place, received)
         if runs_again and self._repeats_random_numbers:
             self._random_states[place] = rng.states()
-        self._set_input(place, received)
+        self._set_input(place, received, keeps_graph=action.kind.keeps_graph)
         self._forward(action, place)
         if chunk < self._shape.last:
-            self._inputs[chunk + 1, microbatch] = self._outputs.pop(place)
+            # Megatron Core records bias and dropout of a layer even without a graph
+            self._inputs[chunk + 1, microbatch] = self._outputs.pop(place).detach()
 
     def _recompute(self, place: Place) -> None:
         """Repeat a forward pass with a graph."""
-        self._set_input(place, self._saved_inputs.take(place) if place[0] > 0 else None)
+        self._set_input(place, self._saved_inputs.take(place) if place[0] > 0 else None, keeps_graph=True)
         with rng.repeating(self._random_states.pop(place, None)):
             self._forward(Action(Kind.RECOMPUTE, place[1], place[0]), place)
         self._free(self._outputs[place])
 
-    def _set_input(self, place: Place, tensor: torch.Tensor | None) -> None:
+    def _set_input(self, place: Place, tensor: torch.Tensor | None, *, keeps_graph: bool) -> None:
+        """Set the input of a pass. It stays until the backward pass only if it requires a gradient."""
         if tensor is not None:
-            needs_gradient = self._shape.is_training and self._shape.needs_input_gradient(place[0])
+            needs_gradient = keeps_graph and self._shape.needs_input_gradient(place[0])
             self._inputs[place] = tensor.detach().requires_grad_(needs_gradient)
 
     def _next_batch(self, action: Action) -> Iterator[Any]:

@@ -35,10 +35,8 @@ class SavedInputs:
         """Tensors on their way to host memory, and the ends of their copies."""
         self._out, self._back = device.CopyStream(), device.CopyStream()
 
-    @torch.no_grad()  # Megatron Core's outputs may require a gradient: the copies would form a graph across steps
     def save(self, place: Place, tensor: torch.Tensor) -> None:
         """Save a tensor. The caller may drop it."""
-        tensor = tensor.detach()  # Megatron Core records bias and dropout of a layer even without a graph
         if not self._on_host:
             self._saved[place] = tensor
             return

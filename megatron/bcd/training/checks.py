@@ -81,8 +81,10 @@ class StepChecks:
             return
         if self.outputs.saver is not None:
             self.outputs.saver.finish()
+        # breadth-first order steps the pieces whose gradients are finite
+        weights = "" if config.is_breadth_first else ", the weights are those before them"
         raise TrainingFailed(
             f"iteration {state.iteration}: loss or gradient was not finite in {state.skipped_steps} steps in a row "
-            f"(--max-skipped-steps), the weights are those before them; {self.outputs.where_to_resume()}. A lower "
+            f"(--max-skipped-steps){weights}; {self.outputs.where_to_resume()}. A lower "
             "--lr, a longer warm-up or --clip-grad may help"
         )

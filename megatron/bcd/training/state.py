@@ -27,7 +27,7 @@ class StepResult:
     duration: device.Stopwatch | float
     """Milliseconds, or a stopwatch that measures them."""
     skipped_layers: int = 0
-    """Number of pieces that were left as they were, because their gradients were not finite."""
+    """Number of layers that were left as they were, because their gradients were not finite."""
     requests: tuple[int, ...] = ()
     """Requests of any rank to stop, see `StopRequests.on_this_rank`."""
 
