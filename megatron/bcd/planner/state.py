@@ -198,8 +198,7 @@ class ModelState:
     def buffer_low_bits(self, stage: int, replica: int) -> int:
         """Return the bytes of low bits in the device buffers: each stores those that the rank owns in a layer."""
         has_place = self.bcd.bcd_layers_on != "device" and self.precision == "bf16"
-        steps_matrices = self.is_muon or self.bcd.bcd_inactive_update != "none"
-        if not (self.is_breadth_first and has_place and steps_matrices):
+        if not (self.is_breadth_first and has_place and self.bcd.bcd_inactive_update != "none"):
             return 0
         by_layer = Counter[int]()
         for tensor, owner in zip(*self._matrices(stage), strict=True):
