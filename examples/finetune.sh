@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Fine-tune a published LLaMA on instructions with --bcd-preset finetune, answer a prompt, and write a folder that
 # AutoModelForCausalLM loads. tools/plan.py --task sft estimates memory, time and price. It trains every layer in every
-# step if that fits, if needed with layers in host memory, or else blocks; --bcd-inactive-update none always uses blocks.
+# step if that fits, if needed with layers in host memory, or else blocks; --bcd-inactive-update none uses blocks.
 #
 #   bash examples/finetune.sh MODEL CLUSTER [flags of the planner and of the training script]
 #

@@ -198,6 +198,9 @@ def stepped_with_inf(rule: str) -> tuple[list[bool], int, bool]:
             microbatches[0]["layers.1.proj"][3, 3] = torch.inf
         case.step(microbatches, by_piece=True)
         after, skipped = case.state(), case.optimizer.skipped()
+        for name in [name for name in before if name.endswith("factors")]:  # a skipped step counts, in all pieces alike
+            assert after[name][-1] == before[name][-1] + 1
+            before[name], after[name] = before[name][:-1], after[name][:-1]
         changed = [
             [not torch.equal(bits(before[name]), bits(after[name])) for name in before if piece_of(name) == piece]
             for piece in range(NUM_LAYERS)
