@@ -488,7 +488,6 @@ class Trainer:
         is_sum = get_model_config(self.model).calculate_per_token_loss and num_tokens
         return StepLoss(
             loss=loss,
-            num_tokens=num_tokens,
             requests=requests,
             is_stepped=math.isfinite(loss) or steps_always,
             gradient_scale=replicas.size() / num_tokens if is_sum else 1.0,

@@ -17,7 +17,6 @@ from support import resumed_runs, worlds
 from support.dist import World
 from support.pairwise import Combination, pairwise, thinned
 
-from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.checkpoint.shard_writer import ShardWrite
 from megatron.bcd.model.builder import get_frozen_weights
 from megatron.bcd.optim import block_state
@@ -296,7 +295,7 @@ def with_exceptions(main_param: torch.Tensor, weight: torch.Tensor, *, out: torc
 def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int, int]:
     """Delay the writing of a run's checkpoints as long as possible. Return its messages, and the peak bytes that a save
     copied: of layers, of all tensors, and of main parameters."""
-    finish, on_host = Saver.finish, ShardWrite._on_host
+    on_host = ShardWrite._on_host
     copied = total = main_params = 0
 
     def count(self: ShardWrite, part: Any) -> torch.Tensor:
@@ -308,21 +307,13 @@ def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int, int]:
         main_params += result.nbytes * (f".{MAIN_PARAM}." in part.key and ".layers." in part.key and not result.is_meta)
         return result
 
-    with resumed_runs.writes_held_back() as release:
-
-        def let_write(self: Saver) -> bool:
-            release.set()
-            is_saved = finish(self)
-            release.clear()
-            return is_saved
-
-        with (
-            mock.patch.object(Saver, "finish", let_write),
-            mock.patch.object(block_state, "bf16_residual", with_exceptions),
-            mock.patch.object(ShardWrite, "is_writing", True),
-            mock.patch.object(ShardWrite, "_on_host", count),
-        ):
-            return resumed_runs.one_part(config), copied, total, main_params
+    with (
+        resumed_runs.writes_wait_for_finish(),
+        mock.patch.object(block_state, "bf16_residual", with_exceptions),
+        mock.patch.object(ShardWrite, "is_writing", True),
+        mock.patch.object(ShardWrite, "_on_host", count),
+    ):
+        return resumed_runs.one_part(config), copied, total, main_params
 
 
 @pytest.mark.parametrize(("cut", "precision"), [("one", "bf16"), ("data", "fp16"), ("data", "bf16")])

@@ -15,7 +15,6 @@ from support import resumed_runs, streamed_layers, worlds
 from support.dist import World
 
 from megatron.bcd.checkpoint import optimizer_state
-from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.checkpoint.shard_writer import Planner, ShardWrite
 from megatron.bcd.optim.param_shard import MAIN_PARAM
 from megatron.bcd.runtime import device, host_memory
@@ -115,7 +114,7 @@ def config_of(folder: Path | None = None, **flags: Any) -> Any:
 def saved_in_passing(config: Any) -> tuple[dict[str, Any], Counter[str]]:
     """Delay the writing of a run's checkpoints as long as possible. Return its outcome, and bytes of the layers' main
     parameters and weights in all saves: of all, of those that a save copied, and the most at a time while it wrote."""
-    finish, on_host, seen = Saver.finish, ShardWrite._on_host, Counter[str]()
+    on_host, seen = ShardWrite._on_host, Counter[str]()
     lookup_object, made = Planner.lookup_object, list[torch.Tensor]()
 
     def look_up(self: Planner, index: Any) -> Any:
@@ -138,21 +137,13 @@ def saved_in_passing(config: Any) -> tuple[dict[str, Any], Counter[str]]:
     def look_at_summary(run: worlds.RecordedRun) -> None:
         seen["said"] = sum("--async-save writes at once" in note for note in run.recorder.summary.notes)
 
-    with resumed_runs.writes_held_back() as release:
-
-        def let_write(self: Saver) -> bool:
-            release.set()
-            is_saved = finish(self)
-            release.clear()
-            return is_saved
-
-        with (
-            mock.patch.object(Saver, "finish", let_write),
-            mock.patch.object(ShardWrite, "is_writing", True),
-            mock.patch.object(ShardWrite, "_on_host", count),
-            mock.patch.object(Planner, "lookup_object", look_up),
-        ):
-            return resumed_runs.one_part(config, after_step=look_at_summary), seen
+    with (
+        resumed_runs.writes_wait_for_finish(),
+        mock.patch.object(ShardWrite, "is_writing", True),
+        mock.patch.object(ShardWrite, "_on_host", count),
+        mock.patch.object(Planner, "lookup_object", look_up),
+    ):
+        return resumed_runs.one_part(config, after_step=look_at_summary), seen
 
 
 def loaded_in_portions(config: Any) -> tuple[dict[str, Any], int]:

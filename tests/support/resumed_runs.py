@@ -11,11 +11,13 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import dist_checkpointing
 
 from megatron.bcd.checkpoint import layout, shard_writer
+from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.config import RunConfig
 from support import worlds
 
@@ -84,6 +86,22 @@ def writes_held_back() -> Iterator[threading.Event]:
     finally:
         release.set()
         shard_writer.FileSystemWriter.write_data = original
+
+
+@contextlib.contextmanager
+def writes_wait_for_finish() -> Iterator[None]:
+    """Delay writes in the background until the run waits for them (`Saver.finish`)."""
+    finish = Saver.finish
+    with writes_held_back() as release:
+
+        def let_write(self: Saver) -> bool:
+            release.set()
+            is_saved = finish(self)
+            release.clear()
+            return is_saved
+
+        with mock.patch.object(Saver, "finish", let_write):
+            yield
 
 
 def point_to(root: str, iteration: int) -> None:

@@ -15,7 +15,6 @@ class StepLoss:
 
     loss: float
     """Mean per token."""
-    num_tokens: float
     requests: list[int]
     """Requests of any rank to stop, see `StopRequests.on_this_rank`."""
     is_stepped: bool
