@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.bcd.blocks.partition import Partition, partition
-from megatron.bcd.blocks.pieces import layer_pieces
+from megatron.bcd.blocks.pieces import virtual_pieces
 from megatron.bcd.pipeline.build import build_plan, peak_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape, breadth_first_shape, evaluation_shape
 from megatron.bcd.pipeline.simulate import ActionCosts, simulate
@@ -39,7 +39,7 @@ _CASES = {
 
 def _shape(case: str, layers_per_pass: int) -> PlanShape:
     blocks, block = _CASES[case]
-    return breadth_first_shape(blocks, block, layer_pieces(6, layers_per_pass), num_microbatches=4)
+    return breadth_first_shape(blocks, block, virtual_pieces(blocks, layers_per_pass), num_microbatches=4)
 
 
 @pytest.mark.parametrize("layers_per_pass", [1, 2, 4, 6])
@@ -91,7 +91,7 @@ def test_what_is_trained() -> None:
     head_only = _partition(
         has_stateless_updates=True, embedding_update="factored", always_active=frozenset({"norms", "biases", "head"})
     )
-    shape = breadth_first_shape(head_only, 2, layer_pieces(6, 1), num_microbatches=1)
+    shape = breadth_first_shape(head_only, 2, virtual_pieces(head_only, 1), num_microbatches=1)
     assert shape.updated == (True, True, True, True, False, True), "the head, although its layer is the active block"
 
 

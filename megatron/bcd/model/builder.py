@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import partition_from_config
-from megatron.bcd.blocks.pieces import layer_pieces
+from megatron.bcd.blocks.pieces import stage_pieces
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.frozen_weights import FrozenWeights, StreamedLayer
@@ -214,8 +214,8 @@ def _build_chunk(
         rope_scaling_factor=config.model.rope_scaling_factor,
         vp_stage=vp_stage,
     )
-    if config.is_breadth_first:
-        model.pieces = layer_pieces(len(model.decoder.layers), config.bcd.bcd_layers_per_pass)
+    if config.is_breadth_first and config.pipeline_size == 1:
+        model.pieces = stage_pieces(partition_from_config(config), 0, config.bcd.bcd_layers_per_pass)
     if "biases" in config.bcd.always_active:
         for layer in model.decoder.layers:
             if layer.self_attention.linear_qkv.bias is not None:
@@ -243,7 +243,7 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_v
         ),
         group=replicas.group(),
         explicit=config.is_breadth_first,
-        piece_layers=config.bcd.bcd_layers_per_pass,
+        piece_layers=max(map(len, stage_pieces(partition, stage, config.bcd.bcd_layers_per_pass))),
     )
 
 

@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.blocks.pieces import layer_pieces, piece_of
+from megatron.bcd.blocks.pieces import piece_of, stage_pieces, virtual_pieces
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_frozen_weights
 from megatron.bcd.optim.block_state import BlockStateStore
@@ -77,7 +77,7 @@ class ActiveBlock:
         self.pieces: Sequence[range] = ()
         """The layers of each piece of --bcd-schedule breadth-first."""
         if config.is_breadth_first:
-            self.pieces = layer_pieces(len(partition.stage_layers(stage)), config.bcd.bcd_layers_per_pass)
+            self.pieces = stage_pieces(partition, stage, config.bcd.bcd_layers_per_pass)
         self.owners: tuple[StateOwner, ...] = (self.core, self.matrices)
         """All that steps parameters and owns their state."""
         self.skipped_layers = 0
@@ -157,8 +157,12 @@ class ActiveBlock:
                 weight.data = weight.data.clone()
         memory.release_cached_memory()
 
-    def _piece_of(self, name: str) -> int:
-        return piece_of(self.parameters.ownership(name), self.pieces)
+    def _piece_of(self, name: str) -> int | None:
+        """Return the piece that steps a matrix; None for a tied embedding with a copy on another stage."""
+        if getattr(self.parameters.all()[name], "shared_embedding", False):  # Megatron Core's attribute
+            return None
+        pieces = virtual_pieces(self.partition, self.config.bcd.bcd_layers_per_pass)
+        return piece_of(self.parameters.ownership(name), pieces) // self.partition.num_stages
 
     def _shared_matrices(self, block: int) -> list[str]:
         """Return the block's 16-bit matrices that the matrix optimizer steps in the phases of other blocks.

@@ -250,11 +250,11 @@ def evaluation_shape(
 def breadth_first_shape(
     partition: Partition, block: int, pieces: Sequence[range], *, num_microbatches: int
 ) -> PlanShape:
-    """Return the shape of a training iteration that runs the pieces of the only stage one after the other."""
+    """Return the shape of a training iteration in breadth-first order. `pieces` are `virtual_pieces`."""
     numbers = range(len(pieces))
     return PlanShape(
-        num_stages=1,
-        num_chunks=len(pieces),
+        num_stages=partition.num_stages,
+        num_chunks=len(pieces) // partition.num_stages,
         num_microbatches=num_microbatches,
         first_trainable=first_trainable_piece(partition, block, pieces),
         active=tuple(is_piece_active(partition, block, pieces, piece) for piece in numbers),

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition, describe_layers
-from megatron.bcd.blocks.pieces import layer_pieces
+from megatron.bcd.blocks.pieces import virtual_pieces
 from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.checkpoint.loader import Source
@@ -297,7 +297,7 @@ def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: R
         yield f"pipeline schedule {_describe_pipeline(config, partition)}"
     yield from recomputation.describe(partition)
     if config.is_breadth_first:
-        pieces = len(layer_pieces(len(partition.stage_layers(0)), config.bcd.bcd_layers_per_pass))
+        pieces = len(virtual_pieces(partition, config.bcd.bcd_layers_per_pass))
         place = "in host memory" if config.bcd.bcd_saved_inputs == "host" else "on the device"
         yield (
             f"breadth-first: all microbatches of a step pass through one of {pieces} pieces before the next; inputs of "
