@@ -66,12 +66,9 @@ def test_logits(world1: World, text_data: str, tmp_path: Path, name: str) -> Non
     assert (ours - theirs).abs().max() < 1e-4 and theirs.std() > 0.1
 
 
+SHORT = (("gpt2", (2, 1)), ("llama3", (1, 2)), ("qwen2", (2, 2)), ("phi3", (1, 2)))
 MATRIX = [
-    pytest.param(
-        name,
-        layout,
-        marks=[] if (name, layout) in (("gpt2", (2, 1)), ("llama3", (1, 2)), ("qwen2", (2, 2))) else [pytest.mark.long],
-    )
+    pytest.param(name, layout, marks=[] if (name, layout) in SHORT else [pytest.mark.long])
     for name in models.SETTINGS
     for layout in [*LAYOUTS, (4, 2)]
 ]
@@ -134,6 +131,7 @@ FROM_SCRATCH: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"group_query_attention": True, "num_query_groups": 2}),
     "qwen2": ("llama", {"add_qkv_bias": True, "no_untie_embeddings_and_output_weights": True}),
     "qwen3": ("llama", {"qk_layernorm": True, "kv_channels": 16}),
+    "smollm3": ("llama", {"no_rope_freq": "[0,1]*2"}),
 }
 
 

@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
 VOCABULARY, LAYERS = 259, 4
 _SIZES = {
     "vocab_size": VOCABULARY,
@@ -33,13 +34,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 64},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
+    "phi3": {"pad_token_id": None, "sliding_window": 64},
+    "smollm3": {"no_rope_layers": [1, 0, 0, 1], "pad_token_id": None, "tie_word_embeddings": True},
 }
 """Settings that differ from `_SIZES` and transformers' defaults."""
 
 
 def model_type(name: str) -> str:
-    """Return the family of a model: the longest one that its name starts with."""
-    return next(family for family in ("gpt2", "llama", "mistral", "qwen2", "qwen3") if name.startswith(family))
+    """Return the family of a model: the one that its name starts with."""
+    return next(family for family in FAMILIES if name.startswith(family))
 
 
 def model_of(name: str) -> Any:

@@ -17,6 +17,7 @@ import rtx4090
 from plan import named_model
 from support.planned import CLUSTER, RUNS, recipe_of
 
+from megatron.bcd.huggingface.architecture import FAMILIES
 from megatron.bcd.optim import update_rules
 from megatron.bcd.planner import measured, state
 from megatron.bcd.planner.cost import ModelShape
@@ -32,8 +33,8 @@ def config(kind: str, layers: int, hidden: int, heads: tuple[int, int], ffn: int
     """A config.json of LLaMA's form."""
     sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads[0]}
     sizes |= {"num_key_value_heads": heads[1], "intermediate_size": ffn, "vocab_size": vocabulary}
-    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
-    names = {"architectures": [f"{name}ForCausalLM"], "model_type": kind, "max_position_embeddings": 4096}
+    name = next(name for name, family in FAMILIES.items() if family == kind)
+    names = {"architectures": [name], "model_type": kind, "max_position_embeddings": 4096}
     return names | sizes | {"tie_word_embeddings": False} | more
 
 
@@ -48,6 +49,11 @@ PUBLISHED = {
         596_049_920,
     ),
     "SmolLM2-135M": (config("llama", 30, 576, (9, 3), 1536, 49152, tie_word_embeddings=True), 134_515_008),
+    "Phi-4": (config("phi3", 40, 5120, (40, 10), 17920, 100352), 14_659_507_200),
+    "SmolLM3-3B": (
+        config("smollm3", 36, 2048, (16, 4), 11008, 128256, tie_word_embeddings=True, no_rope_layer_interval=4),
+        3_075_098_624,
+    ),
     "Mistral-7B": (config("mistral", 32, 4096, (32, 8), 14336, 32000), 7_241_732_096),
 }
 """Public architectures, and their parameters as transformers counts them on the meta device."""

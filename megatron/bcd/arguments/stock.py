@@ -5,6 +5,8 @@ Types, defaults and help of flags come from the dataclass fields that they set, 
 
 from __future__ import annotations
 
+import argparse
+import ast
 import functools
 import importlib.resources
 from collections.abc import Sequence
@@ -35,7 +37,7 @@ TRANSFORMER_FIELDS = {
     NETWORK: "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups hidden_dropout "
     "attention_dropout normalization layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias "
     "qk_layernorm apply_residual_connection_post_layernorm apply_query_key_layer_scaling rotary_interleaved "
-    "attention_backend init_method_std embedding_init_method_std use_cpu_initialization",
+    "no_rope_freq attention_backend init_method_std embedding_init_method_std use_cpu_initialization",
     TRAINING: "calculate_per_token_loss deterministic_mode test_mode",
     PRECISION: "fp16 bf16 fp8 fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo "
     "attention_softmax_in_fp32 disable_bf16_reduced_precision_matmul masked_softmax_fusion bias_dropout_fusion "
@@ -63,6 +65,36 @@ DDP_FIELDS = {
 }
 """Fields of ``DistributedDataParallelConfig`` that have a flag."""
 
+
+def layer_pattern(text: str) -> int | list[int]:
+    """Return stock's pattern of layers: an interval, or a list with a number for each layer, such as ``[0]*3+[1]``.
+
+    Raises:
+        ArgumentTypeError: `text` is neither.
+    """
+    problem = argparse.ArgumentTypeError(f"{text!r} is neither a number above 0 nor a list of 0 and 1. Give one.")
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int() as number):
+                return number
+            case ast.List(elts=parts):
+                return [value(part) for part in parts]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return value(left) + value(right)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                return value(left) * value(right)
+        raise problem
+
+    try:
+        pattern = value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError):
+        raise problem from None
+    if isinstance(pattern, list) and set(pattern) <= {0, 1} or isinstance(pattern, int) and pattern > 0:
+        return pattern
+    raise problem
+
+
 DIFFERENCES: dict[str, dict[str, Any]] = {
     # names and defaults of stock that Megatron Core's dataclasses do not have
     "masked_softmax_fusion": {"name": "--no-masked-softmax-fusion", "default": True},
@@ -76,6 +108,10 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "optimizer_offload_fraction": {"default": 1.0},
     "pin_cpu_grads": {"name": "--no-pin-cpu-grads"},
     "muon_split_qkv": {"name": "--muon-no-split-qkv"},
+    "no_rope_freq": {
+        "type": layer_pattern,
+        "help": "layers without RoPE: every N-th, or a list like '([0]*3+[1])*8' with 1 for each of them",
+    },
     "initial_loss_scale": {"type": float},
     "grad_reduce_in_fp32": {"name": "--accumulate-allreduce-grads-in-fp32"},
     "bucket_size": {"name": "--ddp-bucket-size"},
@@ -161,7 +197,7 @@ BELONG_TO = {
     "--save-hf": "save_hf_interval",
     "--group-query-attention": "num_query_groups",
     "--position-embedding-type=rope --use-rotary-position-embeddings": "rotary_base rotary_percent rotary_interleaved "
-    "use_rope_scaling",
+    "use_rope_scaling no_rope_freq",
     "--recompute-granularity=full": "recompute_method recompute_num_layers distribute_saved_activations",
     "--recompute-granularity=selective --recompute-activations": "recompute_modules",
     "--no-sequence-parallel": "distribute_saved_activations",
@@ -237,7 +273,7 @@ UNSUPPORTED = {
         "--softmax-type --qk-clip --qk-l2-norm"
     ),
     "all layers are the same transformer layer": (
-        "--hybrid- --is-hybrid-model --heterogeneous- --spec --mtp- --enable-gpt-oss --no-rope-freq --rope-type"
+        "--hybrid- --is-hybrid-model --heterogeneous- --spec --mtp- --enable-gpt-oss --rope-type"
     ),
     "the activation is --swiglu, --quick-geglu, --squared-relu, or GELU": (
         "--activation-func-clamp-value --glu-linear-offset"

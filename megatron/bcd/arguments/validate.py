@@ -256,6 +256,11 @@ def _check_positions(run: Run, given: Mapping[str, Any]) -> None:
             rotated >= 2 and rotated % 2 == 0,
             f"--rotary-percent {run.rotary_percent} rotates {rotated} channels of a head: must be an even number",
         )
+        pattern = run.no_rope_freq or [0] * run.num_layers
+        require(
+            len(pattern) == run.num_layers,
+            f"--no-rope-freq has {len(pattern)} numbers for {run.num_layers} layers. Give one for each layer.",
+        )
 
 
 def _check_parallel(run: Run, world_size: int) -> None:

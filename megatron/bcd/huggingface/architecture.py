@@ -17,6 +17,8 @@ FAMILIES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Phi3ForCausalLM": "phi3",
+    "SmolLM3ForCausalLM": "smollm3",
 }
 """Families, which are also the ``model_type``, by transformers' class."""
 
@@ -30,7 +32,10 @@ _DIFFERENCES = {
     "vision_config audio_config": "it reads more than text",
     "is_encoder_decoder": "it has an encoder",
     "gemma gemma2 gemma3_text": "it scales its embedding",
-    "phi3": "its queries, keys and values are one matrix, and so are gate and up",
+    "olmo2 olmo3 exaone4": "its norms come behind attention and MLP",
+    "granite": "it multiplies embedding, residuals and logits by constants",
+    "glm glm4": "it rotates half of each head, in pairs",
+    "cohere cohere2": "its attention and MLP run side by side",
     "use_parallel_residual parallel_attn": "its attention and MLP run side by side",
 }
 """Keys of a config.json or model types, and how such an architecture differs. The first match is reported."""
@@ -59,6 +64,8 @@ class Architecture:
     """None if positions are learned."""
     rope_scaling_factor: float | None = None
     """Factor of LLaMA 3's scaling; None without it."""
+    no_rope_layers: tuple[int, ...] = ()
+    """1 for each layer without RoPE, else 0. Empty if all layers have it."""
     linear_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -228,7 +235,7 @@ def _llama(read: _Reader, family: str) -> Architecture:
             f"attention_bias {bias} without the same mlp_bias is not supported: Megatron Core's layers have biases "
             "everywhere, nowhere, or only in queries, keys and values",
         )
-    has_window = read.switch("use_sliding_window", family == "mistral")
+    has_window = read.switch("use_sliding_window", family in ("mistral", "phi3"))
     # a Mistral without the key has transformers' default window; one with null has none
     window = (
         read.optional_size("sliding_window", MISTRAL_WINDOW if family == "mistral" else None) if has_window else None
@@ -247,12 +254,26 @@ def _llama(read: _Reader, family: str) -> Architecture:
         tied=read.switch("tie_word_embeddings", False),
         rotary_base=base,
         rope_scaling_factor=factor,
+        no_rope_layers=_no_rope_layers(read) if family == "smollm3" else (),
         linear_bias=bias,
         qkv_bias=bias or family == "qwen2",
         qk_norm=family == "qwen3",
         sliding_window=window,
+        hidden_dropout=read.number("resid_pdrop", 0.0) if family == "phi3" else 0.0,
         attention_dropout=read.number("attention_dropout", 0.0),
     )
+
+
+def _no_rope_layers(read: _Reader) -> tuple[int, ...]:
+    """Return `Architecture.no_rope_layers`. transformers' list has 1 for a layer with RoPE."""
+    num_layers, interval = read.size("num_hidden_layers"), read.size("no_rope_layer_interval", 4)
+    with_rope = read.config.get("no_rope_layers")
+    if with_rope is None:
+        with_rope = [(number + 1) % interval != 0 for number in range(num_layers)]
+    if not isinstance(with_rope, list) or len(with_rope) != num_layers or not set(with_rope) <= {0, 1}:
+        raise ValueError(f"{read.source}: no_rope_layers is {_shown(with_rope)}, but must have 0 or 1 for every layer")
+    layers = tuple(1 - int(has_rope) for has_rope in with_rope)
+    return layers if any(layers) else ()
 
 
 def _rope(read: _Reader) -> tuple[int, float | None]:
@@ -313,6 +334,7 @@ def architecture_flags(network: Architecture) -> dict[str, Any]:
     else:
         values |= {"rotary_base": network.rotary_base, "rotary_percent": 1.0, "rotary_interleaved": False}
         values["use_rope_scaling"] = network.rope_scaling_factor is not None
+        values["no_rope_freq"] = list(network.no_rope_layers) or None
     if network.rope_scaling_factor is not None:
         values["rope_scaling_factor"] = network.rope_scaling_factor
     return values
@@ -378,8 +400,11 @@ def _llama_config(network: Architecture) -> dict[str, Any]:
     }
     if network.rope_scaling_factor is not None:
         values["rope_scaling"] = {"rope_type": "llama3", "factor": network.rope_scaling_factor, **LLAMA3_ROPE}
-    if network.family in ("llama", "qwen3"):
+    if network.family in ("llama", "qwen3", "smollm3"):
         values["attention_bias"] = network.linear_bias
-    if network.family == "llama":
+    if network.family in ("llama", "smollm3"):
         values["mlp_bias"] = network.linear_bias
+    if network.no_rope_layers:
+        values["no_rope_layers"] = [1 - without for without in network.no_rope_layers]
+        values["pad_token_id"] = None  # transformers' default is an id of the published vocabulary
     return values

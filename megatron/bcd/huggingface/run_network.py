@@ -148,7 +148,12 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
     qkv_bias, qk_norm = linear_bias or bool(fields.get("add_qkv_bias")), bool(fields.get("qk_layernorm"))
     is_fused = is_on_gpu and linear_bias and bool(fields.get("bias_activation_fusion"))
     network = Architecture(
-        family=_family(is_rope=is_rope, qk_norm=qk_norm, only_qkv_bias=qkv_bias and not linear_bias),
+        family=_family(
+            is_rope=is_rope,
+            qk_norm=qk_norm,
+            only_qkv_bias=qkv_bias and not linear_bias,
+            has_no_rope_layers=bool(fields.get("no_rope_freq")),
+        ),
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=int(fields.get("ffn_hidden_size") or 4 * config.hidden_size),
@@ -161,6 +166,7 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
         tied=config.tied,
         rotary_base=model.rotary_base if is_rope else None,
         rope_scaling_factor=float(model.rope_scaling_factor) if model.use_rope_scaling else None,
+        no_rope_layers=tuple(fields.get("no_rope_freq") or ()),
         linear_bias=linear_bias,
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
@@ -173,9 +179,11 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
     return network
 
 
-def _family(*, is_rope: bool, qk_norm: bool, only_qkv_bias: bool) -> str:
+def _family(*, is_rope: bool, qk_norm: bool, only_qkv_bias: bool, has_no_rope_layers: bool) -> str:
     if not is_rope:
         return "gpt2"
+    if has_no_rope_layers:
+        return "smollm3"
     return "qwen3" if qk_norm else "qwen2" if only_qkv_bias else "llama"
 
 

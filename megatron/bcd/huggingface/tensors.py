@@ -86,11 +86,12 @@ class _QueryKeyValue:
         return [part.flatten(0, 2) for part in rows.split((self.queries, 1, 1), dim=1)]
 
     def join_fused(self, parts: Sequence[Tensor]) -> Tensor:
-        """Convert GPT-2's single tensor: a weight [H, 3 H], or a bias."""
-        return self.join(_transpose(parts[0]).chunk(3))
+        """Convert a single tensor of all queries, keys and values in turn: a weight [outputs, H], or a bias."""
+        sizes = (self.groups * self.queries * self.head_size, *[self.groups * self.head_size] * 2)
+        return self.join(parts[0].split(sizes))
 
     def split_fused(self, tensor: Tensor) -> Sequence[Tensor]:
-        return (_transpose(torch.cat(list(self.split(tensor)))),)
+        return (torch.cat(list(self.split(tensor))),)
 
 
 def _transpose(tensor: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ def _transpose(tensor: Tensor) -> Tensor:
 def _llama_rows(network: Architecture) -> Iterator[Row]:
     vocabulary, hidden, inner = network.vocab_size, network.hidden_size, network.ffn_hidden_size
     heads, groups, width = network.num_attention_heads, network.num_query_groups, network.head_size
-    qkv = _QueryKeyValue(groups, heads // groups, width)
+    qkv, is_fused = _QueryKeyValue(groups, heads // groups, width), network.family == "phi3"
 
     def layer_row(key: str, names: Sequence[str], *shapes: tuple[int, ...], **transforms: Any) -> Row:
         theirs = tuple("model.layers.{}." + name for name in names)
@@ -122,15 +123,21 @@ def _llama_rows(network: Architecture) -> Iterator[Row]:
         projections = tuple(f"self_attn.{letter}_proj.{kind}" for letter in "qkv")
         shapes = tuple((count * width, *rest) for count in (heads, groups, groups))
         gate_up = (f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}")
-        if has_qkv:
+        if has_qkv and is_fused:
+            fused, name = (sum(shape[0] for shape in shapes), *rest), f"self_attn.qkv_proj.{kind}"
+            transforms = {"join": qkv.join_fused, "split": qkv.split_fused}
+            yield layer_row(f"self_attention.linear_qkv.{kind}", (name,), fused, **transforms)
+        elif has_qkv:
             yield layer_row(f"self_attention.linear_qkv.{kind}", projections, *shapes, join=qkv.join, split=qkv.split)
         if has_others:
             out, down = ((hidden, heads * width), (hidden, inner)) if rest else ((hidden,), (hidden,))
             fc1 = (inner, *rest)
             yield layer_row(f"self_attention.linear_proj.{kind}", (f"self_attn.o_proj.{kind}",), out)
-            yield layer_row(
-                f"mlp.linear_fc1.{kind}", gate_up, fc1, fc1, join=torch.cat, split=lambda tensor: tensor.chunk(2)
-            )
+            if is_fused:
+                yield layer_row(f"mlp.linear_fc1.{kind}", (f"mlp.gate_up_proj.{kind}",), (2 * inner, *rest))
+            else:
+                halves = {"join": torch.cat, "split": lambda tensor: tensor.chunk(2)}
+                yield layer_row(f"mlp.linear_fc1.{kind}", gate_up, fc1, fc1, **halves)
             yield layer_row(f"mlp.linear_fc2.{kind}", (f"mlp.down_proj.{kind}",), down)
     if network.qk_norm:
         for letter in "qk":
@@ -170,8 +177,8 @@ def _gpt2_rows(network: Architecture) -> Iterator[Row]:
             f"self_attention.linear_qkv.{kind}",
             f"attn.c_attn.{kind}",
             linear(hidden, 3 * hidden),
-            join=qkv.join_fused,
-            split=qkv.split_fused,
+            join=lambda parts: qkv.join_fused([_transpose(parts[0])]),
+            split=lambda tensor: (_transpose(qkv.split_fused(tensor)[0]),),
         )
         yield layer_row(f"self_attention.linear_proj.{kind}", f"attn.c_proj.{kind}", linear(hidden, hidden))
         yield layer_row(f"mlp.linear_fc1.layer_norm_{kind}", f"ln_2.{kind}", (hidden,))
