@@ -53,9 +53,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--block", type=int, metavar="K", help="with --layout interleaved: the active block; M is the head"
         " (--bcd-head-phase)")  # fmt: skip
     add("--chunks", type=int, metavar="V", help="with --layout interleaved: chunks per stage, a multiple of M"
-        " (default: M); with --schedule breadth-first: pieces of the model")  # fmt: skip
+        " (default: M); with --schedule breadth-first: pieces of a stage (default: 4)")  # fmt: skip
     add("--schedule", choices=("both", STOCK, BCD, BREADTH_FIRST), default="both",
-        help="what to draw (default: both); breadth-first takes --stages 1 and --chunks")  # fmt: skip
+        help="what to draw (default: both); breadth-first takes --chunks per stage")  # fmt: skip
     add("--figure", metavar="FILE", help="also draw a picture (.png or .svg)")
     group = parser.add_argument_group("costs", "times in any unit: one number, or one per stage")
     group.add_argument("--forward", type=float, nargs="+", default=[1.0], metavar="TIME", help="(default: 1)")
@@ -84,16 +84,16 @@ def plan_shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
 
 
 def _breadth_first(arguments: argparse.Namespace) -> PlanShape:
-    """Return the shape of pieces that are all updated, from piece --pivot on."""
-    pieces, pivot = arguments.chunks or 4, arguments.pivot or 0
-    _check_range("--stages", arguments.stages, 1, 1)
+    """Return the shape of pieces that are all updated, from virtual stage --pivot on."""
+    chunks, pivot = arguments.chunks or 4, arguments.pivot or 0
+    _check_range("--stages", arguments.stages, 1, MAX_STAGES)
     _check_range("--microbatches", arguments.microbatches, 1, MAX_MICROBATCHES)
-    _check_range("--chunks", pieces, 1, MAX_CHUNKS)
-    _check_range("--pivot", pivot, 0, pieces - 1)
-    active = tuple(piece >= pivot for piece in range(pieces))
+    _check_range("--chunks", chunks, 1, MAX_CHUNKS)
+    _check_range("--pivot", pivot, 0, arguments.stages * chunks - 1)
+    active = tuple(virtual >= pivot for virtual in range(arguments.stages * chunks))
     return PlanShape(
-        num_stages=1,
-        num_chunks=pieces,
+        num_stages=arguments.stages,
+        num_chunks=chunks,
         num_microbatches=arguments.microbatches,
         first_trainable=pivot,
         active=active,

@@ -192,14 +192,14 @@ class Trainer:
         """Build the parts that train the model. The optimizer is not among them: each phase builds its own."""
         config = self.config
         self.active = ActiveBlock(model=self.model, config=config, partition=self.partition, stage=self.stage)
-        self.pieces = PieceUpdates(self.active, self._reduce_loss)
+        self.pieces = PieceUpdates(self.active, reduce_loss=self._reduce_loss, judge_loss=self._judge_loss)
         self.pipeline = PipelineSchedule(
             name=config.bcd.bcd_schedule or "bcd",
             partition=self.partition,
             run_ahead=config.bcd.bcd_run_ahead,
             timeout_minutes=config.training.distributed_timeout_minutes,
             head_passes=head_passes(config, padded_vocab_size=run.padded_vocab_size),
-            pieces=self.active.pieces,
+            pieces=self.active.virtual_pieces,
             chunks=self.pieces,
             saves_on_host=config.bcd.bcd_saved_inputs == "host",
         )
@@ -453,7 +453,9 @@ class Trainer:
             losses = self.forward_backward(batches, get_num_microbatches(), forward_only=False)
         if training.empty_unused_memory_level >= 1:
             memory.release_cached_memory()
-        reduced = self.pieces.loss or self._reduce_loss(losses)
+        reduced = self.pieces.loss
+        if reduced is None or self.partition.num_stages > 1:
+            reduced = self._reduce_loss(losses)
         learning_rate_factor = self.block_schedule.learning_rate_factor(phase_state)
         learning_rate = float(self.lr_scheduler.get_lr({})) * learning_rate_factor
         if self.block_schedule.scales_learning_rate:
@@ -475,20 +477,24 @@ class Trainer:
             learning_rate=learning_rate,
             duration=stopwatch,
             skipped_layers=active.skipped_layers,
-            requests=tuple(reduced.requests),
+            requests=reduced.requests,
         )
 
     def _reduce_loss(self, losses: list[dict[str, Any]]) -> StepLoss:
         """Reduce the loss and the requests to stop over all ranks, by a single all-reduce."""
         own_requests = self.stop.on_this_rank(is_writing=self.outputs.is_writing)
         loss_sum, num_tokens, requests = reduce_losses(losses, own_requests)
+        return self._judge_loss(loss_sum, num_tokens, requests)
+
+    def _judge_loss(self, loss_sum: float, num_tokens: float, requests: Sequence[int] = ()) -> StepLoss:
+        """Return the loss of the step, and what it decides."""
         loss = loss_sum / max(num_tokens, 1.0)
         # with fp16 the optimizer must see the overflow, to lower the loss scale
         steps_always = self.config.precision == "fp16" or not self.config.training.check_for_nan_in_loss_and_grad
         is_sum = get_model_config(self.model).calculate_per_token_loss and num_tokens
         return StepLoss(
             loss=loss,
-            requests=requests,
+            requests=tuple(requests),
             is_stepped=math.isfinite(loss) or steps_always,
             gradient_scale=replicas.size() / num_tokens if is_sum else 1.0,
         )

@@ -19,12 +19,16 @@ from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.pipeline import schedule
 from megatron.bcd.pipeline.breadth_first import BreadthFirstIteration
 
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 12}
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tensor": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "data": (2, {}),
     "overlap": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
     "context": (2, {"context_parallel_size": 2}),
+    "pipeline": (2, PIPELINE | {"global_batch_size": 12}),  # more microbatches than messages in flight
+    "pipeline_tensor": (4, PIPELINE | {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pipeline_data": (4, PIPELINE | {"overlap_grad_reduce": True}),
 }
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "method": {
@@ -46,28 +50,46 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "precision": {"fp32": {}, "bf16": {"bf16": True}},
     "place": {"device": {}, "host": {"bcd_layers_on": "host"}},
-    "layers": {"1": {}, "2": {"bcd_layers_per_pass": 2}, "3": {"bcd_layers_per_pass": 3}},
+    "layers": {"1": {}, "2": {}, "3": {}},
     "layout": {"spread": {}, "strided": {"bcd_layout": "strided"}},
     "recompute": {"none": {}, "selective": {"recompute_granularity": "selective"}},
 }
-CASES = pairwise({"cut": CUTS, **FACTORS}, lambda case: case["method"] != "finetune" or case["layout"] == "spread")
+CASES = pairwise(
+    {"cut": [cut for cut in CUTS if "pipeline" not in cut], **FACTORS},
+    lambda case: case["method"] != "finetune" or case["layout"] == "spread",
+)
 CASES.sort(key=lambda case: [*CUTS].index(case["cut"]))
+ON_STAGES = """
+pipeline_data-finetune-bf16-host-1-spread-none
+pipeline-pretrain-bf16-host-2-spread-none
+pipeline-pretrain-fp32-device-1-spread-selective
+pipeline-finetune-fp32-device-3-spread-none
+pipeline_tensor-factored-bf16-host-2-spread-none
+pipeline_tensor-orthogonal-fp32-device-1-spread-none
+pipeline_data-pretrain-bf16-device-2-spread-none
+pipeline-paper-fp32-host-1-spread-none
+pipeline-head-bf16-device-2-spread-none
+pipeline-finetune-bf16-device-6-spread-none
+"""
+CASES += [dict(zip(("cut", *FACTORS), line.split("-"), strict=True)) for line in ON_STAGES.split()]
 BREADTH_FIRST = {"bcd_schedule": "breadth-first"}
 
 
 def config_of(case: Combination, **more: Any) -> Any:
     """Return the configuration of a depth-first run on the device, or with `more` flags of any other run."""
     size, cut = CUTS[case["cut"]]
-    flags: dict[str, Any] = {"num_layers": 6, "mock_data": True, "split": None, "micro_batch_size": 1} | cut
-    flags |= {"global_batch_size": 4, "untie_embeddings_and_output_weights": True, "bcd_schedule": "bcd"}
+    flags: dict[str, Any] = {"num_layers": 6, "mock_data": True, "split": None, "micro_batch_size": 1}
+    flags |= {"global_batch_size": 4, "untie_embeddings_and_output_weights": True, "bcd_schedule": "bcd"} | cut
     flags |= {"eval_iters": 1, "eval_interval": 2, "train_iters": 4, "world_size": size}
     for name in ("method", "precision", "layout", "recompute"):
         flags |= FACTORS[name][case.get(name, next(iter(FACTORS[name])))]
+    if "pipeline_model_parallel_size" in cut and more.get("bcd_schedule", "bcd") == "bcd":
+        flags["num_virtual_stages_per_pipeline_rank"] = 6 // int(case.get("layers", "1"))  # the pieces are chunks
     return worlds.run_config(**flags | more)
 
 
 def breadth_first(case: Combination) -> dict[str, Any]:
-    return BREADTH_FIRST | FACTORS["place"][case["place"]] | FACTORS["layers"][case["layers"]]
+    return BREADTH_FIRST | FACTORS["place"][case["place"]] | {"bcd_layers_per_pass": case["layers"]}
 
 
 def tensors_of(world: World, folder: Path, iteration: int) -> dict[str, torch.Tensor]:
@@ -76,11 +98,11 @@ def tensors_of(world: World, folder: Path, iteration: int) -> dict[str, torch.Te
 
 
 @pytest.mark.parametrize("case", thinned(CASES, keep_every=5), ids=lambda case: "-".join(case.values()))
-def test_the_same_bits(world1: World, world2: World, tmp_path: Path, case: Combination) -> None:
+def test_the_same_bits(world1: World, world2: World, world4: World, tmp_path: Path, case: Combination) -> None:
     """A piece that computes with the weights, gradients or saved inputs of another microbatch, piece or step; an update
     before the last microbatch or with another rate; a gradient that is clipped without the other pieces' part; state
     that a checkpoint lacks."""
-    world = (world1, world2)[CUTS[case["cut"]][0] - 1]
+    world = {1: world1, 2: world2, 4: world4}[CUTS[case["cut"]][0]]
     left, right = tmp_path / "depth", tmp_path / "breadth"
     depth = world.run(resumed_runs.one_part, config_of(case, save=left))
     breadth = world.run(resumed_runs.one_part, config_of(case, save=right, **breadth_first(case)))

@@ -34,7 +34,7 @@ class _Place(NamedTuple):
 
     @property
     def is_send(self) -> bool:
-        return self.action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+        return self.action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD, Kind.SEND_LOSS)
 
     def __str__(self) -> str:
         action = self.action
@@ -51,17 +51,20 @@ def validate_plan(plan: Plan) -> None:
     shape = plan.shape
     if len(plan.stages) != shape.num_stages:
         raise PlanError(f"actions of {len(plan.stages)} stages for {shape.num_stages} stages")
-    stages = [
+    for stage, places in enumerate(_places(plan)):
+        _follow(shape, stage, places)
+        _check_order(shape, stage, places)
+    check_no_deadlock(plan)
+
+
+def _places(plan: Plan) -> _Places:
+    return [
         [
-            _Place(stage, position, action, shape.virtual_stage(stage, action.chunk))
+            _Place(stage, position, action, plan.shape.virtual_stage(stage, action.chunk))
             for position, action in enumerate(actions)
         ]
         for stage, actions in enumerate(plan.stages)
     ]
-    for stage, places in enumerate(stages):
-        _follow(shape, stage, places)
-        _check_order(shape, stage, places)
-    _check_no_deadlock(shape, stages)
 
 
 def _check_order(shape: PlanShape, stage: int, places: Sequence[_Place]) -> None:
@@ -157,9 +160,10 @@ def _other(shape: PlanShape, place: _Place) -> int:
     return shape.stage_of(message.source + message.target - place.virtual)
 
 
-def _check_no_deadlock(shape: PlanShape, stages: _Places) -> None:
-    """Run the stages with every message as a rendezvous."""
-    left = [[place for place in places if place.message is not None][::-1] for places in stages]
+def check_no_deadlock(plan: Plan) -> None:
+    """Run the stages with every message as a rendezvous. Raises PlanError."""
+    shape = plan.shape
+    left = [[place for place in places if place.message is not None][::-1] for places in _places(plan)]
     to_look_at = list(range(len(left)))
     while to_look_at:
         stage = to_look_at.pop()

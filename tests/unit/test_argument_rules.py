@@ -118,8 +118,10 @@ BAD_RUNS = {
 --num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2
 --num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2
 --num-virtual-stages-per-pipeline-rank 3 --bcd-layout spread --pipeline-model-parallel-size 2
---pipeline-model-parallel-size 2 --bcd-schedule breadth-first
---pipeline-model-parallel-size 2 --bcd-layers-on host --bcd-inactive-update factored
+--bcd-layers-per-pass 2 --pipeline-model-parallel-size 2 --bcd-schedule breadth-first
+--bcd-layers-per-pass 1 --num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2 --bcd-schedule \
+breadth-first
+--bcd-layout spread --pipeline-model-parallel-size 2 --bcd-schedule breadth-first
 --bcd-schedule stock --num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2
 --bcd-run-ahead 1 --num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2
 --pipeline-cut auto --account-for-loss-in-pipeline-split --pipeline-model-parallel-size 2
@@ -135,6 +137,7 @@ BAD_RUNS = {
 --cp-comm-type a2a+p2p --context-parallel-size 4
 --hierarchical-context-parallel-sizes 2 3 --context-parallel-size 4
 --adam-moments-dtype int8 --pipeline-model-parallel-size 2
+--bcd-schedule breadth-first --pipeline-model-parallel-size 2 --context-parallel-size 2
 """,
     8: """
 --cp-comm-type a2a --context-parallel-size 8

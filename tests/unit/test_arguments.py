@@ -234,6 +234,27 @@ def test_default_schedule(words: str, schedule: str) -> None:
     assert config.bcd.bcd_schedule == schedule and config.is_breadth_first == (schedule == "breadth-first")
 
 
+@pytest.mark.parametrize(
+    ("words", "chunks", "size", "num_blocks"),
+    [
+        ("--bcd-schedule breadth-first", 6, 1, 3),
+        ("--bcd-preset pretrain --bcd-schedule breadth-first --bcd-layers-per-pass 2 --bcd-num-blocks 3", 3, 2, 3),
+        ("--bcd-schedule breadth-first --bcd-num-blocks 4", 4, 2, 4),
+        ("--bcd-schedule breadth-first --num-virtual-stages-per-pipeline-rank 3", 3, 2, 3),
+        ("--bcd-schedule breadth-first --num-layers-per-virtual-pipeline-stage 2", 3, 2, 3),
+        ("--bcd-preset finetune --bcd-layers-on host --num-layers 13", 6, 2, 0),
+        ("--bcd-preset finetune --bcd-layers-on host --bcd-layers-per-pass 6", 1, 6, 0),
+    ],
+)
+def test_pieces_of_several_stages(words: str, chunks: int, size: int, num_blocks: int) -> None:
+    """Pieces that no chunk is built for; a flag of chunks that the default overrides; a preset that freezes layers
+    because a pipeline could not update them in host memory."""
+    config = parse("--num-layers", "12", "--pipeline-model-parallel-size", "2", *words.split(), world_size=2)
+    assert (config.num_chunks, config.bcd.bcd_layers_per_pass, config.is_breadth_first) == (chunks, size, True)
+    blocks = 3 if config.bcd.bcd_num_blocks is None else config.bcd.bcd_num_blocks
+    assert blocks == num_blocks and config.bcd.bcd_layout == ("interleaved" if chunks > 1 else "spread")
+
+
 def test_checkpoint_with_adapters() -> None:
     """A checkpoint of an older version that is refused without adapters, or fails on their weights and not on its
     flags."""
@@ -309,7 +330,7 @@ EXCLUDING = (
     "--optimizer-cpu-offload --bcd-num-blocks 1",
     "--bcd-main-params drop --bf16",
     "--bcd-layers-on host --bcd-schedule bcd",
-    "--bcd-layers-on auto --pipeline-model-parallel-size 2",
+    "--bcd-layers-on auto --pipeline-model-parallel-size 2 --context-parallel-size 2",
     "--bcd-head-phase --untie-embeddings-and-output-weights",
     "--bcd-prefix-cache cache --bcd-sample-ratio 0.5 --hidden-dropout 0 --attention-dropout 0",
     "--group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",
@@ -325,7 +346,7 @@ EXCLUDING = (
 @pytest.mark.parametrize("words", EXCLUDING)
 def test_preset_finetune_takes_blocks(words: str) -> None:
     """A command line from before the preset trained every layer, which is refused now, or trains another way."""
-    assert parse("--bcd-preset", "finetune", *words.split(), world_size=2).bcd.bcd_inactive_update == "none"
+    assert parse("--bcd-preset", "finetune", *words.split(), world_size=4).bcd.bcd_inactive_update == "none"
 
 
 def test_every_conflict_takes_blocks() -> None:

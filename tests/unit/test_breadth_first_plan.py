@@ -3,12 +3,26 @@ is updated before the loss is known."""
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
+from support.plan_checker import check_no_deadlock
 
 from megatron.bcd.blocks.partition import Partition, partition
-from megatron.bcd.blocks.pieces import virtual_pieces
+from megatron.bcd.blocks.pieces import stage_pieces, virtual_pieces
 from megatron.bcd.pipeline.build import build_plan, peak_graphs
-from megatron.bcd.pipeline.plan import Kind, PlanShape, breadth_first_shape, evaluation_shape
+from megatron.bcd.pipeline.plan import (
+    Kind,
+    Message,
+    Plan,
+    PlanShape,
+    action_message,
+    breadth_first_shape,
+    evaluation_shape,
+)
 from megatron.bcd.pipeline.simulate import ActionCosts, simulate
 
 
@@ -42,37 +56,114 @@ def _shape(case: str, layers_per_pass: int) -> PlanShape:
     return breadth_first_shape(blocks, block, virtual_pieces(blocks, layers_per_pass), num_microbatches=4)
 
 
-@pytest.mark.parametrize("layers_per_pass", [1, 2, 4, 6])
-@pytest.mark.parametrize("case", _CASES)
-def test_order(case: str, layers_per_pass: int) -> None:
-    """Bug: a pass is missing, comes twice or too early, or an update precedes a gradient or the loss."""
-    shape = _shape(case, layers_per_pass)
-    [actions] = build_plan(shape).stages
+def check_order(shape: PlanShape) -> None:
+    """Check that each stage does everything once and in an order that data and messages allow."""
+    plan = build_plan(shape)
+    sent = Counter(message for stage in range(shape.num_stages) for message in _check_stage(plan, stage))
+    assert set(sent.values()) <= {1}
+    check_no_deadlock(plan)
+
+
+def _check_stage(plan: Plan, stage: int) -> Iterator[Message]:
+    """Check one stage. Yield the messages that it sends."""
+    shape, actions = plan.shape, plan.stages[stage]
     forward, graphs, gradients, updated, is_loss_known = set(), set(), set(), set(), False
+    arrived: set[Message] = set()
+
+    def has(source: int, target: int, microbatch: int) -> bool:
+        if shape.num_stages > 1:
+            return Message(source, target, microbatch) in arrived
+        return (source, microbatch) in (gradients if source > target else forward)
+
     for action in actions:
-        place = (action.chunk, action.microbatch)
-        if action.kind.is_forward:
-            assert action.chunk == 0 or (action.chunk - 1, action.microbatch) in forward
+        virtual, microbatch = shape.virtual_stage(stage, action.chunk), action.microbatch
+        place = (virtual, microbatch)
+        if (message := action_message(virtual, action)) is not None:
+            if message.target == virtual:
+                arrived.add(message)
+            elif action.kind is Kind.SEND_LOSS:
+                assert is_loss_known and (virtual, microbatch - 1) in gradients
+            else:
+                assert place in (gradients if message.is_backward else forward)
+            if message.source == virtual:
+                yield message
+            is_loss_known |= action.kind is Kind.RECEIVE_LOSS
+        elif action.kind.is_forward:
+            assert virtual == 0 or has(virtual - 1, virtual, microbatch)
             assert (place in forward) == (action.kind is Kind.RECOMPUTE)
             forward.add(place)
             if action.kind.keeps_graph:
                 graphs.add(place)
         elif action.kind.is_backward:
             graphs.remove(place)
-            assert action.chunk == shape.last or (action.chunk + 1, action.microbatch) in gradients
-            assert action.kind is shape.backward_kind(action.chunk)
+            assert virtual == shape.last or has(virtual + 1, virtual, microbatch)
+            assert action.kind is shape.backward_kind(virtual)
             gradients.add(place)
         elif action.kind is Kind.LOSS:
-            is_loss_known = all((shape.last, number) in forward for number in range(4))
+            is_loss_known = all((shape.last, number) in gradients for number in range(shape.num_microbatches))
+            assert is_loss_known
         else:
-            assert action.kind is Kind.UPDATE and is_loss_known and action.chunk not in updated
-            assert all((action.chunk, number) in gradients for number in range(4))
-            updated.add(action.chunk)
-    trainable = range(shape.first_trainable, shape.num_chunks)
-    assert forward == {(chunk, number) for chunk in range(shape.num_chunks) for number in range(4)}
-    assert gradients == {(chunk, number) for chunk in trainable for number in range(4)}
-    assert updated == {chunk for chunk in trainable if shape.updated[chunk]} and not graphs
-    assert peak_graphs(actions) == 1, "activations of one microbatch at a time"
+            assert action.kind is Kind.UPDATE and is_loss_known and virtual not in updated
+            assert all((virtual, number) in gradients for number in range(shape.num_microbatches))
+            updated.add(virtual)
+    on_stage = [virtual for virtual in range(shape.num_virtual) if shape.stage_of(virtual) == stage]
+    trainable = [virtual for virtual in on_stage if virtual >= shape.first_trainable]
+    microbatches = range(shape.num_microbatches)
+    assert forward == set(itertools.product(on_stage, microbatches))
+    assert gradients == set(itertools.product(trainable, microbatches))
+    assert updated == {virtual for virtual in trainable if shape.updated[virtual]} and not graphs
+    assert peak_graphs(actions) == bool(trainable), "activations of one microbatch at a time"
+
+
+@pytest.mark.parametrize("layers_per_pass", [1, 2, 4, 6])
+@pytest.mark.parametrize("case", _CASES)
+def test_order(case: str, layers_per_pass: int) -> None:
+    """Bug: a pass is missing, comes twice or too early, or an update precedes a gradient or the loss."""
+    check_order(_shape(case, layers_per_pass))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_several_stages(stages: int) -> None:
+    """Bug: stages wait for each other in a circle, a message has one end, the loss arrives behind the update that needs
+    it, or stages idle although there are enough microbatches."""
+    for chunks, number in itertools.product(range(1, 6), range(1, 13)):
+        num_virtual = stages * chunks
+        check_order(
+            evaluation_shape(num_stages=stages, num_chunks=chunks, num_microbatches=number, is_breadth_first=True)
+        )
+        for first in {0, num_virtual // 2, num_virtual - 1}:
+            active = tuple(virtual >= first for virtual in range(num_virtual))
+            shape = PlanShape(
+                num_stages=stages,
+                num_chunks=chunks,
+                num_microbatches=number,
+                first_trainable=first,
+                active=active,
+                is_breadth_first=True,
+                updated=active,
+            )
+            check_order(shape)
+            ones, twos = (1.0,) * num_virtual, (2.0,) * num_virtual
+            costs = ActionCosts(forward=ones, backward=twos, backward_input=ones, message=0.1)
+            if first == 0 and number >= stages:
+                time = simulate(build_plan(shape), replace(costs, message=0.0)).iteration_time
+                assert time <= 4 * chunks * number + 3 * (stages - 1)
+            simulate(build_plan(shape), costs)
+
+
+def test_virtual_pieces() -> None:
+    """Bug: a stage runs or loads another stage's layers, or numbers its own like the model's."""
+    chunks = _partition(num_layers=12, num_stages=2, layout="interleaved")
+    assert virtual_pieces(chunks, 2) == tuple(range(first, first + 2) for first in range(0, 12, 2))
+    assert stage_pieces(chunks, 1, 2) == (range(0, 2), range(2, 4), range(4, 6))
+    uneven = _partition(num_layers=7, num_stages=2, layout="interleaved")
+    assert [len(layers) for layers in virtual_pieces(uneven, 1)] == [2, 1, 1, 1, 1, 1]
+    assert stage_pieces(uneven, 0, 1) == (range(0, 2), range(2, 3), range(3, 4))
+    tied = {"has_stateless_updates": True, "embedding_update": "factored", "tied": True, "num_blocks": 2}
+    tied |= {"always_active": frozenset({"embedding"}), "num_layers": 4, "num_parts": 2}
+    for stages, expected in ((1, (True, False, True, True)), (2, (False, False, True, True))):
+        blocks = _partition(num_stages=stages, layout="interleaved", **tied)
+        assert breadth_first_shape(blocks, 0, virtual_pieces(blocks, 1), num_microbatches=1).updated == expected
 
 
 def test_what_is_trained() -> None:

@@ -45,6 +45,8 @@ def test_flags_are_followed(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures("--schedule", "stock") == ["28"]
     assert figures("--schedule", "bcd") == ["25"]
     assert figures("--active", "2", "3") == ["30", "27"]
+    breadth_first = ("--stages", "2", "--chunks", "2", "--microbatches", "3", "--schedule", "breadth-first")
+    assert iteration_times(output(capsys, *breadth_first)) == ["24"]
     for flag, without_use, with_use in (
         ("--forward", "1 1 1 1", "1 1 1.5 1"),
         ("--backward", "9 9 2 9", "2 2 3 2"),

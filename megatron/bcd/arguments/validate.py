@@ -140,7 +140,7 @@ def find_problems(
         lambda: _check_blocks(config, run, partitions[0]),
         lambda: _check_stateless(run, partitions[0]),
         lambda: _check_places(run, partitions[0]),
-        lambda: _check_breadth_first(run, partitions[0]),
+        lambda: _check_breadth_first(run, partitions[0], given),
         lambda: _check_groups(config, run, partitions[0]),
         lambda: _check_packages(run) if starts else None,
         lambda: _check_batch(run, world_size),
@@ -342,9 +342,17 @@ def _check_chunks(config: RunConfig, run: Run, given: Mapping[str, Any]) -> None
         f"{layers_flag} {per_chunk}: must divide the layers of a pipeline stage "
         f"(--num-layers {run.num_layers}, --pipeline-model-parallel-size {run.pipeline_model_parallel_size})",
     )
+    stages, layout, name = run.pipeline_model_parallel_size, run.bcd_layout, "--bcd-layout interleaved"
+    if run.bcd_schedule == "breadth-first" and stages > 1:
+        name = f"--bcd-schedule breadth-first with --pipeline-model-parallel-size {stages}"
+        require(
+            chunks in (None, 1) or layout == "interleaved",
+            f"--bcd-layout {layout}: {name} divides the model into chunks. Leave it out, or give --bcd-layers-per-pass "
+            f"{max(1, run.num_layers // stages)}.",
+        )
     require(
-        chunks in (None, 1) or run.bcd_layout == "interleaved",
-        f"{chunks_flag} {chunks} needs --bcd-layout interleaved, not {run.bcd_layout}",
+        chunks in (None, 1) or layout == "interleaved",
+        f"{chunks_flag} {chunks} needs --bcd-layout interleaved, not {layout}",
     )
     if config.num_chunks > 1:
         for flag, is_given in (
@@ -352,7 +360,7 @@ def _check_chunks(config: RunConfig, run: Run, given: Mapping[str, Any]) -> None
             ("--bcd-run-ahead", run.bcd_run_ahead is not None),
             ("--context-parallel-size", run.context_parallel_size > 1),
         ):
-            require(not is_given, f"--bcd-layout interleaved and {flag} cannot be combined")
+            require(not is_given, f"{name} and {flag} cannot be combined")
 
 
 def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
@@ -439,25 +447,27 @@ def _check_places(run: Run, partition: Partition) -> None:
     )
 
 
-def _check_breadth_first(run: Run, partition: Partition) -> None:
+def _check_breadth_first(run: Run, partition: Partition, given: Mapping[str, Any]) -> None:
     if run.bcd_schedule != "breadth-first":
         return
-    schedule, stages = "--bcd-schedule breadth-first", run.pipeline_model_parallel_size
-    frees = run.bcd_layers_on != "device" and run.bcd_inactive_update != "none"
-    other = "--bcd-inactive-update none" if frees else "--bcd-schedule bcd"
-    require(
-        stages == 1,
-        f"--pipeline-model-parallel-size {stages}: {schedule} supports one pipeline stage. Give 1, or {other}.",
-    )
+    schedule = "--bcd-schedule breadth-first"
     granularity = "--recompute auto" if run.recompute else f"--recompute-granularity {run.recompute_granularity}"
     require(
         run.recompute is None and run.recompute_granularity != "full",
         f"{granularity}: {schedule} recomputes every layer anyway. Leave it out, or give --recompute-activations.",
     )
-    size, layers = run.bcd_layers_per_pass, len(partition.stage_layers(0))
+    size, stages = run.bcd_layers_per_pass, partition.num_stages
+    fits = run.num_layers % size == 0 if stages == 1 else run.num_virtual_stages_per_pipeline_rank is not None
     require(
-        layers % size == 0,
-        f"--bcd-layers-per-pass {size}: must divide the {layers} layers of the stage. Give a divisor.",
+        fits,
+        f"--bcd-layers-per-pass {size}: must divide the layers of a pipeline stage (--num-layers {run.num_layers}, "
+        f"--pipeline-model-parallel-size {stages}). Give a divisor.",
+    )
+    chunks = {"num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"} & given.keys()
+    require(
+        stages == 1 or not chunks or "bcd_layers_per_pass" not in given,
+        f"--bcd-layers-per-pass and {''.join(map(flag_name, sorted(chunks)[:1]))} both set the size of a chunk. Leave "
+        "one of them out.",
     )
 
 

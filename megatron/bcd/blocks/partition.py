@@ -438,7 +438,7 @@ def _check_num_blocks(
         raise ValueError("--bcd-num-blocks 0 needs --bcd-inactive-update")
     if not always_active:
         raise ValueError("--bcd-num-blocks 0 trains embedding, norms and head only if --bcd-always-active names them")
-    if layout not in ("spread", "strided"):
+    if layout in ("stage", "submodel"):
         raise ValueError(f"--bcd-num-blocks 0 has no blocks: leave out --bcd-layout {layout}")
 
 

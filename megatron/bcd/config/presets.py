@@ -98,8 +98,10 @@ def preset_values(name: str, given: Mapping[str, Any], network: Mapping[str, Any
 
 def _needs_blocks(given: Mapping[str, Any], network: Mapping[str, Any]) -> bool:
     asked = any(given.get(field) not in (None, False, _DEFAULTS.get(field)) for field in _ASKS_FOR_BLOCKS)
-    if given.get("bcd_layers_on") not in (None, "device"):  # only breadth-first, which has one stage, updates them
-        asked |= given.get("bcd_schedule") in ("bcd", "stock") or given.get("pipeline_model_parallel_size", 1) > 1
+    if given.get("bcd_layers_on") not in (None, "device"):  # only breadth-first updates them
+        # the chunks of several stages exclude context parallelism
+        has_chunks = min(given.get(f"{kind}_parallel_size") or 1 for kind in ("pipeline_model", "context")) > 1
+        asked |= given.get("bcd_schedule") in ("bcd", "stock") or has_chunks
     tensor_size = given.get("tensor_model_parallel_size", 1)
     # queries, keys and values can't be updated apart if a rank has less than a query group
     is_narrow = given.get("muon_split_qkv", True) and (network.get("num_query_groups") or tensor_size) < tensor_size

@@ -237,7 +237,8 @@ class BcdConfig:
     )
     bcd_layers_per_pass: int = option(
         1,
-        "with --bcd-schedule breadth-first: layers of a piece, a divisor of the layers of a stage",
+        "with --bcd-schedule breadth-first: layers of a piece, a divisor of the layers of a stage; pieces of several "
+        "stages are chunks (layout interleaved)",
         range=AT_LEAST_1,
         on_resume=MAY_CHANGE,
     )

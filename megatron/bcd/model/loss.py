@@ -25,6 +25,14 @@ def masked_loss(
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach().clone(), num_tokens.float()])}
 
 
+def sum_losses(per_microbatch: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """Collective over the ranks of the last stage. Return the sum of the losses and of the tokens of a global batch."""
+    total = torch.stack([losses["lm loss"] for losses in per_microbatch]).sum(dim=0)
+    if replicas.size() > 1:
+        torch.distributed.all_reduce(total, group=replicas.group())
+    return total
+
+
 def reduce_losses(
     per_microbatch: list[dict[str, torch.Tensor]], integers: Sequence[int] = ()
 ) -> tuple[float, float, list[int]]:
@@ -40,10 +48,7 @@ def reduce_losses(
     """
     message = torch.full((2 + len(integers),), _INT32_MIN, dtype=torch.int32, device=device.current())
     if parallel_state.is_pipeline_last_stage():
-        total = torch.stack([losses["lm loss"] for losses in per_microbatch]).sum(dim=0)
-        if replicas.size() > 1:
-            torch.distributed.all_reduce(total, group=replicas.group())
-        message[:2] = total.view(torch.int32)
+        message[:2] = sum_losses(per_microbatch).view(torch.int32)
     for place, integer in enumerate(integers, 2):
         message[place : place + 1].fill_(integer)  # building a tensor of integers would copy it and wait for the device
     torch.distributed.all_reduce(message, op=torch.distributed.ReduceOp.MAX)

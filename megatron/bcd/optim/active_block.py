@@ -75,9 +75,12 @@ class ActiveBlock:
             owned = [matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner]
             self._frozen_weights.set_owned(owned)
         self.pieces: Sequence[range] = ()
-        """The layers of each piece of --bcd-schedule breadth-first."""
+        """The layers of each piece of --bcd-schedule breadth-first, by their numbers on this stage."""
+        self.virtual_pieces: Sequence[range] = ()
+        """The layers of each piece of all stages."""
         if config.is_breadth_first:
             self.pieces = stage_pieces(partition, stage, config.bcd.bcd_layers_per_pass)
+            self.virtual_pieces = virtual_pieces(partition, config.bcd.bcd_layers_per_pass)
         self.owners: tuple[StateOwner, ...] = (self.core, self.matrices)
         """All that steps parameters and owns their state."""
         self.skipped_layers = 0
@@ -161,8 +164,7 @@ class ActiveBlock:
         """Return the piece that steps a matrix; None for a tied embedding with a copy on another stage."""
         if getattr(self.parameters.all()[name], "shared_embedding", False):  # Megatron Core's attribute
             return None
-        pieces = virtual_pieces(self.partition, self.config.bcd.bcd_layers_per_pass)
-        return piece_of(self.parameters.ownership(name), pieces) // self.partition.num_stages
+        return piece_of(self.parameters.ownership(name), self.virtual_pieces) // self.partition.num_stages
 
     def _shared_matrices(self, block: int) -> list[str]:
         """Return the block's 16-bit matrices that the matrix optimizer steps in the phases of other blocks.
@@ -267,7 +269,7 @@ class ActiveBlock:
         if not self.core.prepare_step():
             return None
         norm, is_finite = self.matrices.add_norm(self.core.gradient_norm())
-        self.skipped_layers = self.matrices.skipped() * self.config.bcd.bcd_layers_per_pass
+        self.skipped_layers = self.matrices.skipped()
         if skip_non_finite and not (math.isfinite(norm) and is_finite):
             return None
         for owner in self.owners:
@@ -293,6 +295,7 @@ class ActiveBlock:
         """Step the matrices of a piece that need no optimizer state, and free their gradients. A collective."""
         self.matrices.step_piece(
             piece,
+            num_layers=len(self.pieces[piece]),
             gradient_scale=gradient_scale,
             skip_non_finite=self.config.training.check_for_nan_in_loss_and_grad,
         )

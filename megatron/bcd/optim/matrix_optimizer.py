@@ -255,6 +255,7 @@ class MatrixOptimizer(StateOwner):
         places: flat int16 tensors in host memory for the low bits of matrices that are not always on the device.
             Ranks may share this memory. Only a matrix's owner writes it.
         stage_group: all ranks of this pipeline stage; None for all ranks.
+        pipeline_group: with pieces on several stages, a rank of each stage. They step at different times.
     """
 
     def __init__(
@@ -268,13 +269,14 @@ class MatrixOptimizer(StateOwner):
         max_norm: float = 0.0,
         places: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
         stage_group: torch.distributed.ProcessGroup | None = None,
+        pipeline_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         self._offloads_low_bits = offloads_low_bits
         self._momentum_dtype = momentum_dtype
         self._overlaps_reduction = overlaps_reduction
         self._max_norm = max_norm
         self._is_last_microbatch = True
-        self._group, self._stage_group = group, stage_group
+        self._group, self._stage_group, self._pipeline_group = group, stage_group, pipeline_group
         self._rank, self._size = group.rank(), group.size()
         owners = matrix_owners([parameter.numel() for parameter, _ in matrices.values()], self._size)
         self.matrices = {
@@ -294,10 +296,10 @@ class MatrixOptimizer(StateOwner):
         self._pieces: dict[int, list[PieceMatrices]] = {}
         """The matrices that the present phase steps by piece, by number of the piece."""
         self._skipped = torch.zeros(1)
-        """Number of pieces that were not stepped since the last `zero_grad`, on the device."""
+        """Number of layers that were not stepped since the last `zero_grad`, on the device."""
         self._streamed: Container[torch.nn.Parameter] = ()
         self._squares: device.HostCopy | None = None
-        """Sums of squares of the gradients with and without a momentum, and the number of skipped pieces."""
+        """Sums of squares of the gradients with and without a momentum, and the number of skipped layers."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     @property
@@ -316,6 +318,11 @@ class MatrixOptimizer(StateOwner):
     def stepped(self) -> Iterator[Matrix]:
         """Yield the matrices that the present phase steps."""
         return (matrix for group in self._param_groups for matrix in group["matrices"])
+
+    @property
+    def _has_pieces(self) -> bool:
+        """Whether any stage steps matrices by piece."""
+        return bool(self._pieces) or self._pipeline_group is not None
 
     def steps(self, name: str) -> bool:
         """Return whether the present phase steps a matrix of this name."""
@@ -451,7 +458,7 @@ class MatrixOptimizer(StateOwner):
             stack.zero_grad()
             for matrix in stack.matrices:
                 matrix.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        if self._pieces:
+        if self._has_pieces:
             self._skipped.zero_()
 
     @contextlib.contextmanager
@@ -506,7 +513,9 @@ class MatrixOptimizer(StateOwner):
             )
         squares = torch.stack([_sum_of_squares(each) for each in gradients])
         torch.distributed.all_reduce(squares)
-        self._squares = device.HostCopy(torch.cat([squares, self._skipped]) if self._pieces else squares)
+        if self._pipeline_group is not None:
+            torch.distributed.all_reduce(self._skipped, group=self._pipeline_group)
+        self._squares = device.HostCopy(torch.cat([squares, self._skipped]) if self._has_pieces else squares)
 
     def add_norm(self, norm: float) -> tuple[float, bool]:
         """Add the gradients with a momentum to the gradient norm of a step. The result is the same on every rank.
@@ -522,12 +531,12 @@ class MatrixOptimizer(StateOwner):
         return math.sqrt(norm**2 + with_momentum), math.isfinite(without)
 
     def skipped(self) -> int:
-        """Return the number of pieces that this step left as they were. `reduce_gradients` comes first.
+        """Return the number of layers that this step left as they were. `reduce_gradients` comes first.
 
-        Like `add_norm` it reads what has been copied to the host. The result is the same on every rank of the stage.
+        Like `add_norm` it reads what has been copied to the host. The result is the same on every rank.
         """
         assert self._squares is not None, "reduce_gradients() comes first"
-        return int(self._squares.tolist()[2]) if self._pieces else 0
+        return int(self._squares.tolist()[2]) if self._has_pieces else 0
 
     # ---------------------------------------------------------------------------------------------------------- pieces
 
@@ -554,8 +563,10 @@ class MatrixOptimizer(StateOwner):
                     matrix.state[LOW_BITS] = matrix.offloaded[LOW_BITS] if bits is None else bits
 
     @torch.no_grad()
-    def step_piece(self, piece: int, *, gradient_scale: float = 1.0, skip_non_finite: bool = True) -> None:
-        """Step the matrices of a piece and free their gradients. A collective over the stage.
+    def step_piece(
+        self, piece: int, *, num_layers: int = 1, gradient_scale: float = 1.0, skip_non_finite: bool = True
+    ) -> None:
+        """Step the matrices of a piece of `num_layers` layers and free their gradients. A collective over the stage.
 
         With `skip_non_finite` the weights and means of the piece stay as they were, bit for bit, if a gradient is not
         finite on any rank. The CPU waits for nothing.
@@ -571,7 +582,7 @@ class MatrixOptimizer(StateOwner):
             squares = _sum_of_squares([stack.gradient for stack, _ in owned])
             torch.distributed.all_reduce(squares, group=self._stage_group)
             is_skipped = torch.isfinite(squares).logical_not_()
-            self._skipped += is_skipped & skip_non_finite
+            self._skipped.add_(is_skipped & skip_non_finite, alpha=num_layers)
             for stack, group in owned:
                 self._update(
                     stack, group, gradient_scale=gradient_scale, is_skipped=is_skipped if skip_non_finite else None
@@ -840,6 +851,11 @@ def build_matrix_optimizer(
         max_norm=config.optimizer.clip_grad,
         places=places,
         stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        pipeline_group=(
+            parallel_state.get_pipeline_model_parallel_group()
+            if config.is_breadth_first and config.pipeline_size > 1
+            else None
+        ),
     )
 
 

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from megatron.core.pipeline_parallel.schedules import backward_step
-from megatron.core.utils import get_model_type
 
 from megatron.bcd.model.builder import select_chunk
 from megatron.bcd.pipeline.execute import Iteration
 from megatron.bcd.pipeline.plan import Action, Kind
 from megatron.bcd.pipeline.saved_inputs import Place, SavedInputs
 from megatron.bcd.runtime import rng
+
+_Visit = tuple[int, bool]
+"""A chunk, and whether it runs backward."""
 
 
 class Chunks(Protocol):
@@ -26,22 +27,33 @@ class Chunks(Protocol):
     def prefetch(self, chunk: int, *, is_backward: bool) -> None:
         """Start to load the weights of the chunk that comes next."""
 
-    def reduce_loss(self, reported: list[Any]) -> None:
-        """Reduce what the loss function reported. A collective. It decides whether `update` steps."""
+    def reduce_loss(self, reported: list[Any]) -> torch.Tensor | None:
+        """Reduce what the loss function reported. A collective over the ranks of the last stage.
+
+        The result decides whether `update` steps. With several stages it is returned for `take_loss`.
+        """
+
+    def take_loss(self, loss: torch.Tensor) -> None:
+        """Take the loss that the last stage has reduced, before the first `update`."""
 
     def update(self, chunk: int) -> None:
-        """Step the chunk's matrices that need no optimizer state, and free their gradients. A collective."""
+        """Step the chunk's matrices that need no optimizer state, and free their gradients.
+
+        A collective over the ranks of the stage.
+        """
 
     def finish(self) -> None:
         """Finish an iteration: order later work behind the copies to host memory."""
 
 
 class BreadthFirstIteration(Iteration):
-    """One iteration of the only stage. Chunks are pieces of the model (`model.pieces`)."""
+    """One iteration of one stage. If it is the only stage, chunks are pieces of the model (`model.pieces`), and their
+    outputs and gradients are no messages."""
 
     def __init__(self, *args: Any, chunks: Chunks, saved_inputs: SavedInputs, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._chunks, self._saved_inputs = chunks, saved_inputs
+        self._has_messages = self._shape.num_stages > 1
         self._microbatches = list(itertools.islice(self._batches[0], self._shape.num_microbatches))
         self._next_recomputed: dict[Action, Place] = {}
         """The next pass that reads a saved input, by backward pass."""
@@ -49,93 +61,116 @@ class BreadthFirstIteration(Iteration):
         for action in reversed(self._actions):
             if action.kind is Kind.RECOMPUTE:
                 coming = action
-            elif action.kind.is_backward and coming is not None and coming.chunk > 0:
+            elif action.kind.is_backward and coming is not None and self._virtual(coming) > 0:
                 self._next_recomputed[action] = coming.chunk, coming.microbatch
                 coming = None
         self._random_states: dict[Place, rng.States] = {}
         has_dropout = self._config.hidden_dropout > 0 or self._config.attention_dropout > 0
         self._repeats_random_numbers = has_dropout and self._shape.is_training
+        self._loss: torch.Tensor | None = None
+        """The loss, on its way from the last stage to the first one."""
+        self._is_loss_coming, self._is_loss_taken = False, False
+        self._visits = [*dict.fromkeys(_visit(action) for action in self._actions if action.kind.computes)]
+        """The coming visits."""
+        self._visit: _Visit | None = None
+        self._do |= {
+            Kind.FORWARD: self._forward_once,
+            Kind.FORWARD_ONLY: self._forward_once,
+            Kind.RECOMPUTE: self._recompute,
+            Kind.LOSS: self._reduce_loss,
+            Kind.SEND_LOSS: self._send_loss,
+            Kind.RECEIVE_LOSS: self._receive_loss,
+            Kind.UPDATE: self._update,
+        }
 
     def run(self) -> list[Any]:
-        """Run all actions. Return the results of the loss function by microbatch."""
-        self._defer_gradient_reduction()
-        visits = [list(actions) for _, actions in itertools.groupby(self._actions, key=_visit)]
-        for actions, coming in zip(visits, [*visits[1:], []], strict=True):
-            chunk, is_backward = _visit(actions[0])
-            self._chunks.enter(chunk, is_backward=is_backward)
-            if coming:
-                chunk, is_backward = _visit(coming[0])
-                self._chunks.prefetch(chunk, is_backward=is_backward)
-            for action in actions:
-                self._run(action)
+        """Run all actions. Return the results of the loss function by microbatch on the last stage, elsewhere []."""
+        reported = super().run()
         select_chunk(self._model, None)
-        if self._shape.is_training:
-            self._finish_gradients()
         self._chunks.finish()
-        return self._reported
+        return reported
 
-    def _run(self, action: Action) -> None:
-        place = (action.chunk, action.microbatch)
-        if action.kind is Kind.LOSS:
-            self._chunks.reduce_loss(self._reported)
-        elif action.kind is Kind.UPDATE:
-            self._chunks.update(action.chunk)
-        elif action.kind.is_backward:
-            if action in self._next_recomputed:  # its input arrives during this backward pass
-                self._saved_inputs.prefetch(self._next_recomputed[action])
-            self._backward(action, place)
-        elif action.kind is Kind.RECOMPUTE:
-            self._recompute(place)
-        else:
-            self._forward_once(action, place)
+    def _enter(self, action: Action) -> None:
+        """Prepare a pass, unless the pass before was of the same visit, and prefetch for the next visit."""
+        if _visit(action) == self._visit:
+            return
+        self._visit, *self._visits = self._visits
+        self._chunks.enter(self._visit[0], is_backward=self._visit[1])
+        if self._visits:
+            self._chunks.prefetch(self._visits[0][0], is_backward=self._visits[0][1])
 
     def _forward_once(self, action: Action, place: Place) -> None:
-        """Run the first forward pass, whose output is the input of the next chunk."""
-        chunk, microbatch = place
-        received = self._inputs.pop(place, None)
-        runs_again = action.kind is Kind.FORWARD_ONLY and not self._shape.is_forward_only(chunk)
+        """Run the first forward pass, whose output is the input of the next virtual stage."""
+        self._enter(action)
+        virtual, received = self._virtual(action), self._inputs.pop(place, None)
+        if received is not None and self._has_messages:
+            super()._wait_for_input(virtual, received)
+        runs_again = action.kind is Kind.FORWARD_ONLY and not self._shape.is_forward_only(virtual)
         if runs_again and received is not None:
-            self._saved_inputs.save(place, received)
+            self._saved_inputs.save(place, received.detach())
         if runs_again and self._repeats_random_numbers:
             self._random_states[place] = rng.states()
-        self._set_input(place, received, keeps_graph=action.kind.keeps_graph)
+        self._set_input(place, received, needs_gradient=action.kind.keeps_graph)
         self._forward(action, place)
-        if chunk < self._shape.last:
+        if virtual < self._shape.last and not self._has_messages:
             # Megatron Core records bias and dropout of a layer even without a graph
-            self._inputs[chunk + 1, microbatch] = self._outputs.pop(place).detach()
+            self._inputs[place[0] + 1, place[1]] = self._outputs.pop(place).detach()
 
-    def _recompute(self, place: Place) -> None:
+    def _recompute(self, action: Action, place: Place) -> None:
         """Repeat a forward pass with a graph."""
-        self._set_input(place, self._saved_inputs.take(place) if place[0] > 0 else None, keeps_graph=True)
+        self._enter(action)
+        is_first = self._virtual(action) == 0
+        self._set_input(place, None if is_first else self._saved_inputs.take(place), needs_gradient=True)
         with rng.repeating(self._random_states.pop(place, None)):
-            self._forward(Action(Kind.RECOMPUTE, place[1], place[0]), place)
+            self._forward(action, place)
         self._free(self._outputs[place])
 
-    def _set_input(self, place: Place, tensor: torch.Tensor | None, *, keeps_graph: bool) -> None:
+    def _set_input(self, place: Place, tensor: torch.Tensor | None, *, needs_gradient: bool) -> None:
         """Set the input of a pass. It stays until the backward pass only if it requires a gradient."""
         if tensor is not None:
-            needs_gradient = keeps_graph and self._shape.needs_input_gradient(place[0])
+            virtual = self._shape.virtual_stage(self._stage, place[0])
+            needs_gradient = needs_gradient and self._shape.needs_input_gradient(virtual)
             self._inputs[place] = tensor.detach().requires_grad_(needs_gradient)
 
     def _next_batch(self, action: Action) -> Iterator[Any]:
         return iter([self._microbatches[action.microbatch]])
 
     def _wait_for_input(self, virtual: int, received: torch.Tensor) -> None:
-        """Do nothing: inputs of a single stage are no messages."""
+        """Do nothing: the first pass has waited before it saved the input."""
+
+    def _wait_for_gradient(self, output: torch.Tensor, gradient: torch.Tensor) -> None:
+        if self._has_messages:
+            super()._wait_for_gradient(output, gradient)
 
     def _backward(self, action: Action, place: Place) -> None:
-        chunk, microbatch = place
-        self._begin_backward(chunk)
-        received = self._inputs.pop(place, None)
-        gradient = self._output_gradients.pop(place, None)
-        input_gradient = backward_step(
-            received, self._outputs.pop(place), gradient, get_model_type(self._model), self._config
-        )
-        self._end_backward(chunk)
-        if input_gradient is not None:
-            self._output_gradients[chunk - 1, microbatch] = input_gradient
+        if action in self._next_recomputed:  # its input arrives during this backward pass
+            self._saved_inputs.prefetch(self._next_recomputed[action])
+        super()._backward(action, place)
+        if not self._has_messages and place in self._input_gradients:
+            self._output_gradients[place[0] - 1, place[1]] = self._input_gradients.pop(place)
+
+    def _reduce_loss(self, action: Action, place: Place) -> None:
+        self._loss = self._chunks.reduce_loss(self._reported)
+
+    def _receive_loss(self, action: Action, place: Place) -> None:
+        self._loss, self._is_loss_coming = self._messages.receive_loss(), True
+
+    def _send_loss(self, action: Action, place: Place) -> None:
+        self._messages.send_loss(self._arrived_loss())
+
+    def _arrived_loss(self) -> torch.Tensor:
+        assert self._loss is not None, "LOSS or RECEIVE_LOSS comes first"
+        if self._is_loss_coming:
+            self._messages.wait_for(self._loss)
+            self._is_loss_coming = False
+        return self._loss
+
+    def _update(self, action: Action, place: Place) -> None:
+        if self._has_messages and not self._is_loss_taken:
+            self._chunks.take_loss(self._arrived_loss())
+            self._is_loss_taken = True
+        self._chunks.update(action.chunk)
 
 
-def _visit(action: Action) -> tuple[int, bool]:
-    """Return the chunk of an action and whether the chunk runs backward then."""
+def _visit(action: Action) -> _Visit:
     return action.chunk, action.kind is not Kind.FORWARD_ONLY

@@ -64,28 +64,31 @@ _Timeline = list[list[_TimedPass]]
 @lru_cache(maxsize=64)
 def build_plan(shape: PlanShape) -> Plan:
     """Return the plan of all stages."""
-    if shape.is_breadth_first:
-        return Plan(shape=shape, stages=(breadth_first_order(shape),))
-    return Plan(shape=shape, stages=_insert_messages(shape, _timeline(shape, _best_policy(shape))))
+    if not shape.is_breadth_first:
+        return Plan(shape=shape, stages=_insert_messages(shape, _timeline(shape, _best_policy(shape))))
+    orders = tuple(breadth_first_order(shape, stage) for stage in range(shape.num_stages))
+    return Plan(shape=shape, stages=orders if len(orders) == 1 else _insert_messages(shape, _follow(shape, orders)))
 
 
-def breadth_first_order(shape: PlanShape) -> tuple[Action, ...]:
-    """Return the actions of the only stage if all microbatches pass through a chunk before the next one.
+def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
+    """Return the passes of a stage if all microbatches pass through a chunk before the next one (arXiv 2211.05953).
 
-    The last chunk, which has the head, runs forward and backward in turn, so that the logits of one microbatch exist at
-    a time. Others repeat their forward pass before the backward pass.
+    The last chunk of the model, which has the head, runs forward and backward in turn, so that the logits of one
+    microbatch exist at a time. Others repeat their forward pass before the backward pass.
     """
-    microbatches, last = range(shape.num_microbatches), shape.num_chunks - 1
-    order = [Action(Kind.FORWARD_ONLY, microbatch, chunk) for chunk in range(last) for microbatch in microbatches]
-    if not shape.is_training:
-        return (*order, *(Action(Kind.FORWARD_ONLY, microbatch, last) for microbatch in microbatches))
-    for chunk in range(last, shape.first_trainable - 1, -1):
-        forward, backward = Kind.FORWARD if chunk == last else Kind.RECOMPUTE, shape.backward_kind(chunk)
-        assert backward is not None
+    order: list[Action] = []
+    microbatches, last = range(shape.num_microbatches), shape.last if shape.is_training else shape.num_virtual
+    by_chunk = [(chunk, shape.virtual_stage(stage, chunk)) for chunk in range(shape.num_chunks)]
+    for chunk, virtual in by_chunk:
+        order += [Action(Kind.FORWARD_ONLY, microbatch, chunk) for microbatch in microbatches if virtual != last]
+    for chunk, virtual in reversed(by_chunk):
+        if (backward := shape.backward_kind(virtual)) is None:
+            continue
         for microbatch in microbatches:
+            forward = Kind.FORWARD if virtual == last else Kind.RECOMPUTE
             order += [Action(forward, microbatch, chunk), Action(backward, microbatch, chunk)]
-        order += [Action(Kind.LOSS, 0, chunk)] if chunk == last else []
-        order += [Action(Kind.UPDATE, 0, chunk)] if shape.updated[chunk] else []
+        order += [Action(Kind.LOSS, 0, chunk)] if virtual == last else []
+        order += [Action(Kind.UPDATE, 0, chunk)] if shape.updated[virtual] else []
     return tuple(order)
 
 
@@ -173,10 +176,12 @@ class _Clock:
         """By direction (True is backward), virtual stage and microbatch."""
 
     def earliest_start(self, stage: int, action: Action) -> float | None:
-        """Return when the stage can start this pass next, or None if that depends on passes without a time yet."""
+        """Return when the stage can start this action next, or None if that depends on passes without a time yet."""
         shape, microbatch = self.shape, action.microbatch
         virtual = shape.virtual_stage(stage, action.chunk)
         start = self.stages[stage][-1].end if self.stages[stage] else 0.0
+        if not action.kind.computes:  # the loss arrives before the gradients of lower chunks
+            return start
         needed = shape.needed_message(virtual, action)
         if needed is None and action.kind.is_backward:
             needed_pass = (False, virtual, microbatch)
@@ -206,7 +211,8 @@ class _Clock:
     def run(self, stage: int, action: Action, start: float) -> None:
         virtual = self.shape.virtual_stage(stage, action.chunk)
         done = _TimedPass(action, start, start + self.shape.duration(virtual, action.kind))
-        self._passes_run[action.kind.is_backward, virtual, action.microbatch] = done
+        if action.kind.is_passed_on:
+            self._passes_run[action.kind.is_backward, virtual, action.microbatch] = done
         self.stages[stage].append(done)
 
 
@@ -295,24 +301,29 @@ def _queues(shape: PlanShape, stage: int) -> Iterator[list[Action]]:
 def _insert_messages(shape: PlanShape, timeline: _Timeline) -> tuple[tuple[Action, ...], ...]:
     """Insert the messages between every stage's passes.
 
-    At both ends, a message follows the passes that start before it can be sent.
+    At both ends, a message follows the passes that start before it can be sent. The loss is known behind the last
+    gradient of the last virtual stage, and sent behind it.
     """
     events: defaultdict[int, list[tuple[float, int, int, Action]]] = defaultdict(list)
     for stage, passes in enumerate(timeline):
         for action, start, end in passes:
             virtual, microbatch = shape.virtual_stage(stage, action.chunk), action.microbatch
-            events[stage].append((start, shape.num_virtual, microbatch, action))
-            is_backward = action.kind.is_backward
-            if virtual == shape.last if not is_backward else not shape.needs_input_gradient(virtual):
+            is_backward, is_loss = action.kind.is_backward, action.kind is Kind.LOSS
+            place = (virtual, shape.num_microbatches - 1) if is_loss else (shape.num_virtual, microbatch)
+            events[stage].append((start, *place, action))
+            is_needed = shape.needs_input_gradient(virtual) if is_backward else virtual < shape.last
+            if not (action.kind.is_passed_on and is_needed):
                 continue
-            target = virtual - 1 if is_backward else virtual + 1
-            for at, kinds in (
-                (virtual, (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)),
-                (target, (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)),
-            ):
-                message = Action(kinds[is_backward], microbatch, shape.chunk_of(at))
-                # at equal times the message of the lowest sender comes first, and all messages precede passes
-                events[shape.stage_of(at)].append((end, virtual, microbatch, message))
+            target, messages = virtual + 1, [(microbatch, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)]
+            if is_backward:
+                target, messages = virtual - 1, [(microbatch, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD)]
+                if shape.sends_loss(virtual, microbatch):
+                    messages.append((shape.num_microbatches, Kind.SEND_LOSS, Kind.RECEIVE_LOSS))
+            for number, *kinds in messages:
+                for at, kind in zip((virtual, target), kinds, strict=True):
+                    message = Action(kind, number, shape.chunk_of(at))
+                    # at equal times the message of the lowest sender comes first, and all messages precede passes
+                    events[shape.stage_of(at)].append((end, virtual, number, message))
     return tuple(
         tuple(event[-1] for event in sorted(events[stage], key=lambda event: event[:3]))
         for stage in range(shape.num_stages)

@@ -81,10 +81,7 @@ class Iteration:
         """Number of remaining backward passes, by chunk."""
         self._num_tokens = torch.zeros([], dtype=torch.int, device=device.current())
         self._no_sync: contextlib.AbstractContextManager[Any] | None = None
-
-    def run(self) -> list[Any]:
-        """Run all actions. Return the results of the loss function by microbatch on the last stage, elsewhere []."""
-        do = {
+        self._do: dict[Kind, Callable[[Action, _Place], None]] = {
             Kind.FORWARD: self._forward,
             Kind.FORWARD_ONLY: self._forward,
             Kind.BACKWARD: self._backward,
@@ -94,9 +91,12 @@ class Iteration:
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECEIVE_BACKWARD: self._receive_backward,
         }
+
+    def run(self) -> list[Any]:
+        """Run all actions. Return the results of the loss function by microbatch on the last stage, elsewhere []."""
         self._defer_gradient_reduction()
         for action in self._actions:
-            do[action.kind](action, (action.chunk, action.microbatch))
+            self._do[action.kind](action, (action.chunk, action.microbatch))
         for messages in (self._messages, self._prefix_messages):
             messages.finish_sends()
         if self._shape.is_training:
@@ -147,8 +147,7 @@ class Iteration:
     def _backward(self, action: Action, place: _Place) -> None:
         output, gradient = self._outputs.pop(place), self._output_gradients.pop(place, None)
         if gradient is not None:
-            self._messages.finish_send(output)  # its storage is freed when sent, which backward_step requires
-            self._messages.wait_for(gradient)
+            self._wait_for_gradient(output, gradient)
         self._begin_backward(action.chunk)
         received = self._inputs.pop(place, None)
         input_gradient = backward_step(received, output, gradient, get_model_type(self._model), self._config)
@@ -163,6 +162,10 @@ class Iteration:
     def _wait_for_input(self, virtual: int, received: torch.Tensor) -> None:
         self._messages_from(virtual - 1).wait_for(received)
 
+    def _wait_for_gradient(self, output: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._messages.finish_send(output)  # its storage is freed when sent, which backward_step requires
+        self._messages.wait_for(gradient)
+
     def _begin_backward(self, chunk: int) -> None:
         """Allow the reduction of the chunk's gradients within its last backward pass."""
         self._num_backwards[chunk] -= 1
@@ -175,8 +178,8 @@ class Iteration:
 
     def _send_forward(self, action: Action, place: _Place) -> None:
         virtual = self._virtual(action)
-        if self._shape.is_forward_only(virtual):
-            self._messages_from(virtual).send_forward(self._outputs.pop(place))
+        if self._shape.is_forward_only(virtual) or self._shape.is_breadth_first:
+            self._messages_from(virtual).send_forward(self._outputs.pop(place).detach())
         else:  # the backward pass needs the graph, but not the values
             self._messages.send_forward(self._outputs[place], when_sent=self._free)
 

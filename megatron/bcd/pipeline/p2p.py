@@ -62,6 +62,14 @@ class Messages:
         self.num_backward += 1
         return self._receive(shape, self._next, needs_gradient=False)
 
+    def send_loss(self, loss: torch.Tensor) -> None:
+        """Send the sum of the losses and the number of tokens to the previous stage."""
+        self._send(loss, self._previous, None)
+
+    def receive_loss(self) -> torch.Tensor:
+        """Start to receive what `send_loss` sends on the next stage. Call `wait_for` before reading it."""
+        return self._receive((2,), self._next, needs_gradient=False, dtype=torch.float32)
+
     def wait_for(self, tensor: torch.Tensor) -> None:
         """Wait for the values of a received tensor."""
         self._coming.pop(id(tensor)).wait()
@@ -91,7 +99,9 @@ class Messages:
         if sent.when_sent is not None:
             sent.when_sent(sent.tensor)
 
-    def _receive(self, shape: tuple[int, ...], source: int, *, needs_gradient: bool) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=self._dtype, device=device.current(), requires_grad=needs_gradient)
+    def _receive(
+        self, shape: tuple[int, ...], source: int, *, needs_gradient: bool, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype or self._dtype, device=device.current(), requires_grad=needs_gradient)
         self._coming[id(tensor)] = torch.distributed.irecv(tensor, source, self._group)
         return tensor

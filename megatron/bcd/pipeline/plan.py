@@ -33,9 +33,12 @@ class Kind(enum.StrEnum):
     RECOMPUTE = "forward again"
     """Repeats a forward pass from its saved input, and keeps activations for the backward pass that follows."""
     LOSS = "loss"
-    """Reduces the loss over all ranks, which decides whether this iteration updates anything."""
+    """Reduces the loss, which decides whether this iteration updates anything, over the ranks of the last stage."""
+    SEND_LOSS = "send loss"
+    """Follows the last gradient to the previous stage."""
+    RECEIVE_LOSS = "receive loss"
     UPDATE = "update"
-    """Steps the chunk's matrices that need no optimizer state, and frees their gradients."""
+    """Steps the chunk's matrices that need no optimizer state, and frees their gradients. Waits for the loss."""
 
     @property
     def is_forward(self) -> bool:
@@ -56,6 +59,11 @@ class Kind(enum.StrEnum):
     def computes(self) -> bool:
         return self.is_forward or self.is_backward
 
+    @property
+    def is_passed_on(self) -> bool:
+        """Whether this is a pass whose result the neighbouring virtual stage may need."""
+        return self.computes and self is not Kind.RECOMPUTE
+
 
 @dataclass(frozen=True, slots=True)
 class Action:
@@ -64,13 +72,14 @@ class Action:
 
     kind: Kind
     microbatch: int
-    """Index in this iteration. From `num_microbatches` on it counts microbatches of the next iteration. 0 in actions
-    that follow the passes of all microbatches."""
+    """Index in this iteration. From `num_microbatches` on it counts microbatches of the next iteration. 0 in LOSS and
+    UPDATE, `num_microbatches` in messages of the loss."""
     chunk: int = 0
 
 
 class Message(NamedTuple):
-    """The output or the input gradient of one microbatch, on its way to the next or previous virtual stage."""
+    """The output or the input gradient of one microbatch, or the loss, on its way to the next or previous virtual
+    stage."""
 
     source: int
     target: int
@@ -86,6 +95,8 @@ _ENDS = {
     Kind.RECEIVE_FORWARD: (-1, 0),
     Kind.SEND_BACKWARD: (0, -1),
     Kind.RECEIVE_BACKWARD: (1, 0),
+    Kind.SEND_LOSS: (0, -1),
+    Kind.RECEIVE_LOSS: (1, 0),
 }
 
 
@@ -136,7 +147,7 @@ class PlanShape:
         assert not (self.done_ahead or self.run_ahead) or (
             self.num_chunks == 1 and 0 < self.first_trainable < num_virtual and not self.is_prefix_cached
         ), "nothing can run ahead"
-        assert not self.is_breadth_first or (self.num_stages == 1 and len(self.updated) == num_virtual)
+        assert not self.is_breadth_first or len(self.updated) == num_virtual
 
     @property
     def num_virtual(self) -> int:
@@ -199,10 +210,21 @@ class PlanShape:
             return range(self.done_ahead, self.num_microbatches + self.run_ahead)
         return range(self.num_microbatches)
 
+    def sends_loss(self, virtual: int, microbatch: int) -> bool:
+        """Return whether the loss follows the gradient of this microbatch to the previous stage.
+
+        Each stage receives it once, behind the first gradients that it receives.
+        """
+        is_last = microbatch == self.num_microbatches - 1
+        return self.is_breadth_first and is_last and virtual > self.last - self.num_stages + 1
+
     def needed_message(self, virtual: int, action: Action) -> Message | None:
-        """Return the message that must arrive before the virtual stage can start this pass, if any."""
-        if self.is_breadth_first:  # a single stage
+        """Return the message that must arrive before the virtual stage can start this action, if any."""
+        if self.num_stages == 1 or action.kind in (Kind.RECOMPUTE, Kind.LOSS):
             return None
+        if action.kind is Kind.UPDATE:
+            receiver = self.virtual_stage(self.stage_of(virtual), self.num_chunks - 1)
+            return None if receiver == self.last else Message(receiver + 1, receiver, self.num_microbatches)
         if action.kind.is_forward:
             has_arrived = virtual == self.first_trainable and action.microbatch < self.done_ahead
             needs_none = has_arrived or not self.needs_input(virtual)
@@ -210,7 +232,9 @@ class PlanShape:
         return Message(virtual + 1, virtual, action.microbatch) if virtual < self.last else None
 
     def duration(self, virtual: int, kind: Kind) -> float:
-        """Return how long a pass takes, in the unit of `work`."""
+        """Return how long an action takes, in the unit of `work`."""
+        if not kind.computes:
+            return 0.0
         if self.work:
             return self.work[virtual][kind.is_backward]
         return 1.0 + (kind is Kind.BACKWARD)

@@ -52,7 +52,7 @@ class PipelineSchedule:
             run_ahead: number of microbatches; None is `default_run_ahead`.
             head_passes: time of a pass through the output head, in passes of a layer. Plans are arranged by it.
             timeout_minutes: timeout of messages between stages of the prefix; None is PyTorch's default.
-            pieces: with "breadth-first", the layers of each piece.
+            pieces: with "breadth-first", the `virtual_pieces`.
             chunks: with "breadth-first", the weights and updates of the pieces.
             saves_on_host: with "breadth-first", the inputs of pieces are saved in host memory.
         """
@@ -166,7 +166,7 @@ class PipelineSchedule:
             assert self._done_ahead == 0, "microbatches that ran ahead come first"
             return evaluation_shape(
                 num_stages=partition.num_stages,
-                num_chunks=len(self._pieces) or partition.num_chunks,
+                num_chunks=len(self._pieces) // partition.num_stages or partition.num_chunks,
                 num_microbatches=num_microbatches,
                 is_breadth_first=bool(self._pieces),
             )

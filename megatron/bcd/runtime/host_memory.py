@@ -60,8 +60,7 @@ def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str
             raise ValueError(
                 f"{what}: a node needs {total / 2**30:.1f} GiB of host memory, and {free[its_node] / 2**30:.1f} GiB "
                 "are available (MemAvailable, and the limit of the control group). Spread the layers over more nodes "
-                "(--pipeline-model-parallel-size; breadth-first --tensor-model-parallel-size), or give --bcd-layers-on "
-                "device."
+                "(--pipeline-model-parallel-size), or give --bcd-layers-on device."
             )
     try:
         handle = os.memfd_create("megatron-bcd") if is_owner else -1
