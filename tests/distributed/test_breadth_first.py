@@ -230,9 +230,9 @@ def repeated_outputs(config: Any) -> tuple[list[bool], int]:
             if place[0] < self._shape.last:
                 outputs[place] = self._inputs[place[0] + 1, place[1]]
 
-        def _recompute(self, place: tuple[int, int]) -> None:
+        def _recompute(self, action: Any, place: tuple[int, int]) -> None:
             num_waiting.append(len(self._inputs))
-            super()._recompute(place)
+            super()._recompute(action, place)
 
         def _free(self, output: torch.Tensor) -> None:
             [place] = [place for place, other in self._outputs.items() if other is output]

@@ -19,7 +19,8 @@ from unittest import mock
 import torch
 
 from megatron.bcd.blocks.partition import Partition, partition
-from megatron.bcd.pipeline import execute, schedule
+from megatron.bcd.blocks.pieces import virtual_pieces
+from megatron.bcd.pipeline import breadth_first, execute, schedule
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.runtime import device
 
@@ -51,6 +52,8 @@ class Case:
     overlaps_reduction: bool = False
     num_chunks: int = 1
     """Chunks per stage. More than 1: an interleaved plan with as many blocks, and `Event.block` is a block."""
+    is_breadth_first: bool = False
+    """An interleaved plan of one block and pieces that are all updated, in breadth-first order."""
     frozen_suffix: bool = False
     """Stages after the first trainable one have no weight gradients."""
     partition: Partition | None = None
@@ -143,12 +146,14 @@ class Rank:
 
     def message(self, is_send: bool, tensor: torch.Tensor, peer: int, group: Any) -> Issued:
         name = (*self._named(group).name, "pair", *sorted((peer, self.me)))
-        label = self._labels.get(id(tensor)) if is_send else None
+        label = self._labels.get(tensor.data_ptr()) if is_send else None
         what = f"{'send' if is_send else 'receive'} {label or ''} with {peer}"
         operation = Issued(name, frozenset((peer, self.me)), what, peer, is_send, label)
         self._alive.append(tensor)
         if not is_send:
-            self._known[id(tensor)] = operation
+            self._known[tensor.data_ptr()] = operation
+            if tensor.numel() == 2:  # stages between the last and the first one send it again
+                self._labels[tensor.data_ptr()] = ("loss", self._event)
         self.steps.append(operation)
         return operation
 
@@ -177,7 +182,7 @@ class Rank:
         return self._labelled(("output", event, current_microbatch, virtual)), 0
 
     def backward(self, received: Any, output: torch.Tensor, gradient: Any, *others: Any) -> torch.Tensor | None:
-        *of, virtual = self._labels[id(output)][1:]
+        *of, virtual = self._labels[output.data_ptr()][1:]
         self._use(gradient, ("gradient", *of, virtual + 1))
         self._compute_collectives(2)
         if self._reduces and self.case.overlaps_reduction and self._is_active:
@@ -191,12 +196,12 @@ class Rank:
 
     def _use(self, tensor: torch.Tensor | None, label: Any) -> None:
         if tensor is not None:
-            self.steps.append(Use(self._known[id(tensor)], label))
+            self.steps.append(Use(self._known[tensor.data_ptr()], label))
 
     def _labelled(self, label: Any) -> torch.Tensor:
         tensor = torch.zeros(1)
         self._alive.append(tensor)
-        self._labels[id(tensor)] = label
+        self._labels[tensor.data_ptr()] = label
         return tensor
 
     # a run
@@ -229,12 +234,19 @@ class Rank:
         case = self.case
         config = SimpleNamespace(
             pipeline_dtype=torch.float32, timers=None, deallocate_pipeline_outputs=False,
+            hidden_dropout=0.0, attention_dropout=0.0,
             calculate_per_token_loss=False, grad_sync_func=None, no_sync_func=self._no_sync,
             finalize_model_grads_func=self._finalize,
         )  # fmt: skip
         model = SimpleNamespace(config=config, parameters=lambda: ())
+        blocks = self._partition()
         pipeline = PipelineSchedule(
-            name="bcd", partition=self._partition(), run_ahead=case.run_ahead, head_passes=case.head_passes
+            name="breadth-first" if case.is_breadth_first else "bcd",
+            partition=blocks,
+            run_ahead=case.run_ahead,
+            head_passes=case.head_passes,
+            pieces=virtual_pieces(blocks, 1) if case.is_breadth_first else (),
+            chunks=_Chunks(self),
         )
         run_plan = pipeline.execute
 
@@ -244,7 +256,7 @@ class Rank:
 
         pipeline.execute = noting_execute  # type: ignore[method-assign]
         arguments = {"model": model, "num_microbatches": case.num_microbatches, "forward_step_func": None,
-                     "data_iterator": iter(()), "seq_length": 1, "micro_batch_size": 1}  # fmt: skip
+                     "data_iterator": itertools.repeat(None), "seq_length": 1, "micro_batch_size": 1}  # fmt: skip
         for self._event, event in enumerate(case.events):
             if event.what == "train":
                 self._train(pipeline, event, arguments)
@@ -265,10 +277,12 @@ class Rank:
         case = self.case
         if case.partition is not None:
             return case.partition
-        if case.num_chunks > 1:
-            num_layers = case.num_chunks * case.num_stages
-            return partition(num_layers=num_layers, num_stages=case.num_stages, num_blocks=case.num_chunks,
-                             layout="interleaved", tied=True)  # fmt: skip
+        if case.num_chunks > 1 or case.is_breadth_first:
+            num_layers, updates = case.num_chunks * case.num_stages, case.is_breadth_first
+            return partition(num_layers=num_layers, num_stages=case.num_stages, num_parts=case.num_chunks, tied=True,
+                             num_blocks=0 if updates else case.num_chunks, layout="interleaved",
+                             has_stateless_updates=updates, always_active=frozenset({"norms"} if updates else ()),
+                             )  # fmt: skip
         # one layer per stage, and a block of one layer or of all later ones; `phase_shape` needs these
         return SimpleNamespace(
             num_stages=case.num_stages,
@@ -297,6 +311,33 @@ class Rank:
         self.collective("norm of the gradient", "norm")
         if self._is_active:
             self.collective("parameters", "dp")
+
+
+class _Chunks:
+    """Stub of `training.pieces`."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def enter(self, chunk: int, *, is_backward: bool) -> None:
+        pass
+
+    prefetch = enter
+
+    def reduce_loss(self, reported: list[Any]) -> torch.Tensor:
+        self._rank.collective("losses of replicas", "dp")
+        return self._rank._labelled(("loss", self._rank._event))
+
+    def take_loss(self, loss: torch.Tensor) -> None:
+        if loss.data_ptr() in self._rank._known:
+            self._rank._use(loss, ("loss", self._rank._event))
+
+    def update(self, chunk: int) -> None:
+        for group in ("dp", "tp", "dp"):
+            self._rank.collective(f"update of chunk {chunk}", group)
+
+    def finish(self) -> None:
+        self._rank.collective("copies to host memory", "dp")
 
 
 _CURRENT: list[Rank] = []
@@ -328,6 +369,7 @@ def _recording() -> Iterator[None]:
             "ProcessGroupCollection": SimpleNamespace(use_mpu_process_groups=lambda names: groups()),
             "get_model_config": lambda model: model.config,
         }),
+        (breadth_first, {"select_chunk": lambda model, chunk: None}),
         (execute, {
             "select_chunk": lambda model, chunk: setattr(now[-1], "chunk", chunk),
             "forward_step": lambda *args, **others: now[-1].forward(*args, **others),

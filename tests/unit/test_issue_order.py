@@ -3,6 +3,7 @@ user."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -94,6 +95,18 @@ def test_interleaved_plans(num_stages: int) -> None:
     events = (*train[0], Event("evaluate"), *train[1], Event("checkpoint"), *served, *train[2])
     for num_microbatches in (1, 4, 5):
         case = Case(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=3, events=events)
+        check(case)
+    check(replace(case, data_size=2, tensor_size=2, overlaps_reduction=True))
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_breadth_first_plans(num_stages: int) -> None:
+    """As above; a loss that is sent before it has arrived, or that a stage never waits for; updates, which are
+    collectives of a stage, between messages that its ranks issue in another order."""
+    events = (Event("train"), Event("train"), Event("evaluate"), Event("train"))
+    for num_chunks, num_microbatches in itertools.product((1, 2, 3), (1, 4, 12)):
+        case = Case(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks, events=events,
+                    is_breadth_first=True)  # fmt: skip
         check(case)
     check(replace(case, data_size=2, tensor_size=2, overlaps_reduction=True))
 

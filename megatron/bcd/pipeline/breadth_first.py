@@ -86,6 +86,8 @@ class BreadthFirstIteration(Iteration):
     def run(self) -> list[Any]:
         """Run all actions. Return the results of the loss function by microbatch on the last stage, elsewhere []."""
         reported = super().run()
+        if self._is_loss_coming:  # a stage without updates
+            self._arrived_loss()
         select_chunk(self._model, None)
         self._chunks.finish()
         return reported
@@ -112,9 +114,11 @@ class BreadthFirstIteration(Iteration):
             self._random_states[place] = rng.states()
         self._set_input(place, received, needs_gradient=action.kind.keeps_graph)
         self._forward(action, place)
-        if virtual < self._shape.last and not self._has_messages:
+        if virtual < self._shape.last:
             # Megatron Core records bias and dropout of a layer even without a graph
-            self._inputs[place[0] + 1, place[1]] = self._outputs.pop(place).detach()
+            self._outputs[place] = self._outputs[place].detach()
+            if not self._has_messages:
+                self._inputs[place[0] + 1, place[1]] = self._outputs.pop(place)
 
     def _recompute(self, action: Action, place: Place) -> None:
         """Repeat a forward pass with a graph."""

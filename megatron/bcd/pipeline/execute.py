@@ -179,7 +179,7 @@ class Iteration:
     def _send_forward(self, action: Action, place: _Place) -> None:
         virtual = self._virtual(action)
         if self._shape.is_forward_only(virtual) or self._shape.is_breadth_first:
-            self._messages_from(virtual).send_forward(self._outputs.pop(place).detach())
+            self._messages_from(virtual).send_forward(self._outputs.pop(place))
         else:  # the backward pass needs the graph, but not the values
             self._messages.send_forward(self._outputs[place], when_sent=self._free)
 
