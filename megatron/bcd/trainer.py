@@ -202,6 +202,7 @@ class Trainer:
             pieces=self.active.virtual_pieces,
             chunks=self.pieces,
             saves_on_host=config.bcd.bcd_saved_inputs == "host",
+            by_piece={name: getattr(config, name) for name in ("steps_block_by_piece", "clips_by_piece")},
         )
         self.lr_scheduler = build_scheduler(
             config, SimpleNamespace(param_groups=[]), functools.partial(data.samples_after, config)
@@ -447,6 +448,11 @@ class Trainer:
         training, active, phase_state = self.config.training, self.active, self.state.phase_state
         stopwatch = device.Stopwatch()
         active.zero_grad()
+        learning_rate_factor = self.block_schedule.learning_rate_factor(phase_state)
+        learning_rate = float(self.lr_scheduler.get_lr({})) * learning_rate_factor
+        if self.block_schedule.scales_learning_rate:  # before the passes, which may step pieces of the block
+            self.lr_scheduler.step(0)  # undoes the scaling of a step that was skipped
+            active.scale_learning_rate(learning_rate_factor)
         self.pieces.loss = None
         self.pipeline.prepare_next(num_microbatches_next)
         with self._metering_once_per_phase(), self.timers.connected(active), self.stragglers.counting():
@@ -456,11 +462,6 @@ class Trainer:
         reduced = self.pieces.loss
         if reduced is None or self.partition.num_stages > 1:
             reduced = self._reduce_loss(losses)
-        learning_rate_factor = self.block_schedule.learning_rate_factor(phase_state)
-        learning_rate = float(self.lr_scheduler.get_lr({})) * learning_rate_factor
-        if self.block_schedule.scales_learning_rate:
-            self.lr_scheduler.step(0)  # undoes the scaling of a step that was skipped
-            active.scale_learning_rate(learning_rate_factor)
         grad_norm = None
         with self.timers.connected(active), self.timers.timing_optimizer():
             if reduced.is_stepped:

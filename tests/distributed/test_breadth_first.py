@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from support.pairwise import Combination, pairwise, thinned
 
 from megatron.bcd import trainer
 from megatron.bcd.checkpoint import layout
-from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
+from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer, NoMatrixOptimizer
 from megatron.bcd.pipeline import schedule
 from megatron.bcd.pipeline.breadth_first import BreadthFirstIteration
 
@@ -75,14 +76,15 @@ CASES += [dict(zip(("cut", *FACTORS), line.split("-"), strict=True)) for line in
 BREADTH_FIRST = {"bcd_schedule": "breadth-first"}
 
 
-def config_of(case: Combination, **more: Any) -> Any:
+def config_of(case: dict[str, str], **more: Any) -> Any:
     """Return the configuration of a depth-first run on the device, or with `more` flags of any other run."""
     size, cut = CUTS[case["cut"]]
     flags: dict[str, Any] = {"num_layers": 6, "mock_data": True, "split": None, "micro_batch_size": 1}
     flags |= {"global_batch_size": 4, "untie_embeddings_and_output_weights": True, "bcd_schedule": "bcd"} | cut
     flags |= {"eval_iters": 1, "eval_interval": 2, "train_iters": 4, "world_size": size}
     for name in ("method", "precision", "layout", "recompute"):
-        flags |= FACTORS[name][case.get(name, next(iter(FACTORS[name])))]
+        flags |= FACTORS[name][case.get(name, next(iter(FACTORS[name])))] if "method" in case else {}
+    flags |= FACTORS["precision"][case["precision"]]
     if "pipeline_model_parallel_size" in cut and more.get("bcd_schedule", "bcd") == "bcd":
         flags["num_virtual_stages_per_pipeline_rank"] = 6 // int(case.get("layers", "1"))  # the pieces are chunks
     return worlds.run_config(**flags | more)
@@ -90,6 +92,22 @@ def config_of(case: Combination, **more: Any) -> Any:
 
 def breadth_first(case: Combination) -> dict[str, Any]:
     return BREADTH_FIRST | FACTORS["place"][case["place"]] | {"bcd_layers_per_pass": case["layers"]}
+
+
+STREAMED: dict[str, dict[str, Any]] = {
+    "muon": {"optimizer": "muon", "muon_momentum_dtype": "bf16"},
+    "nesterov": {"optimizer": "muon", "muon_use_nesterov": True, "muon_grad_dtype": "bf16"},
+    "adam": {},
+    "bf16": {"adam_moments_dtype": "bf16", "no_decoupled_weight_decay": True},
+    "int8": {"adam_moments_dtype": "int8", "use_distributed_optimizer": False},
+}
+
+
+def streamed_config(name: str, **more: Any) -> Any:
+    """Return the configuration of full training with one block, by default depth-first on the device."""
+    optimizer, cut, precision, clip = name.split("-")
+    flags = {"bcd_num_blocks": 1, "clip_grad": float(clip), "weight_decay": 0.1} | STREAMED[optimizer]
+    return config_of({"cut": cut, "precision": precision}, **flags | more)
 
 
 def tensors_of(world: World, folder: Path, iteration: int) -> dict[str, torch.Tensor]:
@@ -251,3 +269,39 @@ def test_dropout_is_repeated(world1: World) -> None:
     flags = {"hidden_dropout": 0.5, "attention_dropout": 0.5, "train_iters": 1, "eval_iters": 0}
     [(are_same, num_waiting)] = world1.run(repeated_outputs, config_of(case, **breadth_first(case), **flags))
     assert len(are_same) == 5 * 4 and all(are_same) and num_waiting == 0
+
+
+def one_part_with_rounded_norm(config: Any) -> dict[str, Any]:
+    """Return the outcome of a run that clips by a norm of three digits."""
+    patches = contextlib.ExitStack()
+    for optimizer in (MatrixOptimizer, NoMatrixOptimizer):
+        add_norm = optimizer.add_norm
+
+        def rounded(self: Any, norm: float, add_norm: Any = add_norm) -> tuple[float, bool]:
+            exact, is_finite = add_norm(self, norm)
+            return float(f"{exact:.3g}"), is_finite
+
+        patches.enter_context(mock.patch.object(optimizer, "add_norm", rounded))
+    with patches:
+        return resumed_runs.one_part(config)
+
+
+STREAM: dict[str, Any] = {"bcd_layers_on": "host", "bcd_schedule": None}
+STREAMED_RUNS = [
+    "muon-one-fp32-0", "muon-data-bf16-0", "nesterov-tensor-bf16-0", "adam-one-bf16-0", "adam-overlap-bf16-0",
+    "adam-tensor-fp32-0", "bf16-data-bf16-0", "int8-one-fp32-0",
+    "muon-one-fp32-1", "nesterov-data-bf16-1", "adam-data-bf16-1", "adam-tensor-fp32-1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STREAMED_RUNS)
+def test_full_training_by_streaming(world1: World, world2: World, tmp_path: Path, name: str) -> None:
+    """State of another layer or step; a gradient in another precision, or of another step; main parameters that round
+    otherwise than Megatron Core's; a checkpoint of other tensors. The parts of the norm add up in another order."""
+    world = (world1, world2)[CUTS[name.split("-")[1]][0] - 1]
+    left, right = tmp_path / "depth", tmp_path / "breadth"
+    depth = world.run(one_part_with_rounded_norm, streamed_config(name, save=left))
+    breadth = world.run(one_part_with_rounded_norm, streamed_config(name, save=right, **STREAM))
+    for expected, other in zip(depth, breadth, strict=True):
+        assert resumed_runs.differences(expected, [other]) == []
+    assert worlds.same_bits(tensors_of(world1, left, 4), tensors_of(world1, right, 4)) == []

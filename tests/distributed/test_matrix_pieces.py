@@ -40,12 +40,14 @@ class Case:
             for name, (shape, _) in SHAPES.items()
         }
         next(iter(self.weights.values())).data[0, 0] = -0.0
-        self.places = {weight: torch.zeros(weight.numel(), dtype=torch.int16) for weight in self.weights.values()}
+        self.places = {weight: torch.zeros(weight.shape, dtype=torch.int16) for weight in self.weights.values()}
         self.optimizer = MatrixOptimizer(
             {name: (weight, SHAPES[name.split(".")[2]][1]) for name, weight in self.weights.items()},
             group=replicas.group(),
             overlaps_reduction=overlaps,
-            places=self.places if has_places else None,
+            places={each: {LOW_BITS: place} for each, place in self.places.items()}
+            if has_places and dtype == torch.bfloat16
+            else None,
         )
         self.rule = MatrixRule(name=rule, scale=0.2, grad_dtype=grad_dtype, num_steps=5)
         self.overlaps = overlaps

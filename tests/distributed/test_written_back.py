@@ -82,7 +82,7 @@ def failures() -> list[str]:
     """Return the errors of copies that fail."""
     with worlds.parallel(worlds.run_config(mock_data=True, split=None)):
         run, errors = streamed_layers.Run(num_layers=4), []
-        run.frozen.load([1], with_low_bits=True)
+        run.frozen.load([1], with_state=True)
         for act in (functools.partial(run.frozen.write_back, [1]), functools.partial(run.frozen.load, [2])):
             with mock.patch.object(device.CopyStream, "copy", side_effect=RuntimeError("CUDA error")):
                 try:

@@ -45,8 +45,8 @@ class OnDevice:
             each: torch.zeros(each.shape, dtype=torch.int16, device=device.current()) for each in matrices
         }
 
-    def low_bits(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        return None if parameter.dtype == torch.float32 else self._low_bits[parameter]
+    def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        return {} if parameter.dtype == torch.float32 else {"low_bits": self._low_bits[parameter]}
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
@@ -103,9 +103,9 @@ class Run:
             matrices = [matrix for matrix in matrices if matrix in self.updated]
             if not matrices:
                 break
-            frozen.load(self.pieces[place], with_low_bits=True)
+            frozen.load(self.pieces[place], with_state=True)
             if place > 0:
-                frozen.prefetch(self.pieces[place - 1], with_low_bits=True)
+                frozen.prefetch(self.pieces[place - 1], with_state=True)
             gradients = [torch.zeros(matrix.shape, device=device.current()) for matrix in matrices]
             for x in inputs[place]:
                 for gradient, matrix in zip(gradients, matrices, strict=True):
@@ -133,7 +133,7 @@ class Run:
     def update(self, matrix: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         dist.all_reduce(gradient)
         if self.owners[matrix] == dist.get_rank():
-            bits, weight = self.frozen.low_bits(matrix), matrix.data
+            bits, weight = self.frozen.state(matrix).get("low_bits"), matrix.data
             value = weight if bits is None else bf16.join(weight, bits)
             value.sub_(gradient, alpha=1e-3)
             if bits is not None:
@@ -150,8 +150,8 @@ class Run:
 
     def _bits(self) -> list[list[int]]:
         tensors = [matrix.data for matrix in self.matrices]
-        low_bits = [self.frozen.low_bits(each) for each in self.matrices if self.owners[each] == dist.get_rank()]
-        tensors += [each for each in low_bits if each is not None]
+        owned = [each for each in self.matrices if self.owners[each] == dist.get_rank()]
+        tensors += [tensor for each in owned for tensor in self.frozen.state(each).values()]
         return [tensor.cpu().view(torch.uint8).flatten().tolist() for tensor in tensors]
 
 

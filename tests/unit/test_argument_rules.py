@@ -46,7 +46,7 @@ BAD_RUNS = {
 --bcd-num-blocks 0 --bcd-inactive-update orthogonal --bcd-layout submodel
 --bcd-inactive-update orthogonal --bcd-num-blocks 1
 --bcd-layers-on host --bcd-inactive-update orthogonal --bcd-schedule bcd
---bcd-layers-on host --bcd-num-blocks 1
+--bcd-layers-on host --bcd-num-blocks 1 --bcd-schedule bcd
 --bcd-schedule breadth-first --fp16
 --bcd-schedule breadth-first --fp8-format hybrid --bf16
 --bcd-schedule breadth-first --bcd-order greedy

@@ -51,10 +51,10 @@ def test_the_state_of_one_layer_moves() -> None:
             for weight in weights:
                 weight.main_grad.copy_(torch.randn(4, 4))
             if moves:
-                optimizer.offload([moved])
+                optimizer.matrices[moved].offload()
                 assert not optimizer.matrices[moved].state and len(list(optimizer.device_state())) == 2
                 assert optimizer.host_bytes() == 16 * (4 + 2), "momentum and low bits"
-                optimizer.restore([moved])
+                optimizer.matrices[moved].restore()
                 assert optimizer.host_bytes() == 0
             optimizer.step()
         return [optimizer.matrices[name].main_param_reader()() for name in names]

@@ -12,6 +12,7 @@ from megatron.bcd.config import DEFAULT_NUM_BLOCKS, DataConfig, TrainingConfig
 from megatron.bcd.config.presets import derive_blocks, derive_schedule
 from megatron.bcd.runtime import packages
 
+_STREAMED = (1, "breadth-first")
 Values = dict[str, Any]
 """Values by field name."""
 
@@ -164,6 +165,8 @@ def _is_precision_aware(values: Values) -> bool:
         and values["optimizer"] == "adam"
         and values["adam_moments_dtype"] == "fp32"
         and values["use_distributed_optimizer"]
+        # a single block in host memory is stepped without Transformer Engine
+        and (values["bcd_layers_on"] == "device" or (values["bcd_num_blocks"], values["bcd_schedule"]) != _STREAMED)
     )
     has_lower_moments = (values["exp_avg_dtype"], values["exp_avg_sq_dtype"]) != ("fp32", "fp32")
     return bool(is_possible) and (has_lower_moments or packages.has_precision_aware_adam())

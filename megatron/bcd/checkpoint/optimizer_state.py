@@ -97,7 +97,8 @@ def sharded_state(
             rank = index % replicas.size()  # gathers and saves the parameter
             is_whole = replicas.size() == 1 or name in joined
             can_wait, saves = False, replicas.rank() == rank
-            if isinstance(group, MainParams) and is_on_host(parameter):
+            is_streamed = active.config.steps_block_by_piece and name in active.matrices.matrices
+            if is_on_host(parameter) and (isinstance(group, MainParams) or is_streamed):
                 can_wait, saves = True, piece is not None  # on the matrix's owner
             elif isinstance(piece, OffloadedShard):
                 can_wait = is_whole and piece.names() >= set(names) and is_constant(parameter)
@@ -167,7 +168,7 @@ def _entry(
 
 
 def _read(piece: StatePiece, state_name: str) -> torch.Tensor:
-    return piece.tensors()[state_name]
+    return piece.read[state_name]() if isinstance(piece, StatePart) else piece.tensors()[state_name]
 
 
 Portion: TypeAlias = list[tuple[StateGroup, StateSummary, str]]
@@ -184,9 +185,9 @@ def portions(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> Iter
     portion: Portion = []
     size, is_divided = 0, get_frozen_weights(active.model).is_explicit
     for group, summary in known:
-        for name, parameter in group.parameters.items():
+        for name in group.parameters:
             portion.append((group, summary, name))
-            size += parameter.numel()
+            size += sum(shape.numel() for shape in group.shapes(name, summary["names"]).values())
             if is_divided and size >= _PORTION:
                 yield portion
                 portion, size = [], 0

@@ -112,6 +112,7 @@ def derive_schedule(values: dict[str, Any]) -> None:
     """Derive --bcd-schedule, in place: breadth-first is the only one that updates layers in host memory."""
     if values["bcd_schedule"] is None:
         is_updated_on_host = values["bcd_layers_on"] != "device" and values["bcd_inactive_update"] != "none"
+        is_updated_on_host |= values["bcd_layers_on"] == "host" and values["bcd_num_blocks"] == 1
         values["bcd_schedule"] = "breadth-first" if is_updated_on_host else "bcd"
 
 

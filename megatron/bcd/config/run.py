@@ -182,6 +182,37 @@ class RunConfig:
         return self.bcd.bcd_schedule == "breadth-first"
 
     @property
+    def steps_block_by_piece(self) -> bool:
+        """Whether breadth-first order steps the matrices of the only block, the whole model, piece by piece."""
+        is_whole = self.bcd.bcd_num_blocks == 1 and not self.bcd.bcd_head_phase
+        has_rule = self.is_muon or (self.optimizer.optimizer == "adam" and not self.is_precision_aware)
+        is_freed = self.bcd.bcd_layers_on == "host" or self.optimizer.clip_grad == 0.0
+        return self.is_breadth_first and is_whole and has_rule and is_freed
+
+    @property
+    def clips_by_piece(self) -> bool:
+        """Whether updates by piece wait for the norm of all gradients, in a pass of their own."""
+        return self.steps_block_by_piece and self.optimizer.clip_grad > 0.0
+
+    @property
+    def main_grad_dtype(self) -> str:
+        """Precision in which gradients of the block add up, except Muon's."""
+        return "fp32" if self.precision == "fp32" or self.ddp.grad_reduce_in_fp32 else "bf16"
+
+    @property
+    def state_on_host(self) -> dict[str, tuple[str, int]]:
+        """What is in host memory with each matrix, beside low bits: its precision, and how many elements share one."""
+        if not (self.steps_block_by_piece and self.bcd.bcd_layers_on == "host"):
+            return {}
+        dtype, grad_dtype = self.training.adam_moments_dtype, self.main_grad_dtype
+        state = {"exp_avg": (dtype, 1), "exp_avg_sq": ("uint8" if dtype == "int8" else dtype, 1)}
+        if self.is_muon:
+            state, grad_dtype = {"momentum_buffer": (self.bcd.muon_momentum_dtype, 1)}, self.bcd.muon_grad_dtype
+        elif dtype == "int8":
+            state |= {"exp_avg_scale": ("fp32", 256), "exp_avg_sq_scale": ("fp32", 256)}
+        return state | ({"gradient": (grad_dtype, 1)} if self.clips_by_piece else {})
+
+    @property
     def has_embedding_on_host(self) -> bool:
         """Whether the embedding is in host memory: no phase trains it, and no tied head reads it."""
         return self.bcd.bcd_layers_on == "host" and "embedding" in self.bcd.frozen and not self.tied

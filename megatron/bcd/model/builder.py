@@ -230,7 +230,13 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_v
     """Return the frozen weights of this stage, except parameters that are always active."""
     partition = partition_from_config(config)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    keeps = config.bcd.bcd_main_params == "host"
+    by_piece = config.steps_block_by_piece
+    keeps = config.bcd.bcd_main_params == "host" or by_piece
+
+    def is_streamed(name: str) -> bool:
+        owned = ownership(f"decoder.layers.0.{name}", partition=partition, stage=stage)
+        return owned.is_matrix if by_piece else not owned.is_always_active
+
     embedding_size = padded_vocab_size // config.tensor_size * config.hidden_size
     return FrozenWeights(
         num_layers=len(partition.stage_layers(stage)),
@@ -238,12 +244,14 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_v
         num_resident=config.bcd.bcd_resident_layers,
         dtype=stage_config.params_dtype,
         residual_dtype={"bf16": torch.int16, "fp16": torch.float32}.get(config.precision) if keeps else None,
-        is_streamed=lambda name: (
-            not ownership(f"decoder.layers.0.{name}", partition=partition, stage=stage).is_always_active
-        ),
+        is_streamed=is_streamed,
         group=replicas.group(),
         explicit=config.is_breadth_first,
         piece_layers=max(map(len, stage_pieces(partition, stage, config.bcd.bcd_layers_per_pass))),
+        state={
+            kind: (device.DTYPES.get(dtype) or getattr(torch, dtype), shared)
+            for kind, (dtype, shared) in config.state_on_host.items()
+        },
     )
 
 

@@ -6,15 +6,15 @@ are written back. If no phase trains the embedding, the CPU gathers and sends th
 
 Frozen layers are only read: while one computes, hooks copy the next one to one of two device buffers on a separate CUDA
 stream. In explicit mode (--bcd-schedule breadth-first) there are no hooks. The schedule loads pieces of consecutive
-layers, with the low bits of those that the phase updates, and has these written back. Training is unchanged, bit for
-bit. See docs/frozen_weights.md.
+layers, with the state (low bits, moments) of the matrices that the phase updates, and has these written back. Training
+is unchanged, bit for bit. See docs/frozen_weights.md.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ from megatron.bcd.runtime.compat import pytorch
 
 _ALIGNMENT = 128
 """In elements. Kernels read vectors, and Transformer Engine requires matrices at multiples of 256 bytes."""
+LOW_BITS, GRADIENT = "low_bits", "gradient"
+"""Kinds of state with rules of their own: the bits that 16-bit weights lack of their fp32 values, and a gradient that
+waits for the norm of all gradients."""
+State = dict[str, torch.Tensor]
+"""State of a parameter by kind, in the parameter's shape if it has as many elements."""
 
 Use = tuple[int, str]
 """A layer's number, and the pass that reads it: forward, evaluation, recomputation or backward."""
@@ -46,15 +51,19 @@ class _Layer:
         self._starts = []
         for parameter in parameters:
             self._starts.append(self.size)
-            self.size += _aligned(parameter)
+            self.size += _aligned(parameter.numel())
         self.on_host: torch.Tensor
         """The layer's flat tensor in the arena. Set by `FrozenWeights.add`."""
         self.is_streamed = True
         """False while the layer is active or resident."""
+        self.state: dict[torch.nn.Parameter, torch.Tensor] = {}
+        """The bytes of each parameter's state in the arena. A gradient comes last."""
         self.updated: list[torch.nn.Parameter] = []
         """Streamed parameters that this phase steps."""
         self.owned: list[torch.nn.Parameter] = []
-        """Those whose low bits this rank loads and writes back."""
+        """Those whose state this rank loads and writes back."""
+        self.kept: device.Copied = None
+        """The last copy of a gradient to the arena."""
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' parts of a flat tensor."""
@@ -63,11 +72,10 @@ class _Layer:
             for start, parameter in zip(self._starts, self.parameters, strict=True)
         ]
 
-    def low_bit_views(self, flat: torch.Tensor) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Return the parts of a buffer's low bits, one behind the other, of the parameters in `owned`."""
-        sizes = [_aligned(parameter) for parameter in self.owned]
-        parts = flat[: sum(sizes)].split(sizes)
-        return {each: part[: each.numel()].view(each.shape) for each, part in zip(self.owned, parts, strict=True)}
+    def state_parts(self, flat: torch.Tensor) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Return the parts of a buffer's state, one behind the other, of the parameters in `owned`."""
+        sizes = [self.state[parameter].numel() for parameter in self.owned]
+        return dict(zip(self.owned, flat[: sum(sizes)].split(sizes), strict=True))
 
     @contextlib.contextmanager
     def name_copy_errors(self, to: str = "the device") -> Iterator[None]:
@@ -87,14 +95,14 @@ class _Layer:
 
 
 class _Buffer:
-    """Device memory for one layer at a time, and for the low bits of the parameters that this rank owns."""
+    """Device memory for one layer at a time, and for the state of the parameters that this rank owns."""
 
-    def __init__(self, size: int, dtype: torch.dtype, num_low_bits: int) -> None:
+    def __init__(self, size: int, dtype: torch.dtype, state_bytes: int) -> None:
         self.flat = torch.empty(size, dtype=dtype, device=device.current())
-        self.low_bits = torch.empty(num_low_bits, dtype=torch.int16, device=device.current())
+        self.state = torch.empty(state_bytes, dtype=torch.uint8, device=device.current())
         self.layer: _Layer | None = None
-        self.has_low_bits = False
-        """Whether `low_bits` has those of `layer`, or will after `copied`."""
+        self.has_state = False
+        """Whether `state` has that of `layer`, or will after `copied`."""
         self.copied: device.Copied = None
         """The last copy to this buffer, until later kernels wait for it."""
         self.written: device.Copied = None
@@ -112,7 +120,8 @@ class FrozenWeights:
         num_resident: keep the last N frozen layers on the device; backward passes read them, too. In explicit mode:
             number of further buffers.
         dtype: dtype of the weights.
-        residual_dtype: dtype of the flat tensors in `residuals`; None if there are none.
+        residual_dtype: dtype of the kind LOW_BITS; None if there is none.
+        state: other kinds of state of each streamed parameter: dtype, and number of elements that share an entry.
         is_streamed: returns whether a parameter is streamed, given its name within a layer.
         group: the ranks with the same weights. Those on one node share an arena.
         explicit: the schedule calls `load`, `write_back` and `finish_step`, and no hooks copy layers. There are
@@ -132,15 +141,17 @@ class FrozenWeights:
         group: torch.distributed.ProcessGroup,
         explicit: bool = False,
         piece_layers: int = 1,
+        state: Mapping[str, tuple[torch.dtype, int]] | None = None,
     ) -> None:
         self.num_copies = self.num_write_backs = 0
         """Number of copies of layers to buffers, and back, since the start."""
         self.is_explicit, self._piece_layers = explicit, piece_layers
-        self.residuals: dict[torch.nn.Parameter, torch.Tensor] = {}
-        """Flat tensors in the arena, behind the layer's weights, for the bits that 16-bit weights lack: those that
-        `BlockStateStore` offloads, and the low bits of `MatrixOptimizer`."""
+        self.places: dict[torch.nn.Parameter, State] = {}
+        """Tensors in the arena, behind the layer's weights: for what `BlockStateStore` offloads or `MatrixOptimizer`
+        steps."""
         self._num_layers, self._embedding_size, self._num_resident = num_layers, embedding_size, num_resident
-        self._dtype, self._residual_dtype = dtype, residual_dtype
+        self._dtype = dtype
+        self._kinds = ({} if residual_dtype is None else {LOW_BITS: (residual_dtype, 1)}) | dict(state or {})
         self._is_streamed, self._group = is_streamed, group
         self._arena: host_memory.SharedMemory
         self._layers: list[_Layer] = []
@@ -152,7 +163,8 @@ class FrozenWeights:
         self._owned: set[torch.nn.Parameter] = set()
         self._loaded: set[int] = set()
         """Layers of the last `load`."""
-        self._loaded_low_bits = False
+        self._states: dict[torch.nn.Parameter, State] = {}
+        """State on the device that the last `load` loaded."""
         self._written: device.Copied = None
         """The last write-back of this rank."""
         self._unfinished: set[int] = set()
@@ -169,16 +181,15 @@ class FrozenWeights:
         """Move a new layer's weights to the arena. For the first layer, a collective over all ranks."""
         named = [parameter for name, parameter in module.named_parameters() if self._is_streamed(name)]
         layer = _Layer(len(self._layers), f"layer {module.layer_number - 1}", named)
-        sizes = [layer.size * (0 if dtype is None else dtype.itemsize) for dtype in (self._dtype, self._residual_dtype)]
+        sizes = [layer.size * self._dtype.itemsize, *(sum(self._state_sizes(each).values()) for each in named)]
         if not self._layers:
             total = sum(sizes) * self._num_layers + self._embedding_size * self._dtype.itemsize
             self._arena = host_memory.allocate(total, group=self._group, what="--bcd-layers-on host")
         assert not self._layers or layer.size == self._layers[0].size, "layers differ in size"
-        weights, residuals = self._arena.data[layer.number * sum(sizes) :][: sum(sizes)].split(sizes)
+        weights, *state = self._arena.data[layer.number * sum(sizes) :][: sum(sizes)].split(sizes)
         layer.on_host = weights.view(self._dtype)
-        if self._residual_dtype is not None:
-            views = layer.views(residuals.view(self._residual_dtype))
-            self.residuals |= {parameter: view.view(-1) for parameter, view in zip(named, views, strict=True)}
+        layer.state = dict(zip(named, state, strict=True))
+        self.places |= {parameter: self._views(parameter, part) for parameter, part in layer.state.items()}
         if self._arena.is_owner:
             self._write(layer)
         layer.place(layer.on_host)
@@ -187,6 +198,19 @@ class FrozenWeights:
             return
         module.register_forward_pre_hook(lambda module, _: self._before_forward(layer, module))
         module.register_forward_hook(lambda _, __, output: self._after_forward(layer, output[0]))
+
+    def _state_sizes(self, parameter: torch.nn.Parameter) -> dict[str, int]:
+        """Return the bytes of each kind of a parameter's state."""
+        entries = {kind: -(-parameter.numel() // shared) for kind, (_, shared) in self._kinds.items()}
+        return {kind: _aligned(entries[kind]) * dtype.itemsize for kind, (dtype, _) in self._kinds.items()}
+
+    def _views(self, parameter: torch.nn.Parameter, flat: torch.Tensor) -> State:
+        """Return a parameter's state by kind, given its bytes."""
+        sizes, views = self._state_sizes(parameter), State()
+        for (kind, (dtype, shared)), part in zip(self._kinds.items(), flat.split([*sizes.values()]), strict=True):
+            entries = part.view(dtype)[: -(-parameter.numel() // shared)]
+            views[kind] = entries.view(parameter.shape) if shared == 1 else entries
+        return views
 
     @torch.no_grad()
     def add_embedding(self, module: VocabParallelEmbedding) -> None:
@@ -236,7 +260,7 @@ class FrozenWeights:
         for layer, is_active in zip(self._layers, are_active, strict=True):
             layer.is_streamed = not is_active and layer.number not in resident
             layer.updated = [each for each in layer.parameters if each in updated] if layer.is_streamed else []
-            layer.owned = [each for each in layer.updated if each in self._owned and each in self.residuals]
+            layer.owned = [each for each in layer.updated if each in self._owned and self._kinds]
             if is_active:
                 with layer.name_copy_errors():
                     for parameter in layer.parameters:
@@ -264,7 +288,7 @@ class FrozenWeights:
     def _leave_buffers(self) -> None:
         """Wait for all copies, of all ranks after `finish_step`, and point all streamed parameters to the arena."""
         device.synchronize()  # until nothing reads the buffers any more
-        self._loaded = set()
+        self._loaded, self._states = set(), {}
         for buffer in self._buffers:
             if buffer.layer is not None:
                 buffer.layer.place(buffer.layer.on_host)
@@ -284,7 +308,7 @@ class FrozenWeights:
         """Return the frozen tensors on the device: resident layers and buffers."""
         yield from self._resident.values()
         for buffer in self._buffers:
-            yield from (buffer.flat, buffer.low_bits)
+            yield from (buffer.flat, buffer.state)
 
     @property
     def is_shared_by_all(self) -> bool:
@@ -315,26 +339,28 @@ class FrozenWeights:
     # --- explicit mode: the schedule says when
 
     def set_owned(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Set whose low bits this rank loads and writes back if a phase steps them. Call it before `begin_phase`."""
+        """Set whose state this rank loads and writes back if a phase steps them. Call it before `begin_phase`."""
         self._owned = set(parameters)
 
     @torch.no_grad()
-    def load(self, layers: Sequence[int], *, with_low_bits: bool = False) -> None:
+    def load(self, layers: Sequence[int], *, with_state: bool = False) -> None:
         """Make the weights of these layers available to later kernels of the current stream, until the next `load`.
 
-        With low bits, also those of the parameters that this phase steps and this rank owns (`low_bits`).
+        With state, also that of the parameters that this phase steps and this rank owns (`state`).
         """
-        self._loaded, self._loaded_low_bits = set(layers), with_low_bits
-        self.prefetch(layers, with_low_bits=with_low_bits)
+        self._loaded, self._states = set(layers), {}
+        self.prefetch(layers, with_state=with_state)
         for layer in self._streamed(layers):
             buffer = self._find_buffer(layer)
             assert buffer is not None, "there are buffers for three pieces"
             self._stream.wait(buffer.copied)
             buffer.copied = None
             layer.place(buffer.flat)
+            for parameter, part in layer.state_parts(buffer.state).items() if with_state else ():
+                self._states[parameter] = self._views(parameter, part)
 
     @torch.no_grad()
-    def prefetch(self, layers: Sequence[int], *, with_low_bits: bool = False) -> None:
+    def prefetch(self, layers: Sequence[int], *, with_state: bool = False) -> None:
         """Start to copy layers that `load` will need, if there are buffers that no layer of the last `load` uses.
 
         The copies wait for the kernels launched so far, so call it before those of the loaded layers.
@@ -344,29 +370,18 @@ class FrozenWeights:
             if buffer is None:
                 continue
             buffer.last_use = next(self._clock)
-            if with_low_bits and not buffer.has_low_bits:
-                buffer.has_low_bits = True
-                for parameter, view in layer.low_bit_views(buffer.low_bits).items():
-                    self._copy(layer, self.residuals[parameter], to=view.view(-1), buffer=buffer)
+            if with_state and not buffer.has_state:
+                buffer.has_state = True
+                for parameter, part in layer.state_parts(buffer.state).items():
+                    self._copy(layer, layer.state[parameter], to=part, buffer=buffer)
 
-    def low_bits(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the parameter's low bits in its shape; None if it has no place in the arena.
-
-        They are on the device after `load` with low bits if this rank owns them, otherwise in host memory.
-        """
-        place = self.residuals.get(parameter)
-        if place is None:
-            return None
-        for buffer in self._buffers if self._loaded_low_bits else ():
-            if buffer.layer is not None and buffer.layer.number in self._loaded:
-                view = buffer.layer.low_bit_views(buffer.low_bits).get(parameter)
-                if view is not None:
-                    return view
-        return place.view(parameter.shape)
+    def state(self, parameter: torch.nn.Parameter) -> State:
+        """Return the parameter's state, on the device after `load` with state if this rank owns it."""
+        return self._states.get(parameter) or self.places.get(parameter, {})
 
     @torch.no_grad()
     def write_back(self, layers: Sequence[int]) -> None:
-        """Start to copy the updated weights and low bits of the last `load` to host memory.
+        """Start to copy the updated weights and state of the last `load` to host memory.
 
         The arena's owner writes the weights. It has them after all ranks have computed with the old ones, because it
         needs their gradients. So no rank still loads what it overwrites.
@@ -381,10 +396,19 @@ class FrozenWeights:
             with layer.name_copy_errors("host memory"):
                 if self._arena.is_owner:
                     buffer.written = self._back.copy(buffer.flat, to=layer.on_host)
-                for parameter, view in layer.low_bit_views(buffer.low_bits).items():
-                    assert self._loaded_low_bits, "load() with low bits comes first"
-                    buffer.written = self._back.copy(view.view(-1), to=self.residuals[parameter])
+                for parameter, part in layer.state_parts(buffer.state).items():
+                    assert parameter in self._states, "load() with state comes first"
+                    size = part.numel() - self._state_sizes(parameter).get(GRADIENT, 0)
+                    buffer.written = self._back.copy(part[:size], to=layer.state[parameter][:size])
+            buffer.has_state &= GRADIENT not in self._kinds  # the next step has another gradient
             self._written = buffer.written or self._written
+
+    @torch.no_grad()
+    def keep_gradient(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Start to copy a gradient that this rank owns to host memory, for a later `load` with state."""
+        [layer] = [self._layers[number] for number in self._loaded if parameter in self._layers[number].state]
+        with layer.name_copy_errors("host memory"):
+            layer.kept = self._back.copy(gradient, to=self.places[parameter][GRADIENT])
 
     @torch.no_grad()
     def finish_step(self) -> None:
@@ -406,17 +430,19 @@ class FrozenWeights:
         Passes go up and down, so the layers at the turns are still in buffers.
         """
         if not self._buffers:
-            owned = [sum(_aligned(each) for each in layer.parameters if each in self._owned) for layer in self._layers]
-            num_low_bits = max(owned) if self.residuals else 0
+            states = (
+                (part.numel() * (each in self._owned) for each, part in layer.state.items()) for layer in self._layers
+            )
+            state_bytes = max(map(sum, states))
             num_buffers = min(3 * self._piece_layers + self._num_resident, len(self._layers))
-            self._buffers = [_Buffer(layer.size, self._dtype, num_low_bits) for _ in range(num_buffers)]
+            self._buffers = [_Buffer(layer.size, self._dtype, state_bytes) for _ in range(num_buffers)]
         free = [buffer for buffer in self._buffers if buffer.layer is None or buffer.layer.number not in kept]
         if not free:
             return None
         buffer = min(free, key=lambda buffer: buffer.last_use)
         if buffer.layer is not None:
             buffer.layer.place(buffer.layer.on_host)
-        buffer.layer, buffer.has_low_bits = layer, False
+        buffer.layer, buffer.has_state = layer, False
         self._copy(layer, layer.on_host, to=buffer.flat, buffer=buffer)
         self.num_copies += 1
         return buffer
@@ -425,7 +451,7 @@ class FrozenWeights:
         """Start to copy a part of a layer to a buffer as soon as nothing reads the buffer any more."""
         assert layer.number not in self._unfinished or self._group.size() == 1, "finish_step() comes first"
         with layer.name_copy_errors():
-            buffer.copied = self._stream.copy(source, to=to, after=(buffer.written,))
+            buffer.copied = self._stream.copy(source, to=to, after=(buffer.written, layer.kept))
 
     # --- uses: hooks say when
 
@@ -512,9 +538,9 @@ class EmbeddingOnHost(VocabParallelEmbedding):
         return reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
 
 
-def _aligned(parameter: torch.nn.Parameter) -> int:
-    """Return the parameter's number of elements in a flat tensor."""
-    return -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+def _aligned(num_elements: int) -> int:
+    """Return the number of elements that a tensor takes in a flat one."""
+    return -(-num_elements // _ALIGNMENT) * _ALIGNMENT
 
 
 def _storage(tensor: torch.Tensor) -> int:

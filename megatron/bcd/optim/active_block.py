@@ -20,7 +20,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_frozen_weights
 from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
-from megatron.bcd.optim.matrix_optimizer import LOW_BITS, build_matrix_optimizer, phase_rules
+from megatron.bcd.optim.matrix_optimizer import LOW_BITS, State, build_matrix_optimizer, phase_rules
 from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.state_owner import StateOwner
 from megatron.bcd.optim.switch_check import SwitchCheck
@@ -62,16 +62,16 @@ class ActiveBlock:
         self.parameters = ParametersByBlock(model, partition=partition, stage=stage)
         self._frozen_weights = get_frozen_weights(model)
         self.offloaded = BlockStateStore(
-            places=self._frozen_weights.residuals,
+            places={each: kinds[LOW_BITS] for each, kinds in self._frozen_weights.places.items() if LOW_BITS in kinds},
             are_shared=self._frozen_weights.is_shared_by_all,
             keeps_moments=config.bcd.bcd_optimizer_state == "host",
             keeps_main_params=config.bcd.bcd_main_params == "host",
         )
         self.core = CoreOptimizer(model, config, self.parameters, offloaded=self.offloaded)
         self.matrices = build_matrix_optimizer(
-            config, model, self.parameters.matrices(), places=self._frozen_weights.residuals
+            config, model, self.parameters.matrices(), places=self._frozen_weights.places
         )
-        if config.bcd.bcd_inactive_update != "none":
+        if config.bcd.bcd_inactive_update != "none" or config.steps_block_by_piece:
             owned = [matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner]
             self._frozen_weights.set_owned(owned)
         self.pieces: Sequence[range] = ()
@@ -83,6 +83,8 @@ class ActiveBlock:
             self.virtual_pieces = virtual_pieces(partition, config.bcd.bcd_layers_per_pass)
         self.owners: tuple[StateOwner, ...] = (self.core, self.matrices)
         """All that steps parameters and owns their state."""
+        self._norm: float | None = None
+        """What `step` returns."""
         self.skipped_layers = 0
         """Number of layers that the last step left as they were, because their gradients were not finite."""
         self.outer_momenta: dict[str, torch.Tensor] = {}
@@ -119,11 +121,10 @@ class ActiveBlock:
         )
         self.parameters.activate(block, without={name for _, names, _ in rules for name in names})
         self._in_buffers = list(self.parameters.active().values())
-        stepped = [(self.parameters.all()[name], is_of_block) for _, names, is_of_block in rules for name in names]
-        self._frozen_weights.begin_phase(
-            {*self._in_buffers, *(parameter for parameter, is_of_block in stepped if is_of_block)},
-            updated=[parameter for parameter, is_of_block in stepped if not is_of_block],
-        )
+        parameters, by_piece = self.parameters.all(), self.config.steps_block_by_piece
+        updated = [parameters[name] for _, names, is_of_block in rules for name in names if by_piece or not is_of_block]
+        loaded = [parameters[name] for _, names, is_of_block in rules for name in names if is_of_block and not by_piece]
+        self._frozen_weights.begin_phase({*self._in_buffers, *loaded}, updated=updated)
         self.core.begin(block, without_main_param=self._shared_matrices(block))
         self._connect()
         self._take_main_params(block)
@@ -172,7 +173,7 @@ class ActiveBlock:
         In the block's own phase Megatron Core's optimizer steps them, which shards their main parameters over the
         data-parallel ranks. At a switch the main parameters move between both, and no bit is lost.
         """
-        if self.config.precision == "fp32" or self.config.is_muon:
+        if self.config.precision == "fp32" or self.config.is_muon or self.config.steps_block_by_piece:
             return []
         return [name for name in self.parameters.owned_by(block) if name in self.matrices.matrices]
 
@@ -265,16 +266,22 @@ class ActiveBlock:
         Returns:
             L2 norm of the gradient before clipping, the same on every rank; None if the step was skipped.
         """
+        if not self.config.clips_by_piece:
+            self._compute_norm(skip_non_finite=skip_non_finite)
+        if self._norm is not None:
+            for owner in self.owners:
+                owner.step(norm=self._norm, gradient_scale=gradient_scale)
+        return self._norm
+
+    def _compute_norm(self, *, skip_non_finite: bool) -> None:
+        self._norm = None
         self.matrices.reduce_gradients()
         if not self.core.prepare_step():
-            return None
+            return
         norm, is_finite = self.matrices.add_norm(self.core.gradient_norm())
         self.skipped_layers = self.matrices.skipped()
-        if skip_non_finite and not (math.isfinite(norm) and is_finite):
-            return None
-        for owner in self.owners:
-            owner.step(norm=norm, gradient_scale=gradient_scale)
-        return norm
+        if not skip_non_finite or (math.isfinite(norm) and is_finite):
+            self._norm = norm
 
     # ---------------------------------------------------------------------------------------------------------- pieces
 
@@ -283,23 +290,40 @@ class ActiveBlock:
         self._frozen_weights.load(self.pieces[piece])
 
     def open_piece(self, piece: int) -> None:
-        """Prepare the backward passes of a piece: weights, low bits, gradient buffers."""
-        self._frozen_weights.load(self.pieces[piece], with_low_bits=True)
-        self.matrices.open_piece(piece, self._frozen_weights.low_bits)
+        """Prepare the backward passes of a piece: weights, gradient buffers, and state unless updates wait."""
+        waits = self.config.clips_by_piece
+        self._frozen_weights.load(self.pieces[piece], with_state=not waits)
+        self.matrices.open_piece(piece, (lambda _: State()) if waits else self._frozen_weights.state)
 
     def prefetch_piece(self, piece: int, *, is_backward: bool) -> None:
         """Start to load what the coming passes of a piece need."""
-        self._frozen_weights.prefetch(self.pieces[piece], with_low_bits=is_backward)
+        self._frozen_weights.prefetch(self.pieces[piece], with_state=is_backward and not self.config.clips_by_piece)
 
     def update_piece(self, piece: int, *, gradient_scale: float) -> None:
-        """Step the matrices of a piece that need no optimizer state, and free their gradients. A collective."""
+        """Step the matrices of a piece that are stepped by piece, and free their gradients. A collective.
+
+        If they are clipped, their gradients wait in host memory for `update_clipped`.
+        """
         self.matrices.step_piece(
             piece,
             num_layers=len(self.pieces[piece]),
             gradient_scale=gradient_scale,
             skip_non_finite=self.config.training.check_for_nan_in_loss_and_grad,
+            keep=self._frozen_weights.keep_gradient if self.config.clips_by_piece else None,
         )
-        self._frozen_weights.write_back(self.pieces[piece])
+        if not self.config.clips_by_piece:
+            self._frozen_weights.write_back(self.pieces[piece])
+
+    def update_clipped(self, pieces: Sequence[int]) -> None:
+        """Compute the norm of all gradients, and step the pieces whose gradients wait for it. A collective."""
+        self._compute_norm(skip_non_finite=self.config.training.check_for_nan_in_loss_and_grad)
+        for piece, coming in zip(pieces, [*pieces[1:], None], strict=True) if self._norm is not None else ():
+            self._frozen_weights.load(self.pieces[piece], with_state=True)
+            if coming is not None:
+                self._frozen_weights.prefetch(self.pieces[coming], with_state=True)
+            self.matrices.open_piece(piece, self._frozen_weights.state, is_kept=True)
+            self.matrices.step_kept_piece(piece, norm=self._norm)
+            self._frozen_weights.write_back(self.pieces[piece])
 
     def close_piece(self, piece: int) -> None:
         """Free the gradients of a piece without a step."""

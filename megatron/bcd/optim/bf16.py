@@ -9,6 +9,10 @@ rounding (NaN loses its payload). Exceptions are stored with all bits and their 
 
 `join` and `split`, on the device, are for weights that round halves away from zero. Then the bits differ by -0x8000 to
 +0x7fff, which fits without exceptions. Values must be finite.
+
+`join_even` and `split_even` are for Adam, whose weights round halves to even. Halves on both sides of an even weight
+have the same low bits. The sign of the second moment, which is never negative, marks halves above the weight. A second
+moment in 8 bits has no sign: such a half becomes one fp32 step less.
 """
 
 from __future__ import annotations
@@ -100,6 +104,30 @@ def split(value: torch.Tensor, *, weight: torch.Tensor, low_bits: torch.Tensor |
     torch.sub(high, low >> 15, out=weight.view(torch.int16))
     if low_bits is not None:
         low_bits.copy_(low)
+
+
+@torch.no_grad()
+def join_even(weight: torch.Tensor, low_bits: torch.Tensor, second_moment: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 value that `split_even` wrote. The signs stay."""
+    value = join(weight, low_bits)
+    if second_moment.is_floating_point():  # `join` puts every half below its weight
+        value.view(torch.int32).add_(torch.signbit(second_moment).to(torch.int32) << 16)
+    return value
+
+
+@torch.no_grad()
+def split_even(
+    value: torch.Tensor, *, weight: torch.Tensor, low_bits: torch.Tensor, second_moment: torch.Tensor
+) -> None:
+    """Write fp32 `value` into `weight` (bf16), `low_bits` (int16) and the signs of the second moment."""
+    low, high = _halves(value.contiguous())
+    weight.copy_(value)
+    low_bits.copy_(low)
+    is_above = (low == -0x8000) & (weight.view(torch.int16) == high)
+    if second_moment.is_floating_point():
+        second_moment.copy_(torch.where(is_above, -second_moment, second_moment))
+    else:
+        low_bits.masked_fill_(is_above, 0x7FFF)
 
 
 def _halves(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.optim.adam import adam
+
+from megatron.bcd.runtime.device import DTYPES
 
 BLOCK = 256
 """Number of elements that share a scale."""
@@ -26,6 +29,7 @@ SCALE = "_scale"
 CHUNK = 1 << 18
 """Elements decoded at once on a CPU, so that they stay in its cache; a multiple of BLOCK."""
 _CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+MOMENTS = tuple(_CODES)
 _SMALLEST_SCALE = 2.0**-100
 """A block with a smaller scale is stored as zeros: with denormal numbers the codes would not be reproducible."""
 
@@ -39,9 +43,9 @@ def chunk_size(device: torch.device) -> int:
 
 
 def zeros(num_elements: int, dtype: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return both moments of a parameter before its first step. `dtype` is bf16 or int8."""
-    if dtype == "bf16":
-        return {name: torch.zeros(num_elements, dtype=torch.bfloat16, device=device) for name in _CODES}
+    """Return both moments of a parameter before its first step. `dtype` is fp32, bf16 or int8."""
+    if dtype != "int8":
+        return {name: torch.zeros(num_elements, dtype=DTYPES[dtype], device=device) for name in _CODES}
     state = {}
     for name, codes in _CODES.items():
         state[name] = torch.zeros(num_elements, dtype=codes, device=device)
@@ -206,28 +210,53 @@ class LowBitAdam(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state.update(zeros(parameter.numel(), self.dtype, parameter.device))
-        lr, eps, weight_decay, (beta1, beta2) = (group[name] for name in ("lr", "eps", "weight_decay", "betas"))
-        step_size = lr / (1 - beta1 ** group["step"])
-        correction = math.sqrt(1 - beta2 ** group["step"])
         weights, gradients = parameter.view(-1), parameter.grad.reshape(-1)
-        chunk = chunk_size(parameter.device)
+        chunk, first = chunk_size(parameter.device), self._starts.get(parameter, 0)
         for start in range(0, weights.numel(), chunk):
             weight, gradient = weights[start : start + chunk], gradients[start : start + chunk].float()
-            if weight_decay and self._is_decoupled:
-                weight.mul_(1 - lr * weight_decay)
-            elif weight_decay:
-                gradient = gradient.add(weight, alpha=weight_decay)
-            end = start + weight.numel()
-            exp_avg = load(state, "exp_avg", start, end).lerp_(gradient, 1 - beta1)
-            exp_avg_sq = load(state, "exp_avg_sq", start, end).mul_(beta2)
-            exp_avg_sq.addcmul_(gradient, gradient, value=1 - beta2)
-            weight.addcdiv_(exp_avg, exp_avg_sq.sqrt().div_(correction).add_(eps), value=-step_size)
-            store(state, "exp_avg", start, exp_avg)
-            chance = None
-            if self.dtype == "bf16":
-                first = self._starts.get(parameter, 0) + start
-                chance = _hash16(first, weight.numel(), group["step"], weight.device)
-            store(state, "exp_avg_sq", start, exp_avg_sq, chance=chance)
+            moments = part_of(state, start, start + weight.numel())
+            settings = group | {"decoupled_weight_decay": self._is_decoupled}
+            step_part(weight, gradient, moments, settings, first=first + start)
+
+
+def part_of(state: Mapping[str, torch.Tensor], start: int, end: int) -> dict[str, torch.Tensor]:
+    """Return views of the entries of elements `start`, a multiple of BLOCK, to `end`."""
+    scales = slice(start // BLOCK, -(-end // BLOCK))
+    return {name: flat[scales if name.endswith(SCALE) else slice(start, end)] for name, flat in state.items()}
+
+
+def step_part(
+    weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], *, first: int
+) -> None:
+    """Step fp32 weights and the entries of their moments. With moments in fp32, this is PyTorch's Adam.
+
+    `first` is the index of the first element in the whole parameter. `group` has PyTorch's settings, and `step`, the
+    number of this step.
+    """
+    lr, eps, weight_decay, (beta1, beta2) = (group[name] for name in ("lr", "eps", "weight_decay", "betas"))
+    is_decoupled = group["decoupled_weight_decay"]
+    if state["exp_avg"].dtype == torch.float32:
+        adam(
+            [weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [torch.tensor(group["step"] - 1.0)],
+            amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay, eps=eps, maximize=False,
+            decoupled_weight_decay=is_decoupled,
+        )  # fmt: skip
+        return
+    step_size = lr / (1 - beta1 ** group["step"])
+    correction = math.sqrt(1 - beta2 ** group["step"])
+    if weight_decay and is_decoupled:
+        weight.mul_(1 - lr * weight_decay)
+    elif weight_decay:
+        gradient = gradient.add(weight, alpha=weight_decay)
+    exp_avg = load(state, "exp_avg", 0, weight.numel()).lerp_(gradient, 1 - beta1)
+    exp_avg_sq = load(state, "exp_avg_sq", 0, weight.numel()).mul_(beta2)
+    exp_avg_sq.addcmul_(gradient, gradient, value=1 - beta2)
+    weight.addcdiv_(exp_avg, exp_avg_sq.sqrt().div_(correction).add_(eps), value=-step_size)
+    store(state, "exp_avg", 0, exp_avg)
+    chance = None
+    if state["exp_avg"].dtype == torch.bfloat16:
+        chance = _hash16(first, weight.numel(), group["step"], weight.device)
+    store(state, "exp_avg_sq", 0, exp_avg_sq, chance=chance)
 
 
 def _hash16(first: int, count: int, step: int, device: torch.device) -> torch.Tensor:

@@ -1,16 +1,17 @@
 """Steps matrices without Megatron Core's optimizer.
 
-These are matrices of inactive layers (--bcd-inactive-update), the active block's with --optimizer muon, and the
-embedding and an untied head with --bcd-embedding-update factored.
+These are matrices of inactive layers (--bcd-inactive-update), the active block's with --optimizer muon, the embedding
+and an untied head with --bcd-embedding-update factored, and all matrices of a single block that is stepped by piece.
 
 Each matrix has an owner among the data-parallel x context-parallel ranks. Gradients are reduced to the owner, which
-computes the new weights and broadcasts them. Only the owner keeps state beside weight and gradient: the momentum, the
-factors of the rule `factored` (means by row and by column), and in bf16 the 16 bits that the weight lacks of its fp32
-value. Owners never change, so a switch moves no state between ranks. Matrices of one shape, rule and owner are reduced
-and stepped together, in stacks.
+computes the new weights and broadcasts them. Only the owner keeps state beside weight and gradient: the momentum,
+Adam's moments, the factors of the rule `factored` (means by row and by column), and in bf16 the 16 bits that the weight
+lacks of its fp32 value. Owners never change, so a switch moves no state between ranks. Matrices of one shape, rule and
+owner are reduced and stepped together, in stacks.
 
-With `--bcd-schedule breadth-first` matrices without a momentum are stepped piece by piece during the passes. A piece
-has gradients only between `open_piece` and `step_piece`.
+With `--bcd-schedule breadth-first` the rules with `is_by_piece` step their matrices piece by piece during the passes. A
+piece has gradients only between `open_piece` and `step_piece`. If gradients are clipped, `step_piece` keeps those of
+the block in host memory, and `step_kept_piece` steps the piece when the norm is known.
 
 Shapes: K = matrices of a stack, M = rows, N = columns.
 """
@@ -31,15 +32,17 @@ from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
 from megatron.bcd.config import RunConfig
-from megatron.bcd.optim import bf16, update_rules
+from megatron.bcd.model.frozen_weights import GRADIENT, LOW_BITS, State
+from megatron.bcd.optim import bf16, low_bit_adam, update_rules
+from megatron.bcd.optim.param_shard import MAIN_PARAM
 from megatron.bcd.optim.state_owner import StateOwner, host_sample
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import device, memory, replicas
 from megatron.bcd.runtime.compat import pytorch
 from megatron.bcd.runtime.device import DTYPES
 
-MOMENTUM, FACTORS, LOW_BITS = "momentum_buffer", "factors", "low_bits"
-"""Kinds of state. The first is also the momentum's name in checkpoints."""
+MOMENTUM, FACTORS = "momentum_buffer", "factors"
+"""Kinds of state, beside LOW_BITS and Adam's entries. The first is also the momentum's name in checkpoints."""
 _KINDS = (MOMENTUM, FACTORS, LOW_BITS)
 
 
@@ -48,17 +51,26 @@ class MatrixRule:
     """The rule for stepping a set of matrices: w -= lr x (weight_decay x w + scale x direction)."""
 
     name: str
-    """ORTHOGONAL or FACTORED (`update_rules`)."""
-    scale: float
+    """ORTHOGONAL, FACTORED or ADAM (`update_rules`)."""
+    scale: float = 1.0
     """Root mean square of an update at a learning rate of 1."""
     grad_dtype: torch.dtype
     momentum: float | None = None
     """Decay of the momentum; None for no momentum."""
     nesterov: bool = False
-    num_steps: int
+    num_steps: int = update_rules.NEWTON_SCHULZ_STEPS
     """Newton-Schulz iterations."""
     scale_mode: str = "spectral"
     """A key of `update_rules.SCALES`."""
+    is_by_piece: bool = True
+    """Whether breadth-first order steps the matrices right after their passes."""
+    adam: Mapping[str, Any] = field(default_factory=dict)
+    """With ADAM: betas, eps and decoupled_weight_decay as in PyTorch; `dtype`, the precision of the moments."""
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether the gradients are clipped and part of the norm."""
+        return self.momentum is not None or self.name == update_rules.ADAM
 
 
 Rules = list[tuple[MatrixRule, Iterable[str], bool]]
@@ -76,16 +88,15 @@ class Matrix:
         *,
         owner: int,
         is_owner: bool,
-        place: torch.Tensor | None = None,
+        places: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.name, self.parameter, self.layout = name, parameter, layout
         self.owner = owner
         """Rank in the data-parallel x context-parallel group."""
         self.is_owner = is_owner
         """Whether this rank is the owner."""
-        has_low_bits = is_owner and parameter.dtype == torch.bfloat16
-        self.place = place.view(parameter.shape) if place is not None and has_low_bits else None
-        """The owner's preallocated host memory for low bits."""
+        self.places = dict(places or {}) if is_owner else {}
+        """The owner's preallocated host memory, by kind of state."""
         self.is_stepped = False
         """Whether the present phase steps it."""
         self.stack: Stack | None = None
@@ -102,14 +113,10 @@ class Matrix:
 
     def store_on_host(self, kind: str, tensor: torch.Tensor) -> None:
         """Set the state of a kind in host memory, in its place if there is one."""
-        has_place = kind == LOW_BITS and self.place is not None
-        self.offloaded[kind] = self.place.copy_(tensor) if has_place else tensor.cpu()  # type: ignore[union-attr]
+        self.offloaded[kind] = self.places[kind].copy_(tensor) if kind in self.places else tensor.cpu()
 
     def create_low_bits(self, *, on_host: bool) -> None:
         """Create low bits of zeros on the owner."""
-        if on_host and self.place is not None:
-            self.offloaded[LOW_BITS] = self.place.zero_()
-            return
         self.state[LOW_BITS] = torch.zeros_like(self.parameter, dtype=torch.int16, device=device.current())
         if on_host:
             self.offload([LOW_BITS])
@@ -117,7 +124,7 @@ class Matrix:
     def restore(self, kinds: Iterable[str] = _KINDS) -> None:
         """Move offloaded state of these kinds to the device."""
         for kind in self.offloaded.keys() & kinds:
-            self.state[kind] = self.offloaded.pop(kind).to(device.current(), copy=self.place is not None)
+            self.state[kind] = self.offloaded.pop(kind).to(device.current(), copy=kind in self.places)
 
     def get(self, kind: str) -> torch.Tensor | None:
         """Return the state of a kind, on the device or in host memory; None if there is none."""
@@ -140,10 +147,22 @@ class Matrix:
 
     def main_param_reader(self) -> Callable[[], torch.Tensor]:
         """Return a function that returns the owner's fp32 value, flat, from where weight and low bits are now."""
-        weight, low_bits = self.parameter.detach(), self.get(LOW_BITS)
+        weight, low_bits, squares = self.parameter.detach(), self.get(LOW_BITS), self.get("exp_avg_sq")
         if low_bits is None:  # this optimizer has not stepped it yet
             return lambda: weight.float().view(-1)
+        if squares is not None:
+            return lambda: bf16.join_even(weight, low_bits, squares).view(-1)
         return lambda: bf16.join(weight, low_bits.to(weight.device)).view(-1)
+
+    def adam_state(self, *names: str) -> State:
+        """Return the owner's entries of Adam's moments, or of some, flat."""
+        kinds = [name + suffix for name in names or low_bit_adam.MOMENTS for suffix in ("", low_bit_adam.SCALE)]
+        return {kind: entry.view(-1) for kind in kinds if (entry := self.get(kind)) is not None}
+
+    def read_moment(self, name: str) -> torch.Tensor:
+        """Return one of the owner's moments, flat, in fp32."""
+        moment = low_bit_adam.decode(self.adam_state(name))[name]
+        return moment.abs() if name == "exp_avg_sq" else moment  # without the signs of `split_even`
 
 
 class Stack:
@@ -252,8 +271,8 @@ class MatrixOptimizer(StateOwner):
         overlaps_reduction: a stack is reduced as soon as the last microbatch has its gradients. `no_sync` encloses
             the other microbatches. Otherwise `reduce_gradients` reduces all stacks.
         max_norm: gradients that enter a momentum are clipped to this norm, as by Megatron Core; 0 clips nothing.
-        places: flat int16 tensors in host memory for the low bits of matrices that are not always on the device.
-            Ranks may share this memory. Only a matrix's owner writes it.
+        places: tensors in host memory, by kind, for the state of matrices that are not always on the device. Ranks may
+            share this memory. Only a matrix's owner writes it.
         stage_group: all ranks of this pipeline stage; None for all ranks.
         pipeline_group: with pieces on several stages, a rank of each stage. They step at different times.
     """
@@ -267,7 +286,7 @@ class MatrixOptimizer(StateOwner):
         momentum_dtype: torch.dtype = torch.float32,
         overlaps_reduction: bool = False,
         max_norm: float = 0.0,
-        places: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
+        places: Mapping[torch.nn.Parameter, State] | None = None,
         stage_group: torch.distributed.ProcessGroup | None = None,
         pipeline_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
@@ -286,7 +305,7 @@ class MatrixOptimizer(StateOwner):
                 layout,
                 owner=owner,
                 is_owner=owner == self._rank,
-                place=None if places is None else places.get(parameter),
+                places=None if places is None else places.get(parameter),
             )
             for owner, (name, (parameter, layout)) in zip(owners, matrices.items(), strict=True)
         }
@@ -297,6 +316,10 @@ class MatrixOptimizer(StateOwner):
         """The matrices that the present phase steps by piece, by number of the piece."""
         self._skipped = torch.zeros(1)
         """Number of layers that were not stepped since the last `zero_grad`, on the device."""
+        self._piece_squares: list[torch.Tensor] = []
+        """Sums of squares of this rank's clipped gradients by piece since the last `zero_grad`, on the device."""
+        self.num_steps = 0
+        """Number of Adam's steps, with those of pieces that were skipped."""
         self._streamed: Container[torch.nn.Parameter] = ()
         self._squares: device.HostCopy | None = None
         """Sums of squares of the gradients with and without a momentum, and the number of skipped layers."""
@@ -343,16 +366,16 @@ class MatrixOptimizer(StateOwner):
 
         Args:
             rules: the matrices and their rules.
-            piece_of: returns the piece that steps a matrix without a momentum, given the matrix's name; None to step
-                it at the end of the step. Such a matrix has a gradient buffer only while its piece is open.
-            streamed: parameters that are in host memory in this phase. Their low bits stay in their places.
+            piece_of: returns the piece that steps a matrix of a rule with `is_by_piece`, given the matrix's name; None
+                to step it at the end of the step. It has a gradient buffer only while its piece is open.
+            streamed: parameters that are in host memory in this phase. Their state stays in its places.
         """
         self._streamed, self._skipped = streamed, torch.zeros(1, device=device.current())
         for rule, names, is_of_block in rules:
             matrices = [self.matrices[name] for name in names]
             if not matrices:
                 continue
-            is_by_piece = piece_of is not None and rule.momentum is None
+            is_by_piece = piece_of is not None and rule.is_by_piece
             pieces = {each.name: piece_of(each.name) for each in matrices} if is_by_piece else {}  # type: ignore[misc]
             stacks = build_stacks([each for each in matrices if pieces.get(each.name) is None], rule.grad_dtype)
             self._param_groups.append(
@@ -396,7 +419,7 @@ class MatrixOptimizer(StateOwner):
             matrix.is_stepped = False
             if not keeps_momenta:
                 matrix.state.pop(MOMENTUM, None)
-            offloads_low_bits = self._offloads_low_bits or matrix.place is not None
+            offloads_low_bits = self._offloads_low_bits or LOW_BITS in matrix.places
             matrix.offload([MOMENTUM, LOW_BITS] if offloads_low_bits else [MOMENTUM])
         self._param_groups, self._pieces, self._streamed = [], {}, ()
 
@@ -423,31 +446,28 @@ class MatrixOptimizer(StateOwner):
     def _prepare_state(self, matrix: Matrix, rule: MatrixRule) -> None:
         """Restore or create the state that the rule needs on the matrix's owner."""
         parameter, state = matrix.parameter, matrix.state
-        if rule.momentum is not None:
+        places = matrix.places if self._keeps_in_place(matrix) else {}
+        for kind, place in places.items():
+            if matrix.get(kind) is None:
+                matrix.offloaded[kind] = place.zero_()
+        if rule.momentum is not None and MOMENTUM not in places:
             matrix.restore([MOMENTUM])
             if MOMENTUM not in state:
                 state[MOMENTUM] = torch.zeros_like(parameter, dtype=self._momentum_dtype, device=device.current())
+        if rule.name == update_rules.ADAM and not matrix.adam_state():
+            state |= low_bit_adam.zeros(parameter.numel(), rule.adam["dtype"], device.current())
         if rule.name == update_rules.FACTORED:
             matrix.restore([FACTORS])
             if FACTORS not in state:
                 state[FACTORS] = matrix.zero_factors()
-        if parameter.dtype == torch.bfloat16:
-            if not self._keeps_in_place(matrix):
-                matrix.restore([LOW_BITS])
-            if matrix.get(LOW_BITS) is None:
-                matrix.create_low_bits(on_host=self._keeps_in_place(matrix))
+        if parameter.dtype == torch.bfloat16 and LOW_BITS not in places:
+            matrix.restore([LOW_BITS])
+            if LOW_BITS not in state:
+                matrix.create_low_bits(on_host=False)
 
     def _keeps_in_place(self, matrix: Matrix) -> bool:
-        """Return whether the low bits stay in host memory in this phase, except while their piece is open."""
-        return matrix.place is not None and matrix.parameter in self._streamed
-
-    def offload(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.matrices[name].offload()
-
-    def restore(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.matrices[name].restore()
+        """Return whether the state stays in host memory in this phase, except while the piece is open."""
+        return bool(matrix.places) and matrix.parameter in self._streamed
 
     # ------------------------------------------------------------------------------------------------------- gradients
 
@@ -460,6 +480,7 @@ class MatrixOptimizer(StateOwner):
                 matrix.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         if self._has_pieces:
             self._skipped.zero_()
+        self._piece_squares = []
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -508,27 +529,29 @@ class MatrixOptimizer(StateOwner):
         self._finish_reductions()
         gradients: tuple[list[torch.Tensor], ...] = ([], [])
         for group in self._param_groups:
-            gradients[group["rule"].momentum is None].extend(
+            gradients[not group["rule"].is_clipped].extend(
                 stack.gradient for stack in group["stacks"] if stack.owner == self._rank
             )
         squares = torch.stack([_sum_of_squares(each) for each in gradients])
+        if self._piece_squares:
+            squares[0] += torch.stack(self._piece_squares).sum()
         torch.distributed.all_reduce(squares)
         if self._pipeline_group is not None:
             torch.distributed.all_reduce(self._skipped, group=self._pipeline_group)
         self._squares = device.HostCopy(torch.cat([squares, self._skipped]) if self._has_pieces else squares)
 
     def add_norm(self, norm: float) -> tuple[float, bool]:
-        """Add the gradients with a momentum to the gradient norm of a step. The result is the same on every rank.
+        """Add the clipped gradients to the gradient norm of a step. The result is the same on every rank.
 
-        Matrices without a momentum are neither clipped nor part of the norm: the size of their updates
-        does not depend on that of the gradient. Those that are stepped by piece have been checked before.
+        Stateless updates are neither clipped nor part of the norm: their size does not depend on that of the gradient.
+        Those by piece have been checked before, and pieces that were skipped do not count.
 
         Returns:
-            The norm, and whether the gradients without a momentum are finite.
+            The norm, and whether the other gradients are finite.
         """
         assert self._squares is not None, "reduce_gradients() comes first"
-        with_momentum, without, *_ = self._squares.tolist()
-        return math.sqrt(norm**2 + with_momentum), math.isfinite(without)
+        clipped, others, *_ = self._squares.tolist()
+        return math.sqrt(norm**2 + clipped), math.isfinite(others)
 
     def skipped(self) -> int:
         """Return the number of layers that this step left as they were. `reduce_gradients` comes first.
@@ -542,14 +565,15 @@ class MatrixOptimizer(StateOwner):
 
     @torch.no_grad()
     def open_piece(
-        self, piece: int, low_bits: Callable[[torch.nn.Parameter], torch.Tensor | None] | None = None
+        self, piece: int, state: Callable[[torch.nn.Parameter], State] | None = None, *, is_kept: bool = False
     ) -> None:
         """Allocate the gradients of a piece's matrices. Its backward passes follow.
 
-        `low_bits` returns the low bits of a streamed parameter, which `step_piece` writes in place; None if they are
-        not on the device. A tied embedding opens with the first piece that runs backward, which has the head.
+        `state` returns the state of a streamed parameter on the device, which `step_piece` writes in place. A tied
+        embedding opens with the first piece that runs backward, which has the head. With `is_kept`, `step_kept_piece`
+        follows: the state has the gradients.
         """
-        for part in self._parts(piece):
+        for part in self._kept_parts(piece) if is_kept else self._parts(piece):
             if part.stacks:
                 continue
             part.stacks = build_stacks(part.matrices, part.param_group["rule"].grad_dtype)
@@ -559,36 +583,71 @@ class MatrixOptimizer(StateOwner):
         for part in self._pieces.get(piece, []):
             for matrix in part.matrices:
                 if self._keeps_in_place(matrix):
-                    bits = None if low_bits is None else low_bits(matrix.parameter)
-                    matrix.state[LOW_BITS] = matrix.offloaded[LOW_BITS] if bits is None else bits
+                    matrix.state |= matrix.places if state is None else state(matrix.parameter)
+                if is_kept and GRADIENT in matrix.state:
+                    matrix.parameter.main_grad.copy_(matrix.state[GRADIENT])  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def step_piece(
-        self, piece: int, *, num_layers: int = 1, gradient_scale: float = 1.0, skip_non_finite: bool = True
+        self,
+        piece: int,
+        *,
+        num_layers: int = 1,
+        gradient_scale: float = 1.0,
+        skip_non_finite: bool = True,
+        keep: Callable[[torch.nn.Parameter, torch.Tensor], None] | None = None,
     ) -> None:
         """Step the matrices of a piece of `num_layers` layers and free their gradients. A collective over the stage.
 
-        With `skip_non_finite` the weights and means of the piece stay as they were, bit for bit, if a gradient is not
-        finite on any rank. The CPU waits for nothing.
+        With `skip_non_finite` the weights and state of the piece stay as they were, bit for bit, if a gradient is not
+        finite on any rank. The CPU waits for nothing. With `keep`, which copies a gradient to host memory, gradients
+        that are clipped wait for `step_kept_piece`.
         """
         parts = self._pieces.get(piece, [])
         by_stack = [(stack, part.param_group) for part in parts for stack in part.stacks]
+        for stack, _ in by_stack:
+            stack.start_reduction(self._group)
+        for stack, _ in by_stack:
+            stack.finish_reduction()
+        owned = [(stack, group) for stack, group in by_stack if stack.owner == self._rank]
+        clipped = [(stack, group) for stack, group in owned if group["rule"].is_clipped]
+        for stack, group in clipped:
+            if group["rule"].name == update_rules.ADAM and gradient_scale != 1.0:  # as Megatron Core scales its buffers
+                stack.gradient *= torch.tensor(gradient_scale, device=stack.gradient.device)
+        if clipped:
+            self._piece_squares.append(_sum_of_squares([stack.gradient for stack, _ in clipped]))
+        if keep is not None:
+            for matrix in (matrix for stack, _ in clipped for matrix in stack.matrices):
+                keep(matrix.parameter, matrix.parameter.main_grad)  # type: ignore[attr-defined]
+            owned = [(stack, group) for stack, group in owned if not group["rule"].is_clipped]
+            by_stack = [(stack, group) for stack, group in by_stack if not group["rule"].is_clipped]
         if by_stack:
-            for stack, _ in by_stack:
-                stack.start_reduction(self._group)
-            for stack, _ in by_stack:
-                stack.finish_reduction()
-            owned = [(stack, group) for stack, group in by_stack if stack.owner == self._rank]
             squares = _sum_of_squares([stack.gradient for stack, _ in owned])
             torch.distributed.all_reduce(squares, group=self._stage_group)
             is_skipped = torch.isfinite(squares).logical_not_()
             self._skipped.add_(is_skipped & skip_non_finite, alpha=num_layers)
+            if clipped and keep is None:
+                self._piece_squares[-1].masked_fill_(is_skipped & skip_non_finite, 0.0)
             for stack, group in owned:
                 self._update(
                     stack, group, gradient_scale=gradient_scale, is_skipped=is_skipped if skip_non_finite else None
                 )
             self._broadcast(stack for stack, _ in by_stack)
         self._close(parts)
+
+    @torch.no_grad()
+    def step_kept_piece(self, piece: int, *, norm: float) -> None:
+        """Step the matrices of a piece whose gradients `step_piece` kept, clipped by the norm of all gradients."""
+        parts, coefficient = self._kept_parts(piece), self._clip_coefficient(norm)
+        by_stack = [(stack, part.param_group) for part in parts for stack in part.stacks]
+        for stack, group in by_stack:
+            if stack.owner == self._rank:
+                self._update(stack, group, clip_coefficient=coefficient, gradient_scale=1.0)
+        self._broadcast(stack for stack, _ in by_stack)
+        self._close(parts)
+
+    def _kept_parts(self, piece: int) -> list[PieceMatrices]:
+        return [part for part in self._pieces.get(piece, []) if part.param_group["rule"].is_clipped]
 
     def close_piece(self, piece: int) -> None:
         """Free the gradients of a piece without a step."""
@@ -605,8 +664,8 @@ class MatrixOptimizer(StateOwner):
                 self._detach_gradients(stack)
             part.stacks = []
             for matrix in part.matrices:
-                if self._keeps_in_place(matrix):
-                    matrix.state.pop(LOW_BITS, None)
+                for kind in matrix.places if self._keeps_in_place(matrix) else ():
+                    matrix.state.pop(kind, None)
 
     def _close_all(self) -> None:
         for parts in self._pieces.values():
@@ -623,13 +682,17 @@ class MatrixOptimizer(StateOwner):
         Clipping applies to gradients that enter a momentum, `gradient_scale` to those that enter a second moment, which
         bounds its update by itself. Other directions do not depend on the scale of a gradient.
         """
-        # as in Megatron Core's `clip_grad_by_total_norm_fp32`
-        clip_coefficient = min(1.0, self._max_norm / (norm + 1e-6)) if self._max_norm > 0.0 else 1.0
+        clip_coefficient = self._clip_coefficient(norm)
         for group in self._param_groups:
             for stack in group["stacks"]:
                 if stack.owner == self._rank:
                     self._update(stack, group, clip_coefficient=clip_coefficient, gradient_scale=gradient_scale)
         self._broadcast(self.stacks)  # after all updates, so that all owners compute at the same time
+        self.num_steps += 1
+
+    def _clip_coefficient(self, norm: float) -> float:
+        # as in Megatron Core's `clip_grad_by_total_norm_fp32`
+        return min(1.0, self._max_norm / (norm + 1e-6)) if self._max_norm > 0.0 else 1.0
 
     def _broadcast(self, stacks: Iterable[Stack]) -> None:
         for stack in stacks if self._size > 1 else ():
@@ -650,15 +713,21 @@ class MatrixOptimizer(StateOwner):
         """Compute the new weights and state of a stack on its owner.
 
         If `is_skipped` is given and true, weights and state keep their bits: the gradient becomes zero and the decay 1,
-        so nothing is added, and the factors are restored. The CPU does not know it, because it would have to wait.
+        so nothing is added, and factors and momenta are restored. The CPU does not know it, because it would have to
+        wait.
         """
         rule: MatrixRule = group["rule"]
+        if rule.name == update_rules.ADAM:
+            self._step_adam(stack, group, clip_coefficient, is_skipped)
+            return
         decay: float | torch.Tensor = 1.0 - group["lr"] * group["weight_decay"]
         if is_skipped is not None:
             stack.gradient.masked_fill_(is_skipped, 0.0)
             decay = torch.full_like(is_skipped, decay, dtype=torch.float32).masked_fill_(is_skipped, 1.0)
         rate = group["lr"] * rule.scale
-        update = None if rule.name == update_rules.FACTORED else self._orthogonal(stack, rule, clip_coefficient)
+        update = None
+        if rule.name != update_rules.FACTORED:
+            update = self._orthogonal(stack, rule, clip_coefficient, is_skipped)
         weights, low_bits = _join(stack.weights), stack.state(LOW_BITS)
         bits = _join(low_bits) if low_bits else None
 
@@ -698,20 +767,52 @@ class MatrixOptimizer(StateOwner):
         _write_back(factors, by_matrix)
         return direction
 
-    def _orthogonal(self, stack: Stack, rule: MatrixRule, clip_coefficient: float) -> torch.Tensor:
+    def _step_adam(
+        self, stack: Stack, group: Mapping[str, Any], clip_coefficient: float, is_skipped: torch.Tensor | None
+    ) -> None:
+        """Step the matrices of a stack with Adam, some elements at a time, which bounds temporary memory."""
+        settings = {**group["rule"].adam, "lr": group["lr"], "weight_decay": group["weight_decay"]}
+        settings["step"] = self.num_steps + 1
+        for matrix, gradients in zip(stack.matrices, stack.gradient, strict=True):
+            weights, state, low_bits = matrix.parameter.data.view(-1), matrix.adam_state(), matrix.state.get(LOW_BITS)
+            size = low_bit_adam.chunk_size(weights.device)
+            for start in range(0, weights.numel(), size):
+                weight, gradient = weights[start : start + size], gradients.view(-1)[start : start + size].float()
+                if clip_coefficient < 1.0:
+                    gradient = gradient * clip_coefficient
+                part = low_bit_adam.part_of(state, start, start + weight.numel())
+                bits = None if low_bits is None else low_bits.view(-1)[start : start + size]
+                written = [weight, *part.values(), *([] if bits is None else [bits])]
+                before = [] if is_skipped is None else [tensor.clone() for tensor in written]
+                value = weight if bits is None else bf16.join_even(weight, bits, part["exp_avg_sq"])
+                if part["exp_avg_sq"].is_floating_point():
+                    part["exp_avg_sq"].abs_()
+                low_bit_adam.step_part(value, gradient, part, settings, first=start)
+                if bits is not None:
+                    bf16.split_even(value, weight=weight, low_bits=bits, second_moment=part["exp_avg_sq"])
+                for tensor, old in zip(written, before, strict=False):
+                    torch.where(is_skipped, old, tensor, out=tensor)  # type: ignore[call-overload]
+
+    def _orthogonal(
+        self, stack: Stack, rule: MatrixRule, clip_coefficient: float, is_skipped: torch.Tensor | None
+    ) -> torch.Tensor:
         gradient = stack.gradient.float()
         if rule.momentum is not None:
             if clip_coefficient < 1.0:
                 gradient = gradient * clip_coefficient
-            gradient = self._apply_momentum(stack, gradient, rule)
-        return update_rules.orthogonal(gradient, stack.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode)
+            gradient = self._apply_momentum(stack, gradient, rule, is_skipped)
+        update = update_rules.orthogonal(gradient, stack.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode)
+        return update if rule.momentum is None or is_skipped is None else update.masked_fill_(is_skipped, 0.0)
 
-    def _apply_momentum(self, stack: Stack, gradient: torch.Tensor, rule: MatrixRule) -> torch.Tensor:
+    def _apply_momentum(
+        self, stack: Stack, gradient: torch.Tensor, rule: MatrixRule, is_skipped: torch.Tensor | None
+    ) -> torch.Tensor:
         assert rule.momentum is not None
         momenta = stack.state(MOMENTUM)
         momentum = _join(momenta)
         # Muon's running mean, as in Megatron Core; PyTorch's SGD sums, which is the same up to the scale
-        momentum.copy_(momentum.float().lerp_(gradient, 1 - rule.momentum))
+        new = momentum.float().lerp_(gradient, 1 - rule.momentum)
+        momentum.copy_(new if is_skipped is None else torch.where(is_skipped, momentum, new))
         _write_back(momentum, momenta)
         return gradient.lerp(momentum.float(), rule.momentum) if rule.nesterov else momentum.float()
 
@@ -741,7 +842,7 @@ class MatrixOptimizer(StateOwner):
             weight.copy_(value)
             return
         if matrix.is_owner and matrix.get(LOW_BITS) is None:
-            is_offloaded = self._offloads_low_bits or matrix.place is not None
+            is_offloaded = self._offloads_low_bits or LOW_BITS in matrix.places
             matrix.create_low_bits(on_host=is_offloaded and not matrix.is_stepped)
         bf16.split(value, weight=weight, low_bits=matrix.get(LOW_BITS))
 
@@ -756,7 +857,23 @@ class MatrixOptimizer(StateOwner):
         if MOMENTUM in matrix.state:
             matrix.state[MOMENTUM].copy_(value)
         else:
-            matrix.offloaded[MOMENTUM] = value.to(self._momentum_dtype, copy=True)
+            matrix.store_on_host(MOMENTUM, value.to(self._momentum_dtype, copy=True))
+
+    @torch.no_grad()
+    def set_adam(self, name: str, tensors: Mapping[str, torch.Tensor], *, num_steps: int) -> None:
+        """Set a matrix that Adam steps: its main parameter, if it is not the weight, and its moments."""
+        matrix, self.num_steps = self.matrices[name], num_steps
+        weight, state, low_bits = matrix.parameter.data, matrix.adam_state(), matrix.get(LOW_BITS)
+        [dtype] = {group["rule"].adam["dtype"] for group in self._param_groups if group["rule"].adam}
+        moments = {kind: tensors[kind].reshape(-1) for kind in low_bit_adam.MOMENTS if kind in tensors}
+        for kind, entry in low_bit_adam.encode(moments, dtype).items() if matrix.is_owner else ():
+            state[kind].copy_(entry)
+        if (main_param := tensors.get(MAIN_PARAM)) is not None:
+            main_param, squares = main_param.to(weight.device).view_as(weight), state.get("exp_avg_sq")
+            if squares is None or low_bits is None:
+                weight.copy_(main_param)
+            else:
+                bf16.split_even(main_param, weight=weight, low_bits=low_bits, second_moment=squares.view_as(weight))
 
     def set_factors(self, name: str, row_means: torch.Tensor, column_means: torch.Tensor, *, num_steps: int) -> None:
         """Set the state of the rule `factored` on the matrix's owner; shapes as in `update_rules.split_factors`."""
@@ -778,8 +895,7 @@ class MatrixOptimizer(StateOwner):
             for kind, tensor in offloaded.items():
                 matrix.store_on_host(kind, tensor)
             matrix.state = {kind: tensor.to(device.current()) for kind, tensor in on_device.items()}
-            if matrix.place is not None:
-                matrix.offload([LOW_BITS])
+            matrix.offload(matrix.places)
 
     def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
         for group in self._param_groups:
@@ -820,7 +936,7 @@ def build_matrix_optimizer(
     model: torch.nn.Module,
     matrices: Mapping[str, torch.nn.Parameter],
     *,
-    places: Mapping[torch.nn.Parameter, torch.Tensor],
+    places: Mapping[torch.nn.Parameter, State],
 ) -> MatrixOptimizer:
     """Build the optimizer of this stage's `matrices`, by name. `places` as for `MatrixOptimizer`."""
     if not _has_matrix_optimizer(config):
@@ -885,13 +1001,19 @@ def phase_rules(
             scale=settings.muon_extra_scale_factor,
             grad_dtype=DTYPES[bcd.muon_grad_dtype],
             momentum=settings.muon_momentum,
+            is_by_piece=config.steps_block_by_piece,
             nesterov=settings.muon_use_nesterov,
             num_steps=settings.muon_num_ns_steps,
             scale_mode=settings.muon_scale_mode,
         )
         rules.append((muon, block, True))
+    elif config.steps_block_by_piece:
+        adam = {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps}
+        adam |= {"dtype": config.training.adam_moments_dtype, "decoupled_weight_decay": settings.decoupled_weight_decay}
+        grad_dtype = DTYPES[config.main_grad_dtype]
+        rules.append((MatrixRule(name=update_rules.ADAM, grad_dtype=grad_dtype, adam=adam), block, True))
     return rules
 
 
 def _has_matrix_optimizer(config: RunConfig) -> bool:
-    return config.is_muon or config.bcd.bcd_inactive_update != "none"
+    return config.is_muon or config.bcd.bcd_inactive_update != "none" or config.steps_block_by_piece

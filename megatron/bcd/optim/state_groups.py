@@ -16,6 +16,7 @@ import torch
 
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.block_state import OffloadedShard
+from megatron.bcd.optim.low_bit_adam import MOMENTS
 from megatron.bcd.optim.matrix_optimizer import FACTORS, MOMENTUM
 from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
 from megatron.bcd.optim.parameters import Parameters
@@ -78,9 +79,9 @@ class StateGroup(ABC):
     def tensor_names(self, parameter: str, names: list[str]) -> list[str]:
         """Return which of the group's tensor `names` a parameter has.
 
-        The main parameters of matrices are in a separate group.
+        The main parameters of matrices are in a separate group, unless Adam steps them by piece.
         """
-        is_matrix = parameter in self._active.matrices.matrices
+        is_matrix = parameter in self._active.matrices.matrices and not _has_adam(self._active)
         return [name for name in names if not (is_matrix and name == MAIN_PARAM)]
 
     def joined(self, group: torch.distributed.ProcessGroup) -> Mapping[str, OffloadedShard]:
@@ -117,7 +118,18 @@ class BlockState(StateGroup):
 
     def pieces(self) -> Mapping[str, StatePiece]:
         assert self.block is not None
-        return self._active.core.block_shards if self._is_active else self._active.offloaded.blocks.get(self.block, {})
+        active = self._active
+        pieces = active.core.block_shards if self._is_active else active.offloaded.blocks.get(self.block, {})
+        if not _has_adam(active):
+            return pieces
+        optimizer, parts = active.matrices, dict[str, StatePiece](pieces)
+        for name, matrix in optimizer.matrices.items():
+            if matrix.is_owner:
+                read = {MAIN_PARAM: matrix.main_param_reader()} if matrix.parameter.dtype == torch.bfloat16 else {}
+                names = MOMENTS if optimizer.num_steps else ()
+                read |= {moment: functools.partial(matrix.read_moment, moment) for moment in names}
+                parts[name] = StatePart(read=read, num_steps=optimizer.num_steps)
+        return parts
 
     def joined(self, group: torch.distributed.ProcessGroup) -> Mapping[str, OffloadedShard]:
         assert self.block is not None
@@ -127,6 +139,8 @@ class BlockState(StateGroup):
 
     def set(self, parameter: str, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
         assert self._is_active, f"block {self.block} is not active"
+        if _has_adam(self._active) and parameter in self._active.matrices.matrices:
+            self._active.matrices.set_adam(parameter, tensors, num_steps=num_steps)
         _set_shard(self._active.core.block_shards.get(parameter), tensors, num_steps)
 
 
@@ -154,7 +168,7 @@ class MainParams(StateGroup):
     key = "matrices"
 
     def _select(self) -> Parameters:
-        return self._active.parameters.matrices()
+        return {} if _has_adam(self._active) else self._active.parameters.matrices()
 
     def tensor_names(self, parameter: str, names: list[str]) -> list[str]:
         return names
@@ -164,7 +178,7 @@ class MainParams(StateGroup):
 
     def pieces(self) -> Mapping[str, StatePiece]:
         core, parts = self._active.core, dict[str, StatePiece]()
-        for name, matrix in self._active.matrices.matrices.items():
+        for name, matrix in self._active.matrices.matrices.items() if self.parameters else ():
             shard = core.block_shards.get(name)
             if shard is not None and shard.has_own_main_param:
                 read = {MAIN_PARAM: functools.partial(getattr, shard, "main_param")}
@@ -276,6 +290,11 @@ def state_groups(active: ActiveBlock) -> dict[str, StateGroup]:
         OuterMomenta(active),
     ]
     return {group.key: group for group in groups}
+
+
+def _has_adam(active: ActiveBlock) -> bool:
+    """Return whether the matrix optimizer steps the block with Adam. Checkpoints do not tell who steps it."""
+    return active.config.steps_block_by_piece and not active.config.is_muon
 
 
 def _set_shard(shard: ParamShard | None, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:

@@ -8,7 +8,7 @@ without parameters has empty state, so callers need not check.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -83,14 +83,6 @@ class StateOwner(ABC):
     @abstractmethod
     def set_main_param(self, name: str, value: torch.Tensor) -> None:
         """Set a weight and its main parameter to a whole flat fp32 value."""
-
-    @abstractmethod
-    def offload(self, names: Iterable[str]) -> None:
-        """Copy the state of these parameters (all, or those of one layer) to host memory."""
-
-    @abstractmethod
-    def restore(self, names: Iterable[str]) -> None:
-        """Copy the state of these parameters, if it was offloaded, back to the device."""
 
     @abstractmethod
     def rank_state(self) -> Any:

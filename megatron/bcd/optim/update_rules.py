@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-ORTHOGONAL, FACTORED = "orthogonal", "factored"
+ORTHOGONAL, FACTORED, ADAM = "orthogonal", "factored", "adam"
 FACTORED_DECAY = 0.99
 """Decay of the second moments of `FactoredDirection`; 0.95 trained equally well."""
 ROWS_ELEMENTS = 1 << 26

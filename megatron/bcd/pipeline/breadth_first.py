@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,10 +37,13 @@ class Chunks(Protocol):
         """Take the loss that the last stage has reduced, before the first `update`."""
 
     def update(self, chunk: int) -> None:
-        """Step the chunk's matrices that need no optimizer state, and free their gradients.
+        """Step the chunk's matrices that are stepped by chunk, or keep what is clipped, and free their gradients.
 
         A collective over the ranks of the stage.
         """
+
+    def update_clipped(self, chunks: Sequence[int]) -> None:
+        """Compute the norm of all gradients and step these chunks. A collective."""
 
     def finish(self) -> None:
         """Finish an iteration: order later work behind the copies to host memory."""
@@ -80,8 +83,12 @@ class BreadthFirstIteration(Iteration):
             Kind.LOSS: self._reduce_loss,
             Kind.SEND_LOSS: self._send_loss,
             Kind.RECEIVE_LOSS: self._receive_loss,
-            Kind.UPDATE: self._update,
+            Kind.UPDATE: self._wait_for_norm if self._shape.clips_by_piece else self._update,
+            Kind.KEEP: self._update,
+            Kind.NORM: lambda action, place: None,
         }
+        self._clipped: list[int] = []
+        """Chunks whose updates wait for the norm."""
 
     def run(self) -> list[Any]:
         """Run all actions. Return the results of the loss function by microbatch on the last stage, elsewhere []."""
@@ -89,6 +96,8 @@ class BreadthFirstIteration(Iteration):
         if self._is_loss_coming:  # a stage without updates
             self._arrived_loss()
         select_chunk(self._model, None)
+        if self._clipped:  # their norm needs all gradients
+            self._chunks.update_clipped(self._clipped)
         self._chunks.finish()
         return reported
 
@@ -168,6 +177,9 @@ class BreadthFirstIteration(Iteration):
             self._messages.wait_for(self._loss)
             self._is_loss_coming = False
         return self._loss
+
+    def _wait_for_norm(self, action: Action, place: Place) -> None:
+        self._clipped.append(action.chunk)
 
     def _update(self, action: Action, place: Place) -> None:
         if self._has_messages and not self._is_loss_taken:

@@ -74,7 +74,8 @@ def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
     """Return the passes of a stage if all microbatches pass through a chunk before the next one (arXiv 2211.05953).
 
     The last chunk of the model, which has the head, runs forward and backward in turn, so that the logits of one
-    microbatch exist at a time. Others repeat their forward pass before the backward pass.
+    microbatch exist at a time. Others repeat their forward pass before the backward pass. Updates that clip are a pass
+    of their own.
     """
     order: list[Action] = []
     microbatches, last = range(shape.num_microbatches), shape.last if shape.is_training else shape.num_virtual
@@ -88,7 +89,11 @@ def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
             forward = Kind.FORWARD if virtual == last else Kind.RECOMPUTE
             order += [Action(forward, microbatch, chunk), Action(backward, microbatch, chunk)]
         order += [Action(Kind.LOSS, 0, chunk)] if virtual == last else []
-        order += [Action(Kind.UPDATE, 0, chunk)] if shape.updated[virtual] else []
+        if shape.updated[virtual]:
+            order.append(Action(Kind.KEEP if shape.clips_by_piece else Kind.UPDATE, 0, chunk))
+    if shape.clips_by_piece:
+        order.append(Action(Kind.NORM, 0))
+        order += [Action(Kind.UPDATE, 0, chunk) for chunk, virtual in by_chunk if shape.updated[virtual]]
     return tuple(order)
 
 

@@ -38,7 +38,12 @@ class Kind(enum.StrEnum):
     """Follows the last gradient to the previous stage."""
     RECEIVE_LOSS = "receive loss"
     UPDATE = "update"
-    """Steps the chunk's matrices that need no optimizer state, and frees their gradients. Waits for the loss."""
+    """Steps the chunk's matrices, except those of a block that is stepped as a whole, and frees their gradients. Waits
+    for the loss."""
+    KEEP = "keep gradients"
+    """Like UPDATE, but copies gradients that are clipped to host memory."""
+    NORM = "norm"
+    """Reduces all gradients that are left and computes the norm of all, before updates that clip."""
 
     @property
     def is_forward(self) -> bool:
@@ -134,6 +139,8 @@ class PlanShape:
     """Whether all microbatches pass through a chunk before the next chunk starts (`build.breadth_first_order`)."""
     updated: tuple[bool, ...] = ()
     """In breadth-first order: whether each virtual stage has matrices that are stepped right after its passes."""
+    clips_by_piece: bool = False
+    """Whether these updates wait for the norm of all gradients, in a pass of their own."""
     work: tuple[tuple[float, float], ...] = ()
     """Time of a forward and a backward pass of each virtual stage, in any unit. It determines the order of passes and
     messages. If empty, forward, input gradients and weight gradients take equal time."""
@@ -272,7 +279,13 @@ def evaluation_shape(
 
 
 def breadth_first_shape(
-    partition: Partition, block: int, pieces: Sequence[range], *, num_microbatches: int
+    partition: Partition,
+    block: int,
+    pieces: Sequence[range],
+    *,
+    num_microbatches: int,
+    steps_block_by_piece: bool = False,
+    clips_by_piece: bool = False,
 ) -> PlanShape:
     """Return the shape of a training iteration in breadth-first order. `pieces` are `virtual_pieces`."""
     numbers = range(len(pieces))
@@ -283,7 +296,8 @@ def breadth_first_shape(
         first_trainable=first_trainable_piece(partition, block, pieces),
         active=tuple(is_piece_active(partition, block, pieces, piece) for piece in numbers),
         is_breadth_first=True,
-        updated=tuple(is_piece_updated(partition, block, pieces, piece) for piece in numbers),
+        updated=tuple(steps_block_by_piece or is_piece_updated(partition, block, pieces, piece) for piece in numbers),
+        clips_by_piece=clips_by_piece,
     )
 
 

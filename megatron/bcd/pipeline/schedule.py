@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class PipelineSchedule:
         pieces: Sequence[range] = (),
         chunks: Chunks | None = None,
         saves_on_host: bool = False,
+        by_piece: Mapping[str, bool] | None = None,
     ) -> None:
         """
         Args:
@@ -55,6 +56,7 @@ class PipelineSchedule:
             pieces: with "breadth-first", the `virtual_pieces`.
             chunks: with "breadth-first", the weights and updates of the pieces.
             saves_on_host: with "breadth-first", the inputs of pieces are saved in host memory.
+            by_piece: with "breadth-first", arguments of `breadth_first_shape`.
         """
         self.name = name
         self.backward_messages = 0
@@ -68,6 +70,7 @@ class PipelineSchedule:
         self._inputs_ahead: dict[int, torch.Tensor] = {}
         self._groups: ProcessGroupCollection | None = None
         self._pieces, self._chunks = pieces, chunks
+        self._by_piece = by_piece or {}
         self._saved_inputs = SavedInputs(on_host=saves_on_host)
         self._messages: Messages | None = None
         self._prefix_messages: Messages | None = None
@@ -161,7 +164,9 @@ class PipelineSchedule:
         """Return the shape of the coming iteration."""
         partition = self._partition
         if self.name == "breadth-first" and not forward_only:
-            return breadth_first_shape(partition, self._block, self._pieces, num_microbatches=num_microbatches)
+            return breadth_first_shape(
+                partition, self._block, self._pieces, num_microbatches=num_microbatches, **self._by_piece
+            )
         if forward_only:
             assert self._done_ahead == 0, "microbatches that ran ahead come first"
             return evaluation_shape(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,12 @@ class PieceUpdates:
             self._active.update_piece(chunk, gradient_scale=self.loss.gradient_scale)
         else:
             self._active.close_piece(chunk)
+
+    def update_clipped(self, chunks: Sequence[int]) -> None:
+        """Step the chunks whose gradients wait for the norm, unless the loss is not finite. A collective."""
+        assert self.loss is not None, "the loss comes before the first update"
+        if self.loss.is_stepped:
+            self._active.update_clipped(chunks)
 
     def finish(self) -> None:
         """Order later work behind the copies to host memory."""
