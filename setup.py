@@ -35,12 +35,12 @@ setup(
     packages=find_namespace_packages(include=["megatron.bcd", "megatron.bcd.*"]),
     package_data={"megatron.bcd.arguments": ["megatron_flag_names.txt"]},
     python_requires=">=3.11",
-    # requirements.txt pins the tested versions. The upper bounds exist because the patches in megatron/bcd/runtime are
-    # for one minor release of Megatron Core, tested with torch up to 2.13.
+    # requirements.txt pins the tested versions. The bounds exist because the patches in megatron/bcd/runtime are for
+    # these minor releases of Megatron Core, tested with torch up to 2.13. Megatron Core 0.19 imports triton.
     install_requires=[
         "filelock>=4.2",
         "jinja2>=3.1",
-        "megatron-core==0.16.*",
+        "megatron-core>=0.16,<0.20,!=0.17.*,!=0.18.*",
         "numpy",
         "psutil",
         "pyyaml",
@@ -51,6 +51,7 @@ setup(
         "tokenizers",
         "torch>=2.6,<2.14",
         "transformers>=5",
+        'triton; python_version >= "3.12"',
     ],
     extras_require={
         "elastic": ["torchft==0.2.*"],

@@ -8,9 +8,10 @@
 #   bash tests/run.sh -n 0                  one file after another, in this process (the default is two at once)
 #
 # What the tests prove: docs/testing.md.
-# Environment: BCD_PYTHON is an interpreter of your own (examples/setup_env.sh).
+# Environment: BCD_PYTHON is an interpreter of your own (examples/setup_env.sh). Otherwise Python 3.11 if it is there:
+# newer ones, with the Megatron Core that they have, run tests/emulated_gpu.sh.
 set -euo pipefail
-export BCD_TESTS=1
+export BCD_TESTS=1 PYTHON3=${PYTHON3:-python3.11 python3 python3.12 python3.13 python3.14}
 . "$(dirname "${BASH_SOURCE[0]}")/../examples/setup_env.sh"
 cd "$BCD_ROOT"
 

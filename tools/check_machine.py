@@ -40,6 +40,7 @@ from _processes import ROOT, CannotRun, run
 from _self_test import FAIL, FLAGS, Check, Runner, SelfTest, failed, passed, skipped
 
 from megatron.bcd.planner.tables import GIB, Cluster, read_clusters
+from megatron.bcd.runtime.versions import is_tested
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ NEEDED = ("python", "torch", "compiler", "folder")
 TESTS_ONLY = "# tests/run.sh"
 """The line of requirements.txt after which only tests need the packages."""
 EXACT = ("megatron-core",)
-"""Packages whose private parts are patched, which holds for the pinned version only."""
+"""Packages whose private parts are patched, which holds for tested versions only."""
 OPTIONAL = {
     "transformer_engine": ("transformer_engine.pytorch",),
     "apex": ("apex.optimizers", "apex.normalization", "amp_C"),
@@ -72,8 +73,13 @@ MIN_FREE_GIB = 1.0
 
 def pins(path: Path = ROOT / "requirements.txt") -> dict[str, str]:
     """Return the pinned version of each package that the program needs to run."""
-    lines = path.read_text(encoding="utf-8").split(TESTS_ONLY)[0].splitlines()
-    return dict(line.split("==") for line in (line.split("#")[0].strip() for line in lines) if line)
+    text, result = path.read_text(encoding="utf-8").split(TESTS_ONLY)[0], {}
+    for line in text.splitlines():
+        name, is_pin, rest = line.split("#")[0].partition("==")
+        pin, _, marker = rest.partition(";")  # python_version < "3.12" or python_version >= "3.12"
+        if is_pin and (not marker or ("<" in marker) == (sys.version_info < (3, 12))):
+            result[name] = pin.strip()
+    return result
 
 
 def installed_version(name: str) -> str | None:
@@ -86,16 +92,16 @@ def installed_version(name: str) -> str | None:
 def check_packages(version_of: Callable[[str], str | None] = installed_version) -> Iterator[Check]:
     """Check Python, and each pin. Another version passes, except for patched packages."""
     python = sys.version.split()[0]
-    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+    if (3, 11) <= sys.version_info[:2] <= (3, 14):
         yield passed("python", f"{python}, {sys.executable}")
     else:
-        yield failed("python", python, remedy="install Python 3.11 to 3.13; examples/setup_env.sh makes .venv of it")
+        yield failed("python", python, remedy="install Python 3.11 to 3.14; examples/setup_env.sh makes .venv of it")
     for name, pin in pins().items():
         version, part = version_of(name), f"package {name}"
         install = f". examples/setup_env.sh in this shell, or {sys.executable} -m pip install {name}=={pin}"
         if version is None:
             yield failed(part, f"not installed; the pin is {pin}", remedy=install)
-        elif version.split("+")[0] == pin:
+        elif version.split("+")[0] == pin or (name in EXACT and is_tested(name, version)):
             yield passed(part, version)
         elif name in EXACT:
             yield failed(part, f"{version} is installed, and private parts of {pin} are used", remedy=install)

@@ -24,7 +24,7 @@ from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     get_num_microbatches,
     init_num_microbatches_calculator,
-    update_num_microbatches,
+    reconfigure_num_microbatches_calculator,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
@@ -35,6 +35,7 @@ from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
 from megatron.bcd.checkpoint import loader, optimizer_state, run_state
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.config import RunConfig, run_config_to_dict
+from megatron.bcd.data import lengths
 from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.huggingface import folder, run_models
 from megatron.bcd.huggingface.run_models import Exporter
@@ -146,8 +147,8 @@ class Trainer:
         self.reporter = reporter or build_reporter(run, start_iteration=resumed.iteration if resumed else 0)
         init_num_microbatches_calculator(
             torch.distributed.get_rank(),
-            list(config.training.rampup_batch_size or ()) or None,
-            self.global_batch_size,
+            None,
+            lengths.batch_size_after(config, 0),
             config.training.micro_batch_size,
             parallel_state.get_data_parallel_world_size(),
         )
@@ -325,7 +326,7 @@ class Trainer:
     def _train_one_iteration(self) -> tuple[bool, bool]:
         """Train one step and do what is due after it. Return whether training is over, and whether the run stops."""
         state = self.state
-        update_num_microbatches(state.consumed_samples, consistency_check=False)
+        self._set_batch_size(state.consumed_samples)
         self.profiler.before_step(state.iteration)
         phase = state.phase_state.phase
         result = self.train_step(self._batches(), num_microbatches_next=self._num_microbatches_next())
@@ -423,10 +424,19 @@ class Trainer:
             return 0
         if not self.config.training.rampup_batch_size:
             return get_num_microbatches()
-        update_num_microbatches(state.consumed_samples + get_current_global_batch_size(), consistency_check=False)
+        self._set_batch_size(state.consumed_samples + get_current_global_batch_size())
         num_microbatches = get_num_microbatches()
-        update_num_microbatches(state.consumed_samples, consistency_check=False)
+        self._set_batch_size(state.consumed_samples)
         return num_microbatches
+
+    def _set_batch_size(self, consumed_samples: int) -> None:
+        reconfigure_num_microbatches_calculator(
+            1,  # the rank; rank 0 logs
+            None,
+            lengths.batch_size_after(self.config, consumed_samples),
+            self.config.training.micro_batch_size,
+            parallel_state.get_data_parallel_world_size(),
+        )
 
     def _warn_of_untrained(self, *, num_steps: int) -> None:
         """Warn of layers that will certainly stay untrained for `num_steps` more steps, or with 0 are untrained now."""

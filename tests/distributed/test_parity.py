@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from megatron.core import parallel_state
-from megatron.core.utils import get_batch_on_this_cp_rank
 from support import worlds
 from support.dist import World
 
 from megatron.bcd.model.attention import whole_sequence
+from megatron.bcd.runtime.compat.megatron_core import context_part
 
 Flags = Callable[..., dict[str, Any]]
 PIPELINE, TENSOR, CONTEXT = ({f"{name}_parallel_size": 2} for name in ("pipeline_model", "tensor_model", "context"))
@@ -149,7 +149,7 @@ def part_and_whole(config: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     """Return a sequence, the assembled result, and its gradient on this rank."""
     with worlds.parallel(config):
         sequence = torch.arange(16.0).view(8, 2)
-        part = get_batch_on_this_cp_rank({"sequence": sequence.t().contiguous()})["sequence"].t()
+        part = context_part({"sequence": sequence.t().contiguous()})["sequence"].t()
         part = part.clone().requires_grad_()
         group = parallel_state.get_context_parallel_group()
         whole = whole_sequence(part, group)

@@ -15,7 +15,7 @@ OF_THE_USER = ("BCD_PYTHON", "BCD_TESTS", "PYTHON3", "VIRTUAL_ENV", "CONDA_PREFI
 
 
 class FakeRepository:
-    """A repository with setup_env.sh and a ``python3`` that only logs its calls."""
+    """A repository with setup_env.sh and a ``python3.14`` that only logs its calls."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root = folder / "repository"
@@ -25,7 +25,7 @@ class FakeRepository:
         self.bin.mkdir()
         shutil.copy(root / "examples" / "setup_env.sh", self.root / "examples")
         (self.root / "requirements.txt").write_text("torch==2.13.0\nrich==15.0.0\n")
-        fake = self.bin / "python3"
+        fake = self.bin / "python3.14"
         # "-m venv DIR" copies itself there; "-m pip install" fails while the file no-network exists.
         fake.write_text(
             textwrap.dedent(f"""\

@@ -52,7 +52,7 @@ TRANSFORMER_FIELDS = {
 OPTIMIZER_FIELDS = {
     LEARNING_RATE: "lr min_lr decoupled_lr decoupled_min_lr",
     OPTIMIZER: "weight_decay apply_wd_to_qk_layernorm optimizer adam_beta1 adam_beta2 adam_eps decoupled_weight_decay "
-    "sgd_momentum muon_momentum muon_use_nesterov muon_split_qkv muon_scale_mode muon_num_ns_steps muon_tp_mode "
+    "sgd_momentum muon_momentum muon_split_qkv muon_scale_mode muon_num_ns_steps muon_tp_mode "
     "muon_extra_scale_factor clip_grad optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
     "pin_cpu_grads",
     PRECISION: "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
@@ -167,7 +167,10 @@ CORE_RANGES = {field: range for range, fields in _RANGES.items() for field in fi
 
 @dataclass(frozen=True, kw_only=True)
 class StockSwitches:
-    """Switches of stock that set no field. ``derive.py`` derives other values from them."""
+    """Switches of stock that set no field of Megatron Core's classes, or one that its versions name differently.
+
+    ``derive.py`` derives other values from them.
+    """
 
     group_query_attention: bool = option(
         False, "heads share keys and values in --num-query-groups groups", group=NETWORK
@@ -179,6 +182,7 @@ class StockSwitches:
     use_precision_aware_optimizer: bool = option(
         False, "let Transformer Engine's Adam hold the main parameters of bf16 weights", group=OPTIMIZER
     )
+    muon_use_nesterov: bool = option(False, "Nesterov momentum in Muon", group=OPTIMIZER)
     recompute_activations: bool = option(False, "--recompute-granularity selective", group=RECOMPUTATION)
 
 
@@ -186,6 +190,7 @@ _INACTIVE = "update lr_ratio grad_dtype"
 ALIASES = {
     "save_interval": ("--persistent-save-interval",),
     "use_checkpoint_opt_param_scheduler": ("--use-checkpoint-opt_param-scheduler",),
+    "muon_use_nesterov": ("--muon-nesterov",),
     "bcd_layers_on": ("--bcd-frozen-weights",),
     **{f"bcd_inactive_{name}": (f"--bcd-resting-{name.replace('_', '-')}",) for name in _INACTIVE.split()},
 }

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.bcd.checkpoint import layout, optimizer_state, random_states, run_state
@@ -21,6 +20,7 @@ from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.state_groups import state_groups
 from megatron.bcd.runtime import collectives, device
+from megatron.bcd.runtime.compat.megatron_core import load_sharded
 
 T = TypeVar("T")
 _EXTRA_STATE = "_extra_state"
@@ -46,13 +46,6 @@ class Source:
     def name(self) -> str:
         """Flag and folder, for messages."""
         return f"--load {self.root}: {self.path}"
-
-
-class _NoCommon(TorchCommonLoadStrategy):
-    """Prevents Megatron Core from reading ``common.pt``. It is not needed, and stock's contains more than data."""
-
-    def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
-        return {}
 
 
 def current_layout() -> dict[str, Any]:
@@ -248,7 +241,7 @@ def _load_state(summaries: Mapping[str, StateSummary], source: Source, active: A
 def _load(sharded: dict[str, Any], source: Source) -> dict[str, Any]:
     try:
         with only_data():
-            return dist_checkpointing.load(sharded, source.path, common_strategy=_NoCommon())  # type: ignore[return-value]
+            return load_sharded(sharded, source.path)
     except (Exception, CheckpointException) as error:  # the readers raise many types
         raise unreadable(source.name, error) from error
 

@@ -232,8 +232,11 @@ def fields_on_resume(rule: str) -> tuple[str, ...]:
 
 
 def core_keywords(settings: OptimizerSettings | DdpSettings) -> dict[str, Any]:
-    """Return the keyword arguments for Megatron Core's class. Values that are None are left to the class."""
-    return {name: value for name, value in vars(settings).items() if value is not None}
+    """Return the keyword arguments for Megatron Core's class. Values that are None are left to the class.
+
+    Muon's are left out: `matrix_optimizer` steps its matrices.
+    """
+    return {name: value for name, value in vars(settings).items() if value is not None and name[:5] != "muon_"}
 
 
 def run_config_to_dict(config: RunConfig) -> dict[str, Any]:
@@ -241,7 +244,7 @@ def run_config_to_dict(config: RunConfig) -> dict[str, Any]:
     sections: dict[str, Any] = {}
     for name, section in vars(config).items():
         if isinstance(section, OptimizerSettings | DdpSettings):
-            section = core_keywords(section)
+            section = {key: value for key, value in vars(section).items() if value is not None}
         values = section if isinstance(section, Mapping) else vars(section)
         sections[name] = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
     return sections

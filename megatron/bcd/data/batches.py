@@ -18,12 +18,12 @@ from typing import Any
 import numpy
 import torch
 from megatron.core import parallel_state
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import global_batch_size
 from megatron.bcd.runtime import device
+from megatron.bcd.runtime.compat.megatron_core import context_part
 from megatron.bcd.runtime.exit import SIGNALS
 
 _MICROBATCHES_AT_ONCE = 256
@@ -247,7 +247,7 @@ def _on_this_rank(config: RunConfig, batch: Batch) -> Batch:
     stays, target = {"tokens"} if config.has_embedding_on_host else (), device.current()
     indices = {INDICES: batch.pop(INDICES)} if INDICES in batch else {}
     moved = {name: tensor if name in stays else tensor.to(target, non_blocking=True) for name, tensor in batch.items()}
-    return get_batch_on_this_cp_rank(moved) | indices
+    return context_part(moved) | indices
 
 
 def attention_mask(batch: Batch) -> torch.Tensor | None:
@@ -268,7 +268,7 @@ def segment_mask(segment_ids: torch.Tensor) -> torch.Tensor:
 def context_shard(hidden_states: torch.Tensor) -> torch.Tensor:
     """Return this context-parallel rank's part of [S, B, H]."""
     by_sample = {"": hidden_states.transpose(0, 1)}
-    return get_batch_on_this_cp_rank(by_sample)[""].transpose(0, 1).contiguous()
+    return context_part(by_sample)[""].transpose(0, 1).contiguous()
 
 
 def empty_batches() -> Iterator[Batch]:

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
 from megatron.bcd.config import RunConfig
 
@@ -46,27 +45,22 @@ def samples_after(config: RunConfig, iterations: int) -> int:
     return sum(ramp) + (iterations - len(ramp)) * global_batch_size(config)
 
 
+def batch_size_after(config: RunConfig, consumed: int) -> int:
+    """Return the number of sequences in the step after `consumed` ones, by stock's --rampup-batch-size."""
+    full, ramp = global_batch_size(config), config.training.rampup_batch_size
+    if not ramp or consumed > ramp[2] or ramp[0] == full:
+        return full
+    start, increment, samples = ramp
+    return start + increment * int(consumed / (samples / ((full - start) // increment)))  # stock's rounding
+
+
 def _ramp(config: RunConfig) -> Iterator[int]:
     """Yield the batch size of each training step until the ramp of --rampup-batch-size ends."""
-    training = config.training
-    if not training.rampup_batch_size:
-        return
-    start, increment, ramp = training.rampup_batch_size
-    calculator = RampupBatchsizeNumMicroBatchesCalculator(
-        global_batch_size(config),
-        training.micro_batch_size,
-        parallel_state.get_data_parallel_world_size(),
-        False,
-        1,  # the rank; only rank 0 prints
-        start,
-        increment,
-        ramp,
-    )
     consumed = 0
-    while consumed <= ramp:
-        calculator.update(consumed, False)
-        yield calculator.get_current_global_batch_size()
-        consumed += calculator.get_current_global_batch_size()
+    while config.training.rampup_batch_size and consumed <= config.training.rampup_batch_size[2]:
+        batch_size = batch_size_after(config, consumed)
+        yield batch_size
+        consumed += batch_size
 
 
 def num_samples(config: RunConfig, train_iters: int, *, least_steps_per_cycle: int) -> tuple[int, int | None, int]:

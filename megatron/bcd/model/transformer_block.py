@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.bcd.model.transformer_config import PHASE_FIELDS
+from megatron.bcd.runtime.compat.megatron_core import recompute
 
 
 class _PassThrough(torch.nn.Module):
@@ -69,9 +70,6 @@ class BcdTransformerBlock(TransformerBlock):
         layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
         for layer in layers:
             layer.self_attention.checkpoint_core_attention = granularity == "selective"
-
-    num_prefix_layers = 0
-    """Number of this stage's layers that the current forward pass runs without a graph, under full recomputation."""
 
     def forward(
         self,
@@ -136,11 +134,6 @@ class BcdTransformerBlock(TransformerBlock):
         """Return the numbers, on this stage, of the layers with an active parameter."""
         return [i for i, layer in enumerate(self.layers) if any(p.requires_grad for p in layer.parameters())]
 
-    def _get_layer(self, layer_number: int) -> Any:
-        # the last group of --recompute-num-layers layers may extend beyond the last layer
-        index = self.num_prefix_layers + layer_number
-        return self.layers[index] if index < len(self.layers) else _pass_through
-
     def _checkpointed_forward(
         self,
         hidden_states: Tensor,
@@ -148,27 +141,19 @@ class BcdTransformerBlock(TransformerBlock):
         context: Tensor,
         context_mask: Tensor,  # type: ignore[override]
         rotary_pos_emb: Tensor,
-        *args: Any,
         **kwargs: Any,
     ) -> Tensor:
         trainable = self._trainable_layers()
-        # The recomputation in the backward pass reads both values again, so they must stay until the next forward pass.
-        # They are equal for all microbatches of a phase.
-        self.num_prefix_layers = 0 if hidden_states.requires_grad else (trainable[0] if trainable else len(self.layers))
-        self.num_layers_per_pipeline_rank = len(self.layers) - self.num_prefix_layers
+        start = 0 if hidden_states.requires_grad else (trainable[0] if trainable else len(self.layers))
+        shared = {"attention_mask": attention_mask, "context_mask": context_mask, "rotary_pos_emb": rotary_pos_emb}
         with torch.no_grad():
-            for layer in self.layers[: self.num_prefix_layers]:
-                hidden_states, context = layer(
-                    hidden_states=hidden_states,
-                    attention_mask=attention_mask,
-                    context=context,
-                    context_mask=context_mask,
-                    rotary_pos_emb=rotary_pos_emb,
-                )
-        if not self.num_layers_per_pipeline_rank:
+            for layer in self.layers[:start]:
+                hidden_states, context = layer(hidden_states=hidden_states, context=context, **shared)
+        if start == len(self.layers):
             return hidden_states
         if not hidden_states.requires_grad:
             hidden_states = hidden_states.detach().requires_grad_()
-        return super()._checkpointed_forward(
-            hidden_states, attention_mask, context, context_mask, rotary_pos_emb, *args, **kwargs
-        )
+        layers = list(self.layers[start:])
+        if self.config.recompute_method == "uniform":  # fill the last group
+            layers += [_pass_through] * (-len(layers) % (self.config.recompute_num_layers or 1))
+        return recompute(self, layers, hidden_states=hidden_states, context=context, **shared, **kwargs)

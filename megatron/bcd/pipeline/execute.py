@@ -9,20 +9,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.schedules import (
-    backward_step,
-    deallocate_output_tensor,
-    forward_step,
-    get_tensor_shapes,
-)
+from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor, forward_step, get_tensor_shapes
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config, get_model_type
+from megatron.core.utils import get_model_config
 
 from megatron.bcd.model.builder import select_chunk
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.p2p import Messages
 from megatron.bcd.pipeline.plan import Action, Kind, PlanShape
 from megatron.bcd.runtime import device
+from megatron.bcd.runtime.compat.megatron_core import backward_step
 
 _Place = tuple[int, int]
 """Chunk and microbatch: the key of a tensor."""
@@ -150,7 +146,7 @@ class Iteration:
             self._wait_for_gradient(output, gradient)
         self._begin_backward(action.chunk)
         received = self._inputs.pop(place, None)
-        input_gradient = backward_step(received, output, gradient, get_model_type(self._model), self._config)
+        input_gradient = backward_step(received, output, gradient, self._config)
         self._end_backward(action.chunk)
         if input_gradient is not None:
             self._input_gradients[place] = input_gradient

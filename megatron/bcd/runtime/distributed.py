@@ -48,7 +48,7 @@ def initialize(
     if tensor_size > 1:  # CUDA reads it when it starts
         os.environ.setdefault(CONNECTIONS, "1")
     megatron_core.patch_optimizer_offload()
-    megatron_core.patch_norm_recomputation()
+    megatron_core.patch_recomputation()
     megatron_core.patch_grad_norm()
     if backend == "auto":
         backend = "nccl" if device.has_cuda() else "gloo"

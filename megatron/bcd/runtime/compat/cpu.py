@@ -71,6 +71,7 @@ def patch_megatron_core() -> None:
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.set_device = nothing
+    torch.cuda.current_stream = nothing  # type: ignore[assignment]
     torch.cuda.synchronize = nothing
     torch.cuda.empty_cache = nothing
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]

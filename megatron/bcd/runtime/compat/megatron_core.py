@@ -1,12 +1,17 @@
-"""Megatron Core 0.16.1: workarounds, and access to private parts of its DDP and optimizers.
+"""Megatron Core 0.16.1 and 0.19.2: workarounds, and access to private parts of its schedules, DDP and optimizers.
 
-Each `patch_` function is permanent and does its work once per process.
+This file alone knows which version is installed. Each `patch_` function is permanent and does its work once per
+process.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import types
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -14,15 +19,22 @@ from megatron.bcd.runtime.compat import pytorch
 
 
 @functools.cache
-def patch_norm_recomputation() -> None:
-    """Make --recompute-modules layernorm work without Transformer Engine.
+def patch_recomputation() -> None:
+    """Make --recompute-modules layernorm work without Transformer Engine, and a block's own full recomputation in 0.19.
 
-    CheckpointWithoutOutput mistakes its own default False for a request for FP8, and calls Transformer Engine.
+    CheckpointWithoutOutput mistakes its own default False for a request for FP8, and calls Transformer Engine. 0.19
+    calls a function where 0.16 calls `_checkpointed_forward` of the block.
     """
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import transformer_block
 
     if not hasattr(random, "FP8GlobalStateManager"):
         random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+    if hasattr(transformer_block, "checkpointed_forward"):
+        plain = transformer_block.checkpointed_forward
+        transformer_block.checkpointed_forward = lambda block, **inputs: (
+            block._checkpointed_forward(**inputs) if hasattr(block, "_checkpointed_forward") else plain(block, **inputs)
+        )
 
 
 @functools.cache
@@ -128,6 +140,60 @@ def gather_in_forward(wrapped: Any) -> None:
 def drop_gradient_hooks(wrapped: Any) -> None:
     """Free the autograd nodes that hold DDP's hooks, and with them DDP's buffers."""
     wrapped.grad_accs.clear()
+
+
+def recompute(block: Any, layers: Sequence[Any], **inputs: Any) -> torch.Tensor:
+    """Run layers of a TransformerBlock by --recompute-granularity full. `inputs` are those of `_checkpointed_forward`.
+
+    The recomputation in the backward pass runs the same layers, whatever `block.layers` are then.
+    """
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    view = types.SimpleNamespace(
+        layers=layers,
+        _get_layer=layers.__getitem__,
+        num_layers_per_pipeline_rank=len(layers),
+        config=block.config,
+        pg_collection=block.pg_collection,
+    )
+    if hasattr(TransformerBlock, "_checkpointed_forward"):  # 0.16
+        return TransformerBlock._checkpointed_forward(view, **inputs)
+    from megatron.core.recompute import checkpointed_forward
+
+    return checkpointed_forward(view, **inputs)
+
+
+@functools.cache
+def _accepted(function: Any, **values: Any) -> dict[str, Any]:
+    """Return those of the keyword arguments that this version of a function has."""
+    return {name: value for name, value in values.items() if name in inspect.signature(function).parameters}
+
+
+def backward_step(received: Any, output: Any, gradient: Any, config: Any) -> Any:
+    """Run the backward pass of one chunk. Return the gradient of its input, or None."""
+    from megatron.core.pipeline_parallel.schedules import backward_step as run
+
+    return run(received, output, gradient, config=config, **_accepted(run, model_type=None))  # which 0.16 ignores
+
+
+def context_part(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return this context-parallel rank's part of tensors [B, S, ...]; of the key "attention_mask", [B, 1, S, S]."""
+    from megatron.core import parallel_state, utils
+
+    split, group = utils.get_batch_on_this_cp_rank, parallel_state.get_context_parallel_group()
+    return split(batch, cp_group=group, **_accepted(split, is_hybrid_cp=False))
+
+
+def load_sharded(sharded: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Load the shards of a checkpoint, without ``common.pt``: it is not needed, and stock's contains more than data."""
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import common
+
+    reader, name = serialization, "load_common_state_dict"
+    if hasattr(common, "TorchCommonLoadStrategy"):  # 0.16
+        reader, name = common.TorchCommonLoadStrategy, "load_common"
+    with mock.patch.object(reader, name, lambda *_: {}):
+        return serialization.load(sharded, folder)  # type: ignore[no-any-return]
 
 
 def group_positions(optimizer: Any) -> dict[torch.nn.Parameter, tuple[int, int]]:
