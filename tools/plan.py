@@ -574,7 +574,7 @@ def show_search(recipe: Recipe, estimates: Sequence[Estimate], ratios: Sequence[
     rows, sources = [], {}
     for each, ratio in zip(estimates, ratios, strict=True):
         layout, cost, name = each.recipe, each.cost, each.recipe.name
-        partition = layout.partition
+        partition, size = layout.partition, layout.config.bcd.bcd_layers_per_pass
         blocks = f"{partition.num_blocks} {partition.layout}"
         figures = (each.peak.total / GIB, each.host_bytes / GIB, each.iteration_seconds)
         if not cost.is_to_full_loss:
@@ -588,7 +588,7 @@ def show_search(recipe: Recipe, estimates: Sequence[Estimate], ratios: Sequence[
                 f"{layout.pipeline_size} x {layout.data_size}",
                 blocks if layout.has_blocks and partition.has_active_block else "-",
                 str(layout.micro_batch_size),
-                layout.recompute,
+                f"pieces of {size}" if layout.config.is_breadth_first else layout.recompute,
                 *map(format, figures, (".1f", ".0f", ".2f")),
                 f"{cost.multiplier:.2f}" if cost.is_to_full_loss else "-",
                 f"{cost.days:,.1f}",

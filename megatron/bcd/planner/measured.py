@@ -46,10 +46,10 @@ FINE_TUNING = {
     ),
     FACTORED: Finding(
         rate=1,
-        loss=(-1.3, -0.1),
-        runs="a new language and instructions, one seed",
+        loss=(-1.7, -0.1),
+        runs="a new language, 200 steps at the best rate of each; instructions; one seed",
         model="SmolLM2-135M",
-        source="studies/gpu_hour.md, before commit f6976d1, since which the rule does not clip gradients",
+        source="studies/fine_tuning.md",
     ),
     "paper": Finding(rate=None, model="preset finetune on SmolLM2-135M"),
     "pretrain": Finding(

@@ -25,16 +25,15 @@ MOST_GPUS = 512
 _PLANNED_SHARE = 0.95
 """The part of a GPU's memory that a plan fills. The estimate is a formula, and an out-of-memory error costs more than
 recomputing a layer."""
-_STREAMED_SLOWER = 1.05
-"""How much longer a step with fewer blocks may take if frozen layers are on the host."""
+_STREAMED_SLOWER, _SLOWER = 1.05, 1.02
+"""How much longer a step may take: with fewer blocks, if frozen layers are on the host; if it needs less memory."""
 BLOCK_FLAGS = (
     "bcd_num_blocks", "bcd_layout", "bcd_frozen", "bcd_always_active", "bcd_head_phase",
-    "num_virtual_stages_per_pipeline_rank", "bcd_layers_on", "bcd_resident_layers", "bcd_inactive_update",
+    "num_virtual_stages_per_pipeline_rank", "bcd_inactive_update", "bcd_layers_on", "bcd_resident_layers",
     "bcd_schedule", "bcd_layers_per_pass", "bcd_saved_inputs",
 )  # fmt: skip
-"""Flags that only methods with blocks have."""
-_PLACES = ("bcd_layers_on", "bcd_resident_layers", "bcd_schedule", "bcd_layers_per_pass", "bcd_saved_inputs")
-"""Those of them that stateless updates of all layers have, too."""
+"""Flags that only methods with blocks have. Stateless updates of all layers have the last five, too."""
+_PLACES = ("device", "host")
 CAN_STREAM = ("bcd", "finetune")
 """Methods whose blocks can be trained beside frozen layers in host memory."""
 _Changes = dict[str, Any]
@@ -153,7 +152,7 @@ def _choose_layout(
     """Return the first layout that fits in _PLANNED_SHARE of the memory, else the first that fits, else the last."""
     values |= {"micro_batch_size": micro_batch_size or 1, "memory_share": _PLANNED_SHARE}
     if values["method"] == "finetune" and values.get("bcd_inactive_update") is None:
-        if not asks_for_blocks(values) and (factored := _factored_that_fits(values, recompute)) is not None:
+        if not asks_for_blocks(values) and (factored := _factored_that_fits(values, recompute, micro_batch_size)):
             return factored
         values["bcd_inactive_update"] = "none"
     tried: list[Recipe] = []
@@ -177,24 +176,24 @@ def asks_for_blocks(values: Mapping[str, Any]) -> bool:
     """Return whether a flag asks preset finetune for blocks."""
     stages, schedule = values.get("pipeline_model_parallel_size") or 1, values.get("bcd_schedule")
     reads_only = values.get("bcd_layers_on") == "host" and (schedule == "bcd" or stages > 1)
-    of_blocks = set(BLOCK_FLAGS) - {*_PLACES}
-    return reads_only or any(values.get(name) not in (None, 0, "factored") for name in of_blocks)
+    return reads_only or any(values.get(name) not in (None, 0, "factored") for name in BLOCK_FLAGS[:-5])
 
 
-def _factored_that_fits(values: Mapping[str, Any], recompute: str | None) -> Recipe | None:
-    """Return the faster one of the first layouts of preset finetune without blocks within _PLANNED_SHARE of the memory:
-    of microbatch after microbatch in a pipeline, and of breadth-first on one stage. None if none fits."""
-    values = {**values, "bcd_inactive_update": "factored"}
-    first: dict[str | None, Recipe] = {}
-    for saving in _savings(values, recompute):
-        with contextlib.suppress(ValueError):  # fp16
-            recipe = shortest_that_fits(valid_pipelines(**{**values, **saving}))
-            schedule = recipe.config.bcd.bcd_schedule
-            if schedule not in first and fits(recipe, share=_PLANNED_SHARE):
-                first[schedule] = recipe
-            if recipe.pipeline_size == 1 and first:
-                break
-    return min(first.values(), key=lambda recipe: mean_seconds(recipe, is_rough=True), default=None)
+def _factored_that_fits(values: Mapping[str, Any], recompute: str | None, size: int | None) -> Recipe | None:
+    """Return the layout of preset finetune without blocks, with micro-batches of `size` if given. None if none fits.
+
+    Of those within _PLANNED_SHARE of the memory it is the first that takes at most _SLOWER times the fastest's time, so
+    layers leave the device, and pieces grow, only for a gain.
+    """
+    with contextlib.suppress(ValueError):  # fp16
+        base = valid_pipelines(**{**values, "bcd_inactive_update": "factored"})[0]
+        stages = values.get("pipeline_model_parallel_size")
+        recipes = layouts(base, stages=stages, recompute=recompute, micro_batch_size=size)
+        fitting = [recipe for recipe in recipes if fits(recipe, share=_PLANNED_SHARE)]
+        seconds = [mean_seconds(recipe, is_rough=True) for recipe in fitting]
+        within = (recipe for recipe, each in zip(fitting, seconds, strict=True) if each <= _SLOWER * min(seconds))
+        return next(within, None)
+    return None
 
 
 def reason_for_rule(recipe: Recipe) -> str:
@@ -252,12 +251,19 @@ def _savings(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Chan
 
 
 def _breadth_first_savings(values: Mapping[str, Any]) -> Iterator[_Changes]:
-    """Yield places with less and less device memory: saved inputs move to the host first, then layers."""
+    """Yield the places of layers and saved inputs, and the sizes of pieces, of which larger ones repeat fewer passes.
+
+    None of them is always the fastest that fits.
+    """
     loss = values.get("cross_entropy_fusion_impl") or ("linear" if values["task"] == "sft" else None)
-    places, inputs = ((given,) if given else ("device", "host") for given in map(values.get, _PLACES[::4]))
-    for place, saved_inputs in itertools.product(places, inputs):
-        changes = {"recompute": "none", "bcd_schedule": "breadth-first", "cross_entropy_fusion_impl": loss}
-        yield changes | {"bcd_layers_on": place, "bcd_saved_inputs": saved_inputs}
+    fixed = {"recompute": "none", "bcd_schedule": "breadth-first", "cross_entropy_fusion_impl": loss}
+    pieces = [1]
+    for size in _divisors(values["model"].layers)[:-1]:
+        pieces += [size] * (size >= 2 * pieces[-1])
+    choices = {"bcd_layers_on": _PLACES, "bcd_layers_per_pass": pieces, "bcd_saved_inputs": _PLACES}
+    given = [[values[name]] if values.get(name) else every for name, every in choices.items()]
+    for chosen in itertools.product(*given):
+        yield fixed | dict(zip(choices, chosen, strict=True))
 
 
 def _depth_first_savings(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Changes]:
@@ -288,10 +294,13 @@ def _heads(values: Mapping[str, Any]) -> Sequence[_Changes]:
 # ---------------------------------------------------------------- the cheapest
 
 
-def layouts(base: Recipe, *, stages: int | None = None, recompute: str | None = None) -> Iterator[Recipe]:
+def layouts(
+    base: Recipe, *, stages: int | None = None, recompute: str | None = None, micro_batch_size: int | None = None
+) -> Iterator[Recipe]:
     """Yield every layout of the recipe on its GPUs, each with as many `_savings` as it needs to fit.
 
-    A given number of blocks, ``stages`` and ``recompute`` are kept.
+    Breadth-first tries all places of layers and all sizes of pieces.
+    A given number of blocks, ``stages``, ``recompute`` and ``micro_batch_size`` are kept.
     """
     choices: Sequence[int | None] = SEARCHED_BLOCKS[: 2 if base.partition.layout == "submodel" else None]
     number = base.flag("bcd_num_blocks")
@@ -304,14 +313,18 @@ def layouts(base: Recipe, *, stages: int | None = None, recompute: str | None = 
         per_rank, left = divmod(base.global_batch_size, base.num_gpus // (size * base.config.context_size))
         if left:
             continue
-        for blocks in choices:
-            for micro_batch_size in (size for size in _divisors(per_rank) if size & (size - 1) == 0):
-                changes: _Changes = {"bcd_num_blocks": blocks, "micro_batch_size": micro_batch_size}
+        powers = [number for number in _divisors(per_rank) if number & (number - 1) == 0]
+        for blocks, micro in itertools.product(choices, powers if micro_batch_size is None else [micro_batch_size]):
+            changes: _Changes = {"bcd_num_blocks": blocks, "micro_batch_size": micro}
+            changes["pipeline_model_parallel_size"], is_enough = size, False
+            for saving in _savings(base.values | changes, recompute):
+                if is_enough and saving.get("bcd_saved_inputs") == "host" != base.flag("bcd_saved_inputs"):
+                    continue  # inputs leave the device only if they must
                 with contextlib.suppress(ValueError):  # more stages or blocks than the model has layers for
-                    for saving in _savings(base.values | {"pipeline_model_parallel_size": size}, recompute):
-                        yield (recipe := base.changed(pipeline_model_parallel_size=size, **changes | saving))
-                        if fits(recipe, share=base.memory_share):
-                            break
+                    yield (recipe := base.changed(**changes | saving))
+                    is_enough = fits(recipe, share=base.memory_share)
+                if is_enough and saving.get("bcd_schedule") != "breadth-first":
+                    break
 
 
 def _variants(recipe: Recipe) -> Iterator[Recipe]:
@@ -380,7 +393,7 @@ def fewest_gpus(base: Recipe, *, stages: int | None = None) -> int | None:
             changes: _Changes = {"pipeline_model_parallel_size": size, "micro_batch_size": 1}
             with contextlib.suppress(ValueError):  # the batch does not divide among so many replicas
                 on_these = base.changed(num_gpus=number, global_batch_size=batch, **changes)
-                return any(map(fits, layouts(on_these, stages=stages)))
+                return any(map(fits, layouts(on_these, stages=stages, micro_batch_size=1)))
         return False
 
     per_node, batch = base.cluster.gpus_per_node, base.global_batch_size
