@@ -7,7 +7,7 @@
 #
 #   MODEL     the folder of the published model, or its config.json. Or a row of models.csv with LLaMA's architecture and
 #             the size of MODEL_DIR: LLaMA-7B, L-1.5B; --models FILE reads your table
-#   CLUSTER   a row of clusters.csv: rtx4090 a100 a800 h100 h200
+#   CLUSTER   a row of clusters.csv: rtx4090 rtx5090 a100 a800 h100 h200
 #
 #   MODEL_DIR=llama-7b DATA=alpaca.jsonl bash examples/finetune.sh LLaMA-7B rtx4090             one RTX 4090 (24 GB)
 #   NUM_GPUS=4 MODEL_DIR=llama-7b DATA=alpaca.jsonl bash examples/finetune.sh LLaMA-7B rtx4090  four

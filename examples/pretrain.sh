@@ -7,7 +7,7 @@
 #             with a config.json
 #   METHOD    pretrain (block coordinate descent with --bcd-preset pretrain), paper or bcd (as published), full (full
 #             training), offload (full training, optimizer on the host), muon (full training with Muon)
-#   CLUSTER   a row of clusters.csv: rtx4090 a100 a800 h100 h200
+#   CLUSTER   a row of clusters.csv: rtx4090 rtx5090 a100 a800 h100 h200
 #
 #   DRY_RUN=1 bash examples/pretrain.sh G-20B pretrain rtx4090 the command and its estimate; needs no torch, GPU or data
 #   SCALE=tiny bash examples/pretrain.sh L-6.0B paper rtx4090  the same recipe with a small model, to its end, on the CPU

@@ -53,6 +53,12 @@ RUNS: dict[str, dict[str, Any]] = {
     | {"pipeline_model_parallel_size": 2, "bcd_layers_on": "host", "bcd_resident_layers": 1, "num_layers": 12}
     | {"untie_embeddings_and_output_weights": True, "bcd_frozen": "embedding"},
     "breadth_first": BREADTH_FIRST | {"bcd_layers_per_pass": 2},
+    "breadth_first_pipeline2": TWO
+    | BREADTH_FIRST
+    | {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": True, "num_layers": 8},
+    "breadth_first_streamed_pipeline2": TWO
+    | BREADTH_FIRST
+    | {"pipeline_model_parallel_size": 2, "bcd_layers_on": "host", "bcd_layers_per_pass": 2, "num_layers": 12},
     "breadth_first_streamed": BREADTH_FIRST | {"bcd_layers_on": "host", "bcd_resident_layers": 1},
     "breadth_first_streamed_data2": TWO
     | BREADTH_FIRST

@@ -152,6 +152,7 @@ def test_a_slow_link() -> None:
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
         ("NVIDIA B200", None),
     ],
 )

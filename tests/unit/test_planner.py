@@ -136,6 +136,27 @@ def test_one_stage_does_one_thing_after_the_other() -> None:
         assert phase.reductions == 0
 
 
+@pytest.mark.parametrize("layers_per_pass", [1, 3])
+@pytest.mark.parametrize("number", [2, 8, 40])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_breadth_first_on_stages(stages: int, number: int, layers_per_pass: int) -> None:
+    """A forward pass that is not repeated, or is in the last piece; stages that work one after the other; a rough time
+    that prefers fewer microbatches than stages."""
+    flags = {"method": "finetune", "bcd_inactive_update": "factored", "bcd_schedule": "breadth-first"}
+    flags |= {"bcd_layers_per_pass": layers_per_pass, "precision": "bf16", "global_batch_size": number}
+    one = recipe(**flags, num_gpus=stages, pipeline_model_parallel_size=stages)
+    phase, rough = phase_seconds(one, 0), phase_seconds(one, 0, is_rough=True)
+    layer, head = layer_pass(one).seconds(one), head_pass(one).seconds(one)
+    alone = number * ((4 * 12 - layers_per_pass) * layer + 3 * head)
+    assert phase.pipeline * stages * (1 - phase.bubble) == pytest.approx(alone)
+    if number >= stages:
+        assert rough.pipeline == pytest.approx(phase.pipeline, rel=0.01 if stages == 1 else 0.25)
+    if stages > 1 and number == 40:
+        assert phase.pipeline < 1.3 * alone / stages and phase.bubble > 0
+    if number < stages:
+        assert phase.pipeline > 0.8 * alone / number
+
+
 def test_time_of_stateless_updates_and_muon() -> None:
     """W that is not charged for stateless updates, an orthogonalisation that every data-parallel rank repeats, or one
     that costs as much in fp32; gradients and weights of matrices that no link carries."""

@@ -85,7 +85,8 @@ class ChunkedModel(MegatronModule):
         self._selected: list[Any] = [chunks[0]]  # in a list, because as an attribute it would be a submodule again
 
     def select(self, chunk: int) -> None:
-        """Make `forward` and `set_input_tensor` use this chunk."""
+        """Make `forward` and `set_input_tensor` use this chunk. The others keep no input, and no gradient of one."""
+        self.set_input_tensor(None)
         self._selected = [self.chunks[chunk]]
 
     @property

@@ -93,6 +93,7 @@ class Iteration:
         self._defer_gradient_reduction()
         for action in self._actions:
             self._do[action.kind](action, (action.chunk, action.microbatch))
+        self._do.clear()  # a cycle, which would keep the batches until the garbage collector runs
         for messages in (self._messages, self._prefix_messages):
             messages.finish_sends()
         if self._shape.is_training:

@@ -176,9 +176,9 @@ class StageActivations:
         """Return the bytes that autograd saves for all microbatches in flight."""
         if self.state.is_breadth_first:
             by_piece = [sum(saved for saved, _ in passes) for passes in self._pieces(recomputed)]
-            return max(*by_piece, by_piece[-1] + self.sizes.head)
+            return max(*by_piece, by_piece[-1] + self.sizes.head * self._is_last_stage)
         chunk_bytes = [
-            sum(saved for saved, _ in self._layers(chunk, recomputed)) + self.sizes.head * self._has_head(chunk)
+            sum(saved for saved, _ in self._chunk_layers(chunk, recomputed)) + self.sizes.head * self._has_head(chunk)
             for chunk in range(self.partition.num_chunks)
         ]
         if self.shape.num_chunks == 1:
@@ -201,7 +201,7 @@ class StageActivations:
             freed = sizes.head * has_head  # by this microbatch, before the backward pass reaches the layer
             if partition.tied and partition.num_virtual_stages == 1:  # its gradient waits for the embedding's
                 freed -= sizes.head_weight * head_active
-            for saved, working in reversed(self._layers(chunk, recomputed)):
+            for saved, working in reversed(self._chunk_layers(chunk, recomputed)):
                 beside = max(beside, working - freed)
                 freed += saved
         return max(self.saved_bytes(recomputed) + beside, sizes.forward_working)
@@ -210,11 +210,10 @@ class StageActivations:
 
     @property
     def num_saved_inputs(self) -> int:
-        """The pieces whose inputs wait for the backward pass. The first piece reads tokens, and recomputes the
-        embedding."""
-        number = self.state.num_pieces
-        first = len(self.partition.prefix_layers(self.block)) // self.state.bcd.bcd_layers_per_pass
-        return number - max(min(first, number - 1), 1)
+        """The stage's pieces whose inputs wait for the backward pass. The first piece of the model reads tokens, and
+        recomputes the embedding."""
+        first, stages = max(self.shape.first_trainable, 1), self.shape.num_stages
+        return len(range(first, self.shape.num_virtual)[(self.stage - first) % stages :: stages])
 
     def input_bytes(self, place: str) -> int:
         """Return the bytes of the inputs that wait in `place`, device or host.
@@ -231,9 +230,9 @@ class StageActivations:
 
     def piece_peaks(self, recomputed: Recomputed) -> list[int]:
         """Return the peak of a microbatch in each piece: what autograd saves and the largest temporary memory."""
-        sizes, peaks = self.sizes, []
-        for number, passes in enumerate(self._pieces(recomputed)):
-            has_head = number == self.state.num_pieces - 1
+        sizes, peaks, pieces = self.sizes, [], self._pieces(recomputed)
+        for number, passes in enumerate(pieces, 1):
+            has_head = self._is_last_stage and number == len(pieces)
             beside = sizes.head_working[self.partition.head_active(self.block)] if has_head else 0
             freed = sizes.head * has_head
             for saved, working in reversed(passes):
@@ -243,10 +242,12 @@ class StageActivations:
         return peaks
 
     def _pieces(self, recomputed: Recomputed) -> list[list[tuple[int, int]]]:
-        """Return the layers of each piece that run backward, as `_layers` does."""
-        size, layers = self.state.bcd.bcd_layers_per_pass, self._layers(0, recomputed)
-        layers = [(0, 0)] * (self.partition.num_layers - len(layers)) + layers
-        return [layers[start : start + size] for start in range(0, len(layers), size)]
+        """Return the layers of each of the stage's pieces that run backward, as `_layers` does."""
+        first, trains = len(self.partition.prefix_layers(self.block)), self.partition.trains_matrices
+        return [
+            self._layers([trains(layer, self.block) for layer in piece if layer >= first], recomputed)
+            for piece in self.state.pieces[self.stage :: self.shape.num_stages]
+        ]
 
     @property
     def message_bytes(self) -> int:
@@ -276,16 +277,24 @@ class StageActivations:
     def _has_head(self, chunk: int) -> bool:
         return self._virtual(chunk) == self.partition.num_virtual_stages - 1
 
-    def _layers(self, chunk: int, recomputed: Recomputed) -> list[tuple[int, int]]:
-        """Return what each layer after the prefix saves, and the temporary memory of its backward pass."""
+    @property
+    def _is_last_stage(self) -> bool:
+        return self.stage == self.shape.num_stages - 1
+
+    def _chunk_layers(self, chunk: int, recomputed: Recomputed) -> list[tuple[int, int]]:
+        updated = self.partition.behind_prefix[self._virtual(chunk)][self.block]
+        return self._layers(updated, recomputed, num_whole=recomputed.num_whole(chunk))
+
+    def _layers(self, updated: Sequence[bool], recomputed: Recomputed, *, num_whole: int = 0) -> list[tuple[int, int]]:
+        """Return what each of these layers after the prefix saves, and the temporary memory of its backward pass."""
         sizes, is_selective, layers = self.sizes, recomputed.granularity == "selective", []
-        for number, is_updated in enumerate(self.partition.behind_prefix[self._virtual(chunk)][self.block]):
+        for number, is_updated in enumerate(updated):
             whole, core, working = (
                 (sizes.active, sizes.active_core, sizes.active_working)
                 if is_updated
                 else (sizes.suffix, sizes.suffix_core, sizes.suffix_working)
             )
-            if number < recomputed.num_whole(chunk):
+            if number < num_whole:
                 layers.append((sizes.input, whole + working))
             else:
                 layers.append((whole - core * is_selective, core * is_selective + working))

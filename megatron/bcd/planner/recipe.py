@@ -293,15 +293,16 @@ class Recipe:
             if self.is_streamed and bcd.bcd_inactive_update != "none":
                 yield f"--bcd-layers-on host: every step writes these layers, which needs {schedule}. Give it."
             return
-        if self.pipeline_size > 1:
-            yield f"--pipeline-model-parallel-size {self.pipeline_size}: {schedule} has one pipeline stage. Give 1."
+        stages, context = self.pipeline_size, self.config.context_size
+        if stages > 1 and context > 1:
+            yield f"--context-parallel-size {context}: {schedule} with several stages has chunks. Give 1 of either."
         if self.recompute != "none":
             yield f"--recompute {self.recompute}: {schedule} recomputes every layer anyway. Leave it out."
         if self.precision == "fp16":
             yield f"--precision fp16: {schedule} has no loss scale. Give bf16 or fp32."
-        if self.model.layers % bcd.bcd_layers_per_pass:
+        if self.model.layers % (stages * bcd.bcd_layers_per_pass):
             size = f"--bcd-layers-per-pass {bcd.bcd_layers_per_pass}"
-            yield f"{size}: must divide the {self.model.layers} layers of the stage. Give a divisor."
+            yield f"{size}: must divide the {self.model.layers / stages:g} layers of a stage. Give a divisor."
 
 
 _ATTRIBUTES = {each.name for each in fields(Recipe)} - {"flags"}
@@ -329,7 +330,8 @@ def _build_config(
     The script's own parser needs torch and Megatron Core, and a search builds thousands of configurations.
     """
     user_flags = dict(flags) | ({} if precision == "fp32" else {precision: True})
-    values = {each.name: each.default for each in fields(BcdConfig)} | {"decoupled_lr": None} | DEFAULTS
+    values: dict[str, Any] = {each.name: each.default for each in fields(BcdConfig)}
+    values |= {"decoupled_lr": None} | DEFAULTS
     values |= {**model.flags(user_flags.get("seq_length")), **METHOD_FLAGS[method]}
     values["make_vocab_size_divisible_by"] = VOCABULARY_MULTIPLE[task]
     values |= {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "use_precision_aware_optimizer": False}
@@ -343,6 +345,12 @@ def _build_config(
     values |= {"recompute_granularity": "full"} if recompute == "full" else {}
     derive_schedule(values)
     derive_blocks(values, given=user_flags)
+    stages = values["pipeline_model_parallel_size"]
+    chunks = model.layers // (stages * values["bcd_layers_per_pass"])
+    if values["bcd_schedule"] == "breadth-first" and stages > 1 and chunks > 1:  # pieces are chunks
+        blocks = DEFAULT_NUM_BLOCKS if values["bcd_num_blocks"] is None else max(1, values["bcd_num_blocks"])
+        values["num_virtual_stages_per_pipeline_rank"] = max(1, chunks // blocks) * blocks
+        values["bcd_layout"] = "interleaved"
     sections = {name: _build_section(kind, values) for name, kind in _SECTIONS.items()}
     transformer = {name: values[name] for name in _TRANSFORMER if values.get(name) is not None}
     return RunConfig(transformer=transformer, **sections)

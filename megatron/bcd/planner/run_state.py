@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.pipeline.plan import PlanShape, steady_shape
+from megatron.bcd.pipeline.plan import PlanShape, breadth_first_shape, steady_shape
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.activations import LayerBytes, Recomputed, StageActivations, layer_bytes
 from megatron.bcd.planner.state import ModelState, RankMemory
@@ -162,9 +162,10 @@ class RunMemory:
         rank = replace(rank, communication=activations.message_bytes)
         if not state.is_breadth_first:
             return replace(rank, activations=activations.peak_bytes(choice))
-        share, none = state.share(stage, block, replica or 0), (0,) * state.num_pieces
-        working = map(max, activations.piece_peaks(choice), share.working_by_piece or none)
-        gradients, peak = max(zip(share.by_piece or none, working, strict=True), key=sum)
+        share, none = state.share(stage, block, replica or 0), (0,) * len(state.pieces)
+        pieces = slice(stage, None, state.partition.num_stages)
+        working = map(max, activations.piece_peaks(choice), (share.working_by_piece or none)[pieces])
+        gradients, peak = max(zip((share.by_piece or none)[pieces], working, strict=True), key=sum)
         return replace(rank, pieces=activations.input_bytes("device") + gradients, activations=peak)
 
     @cached_property
@@ -183,11 +184,14 @@ class RunMemory:
 
     def schedule_shape(self, block: int) -> PlanShape:
         """Return the pipeline schedule in the middle of the block's phase."""
+        state, number = self.state, self.num_microbatches
+        if state.is_breadth_first:
+            return breadth_first_shape(state.partition, block, state.pieces, num_microbatches=number)
         return steady_shape(
-            self.state.partition,
+            state.partition,
             block,
-            num_microbatches=self.num_microbatches,
-            head=head_passes(self.config, padded_vocab_size=self.state.padded_vocabulary),
+            num_microbatches=number,
+            head=head_passes(self.config, padded_vocab_size=state.padded_vocabulary),
             run_ahead=self.config.bcd.bcd_run_ahead,
         )
 

@@ -156,7 +156,8 @@ def _choose_layout(
             return factored
         values["bcd_inactive_update"] = "none"
     tried: list[Recipe] = []
-    for saving in _savings(values, recompute):
+    smallest = {"bcd_layers_per_pass": values.get("bcd_layers_per_pass") or 1}
+    for saving in _savings(values | smallest, recompute):
         recipes = valid_pipelines(**values | saving)
         tried += [recipe for recipe in recipes if recipe.pipeline_size > 1 or not by_stage] or recipes
     for share in (_PLANNED_SHARE, 1.0):
@@ -174,8 +175,8 @@ def _choose_layout(
 
 def asks_for_blocks(values: Mapping[str, Any]) -> bool:
     """Return whether a flag asks preset finetune for blocks."""
-    stages, schedule = values.get("pipeline_model_parallel_size") or 1, values.get("bcd_schedule")
-    reads_only = values.get("bcd_layers_on") == "host" and (schedule == "bcd" or stages > 1)
+    sizes = (values.get(f"{kind}_parallel_size") or 1 for kind in ("pipeline_model", "context"))
+    reads_only = values.get("bcd_layers_on") == "host" and (values.get("bcd_schedule") == "bcd" or min(sizes) > 1)
     return reads_only or any(values.get(name) not in (None, 0, "factored") for name in BLOCK_FLAGS[:-5])
 
 
@@ -240,12 +241,12 @@ def _savings(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Chan
     The order is: in fine-tuning a linear loss, then recomputation; in fine-tuning then _HEADS, frozen layers on the
     host, and a frozen head. If stateless updates step every layer, breadth-first comes last.
     """
-    schedule, stages = values.get("bcd_schedule"), values.get("pipeline_model_parallel_size")
+    schedule = values.get("bcd_schedule")
     updates_all = values["method"] == "pretrain" or values.get("bcd_inactive_update") == "factored"
     is_breadth_first = schedule == "breadth-first" or (updates_all and values.get("bcd_layers_on") == "host")
     if not is_breadth_first:
         yield from _depth_first_savings(values, recompute)
-    can_change = updates_all and schedule is None and stages in (None, 1) and values["precision"] != "fp16"
+    can_change = updates_all and schedule is None and values["precision"] != "fp16"
     if is_breadth_first or (can_change and recompute in (None, "none")):
         yield from _breadth_first_savings(values)
 

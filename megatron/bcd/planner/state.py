@@ -13,6 +13,7 @@ from functools import cached_property
 
 from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
 from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.blocks.pieces import piece_of, virtual_pieces
 from megatron.bcd.config import BcdConfig
 from megatron.bcd.planner.cost import DTYPE_BYTES, ModelShape, StateBudget, newton_schulz_flops
 from megatron.bcd.planner.tensors import Buffer, Tensor, build_buffer, stage_tensors
@@ -97,7 +98,7 @@ class MatrixShare:
     """A rank's share of the matrices that are stepped in one phase. The default is an empty share."""
 
     gradients: int = 0  # bytes, for all matrices that are stepped at the end, those of other owners included
-    by_piece: tuple[int, ...] = ()  # breadth-first: bytes of gradients while each piece is open
+    by_piece: tuple[int, ...] = ()  # breadth-first: bytes of gradients while each virtual piece is open
     working_by_piece: tuple[int, ...] = ()  # and temporary bytes of its update
     state: int = 0  # bytes of momenta, factors, and the low 16 bits of bf16 weights
     kept: int = 0  # bytes of offloaded momenta of other blocks, in host memory
@@ -130,10 +131,10 @@ class ModelState:
         """Whether all microbatches of a step pass through a piece of the model before the next one."""
         return self.bcd.bcd_schedule == "breadth-first"
 
-    @property
-    def num_pieces(self) -> int:
-        """The pieces of --bcd-schedule breadth-first."""
-        return -(-self.partition.num_layers // self.bcd.bcd_layers_per_pass)
+    @cached_property
+    def pieces(self) -> tuple[range, ...]:
+        """The layers of each virtual piece of --bcd-schedule breadth-first."""
+        return virtual_pieces(self.partition, self.bcd.bcd_layers_per_pass) if self.is_breadth_first else ()
 
     @property
     def is_muon(self) -> bool:
@@ -192,7 +193,7 @@ class ModelState:
 
     def num_layer_buffers(self, stage: int) -> int:
         """Return the device buffers for layers in host memory with --bcd-schedule breadth-first."""
-        most = 3 * self.bcd.bcd_layers_per_pass + self.bcd.bcd_resident_layers
+        most = 3 * max(map(len, self.pieces[stage :: self.partition.num_stages])) + self.bcd.bcd_resident_layers
         return min(most, len(self.streamed[stage].sizes))
 
     def buffer_low_bits(self, stage: int, replica: int) -> int:
@@ -290,7 +291,7 @@ class ModelState:
         muon_gradient, stateless_gradient = DTYPE_BYTES[bcd.muon_grad_dtype], DTYPE_BYTES[bcd.bcd_inactive_grad_dtype]
         momentum = DTYPE_BYTES[bcd.muon_momentum_dtype] if self.is_muon else 0
         low_bits = 2 if self.precision == "bf16" else 0
-        total, updated, by_piece = Counter[str](), [], [0] * self.num_pieces * self.is_breadth_first
+        total, updated, by_piece = Counter[str](), [], [0] * len(self.pieces)
         working_by_piece = list(by_piece)
         for tensor, is_owned in zip(matrices, is_owner, strict=True):
             is_active = tensor.is_active(block)
@@ -338,13 +339,9 @@ class ModelState:
 
     def _open_pieces(self, tensor: Tensor) -> Sequence[int]:
         """Return the pieces during which a stateless update's matrix has a gradient; none if it waits for the step."""
-        if not self.is_breadth_first:
-            return ()
-        if tensor.owned.layer is not None:
-            return (tensor.owned.layer // self.bcd.bcd_layers_per_pass,)
-        if self.partition.tied:
-            return range(self.num_pieces)
-        return (0,) if tensor.owned.module == "embedding" else (self.num_pieces - 1,)
+        if tensor.owned.layer is None and self.partition.tied:
+            return range(len(self.pieces)) if self.partition.num_stages == 1 else ()
+        return (piece_of(tensor.owned, self.pieces),) if self.is_breadth_first else ()
 
     def _stateless_rule(self, tensor: Tensor) -> str:
         is_in_layer = tensor.owned.module == "layer"

@@ -84,10 +84,6 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> Phas
 
     ``is_rough`` replaces the simulation by fill, drain and the slowest stage: fast, and exact for balanced stages.
     """
-    shape, pipeline, bubble = recipe.memory.schedule_shape(block), 0.0, 0.0
-    if not recipe.config.is_breadth_first:
-        costs = _costs(recipe, shape, block)
-        pipeline, bubble = _rough_seconds(shape, costs) if is_rough else _pipeline_seconds(shape, costs)
     buffers = [by_block[block] for by_block in recipe.state.buffers]
     ranks = range(len(buffers[0].stored))
     shares = [[recipe.state.share(stage, block, rank) for rank in ranks] for stage in range(len(buffers))]
@@ -97,8 +93,9 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> Phas
         for stored, share in zip(buffer.stored, shares[stage], strict=True)
     ]
     step, slowest = max(steps, key=lambda rank: rank[0])
-    if recipe.config.is_breadth_first:
-        pipeline = _breadth_first_seconds(recipe, block, update=step)
+    shape = recipe.memory.schedule_shape(block)
+    costs = _breadth_first_costs(recipe, block, step) if shape.is_breadth_first else _costs(recipe, shape, block)
+    pipeline, bubble = _rough_seconds(shape, costs) if is_rough else _pipeline_seconds(shape, costs)
     return PhaseTime(
         block=block,
         pipeline=pipeline,
@@ -177,40 +174,44 @@ def num_head_passes(recipe: Recipe, block: int) -> tuple[int, int]:
     return (2, 2 * is_active) if recipe.config.has_linear_loss else (1, 1 + is_active)
 
 
-def _breadth_first_seconds(recipe: Recipe, block: int, *, update: float) -> float:
-    """Return the time of the passes with --bcd-schedule breadth-first, and of copies that wait behind them.
+def _breadth_first_costs(recipe: Recipe, block: int, update: float) -> ActionCosts:
+    """Return the times of passes with --bcd-schedule breadth-first, and of copies that wait behind them.
 
-    While a piece computes, the next one is copied; while it is updated too, the last one is written back. Copies to and
-    from the device run side by side. `update` is the time of all updates.
+    While a piece computes, the stage's next one is copied; while it is updated too, the last one is written back.
+    Copies to and from the device run side by side. `update` is the time of all updates of a stage.
     """
-    state, number = recipe.state, recipe.num_microbatches
+    state, number, stages = recipe.state, recipe.num_microbatches, recipe.pipeline_size
     layer, head, core = pass_seconds(recipe)
-    exchange, pieces = exchange_seconds(recipe), state.num_pieces
-    size, num_layers = recipe.config.bcd.bcd_layers_per_pass, recipe.model.layers
-    activations = recipe.memory.activations(0, block)
-    is_updated = [False] * len(recipe.partition.prefix_layers(block)) + [*recipe.partition.behind_prefix[0][block]]
-    forward_only = num_layers - len(recipe.partition.behind_prefix[0][block])
-    load, store = copy_bytes(recipe, block)
-    inputs = activations.input_bytes("host") / max(1, activations.num_saved_inputs)
-    speed, total = 1e9 * recipe.cluster.copy_gb_per_s, 0.0
-    passes = size * number * (layer + exchange)
-    total += pieces * max(passes, load[0] * size / speed, inputs / speed) - passes  # the last piece runs once
-    for first in range(forward_only // size * size, num_layers, size):
-        numbers = range(first, first + size)
-        num_backward, num_updated = sum(each >= forward_only for each in numbers), sum(is_updated[first : first + size])
-        computing = passes + number * (num_backward * (layer + exchange) + num_updated * layer)
-        computing += number * num_backward * core * (recipe.config.transformer.get("recompute_granularity") is not None)
-        waiting = max((load[1] * size + inputs) / speed, store * size / speed) - computing - update / pieces
-        total += computing + max(0.0, waiting)
-    return total + number * sum(num_head_passes(recipe, block)) * head
+    layer_input, first = layer + exchange_seconds(recipe), len(recipe.partition.prefix_layers(block))
+    speed, last = 1e9 * recipe.cluster.copy_gb_per_s, len(state.pieces) - 1
+    is_selective = recipe.config.transformer.get("recompute_granularity") is not None
+    forward, backward = [], []
+    for virtual, layers in enumerate(state.pieces):
+        activations = recipe.memory.activations(virtual % stages, block)
+        loads, store = copy_bytes(recipe, virtual % stages, block)
+        inputs = activations.input_bytes("host") / max(1, activations.num_saved_inputs)
+        passes = number * len(layers) * layer_input
+        forward.append(max(passes, max(loads[0] * len(layers), inputs) / speed) / number)
+        num_backward = sum(each >= first for each in layers)
+        num_updated = sum(recipe.partition.trains_matrices(each, block) for each in layers if each >= first)
+        computing = num_backward * (layer_input + core * is_selective) + num_updated * layer
+        copying = max(loads[1] * len(layers) + inputs, store * len(layers)) / speed
+        waiting = copying - passes - number * computing - update * stages / len(state.pieces)
+        computing += passes / number + max(0.0, waiting) / number
+        # all pieces but the last one repeat their forward pass
+        backward.append(computing - (passes / number if virtual == last else forward[-1]))
+    forward_passes, backward_passes = num_head_passes(recipe, block)
+    forward[-1] += forward_passes * head
+    backward[-1] += backward_passes * head
+    return ActionCosts(forward=forward, backward=backward, backward_input=backward, message=_message_seconds(recipe))
 
 
-def copy_bytes(recipe: Recipe, block: int) -> tuple[tuple[float, float], float]:
+def copy_bytes(recipe: Recipe, stage: int, block: int) -> tuple[tuple[float, float], float]:
     """Return the bytes of a layer that breadth-first copies to the device in the forward and in the backward pass, and
     back. They are means over the layers, of which the active ones are not copied. A rank copies its own low bits."""
     if not recipe.is_streamed:
         return (0.0, 0.0), 0.0
-    layers = recipe.state.streamed[0]
+    layers = recipe.state.streamed[stage]
     share = layers.is_active[block].count(False) / len(layers.sizes)
     elements, is_updated = share * layers.padded, recipe.config.bcd.bcd_inactive_update != "none"
     weights, low_bits = recipe.bytes_per_element * elements, 0.0
@@ -297,16 +298,20 @@ def _rough_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
     """Return time and bubble without a simulation.
 
     One microbatch passes through the trainable stages; then the slowest stage works on all others. With several chunks
-    the slowest stage works on all, and other stages add the passes of a chunk.
+    or breadth-first the slowest stage works on all, and other stages add the passes of a chunk.
     """
-    if shape.num_chunks > 1:
+    if shape.num_chunks > 1 or shape.is_breadth_first:
         work = [0.0] * shape.num_stages
         for virtual in range(shape.num_virtual):
             work[shape.stage_of(virtual)] += costs.duration(virtual, Kind.FORWARD)
             if not shape.is_forward_only(virtual):
                 work[shape.stage_of(virtual)] += costs.duration(virtual, Kind.BACKWARD)
+                if shape.is_breadth_first and virtual < shape.last:
+                    work[shape.stage_of(virtual)] += costs.duration(virtual, Kind.RECOMPUTE)
         fill = (sum(work) - max(work)) / shape.num_chunks + 2 * (shape.num_stages - 1) * costs.message
-        total, busy = shape.num_microbatches * max(work) + fill, shape.num_microbatches * sum(work)
+        # in breadth-first order all stages wait if there are fewer microbatches than stages
+        number = max(shape.num_microbatches, shape.num_stages * shape.is_breadth_first)
+        total, busy = number * max(work) + fill, shape.num_microbatches * sum(work)
         return total, 1 - busy / (total * shape.num_stages)
     forward = [costs.duration(stage, Kind.FORWARD) for stage in range(shape.num_stages)]
     both = [

@@ -1,0 +1,110 @@
+"""Print the table of studies/large_models.md: models from 7B to 70B on RTX 4090s, RTX 5090s and one H100, planned.
+
+    python studies/large_models.py [--model NAME] [--gpu NAME] [--num-gpus N]
+
+A step has 64 sequences of 1,024 tokens in bf16. Each plan is the fastest layout of its method within 95 % of the GPUs'
+memory and 64, 128 or 256 GB of a node's host memory, checkpoints included. Nothing ran on a GPU, except what other
+systems' authors published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
+
+import plan
+
+from megatron.bcd.planner.estimate import make_estimate
+from megatron.bcd.planner.memory import fits, node_bytes
+from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.search import layouts
+from megatron.bcd.planner.step_time import mean_seconds
+from megatron.bcd.planner.tables import read_models
+
+MODELS = Path(__file__).with_suffix(".csv")
+CARDS = {"rtx4090": (1, 2, 4), "rtx5090": (1, 2, 4), "h100": (1,)}
+METHODS = {
+    "factored": ("--bcd-inactive-update", "factored"),
+    "pretrain": ("--bcd-preset", "pretrain", "--bcd-num-blocks", "{layers}", "--adam-moments-dtype", "int8"),
+    "blocks": ("--bcd-inactive-update", "none", "--bcd-layers-on", "host"),
+}
+"""The planner's flags of each planned column, beside --task sft. Pretrain has one layer a block, to save memory."""
+PUBLISHED = {
+    "LLMQ": {
+        "rtx4090": {"Qwen2.5-7B": {1: 2777, 4: 10900}, "Qwen2.5-14B": {1: 1349, 4: 5260}, "Qwen2.5-32B": {4: 2205}},
+        "rtx5090": {"Qwen2.5-7B": {1: 3100, 4: 13900}, "Qwen2.5-14B": {4: 3900}},
+        "h100": {"Qwen2.5-7B": {1: 14000}, "Qwen2.5-14B": {1: 6300}},
+    },
+    "LLaMA-Factory, ZeRO-3": {
+        "rtx4090": {"Qwen2.5-7B": {1: 2523, 4: 6929}, "Qwen2.5-14B": {1: 1135, 4: 2630}},
+    },
+}
+"""Tokens per second of full training in bf16, with random weights of these sizes, measured by LLMQ's authors (arXiv
+2512.15306 and the benchmarks of github.com/IST-DASLab/llmq at b77d969)."""
+HOST_GB = (64, 128, 256)
+COLUMNS = ("model", "GPUs", *METHODS, *PUBLISHED)
+_GAIN = 1.02
+"""How much faster a plan with more host memory must be to be shown."""
+_SHARE = 0.95
+
+
+def base_recipe(model: str, gpu: str, num_gpus: int, method: str) -> Recipe:
+    words = ["--task", "sft", "--models", str(MODELS), "--model", model, "--gpu", gpu, "--num-gpus", str(num_gpus)]
+    words += ["--global-batch-size", "64", "--search"]
+    words += [word.format(layers=read_models(MODELS)[model].layers) for word in METHODS[method]]
+    return plan.recipe_of(plan.parse_arguments(words)).changed(memory_share=_SHARE)
+
+
+def plans(model: str, gpu: str, num_gpus: int, method: str) -> Iterator[tuple[float, Recipe]]:
+    """Yield the fastest plans: the host memory of a node in GB, and the recipe; less memory first.
+
+    A plan that needs more than HOST_GB is yielded only if none needs less.
+    """
+    base = base_recipe(model, gpu, num_gpus, method)
+    fitting = [recipe for recipe in layouts(base) if fits(recipe, share=_SHARE)]
+    timed = [(mean_seconds(recipe, is_rough=True), node_bytes(recipe) / 1e9, recipe) for recipe in fitting]
+    fastest = float("inf")
+    for limit in (*HOST_GB, float("inf")):
+        within = [each for each in timed if each[1] <= limit]
+        seconds, need, recipe = min(within, key=lambda each: each[0], default=(float("inf"), 0.0, base))
+        if fastest > _GAIN * seconds and (limit in HOST_GB or fastest == float("inf")):
+            fastest = seconds
+            yield (limit if limit in HOST_GB else need), recipe
+
+
+def cell(model: str, gpu: str, num_gpus: int, method: str) -> str:
+    """Return tokens per second of the plans, each with its host memory."""
+    texts = []
+    for limit, recipe in plans(model, gpu, num_gpus, method):
+        texts.append(f"{make_estimate(recipe).tokens_per_second:,.0f} ({limit:.0f} GB)")
+    return ", ".join(texts) or "no"
+
+
+def row(model: str, gpu: str, num_gpus: int) -> list[str]:
+    cells = [cell(model, gpu, num_gpus, method) for method in METHODS]
+    published = [cards.get(gpu, {}).get(model, {}).get(num_gpus) for cards in PUBLISHED.values()]
+    name = f"{num_gpus} x {gpu.upper().replace('RTX', 'RTX ')}"
+    return [model, name, *cells, *(f"{number:,}" if number else "" for number in published)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="only this row of studies/large_models.csv")
+    parser.add_argument("--gpu", choices=CARDS)
+    parser.add_argument("--num-gpus", type=int)
+    arguments = parser.parse_args()
+    print("\n".join(f"| {' | '.join(line)} |" for line in (COLUMNS, ["---"] * len(COLUMNS))), flush=True)
+    for model in [arguments.model] if arguments.model else read_models(MODELS):
+        for gpu, numbers in CARDS.items():
+            for num_gpus in numbers:
+                if arguments.gpu in (None, gpu) and arguments.num_gpus in (None, num_gpus):
+                    print(f"| {' | '.join(row(model, gpu, num_gpus))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
