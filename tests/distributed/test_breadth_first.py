@@ -130,36 +130,38 @@ def test_the_same_bits(world1: World, world2: World, world4: World, tmp_path: Pa
     assert worlds.same_bits(tensors_of(world1, left, 4), tensors_of(world1, right, 4)) == []
 
 
-def spoilt_steps(config: Any) -> tuple[list[list[str]], list[int], list[bool]]:
-    """Spoil a gradient of layer 2 in the second step, and the loss of the third step, on rank 1.
+def spoilt_steps(config: Any) -> tuple[list[set[int]], list[int], list[bool]]:
+    """Spoil a gradient of piece 2 in the second step, and the loss of the third step, on rank 1.
 
-    Return by step the layers whose matrices changed, the number of skipped layers, and whether the step was skipped.
+    Return by step the layers of this rank whose matrices changed, the number of skipped layers, and whether the step
+    was skipped.
     """
     before: dict[str, torch.Tensor] = {}
-    changed: list[list[str]] = []
-    reduce_losses = trainer.reduce_losses
+    changed: list[set[int]] = []
+    masked_loss = trainer.masked_loss
 
-    def spoil_loss(reported: list[dict[str, torch.Tensor]], *args: Any) -> Any:
-        if torch.distributed.get_rank() == 1:
-            reported[0]["lm loss"][0] = math.nan
-        return reduce_losses(reported, *args)
+    def spoil_loss(*args: torch.Tensor) -> Any:
+        loss, num_tokens, reported = masked_loss(*args)
+        reported["lm loss"][0] = math.nan if torch.distributed.get_rank() == 1 else loss
+        return loss, num_tokens, reported
 
     def before_step(run: worlds.RecordedRun) -> None:
         step_piece, matrices = MatrixOptimizer.step_piece, run.active.matrices
 
         def spoil_gradient(piece: int, **options: Any) -> None:
-            name = "decoder.layers.2.mlp.linear_fc1.weight"
             if torch.distributed.get_rank() == 1 and piece == 2 and run.iteration == 1:
+                [name, *_] = (name for name in matrices.matrices if "fc1" in name and run.active._piece_of(name) == 2)
                 matrices.matrices[name].parameter.main_grad[0, 0] = math.inf  # type: ignore[attr-defined]
             step_piece(matrices, piece, **options)
 
         matrices.step_piece = spoil_gradient  # type: ignore[method-assign]
-        trainer.reduce_losses = spoil_loss if run.iteration == 2 else reduce_losses
+        trainer.masked_loss = spoil_loss if run.iteration == 2 else masked_loss
         before.update(state_of(run))
 
     def after_step(run: worlds.RecordedRun) -> None:
-        trainer.reduce_losses = reduce_losses
-        changed.append(sorted({name.split(".")[2] for name in worlds.same_bits(before, state_of(run))}))
+        trainer.masked_loss = masked_loss
+        names = worlds.same_bits(before, state_of(run))
+        changed.append({int(run.active.parameters.ownership(name.split()[0]).layer or 0) for name in names})
 
     def state_of(run: worlds.RecordedRun) -> dict[str, torch.Tensor]:
         with run.active.whole_parameters():
@@ -178,17 +180,17 @@ def spoilt_steps(config: Any) -> tuple[list[list[str]], list[int], list[bool]]:
         return changed, skipped_layers, [result["grad_norm"] is None for result in run.results]
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_a_layer_that_is_not_finite_stays(world2: World, tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize(("cut", "place"), [("data", "device"), ("data", "host"), ("pipeline", "host")])
+def test_a_layer_that_is_not_finite_stays(world2: World, tmp_path: Path, cut: str, place: str) -> None:
     """The whole step is skipped, or a part of the layer is stepped; a step with a loss that is not finite updates the
-    layers that ran before it was known; a skipped layer is counted in later steps, or as a skipped step, or ends the
-    save that follows."""
-    case = {"cut": "data", "method": "finetune", "precision": "bf16", "place": place, "layers": "1"}
+    layers that ran before it was known, or those of the first stage, which does not compute it; a skipped layer is
+    counted in later steps, twice or on its stage only, or as a skipped step, or ends the save that follows."""
+    case = {"cut": cut, "method": "finetune", "precision": "bf16", "place": place, "layers": "1"}
     config = config_of(case, **breadth_first(case), train_iters=4, swiglu=True, save=tmp_path)
-    layers = [str(layer) for layer in range(6)]
-    expected = [layers, [layer for layer in layers if layer != "2"], [], layers]
-    for changed, skipped_layers, are_skipped in world2.run(spoilt_steps, config):
-        assert (changed, skipped_layers, are_skipped) == (expected, [0, 1, 0, 0], [False, False, True, False])
+    for rank, (changed, skipped_layers, are_skipped) in enumerate(world2.run(spoilt_steps, config)):
+        layers, spoilt = (set(range(6)), 2) if cut == "data" else (set(range(rank, 12, 2)), 5)
+        assert changed == [layers, layers - {spoilt}, set(), layers]
+        assert (skipped_layers, are_skipped) == ([0, 1, 0, 0], [False, False, True, False])
 
 
 DEPTH: dict[str, Any] = {"bcd_schedule": "bcd"}
@@ -222,14 +224,36 @@ def test_resumes_with_another_schedule_and_place(
         assert resumed_runs.differences(expected, by_part) == []
 
 
-@pytest.mark.parametrize("method", ["pretrain", "factored"])
-def test_a_tied_head_differs_by_rounding(world1: World, method: str) -> None:
+@pytest.mark.parametrize("method", thinned(["finetune", "pretrain"], keep_every=2))
+def test_resumes_on_another_number_of_stages(world1: World, world2: World, tmp_path: Path, method: str) -> None:
+    """Low bits, means or momenta of a chunk that a checkpoint stores for another layer; a size of pieces that changes
+    the state of a run without blocks."""
+    case = {"cut": "pipeline", "method": method, "precision": "bf16"}
+    blocks = {"bcd_layout": "interleaved", "num_virtual_stages_per_pipeline_rank": 6} if method == "pretrain" else {}
+    one = {"pipeline_model_parallel_size": 1, "world_size": 1, "num_virtual_stages_per_pipeline_rank": None} | blocks
+    flags: dict[str, Any] = {"train_iters": 6, "global_batch_size": 4, "eval_iters": 0}
+    flags["clip_grad"] = 0.0  # the norm of the gradient adds up in another order
+    whole, _ = world2.run(resumed_runs.one_part, config_of(case, **flags, save=tmp_path / "whole"))
+    parts = [(world2, HOST), (world1, one | HOST), (world2, BREADTH_FIRST if blocks else SLICES)]
+    losses, load = [], None
+    for number, (world, more) in enumerate(parts):
+        more = flags | {"save": tmp_path / "parts", "load": load, "exit_interval": 2 * number + 2} | more
+        losses += world.run(resumed_runs.one_part, config_of(case, **more))[0]["losses"]
+        load = tmp_path / "parts"
+    assert losses == whole["losses"]
+    assert worlds.same_bits(tensors_of(world1, tmp_path / "whole", 6), tensors_of(world1, load, 6)) == []
+
+
+@pytest.mark.parametrize(("cut", "method"), [("one", "pretrain"), ("one", "factored"), ("pipeline", "factored")])
+def test_a_tied_head_differs_by_rounding(world1: World, world2: World, cut: str, method: str) -> None:
     """The embedding is stepped without the head's part of its gradient, or has no gradient while the head's layers are
-    the active block. The parts of a tied embedding add up in another order than depth-first."""
-    case = {"cut": "one", "method": method, "precision": "fp32"}
-    tied = {"untie_embeddings_and_output_weights": False}
-    [depth] = world1.run(resumed_runs.one_part, config_of(case, **tied))
-    [breadth] = world1.run(resumed_runs.one_part, config_of(case, **tied | BREADTH_FIRST))
+    the active block. The parts of a tied embedding add up in another order than depth-first, except on two stages."""
+    case = {"cut": cut, "method": method, "precision": "fp32"}
+    tied, world = {"untie_embeddings_and_output_weights": False}, world1 if cut == "one" else world2
+    depth, *others = world.run(resumed_runs.one_part, config_of(case, **tied))
+    breadth, *last = world.run(resumed_runs.one_part, config_of(case, **tied | BREADTH_FIRST))
+    if others:
+        assert resumed_runs.differences(depth, [breadth]) + resumed_runs.differences(others[0], last) == []
     for name, weight in depth["weights"].items():
         assert (breadth["weights"][name] - weight).abs().mean() < 1e-4, f"{name}: a step is 1e-2"
     assert breadth["losses"] == pytest.approx(depth["losses"], rel=1e-5)
@@ -238,15 +262,15 @@ def test_a_tied_head_differs_by_rounding(world1: World, method: str) -> None:
 def repeated_outputs(config: Any) -> tuple[list[bool], int]:
     """Return whether each repeated forward pass of a step has the output of the first one, bit for bit, and the number
     of inputs that wait for none of the passes of a piece."""
-    outputs: dict[tuple[int, int], torch.Tensor] = {}
+    outputs: dict[tuple[int, int], torch.Tensor | None] = {}
     are_same: list[bool] = []
     num_waiting: list[int] = []
 
     class Recorded(BreadthFirstIteration):
         def _forward_once(self, action: Any, place: tuple[int, int]) -> None:
             super()._forward_once(action, place)
-            if place[0] < self._shape.last:
-                outputs[place] = self._inputs[place[0] + 1, place[1]]
+            if self._virtual(action) < self._shape.last:
+                outputs[place] = self._outputs.get(place, self._inputs.get((place[0] + 1, place[1])))
 
         def _recompute(self, action: Any, place: tuple[int, int]) -> None:
             num_waiting.append(len(self._inputs))
@@ -262,13 +286,16 @@ def repeated_outputs(config: Any) -> tuple[list[bool], int]:
     return are_same, sum(num_waiting)
 
 
-def test_dropout_is_repeated(world1: World) -> None:
+@pytest.mark.parametrize(("cut", "numbers"), [("one", [5 * 4]), ("pipeline", [6 * 12, 5 * 12])])
+def test_dropout_is_repeated(world1: World, world2: World, cut: str, numbers: list[int]) -> None:
     """A piece whose backward pass drops other elements than its forward pass did; inputs of a forward pass that stay on
     the device beside the saved ones."""
-    case = {"cut": "one", "method": "pretrain", "precision": "fp32", "place": "device", "layers": "1"}
+    case = {"cut": cut, "method": "pretrain", "precision": "fp32", "place": "device", "layers": "1"}
     flags = {"hidden_dropout": 0.5, "attention_dropout": 0.5, "train_iters": 1, "eval_iters": 0}
-    [(are_same, num_waiting)] = world1.run(repeated_outputs, config_of(case, **breadth_first(case), **flags))
-    assert len(are_same) == 5 * 4 and all(are_same) and num_waiting == 0
+    world = world1 if cut == "one" else world2
+    results = world.run(repeated_outputs, config_of(case, **breadth_first(case), **flags))
+    for number, (are_same, num_waiting) in zip(numbers, results, strict=True):
+        assert len(are_same) == number and all(are_same) and num_waiting == 0
 
 
 def one_part_with_rounded_norm(config: Any) -> dict[str, Any]:

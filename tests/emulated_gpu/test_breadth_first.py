@@ -18,6 +18,11 @@ CASES: dict[str, dict[str, Any]] = {
     "pretrain": {"bcd_preset": "pretrain", "overlap_grad_reduce": True},
     "factored": {"bcd_num_blocks": 0, "bcd_inactive_update": "factored", "bcd_steps_per_block": None},
     "adam": {"bcd_inactive_update": "orthogonal"},
+    "pipeline": {
+        "bcd_preset": "pretrain",
+        "pipeline_model_parallel_size": 2,
+        "num_virtual_stages_per_pipeline_rank": 2,
+    },
 }
 
 
