@@ -376,7 +376,6 @@ def _recording() -> Iterator[None]:
             "backward_step": lambda *args: now[-1].backward(*args),
             "get_tensor_shapes": lambda **others: [(1,)],
             "get_model_config": lambda model: model.config,
-            "get_model_type": lambda model: None,
         }),
     ]  # fmt: skip
     with contextlib.ExitStack() as patches:
