@@ -61,8 +61,9 @@ class ActiveBlock:
         self.stage = stage
         self.parameters = ParametersByBlock(model, partition=partition, stage=stage)
         self._frozen_weights = get_frozen_weights(model)
+        places = self._frozen_weights.places.items()
         self.offloaded = BlockStateStore(
-            places={each: kinds[LOW_BITS] for each, kinds in self._frozen_weights.places.items() if LOW_BITS in kinds},
+            places={each: kinds[LOW_BITS].view(-1) for each, kinds in places if LOW_BITS in kinds},
             are_shared=self._frozen_weights.is_shared_by_all,
             keeps_moments=config.bcd.bcd_optimizer_state == "host",
             keeps_main_params=config.bcd.bcd_main_params == "host",
