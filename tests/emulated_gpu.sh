@@ -6,10 +6,12 @@
 #   bash tests/emulated_gpu.sh --run COMMAND...    any command on emulated GPUs: torchrun --nproc-per-node 2 pretrain_gpt_bcd.py ...
 #
 # The first time it downloads 3 GB (the CUDA build of torch, and the pins of requirements.txt) into a folder of its own of
-# 6 GB: 5 to 12 minutes. .venv is not touched. Needs python3 (3.11 to 3.13) with venv, cmake, a C and a C++ compiler.
+# 6 GB: 5 to 12 minutes. .venv is not touched. Needs python3 with venv, cmake, a C and a C++ compiler.
 # Environment:
 #   BCD_EMULATED_GPU   the folder (default: .emulated_gpu at the repository's root)
 #   FAKEGPU            FakeGPU's source (default: ../shared/emulated_gpu/fakegpu_native)
+#   PYTHON3            the interpreter (default: python3). "newer" is one from 3.12 on, and so the newer Megatron Core of
+#                      requirements.txt, if newer_python.sh finds or builds one, else python3
 #   NGPU, GPU          how many (default: 4), and which: rtx4090 (default), a100, h100, ...
 #   EMU_LATE, EMU_TRACE   see tests/emulated_gpu/nccl.cpp and emulated_order.py
 set -euo pipefail
@@ -22,40 +24,48 @@ export BCD_EMULATED_GPU=$FOLDER
 say() { printf 'emulated_gpu: %s\n' "$*"; }
 fail() { printf 'emulated_gpu: error: %s\n' "$*" >&2; exit 2; }
 
+PYTHON3=${PYTHON3:-python3}
+[ "$PYTHON3" != newer ] || PYTHON3=$(bash "$ROOT/tests/newer_python.sh" "$FOLDER/python") || {
+    PYTHON3=python3
+    say "no Python 3.12 or later was found or could be built, so this is $(python3 -V)"
+}
+VENV=$FOLDER/venv-$("$PYTHON3" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+MARK=$FOLDER/stamp${VENV#"$FOLDER/venv"}
+
 setup() {
     [ -f "$FAKEGPU/CMakeLists.txt" ] || fail "FakeGPU is not in $FAKEGPU: clone github.com/FanBB2333/FakeGPU (MIT), check out" \
         "commit 7d5cf83, and name its folder that holds CMakeLists.txt and src in FAKEGPU"
     local need
-    for need in python3 cmake gcc g++; do
-        command -v "$need" >/dev/null || fail "$need is missing (Debian, Ubuntu: apt-get install python3-venv cmake g++)"
+    for need in cmake gcc g++; do
+        command -v "$need" >/dev/null || fail "$need is missing (Debian, Ubuntu: apt-get install cmake g++)"
     done
     local stamp
     stamp=$(cat "$ROOT/requirements.txt" "$ROOT/tests/emulated_gpu.sh" "$SOURCE"/*.cpp "$SOURCE"/*.h | sha256sum)
     mkdir -p "$FOLDER"
-    [ "$(cat "$FOLDER/stamp" 2>/dev/null)" != "$stamp" ] || return 0
+    [ "$(cat "$MARK" 2>/dev/null)" != "$stamp" ] || return 0
     say "setting up $FOLDER: up to 3 GB to download, 6 GB on disk"
-    [ -x "$FOLDER/venv/bin/torchrun" ] || {
-        python3 -m venv "$FOLDER/venv"
+    [ -x "$VENV/bin/torchrun" ] || {
+        "$PYTHON3" -m venv "$VENV"
         # "===" takes the CUDA build where a +cpu build of the version is offered too
-        "$FOLDER/venv/bin/pip" install -q "$(sed -n 's/^torch==/torch===/p' "$ROOT/requirements.txt")"
+        "$VENV/bin/pip" install -q "$(sed -n 's/^torch==/torch===/p' "$ROOT/requirements.txt")"
     }
     grep -v '^torch==' "$ROOT/requirements.txt" > "$FOLDER/requirements.txt"
-    "$FOLDER/venv/bin/pip" install -q -r "$FOLDER/requirements.txt"
+    "$VENV/bin/pip" install -q -r "$FOLDER/requirements.txt"
     cmake -S "$FAKEGPU" -B "$FOLDER/build" -DCMAKE_BUILD_TYPE=Release > "$FOLDER/cmake.log"
     cmake --build "$FOLDER/build" -j 2 --target fake_gpu fake_cuda fake_cudart fake_cublas >> "$FOLDER/cmake.log"
     mkdir -p "$FOLDER/lib"
-    g++ -std=c++20 -O2 -fPIC -shared -isystem "$FOLDER"/venv/lib/python3*/site-packages/torch/include \
+    g++ -std=c++20 -O2 -fPIC -shared -isystem "$VENV"/lib/python3*/site-packages/torch/include \
         -Wl,-soname,libnccl.so.2 "$SOURCE/nccl.cpp" -o "$FOLDER/lib/new" -ldl -lpthread
     mv "$FOLDER/lib/new" "$FOLDER/lib/libnccl.so.2"
     mkdir -p "$FOLDER/lib/emulated-1.dist-info"
     printf '[torch.backends]\nemulated = emulated_kernels:install\n' > "$FOLDER/lib/emulated-1.dist-info/entry_points.txt"
-    echo "$stamp" > "$FOLDER/stamp"
+    echo "$stamp" > "$MARK"
 }
 
 setup
 export FAKEGPU_MODE=simulate FAKEGPU_DEVICE_COUNT=${NGPU:-4} FAKEGPU_PROFILE=${GPU:-rtx4090}
 export FAKEGPU_TERMINAL_REPORT=0 FAKEGPU_REPORT_PATH=/dev/null
-export LD_LIBRARY_PATH="$FOLDER/build${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" PATH="$FOLDER/venv/bin:$PATH"
+export LD_LIBRARY_PATH="$FOLDER/build${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" PATH="$VENV/bin:$PATH"
 export PYTHONPATH="$FOLDER/lib:$SOURCE:$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCHDYNAMO_DISABLE=1 # compiled kernels are not emulated
 libraries=$FOLDER/lib/libnccl.so.2

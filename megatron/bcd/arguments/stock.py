@@ -1,4 +1,4 @@
-"""Tables of how the command line of stock Megatron-LM (release core_v0.16.1) works.
+"""Tables of how the command line of stock Megatron-LM (core_v0.16.1, and the flags that 0.19.2 adds) works.
 
 Types, defaults and help of flags come from the dataclass fields that they set, see ``flags.py``.
 """
@@ -283,13 +283,14 @@ UNSUPPORTED = {
     "the activation is --swiglu, --quick-geglu, --squared-relu, or GELU": (
         "--activation-func-clamp-value --glu-linear-offset"
     ),
-    "weights are drawn as --init-method-std says": "--init-method-xavier-uniform",
+    "weights are drawn as --init-method-std says": "--init-method-xavier-uniform --use-mup --mup-",
+    "Muon is quintic, and Adam steps the rest": "--muon-coefficient-type --muon-scalar-optimizer --lion-",
     "FP8 is supported only as --fp8-format with delayed scaling": (
         "--fp4- --fp8-quantizer-factory --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 "
-        "--num-layers-at- --kitchen- --use-kitchen --te-precision-config-file"
+        "--num-layers-at- --kitchen- --use-kitchen --te-precision-config-file --fp8-output-proj"
     ),
     "weights are not sharded over data-parallel ranks; the optimizer state is": (
-        "--use-megatron-fsdp --use-custom-fsdp --use-torch-fsdp2"
+        "--use-megatron-fsdp --use-custom-fsdp --use-torch-fsdp2 --tensor-parallel-num-weight-shards"
     ),
     "activations stay on the device; give --recompute-activations": (
         "--cpu-offloading --offload-modules --fine-grained-activation-offloading"
@@ -298,22 +299,26 @@ UNSUPPORTED = {
         "--fp32-residual-connection --fp16-lm-cross-entropy --main-params-dtype --batch-invariant-mode"
     ),
     "only matrices have weight decay; --apply-wd-to-qk-layernorm adds norms": "--no-weight-decay-cond-type",
-    "only --use-rope-scaling scales positions": "--rotary-seq-len-interpolation-factor",
+    "only --use-rope-scaling scales positions": "--rotary-seq-len-interpolation-factor --yarn- --no-yarn-",
     "give parallel sizes; a checkpoint fits all of them": "--use-mp-args-from-checkpoint-args",
     "a run starts from --load or --load-hf; tools/convert_checkpoint.py converts": (
-        "--ckpt-convert- --load-main-params-from-ckpt --pretrained-checkpoint"
+        "--ckpt-convert- --load-main-params-from-ckpt --pretrained-checkpoint --override-ckpt-iteration"
     ),
     "give --num-layers and --seq-length": "--encoder-num-layers --encoder-seq-length",
     "the vocabulary is that of the tokenizer's files and --make-vocab-size-divisible-by": (
-        "--vocab-extra-ids --padded-vocab-size --tokenizer- --tiktoken-special-tokens --allow-ambiguous-pad-tokens"
+        "--vocab-extra-ids --padded-vocab-size --tokenizer- --tiktoken-special-tokens --allow-ambiguous-pad-tokens "
+        "--no-pad-vocab-size --disable-pad-vocab-size --no-tokenizer- --disable-tokenizer- --null-tokenizer-"
     ),
     "data are prepared before the run; --sft reads records": (
-        "--fim-data --finetune- --sft-tokenizer-prompt-format --multiple-validation-sets"
+        "--fim-data --finetune- --sft-tokenizer-prompt-format --multiple-validation-sets --validation-set-names "
+        "--chat-template --dataloader-inter-document-masking"
     ),
     "every step is trained, with the batch size that is given": (
-        "--iterations-to-skip --phase-transition-iterations --decrease-batch-size-if-needed --fake-process-group"
+        "--iterations-to-skip --phase-transition-iterations --decrease-batch-size-if-needed --fake-process-group "
+        "--freeze-all-layers --step-batch-size-schedule --eval-global-batch-size --eval-micro-batch-size "
+        "--start-eval-at-iter --fault-injector-"
     ),
-    "this trains language models on text": "--perform-rl-step --export- --modelopt-",
+    "this trains language models on text": "--perform-rl-step --export- --modelopt- --logits-",
     "give --config, a YAML file of flags": "--yaml-cfg",
 }
 """Flags of stock that would train something else or are not supported: the reason, and how they start."""
@@ -326,7 +331,7 @@ def stock_flags() -> frozenset[str]:
     """Return every flag of stock Megatron-LM, supported or not."""
     file = importlib.resources.files("megatron.bcd.arguments") / "megatron_flag_names.txt"
     lines = file.read_text(encoding="utf-8").splitlines()
-    return frozenset(name for line in lines if (name := line.split("#")[0].strip()))
+    return frozenset(name for line in lines for name in line.split("#")[0].split())
 
 
 def why_unsupported(name: str) -> str | None:
