@@ -40,7 +40,7 @@ from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.huggingface import folder, run_models
 from megatron.bcd.huggingface.run_models import Exporter
 from megatron.bcd.metrics.reporter import Reporter
-from megatron.bcd.model import builder
+from megatron.bcd.model import builder, router_losses
 from megatron.bcd.model.implementation import Implementation, available_implementation
 from megatron.bcd.model.loss import masked_loss, reduce_losses
 from megatron.bcd.optim.active_block import ActiveBlock
@@ -463,6 +463,7 @@ class Trainer:
         if self.block_schedule.scales_learning_rate:  # before the passes, which may step pieces of the block
             self.lr_scheduler.step(0)  # undoes the scaling of a step that was skipped
             active.scale_learning_rate(learning_rate_factor)
+        router_losses.clear()
         self.pieces.loss = None
         self.pipeline.prepare_next(num_microbatches_next)
         with self._metering_once_per_phase(), self.timers.connected(active), self.stragglers.counting():

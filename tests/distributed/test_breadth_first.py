@@ -48,6 +48,9 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
             "bcd_always_active": "norms,biases,head",
         },
         "factored": {"bcd_inactive_update": "factored", "bcd_embedding_update": "factored", "swiglu": True},
+        "experts": {"bcd_inactive_update": "factored", "bcd_always_active": "norms"}
+        | worlds.EXPERTS
+        | worlds.SHARED_EXPERT,
     },
     "precision": {"fp32": {}, "bf16": {"bf16": True}},
     "place": {"device": {}, "host": {"bcd_layers_on": "host"}},
@@ -71,6 +74,7 @@ pipeline_data-pretrain-bf16-device-2-spread-none
 pipeline-paper-fp32-host-1-spread-none
 pipeline-head-bf16-device-2-spread-none
 pipeline-finetune-bf16-device-6-spread-none
+pipeline_tensor-experts-bf16-host-1-spread-none
 """
 CASES += [dict(zip(("cut", *FACTORS), line.split("-"), strict=True)) for line in ON_STAGES.split()]
 BREADTH_FIRST = {"bcd_schedule": "breadth-first"}

@@ -82,6 +82,19 @@ CASES = {
     "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | MUON, ("tensor2", "pipeline2_data2")),
     "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP, ("pipeline2", "pipeline2_data2")),
     "factored_llama": Case(LLAMA, FACTORED_EMBEDDING | {"bcd_num_blocks": 0}, ("data2", "tensor2")),
+    "experts": Case(worlds.EXPERTS, {}, ("data2", "tensor2", "context2", "pipeline2_data2")),
+    "experts_muon": Case(
+        worlds.EXPERTS | worlds.SHARED_EXPERT | {"moe_layer_freq": 2},
+        MUON | STATELESS | {"moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "seq_aux_loss"},
+        ("tensor2", "pipeline2_data2"),
+        2e-4,
+    ),
+    "experts_factored": Case(
+        worlds.EXPERTS | worlds.SHARED_EXPERT,
+        FACTORED | {"bcd_num_blocks": 0, "overlap_grad_reduce": True},
+        ("tensor2", "data2"),
+    ),
+    "experts_per_token": Case(worlds.EXPERTS, {"eod_mask_loss": True, "calculate_per_token_loss": True}, ("data2",)),
     "no_block": Case({}, STATELESS | {"bcd_num_blocks": 0}, ("data2",), 2e-4),
 }
 LONG_CASES = {

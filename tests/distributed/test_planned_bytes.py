@@ -17,6 +17,11 @@ UNPLANNED = {
     "factored_tensor2": TWO | FACTORED | {"tensor_model_parallel_size": 2, "swiglu": True},
     "factored_data2": TWO | FACTORED | {"bf16": True, "untie_embeddings_and_output_weights": True},
     "factored_pipeline2": TWO | FACTORED | {"pipeline_model_parallel_size": 2, "bf16": True},
+    "experts_tensor2": TWO | FACTORED | worlds.EXPERTS | {"tensor_model_parallel_size": 2, "bf16": True},
+    "experts_pretrain_data2": TWO
+    | worlds.EXPERTS
+    | worlds.SHARED_EXPERT
+    | {"moe_layer_freq": 2, "bcd_preset": "pretrain", "bf16": True},
     "sgd_bf16": {"optimizer": "sgd", "bf16": True},
     "gradients_bf16": TWO | {"bf16": True, "grad_reduce_in_bf16": True},
     "gradients_fp16": {"fp16": True, "initial_loss_scale": 256, "no_use_distributed_optimizer": True},

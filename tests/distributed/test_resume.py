@@ -122,6 +122,8 @@ RUNS: dict[str, dict[str, Any]] = {
     | {"bcd_frozen": "norms", "bcd_main_params": "drop"},
     "finetune_kept": PIPELINE | FINETUNE | {"bcd_layout": "submodel", "bcd_num_blocks": 2},
     "llama": PIPELINE | LLAMA | {"bcd_layout": "submodel"},
+    "experts": PIPELINE | FACTORED | worlds.EXPERTS | worlds.SHARED_EXPERT | {"moe_layer_freq": 2},
+    "experts_muon": CUTS["tensor2"] | worlds.EXPERTS | MUON | {"moe_token_dispatcher_type": "alltoall"},
     "context2": CUTS["data2"] | {"context_parallel_size": 2, "bf16": True, "bcd_preset": "pretrain"}
     | {"bcd_optimizer_state": "host"},
     "interleaved": PIPELINE | {"bcd_layout": "interleaved", "bcd_optimizer_state": "host", "bcd_steps_per_block": 2},

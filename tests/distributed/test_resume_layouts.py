@@ -141,11 +141,21 @@ def test_a_vocabulary_that_is_padded_further(saved: Saved, tmp_path: Path, rule:
     )
 
 
-@pytest.mark.parametrize(("before", "after"), [("tensor2", "pipeline2"), ("data2", "tensor2")])
-def test_second_moments_fit_another_layout(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "network"),
+    [
+        ("tensor2", "pipeline2", {"swiglu": True}),
+        ("data2", "tensor2", {"swiglu": True}),
+        ("tensor2", "pipeline2", worlds.EXPERTS),
+        ("pipeline2", "one", worlds.EXPERTS | {"moe_layer_freq": 2}),
+    ],
+)
+def test_second_moments_fit_another_layout(
+    saved: Saved, tmp_path: Path, before: str, after: str, network: dict[str, Any]
+) -> None:
     """Means by row of a gate taken for those of an up, means by column of one slice, a count of steps that begins
-    anew."""
-    flags = {"bcd_layout": "submodel", "swiglu": True, "untie_embeddings_and_output_weights": True} | FACTORED
+    anew, the means of another expert."""
+    flags = {"bcd_layout": "submodel"} | network | {"untie_embeddings_and_output_weights": True} | FACTORED
     whole, root = saved.under(before, flags, IN_FIRST_BLOCK)
     resumed = saved.run(resumed_runs.resumed_and_saved_again, after, flags, root, str(tmp_path))
     first, second = saved.tensors(root), saved.tensors(str(tmp_path))

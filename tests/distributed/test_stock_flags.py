@@ -51,6 +51,7 @@ def test_curve(world1: World, world2: World, data_path: str, run: str) -> None:
             # sums in another order are exactly 0 elsewhere: a few by chance, tens in bf16, thousands with squared ReLU
             assert ours["num_zeros"] == pytest.approx(theirs["num_zeros"], rel=0.05, abs=20), place
             assert ours["learning_rate"] == pytest.approx(theirs["learning_rate"], rel=1e-6), place
+            assert ours["router_losses"] == pytest.approx(theirs.get("router_losses", ours["router_losses"])), place
         evaluations = {str(iteration): loss for iteration, _, loss in outcome["evaluations"]}
         assert evaluations == pytest.approx(stock["validation_loss"], rel=1e-4 * looser)
 

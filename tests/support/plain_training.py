@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.bcd import data
 from megatron.bcd.config import RunConfig, core_keywords
-from megatron.bcd.model import builder, implementation, loss
+from megatron.bcd.model import builder, implementation, loss, router_losses
 from megatron.bcd.optim import lr_schedule
 from megatron.bcd.tokenizer import build_tokenizer
 from support import worlds
@@ -35,6 +35,7 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
 
     With several chunks per stage it uses Megatron Core's interleaved schedule, and one DDP wrapper per chunk.
     """
+    router_losses.clear()
     with worlds.parallel(config):
         training = config.training
         init_num_microbatches_calculator(

@@ -71,6 +71,11 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 """Flags of a small run for a layout."""
 
+EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 24, "disable_bias_linear": True, "swiglu": True}
+EXPERTS |= {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01, "sequence_parallel": True}
+"""Flags of a small run with experts: two of four for each token, and losses large enough to be seen."""
+SHARED_EXPERT: dict[str, Any] = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True}
+
 
 def run_config(**flags: Any) -> RunConfig:
     """Return the configuration of a small run: the given flags, and small sizes for the rest.
@@ -352,6 +357,7 @@ def outcome(run: RecordedRun) -> dict[str, Any]:
                 "learning_rate": record.learning_rate,
                 "global_batch_size": record.global_batch_size,
                 "params_norm": record.params_norm,
+                "router_losses": record.router_losses,
                 "num_zeros": record.num_zeros,
             }
             for record in run.recorder.steps

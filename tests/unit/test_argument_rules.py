@@ -193,9 +193,9 @@ def test_temporary_folder_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_all_problems_at_once() -> None:
     """A command line whose problems come one at a time, or a rule that is broken and not listed."""
-    named = ["--num-experts", "--foo", "--global-batch-size", "--min-lr"]
+    named = ["--mtp-num-layers", "--foo", "--global-batch-size", "--min-lr"]
     with pytest.raises(ConfigurationError) as error:
-        parse(*["--num-experts", "8", "--foo", "--global-batch-size", "3", "--min-lr", "1"])
+        parse(*["--mtp-num-layers", "8", "--foo", "--global-batch-size", "3", "--min-lr", "1"])
     assert [name in text for name, text in zip(named, error.value.problems, strict=True)] == [True] * 4
     assert all(problem in str(error.value) for problem in error.value.problems)
 

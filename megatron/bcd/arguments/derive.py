@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.bcd.arguments.flags import Flag, holds
-from megatron.bcd.arguments.stock import BELONG_TO, REPLACED
+from megatron.bcd.arguments.stock import BELONG_TO, EXPERTS, REPLACED, TRANSFORMER_FIELDS
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, DataConfig, TrainingConfig
 from megatron.bcd.config.presets import derive_blocks, derive_schedule
 from megatron.bcd.runtime import packages
@@ -103,6 +103,7 @@ def _derive_network(values: Values) -> None:
     if values["swiglu"] and values["ffn_hidden_size"] is None and values["hidden_size"]:
         # two thirds of the plain width keep the parameter count; multiples of 64 suit a GPU
         values["ffn_hidden_size"] = 4 * values["hidden_size"] * 2 // (3 * 64) * 64
+    _derive_experts(values)
     if values["max_position_embeddings"] is None:
         values["max_position_embeddings"] = values["seq_length"]
     if values["recompute_activations"]:
@@ -111,6 +112,18 @@ def _derive_network(values: Values) -> None:
     values["bias_activation_fusion"] = values["bias_swiglu_fusion"] if values["swiglu"] else is_fused
     # passes outside a step, such as those of --bcd-order greedy, would read outdated weights
     values["disable_parameter_transpose_cache"] = True if values["fp8"] else None
+
+
+def _derive_experts(values: Values) -> None:
+    """Derive the layers with experts and their width. A dense model has no values of experts."""
+    every, num_layers = values["moe_layer_freq"], values["num_layers"] or 0
+    if isinstance(every, int) and every > 1:
+        every = [int(number % every == 0) for number in range(num_layers)]
+    values["moe_layer_freq"] = 1 if isinstance(every, list) and all(every) else every
+    if values["moe_ffn_hidden_size"] is None:
+        values["moe_ffn_hidden_size"] = values["ffn_hidden_size"] or 4 * (values["hidden_size"] or 0)
+    if values["num_moe_experts"] is None:
+        values |= dict.fromkeys(TRANSFORMER_FIELDS[EXPERTS].split())
 
 
 def _derive_fine_tuning(values: Values, *, given: Mapping[str, Any]) -> None:

@@ -49,6 +49,7 @@ CORE_SECTIONS: dict[str, tuple[Any, Mapping[str, str]]] = {
 GROUPS = (
     BCD,
     stock.NETWORK,
+    stock.EXPERTS,
     stock.TRAINING,
     BATCH,
     stock.LEARNING_RATE,

@@ -30,6 +30,7 @@ from megatron.bcd.config.sections import (
 TRAINING = "training"
 LEARNING_RATE = "learning rate"
 PRECISION = "precision"
+EXPERTS = "mixture of experts"
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
 
@@ -38,6 +39,11 @@ TRANSFORMER_FIELDS = {
     "attention_dropout normalization layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias "
     "qk_layernorm apply_residual_connection_post_layernorm apply_query_key_layer_scaling rotary_interleaved "
     "no_rope_freq attention_backend init_method_std embedding_init_method_std use_cpu_initialization",
+    EXPERTS: "num_moe_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq moe_router_load_balancing_type "
+    "moe_aux_loss_coeff moe_z_loss_coeff moe_router_score_function moe_router_pre_softmax "
+    "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_dtype moe_router_fusion "
+    "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_grouped_gemm moe_token_dispatcher_type "
+    "moe_permute_fusion expert_model_parallel_size expert_tensor_parallel_size",
     TRAINING: "calculate_per_token_loss deterministic_mode test_mode",
     PRECISION: "fp16 bf16 fp8 fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo "
     "attention_softmax_in_fp32 disable_bf16_reduced_precision_matmul masked_softmax_fusion bias_dropout_fusion "
@@ -112,6 +118,16 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "type": layer_pattern,
         "help": "layers without RoPE: every N-th, or a list like '([0]*3+[1])*8' with 1 for each of them",
     },
+    "num_moe_experts": {"name": "--num-experts", "help": "experts in each layer's feed-forward part"},
+    "moe_layer_freq": {
+        "type": layer_pattern,
+        "help": "layers with experts: every N-th from the first on, or a list like '([0]+[1]*3)*8' with 1 for each",
+    },
+    "moe_router_load_balancing_type": {"type": str, "choices": ("aux_loss", "seq_aux_loss", "sinkhorn", "none")},
+    "moe_ffn_hidden_size": {"help": "inner width of an expert; default --ffn-hidden-size"},
+    "moe_aux_loss_coeff": {"type": float},
+    "moe_token_dispatcher_type": {"choices": ("allgather", "alltoall")},
+    "moe_grouped_gemm": {"help": "compute the experts of a layer together (needs Transformer Engine)"},
     "initial_loss_scale": {"type": float},
     "grad_reduce_in_fp32": {"name": "--accumulate-allreduce-grads-in-fp32"},
     "bucket_size": {"name": "--ddp-bucket-size"},
@@ -154,10 +170,12 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 _RANGES: dict[Range, str] = {
     AT_LEAST_1: "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups "
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size recompute_num_layers bucket_size "
-    "hysteresis loss_scale_window muon_num_ns_steps",
-    AT_LEAST_0: "min_lr decoupled_min_lr weight_decay clip_grad",
+    "hysteresis loss_scale_window muon_num_ns_steps num_moe_experts moe_router_topk moe_ffn_hidden_size "
+    "moe_router_num_groups moe_router_group_topk moe_shared_expert_intermediate_size expert_model_parallel_size "
+    "expert_tensor_parallel_size",
+    AT_LEAST_0: "min_lr decoupled_min_lr weight_decay clip_grad moe_aux_loss_coeff moe_z_loss_coeff",
     ABOVE_0: "lr decoupled_lr adam_eps layernorm_epsilon init_method_std embedding_init_method_std loss_scale "
-    "initial_loss_scale min_loss_scale muon_extra_scale_factor",
+    "initial_loss_scale min_loss_scale muon_extra_scale_factor moe_router_topk_scaling_factor",
     BELOW_1: "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum muon_momentum",
     SHARE: "optimizer_offload_fraction",
 }
@@ -201,6 +219,7 @@ BELONG_TO = {
     "--load": "exit_on_missing_checkpoint ckpt_step finetune",
     "--save-hf": "save_hf_interval",
     "--group-query-attention": "num_query_groups",
+    "--num-experts": TRANSFORMER_FIELDS[EXPERTS].replace("num_moe_experts ", ""),
     "--position-embedding-type=rope --use-rotary-position-embeddings": "rotary_base rotary_percent rotary_interleaved "
     "use_rope_scaling no_rope_freq",
     "--recompute-granularity=full": "recompute_method recompute_num_layers distribute_saved_activations",
@@ -272,7 +291,16 @@ REMOVED_CHOICES = {
 """Messages for removed values, by the start of argparse's message."""
 
 UNSUPPORTED = {
-    "dense models only": "--num-experts --num-moe-experts",
+    "experts are balanced by losses, and every token reaches its experts": (
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate --moe-expert-capacity-factor "
+        "--moe-pad-expert- --moe-token-drop-policy --moe-router-padding-for- --moe-router-force-load-balancing "
+        "--moe-input-jitter-eps --moe-enable-routing-replay"
+    ),
+    "experts are Megatron Core's, one by one or with Transformer Engine's grouped products": (
+        "--moe-enable-deepep --moe-deepep- --moe-flex- --moe-hybridep- --moe-latent-size --moe-extended-tp "
+        "--moe-use-upcycling --moe-upcycling- --moe-use-legacy-grouped-gemm --moe-apply-probs-on-input "
+        "--moe-shared-expert-overlap --moe-layer-recompute --overlap-moe-"
+    ),
     "attention is plain or grouped-query": (
         "--multi-latent-attention --experimental-attention-variant --attention-output-gate --window- "
         "--softmax-type --qk-clip --qk-l2-norm"

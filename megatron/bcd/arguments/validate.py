@@ -57,6 +57,7 @@ CONFLICTS = {
     "--context-parallel-size": "--attention-backend=unfused",  # it needs the attention scores of whole sequences
     "--sft": "--mock-data --dataloader-type=cyclic --eod-mask-loss --context-parallel-size",
     "--save-hf": "--skip-train",
+    "--num-experts": "--load-hf --save-hf --fp8-format --hierarchical-context-parallel-sizes",
     "--bcd-sample-ratio": "--dataloader-type=cyclic",  # each phase draws its own samples
     # Muon's gradients have no loss scale, and the scores of greedy order do not include them
     "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss --bcd-order=greedy",
@@ -89,6 +90,7 @@ NEEDS = {
     **dict.fromkeys(_GROUP_FLAGS.split(), "--lighthouse"),
     "--bcd-embedding-update=factored": "--bcd-inactive-update",
     "--fp8-format": "--bf16",
+    "--num-experts": "--disable-bias-linear",  # Megatron Core's experts with biases fail without Transformer Engine
     "--main-grads-dtype": "--use-precision-aware-optimizer --bf16",
     "--exp-avg-dtype": f"{_LOWER_MOMENTS} --adam-moments-dtype=fp32",
     "--exp-avg-sq-dtype": f"{_LOWER_MOMENTS} --adam-moments-dtype=fp32",
@@ -132,6 +134,7 @@ def find_problems(
         lambda: _check_required(run),
         lambda: _check_network(run),
         lambda: _check_positions(run, given),
+        lambda: _check_experts(run),
         lambda: _check_parallel(run, world_size),
         lambda: _check_context(run),
         lambda: _check_chunks(config, run, given),
@@ -261,6 +264,45 @@ def _check_positions(run: Run, given: Mapping[str, Any]) -> None:
             len(pattern) == run.num_layers,
             f"--no-rope-freq has {len(pattern)} numbers for {run.num_layers} layers. Give one for each layer.",
         )
+
+
+def _check_experts(run: Run) -> None:
+    experts, tensor = run.num_moe_experts, run.tensor_model_parallel_size
+    if experts is None:
+        return
+    size, sliced, pattern = run.expert_model_parallel_size, run.expert_tensor_parallel_size, run.moe_layer_freq
+    require(
+        run.moe_router_topk <= experts,
+        f"--moe-router-topk {run.moe_router_topk} is more than --num-experts {experts}",
+    )
+    require(
+        size == 1,
+        f"--expert-model-parallel-size {size}: every rank holds all experts of its layers. Give 1; the optimizer state "
+        "is sharded over the data-parallel ranks.",
+    )
+    require(
+        sliced in (None, tensor),
+        f"--expert-tensor-parallel-size {sliced}: must be --tensor-model-parallel-size {tensor}, or left out",
+    )
+    require(
+        tensor == 1 or run.sequence_parallel,
+        f"--num-experts {experts} with --tensor-model-parallel-size {tensor} needs --sequence-parallel",
+    )
+    require(
+        run.moe_ffn_hidden_size % tensor == 0,
+        f"--moe-ffn-hidden-size {run.moe_ffn_hidden_size} is not divisible by --tensor-model-parallel-size {tensor}",
+    )
+    if isinstance(pattern, int):
+        return
+    require(
+        len(pattern) == run.num_layers and any(pattern),
+        f"--moe-layer-freq has {len(pattern)} numbers for {run.num_layers} layers. Give one for each layer, and a 1.",
+    )
+    require(
+        run.bcd_layers_on == "device",
+        f"--bcd-layers-on {run.bcd_layers_on}: layers in host memory must have one size, but --moe-layer-freq mixes "
+        "two kinds. Give device, or --moe-layer-freq 1.",
+    )
 
 
 def _check_parallel(run: Run, world_size: int) -> None:

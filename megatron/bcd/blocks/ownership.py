@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,9 @@ Kernels must take longer than their launch, but temporary memory must stay small
 
 _FACTORED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters of --bcd-embedding-update. The table of positions is small and keeps Adam."""
+
+_MATRIX, _BIAS = re.compile(r"\.(gate_)?weight\d*$"), re.compile(r"\.bias\d*$")
+"""Transformer Engine numbers the experts' matrices that it multiplies together: weight0, weight1 and so on."""
 
 Module = Literal["embedding", "layer", "final_norm", "head"]
 
@@ -78,12 +82,13 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
     elif name.startswith("decoder.layers."):
         module, layer = "layer", partition.chunk_layers(stage, chunk)[int(name.split(".")[2])]
         block = partition.block_of_layer[layer]
-        is_always_active |= not is_norm and name.endswith(".bias") and "biases" in partition.always_active
+        is_bias = not is_norm and _BIAS.search(name) is not None
+        is_always_active |= is_bias and "biases" in partition.always_active
     else:
         raise KeyError(name)
     kind = "norms" if is_norm else module
     is_frozen = kind in partition.frozen
-    is_in_layer = module == "layer" and not is_norm and name.endswith(".weight")
+    is_in_layer = module == "layer" and not is_norm and _MATRIX.search(name) is not None
     is_outside = partition.embedding_update == "factored" and is_always_active and name in _FACTORED
     return Ownership(
         module=module,

@@ -8,6 +8,7 @@ of the weight.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
 from megatron.bcd.checkpoint.run_state import StateSummary
+from megatron.bcd.checkpoint.shard_writer import expert_key
 from megatron.bcd.model.builder import get_frozen_weights, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.block_state import OffloadedShard
@@ -108,7 +110,9 @@ def sharded_state(
                     assert piece is not None
                     entry = _entry(active, name, weights[name], torch.empty(parameter.shape, device="meta"), state_name)
                     entries[f"{state_name}.{name}"] = entry
-                    deferred[entry.key] = functools.partial(_read, piece, state_name)
+                    expert = _EXPERT.search(name)
+                    key = entry.key if expert is None else expert_key(entry.key, int(expert[1] or expert[2]))
+                    deferred[key] = functools.partial(_read, piece, state_name)
                 continue
             if isinstance(group, FactoredMoments):  # the matrix's owner alone has and saves them
                 tensors = piece.tensors() if piece else {}
@@ -156,7 +160,11 @@ def _entry(
     tensor = tensor.detach().to("cpu", copy=True)
     if isinstance(weight, ShardedTensorFactory) and dim == 0:  # rows of a gate and of what it multiplies
         return replace(weight, key=key, data=tensor, replica_id=(*weight.replica_id[:-1], replica))  # type: ignore[misc]
-    rank, size = (0, 1) if layout.group is None else (layout.group.rank(), layout.group.size())
+    if expert := _EXPERT.search(name):  # a layer's experts have one key, and their entries an axis that these lack
+        key += f".{expert[1] or expert[2]}"
+    rank, size = weight.replica_id[1], 1  # type: ignore[index]
+    if layout.group is not None:
+        rank, size = layout.group.rank(), layout.group.size()
     is_sliced = layout.sharded_dim == dim
     return ShardedTensor.from_rank_offsets(
         key,
@@ -171,6 +179,8 @@ def _read(piece: StatePiece, state_name: str) -> torch.Tensor:
     return piece.read[state_name]() if isinstance(piece, StatePart) else piece.tensors()[state_name]
 
 
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.|\.experts\..*weight(\d+)$")
+"""An expert's number in a parameter's name."""
 Portion: TypeAlias = list[tuple[StateGroup, StateSummary, str]]
 """Names of parameters, with their groups and the groups' summaries."""
 

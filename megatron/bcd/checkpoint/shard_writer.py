@@ -42,6 +42,11 @@ def write_beside_shards(folder: str, *, iteration: int) -> None:
     save_config(CheckpointingConfig("torch_dist", 1), folder)
 
 
+def expert_key(key: str, expert: int) -> str:
+    """Return a name of an expert's tensor. All experts of a layer have one key, and their number as first offset."""
+    return f"{key}[{expert}]"
+
+
 class Planner(MCoreSavePlanner):
     """Megatron Core's planner, which also creates tensors just before they are written.
 
@@ -65,7 +70,11 @@ class Planner(MCoreSavePlanner):
         if not torch.is_tensor(part) or (part.untyped_storage().nbytes() == part.nbytes and not part.is_meta):
             return part
         if part.is_meta:
-            whole = self._deferred[index.fqn]()
+            key = index.fqn
+            if key not in self._deferred:
+                assert index.offset is not None
+                key = expert_key(key, index.offset[0])
+            whole = self._deferred[key]()
             part = whole.as_strided(part.shape, part.stride(), whole.storage_offset() + part.storage_offset())
         self._copy.untyped_storage().resize_(0)
         self._copy = part.detach().clone()

@@ -114,6 +114,11 @@ class RunConfig:
         return int(self.transformer["hidden_size"])
 
     @property
+    def num_experts(self) -> int | None:
+        """Number of experts in a layer; None for a dense model."""
+        return self.transformer.get("num_moe_experts")
+
+    @property
     def pipeline_size(self) -> int:
         return int(self.transformer.get("pipeline_model_parallel_size", 1))
 

@@ -50,6 +50,7 @@ def step_lines(record: StepMetrics, *, train_iters: int, left: str) -> list[str]
         f"{step_ms:.{0 if step_ms >= 1000 else 1}f} ms/step",
         left,
     ]
+    parts += [f"{name.replace('_', ' ')} {loss:.4g}" for name, loss in record.router_losses.items()]
     if record.tflops_per_gpu is not None:
         parts.append(f"{record.tflops_per_gpu:,.1f} TFLOP/s per GPU")
     if record.num_zeros is not None:

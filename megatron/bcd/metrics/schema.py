@@ -49,6 +49,9 @@ class StepMetrics:
     """Number of layers, in whole pieces, that were left as they were since the last log step, because their gradients
     were not finite (--bcd-schedule breadth-first)."""
     global_batch_size: int = 0
+    router_losses: Mapping[str, float] = field(default_factory=dict)
+    """Losses of the routers in the last step before their coefficients, by name: the mean over microbatches, replicas
+    and layers. Layers without a graph, such as those of a prefix on other stages, have none."""
     params_norm: float | None = None
     """Norm of all weights (--log-params-norm)."""
     num_zeros: int | None = None

@@ -121,6 +121,7 @@ def step_scalars(record: StepMetrics) -> dict[str, float]:
         "bcd/block": record.block,
         "bcd/skipped-iterations": record.skipped_iterations,
         "bcd/skipped-layers": record.skipped_layers,
+        **record.router_losses,
     }
     for rank, num_bytes in enumerate(record.model_state_bytes):
         scalars[f"bcd/model-state-bytes/rank {rank}"] = num_bytes

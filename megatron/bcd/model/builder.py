@@ -16,9 +16,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -126,26 +127,52 @@ def _layer_spec(
     frozen_weights: FrozenWeights,
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the layer spec of this stage."""
+    is_special = stage_config.layernorm_zero_centered_gamma or stage_config.sequence_parallel
+    norm = PlainNorm if is_special and implementation.norm.startswith("PyTorch") else None
+    pattern = stage_config.moe_layer_freq if config.num_experts else None
+    kinds = {
+        has_experts: _kind_of_layer(config, implementation, stage_config, norm, frozen_weights, has_experts=has_experts)
+        for has_experts in ({bool(each) for each in pattern} if isinstance(pattern, list) else {bool(pattern)})
+    }
+    if norm is None and len(kinds) == 1:
+        [spec] = kinds.values()
+        return spec
+    partition, stage = partition_from_config(config), parallel_state.get_pipeline_model_parallel_rank()
+    layers = partition.chunk_layers(stage, vp_stage or 0)
+    has_experts = [bool(pattern[layer] if isinstance(pattern, list) else pattern) for layer in layers]
+    return TransformerBlockSubmodules(
+        layer_specs=[kinds[each] for each in has_experts], layer_norm=norm or transformer_block.LayerNormImpl
+    )
+
+
+def _kind_of_layer(
+    config: RunConfig,
+    implementation: Implementation,
+    stage_config: TransformerConfig,
+    norm: type | None,
+    frozen_weights: FrozenWeights,
+    *,
+    has_experts: bool,
+) -> ModuleSpec:
+    """Return the spec of a dense layer, or of one with experts. `norm` replaces Megatron Core's norms."""
     qk_layernorm = bool(config.transformer.get("qk_layernorm", False))
+    experts = {"num_experts": config.num_experts, "moe_grouped_gemm": stage_config.moe_grouped_gemm}
+    experts = experts if has_experts else {}
     if implementation.layers == "transformer_engine":
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_layernorm, **experts)
     else:
-        spec = get_gpt_layer_local_spec(
-            qk_layernorm=qk_layernorm, normalization=config.transformer.get("normalization", "LayerNorm")
-        )
+        normalization = config.transformer.get("normalization", "LayerNorm")
+        spec = get_gpt_layer_local_spec(qk_layernorm=qk_layernorm, normalization=normalization, **experts)
     if config.bcd.bcd_layers_on == "host":
         spec.module, spec.params = StreamedLayer, {**spec.params, "frozen_weights": frozen_weights}
     if implementation.attention == SCALED_DOT_PRODUCT:
         spec.submodules.self_attention.submodules.core_attention = ScaledDotProductAttention
-    is_special = stage_config.layernorm_zero_centered_gamma or stage_config.sequence_parallel
-    if not (is_special and implementation.norm.startswith("PyTorch")):
-        return spec
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = PlainNorm
-    if qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = PlainNorm
-    num_layers = get_num_layers_to_build(stage_config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=PlainNorm)
+    if norm is not None:
+        layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = norm
+        if qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = norm
+    return spec
 
 
 def build_model(config: RunConfig, padded_vocab_size: int, implementation: Implementation) -> torch.nn.Module:

@@ -55,6 +55,8 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     if implementation.layers == "local":
         fields["persist_layer_norm"] = False
         fields["apply_rope_fusion"] = False
+        kernels = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")  # Transformer Engine's
+        fields |= {field: False for field in kernels if field in fields}
         if "mlp" in (fields.get("recompute_modules") or ()) and fields.get("add_bias_linear", True):
             raise ValueError(
                 "--recompute-modules mlp: Megatron Core's recomputation of a layer with biases never ends without "

@@ -182,7 +182,10 @@ class Stack:
         self.is_shared = getattr(weight, "shared_embedding", False)
         """Whether it is a tied embedding with a copy on another stage (Megatron Core's attribute). The gradients of
         both stages are added after the passes, before the reduction."""
-        self.is_reduced_late = self.is_shared
+        self.is_partial = getattr(weight, "sequence_parallel", False)  # Megatron Core's attribute
+        """Whether the weight is whole on each tensor-parallel rank and its gradient is a part of the sequence's, as a
+        router's. Megatron Core sums the parts after the passes."""
+        self.is_reduced_late = self.is_shared or self.is_partial
         """Whether the reduction must not start with the last microbatch's gradient, because more are to come."""
         self._reduction: torch.distributed.Work | None = None
 
@@ -250,6 +253,11 @@ def _write_back(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Write `values` back into the tensors that `_join` copied."""
     if len(tensors) > 1:
         pytorch.copy_each(tensors, values.unbind())
+
+
+def _is_copy(stack: Stack) -> bool:
+    """Return whether another tensor-parallel rank counts the stack's gradient in a norm."""
+    return stack.is_partial and parallel_state.get_tensor_model_parallel_rank() > 0
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -530,7 +538,7 @@ class MatrixOptimizer(StateOwner):
         gradients: tuple[list[torch.Tensor], ...] = ([], [])
         for group in self._param_groups:
             gradients[not group["rule"].is_clipped].extend(
-                stack.gradient for stack in group["stacks"] if stack.owner == self._rank
+                stack.gradient for stack in group["stacks"] if stack.owner == self._rank and not _is_copy(stack)
             )
         squares = torch.stack([_sum_of_squares(each) for each in gradients])
         if self._piece_squares:
@@ -606,6 +614,8 @@ class MatrixOptimizer(StateOwner):
         parts = self._pieces.get(piece, [])
         by_stack = [(stack, part.param_group) for part in parts for stack in part.stacks]
         for stack, _ in by_stack:
+            if stack.is_partial:
+                torch.distributed.all_reduce(stack.gradient, group=parallel_state.get_tensor_model_parallel_group())
             stack.start_reduction(self._group)
         for stack, _ in by_stack:
             stack.finish_reduction()
@@ -615,7 +625,8 @@ class MatrixOptimizer(StateOwner):
             if group["rule"].name == update_rules.ADAM and gradient_scale != 1.0:  # as Megatron Core scales its buffers
                 stack.gradient *= torch.tensor(gradient_scale, device=stack.gradient.device)
         if clipped:
-            self._piece_squares.append(_sum_of_squares([stack.gradient for stack, _ in clipped]))
+            counted = [stack.gradient for stack, _ in clipped if not _is_copy(stack)]
+            self._piece_squares.append(_sum_of_squares(counted))
         if keep is not None:
             for matrix in (matrix for stack, _ in clipped for matrix in stack.matrices):
                 keep(matrix.parameter, matrix.parameter.main_grad)  # type: ignore[attr-defined]

@@ -56,7 +56,7 @@ def layer_bytes(
 ) -> LayerBytes:
     """Return the bytes for ``tokens`` tokens of a rank in one microbatch, in sequences of ``sequence`` tokens."""
     shape, element, tensor_size = state.shape, state.budget.weight, state.tensor_size
-    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size // tensor_size
+    hidden, ffn = shape.hidden_size, shape.active_ffn // tensor_size
     vocabulary = state.padded_vocabulary // tensor_size
     query, key_value = shape.query_size // tensor_size, shape.key_value_size // tensor_size
     # query, key, value and context are twice this; in fp32 attention repeats keys and values for each query of a group

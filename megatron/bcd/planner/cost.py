@@ -7,7 +7,7 @@ storages instead (`optim.state_bytes`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.bcd.blocks.partition import Partition
 
@@ -62,8 +62,25 @@ def newton_schulz_flops(rows: int, columns: int, *, num_steps: int = 5) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """The sizes of the experts."""
+
+    number: int  # in a layer
+    per_token: int  # experts that a token reaches, beside the shared one
+    ffn_hidden_size: int
+    shared: int = 0  # inner width of the expert that every token passes through; 0 without one
+    is_gated: bool = False  # whether a gate scales the shared expert's output
+    layers: tuple[bool, ...]  # whether each layer has experts
+
+    def more_than_dense(self, shape: ModelShape) -> int:
+        """Return how many parameters the model has more than with a dense feed-forward part in every layer."""
+        width = self.number * self.ffn_hidden_size + self.shared - shape.ffn_hidden_size
+        return sum(self.layers) * shape.hidden_size * ((2 + shape.gated) * width + self.number + self.is_gated)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of a dense decoder that determine its number of parameters. Lengths are in elements."""
+    """The sizes of a decoder that determine its number of parameters. Lengths are in elements."""
 
     num_layers: int
     hidden_size: int
@@ -78,24 +95,35 @@ class ModelShape:
     shifted_norms: bool  # whether norms have a shift beside their scale (LayerNorm)
     qkv_bias: bool = False  # whether queries, keys and values have a bias; with `biases` they always do
     qk_norm_size: int = 0  # width of a head where queries and keys are normalised; else 0
+    experts: ExpertShape | None = None
+
+    @property
+    def active_ffn(self) -> int:
+        """The inner width of the feed-forward part that a token passes through, on average over the layers."""
+        if self.experts is None:
+            return self.ffn_hidden_size
+        experts = self.experts
+        number, width = sum(experts.layers), experts.per_token * experts.ffn_hidden_size + experts.shared
+        return (number * width + (self.num_layers - number) * self.ffn_hidden_size) // self.num_layers
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model. A tied head counts once."""
         norm = 1 + self.shifted_norms
-        layer = pass_products(self, sequence=0)[0]
+        layer = pass_products(replace(self, experts=None), sequence=0)[0]
         attention, up = self.query_size + 2 * self.key_value_size, 1 + self.gated
         layer += attention * (self.biases or self.qkv_bias)
         layer += (2 * self.hidden_size + up * self.ffn_hidden_size) * self.biases
         layer += 2 * norm * (self.hidden_size + self.qk_norm_size)
         tables = (1 if self.tied else 2) * self.vocab_size + self.num_positions
-        return self.num_layers * layer + (tables + norm) * self.hidden_size
+        total = self.num_layers * layer + (tables + norm) * self.hidden_size
+        return total + (0 if self.experts is None else self.experts.more_than_dense(self))
 
 
 def pass_products(shape: ModelShape, *, sequence: int) -> tuple[int, int]:
     """Return the products per token in one pass of a layer: those of its matrices, and those of attention's core."""
     projections = 2 * shape.query_size + 2 * shape.key_value_size
-    matrices = shape.hidden_size * (projections + (2 + shape.gated) * shape.ffn_hidden_size)
+    matrices = shape.hidden_size * (projections + (2 + shape.gated) * shape.active_ffn)
     return matrices, 2 * sequence * shape.query_size
 
 

@@ -76,6 +76,23 @@ def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
         shifted_norms=fields.get("normalization", "LayerNorm") == "LayerNorm",
         qkv_bias=bool(fields.get("add_qkv_bias")),
         qk_norm_size=channels if fields.get("qk_layernorm") else 0,
+        experts=_experts_of(config),
+    )
+
+
+def _experts_of(config: RunConfig) -> cost.ExpertShape | None:
+    """Return the sizes of the experts; None for a dense model."""
+    fields = config.transformer
+    if not config.num_experts:
+        return None
+    pattern = fields["moe_layer_freq"]
+    return cost.ExpertShape(
+        number=config.num_experts,
+        per_token=fields["moe_router_topk"],
+        ffn_hidden_size=fields["moe_ffn_hidden_size"],
+        shared=fields.get("moe_shared_expert_intermediate_size") or 0,
+        is_gated=bool(fields.get("moe_shared_expert_intermediate_size") and fields["moe_shared_expert_gate"]),
+        layers=tuple(map(bool, pattern)) if isinstance(pattern, list) else (True,) * config.num_layers,
     )
 
 

@@ -8,7 +8,7 @@ from math import lcm, prod
 
 from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.planner.cost import ModelShape
+from megatron.bcd.planner.cost import ExpertShape, ModelShape
 
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
 """Megatron Core's buffers for the distributed optimizer align parameters and bucket ends to so many elements."""
@@ -65,6 +65,8 @@ def stage_tensors(
 
 def _num_factors(name: str, parts: tuple[tuple[int, int], ...], tensor_size: int) -> int:
     rows, columns = sum(rows for rows, _ in parts), sum(columns for _, columns in parts)
+    if not name.endswith(_SHARED_BY_TENSOR_RANKS):
+        return rows + columns + 1
     slices_columns = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
     return (rows + columns // tensor_size if slices_columns else rows // tensor_size + columns) + 1
 
@@ -79,8 +81,9 @@ def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabu
             yield f"{before}embedding.word_embeddings.weight", ((vocabulary, hidden),)
             if shape.num_positions:
                 yield f"{before}embedding.position_embeddings.weight", ((shape.num_positions, hidden),)
-        for index in range(len(partition.chunk_layers(stage, chunk))):
-            for name, parts in _layer(shape):
+        for index, layer in enumerate(partition.chunk_layers(stage, chunk)):
+            experts = shape.experts if shape.experts and shape.experts.layers[layer] else None
+            for name, parts in _layer(shape, experts):
                 yield f"{before}decoder.layers.{index}.{name}", parts
         if virtual == last:
             yield from _norm(f"{before}decoder.final_layernorm", hidden, shape)
@@ -88,7 +91,7 @@ def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabu
                 yield f"{before}output_layer.weight", ((vocabulary, hidden),)
 
 
-def _layer(shape: ModelShape) -> Iterator[_NameAndParts]:
+def _layer(shape: ModelShape, experts: ExpertShape | None) -> Iterator[_NameAndParts]:
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
 
     def linear(name: str, inputs: int, *outputs: int, has_bias: bool = shape.biases) -> Iterator[_NameAndParts]:
@@ -104,8 +107,16 @@ def _layer(shape: ModelShape) -> Iterator[_NameAndParts]:
     for name in ("q_layernorm", "k_layernorm") if shape.qk_norm_size else ():
         yield from _norm(f"self_attention.{name}", shape.qk_norm_size, shape)
     yield from _norm("pre_mlp_layernorm", hidden, shape)
-    yield from linear("mlp.linear_fc1", hidden, (1 + shape.gated) * ffn)
-    yield from linear("mlp.linear_fc2", ffn, hidden)
+    mlps = {"mlp": ffn}
+    if experts is not None:
+        yield "mlp.router.weight", ((experts.number, hidden),)
+        mlps = {f"mlp.experts.local_experts.{index}": experts.ffn_hidden_size for index in range(experts.number)}
+        mlps |= {"mlp.shared_experts": experts.shared} if experts.shared else {}
+    for mlp, width in mlps.items():
+        if mlp.endswith("shared_experts") and experts is not None and experts.is_gated:
+            yield f"{mlp}.gate_weight", ((1, hidden),)
+        yield from linear(f"{mlp}.linear_fc1", hidden, (1 + shape.gated) * width)
+        yield from linear(f"{mlp}.linear_fc2", width, hidden)
 
 
 def _norm(name: str, width: int, shape: ModelShape) -> Iterator[_NameAndParts]:

@@ -48,8 +48,8 @@ def initialize(
     if tensor_size > 1:  # CUDA reads it when it starts
         os.environ.setdefault(CONNECTIONS, "1")
     megatron_core.patch_optimizer_offload()
-    megatron_core.patch_recomputation()
-    megatron_core.patch_grad_norm()
+    for patch in (megatron_core.patch_recomputation, megatron_core.patch_grad_norm, megatron_core.patch_router):
+        patch()
     if backend == "auto":
         backend = "nccl" if device.has_cuda() else "gloo"
     if backend == "nccl" and not device.has_cuda():

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 
 from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.metrics.schema import StepMetrics
+from megatron.bcd.model import router_losses
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.outer.groups import ReplicaGroups
 from megatron.bcd.pipeline.schedule import PipelineSchedule
@@ -108,6 +109,8 @@ class StepMetricsCollector:
             on_this_rank = self.groups.take_sent_bytes(), self.groups.take_waited_ms()
             sent, waited = zip(*collectives.gather_integers(*on_this_rank), strict=True)
             values |= {"exchanged_bytes": sent, "exchange_ms": max(waited)}
+        if self.config.num_experts:
+            values["router_losses"] = router_losses.collect(get_num_microbatches())
         if report.log_params_norm:
             with active.whole_parameters():
                 values["params_norm"] = active.core.params_norm()

@@ -56,6 +56,11 @@ def _type_name_as_cuda(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kw
 _tensor_type = torch.Tensor.type
 
 
+def _return_counts(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """Return the tokens of each expert, which are on the CPU already."""
+    return tokens_per_expert
+
+
 def patch_megatron_core() -> None:
     """Make Megatron Core run on a CPU. Call it only if there is no GPU. Permanent.
 
@@ -85,6 +90,10 @@ def patch_megatron_core() -> None:
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     # its tracker warns if the CPU's generator advances while the GPU's is in use, but here they are the same
     logging.getLogger(megatron_random.__name__).addFilter(lambda record: "CPU RNG state" not in record.getMessage())
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = megatron_random  # any object: no stream is created or used
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _return_counts
     torch_on_cpu = _TorchOnCpu()
     for name in _MODULES_FOR_CUDA:
         importlib.import_module(name).torch = torch_on_cpu  # type: ignore[attr-defined]

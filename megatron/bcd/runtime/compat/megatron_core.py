@@ -38,6 +38,19 @@ def patch_recomputation() -> None:
 
 
 @functools.cache
+def patch_router() -> None:
+    """Make the router of experts work without Transformer Engine and without a compiler.
+
+    It asks whether a name is None that is not defined. And it compiles a function that does nothing without an expert
+    bias, which needs a C compiler on a GPU and fails on a CPU.
+    """
+    from megatron.core.transformer.moe import moe_utils, router
+
+    router.TopKRouter._apply_expert_bias = lambda *args, **kwargs: None
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+
+
+@functools.cache
 def patch_optimizer_offload() -> None:
     """Make --optimizer-cpu-offload work without Transformer Engine and in fp32.
 
