@@ -23,6 +23,12 @@ BAD_RUNS = {
     1: """
 --foo
 --num-experts 8
+--moe-router-topk 5 --num-experts 4 --disable-bias-linear
+--expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear
+--expert-tensor-parallel-size 2 --num-experts 4 --disable-bias-linear
+--moe-layer-freq [0,1] --num-experts 4 --disable-bias-linear
+--bcd-layers-on host --moe-layer-freq 2 --num-experts 4 --disable-bias-linear
+--moe-expert-capacity-factor 2
 --main-params-dtype fp16
 --lr fast
 --clip-grad inf

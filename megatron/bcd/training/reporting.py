@@ -239,6 +239,8 @@ def _notes(
     """Yield lines about kernels, about parameters that are not trained with the active block, and about offload."""
     bcd = config.bcd
     yield implementation.describe()
+    if config.transformer.get("moe_grouped_gemm") and implementation.layers == "local":
+        yield "experts run one by one: --moe-grouped-gemm needs Transformer Engine"
     kind = config.transformer.get("cp_comm_type")
     if config.context_size > 1 and implementation.attention != SCALED_DOT_PRODUCT:
         yield f"context parallel ranks exchange keys and values by {kind or 'p2p'}"
