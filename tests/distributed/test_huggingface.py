@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def config_of(model: Path | str, data_path: str, *, pipeline: int = 1, tensor: i
     values |= {"eval_iters": 0, "num_workers": 0, "hidden_dropout": 0, "attention_dropout": 0}
     values |= {"bcd_num_blocks": min(2, models.LAYERS // pipeline), "bcd_steps_per_block": 1}
     values |= {"pipeline_model_parallel_size": pipeline, "tensor_model_parallel_size": tensor}
+    values["sequence_parallel"] = tensor > 1 and folder.read_architecture(str(model)).num_experts > 0
     return worlds.config_of(world_size=pipeline * tensor, **values | flags)
 
 
@@ -66,7 +68,7 @@ def test_logits(world1: World, text_data: str, tmp_path: Path, name: str) -> Non
     assert (ours - theirs).abs().max() < 1e-4 and theirs.std() > 0.1
 
 
-SHORT = (("gpt2", (2, 1)), ("llama3", (1, 2)), ("qwen2", (2, 2)), ("phi3", (1, 2)))
+SHORT = (("gpt2", (2, 1)), ("llama3", (1, 2)), ("qwen2", (2, 2)), ("phi3", (1, 2)), ("qwen3_moe", (2, 1)))
 MATRIX = [
     pytest.param(name, layout, marks=[] if (name, layout) in SHORT else [pytest.mark.long])
     for name in models.SETTINGS
@@ -87,7 +89,7 @@ def test_there_and_back(
     read = world.run(write_out, config_of(source, text_data, **sizes, save_hf=str(tmp_path / "back")))
     assert models.differing(models.tensors_of(source), models.tensors_of(tmp_path / "back")) == []
     assert sorted(os.listdir(tmp_path)) == ["back", "given"]
-    layers_of = [{part for name in names for part in name.split(".") if part.isdigit()} for names in read]
+    layers_of = [set(re.findall(r"\.(?:layers|h)\.(\d+)\.", " ".join(names))) for names in read]
     stages = [set().union(*layers_of[stage * tensor : (stage + 1) * tensor]) for stage in range(pipeline)]
     assert sorted(layer for stage in stages for layer in stage) == [str(layer) for layer in range(models.LAYERS)]
 
@@ -132,6 +134,8 @@ FROM_SCRATCH: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("llama", {"add_qkv_bias": True, "no_untie_embeddings_and_output_weights": True}),
     "qwen3": ("llama", {"qk_layernorm": True, "kv_channels": 16}),
     "smollm3": ("llama", {"no_rope_freq": "[0,1]*2"}),
+    "mixtral": ("llama", {"num_experts": 4}),
+    "qwen3_moe": ("llama", {"num_experts": 4, "moe_router_topk": 3, "moe_ffn_hidden_size": 24, "qk_layernorm": True}),
 }
 
 

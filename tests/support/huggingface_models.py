@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
+FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3_moe", "qwen3", "phi3", "smollm3")
 VOCABULARY, LAYERS = 259, 4
 _SIZES = {
     "vocab_size": VOCABULARY,
@@ -35,6 +35,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
     "phi3": {"pad_token_id": None, "sliding_window": 64},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "qwen3_moe_plain": {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16},
     "smollm3": {"no_rope_layers": [1, 0, 0, 1], "pad_token_id": None, "tie_word_embeddings": True},
 }
 """Settings that differ from `_SIZES` and transformers' defaults."""

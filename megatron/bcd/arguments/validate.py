@@ -57,7 +57,7 @@ CONFLICTS = {
     "--context-parallel-size": "--attention-backend=unfused",  # it needs the attention scores of whole sequences
     "--sft": "--mock-data --dataloader-type=cyclic --eod-mask-loss --context-parallel-size",
     "--save-hf": "--skip-train",
-    "--num-experts": "--load-hf --save-hf --fp8-format --hierarchical-context-parallel-sizes",
+    "--num-experts": "--fp8-format --hierarchical-context-parallel-sizes",
     "--bcd-sample-ratio": "--dataloader-type=cyclic",  # each phase draws its own samples
     # Muon's gradients have no loss scale, and the scores of greedy order do not include them
     "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss --bcd-order=greedy",

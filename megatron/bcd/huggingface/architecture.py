@@ -19,6 +19,8 @@ FAMILIES = {
     "Qwen3ForCausalLM": "qwen3",
     "Phi3ForCausalLM": "phi3",
     "SmolLM3ForCausalLM": "smollm3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """Families, which are also the ``model_type``, by transformers' class."""
 
@@ -26,6 +28,8 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 """Constants of Megatron Core's RoPE scaling. Only the factor can be set."""
 
 _DIFFERENCES = {
+    "gpt_oss": "its attention has sinks",
+    "olmoe": "its norms of queries and keys span all heads",
     "num_experts num_local_experts n_routed_experts": "its layers have experts",
     "kv_lora_rank": "its attention is multi-latent",
     "linear_num_value_heads mamba_d_state state_size": "its layers are not all attention",
@@ -46,7 +50,7 @@ MISTRAL_WINDOW = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Sizes and variants of a dense decoder."""
+    """Sizes and variants of a decoder."""
 
     family: str
     num_layers: int
@@ -69,6 +73,14 @@ class Architecture:
     linear_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    num_experts: int = 0
+    """Experts of a layer; 0 if the model is dense."""
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    normalizes_probabilities: bool = True
+    """Whether the probabilities of a token's experts sum to 1."""
+    router_loss: float = 0.0
+    """Coefficient of the load-balancing loss."""
     gelu: str | None = None
     """``tanh`` or ``exact``; None for SwiGLU."""
     sliding_window: int | None = None
@@ -235,7 +247,7 @@ def _llama(read: _Reader, family: str) -> Architecture:
             f"attention_bias {bias} without the same mlp_bias is not supported: Megatron Core's layers have biases "
             "everywhere, nowhere, or only in queries, keys and values",
         )
-    has_window = read.switch("use_sliding_window", family in ("mistral", "phi3"))
+    has_window = read.switch("use_sliding_window", family in ("mistral", "phi3", "mixtral"))
     # a Mistral without the key has transformers' default window; one with null has none
     window = (
         read.optional_size("sliding_window", MISTRAL_WINDOW if family == "mistral" else None) if has_window else None
@@ -257,11 +269,27 @@ def _llama(read: _Reader, family: str) -> Architecture:
         no_rope_layers=_no_rope_layers(read) if family == "smollm3" else (),
         linear_bias=bias,
         qkv_bias=bias or family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         sliding_window=window,
         hidden_dropout=read.number("resid_pdrop", 0.0) if family == "phi3" else 0.0,
         attention_dropout=read.number("attention_dropout", 0.0),
+        **(_experts(read, family) if family in ("mixtral", "qwen3_moe") else {}),
     )
+
+
+def _experts(read: _Reader, family: str) -> dict[str, Any]:
+    """Return the fields of `Architecture` that a dense model lacks."""
+    read.require("router_jitter_noise", 0.0, 0.0)
+    read.require("decoder_sparse_step", 1, 1)
+    read.require("mlp_only_layers", [], [], None)
+    count = "num_experts" if "num_experts" in read.config else "num_local_experts"  # transformers 5 writes the latter
+    return {
+        "num_experts": read.size(count),
+        "experts_per_token": read.size("num_experts_per_tok"),
+        "expert_ffn_size": read.size("intermediate_size" if family == "mixtral" else "moe_intermediate_size"),
+        "normalizes_probabilities": family == "mixtral" or read.switch("norm_topk_prob", False),
+        "router_loss": read.number("router_aux_loss_coef", 0.001),
+    }
 
 
 def _no_rope_layers(read: _Reader) -> tuple[int, ...]:
@@ -327,6 +355,18 @@ def architecture_flags(network: Architecture) -> dict[str, Any]:
     }
     if is_grouped:
         values["num_query_groups"] = network.num_query_groups
+    if network.num_experts:
+        values |= {
+            "num_moe_experts": network.num_experts,
+            "moe_router_topk": network.experts_per_token,
+            "moe_ffn_hidden_size": network.expert_ffn_size,
+            "moe_router_pre_softmax": not network.normalizes_probabilities,
+            "moe_router_score_function": "softmax",
+            "moe_router_topk_scaling_factor": None,
+            "moe_router_num_groups": None,
+            "moe_shared_expert_intermediate_size": None,
+            "moe_layer_freq": 1,
+        }
     if network.gelu == "exact":
         values["bias_gelu_fusion"] = False  # Megatron Core's fused kernel computes only the tanh form
     if network.rotary_base is None:
@@ -349,6 +389,8 @@ def default_flags(network: Architecture) -> dict[str, Any]:
     }
     if network.rotary_base is not None:
         values["max_position_embeddings"] = network.plain_positions
+    if network.num_experts:
+        values |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": network.router_loss}
     return values
 
 
@@ -387,7 +429,7 @@ def _llama_config(network: Architecture) -> dict[str, Any]:
     values: dict[str, Any] = {
         "num_hidden_layers": network.num_layers,
         "hidden_size": network.hidden_size,
-        "intermediate_size": network.ffn_hidden_size,
+        "intermediate_size": network.expert_ffn_size if network.family == "mixtral" else network.ffn_hidden_size,
         "num_attention_heads": network.num_attention_heads,
         "num_key_value_heads": network.num_query_groups,
         "head_dim": network.head_size,
@@ -400,10 +442,17 @@ def _llama_config(network: Architecture) -> dict[str, Any]:
     }
     if network.rope_scaling_factor is not None:
         values["rope_scaling"] = {"rope_type": "llama3", "factor": network.rope_scaling_factor, **LLAMA3_ROPE}
-    if network.family in ("llama", "qwen3", "smollm3"):
+    if network.family in ("llama", "qwen3", "qwen3_moe", "smollm3"):
         values["attention_bias"] = network.linear_bias
     if network.family in ("llama", "smollm3"):
         values["mlp_bias"] = network.linear_bias
+    if network.num_experts:
+        values |= {"num_experts_per_tok": network.experts_per_token, "router_aux_loss_coef": network.router_loss}
+        count = "num_local_experts" if network.family == "mixtral" else "num_experts"
+        values[count] = network.num_experts
+    if network.family == "qwen3_moe":
+        values |= {"moe_intermediate_size": network.expert_ffn_size, "mlp_only_layers": [], "decoder_sparse_step": 1}
+        values["norm_topk_prob"] = network.normalizes_probabilities
     if network.no_rope_layers:
         values["no_rope_layers"] = [1 - without for without in network.no_rope_layers]
         values["pad_token_id"] = None  # transformers' default is an id of the published vocabulary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,6 +69,10 @@ def _load_checkpoint(path: str, dtype: torch.dtype | None, device: str, tokenize
     checkpoint = CoreCheckpoint(path)
     convert.check_checkpoint(checkpoint, description)
     with tempfile.TemporaryDirectory() as beside:
+        if description.network.num_experts:  # transformers joins a layer's experts in memory, and only it knows how
+            convert.to_hugging_face(checkpoint, beside, description)
+            loaded = open_model(beside, device=device, tokenizer=tokenizer)
+            return loaded if dtype is None else replace(loaded, model=loaded.model.to(dtype))
         convert.write_description(beside, description)
         config = transformers.AutoConfig.from_pretrained(beside, local_files_only=True)
         with torch.device(device), no_init_weights():

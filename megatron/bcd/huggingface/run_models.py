@@ -51,6 +51,8 @@ def load_weights(source: ModelFolder, model: torch.nn.Module) -> None:
             if last is None or last[:2] != (part.key, layer):
                 last = (part.key, layer, source.read(row, layer))
             values = last[2]
+            for axis in range(1, part.prepend_axis_num):  # the expert
+                values = values[part.global_offset[axis]]
             for dim, (start, length) in enumerate(zip(offsets, part.local_shape, strict=True)):
                 values = values.narrow(dim, start, length)
         assert part.data is not None

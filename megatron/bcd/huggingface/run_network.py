@@ -151,13 +151,15 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
     linear_bias = bool(fields.get("add_bias_linear", True))
     qkv_bias, qk_norm = linear_bias or bool(fields.get("add_qkv_bias")), bool(fields.get("qk_layernorm"))
     is_fused = is_on_gpu and linear_bias and bool(fields.get("bias_activation_fusion"))
+    family = _family(
+        is_rope=is_rope,
+        qk_norm=qk_norm,
+        only_qkv_bias=qkv_bias and not linear_bias,
+        has_no_rope_layers=bool(fields.get("no_rope_freq")),
+        has_experts=bool(config.num_experts),
+    )
     network = Architecture(
-        family=_family(
-            is_rope=is_rope,
-            qk_norm=qk_norm,
-            only_qkv_bias=qkv_bias and not linear_bias,
-            has_no_rope_layers=bool(fields.get("no_rope_freq")),
-        ),
+        family=family,
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=int(fields.get("ffn_hidden_size") or 4 * config.hidden_size),
@@ -174,6 +176,11 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
         linear_bias=linear_bias,
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
+        num_experts=config.num_experts or 0,
+        experts_per_token=int(fields.get("moe_router_topk") or 0),
+        expert_ffn_size=int(fields.get("moe_ffn_hidden_size") or 0),
+        normalizes_probabilities=family == "mixtral" or not fields.get("moe_router_pre_softmax"),
+        router_loss=float(fields.get("moe_aux_loss_coeff") or 0.0),
         gelu=None if model.swiglu else "tanh" if model.openai_gelu or is_fused else "exact",
         hidden_dropout=float(fields.get("hidden_dropout", 0.1)),
         embedding_dropout=float(fields.get("hidden_dropout", 0.1)),
@@ -183,17 +190,28 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
     return network
 
 
-def _family(*, is_rope: bool, qk_norm: bool, only_qkv_bias: bool, has_no_rope_layers: bool) -> str:
+def _family(*, is_rope: bool, qk_norm: bool, only_qkv_bias: bool, has_no_rope_layers: bool, has_experts: bool) -> str:
     if not is_rope:
         return "gpt2"
+    if has_experts:
+        return "qwen3_moe" if qk_norm else "mixtral"
     if has_no_rope_layers:
         return "smollm3"
     return "qwen3" if qk_norm else "qwen2" if only_qkv_bias else "llama"
 
 
 _FAMILY_FLAGS: dict[str, dict[str, Any]] = {
-    "gpt2": {"swiglu": False, "add_bias_linear": True, "qk_layernorm": False, "group_query_attention": False},
+    "gpt2": {
+        "swiglu": False,
+        "add_bias_linear": True,
+        "qk_layernorm": False,
+        "group_query_attention": False,
+        "num_moe_experts": None,
+    },
     "qwen3": {"add_bias_linear": False, "add_qkv_bias": False},
+    "smollm3": {"add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False},
+    "mixtral": {"add_qkv_bias": False, "no_rope_freq": None},
+    "qwen3_moe": {"add_qkv_bias": False, "no_rope_freq": None},
 }
 """Flags of a family that `architecture_flags` does not return. The other families have SwiGLU."""
 

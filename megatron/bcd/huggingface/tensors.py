@@ -129,10 +129,16 @@ def _llama_rows(network: Architecture) -> Iterator[Row]:
             yield layer_row(f"self_attention.linear_qkv.{kind}", (name,), fused, **transforms)
         elif has_qkv:
             yield layer_row(f"self_attention.linear_qkv.{kind}", projections, *shapes, join=qkv.join, split=qkv.split)
-        if has_others:
+        if has_others and network.num_experts:
+            yield layer_row(
+                f"self_attention.linear_proj.{kind}", (f"self_attn.o_proj.{kind}",), (hidden, heads * width)
+            )
+        elif has_others:
             out, down = ((hidden, heads * width), (hidden, inner)) if rest else ((hidden,), (hidden,))
             fc1 = (inner, *rest)
             yield layer_row(f"self_attention.linear_proj.{kind}", (f"self_attn.o_proj.{kind}",), out)
+            if network.num_experts:
+                continue
             if is_fused:
                 yield layer_row(f"mlp.linear_fc1.{kind}", (f"mlp.gate_up_proj.{kind}",), (2 * inner, *rest))
             else:
@@ -142,9 +148,35 @@ def _llama_rows(network: Architecture) -> Iterator[Row]:
     if network.qk_norm:
         for letter in "qk":
             yield layer_row(f"self_attention.{letter}_layernorm.weight", (f"self_attn.{letter}_norm.weight",), (width,))
-    yield layer_row("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",), (hidden,))
+    norm = "pre_mlp_layernorm.weight" if network.num_experts else "mlp.linear_fc1.layer_norm_weight"
+    yield layer_row(norm, ("post_attention_layernorm.weight",), (hidden,))
+    if network.num_experts:
+        yield from (layer_row(key, names, *shapes, **more) for key, names, shapes, more in _experts(network))
     yield Row(key="decoder.final_layernorm.weight", names=("model.norm.weight",), shapes=((hidden,),))
     yield from _head(network)
+
+
+def _experts(network: Architecture) -> Iterator[tuple[str, tuple[str, ...], list[tuple[int, ...]], dict[str, Any]]]:
+    """Yield key, names, shapes and transforms of a layer's router and experts. Megatron Core stacks the experts."""
+    experts, hidden, inner = range(network.num_experts), network.hidden_size, network.expert_ffn_size
+    is_mixtral = network.family == "mixtral"
+    mlp, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
+    if is_mixtral:
+        mlp, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+    yield "mlp.router.weight", (f"{mlp}.gate.weight",), [(network.num_experts, hidden)], {}
+    gate_up = tuple(f"{mlp}.experts.{expert}.{name}.weight" for expert in experts for name in (gate, up))
+    yield (
+        "mlp.experts.experts.linear_fc1.weight",
+        gate_up,
+        [(inner, hidden)] * len(gate_up),
+        {
+            "join": lambda parts: torch.stack(list(parts)).view(len(experts), 2 * inner, hidden),
+            "split": lambda tensor: tensor.view(len(gate_up), inner, hidden).unbind(),
+        },
+    )
+    names = tuple(f"{mlp}.experts.{expert}.{down}.weight" for expert in experts)
+    transforms = {"join": lambda parts: torch.stack(list(parts)), "split": torch.unbind}
+    yield "mlp.experts.experts.linear_fc2.weight", names, [(hidden, inner)] * len(names), transforms
 
 
 def _gpt2_rows(network: Architecture) -> Iterator[Row]:

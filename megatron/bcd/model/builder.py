@@ -163,6 +163,8 @@ def _kind_of_layer(
     else:
         normalization = config.transformer.get("normalization", "LayerNorm")
         spec = get_gpt_layer_local_spec(qk_layernorm=qk_layernorm, normalization=normalization, **experts)
+        if has_experts:  # Transformer Engine's key: it does not fuse the norm with experts
+            spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     if config.bcd.bcd_layers_on == "host":
         spec.module, spec.params = StreamedLayer, {**spec.params, "frozen_weights": frozen_weights}
     if implementation.attention == SCALED_DOT_PRODUCT:
