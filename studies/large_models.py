@@ -31,6 +31,8 @@ CARDS = {"rtx4090": (1, 2, 4), "rtx5090": (1, 2, 4), "h100": (1,)}
 METHODS = {
     "factored": ("--bcd-inactive-update", "factored"),
     "pretrain": ("--bcd-preset", "pretrain", "--bcd-num-blocks", "{layers}", "--adam-moments-dtype", "int8"),
+    "full Muon, streamed": ("--method", "muon", "--bcd-layers-on", "host", "--adam-moments-dtype", "int8"),
+    "full Adam in 8 bits, streamed": ("--method", "full", "--bcd-layers-on", "host", "--adam-moments-dtype", "int8"),
     "blocks": ("--bcd-inactive-update", "none", "--bcd-layers-on", "host"),
 }
 """The planner's flags of each planned column, beside --task sft. Pretrain has one layer a block, to save memory."""

@@ -33,7 +33,7 @@ from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.estimate import MULTIPLIERS, Estimate, make_estimate
 from megatron.bcd.planner.measured import Finding, finding, learning_rate
 from megatron.bcd.planner.memory import fits_on_host, node_bytes
-from megatron.bcd.planner.recipe import DEFAULTS, LORA, METHODS, PRESET_OF, Recipe, flag_of
+from megatron.bcd.planner.recipe import DEFAULTS, LORA, METHODS, PRESET_OF, STREAMED, Recipe, flag_of
 from megatron.bcd.planner.search import (
     BLOCK_FLAGS,
     COMPARED,
@@ -252,7 +252,8 @@ def recipe_values(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
     Raises ValueError for an unknown name, or for a flag that has no effect.
     """
     if method not in PRESET_OF:
-        for name in set(BLOCK_FLAGS) - {"bcd_num_blocks"}:
+        is_streamed = method in STREAMED.values() and arguments.bcd_layers_on == "host"
+        for name in set(BLOCK_FLAGS[: -5 if is_streamed else None]) - {"bcd_num_blocks"}:
             if (value := getattr(arguments, name)) is not None:
                 raise ValueError(f"{flag_of(name)} {value}: --method {method} has no blocks. Leave it out.")
     elif (chunks := arguments.num_virtual_stages_per_pipeline_rank) and arguments.bcd_layout != "interleaved":

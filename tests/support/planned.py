@@ -66,6 +66,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "breadth_first_streamed_pretrain": PRETRAIN | {"bf16": True, "bcd_layers_on": "host", "num_layers": 12},
     "breadth_first_streamed_frozen": {"bf16": True, "bcd_layers_on": "host", "bcd_num_blocks": 6}
     | {"bcd_schedule": "breadth-first", "num_layers": 12},
+    "adam_streamed": {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "num_layers": 12},
+    "adam_bf16_streamed_data2": TWO
+    | {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "adam_moments_dtype": "bf16", "num_layers": 12}
+    | {"untie_embeddings_and_output_weights": True, "bcd_layers_per_pass": 2},
+    "muon_streamed": {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "optimizer": "muon"},
     "frozen_pipeline2": TWO | {"pipeline_model_parallel_size": 2, "bcd_frozen": "embedding,head"},
     "head_phase_pipeline2": TWO
     | {"pipeline_model_parallel_size": 2, "bf16": True}
@@ -97,7 +102,7 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
     names = (
         "bcd_layout", "bcd_inactive_update", "bcd_layers_on", "bcd_resident_layers", "bcd_frozen",
         "bcd_always_active", "bcd_head_phase", "adam_moments_dtype", "cross_entropy_fusion_impl", "bcd_schedule",
-        "bcd_layers_per_pass", "bcd_saved_inputs",
+        "bcd_layers_per_pass", "bcd_saved_inputs", "optimizer",
         "pipeline_model_parallel_size", "context_parallel_size", "bcd_order",
     )  # fmt: skip
     method = "offload" if flags.get("optimizer_cpu_offload") else flags.get("bcd_preset", "bcd")

@@ -354,11 +354,12 @@ def test_no_cost_to_a_loss_that_was_not_reached(capsys: pytest.CaptureFixture[st
     """Fine-tuning in blocks is said to reach full training's loss for a fifth of the cost. Methods without a row."""
     rows, text = compared(capsys, "--task", "sft", "--model", "L-1.5B")
     names = {row["recipe"]["name"] for row in rows}
-    assert names == {"full", "offload", "finetune", "finetune, factored", "paper", "pretrain", "lora"}
+    streamed = {"full, streamed", "muon, streamed"}
+    assert names == {"full", "offload", "finetune", "finetune, factored", "paper", "pretrain", "lora"} | streamed
     for row in rows:
-        assert (row["cost_ratio"] is None) == (row["recipe"]["name"] not in ("full", "offload"))
-    for name in names - {"full", "offload"}:
-        result = measured.FINE_TUNING[name]
+        assert (row["cost_ratio"] is None) == (row["recipe"]["method"] not in ("full", "offload"))
+    for name in names - {"full", "offload", "full, streamed"}:
+        result = measured.FINE_TUNING[name.removesuffix(", streamed")]
         ends = f"reached (measured: {result.loss_text})" if result.loss else "not measured"
         assert any(line.startswith(f"{name} ") and line.endswith(ends) for line in text.splitlines()), name
         assert f"\n{name}, at equal epochs: " in text, "where it is from"
@@ -366,7 +367,7 @@ def test_no_cost_to_a_loss_that_was_not_reached(capsys: pytest.CaptureFixture[st
     assert json.loads(run(capsys, *flags))["best"]["recipe"]["name"] == "finetune, factored"
     assert json.loads(run(capsys, *flags, "--method", "bcd"))["best"]["recipe"]["name"] == "paper"
     rows, _ = compared(capsys, "--task", "sft", "--model", "L-1.5B", "--bf-multiplier", "2")
-    assert {row["recipe"]["name"] for row in rows if row["cost_ratio"]} == {"full", "offload", "pretrain"}
+    assert {row["recipe"]["method"] for row in rows if row["cost_ratio"]} == {"full", "offload", "pretrain"}
 
 
 def test_losses_are_those_of_the_documents(repo_root: Path) -> None:
@@ -381,7 +382,8 @@ def test_losses_are_those_of_the_documents(repo_root: Path) -> None:
 def test_methods_that_reach_the_loss_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     """Blocks that never reach full training's loss are ranked before the factored update, because they cost less."""
     rows, text = compared(capsys, "--task", "sft", "--model", "L-1.5B")
-    reaching = [row["recipe"]["name"] in ("full", "offload", "finetune, factored") for row in rows]
+    ours = ("full", "full, streamed", "offload", "finetune, factored")
+    reaching = [row["recipe"]["name"] in ours for row in rows]
     assert reaching == sorted(reaching, reverse=True) and any(reaching) and not all(reaching)
     for part in (True, False):
         hours = [row["bill"]["gpu_hours"] for row, reaches in zip(rows, reaching, strict=True) if reaches is part]

@@ -143,6 +143,10 @@ def test_every_layer_where_it_fits(
 def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     """A method that is shown on GPUs on which it does not fit; a ratio to other GPUs' prices."""
     found = json.loads(output(capsys, *EXAMPLE, "--compare", "--json"))
+    streamed = [row for row in found if row["recipe"]["name"].endswith(", streamed")]
+    assert {row["recipe"]["method"] for row in streamed} == {"full", "muon"}
+    assert all(row["memory"]["host_bytes"] > 0 for row in streamed)
+    found = [row for row in found if row not in streamed]
     rows = {(row["recipe"]["method"], row["recipe"]["num_gpus"]): row for row in found}
     assert len(rows) == len(found) and {method for method, _ in rows} == {"full", "muon", "offload", "bcd", "pretrain"}
     assert [row["bill"]["dollars"] for row in found] == sorted(row["bill"]["dollars"] for row in found)
@@ -162,8 +166,8 @@ def test_search_over_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
     data = planned(capsys, *flags)
     best = data["best"]
     assert best["recipe"]["num_gpus"] == 4
-    rows = {(row["recipe"]["method"], row["recipe"]["num_gpus"]): row for row in data["methods"]}
-    assert best["bill"] == rows[best["recipe"]["method"], 4]["bill"]
+    rows = {(row["recipe"]["name"], row["recipe"]["num_gpus"]): row for row in data["methods"]}
+    assert best["bill"] == rows[best["recipe"]["name"], 4]["bill"]
     assert planned(capsys, *flags, "--bf-multiplier", "1.2")["best"]["recipe"]["method"] == "muon"
 
 

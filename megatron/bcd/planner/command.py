@@ -79,8 +79,11 @@ def _method_flags(recipe: Recipe) -> Iterator[str]:
     if not recipe.has_blocks:
         names = list(method)
         for start, end in ((0, 2), (2, 6), (6, None)):  # blocks and schedule, optimizer, its precision
-            if line := " ".join(_word(name, method[name]) for name in names[start:end]):
+            values = method if start or not recipe.is_streamed else {"bcd_num_blocks": 1, "bcd_layers_on": "host"}
+            if line := " ".join(_word(name, values[name]) for name in list(values)[start:end]):
                 yield line
+        if recipe.is_streamed:
+            yield from _piece_flags(recipe, [])
         return
     bcd = recipe.config.bcd
     words = [_word(name, value) for name, value in method.items()]
@@ -99,9 +102,13 @@ def _method_flags(recipe: Recipe) -> Iterator[str]:
         yield " ".join([*words, *places])
         return
     yield " ".join(words)
-    names = ["bcd_layers_per_pass"] * (bcd.bcd_layers_per_pass > 1) + ["bcd_saved_inputs"] * (
-        bcd.bcd_saved_inputs == "host"
-    )
+    yield from _piece_flags(recipe, places)
+
+
+def _piece_flags(recipe: Recipe, places: list[str]) -> Iterator[str]:
+    bcd = recipe.config.bcd
+    names = ["bcd_layers_per_pass"] * (bcd.bcd_layers_per_pass > 1)
+    names += ["bcd_saved_inputs"] * (bcd.bcd_saved_inputs == "host")
     yield " ".join(["--bcd-schedule breadth-first", *places, *(_word(name, getattr(bcd, name)) for name in names)])
 
 

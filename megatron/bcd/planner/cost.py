@@ -14,10 +14,11 @@ from megatron.bcd.blocks.partition import Partition
 PRECISIONS = ("fp32", "bf16", "fp16")
 ADAMS_MOMENTS = ("fp32", "fp32")
 """The dtypes of Adam's moments in stock Megatron-LM."""
-DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "uint8": 1}
 OFFLOADED_BYTES = 16
 """Bytes of host memory per parameter with --optimizer-cpu-offload: weight, gradient and two moments, all in fp32."""
-_MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1 + 4 / 256}  # int8 has an fp32 scale per 256 elements
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1 + 4 / 256}
+"""Bytes of an element. 8 bits have an fp32 scale per 256 elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ def state_budget(
         gradients_in_fp32: --accumulate-allreduce-grads-in-fp32. Without it gradients of 16-bit weights have 2 bytes.
         precision_aware: whether the optimizer stores only those 2 bytes of a main parameter that the weight lacks.
     """
-    stored = sum(_MOMENT_BYTES[dtype] for dtype in moments)
+    stored = sum(MOMENT_BYTES[dtype] for dtype in moments)
     if precision == "fp32":
         return StateBudget(weight=4, gradient=4, optimizer=stored, moments=tuple(moments))
     main_param = 2 if precision_aware else 4

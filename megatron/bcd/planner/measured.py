@@ -88,7 +88,8 @@ class LearningRate:
 
 def finding(recipe: Recipe) -> Finding:
     """Return the results of the recipe's method."""
-    name = "full" if recipe.method == "offload" else recipe.name
+    name = recipe.name.partition(", streamed")[0]
+    name = "full" if name == "offload" else name
     return (PRETRAINING if recipe.task == "pretrain" and name in PRETRAINING else FINE_TUNING)[name]
 
 

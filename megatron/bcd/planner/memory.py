@@ -86,10 +86,8 @@ def _offloaded_bytes(recipe: Recipe) -> int:
             len(layers.sizes) * layers.padded + recipe.state.embedding_on_host(stage)
             for stage, layers in enumerate(recipe.state.streamed)
         )
-        # with stateless updates the low bits of bf16 weights are beside them
-        has_low_bits = recipe.precision == "bf16" and recipe.config.bcd.bcd_inactive_update != "none"
-        per_element = recipe.bytes_per_element + 2 * has_low_bits
-        offloaded += per_element * largest // min(recipe.num_replicas, recipe.gpus_per_node)
+        per_element = recipe.bytes_per_element + recipe.state.layer_state_bytes
+        offloaded += int(per_element * largest) // min(recipe.num_replicas, recipe.gpus_per_node)
     if recipe.config.is_breadth_first:
         offloaded += max(recipe.memory.activations(0, block).input_bytes("host") for block in blocks)
     # main parameters of stateless updates are on the device or beside the weights
@@ -112,6 +110,8 @@ def saving_bytes(recipe: Recipe) -> int:
         for tensor in state.tensors[stage]:
             is_in_arena = bcd.bcd_layers_on == "host" and tensor.owned.layer is not None
             is_active, is_stateless = tensor.is_active(block), tensor.is_stateless(block)
+            if state.steps_block_by_piece and bool(tensor.parts):  # written one after the other
+                is_active = not is_in_arena
             has_momentum = 1 if state.is_muon and tensor.parts else moments
             weights += 0 if is_in_arena and not is_active else recipe.bytes_per_element * tensor.size
             if is_active:

@@ -18,6 +18,8 @@ from megatron.bcd.planner.state import ModelState
 from megatron.bcd.planner.tables import Cluster, Model
 from megatron.bcd.tokenizer import padded_vocab_size
 
+STREAMED = {"full, streamed": "full", "muon, streamed": "muon"}
+"""Full training with layers in host memory: names in comparisons, and methods."""
 PRESET_OF = {"bcd": "paper", "pretrain": "pretrain", "finetune": "finetune"}
 """The --bcd-preset of each method of block coordinate descent."""
 METHODS = ("bcd", "pretrain", "finetune", "full", "offload", "muon")
@@ -138,6 +140,8 @@ class Recipe:
     @property
     def name(self) -> str:
         """The name of the method for people: a preset's, where it has one."""
+        if self.is_streamed and not self.has_blocks:
+            return f"{self.method}, streamed"
         return FACTORED if self.is_factored else PRESET_OF.get(self.method, self.method)
 
     @property
@@ -276,7 +280,7 @@ class Recipe:
             yield f"{blocks}: with {method} no layer would be inactive. Give at least 2, or 0."
         if not self.has_blocks and number not in (None, 1):
             yield f"{blocks}: {method} trains all parameters. Leave it out."
-        if self.is_streamed and not self.has_blocks:
+        if self.is_streamed and self.method not in (*PRESET_OF, *STREAMED.values()):
             yield f"--bcd-layers-on host: with {method} every layer is active, on the device. Leave it out."
         yield from self._faults_of_schedule()
         if not 0 <= bcd.bcd_resident_layers <= self.model.layers:
@@ -294,6 +298,8 @@ class Recipe:
                 yield f"--bcd-layers-on host: every step writes these layers, which needs {schedule}. Give it."
             return
         stages, context = self.pipeline_size, self.config.context_size
+        if not self.has_blocks and not (self.is_streamed and stages == 1):
+            yield f"{schedule}: --method {self.method} needs --bcd-layers-on host and one stage for it. Give both."
         if stages > 1 and context > 1:
             yield f"--context-parallel-size {context}: {schedule} with several stages has chunks. Give 1 of either."
         if self.recompute != "none":
@@ -333,11 +339,13 @@ def _build_config(
     values: dict[str, Any] = {each.name: each.default for each in fields(BcdConfig)}
     values |= {"decoupled_lr": None} | DEFAULTS
     values |= {**model.flags(user_flags.get("seq_length")), **METHOD_FLAGS[method]}
-    values["make_vocab_size_divisible_by"] = VOCABULARY_MULTIPLE[task]
+    values |= {"make_vocab_size_divisible_by": VOCABULARY_MULTIPLE[task], "clip_grad": 1.0}  # as `command` prints
     values |= {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "use_precision_aware_optimizer": False}
     if preset := METHOD_FLAGS[method].get("bcd_preset"):
         values |= preset_values(preset, user_flags)
     values |= user_flags
+    if method in STREAMED.values() and values["bcd_layers_on"] == "host":
+        values["bcd_schedule"] = "breadth-first"
     if "cross_entropy_fusion_impl" in user_flags:
         values["cross_entropy_loss_fusion"] = True
     values |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}

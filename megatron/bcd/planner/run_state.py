@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition_from_config
@@ -53,7 +54,15 @@ def model_state_of(config: RunConfig, partition: Partition, *, padded_vocab_size
         is_low_bit=set(config.moment_dtypes) != {"fp32"},
         is_distributed=config.training.use_distributed_optimizer,
         offload_fraction=offload_fraction(config),
+        **_by_piece(config),
     )
+
+
+def _by_piece(config: RunConfig) -> dict[str, Any]:
+    return {
+        "steps_block_by_piece": config.steps_block_by_piece,
+        "state_on_host": tuple(config.state_on_host.items()),
+    }
 
 
 def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
@@ -156,7 +165,7 @@ class RunMemory:
     def _at(self, layers_on: str, num_resident: int, saved_inputs: str) -> RunMemory:
         places = {"bcd_layers_on": layers_on, "bcd_resident_layers": num_resident, "bcd_saved_inputs": saved_inputs}
         config = self.config.replace_section("bcd", **places)
-        return replace(self, config=config, state=replace(self.state, bcd=config.bcd))
+        return replace(self, config=config, state=replace(self.state, bcd=config.bcd, **_by_piece(config)))
 
     def fits_in(self, memory_bytes: float) -> bool:
         """Return whether every rank fits in every phase, with what Megatron-LM's flags recompute."""

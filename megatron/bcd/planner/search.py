@@ -13,7 +13,7 @@ from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.planner.estimate import Estimate, make_estimate, training_cost
 from megatron.bcd.planner.measured import finding
 from megatron.bcd.planner.memory import fits, node_bytes, peak, rank_memory
-from megatron.bcd.planner.recipe import DEFAULTS, FACTORED, LORA, MAX_GPUS, PRESET_OF, Recipe, make_recipe
+from megatron.bcd.planner.recipe import DEFAULTS, FACTORED, LORA, MAX_GPUS, PRESET_OF, STREAMED, Recipe, make_recipe
 from megatron.bcd.planner.step_time import mean_seconds
 from megatron.bcd.planner.tables import GIB, Cluster, Model, Placement
 
@@ -47,8 +47,8 @@ _HEADS: tuple[_Changes, ...] = (
 """How preset finetune with blocks may train an untied head: always active, then with less and less memory. A frozen
 head comes last, because some model lost by it (docs/fine_tuning.md, The head)."""
 COMPARED = {
-    "pretrain": ("full", "muon", "offload", "bcd", "pretrain"),
-    "sft": ("full", "offload", FACTORED, "finetune", "bcd", "pretrain", LORA),
+    "pretrain": ("full", "muon", *STREAMED, "offload", "bcd", "pretrain"),
+    "sft": ("full", *STREAMED, "offload", FACTORED, "finetune", "bcd", "pretrain", LORA),
 }
 """The compared methods by task."""
 _OTHER_METHODS = {"pretrain": ("pretrain", "bcd", "offload"), "sft": (FACTORED, "finetune", "offload")}
@@ -242,11 +242,13 @@ def _savings(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Chan
     host, and a frozen head. If stateless updates step every layer, breadth-first comes last.
     """
     schedule = values.get("bcd_schedule")
-    updates_all = values["method"] == "pretrain" or values.get("bcd_inactive_update") == "factored"
+    updates_all = values["method"] in ("pretrain", *STREAMED.values())
+    updates_all |= values.get("bcd_inactive_update") == "factored"
     is_breadth_first = schedule == "breadth-first" or (updates_all and values.get("bcd_layers_on") == "host")
     if not is_breadth_first:
         yield from _depth_first_savings(values, recompute)
     can_change = updates_all and schedule is None and values["precision"] != "fp16"
+    can_change &= values["method"] in PRESET_OF
     if is_breadth_first or (can_change and recompute in (None, "none")):
         yield from _breadth_first_savings(values)
 
@@ -373,6 +375,10 @@ def _changes_to(method: str, *, keeps_blocks: bool) -> _Changes:
     """Return the changes that turn a recipe into a method of COMPARED. With `keeps_blocks` the blocks stay."""
     if method == FACTORED:
         return dict.fromkeys(BLOCK_FLAGS) | {"method": "finetune", "bcd_inactive_update": "factored"}
+    if method in STREAMED:
+        streamed: _Changes = {"bcd_layers_on": "host", "bcd_schedule": "breadth-first"}
+        moments = {"adam_moments_dtype": "int8"}
+        return dict.fromkeys(BLOCK_FLAGS) | streamed | moments | {"method": STREAMED[method]}
     keeps_blocks = keeps_blocks and method in PRESET_OF
     changes: _Changes = dict.fromkeys(("bcd_inactive_update",) if keeps_blocks else BLOCK_FLAGS)
     if method == "offload":

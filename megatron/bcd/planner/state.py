@@ -15,25 +15,27 @@ from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.pieces import piece_of, virtual_pieces
 from megatron.bcd.config import BcdConfig
-from megatron.bcd.planner.cost import DTYPE_BYTES, ModelShape, StateBudget, newton_schulz_flops
+from megatron.bcd.planner.cost import DTYPE_BYTES, MOMENT_BYTES, ModelShape, StateBudget, newton_schulz_flops
 from megatron.bcd.planner.tensors import Buffer, Tensor, build_buffer, stage_tensors
 
 STEP_COUNTER_BYTES = 4
 """PyTorch's Adam has a step counter for each parameter of which the rank stores a part."""
 _ARENA_ALIGNMENT = 128
 """Elements to which `model.frozen_weights` aligns tensors."""
-_LOW_BIT_CHUNK, _LOW_BIT_WORK = 2**22, 28
-"""Elements whose moments `optim.low_bit_adam` decodes at once on a GPU, and the temporary bytes of each."""
+_LOW_BIT_CHUNK, _LOW_BIT_WORK, _PIECE_WORK = 2**22, 28, 44
+"""Elements whose moments `optim.low_bit_adam` decodes at once on a GPU, and the temporary bytes of each; those of an
+update by piece, which may be skipped."""
 
 ROWS_ELEMENTS = 2**26
 """As in `optim.update_rules`: a larger matrix takes the factored update some rows at a time."""
 _WORKING_BYTES = {"orthogonal": (10.5, 14, 17), "factored": (8, 12, 12)}
 """Temporary bytes per element of the matrices that one update steps, by rule: of a single matrix; of several, with
 copies of weights, low bits and momentum; and where queries, keys and values are taken apart."""
-_STATELESS_PASSES, _MUON_PASSES = {"orthogonal": 17, "factored": 16}, 27
+_STATELESS_PASSES, _MUON_PASSES, ADAM_PASSES = {"orthogonal": 17, "factored": 16}, 27, 11
 """4-byte elements that a step reads or writes per parameter, outside the products of the orthogonalisation: norm and
 copies of the gradient, scaling, weight decay, update; with a momentum also its update and Nesterov's mean. Those of
-factored hold in bf16 (docs/stateless_updates.md, Cost)."""
+factored hold in bf16 (docs/stateless_updates.md, Cost). Adam: the gradient for norm, clipping (2), step and zeroing;
+the weight (2); both moments (4)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,10 @@ class ModelState:
     is_low_bit: bool  # whether Adam's moments have fewer bits than fp32
     is_distributed: bool = True  # whether the ranks with the same weights shard the optimizer state
     offload_fraction: float = 0.0  # share of the optimizer state that is in host memory
+    steps_block_by_piece: bool = False
+    """Whether breadth-first steps the matrices of the only block, the whole model, piece by piece."""
+    state_on_host: tuple[tuple[str, tuple[str, int]], ...] = ()
+    """`RunConfig.state_on_host`."""
 
     @property
     def is_breadth_first(self) -> bool:
@@ -161,8 +167,19 @@ class ModelState:
             tuple(self._buffer(tensors, block.index) for block in self.partition.blocks) for tensors in self.tensors
         )
 
+    @property
+    def layer_state_bytes(self) -> float:
+        """The bytes of state of an element of a layer in host memory, beside its weight."""
+        is_stepped = self.bcd.bcd_inactive_update != "none" or self.steps_block_by_piece
+        low_bits = 2 * (self.precision == "bf16" and is_stepped)
+        return low_bits + sum(DTYPE_BYTES[dtype] / shared for _, (dtype, shared) in self.state_on_host)
+
+    def _steps_matrix(self, tensor: Tensor) -> bool:
+        """Return whether a matrix of the active block is stepped without Megatron Core's optimizer."""
+        return bool(tensor.parts) and (self.is_muon or self.steps_block_by_piece)
+
     def _buffer(self, tensors: tuple[Tensor, ...], block: int) -> Buffer:
-        stepped = [tensor for tensor in tensors if tensor.is_active(block) and not (self.is_muon and tensor.parts)]
+        stepped = [tensor for tensor in tensors if tensor.is_active(block) and not self._steps_matrix(tensor)]
         return build_buffer(stepped, num_ranks=self.num_replicas if self.is_distributed else None)
 
     @cached_property
@@ -173,14 +190,18 @@ class ModelState:
     def _streamed(self, tensors: tuple[Tensor, ...]) -> StreamedLayers:
         by_layer = dict[int, list[Tensor]]()
         for tensor in tensors:
-            if tensor.owned.layer is not None and not tensor.owned.is_always_active:
+            is_streamed = bool(tensor.parts) if self.steps_block_by_piece else not tensor.owned.is_always_active
+            if tensor.owned.layer is not None and is_streamed:
                 by_layer.setdefault(tensor.owned.layer, []).append(tensor)
         layers = list(by_layer.values())
         return StreamedLayers(
             sizes=tuple(sum(tensor.size for tensor in layer) for layer in layers),
             padded=sum(_aligned(tensor.size) for tensor in layers[0]) if layers else 0,
             is_active=tuple(
-                tuple(any(tensor.is_active(block.index) for tensor in layer) for layer in layers)
+                tuple(
+                    not self.steps_block_by_piece and any(tensor.is_active(block.index) for tensor in layer)
+                    for layer in layers
+                )
                 for block in self.partition.blocks
             ),
         )
@@ -196,16 +217,18 @@ class ModelState:
         most = 3 * max(map(len, self.pieces[stage :: self.partition.num_stages])) + self.bcd.bcd_resident_layers
         return min(most, len(self.streamed[stage].sizes))
 
-    def buffer_low_bits(self, stage: int, replica: int) -> int:
-        """Return the bytes of low bits in the device buffers: each stores those that the rank owns in a layer."""
-        has_place = self.bcd.bcd_layers_on != "device" and self.precision == "bf16"
-        if not (self.is_breadth_first and has_place and self.bcd.bcd_inactive_update != "none"):
+    def buffer_state(self, stage: int, replica: int) -> int:
+        """Return the bytes of state in the device buffers: each stores that which the rank owns in a layer."""
+        if not (self.is_breadth_first and self.bcd.bcd_layers_on != "device" and self.layer_state_bytes):
             return 0
         by_layer = Counter[int]()
         for tensor, owner in zip(*self._matrices(stage), strict=True):
             if tensor.owned.layer is not None and owner == replica:
-                by_layer[tensor.owned.layer] += _aligned(tensor.size)
-        return 2 * self.num_layer_buffers(stage) * max(by_layer.values(), default=0)
+                number = 2 * (self.precision == "bf16") * _aligned(tensor.size)
+                for _, (dtype, shared) in self.state_on_host:
+                    number += DTYPE_BYTES[dtype] * _aligned(-(-tensor.size // shared))
+                by_layer[tensor.owned.layer] += number
+        return self.num_layer_buffers(stage) * max(by_layer.values(), default=0)
 
     def _matrices(self, stage: int) -> tuple[list[Tensor], list[int]]:
         """Return the matrices that are stepped apart, and their owners."""
@@ -246,7 +269,7 @@ class ModelState:
         return RankMemory(
             stage=stage,
             block=block,
-            weights=self.budget.weight * self.weight_elements(stage, block) + self.buffer_low_bits(stage, replica),
+            weights=self.budget.weight * self.weight_elements(stage, block) + self.buffer_state(stage, replica),
             gradients=self.budget.gradient * buffer.size + share.gradients,
             optimizer=int(on_device * of_adam) + share.state,
             optimizer_work=max(int(on_device * adam_work), share.working),
@@ -272,7 +295,7 @@ class ModelState:
 
     def share(self, stage: int, block: int, replica: int) -> MatrixShare:
         """Return a rank's share of the matrices that are stepped in the block's phase."""
-        if not self.is_muon and self.bcd.bcd_inactive_update == "none":
+        if not self.is_muon and self.bcd.bcd_inactive_update == "none" and not self.steps_block_by_piece:
             return MatrixShare()
         shares = self._shares
         if (stage, block) not in shares:
@@ -289,16 +312,22 @@ class ModelState:
     def _share(self, matrices: list[Tensor], is_owner: list[bool], block: int) -> MatrixShare:
         bcd = self.bcd
         muon_gradient, stateless_gradient = DTYPE_BYTES[bcd.muon_grad_dtype], DTYPE_BYTES[bcd.bcd_inactive_grad_dtype]
-        momentum = DTYPE_BYTES[bcd.muon_momentum_dtype] if self.is_muon else 0
+        momentum: float = DTYPE_BYTES[bcd.muon_momentum_dtype] if self.is_muon else 0
+        if self.steps_block_by_piece and not self.is_muon:
+            muon_gradient, momentum = self.budget.gradient, sum(MOMENT_BYTES[dtype] for dtype in self.budget.moments)
         low_bits = 2 if self.precision == "bf16" else 0
         total, updated, by_piece = Counter[str](), [], [0] * len(self.pieces)
+
+        def waits(tensor: Tensor) -> bool:  # for the end of the step
+            return tensor.is_active(block) and not self.steps_block_by_piece
+
         working_by_piece = list(by_piece)
         for tensor, is_owned in zip(matrices, is_owner, strict=True):
             is_active = tensor.is_active(block)
-            is_stepped = is_active and self.is_muon or tensor.is_stateless(block)
+            is_stepped = is_active and self._steps_matrix(tensor) or tensor.is_stateless(block)
             if is_stepped:
                 gradient = muon_gradient if is_active else stateless_gradient
-                pieces = () if is_active else self._open_pieces(tensor)
+                pieces = () if waits(tensor) else self._open_pieces(tensor)
                 total["gradients"] += gradient * tensor.size * (not pieces)
                 for piece in pieces:
                     by_piece[piece] += gradient * tensor.size
@@ -308,20 +337,22 @@ class ModelState:
             is_in_arena = (
                 self.is_breadth_first and self.bcd.bcd_layers_on != "device" and tensor.owned.layer is not None
             )
-            has_low_bits = self.is_muon if is_active else bool(tensor.owned.stateless_in) and not is_in_arena
-            total["state"] += (low_bits * has_low_bits + momentum * is_active) * tensor.size
+            has_low_bits = self._steps_matrix(tensor) if is_active else bool(tensor.owned.stateless_in)
+            if not is_in_arena or waits(tensor):
+                total["state"] += int((low_bits * has_low_bits + momentum * is_active) * tensor.size)
             has_factors = self._stateless_rule(tensor) == "factored" and bool(tensor.owned.stateless_in)
             total["state"] += 4 * tensor.num_factors * has_factors
             if not is_active and self.partition.has_active_block and bcd.bcd_optimizer_state == "host":
-                total["kept"] += momentum * tensor.size
+                total["kept"] += int(momentum * tensor.size)
             if is_stepped:
                 updated.append(tensor)
                 rule = self._stateless_rule(tensor)
-                total["traffic"] += 4 * (_MUON_PASSES if is_active else _STATELESS_PASSES[rule]) * tensor.size
-                if is_active or rule == "orthogonal":
+                passes = _MUON_PASSES if self.is_muon else ADAM_PASSES
+                total["traffic"] += 4 * (passes if is_active else _STATELESS_PASSES[rule]) * tensor.size
+                if self.is_muon if is_active else rule == "orthogonal":
                     total["orthogonalization"] += sum(newton_schulz_flops(*part) for part in tensor.parts)
         keys = [
-            (tensor.parts, is_active := tensor.is_active(block), () if is_active else self._open_pieces(tensor))
+            (tensor.parts, tensor.is_active(block), () if waits(tensor) else self._open_pieces(tensor))
             for tensor in updated
         ]
         for stack in matrix_stacks(keys, [tensor.size for tensor in updated]):
@@ -331,7 +362,9 @@ class ModelState:
             if by_form is _WORKING_BYTES["factored"] and len(first.parts) == 1:
                 size = min(size, ROWS_ELEMENTS)
             working = by_form[2 if len(first.parts) > 1 else len(stack) > 1] * size
-            if pieces := () if first.is_active(block) else self._open_pieces(first):
+            if self.steps_block_by_piece and not self.is_muon:
+                working = _PIECE_WORK * min(first.size, _LOW_BIT_CHUNK)
+            if pieces := () if waits(first) else self._open_pieces(first):
                 working_by_piece[pieces[0]] = max(working_by_piece[pieces[0]], int(working))
             else:
                 total["working"] = max(total["working"], int(working))

@@ -16,11 +16,8 @@ from megatron.bcd.pipeline.simulate import ActionCosts, simulate
 from megatron.bcd.planner.cost import pass_products
 from megatron.bcd.planner.memory import adapter_elements, recomputation
 from megatron.bcd.planner.recipe import LORA, Recipe
-from megatron.bcd.planner.state import MatrixShare
+from megatron.bcd.planner.state import ADAM_PASSES, MatrixShare
 
-_ADAM_PASSES = 11
-"""4-byte elements that a step reads or writes per parameter: the gradient for norm, clipping (2), step and zeroing; the
-weight (2); both moments (4)."""
 _SIMULATED_BLOCKS = 5
 _SIMULATED_ROUNDS = 3
 """Number of simulated microbatches per stage. The time of the others is extrapolated."""
@@ -197,6 +194,8 @@ def _breadth_first_costs(recipe: Recipe, block: int, update: float) -> ActionCos
         computing = num_backward * (layer_input + core * is_selective) + num_updated * layer
         copying = max(loads[1] * len(layers) + inputs, store * len(layers)) / speed
         waiting = copying - passes - number * computing - update * stages / len(state.pieces)
+        if recipe.config.clips_by_piece:  # updates wait for the norm, and load and store once more
+            waiting = max(0.0, waiting) + max(0.0, store * len(layers) / speed - update * stages / len(state.pieces))
         computing += passes / number + max(0.0, waiting) / number
         # all pieces but the last one repeat their forward pass
         backward.append(computing - (passes / number if virtual == last else forward[-1]))
@@ -208,16 +207,16 @@ def _breadth_first_costs(recipe: Recipe, block: int, update: float) -> ActionCos
 
 def copy_bytes(recipe: Recipe, stage: int, block: int) -> tuple[tuple[float, float], float]:
     """Return the bytes of a layer that breadth-first copies to the device in the forward and in the backward pass, and
-    back. They are means over the layers, of which the active ones are not copied. A rank copies its own low bits."""
+    back. They are means over the layers, of which the active ones are not copied. A rank copies its own state."""
     if not recipe.is_streamed:
         return (0.0, 0.0), 0.0
     layers = recipe.state.streamed[stage]
     share = layers.is_active[block].count(False) / len(layers.sizes)
-    elements, is_updated = share * layers.padded, recipe.config.bcd.bcd_inactive_update != "none"
-    weights, low_bits = recipe.bytes_per_element * elements, 0.0
-    if is_updated and recipe.precision == "bf16":
-        low_bits = 2 * elements / recipe.num_replicas
-    return (weights, weights + low_bits), (weights + low_bits) * is_updated
+    elements, config = share * layers.padded, recipe.config
+    weights = recipe.bytes_per_element * elements
+    updated = weights + recipe.state.layer_state_bytes * elements / recipe.num_replicas
+    is_updated = config.bcd.bcd_inactive_update != "none" or recipe.state.steps_block_by_piece
+    return (weights, weights if config.clips_by_piece else updated), updated * is_updated
 
 
 def _unhidden_seconds(
@@ -326,7 +325,7 @@ def _rough_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
 
 def _step_seconds(recipe: Recipe, stored: int, share: MatrixShare) -> float:
     """Return the time of Adam's step on `stored` elements, plus that of the rank's matrix steps."""
-    traffic = 4 * _ADAM_PASSES * stored + share.traffic
+    traffic = 4 * ADAM_PASSES * stored + share.traffic
     if recipe.method == "offload":
         return traffic / (1e9 * recipe.cluster.host_gb_per_s)
     return traffic / recipe.cluster.bytes_per_s + _orthogonalization_seconds(recipe, share)
