@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from support.pairwise import Combination, pairwise, thinned
 
 from megatron.bcd import trainer
 from megatron.bcd.checkpoint import layout
-from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer, NoMatrixOptimizer
+from megatron.bcd.model.builder import get_frozen_weights
+from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.pipeline import schedule
 from megatron.bcd.pipeline.breadth_first import BreadthFirstIteration
 
@@ -80,6 +81,18 @@ CASES += [dict(zip(("cut", *FACTORS), line.split("-"), strict=True)) for line in
 BREADTH_FIRST = {"bcd_schedule": "breadth-first"}
 
 
+STREAMED: dict[str, dict[str, Any]] = {
+    "clipped_adam": {"bcd_num_blocks": 1, "weight_decay": 0.1, "bcd_steps_per_block": None, "clip_grad": 0.5},
+}
+STREAMED["adam"] = STREAMED["clipped_adam"] | {"clip_grad": 0.0}
+STREAMED["adam16"] = STREAMED["adam"] | {"adam_moments_dtype": "bf16", "no_decoupled_weight_decay": True}
+STREAMED["adam8"] = STREAMED["adam"] | {"adam_moments_dtype": "int8", "no_use_distributed_optimizer": True}
+STREAMED["clipped_muon"] = STREAMED["clipped_adam"] | {"optimizer": "muon", "muon_momentum_dtype": "bf16"}
+STREAMED["muon"] = STREAMED["clipped_muon"] | {"clip_grad": 0.0}
+STREAMED["nesterov"] = STREAMED["muon"] | {"muon_use_nesterov": True, "muon_grad_dtype": "bf16"}
+"""Full training with one block, which streams on the host."""
+
+
 def config_of(case: dict[str, str], **more: Any) -> Any:
     """Return the configuration of a depth-first run on the device, or with `more` flags of any other run."""
     size, cut = CUTS[case["cut"]]
@@ -87,8 +100,8 @@ def config_of(case: dict[str, str], **more: Any) -> Any:
     flags |= {"global_batch_size": 4, "untie_embeddings_and_output_weights": True, "bcd_schedule": "bcd"} | cut
     flags |= {"eval_iters": 1, "eval_interval": 2, "train_iters": 4, "world_size": size}
     for name in ("method", "precision", "layout", "recompute"):
-        flags |= FACTORS[name][case.get(name, next(iter(FACTORS[name])))] if "method" in case else {}
-    flags |= FACTORS["precision"][case["precision"]]
+        choices = FACTORS[name] | (STREAMED if name == "method" else {})
+        flags |= choices[case.get(name, next(iter(choices)))]
     if "pipeline_model_parallel_size" in cut and more.get("bcd_schedule", "bcd") == "bcd":
         flags["num_virtual_stages_per_pipeline_rank"] = 6 // int(case.get("layers", "1"))  # the pieces are chunks
     return worlds.run_config(**flags | more)
@@ -96,22 +109,6 @@ def config_of(case: dict[str, str], **more: Any) -> Any:
 
 def breadth_first(case: Combination) -> dict[str, Any]:
     return BREADTH_FIRST | FACTORS["place"][case["place"]] | {"bcd_layers_per_pass": case["layers"]}
-
-
-STREAMED: dict[str, dict[str, Any]] = {
-    "muon": {"optimizer": "muon", "muon_momentum_dtype": "bf16"},
-    "nesterov": {"optimizer": "muon", "muon_use_nesterov": True, "muon_grad_dtype": "bf16"},
-    "adam": {},
-    "bf16": {"adam_moments_dtype": "bf16", "no_decoupled_weight_decay": True},
-    "int8": {"adam_moments_dtype": "int8", "use_distributed_optimizer": False},
-}
-
-
-def streamed_config(name: str, **more: Any) -> Any:
-    """Return the configuration of full training with one block, by default depth-first on the device."""
-    optimizer, cut, precision, clip = name.split("-")
-    flags = {"bcd_num_blocks": 1, "clip_grad": float(clip), "weight_decay": 0.1} | STREAMED[optimizer]
-    return config_of({"cut": cut, "precision": precision}, **flags | more)
 
 
 def tensors_of(world: World, folder: Path, iteration: int) -> dict[str, torch.Tensor]:
@@ -206,6 +203,9 @@ RESUMED = [
     ("overlap-factored-bf16", (SLICES, HOST, SLICES)),
     ("tensor-orthogonal-bf16", (HOST, SLICES, HOST)),
     ("tensor-pretrain-fp32", (SLICES, DEPTH, HOST)),
+    ("data-adam-bf16", (DEPTH, HOST, DEPTH)),
+    ("tensor-clipped_muon-bf16", (HOST, DEPTH, HOST)),
+    ("one-adam16-bf16", (HOST, HOST | {"bcd_layers_per_pass": 2}, DEPTH)),
 ]
 
 
@@ -217,11 +217,11 @@ def test_resumes_with_another_schedule_and_place(
     only one schedule or place reads."""
     case = dict(zip(("cut", "method", "precision"), name.split("-"), strict=True))
     world = (world1, world2)[CUTS[case["cut"]][0] - 1]
-    whole = world.run(resumed_runs.one_part, config_of(case, train_iters=6))
+    whole = world.run(resumed_runs.with_rounded_norm, config_of(case, train_iters=6))
     seen, load = [], None
     for number, flags in enumerate(parts):
         config = config_of(case, train_iters=6, save=tmp_path, load=load, exit_interval=2 * number + 2, **flags)
-        seen.append(world.run(resumed_runs.one_part, config))
+        seen.append(world.run(resumed_runs.with_rounded_norm, config))
         load = tmp_path
     for expected, *by_part in zip(whole, *seen, strict=True):
         assert [part["iteration"] for part in by_part] == [2, 4, 6]
@@ -303,37 +303,62 @@ def test_dropout_is_repeated(world1: World, world2: World, cut: str, numbers: li
         assert len(are_same) == number and all(are_same) and num_waiting == 0
 
 
-def one_part_with_rounded_norm(config: Any) -> dict[str, Any]:
-    """Return the outcome of a run that clips by a norm of three digits."""
-    patches = contextlib.ExitStack()
-    for optimizer in (MatrixOptimizer, NoMatrixOptimizer):
-        add_norm = optimizer.add_norm
-
-        def rounded(self: Any, norm: float, add_norm: Any = add_norm) -> tuple[float, bool]:
-            exact, is_finite = add_norm(self, norm)
-            return float(f"{exact:.3g}"), is_finite
-
-        patches.enter_context(mock.patch.object(optimizer, "add_norm", rounded))
-    with patches:
-        return resumed_runs.one_part(config)
+STREAMED_RUNS = """
+one-muon-fp32 data-muon-bf16 tensor-nesterov-bf16 one-adam-bf16 overlap-adam-bf16 tensor-adam-fp32 data-adam16-bf16
+one-adam8-fp32 one-clipped_muon-fp32 data-clipped_muon-bf16 data-clipped_adam-bf16 tensor-clipped_adam-fp32
+"""
 
 
-STREAM: dict[str, Any] = {"bcd_layers_on": "host", "bcd_schedule": None}
-STREAMED_RUNS = [
-    "muon-one-fp32-0", "muon-data-bf16-0", "nesterov-tensor-bf16-0", "adam-one-bf16-0", "adam-overlap-bf16-0",
-    "adam-tensor-fp32-0", "bf16-data-bf16-0", "int8-one-fp32-0",
-    "muon-one-fp32-1", "nesterov-data-bf16-1", "adam-data-bf16-1", "adam-tensor-fp32-1",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", STREAMED_RUNS)
+@pytest.mark.parametrize("name", STREAMED_RUNS.split())
 def test_full_training_by_streaming(world1: World, world2: World, tmp_path: Path, name: str) -> None:
     """State of another layer or step; a gradient in another precision, or of another step; main parameters that round
     otherwise than Megatron Core's; a checkpoint of other tensors. The parts of the norm add up in another order."""
-    world = (world1, world2)[CUTS[name.split("-")[1]][0] - 1]
+    case = dict(zip(("cut", "method", "precision"), name.split("-"), strict=True))
+    world = (world1, world2)[CUTS[case["cut"]][0] - 1]
     left, right = tmp_path / "depth", tmp_path / "breadth"
-    depth = world.run(one_part_with_rounded_norm, streamed_config(name, save=left))
-    breadth = world.run(one_part_with_rounded_norm, streamed_config(name, save=right, **STREAM))
+    depth = world.run(resumed_runs.with_rounded_norm, config_of(case, save=left))
+    breadth = world.run(resumed_runs.with_rounded_norm, config_of(case, save=right, **HOST | {"bcd_schedule": None}))
     for expected, other in zip(depth, breadth, strict=True):
         assert resumed_runs.differences(expected, [other]) == []
     assert worlds.same_bits(tensors_of(world1, left, 4), tensors_of(world1, right, 4)) == []
+
+
+def streamed_steps(config: Any) -> tuple[list[tuple[int, int]], list[float]]:
+    """Return by step the numbers of layers copied to the device and back since the start, and the gradient norms. Spoil
+    a gradient of layer 2 in the fourth step."""
+    counts: list[tuple[int, int]] = []
+
+    def before_step(run: worlds.RecordedRun) -> None:
+        step_piece, matrices = MatrixOptimizer.step_piece, run.active.matrices
+
+        def spoil_gradient(piece: int, **options: Any) -> None:
+            if piece == 2 and run.iteration == 3:
+                matrices.matrices["decoder.layers.2.mlp.linear_fc1.weight"].parameter.main_grad[0, 0] = math.inf  # type: ignore[attr-defined]
+            step_piece(matrices, piece, **options)
+
+        matrices.step_piece = spoil_gradient  # type: ignore[method-assign]
+
+    def after_step(run: worlds.RecordedRun) -> None:
+        frozen = get_frozen_weights(run.model)
+        counts.append((frozen.num_copies, frozen.num_write_backs))
+
+    with worlds.started(config, before_step=before_step, after_step=after_step) as run:
+        run.train()
+        return counts, [result["grad_norm"] for result in run.results]
+
+
+@pytest.mark.parametrize("method", ["adam", "clipped_adam"])
+def test_copies_and_norms_of_streamed_steps(world1: World, method: str) -> None:
+    """A layer that is copied for each microbatch, or twice in a pass; a norm that lacks a piece, or that counts a piece
+    which was skipped; a step that is clipped by a norm that is not finite."""
+    flags: dict[str, Any] = {"eval_iters": 0, "check_for_nan_in_loss_and_grad": True}
+    case = {"cut": "one", "method": method, "precision": "bf16"}
+    [(_, expected)] = world1.run(streamed_steps, config_of(case, **flags))
+    [(few, norms)] = world1.run(streamed_steps, config_of(case, **HOST, **flags))
+    [(many, _)] = world1.run(streamed_steps, config_of(case, **HOST, **flags, global_batch_size=8))
+    assert few == many
+    assert norms[0] == pytest.approx(expected[0], rel=1e-6)
+    steps = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(few)]
+    # six layers, of which three stay in buffers where passes turn; after the first step the switch is checked
+    assert steps == ([(9, 6), (6, 6), (6, 6)] if method == "adam" else [(12, 6), (12, 6), (9, 0)])
+    assert (norms[3] is None) == (method == "clipped_adam")

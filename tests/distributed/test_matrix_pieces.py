@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +52,11 @@ class Case:
             else None,
         )
         self.rule = MatrixRule(name=rule, scale=0.2, grad_dtype=grad_dtype, num_steps=5)
+        if rule == "momentum":
+            self.rule = replace(self.rule, name="orthogonal", momentum=0.9, nesterov=True)
+        elif rule == "adam":
+            adam = {"betas": (0.9, 0.99), "eps": 1e-8, "dtype": "fp32", "decoupled_weight_decay": True}
+            self.rule = replace(self.rule, adam=adam)
         self.overlaps = overlaps
 
     def random(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -98,14 +105,15 @@ class Case:
             while any(gradient() is not None for gradient in gradients):  # gloo's threads still hold some
                 assert time.monotonic() < deadline, "gradients outlive the step of their piece"
         self.optimizer.reduce_gradients()
-        assert self.optimizer.add_norm(0.0) == (0.0, True)
+        norm, is_finite = self.optimizer.add_norm(0.0)
+        assert is_finite and (0.0 < norm < math.inf) == self.rule.is_clipped
         self.optimizer.step()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return copies of weights, low bits and factors by name."""
         state = {name: weight.detach().clone() for name, weight in self.weights.items()}
         for name, matrix in self.optimizer.matrices.items():
-            for kind in ("low_bits", "factors"):
+            for kind in ("low_bits", "factors", "momentum_buffer", "exp_avg", "exp_avg_sq"):
                 if (tensor := matrix.get(kind)) is not None:
                     state[f"{name} {kind}"] = tensor.clone()
         return state
@@ -149,7 +157,7 @@ def stepped_both_ways(size: int, options: dict[str, Any]) -> tuple[bool, dict[st
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("rule", ["factored", "orthogonal"])
+@pytest.mark.parametrize("rule", ["factored", "orthogonal", "adam"])
 def test_pieces_step_as_a_whole(world1: World, world2: World, size: int, rule: str) -> None:
     """A piece is reduced or broadcast by half, steps with other factors or low bits, or keeps its gradients."""
     world = world1 if size == 1 else world2
@@ -212,9 +220,9 @@ def stepped_with_inf(rule: str) -> tuple[list[bool], int, bool]:
         return [layer[0] for layer in changed], skipped, case.optimizer.skipped() == 0
 
 
-@pytest.mark.parametrize("rule", ["factored", "orthogonal"])
+@pytest.mark.parametrize("rule", ["factored", "orthogonal", "momentum", "adam"])
 def test_a_piece_that_is_not_finite_stays(world2: World, rule: str) -> None:
-    """A rank steps a piece that another one skips; decay or factors of a skipped piece change; all pieces are skipped;
+    """A rank steps a piece that another one skips; decay or state of a skipped piece change; all pieces are skipped;
     the count is a sum over ranks, or of all steps."""
     assert world2.run(stepped_with_inf, rule) == [([True, False, True], 1, True)] * 2
 

@@ -23,6 +23,9 @@ CASES: dict[str, dict[str, Any]] = {
         "pipeline_model_parallel_size": 2,
         "num_virtual_stages_per_pipeline_rank": 2,
     },
+    "full muon": {"bcd_num_blocks": 1, "optimizer": "muon", "clip_grad": 0.0},
+    "full adam, clipped": {"bcd_num_blocks": 1, "clip_grad": 0.5},
+    "full adam, bf16": {"bcd_num_blocks": 1, "clip_grad": 0.0, "adam_moments_dtype": "bf16"},
 }
 
 
@@ -34,17 +37,17 @@ def config_of(case: str, **more: Any) -> Any:
 
 
 def run(config: Any, *, is_mutant: bool = False) -> dict[str, Any]:
-    """Run `resumed_runs.one_part`; the mutant computes without waiting for copies to the device."""
+    """Run `resumed_runs.with_rounded_norm`; the mutant computes without waiting for copies to the device."""
     broken = mock.patch.object(device.CopyStream, "wait", lambda *_: None)
     with broken if is_mutant else contextlib.nullcontext():
-        return resumed_runs.one_part(config)
+        return resumed_runs.with_rounded_norm(config)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_late_is_the_same(late: Worlds, gpus: Worlds, case: str) -> None:
     """An update that reads a gradient before it is reduced or a weight before its copy; weights that are broadcast, or
-    copied to host memory, before they are updated; a gradient whose memory is used again too early; a graph that
-    outlives its phase, with hooks of the last optimizer."""
+    copied to host memory, before they are updated; a gradient that is loaded before it is in host memory, or whose
+    memory is used again too early; a graph that outlives its phase, with hooks of the last optimizer."""
     depth = gpus(2).run(run, config_of(case))
     for expected, other in zip(depth, late(2).run(run, config_of(case, **HOST)), strict=True):
         assert resumed_runs.differences(expected, [other]) == []

@@ -53,6 +53,11 @@ BAD_RUNS = {
 --bcd-inactive-update orthogonal --bcd-num-blocks 1
 --bcd-layers-on host --bcd-inactive-update orthogonal --bcd-schedule bcd
 --bcd-layers-on host --bcd-num-blocks 1 --bcd-schedule bcd
+--optimizer sgd --bcd-layers-on host --bcd-num-blocks 1
+--lighthouse host:1 --bcd-layers-on host --bcd-num-blocks 1
+--fp16 --bcd-layers-on host --bcd-num-blocks 1
+--optimizer-cpu-offload --bcd-layers-on host --bcd-num-blocks 1
+--exp-avg-dtype bf16 --bf16 --use-precision-aware-optimizer --bcd-layers-on host --bcd-num-blocks 1
 --bcd-schedule breadth-first --fp16
 --bcd-schedule breadth-first --fp8-format hybrid --bf16
 --bcd-schedule breadth-first --bcd-order greedy
@@ -111,6 +116,7 @@ BAD_RUNS = {
 --num-virtual-stages-per-pipeline-rank 0
 """,
     2: """
+--pipeline-model-parallel-size 2 --bcd-layers-on host --bcd-num-blocks 1 --num-layers 4
 --ffn-hidden-size 5 --tensor-model-parallel-size 2
 --seq-length 34 --context-parallel-size 2
 --seq-length 31 --sequence-parallel --tensor-model-parallel-size 2

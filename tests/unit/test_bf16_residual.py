@@ -62,3 +62,21 @@ def test_split_loses_no_bit(values: list[float]) -> None:
     assert torch.equal(bf16.join(weight, low_bits).view(torch.int32), value.view(torch.int32))
     spacing = (weight.float().abs() * 2**-8).clamp(min=2.0**-133)
     assert ((weight.float() - value).abs() <= spacing).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_split_with_a_second_moment_rounds_like_torch(dtype: torch.dtype) -> None:
+    """A half above an even weight that comes back below it; a second moment that changes; a half that is lost in 8 bits
+    by more than one fp32 step."""
+    bits = torch.randint(-(2**31), 2**31, (10_000,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    bits[::2] = (bits[::2] & -0x10000) | 0x8000
+    value = bits.view(torch.float32)
+    value = value[value.abs() < 2.0**120]
+    weight, low_bits = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16)
+    squares = (torch.arange(len(value)) % 5).to(dtype)
+    marked = squares.clone()
+    bf16.split(value, weight=weight, low_bits=low_bits, squares=marked)
+    assert torch.equal(weight, value.to(torch.bfloat16))
+    assert torch.equal(marked.abs() if marked.is_floating_point() else marked, squares)
+    difference = bf16.join(weight, low_bits, marked).view(torch.int32) - value.view(torch.int32)
+    assert set(difference.unique().tolist()) == ({0} if marked.is_floating_point() else {-1, 0})

@@ -67,7 +67,8 @@ def check_order(shape: PlanShape) -> None:
 def _check_stage(plan: Plan, stage: int) -> Iterator[Message]:
     """Check one stage. Yield the messages that it sends."""
     shape, actions = plan.shape, plan.stages[stage]
-    forward, graphs, gradients, updated, is_loss_known = set(), set(), set(), set(), False
+    forward, graphs, gradients, updated, is_loss_known, has_norm = set(), set(), set(), set(), False, False
+    on_stage = [virtual for virtual in range(shape.num_virtual) if shape.stage_of(virtual) == stage]
     arrived: set[Message] = set()
 
     def has(source: int, target: int, microbatch: int) -> bool:
@@ -102,16 +103,21 @@ def _check_stage(plan: Plan, stage: int) -> Iterator[Message]:
         elif action.kind is Kind.LOSS:
             is_loss_known = all((shape.last, number) in gradients for number in range(shape.num_microbatches))
             assert is_loss_known
+        elif action.kind is Kind.NORM:
+            assert updated == {virtual for virtual in on_stage if shape.updated[virtual]} and shape.clips_by_piece
+            updated.clear()
+            has_norm = True
         else:
-            assert action.kind is Kind.UPDATE and is_loss_known and virtual not in updated
+            assert action.kind is (Kind.KEEP if shape.clips_by_piece and not has_norm else Kind.UPDATE)
+            assert is_loss_known and virtual not in updated
             assert all((virtual, number) in gradients for number in range(shape.num_microbatches))
             updated.add(virtual)
-    on_stage = [virtual for virtual in range(shape.num_virtual) if shape.stage_of(virtual) == stage]
     trainable = [virtual for virtual in on_stage if virtual >= shape.first_trainable]
     microbatches = range(shape.num_microbatches)
     assert forward == set(itertools.product(on_stage, microbatches))
     assert gradients == set(itertools.product(trainable, microbatches))
     assert updated == {virtual for virtual in trainable if shape.updated[virtual]} and not graphs
+    assert has_norm == (shape.clips_by_piece and shape.is_training)
     assert peak_graphs(actions) == bool(trainable), "activations of one microbatch at a time"
 
 
@@ -120,6 +126,16 @@ def _check_stage(plan: Plan, stage: int) -> Iterator[Message]:
 def test_order(case: str, layers_per_pass: int) -> None:
     """Bug: a pass is missing, comes twice or too early, or an update precedes a gradient or the loss."""
     check_order(_shape(case, layers_per_pass))
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_order_of_a_single_block(clips: bool) -> None:
+    """Bug: a piece of the block is not updated, or before the norm of all gradients is known."""
+    whole = _partition(num_blocks=1)
+    by_piece = {"steps_block_by_piece": True, "clips_by_piece": clips}
+    shape = breadth_first_shape(whole, 0, virtual_pieces(whole, 2), num_microbatches=4, **by_piece)
+    assert all(shape.updated)
+    check_order(shape)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])

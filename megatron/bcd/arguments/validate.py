@@ -477,13 +477,13 @@ def _check_places(run: Run, partition: Partition) -> None:
     if run.bcd_layers_on == "device":
         return
     flag, rule = f"--bcd-layers-on {run.bcd_layers_on}", run.bcd_inactive_update
-    is_whole = partition.num_blocks == 1 and partition.has_active_block
+    is_streamed = run.bcd_num_blocks == 1 and run.bcd_schedule == "breadth-first"
     require(
-        run.bcd_layers_on == "auto" or not is_whole or run.bcd_schedule == "breadth-first",
+        run.bcd_layers_on == "auto" or partition.num_blocks > 1 or not partition.has_active_block or is_streamed,
         f"{flag}: with --bcd-schedule {run.bcd_schedule} the layers of the only block stay on the device. Give "
         "--bcd-schedule breadth-first, --bcd-num-blocks 2 or more, or 0 with --bcd-inactive-update.",
     )
-    if is_whole and run.bcd_schedule == "breadth-first":
+    if is_streamed:
         _check_streamed(run, flag)
     require(
         rule == "none" or run.bcd_schedule == "breadth-first",
@@ -494,16 +494,13 @@ def _check_places(run: Run, partition: Partition) -> None:
 
 def _check_streamed(run: Run, flag: str) -> None:
     """Check a run that steps all layers in host memory with the block's optimizer."""
-    whole = f"{flag} with all layers in one block"
-    stages, moments = run.pipeline_model_parallel_size, {run.exp_avg_dtype, run.exp_avg_sq_dtype}
-    for is_supported, problem in (
-        (stages == 1, f"--pipeline-model-parallel-size {stages}: {whole} supports one stage. Give 1."),
-        (run.bcd_num_blocks == 1, f"--bcd-layout {run.bcd_layout}: {whole} needs --bcd-num-blocks 1. Give it."),
-        (run.optimizer != "sgd", f"--optimizer sgd: {whole} supports adam and muon. Give one of them."),
-        (run.lighthouse is None, f"--lighthouse {run.lighthouse}: {whole} has no replica groups. Leave it out."),
-        (moments == {"fp32"}, f"--exp-avg-dtype: {whole} does not use it. Give --adam-moments-dtype bf16 or int8."),
+    for flag_given, is_given, remedy in (
+        ("--pipeline-model-parallel-size", run.pipeline_model_parallel_size > 1, "Give 1"),
+        ("--optimizer sgd", run.optimizer == "sgd", "Give adam or muon"),
+        ("--lighthouse", run.lighthouse is not None, "Leave it out"),
+        ("--exp-avg-dtype", {run.exp_avg_dtype, run.exp_avg_sq_dtype} != {"fp32"}, "Give --adam-moments-dtype"),
     ):
-        require(is_supported, problem)
+        require(not is_given, f"{flag_given} is not supported by {flag} --bcd-num-blocks 1. {remedy}.")
 
 
 def _check_breadth_first(run: Run, partition: Partition, given: Mapping[str, Any]) -> None:

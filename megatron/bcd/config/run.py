@@ -201,7 +201,9 @@ class RunConfig:
 
     @property
     def main_grad_dtype(self) -> str:
-        """Precision in which gradients of the block add up, except Muon's."""
+        """Precision in which gradients of the block add up."""
+        if self.is_muon:
+            return self.bcd.muon_grad_dtype
         return "fp32" if self.precision == "fp32" or self.ddp.grad_reduce_in_fp32 else "bf16"
 
     @property
@@ -209,13 +211,13 @@ class RunConfig:
         """What is in host memory with each matrix, beside low bits: its precision, and how many elements share one."""
         if not (self.steps_block_by_piece and self.bcd.bcd_layers_on == "host"):
             return {}
-        dtype, grad_dtype = self.training.adam_moments_dtype, self.main_grad_dtype
+        dtype = self.training.adam_moments_dtype
         state = {"exp_avg": (dtype, 1), "exp_avg_sq": ("uint8" if dtype == "int8" else dtype, 1)}
         if self.is_muon:
-            state, grad_dtype = {"momentum_buffer": (self.bcd.muon_momentum_dtype, 1)}, self.bcd.muon_grad_dtype
+            state = {"momentum_buffer": (self.bcd.muon_momentum_dtype, 1)}
         elif dtype == "int8":
             state |= {"exp_avg_scale": ("fp32", 256), "exp_avg_sq_scale": ("fp32", 256)}
-        return state | ({"gradient": (grad_dtype, 1)} if self.clips_by_piece else {})
+        return state | ({"gradient": (self.main_grad_dtype, 1)} if self.clips_by_piece else {})
 
     @property
     def has_embedding_on_host(self) -> bool:

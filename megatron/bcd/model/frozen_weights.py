@@ -201,8 +201,8 @@ class FrozenWeights:
 
     def _state_sizes(self, parameter: torch.nn.Parameter) -> dict[str, int]:
         """Return the bytes of each kind of a parameter's state."""
-        entries = {kind: -(-parameter.numel() // shared) for kind, (_, shared) in self._kinds.items()}
-        return {kind: _aligned(entries[kind]) * dtype.itemsize for kind, (dtype, _) in self._kinds.items()}
+        size = parameter.numel()
+        return {kind: _aligned(-(-size // shared)) * each.itemsize for kind, (each, shared) in self._kinds.items()}
 
     def _views(self, parameter: torch.nn.Parameter, flat: torch.Tensor) -> State:
         """Return a parameter's state by kind, given its bytes."""

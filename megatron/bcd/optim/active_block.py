@@ -72,6 +72,8 @@ class ActiveBlock:
         self.matrices = build_matrix_optimizer(
             config, model, self.parameters.matrices(), places=self._frozen_weights.places
         )
+        if config.clips_by_piece:
+            self.matrices.keep = self._frozen_weights.keep_gradient
         if config.bcd.bcd_inactive_update != "none" or config.steps_block_by_piece:
             owned = [matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner]
             self._frozen_weights.set_owned(owned)
@@ -84,8 +86,7 @@ class ActiveBlock:
             self.virtual_pieces = virtual_pieces(partition, config.bcd.bcd_layers_per_pass)
         self.owners: tuple[StateOwner, ...] = (self.core, self.matrices)
         """All that steps parameters and owns their state."""
-        self._norm: float | None = None
-        """What `step` returns."""
+        self._norm: float | None = None  # what `step` returns
         self.skipped_layers = 0
         """Number of layers that the last step left as they were, because their gradients were not finite."""
         self.outer_momenta: dict[str, torch.Tensor] = {}
@@ -301,16 +302,12 @@ class ActiveBlock:
         self._frozen_weights.prefetch(self.pieces[piece], with_state=is_backward and not self.config.clips_by_piece)
 
     def update_piece(self, piece: int, *, gradient_scale: float) -> None:
-        """Step the matrices of a piece that are stepped by piece, and free their gradients. A collective.
-
-        If they are clipped, their gradients wait in host memory for `update_clipped`.
-        """
+        """Step what is stepped by piece, or keep what waits for `update_clipped`, and free gradients. A collective."""
         self.matrices.step_piece(
             piece,
             num_layers=len(self.pieces[piece]),
             gradient_scale=gradient_scale,
             skip_non_finite=self.config.training.check_for_nan_in_loss_and_grad,
-            keep=self._frozen_weights.keep_gradient if self.config.clips_by_piece else None,
         )
         if not self.config.clips_by_piece:
             self._frozen_weights.write_back(self.pieces[piece])
@@ -320,8 +317,7 @@ class ActiveBlock:
         self._compute_norm(skip_non_finite=self.config.training.check_for_nan_in_loss_and_grad)
         for piece, coming in zip(pieces, [*pieces[1:], None], strict=True) if self._norm is not None else ():
             self._frozen_weights.load(self.pieces[piece], with_state=True)
-            if coming is not None:
-                self._frozen_weights.prefetch(self.pieces[coming], with_state=True)
+            self._frozen_weights.prefetch(() if coming is None else self.pieces[coming], with_state=True)
             self.matrices.open_piece(piece, self._frozen_weights.state, is_kept=True)
             self.matrices.step_kept_piece(piece, norm=self._norm)
             self._frozen_weights.write_back(self.pieces[piece])

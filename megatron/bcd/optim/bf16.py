@@ -10,8 +10,8 @@ rounding (NaN loses its payload). Exceptions are stored with all bits and their 
 `join` and `split`, on the device, are for weights that round halves away from zero. Then the bits differ by -0x8000 to
 +0x7fff, which fits without exceptions. Values must be finite.
 
-`join_even` and `split_even` are for Adam, whose weights round halves to even. Halves on both sides of an even weight
-have the same low bits. The sign of the second moment, which is never negative, marks halves above the weight. A second
+With `squares` weights round halves to even, like Megatron Core's. Halves on both sides of an even weight have
+the same low bits, so the sign of Adam's second moment, which is never negative, marks those above the weight. A second
 moment in 8 bits has no sign: such a half becomes one fp32 step less.
 """
 
@@ -88,46 +88,33 @@ def _upper(weight: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def join(weight: torch.Tensor, low_bits: torch.Tensor) -> torch.Tensor:
+def join(weight: torch.Tensor, low_bits: torch.Tensor, squares: torch.Tensor | None = None) -> torch.Tensor:
     """Return the fp32 value of a bf16 weight and its int16 low bits, in the same shape."""
     value = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     low, high = _halves(value)
     low.copy_(low_bits)
-    torch.add(weight.view(torch.int16), low_bits >> 15, out=high)
+    torch.add(weight.view(torch.int16), low_bits >> 15, out=high)  # a half is below the weight
+    if squares is not None and squares.is_floating_point():
+        high.add_(torch.signbit(squares))
     return value
 
 
 @torch.no_grad()
-def split(value: torch.Tensor, *, weight: torch.Tensor, low_bits: torch.Tensor | None) -> None:
-    """Write fp32 `value` into `weight` (bf16) and `low_bits` (int16); None drops the low bits."""
+def split(
+    value: torch.Tensor, *, weight: torch.Tensor, low_bits: torch.Tensor | None, squares: torch.Tensor | None = None
+) -> None:
+    """Write fp32 `value` into `weight` (bf16), `low_bits` (int16; None drops them) and signs of the second moment."""
     low, high = _halves(value.contiguous())
     torch.sub(high, low >> 15, out=weight.view(torch.int16))
     if low_bits is not None:
         low_bits.copy_(low)
-
-
-@torch.no_grad()
-def join_even(weight: torch.Tensor, low_bits: torch.Tensor, second_moment: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 value that `split_even` wrote. The signs stay."""
-    value = join(weight, low_bits)
-    if second_moment.is_floating_point():  # `join` puts every half below its weight
-        value.view(torch.int32).add_(torch.signbit(second_moment).to(torch.int32) << 16)
-    return value
-
-
-@torch.no_grad()
-def split_even(
-    value: torch.Tensor, *, weight: torch.Tensor, low_bits: torch.Tensor, second_moment: torch.Tensor
-) -> None:
-    """Write fp32 `value` into `weight` (bf16), `low_bits` (int16) and the signs of the second moment."""
-    low, high = _halves(value.contiguous())
-    weight.copy_(value)
-    low_bits.copy_(low)
-    is_above = (low == -0x8000) & (weight.view(torch.int16) == high)
-    if second_moment.is_floating_point():
-        second_moment.copy_(torch.where(is_above, -second_moment, second_moment))
-    else:
-        low_bits.masked_fill_(is_above, 0x7FFF)
+    if low_bits is not None and squares is not None:
+        weight.copy_(value)
+        is_above = (low == -0x8000) & (weight.view(torch.int16) == high)
+        if squares.is_floating_point():
+            squares.copy_(torch.where(is_above, -squares, squares))
+        else:
+            low_bits.masked_fill_(is_above, 0x7FFF)
 
 
 def _halves(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

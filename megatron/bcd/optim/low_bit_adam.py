@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -210,28 +210,27 @@ class LowBitAdam(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state.update(zeros(parameter.numel(), self.dtype, parameter.device))
-        weights, gradients = parameter.view(-1), parameter.grad.reshape(-1)
-        chunk, first = chunk_size(parameter.device), self._starts.get(parameter, 0)
-        for start in range(0, weights.numel(), chunk):
-            weight, gradient = weights[start : start + chunk], gradients[start : start + chunk].float()
-            moments = part_of(state, start, start + weight.numel())
-            settings = group | {"decoupled_weight_decay": self._is_decoupled}
-            step_part(weight, gradient, moments, settings, first=first + start)
+        settings = group | {"decoupled_weight_decay": self._is_decoupled}
+        first = self._starts.get(parameter, 0)
+        for start, weight, gradient, part in parts(parameter.view(-1), parameter.grad.reshape(-1), state):
+            step_part(weight, gradient, part, settings, first=first + start)
 
 
-def part_of(state: Mapping[str, torch.Tensor], start: int, end: int) -> dict[str, torch.Tensor]:
-    """Return views of the entries of elements `start`, a multiple of BLOCK, to `end`."""
-    scales = slice(start // BLOCK, -(-end // BLOCK))
-    return {name: flat[scales if name.endswith(SCALE) else slice(start, end)] for name, flat in state.items()}
+def parts(weight: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Iterator[Any]:
+    """Yield the start, the weights, the gradients in fp32 and the entries of the state of elements to step at once."""
+    size = chunk_size(weight.device)
+    for start in range(0, weight.numel(), size):
+        some, scales = slice(start, start + size), slice(start // BLOCK, (start + size) // BLOCK)
+        part = {name: flat[scales if name.endswith(SCALE) else some] for name, flat in state.items()}
+        yield start, weight[some], gradient[some].float(), part
 
 
 def step_part(
     weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], *, first: int
 ) -> None:
-    """Step fp32 weights and the entries of their moments. With moments in fp32, this is PyTorch's Adam.
+    """Step fp32 weights and the entries of their moments; with moments in fp32 by PyTorch's Adam.
 
-    `first` is the index of the first element in the whole parameter. `group` has PyTorch's settings, and `step`, the
-    number of this step.
+    `first` is the first element's index in the whole parameter. `group` has settings, and `step`, this step's number.
     """
     lr, eps, weight_decay, (beta1, beta2) = (group[name] for name in ("lr", "eps", "weight_decay", "betas"))
     is_decoupled = group["decoupled_weight_decay"]

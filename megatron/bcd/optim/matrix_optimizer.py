@@ -150,9 +150,7 @@ class Matrix:
         weight, low_bits, squares = self.parameter.detach(), self.get(LOW_BITS), self.get("exp_avg_sq")
         if low_bits is None:  # this optimizer has not stepped it yet
             return lambda: weight.float().view(-1)
-        if squares is not None:
-            return lambda: bf16.join_even(weight, low_bits, squares).view(-1)
-        return lambda: bf16.join(weight, low_bits.to(weight.device)).view(-1)
+        return lambda: bf16.join(weight, low_bits.to(weight.device), squares).view(-1)
 
     def adam_state(self, *names: str) -> State:
         """Return the owner's entries of Adam's moments, or of some, flat."""
@@ -162,7 +160,7 @@ class Matrix:
     def read_moment(self, name: str) -> torch.Tensor:
         """Return one of the owner's moments, flat, in fp32."""
         moment = low_bit_adam.decode(self.adam_state(name))[name]
-        return moment.abs() if name == "exp_avg_sq" else moment  # without the signs of `split_even`
+        return moment.abs() if name == "exp_avg_sq" else moment  # without the signs of `bf16.split`
 
 
 class Stack:
@@ -188,6 +186,8 @@ class Stack:
         self.is_reduced_late = self.is_shared or self.is_partial
         """Whether the reduction must not start with the last microbatch's gradient, because more are to come."""
         self._reduction: torch.distributed.Work | None = None
+        self.is_skipped: torch.Tensor | None = None
+        """On the device: whether the update leaves weights and state as they are. None if it does not."""
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -326,6 +326,8 @@ class MatrixOptimizer(StateOwner):
         """Number of layers that were not stepped since the last `zero_grad`, on the device."""
         self._piece_squares: list[torch.Tensor] = []
         """Sums of squares of this rank's clipped gradients by piece since the last `zero_grad`, on the device."""
+        self.keep: Callable[[torch.nn.Parameter, torch.Tensor], None] | None = None
+        """Copies a clipped gradient of a piece to host memory."""
         self.num_steps = 0
         """Number of Adam's steps, with those of pieces that were skipped."""
         self._streamed: Container[torch.nn.Parameter] = ()
@@ -577,9 +579,8 @@ class MatrixOptimizer(StateOwner):
     ) -> None:
         """Allocate the gradients of a piece's matrices. Its backward passes follow.
 
-        `state` returns the state of a streamed parameter on the device, which `step_piece` writes in place. A tied
-        embedding opens with the first piece that runs backward, which has the head. With `is_kept`, `step_kept_piece`
-        follows: the state has the gradients.
+        `state` returns the state of a streamed parameter, which the step writes in place. A tied embedding opens with
+        the first piece that runs backward, which has the head. With `is_kept`, the state has the gradients.
         """
         for part in self._kept_parts(piece) if is_kept else self._parts(piece):
             if part.stacks:
@@ -597,19 +598,12 @@ class MatrixOptimizer(StateOwner):
 
     @torch.no_grad()
     def step_piece(
-        self,
-        piece: int,
-        *,
-        num_layers: int = 1,
-        gradient_scale: float = 1.0,
-        skip_non_finite: bool = True,
-        keep: Callable[[torch.nn.Parameter, torch.Tensor], None] | None = None,
+        self, piece: int, *, num_layers: int = 1, gradient_scale: float = 1.0, skip_non_finite: bool = True
     ) -> None:
         """Step the matrices of a piece of `num_layers` layers and free their gradients. A collective over the stage.
 
         With `skip_non_finite` the weights and state of the piece stay as they were, bit for bit, if a gradient is not
-        finite on any rank. The CPU waits for nothing. With `keep`, which copies a gradient to host memory, gradients
-        that are clipped wait for `step_kept_piece`.
+        finite on any rank. The CPU waits for nothing. With `keep` clipped gradients wait for `step_kept_piece`.
         """
         parts = self._pieces.get(piece, [])
         by_stack = [(stack, part.param_group) for part in parts for stack in part.stacks]
@@ -627,9 +621,9 @@ class MatrixOptimizer(StateOwner):
         if clipped:
             counted = [stack.gradient for stack, _ in clipped if not _is_copy(stack)]
             self._piece_squares.append(_sum_of_squares(counted))
-        if keep is not None:
+        if self.keep is not None:
             for matrix in (matrix for stack, _ in clipped for matrix in stack.matrices):
-                keep(matrix.parameter, matrix.parameter.main_grad)  # type: ignore[attr-defined]
+                self.keep(matrix.parameter, matrix.parameter.main_grad)  # type: ignore[attr-defined]
             owned = [(stack, group) for stack, group in owned if not group["rule"].is_clipped]
             by_stack = [(stack, group) for stack, group in by_stack if not group["rule"].is_clipped]
         if by_stack:
@@ -637,12 +631,11 @@ class MatrixOptimizer(StateOwner):
             torch.distributed.all_reduce(squares, group=self._stage_group)
             is_skipped = torch.isfinite(squares).logical_not_()
             self._skipped.add_(is_skipped & skip_non_finite, alpha=num_layers)
-            if clipped and keep is None:
+            if clipped and self.keep is None:
                 self._piece_squares[-1].masked_fill_(is_skipped & skip_non_finite, 0.0)
             for stack, group in owned:
-                self._update(
-                    stack, group, gradient_scale=gradient_scale, is_skipped=is_skipped if skip_non_finite else None
-                )
+                stack.is_skipped = is_skipped if skip_non_finite else None
+                self._update(stack, group, gradient_scale=gradient_scale)
             self._broadcast(stack for stack, _ in by_stack)
         self._close(parts)
 
@@ -713,32 +706,23 @@ class MatrixOptimizer(StateOwner):
             _write_back(weights, stack.weights)
 
     def _update(
-        self,
-        stack: Stack,
-        group: Mapping[str, Any],
-        *,
-        clip_coefficient: float = 1.0,
-        gradient_scale: float,
-        is_skipped: torch.Tensor | None = None,
+        self, stack: Stack, group: Mapping[str, Any], *, clip_coefficient: float = 1.0, gradient_scale: float
     ) -> None:
         """Compute the new weights and state of a stack on its owner.
 
-        If `is_skipped` is given and true, weights and state keep their bits: the gradient becomes zero and the decay 1,
-        so nothing is added, and factors and momenta are restored. The CPU does not know it, because it would have to
-        wait.
+        If `is_skipped` is true, weights and state keep their bits: the gradient becomes zero and the decay 1,
+        so nothing is added, and other state is restored. The CPU does not know it, because it would have to wait.
         """
         rule: MatrixRule = group["rule"]
+        is_skipped = stack.is_skipped
         if rule.name == update_rules.ADAM:
-            self._step_adam(stack, group, clip_coefficient, is_skipped)
-            return
+            return self._step_adam(stack, group, clip_coefficient)
         decay: float | torch.Tensor = 1.0 - group["lr"] * group["weight_decay"]
         if is_skipped is not None:
             stack.gradient.masked_fill_(is_skipped, 0.0)
             decay = torch.full_like(is_skipped, decay, dtype=torch.float32).masked_fill_(is_skipped, 1.0)
         rate = group["lr"] * rule.scale
-        update = None
-        if rule.name != update_rules.FACTORED:
-            update = self._orthogonal(stack, rule, clip_coefficient, is_skipped)
+        update = None if rule.name == update_rules.FACTORED else self._orthogonal(stack, rule, clip_coefficient)
         weights, low_bits = _join(stack.weights), stack.state(LOW_BITS)
         bits = _join(low_bits) if low_bits else None
 
@@ -747,7 +731,7 @@ class MatrixOptimizer(StateOwner):
 
         rows = [slice(None)] if update is not None else update_rules.rows_at_once(stack.gradient, stack.layout)
         value: torch.Tensor | None = load(rows[0])  # before a factored direction, because it takes temporary memory
-        direction = self._factored_direction(stack, gradient_scale, is_skipped) if update is None else None
+        direction = self._factored_direction(stack, gradient_scale) if update is None else None
         for some in rows:
             value = (load(some) if value is None else value).mul_(decay)
             if direction is None:
@@ -761,9 +745,7 @@ class MatrixOptimizer(StateOwner):
             _write_back(bits, low_bits)
         _write_back(weights, stack.weights)
 
-    def _factored_direction(
-        self, stack: Stack, gradient_scale: float, is_skipped: torch.Tensor | None
-    ) -> update_rules.FactoredDirection:
+    def _factored_direction(self, stack: Stack, gradient_scale: float) -> update_rules.FactoredDirection:
         """Return the directions of a stack, and update its means unless it is skipped.
 
         The number of steps counts a skipped one too, so it stays the same for all matrices of a checkpoint's group.
@@ -771,59 +753,51 @@ class MatrixOptimizer(StateOwner):
         by_matrix = stack.state(FACTORS)
         factors = _join(by_matrix)
         means = factors[:, :-1]
-        before = None if is_skipped is None else means.clone()
+        before = None if stack.is_skipped is None else means.clone()
         direction = update_rules.FactoredDirection(stack.gradient, factors, stack.layout, gradient_scale=gradient_scale)
-        if is_skipped is not None:
-            torch.where(is_skipped, before, means, out=means)
+        if stack.is_skipped is not None:
+            torch.where(stack.is_skipped, before, means, out=means)
         _write_back(factors, by_matrix)
         return direction
 
-    def _step_adam(
-        self, stack: Stack, group: Mapping[str, Any], clip_coefficient: float, is_skipped: torch.Tensor | None
-    ) -> None:
+    def _step_adam(self, stack: Stack, group: Mapping[str, Any], clip_coefficient: float) -> None:
         """Step the matrices of a stack with Adam, some elements at a time, which bounds temporary memory."""
         settings = {**group["rule"].adam, "lr": group["lr"], "weight_decay": group["weight_decay"]}
         settings["step"] = self.num_steps + 1
         for matrix, gradients in zip(stack.matrices, stack.gradient, strict=True):
-            weights, state, low_bits = matrix.parameter.data.view(-1), matrix.adam_state(), matrix.state.get(LOW_BITS)
-            size = low_bit_adam.chunk_size(weights.device)
-            for start in range(0, weights.numel(), size):
-                weight, gradient = weights[start : start + size], gradients.view(-1)[start : start + size].float()
+            state = {kind: tensor.view(-1) for kind, tensor in matrix.state.items() if kind != GRADIENT}
+            parts = low_bit_adam.parts(matrix.parameter.data.view(-1), gradients.view(-1), state)
+            for start, weight, gradient, part in parts:
                 if clip_coefficient < 1.0:
                     gradient = gradient * clip_coefficient
-                part = low_bit_adam.part_of(state, start, start + weight.numel())
-                bits = None if low_bits is None else low_bits.view(-1)[start : start + size]
-                written = [weight, *part.values(), *([] if bits is None else [bits])]
-                before = [] if is_skipped is None else [tensor.clone() for tensor in written]
-                value = weight if bits is None else bf16.join_even(weight, bits, part["exp_avg_sq"])
-                if part["exp_avg_sq"].is_floating_point():
-                    part["exp_avg_sq"].abs_()
+                written, squares, bits = [weight, *part.values()], part["exp_avg_sq"], part.get(LOW_BITS)
+                before = [] if stack.is_skipped is None else [tensor.clone() for tensor in written]
+                value = weight if bits is None else bf16.join(weight, bits, squares)
+                if squares.is_floating_point():
+                    squares.abs_()
                 low_bit_adam.step_part(value, gradient, part, settings, first=start)
                 if bits is not None:
-                    bf16.split_even(value, weight=weight, low_bits=bits, second_moment=part["exp_avg_sq"])
+                    bf16.split(value, weight=weight, low_bits=bits, squares=squares)
                 for tensor, old in zip(written, before, strict=False):
-                    torch.where(is_skipped, old, tensor, out=tensor)  # type: ignore[call-overload]
+                    torch.where(stack.is_skipped, old, tensor, out=tensor)  # type: ignore[call-overload]
 
-    def _orthogonal(
-        self, stack: Stack, rule: MatrixRule, clip_coefficient: float, is_skipped: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _orthogonal(self, stack: Stack, rule: MatrixRule, clip_coefficient: float) -> torch.Tensor:
         gradient = stack.gradient.float()
         if rule.momentum is not None:
             if clip_coefficient < 1.0:
                 gradient = gradient * clip_coefficient
-            gradient = self._apply_momentum(stack, gradient, rule, is_skipped)
+            gradient = self._apply_momentum(stack, gradient, rule)
         update = update_rules.orthogonal(gradient, stack.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode)
-        return update if rule.momentum is None or is_skipped is None else update.masked_fill_(is_skipped, 0.0)
+        is_skipped = None if rule.momentum is None else stack.is_skipped  # the gradient is zero, not the momentum
+        return update if is_skipped is None else update.masked_fill_(is_skipped, 0.0)
 
-    def _apply_momentum(
-        self, stack: Stack, gradient: torch.Tensor, rule: MatrixRule, is_skipped: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _apply_momentum(self, stack: Stack, gradient: torch.Tensor, rule: MatrixRule) -> torch.Tensor:
         assert rule.momentum is not None
         momenta = stack.state(MOMENTUM)
         momentum = _join(momenta)
         # Muon's running mean, as in Megatron Core; PyTorch's SGD sums, which is the same up to the scale
-        new = momentum.float().lerp_(gradient, 1 - rule.momentum)
-        momentum.copy_(new if is_skipped is None else torch.where(is_skipped, momentum, new))
+        new = momentum.float().lerp(gradient, 1 - rule.momentum)
+        momentum.copy_(new if stack.is_skipped is None else torch.where(stack.is_skipped, momentum, new))
         _write_back(momentum, momenta)
         return gradient.lerp(momentum.float(), rule.momentum) if rule.nesterov else momentum.float()
 
@@ -884,7 +858,7 @@ class MatrixOptimizer(StateOwner):
             if squares is None or low_bits is None:
                 weight.copy_(main_param)
             else:
-                bf16.split_even(main_param, weight=weight, low_bits=low_bits, second_moment=squares.view_as(weight))
+                bf16.split(main_param, weight=weight, low_bits=low_bits, squares=squares.view_as(weight))
 
     def set_factors(self, name: str, row_means: torch.Tensor, column_means: torch.Tensor, *, num_steps: int) -> None:
         """Set the state of the rule `factored` on the matrix's owner; shapes as in `update_rules.split_factors`."""
@@ -1021,8 +995,8 @@ def phase_rules(
     elif config.steps_block_by_piece:
         adam = {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps}
         adam |= {"dtype": config.training.adam_moments_dtype, "decoupled_weight_decay": settings.decoupled_weight_decay}
-        grad_dtype = DTYPES[config.main_grad_dtype]
-        rules.append((MatrixRule(name=update_rules.ADAM, grad_dtype=grad_dtype, adam=adam), block, True))
+        rule = MatrixRule(name=update_rules.ADAM, grad_dtype=DTYPES[config.main_grad_dtype], adam=adam)
+        rules.append((rule, block, True))
     return rules
 
 

@@ -37,10 +37,7 @@ class Chunks(Protocol):
         """Take the loss that the last stage has reduced, before the first `update`."""
 
     def update(self, chunk: int) -> None:
-        """Step the chunk's matrices that are stepped by chunk, or keep what is clipped, and free their gradients.
-
-        A collective over the ranks of the stage.
-        """
+        """Step the chunk, or keep gradients for `update_clipped`, and free them. A collective over the stage."""
 
     def update_clipped(self, chunks: Sequence[int]) -> None:
         """Compute the norm of all gradients and step these chunks. A collective."""
@@ -83,7 +80,7 @@ class BreadthFirstIteration(Iteration):
             Kind.LOSS: self._reduce_loss,
             Kind.SEND_LOSS: self._send_loss,
             Kind.RECEIVE_LOSS: self._receive_loss,
-            Kind.UPDATE: self._wait_for_norm if self._shape.clips_by_piece else self._update,
+            Kind.UPDATE: self._update,
             Kind.KEEP: self._update,
             Kind.NORM: lambda action, place: None,
         }
@@ -178,14 +175,14 @@ class BreadthFirstIteration(Iteration):
             self._is_loss_coming = False
         return self._loss
 
-    def _wait_for_norm(self, action: Action, place: Place) -> None:
-        self._clipped.append(action.chunk)
-
     def _update(self, action: Action, place: Place) -> None:
         if self._has_messages and not self._is_loss_taken:
             self._chunks.take_loss(self._arrived_loss())
             self._is_loss_taken = True
-        self._chunks.update(action.chunk)
+        if self._shape.clips_by_piece and action.kind is Kind.UPDATE:
+            self._clipped.append(action.chunk)
+        else:
+            self._chunks.update(action.chunk)
 
 
 def _visit(action: Action) -> _Visit:

@@ -308,11 +308,14 @@ def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: R
     if config.bcd.bcd_layers_on == "host":
         number, embedding = config.bcd.bcd_resident_layers, " and embedding" * config.has_embedding_on_host
         if config.is_breadth_first:
+            which = "" if config.steps_block_by_piece else " outside the block"
             yield (
-                f"layers outside the block{embedding} in host memory, copied as they are read, and back when they are "
+                f"layers{which}{embedding} in host memory, copied as they are read, and back when they are "
                 f"updated; buffers for {3 * config.bcd.bcd_layers_per_pass + number} layers on the device"
             )
-            if config.checkpoint.async_save and config.bcd.bcd_inactive_update != "none":
+            if config.checkpoint.async_save and (
+                config.bcd.bcd_inactive_update != "none" or config.steps_block_by_piece
+            ):
                 yield "--async-save writes at once, because each step changes layers in host memory"
         else:
             yield (
