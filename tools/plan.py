@@ -219,6 +219,9 @@ def named_model(name: str, *, models: str | None) -> Model:
             biases="all" if network.linear_bias else "qkv" if network.qkv_bias else "none",
             qk_norm=network.qk_norm,
             positions=network.max_positions if is_gpt else 0,
+            experts=network.num_experts,
+            experts_per_token=network.experts_per_token or 2,
+            expert_ffn=network.expert_ffn_size,
         )
     rows = read_models(MODELS) | (read_models(models) if models else {})
     try:

@@ -54,6 +54,15 @@ PUBLISHED = {
         config("smollm3", 36, 2048, (16, 4), 11008, 128256, tie_word_embeddings=True, no_rope_layer_interval=4),
         3_075_098_624,
     ),
+    "Qwen3-30B-A3B": (
+        config("qwen3_moe", 48, 2048, (32, 4), 6144, 151936, head_dim=128)
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        30_532_122_624,
+    ),
+    "Mixtral-8x7B": (
+        config("mixtral", 32, 4096, (32, 8), 14336, 32000, num_local_experts=8, num_experts_per_tok=2),
+        46_702_792_704,
+    ),
     "Mistral-7B": (config("mistral", 32, 4096, (32, 8), 14336, 32000), 7_241_732_096),
 }
 """Public architectures, and their parameters as transformers counts them on the meta device."""

@@ -41,6 +41,9 @@ def network_flags(recipe: Recipe) -> list[str]:
         flags.append("--add-qkv-bias")
     if values["qk_layernorm"]:
         flags.append("--qk-layernorm")
+    if model.experts:
+        words = [f"{flag_of(name)} {values[name]}" for name in ("moe_router_topk", "moe_ffn_hidden_size")]
+        flags.append(" ".join([f"--num-experts {model.experts}", *words, "--moe-aux-loss-coeff 1e-2"]))
     return flags
 
 

@@ -57,7 +57,7 @@ _TRANSFORMER = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
     "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "pipeline_model_parallel_size",
     "context_parallel_size", "bf16", "fp16", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl",
-    "recompute_granularity",
+    "recompute_granularity", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
 )  # fmt: skip
 """The fields of Megatron Core's TransformerConfig that the formulas read."""
 _SECTIONS = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)}

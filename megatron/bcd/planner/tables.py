@@ -34,13 +34,16 @@ class Model:
     biases: str = ""  # linear layers with a bias: none, qkv or all; empty: all in form gpt, none in llama
     qk_norm: bool | None = None  # whether queries and keys are normalised
     positions: int = 0  # rows of a GPT's position table; 0: as many as a sequence has tokens
+    experts: int = 0  # experts of every layer; 0 in a dense model
+    experts_per_token: int = 2
+    expert_ffn: int = 0  # inner width of an expert; 0: ffn
 
     def __post_init__(self) -> None:
         if self.form not in ("gpt", "llama"):
             raise ValueError(f"form {self.form}: must be gpt or llama")
         if self.biases not in ("", "none", "qkv", "all"):
             raise ValueError(f"biases {self.biases}: must be none, qkv or all")
-        _check_positive(self, may_be_zero=("head_dim", "positions"))
+        _check_positive(self, may_be_zero=("head_dim", "positions", "experts", "expert_ffn"))
         if not self.head_dim and self.hidden % self.heads:
             raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
         if self.heads % self.groups:
@@ -55,7 +58,9 @@ class Model:
         """Return the flags of the network with sequences of ``sequence`` tokens, by field name in RunConfig."""
         is_gpt, tokens = self.form == "gpt", self.sequence if sequence is None else sequence
         has_biases = self.biases == "all" or is_gpt and not self.biases
-        return {
+        experts = {"num_moe_experts": self.experts, "moe_router_topk": self.experts_per_token}
+        experts |= {"moe_ffn_hidden_size": self.expert_ffn or self.ffn, "moe_layer_freq": 1}
+        return (experts if self.experts else {}) | {
             "num_layers": self.layers,
             "hidden_size": self.hidden,
             "num_attention_heads": self.heads,
