@@ -333,7 +333,7 @@ def answer_search(arguments: argparse.Namespace, recipe: Recipe, estimates: Sequ
         text, others = what_fits(arguments)
         head = f"no layout of {recipe.model.name} with --method {recipe.method} fits on {recipe.num_gpus} x "
         return f"{head}{recipe.cluster.gpu}\n{text}", {"best": [], "what_fits": others}, 1
-    full = min((each.cost.gpu_hours for each in estimates if each.recipe.method == "full"), default=None)
+    full = min((each.cost.gpu_hours for each in estimates if each.recipe.name == "full"), default=None)
     ratios = [full and each.cost.gpu_hours / full if each.cost.is_to_full_loss else None for each in estimates]
     rows = [each.as_dict() | {"cost_ratio": ratio} for each, ratio in zip(estimates, ratios, strict=True)]
     text = show_search(recipe, estimates, ratios)
