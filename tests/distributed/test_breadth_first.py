@@ -15,7 +15,7 @@ from support.dist import World
 from support.pairwise import Combination, pairwise, thinned
 
 from megatron.bcd import trainer
-from megatron.bcd.checkpoint import layout
+from megatron.bcd.checkpoint import layout, optimizer_state
 from megatron.bcd.model.builder import get_frozen_weights
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.pipeline import schedule
@@ -228,10 +228,16 @@ def test_resumes_with_another_schedule_and_place(
         assert resumed_runs.differences(expected, by_part) == []
 
 
+def one_part_in_portions(config: Any) -> dict[str, Any]:
+    """Run one part of a run, and resume it in portions of a few matrices."""
+    with mock.patch.object(optimizer_state, "_PORTION", 17500):
+        return resumed_runs.one_part(config)
+
+
 @pytest.mark.parametrize("method", thinned(["finetune", "pretrain"], keep_every=2))
 def test_resumes_on_another_number_of_stages(world1: World, world2: World, tmp_path: Path, method: str) -> None:
     """Low bits, means or momenta of a chunk that a checkpoint stores for another layer; a size of pieces that changes
-    the state of a run without blocks."""
+    the state of a run without blocks; stages that load unequal numbers of portions wait for each other."""
     case = {"cut": "pipeline", "method": method, "precision": "bf16"}
     blocks = {"bcd_layout": "interleaved", "num_virtual_stages_per_pipeline_rank": 6} if method == "pretrain" else {}
     one = {"pipeline_model_parallel_size": 1, "world_size": 1, "num_virtual_stages_per_pipeline_rank": None} | blocks
@@ -242,7 +248,7 @@ def test_resumes_on_another_number_of_stages(world1: World, world2: World, tmp_p
     losses, load = [], None
     for number, (world, more) in enumerate(parts):
         more = flags | {"save": tmp_path / "parts", "load": load, "exit_interval": 2 * number + 2} | more
-        losses += world.run(resumed_runs.one_part, config_of(case, **more))[0]["losses"]
+        losses += world.run(one_part_in_portions, config_of(case, **more))[0]["losses"]
         load = tmp_path / "parts"
     assert losses == whole["losses"]
     assert worlds.same_bits(tensors_of(world1, tmp_path / "whole", 6), tensors_of(world1, load, 6)) == []
@@ -305,7 +311,8 @@ def test_dropout_is_repeated(world1: World, world2: World, cut: str, numbers: li
 
 STREAMED_RUNS = """
 one-muon-fp32 data-muon-bf16 tensor-nesterov-bf16 one-adam-bf16 overlap-adam-bf16 tensor-adam-fp32 data-adam16-bf16
-one-adam8-fp32 one-clipped_muon-fp32 data-clipped_muon-bf16 data-clipped_adam-bf16 tensor-clipped_adam-fp32
+one-adam8-fp32 one-adam-bf16-device one-clipped_muon-fp32 data-clipped_muon-bf16 data-clipped_adam-bf16
+tensor-clipped_adam-fp32
 """
 
 
@@ -313,11 +320,12 @@ one-adam8-fp32 one-clipped_muon-fp32 data-clipped_muon-bf16 data-clipped_adam-bf
 def test_full_training_by_streaming(world1: World, world2: World, tmp_path: Path, name: str) -> None:
     """State of another layer or step; a gradient in another precision, or of another step; main parameters that round
     otherwise than Megatron Core's; a checkpoint of other tensors. The parts of the norm add up in another order."""
-    case = dict(zip(("cut", "method", "precision"), name.split("-"), strict=True))
+    case = dict(zip(("cut", "method", "precision", "place"), name.split("-"), strict=False))
+    flags = BREADTH_FIRST if "place" in case else HOST | {"bcd_schedule": None}
     world = (world1, world2)[CUTS[case["cut"]][0] - 1]
     left, right = tmp_path / "depth", tmp_path / "breadth"
     depth = world.run(resumed_runs.with_rounded_norm, config_of(case, save=left))
-    breadth = world.run(resumed_runs.with_rounded_norm, config_of(case, save=right, **HOST | {"bcd_schedule": None}))
+    breadth = world.run(resumed_runs.with_rounded_norm, config_of(case, save=right, **flags))
     for expected, other in zip(depth, breadth, strict=True):
         assert resumed_runs.differences(expected, [other]) == []
     assert worlds.same_bits(tensors_of(world1, left, 4), tensors_of(world1, right, 4)) == []

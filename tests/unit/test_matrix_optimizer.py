@@ -34,6 +34,19 @@ def test_gradients_of_a_tied_head_add_up() -> None:
         assert weight.main_grad.eq(expected).all() and weight.grad is None
 
 
+def test_a_partial_gradient_waits() -> None:
+    """A router's gradient is reduced before its parts on the tensor-parallel ranks are summed, and the sum is lost."""
+    rule = MatrixRule(name="factored", scale=1.0, grad_dtype=torch.float32, num_steps=5)
+    for is_partial in (True, False):
+        group: Any = OneRank()
+        weight: Any = torch.nn.Parameter(torch.ones(3, 2))
+        weight.sequence_parallel = is_partial
+        optimizer = MatrixOptimizer({"router": (weight, MatrixLayout())}, group=group)
+        optimizer.begin([(rule, ["router"], False)])
+        optimizer.start_reductions()
+        assert [stack.is_reducing for stack in optimizer.stacks] == [not is_partial]
+
+
 def test_the_state_of_one_layer_moves() -> None:
     """State of another layer moves too, or a momentum, factors or low bits are lost on the way."""
     names, moved = ["layers.0", "layers.1"], "layers.1"

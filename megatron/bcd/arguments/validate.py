@@ -477,7 +477,7 @@ def _check_places(run: Run, partition: Partition) -> None:
     if run.bcd_layers_on == "device":
         return
     flag, rule = f"--bcd-layers-on {run.bcd_layers_on}", run.bcd_inactive_update
-    is_streamed = run.bcd_num_blocks == 1 and run.bcd_schedule == "breadth-first"
+    is_streamed = run.bcd_num_blocks == 1 and run.bcd_schedule == "breadth-first" and not run.bcd_head_phase
     require(
         run.bcd_layers_on == "auto" or partition.num_blocks > 1 or not partition.has_active_block or is_streamed,
         f"{flag}: with --bcd-schedule {run.bcd_schedule} the layers of the only block stay on the device. Give "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -185,23 +185,25 @@ Portion: TypeAlias = list[tuple[StateGroup, StateSummary, str]]
 """Names of parameters, with their groups and the groups' summaries."""
 
 
-def portions(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> Iterator[Portion]:
+def portions(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> list[Portion]:
     """Divide the groups of a checkpoint that this run also has, so that a portion has about `_PORTION` elements.
 
-    Only layers in host memory of a single stage are divided: ranks load portions together, and need equally many.
+    A collective. Only layers in host memory are divided. Ranks load portions together, so all get equally many, and
+    the last ones may be empty.
     """
     groups = state_groups(active)
     known = [(groups[key], summary) for key, summary in summaries.items() if key in groups]
-    portion: Portion = []
+    result: list[Portion] = [[]]
     size, is_divided = 0, get_frozen_weights(active.model).is_explicit
     for group, summary in known:
         for name in group.parameters:
-            portion.append((group, summary, name))
+            result[-1].append((group, summary, name))
             size += sum(shape.numel() for shape in group.shapes(name, summary["names"]).values())
             if is_divided and size >= _PORTION:
-                yield portion
-                portion, size = [], 0
-    yield portion
+                result.append([])
+                size = 0
+    [most] = max(collectives.gather_integers(len(result)))
+    return result + [[]] * (most - len(result))
 
 
 def requested_state(active: ActiveBlock, portion: Portion) -> dict[str, Entry]:

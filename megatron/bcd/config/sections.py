@@ -230,8 +230,8 @@ class BcdConfig:
         None,
         "order of the microbatches: bcd = stages before the first active layer run forward only and ahead, and receive "
         "no gradient; breadth-first = all microbatches pass through a piece of the model before the next piece, and "
-        "stateless updates step it at once; stock = Megatron Core's own 1F1B, for comparison. Default: bcd; "
-        "breadth-first if stateless updates step layers in host memory",
+        "stateless updates and those of a single block step it at once; stock = Megatron Core's own 1F1B, for "
+        "comparison. Default: bcd; breadth-first if layers in host memory are updated",
         choices=("bcd", "breadth-first", "stock"),
         on_resume=MAY_CHANGE,
     )

@@ -126,7 +126,7 @@ def architecture_from_config(config: Mapping[str, Any], *, source: str) -> Archi
     """Return the architecture in a config.json. `source` is its path, for messages.
 
     Raises:
-        ValueError: the family is not supported, or Megatron Core's dense layers lack a feature.
+        ValueError: the family is not supported, or Megatron Core's layers lack a feature.
     """
     if config.get("quantization_config"):
         raise ValueError(f"{source}: quantization_config: quantised weights are not supported. Give the original ones.")

@@ -142,10 +142,6 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
         ValueError: no family fits. The message names a flag.
     """
     fields, model = config.transformer, config.model
-    if config.num_experts:
-        raise ValueError(
-            f"--num-experts {config.num_experts}: models with experts are not converted. Keep the checkpoint."
-        )
     heads = int(fields["num_attention_heads"])
     is_rope = model.position_embedding_type == "rope"
     linear_bias = bool(fields.get("add_bias_linear", True))

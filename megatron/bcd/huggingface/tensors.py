@@ -129,11 +129,7 @@ def _llama_rows(network: Architecture) -> Iterator[Row]:
             yield layer_row(f"self_attention.linear_qkv.{kind}", (name,), fused, **transforms)
         elif has_qkv:
             yield layer_row(f"self_attention.linear_qkv.{kind}", projections, *shapes, join=qkv.join, split=qkv.split)
-        if has_others and network.num_experts:
-            yield layer_row(
-                f"self_attention.linear_proj.{kind}", (f"self_attn.o_proj.{kind}",), (hidden, heads * width)
-            )
-        elif has_others:
+        if has_others:
             out, down = ((hidden, heads * width), (hidden, inner)) if rest else ((hidden,), (hidden,))
             fc1 = (inner, *rest)
             yield layer_row(f"self_attention.linear_proj.{kind}", (f"self_attn.o_proj.{kind}",), out)

@@ -150,6 +150,7 @@ class Matrix:
         weight, low_bits, squares = self.parameter.detach(), self.get(LOW_BITS), self.get("exp_avg_sq")
         if low_bits is None:  # this optimizer has not stepped it yet
             return lambda: weight.float().view(-1)
+        squares = None if squares is None else squares.view_as(weight)
         return lambda: bf16.join(weight, low_bits.to(weight.device), squares).view(-1)
 
     def adam_state(self, *names: str) -> State:
@@ -519,10 +520,11 @@ class MatrixOptimizer(StateOwner):
     def start_reductions(self, *, with_shared: bool = False) -> None:
         """Start all reductions of this step that have not started. A collective.
 
-        Shared embeddings wait until both stages have their gradients, unless `with_shared`.
+        Shared embeddings and partial gradients wait for their sum over stages or tensor-parallel ranks, unless
+        `with_shared`.
         """
         for stack in self.stacks:
-            if with_shared or not stack.is_shared:
+            if with_shared or not stack.is_reduced_late:
                 stack.start_reduction(self._group)
 
     def _finish_reductions(self) -> None:
