@@ -109,10 +109,13 @@ def _method_flags(recipe: Recipe) -> Iterator[str]:
 
 
 def _piece_flags(recipe: Recipe, places: list[str]) -> Iterator[str]:
-    bcd = recipe.config.bcd
-    names = ["bcd_layers_per_pass"] * (bcd.bcd_layers_per_pass > 1)
-    names += ["bcd_saved_inputs"] * (bcd.bcd_saved_inputs == "host")
-    yield " ".join(["--bcd-schedule breadth-first", *places, *(_word(name, getattr(bcd, name)) for name in names)])
+    bcd, pieces = recipe.config.bcd, "--bcd-schedule breadth-first"
+    if bcd.bcd_layers_per_pass > 1:
+        by_chunks = {"num_virtual_stages_per_pipeline_rank": recipe.config.num_chunks}
+        size = by_chunks if recipe.config.pipeline_size > 1 else {"bcd_layers_per_pass": bcd.bcd_layers_per_pass}
+        pieces += "".join(f" {_word(name, value)}" for name, value in size.items())
+    saved = [_word("bcd_saved_inputs", "host")] * (bcd.bcd_saved_inputs == "host")
+    yield " ".join([pieces, *places, *saved])
 
 
 def _words(recipe: Recipe, names: Iterable[str]) -> str:

@@ -306,9 +306,10 @@ class Recipe:
             yield f"--recompute {self.recompute}: {schedule} recomputes every layer anyway. Leave it out."
         if self.precision == "fp16":
             yield f"--precision fp16: {schedule} has no loss scale. Give bf16 or fp32."
-        if self.model.layers % (stages * bcd.bcd_layers_per_pass):
-            size = f"--bcd-layers-per-pass {bcd.bcd_layers_per_pass}"
-            yield f"{size}: must divide the {self.model.layers / stages:g} layers of a stage. Give a divisor."
+        size = self.flag("bcd_layers_per_pass") or 1  # with several stages the configuration has the derived one
+        if self.model.layers % (stages * size):
+            layers = f"the {self.model.layers / stages:g} layers of a stage"
+            yield f"--bcd-layers-per-pass {size}: must divide {layers}. Give a divisor."
 
 
 _ATTRIBUTES = {each.name for each in fields(Recipe)} - {"flags"}
@@ -357,7 +358,8 @@ def _build_config(
     chunks = model.layers // (stages * values["bcd_layers_per_pass"])
     if values["bcd_schedule"] == "breadth-first" and stages > 1 and chunks > 1:  # pieces are chunks
         blocks = DEFAULT_NUM_BLOCKS if values["bcd_num_blocks"] is None else max(1, values["bcd_num_blocks"])
-        values["num_virtual_stages_per_pipeline_rank"] = max(1, chunks // blocks) * blocks
+        values["num_virtual_stages_per_pipeline_rank"] = chunks = max(1, chunks // blocks) * blocks
+        values["bcd_layers_per_pass"] = -(-model.layers // (stages * chunks))
         values["bcd_layout"] = "interleaved"
     sections = {name: _build_section(kind, values) for name, kind in _SECTIONS.items()}
     transformer = {name: values[name] for name in _TRANSFORMER if values.get(name) is not None}
