@@ -190,7 +190,10 @@ class RunMemory:
             return replace(rank, activations=activations.peak_bytes(choice))
         share, none = state.share(stage, block, replica or 0), (0,) * len(state.pieces)
         pieces = slice(stage, None, state.partition.num_stages)
-        working = map(max, activations.piece_peaks(choice), (share.working_by_piece or none)[pieces])
+        updates = (share.working_by_piece or none)[pieces]
+        if self.config.clips_by_piece:  # updates are a pass of their own, which has no activations
+            rank, updates = replace(rank, optimizer_work=max(rank.optimizer_work, *updates)), none[pieces]
+        working = map(max, activations.piece_peaks(choice), updates)
         gradients, peak = max(zip((share.by_piece or none)[pieces], working, strict=True), key=sum)
         return replace(rank, pieces=activations.input_bytes("device") + gradients, activations=peak)
 
