@@ -798,8 +798,12 @@ class MatrixOptimizer(StateOwner):
         momenta = stack.state(MOMENTUM)
         momentum = _join(momenta)
         # Muon's running mean, as in Megatron Core; PyTorch's SGD sums, which is the same up to the scale
-        new = momentum.float().lerp(gradient, 1 - rule.momentum)
-        momentum.copy_(new if stack.is_skipped is None else torch.where(stack.is_skipped, momentum, new))
+        if stack.is_skipped is None:
+            momentum.copy_(momentum.float().lerp_(gradient, 1 - rule.momentum))
+        else:
+            new = momentum.float().lerp(gradient, 1 - rule.momentum)
+            momentum.copy_(torch.where(stack.is_skipped, momentum, new))
+            del new  # before the direction takes memory
         _write_back(momentum, momenta)
         return gradient.lerp(momentum.float(), rule.momentum) if rule.nesterov else momentum.float()
 
