@@ -109,13 +109,14 @@ def _method_flags(recipe: Recipe) -> Iterator[str]:
 
 
 def _piece_flags(recipe: Recipe, places: list[str]) -> Iterator[str]:
-    bcd, pieces = recipe.config.bcd, "--bcd-schedule breadth-first"
-    if bcd.bcd_layers_per_pass > 1:
-        by_chunks = {"num_virtual_stages_per_pipeline_rank": recipe.config.num_chunks}
-        size = by_chunks if recipe.config.pipeline_size > 1 else {"bcd_layers_per_pass": bcd.bcd_layers_per_pass}
-        pieces += "".join(f" {_word(name, value)}" for name, value in size.items())
-    saved = [_word("bcd_saved_inputs", "host")] * (bcd.bcd_saved_inputs == "host")
-    yield " ".join([pieces, *places, *saved])
+    bcd, words = recipe.config.bcd, ["--bcd-schedule breadth-first", *places]
+    if bcd.bcd_layers_per_pass > 1 and recipe.config.pipeline_size > 1:  # pieces are chunks
+        words.append(_word("num_virtual_stages_per_pipeline_rank", recipe.config.num_chunks))
+    elif bcd.bcd_layers_per_pass > 1:
+        words.append(_word("bcd_layers_per_pass", bcd.bcd_layers_per_pass))
+    if bcd.bcd_saved_inputs == "host":
+        words.append(_word("bcd_saved_inputs", "host"))
+    yield " ".join(words)
 
 
 def _words(recipe: Recipe, names: Iterable[str]) -> str:
