@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from pathlib import Path
@@ -17,6 +18,7 @@ from support.pairwise import Combination, pairwise, thinned
 from megatron.bcd import trainer
 from megatron.bcd.checkpoint import layout, optimizer_state
 from megatron.bcd.model.builder import get_frozen_weights
+from megatron.bcd.optim.core_optimizer import CoreOptimizer
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.pipeline import schedule
 from megatron.bcd.pipeline.breadth_first import BreadthFirstIteration
@@ -234,7 +236,7 @@ def one_part_in_portions(config: Any) -> dict[str, Any]:
         return resumed_runs.one_part(config)
 
 
-@pytest.mark.parametrize("method", thinned(["finetune", "pretrain"], keep_every=2))
+@pytest.mark.parametrize("method", thinned(["finetune", "pretrain", "adam"], keep_every=2))
 def test_resumes_on_another_number_of_stages(world1: World, world2: World, tmp_path: Path, method: str) -> None:
     """Low bits, means or momenta of a chunk that a checkpoint stores for another layer; a size of pieces that changes
     the state of a run without blocks; stages that load unequal numbers of portions wait for each other."""
@@ -312,23 +314,45 @@ def test_dropout_is_repeated(world1: World, world2: World, cut: str, numbers: li
 STREAMED_RUNS = """
 one-muon-fp32 data-muon-bf16 tensor-nesterov-bf16 one-adam-bf16 overlap-adam-bf16 tensor-adam-fp32 data-adam16-bf16
 one-adam8-fp32 one-adam-bf16-device one-clipped_muon-fp32 data-clipped_muon-bf16 data-clipped_adam-bf16
-tensor-clipped_adam-fp32
+tensor-clipped_adam-fp32 pipeline-adam-bf16 pipeline_data-clipped_adam-bf16 pipeline_tensor-muon-bf16
+pipeline-clipped_muon-bf16 pipeline_data-adam8-fp32 pipeline-muon-fp32-device
 """
 
 
 @pytest.mark.parametrize("name", STREAMED_RUNS.split())
-def test_full_training_by_streaming(world1: World, world2: World, tmp_path: Path, name: str) -> None:
+def test_full_training_by_streaming(world1: World, world2: World, world4: World, tmp_path: Path, name: str) -> None:
     """State of another layer or step; a gradient in another precision, or of another step; main parameters that round
     otherwise than Megatron Core's; a checkpoint of other tensors. The parts of the norm add up in another order."""
     case = dict(zip(("cut", "method", "precision", "place"), name.split("-"), strict=False))
     flags = BREADTH_FIRST if "place" in case else HOST | {"bcd_schedule": None}
-    world = (world1, world2)[CUTS[case["cut"]][0] - 1]
+    world = {1: world1, 2: world2, 4: world4}[CUTS[case["cut"]][0]]
     left, right = tmp_path / "depth", tmp_path / "breadth"
     depth = world.run(resumed_runs.with_rounded_norm, config_of(case, save=left))
     breadth = world.run(resumed_runs.with_rounded_norm, config_of(case, save=right, **flags))
     for expected, other in zip(depth, breadth, strict=True):
         assert resumed_runs.differences(expected, [other]) == []
     assert worlds.same_bits(tensors_of(world1, left, 4), tensors_of(world1, right, 4)) == []
+
+
+def with_first_norm_spoilt(config: Any) -> dict[str, Any]:
+    """Run one part of a run whose first step has a norm that is not finite."""
+    gradient_norm, results = CoreOptimizer.gradient_norm, [math.nan] * (config.checkpoint.load is None)
+
+    def spoil(self: CoreOptimizer) -> float:
+        return results.pop() if results else gradient_norm(self)
+
+    with mock.patch.object(CoreOptimizer, "gradient_norm", spoil):
+        return resumed_runs.one_part(config)
+
+
+def test_resumes_after_a_first_step_without_norms(world1: World, tmp_path: Path) -> None:
+    """A save loses the moments of pieces that were stepped, because norms and embedding were not."""
+    flags = HOST | {"train_iters": 2, "save": tmp_path, "check_for_nan_in_loss_and_grad": True}
+    config = functools.partial(config_of, {"cut": "one", "method": "adam", "precision": "bf16"}, **flags)
+    [whole] = world1.run(with_first_norm_spoilt, config(save=None))
+    [first] = world1.run(with_first_norm_spoilt, config(exit_interval=1))
+    [second] = world1.run(with_first_norm_spoilt, config(load=tmp_path))
+    assert resumed_runs.differences(whole, [first, second]) == []
 
 
 def streamed_steps(config: Any) -> tuple[list[tuple[int, int]], list[float]]:

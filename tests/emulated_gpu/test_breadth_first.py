@@ -25,6 +25,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "full muon": {"bcd_num_blocks": 1, "optimizer": "muon", "clip_grad": 0.0},
     "full adam, clipped": {"bcd_num_blocks": 1, "clip_grad": 0.5},
+    "full adam, pipeline": {
+        "bcd_num_blocks": 1,
+        "clip_grad": 0.5,
+        "pipeline_model_parallel_size": 2,
+        "num_virtual_stages_per_pipeline_rank": 2,
+    },
     "full adam, bf16": {"bcd_num_blocks": 1, "clip_grad": 0.0, "adam_moments_dtype": "bf16"},
 }
 

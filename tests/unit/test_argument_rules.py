@@ -116,7 +116,6 @@ BAD_RUNS = {
 --num-virtual-stages-per-pipeline-rank 0
 """,
     2: """
---pipeline-model-parallel-size 2 --bcd-layers-on host --bcd-num-blocks 1 --num-layers 4
 --ffn-hidden-size 5 --tensor-model-parallel-size 2
 --seq-length 34 --context-parallel-size 2
 --seq-length 31 --sequence-parallel --tensor-model-parallel-size 2

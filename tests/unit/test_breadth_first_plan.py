@@ -159,6 +159,7 @@ def test_several_stages(stages: int) -> None:
                 updated=active,
             )
             check_order(shape)
+            check_order(replace(shape, clips_by_piece=True))
             ones, twos = (1.0,) * num_virtual, (2.0,) * num_virtual
             costs = ActionCosts(forward=ones, backward=twos, backward_input=ones, message=0.1)
             if first == 0 and number >= stages:

@@ -495,7 +495,6 @@ def _check_places(run: Run, partition: Partition) -> None:
 def _check_streamed(run: Run, flag: str) -> None:
     """Check a run that steps all layers in host memory with the block's optimizer."""
     for flag_given, is_given, remedy in (
-        ("--pipeline-model-parallel-size", run.pipeline_model_parallel_size > 1, "Give 1"),
         ("--optimizer sgd", run.optimizer == "sgd", "Give adam or muon"),
         ("--lighthouse", run.lighthouse is not None, "Leave it out"),
         ("--exp-avg-dtype", {run.exp_avg_dtype, run.exp_avg_sq_dtype} != {"fp32"}, "Give --adam-moments-dtype"),

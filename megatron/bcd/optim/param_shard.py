@@ -148,6 +148,8 @@ class ParamShard(OptimizerParam):
 
     def set_stored_moments(self, moments: Mapping[str, torch.Tensor], *, num_steps: int) -> None:
         """Set the moments to copies of `stored_moments` on any device, and the number of steps."""
+        if not num_steps and "exp_avg" in moments:  # Adam must find no state, so that it creates its own
+            return
         for name, tensor in moments.items():
             if self.stores_low_bits:
                 self._set_state(name, tensor.to(self.stepped.device, torch.float32, copy=True))
@@ -155,7 +157,7 @@ class ParamShard(OptimizerParam):
             copy = tensor.to(self.stepped.device, copy=True, non_blocking=True)
             is_low_bit = isinstance(self.optimizer, low_bit_adam.LowBitAdam)
             self.optimizer.state[self.stepped][name] = copy if is_low_bit else copy.view_as(self.stepped)
-        if not num_steps:  # without a step, Adam must find no state, so that it creates its own
+        if not num_steps:
             return
         if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
             where = self.stepped.device if self.group.get("fused") else "cpu"

@@ -126,8 +126,7 @@ class BlockState(StateGroup):
         for name, matrix in optimizer.matrices.items():
             if matrix.is_owner:
                 read = {MAIN_PARAM: matrix.main_param_reader()} if matrix.parameter.dtype == torch.bfloat16 else {}
-                names = MOMENTS if optimizer.num_steps else ()
-                read |= {moment: functools.partial(matrix.read_moment, moment) for moment in names}
+                read |= {moment: functools.partial(matrix.read_moment, moment) for moment in MOMENTS}
                 parts[name] = StatePart(read=read, num_steps=optimizer.num_steps)
         return parts
 

@@ -227,9 +227,9 @@ class PlanShape:
 
     def needed_message(self, virtual: int, action: Action) -> Message | None:
         """Return the message that must arrive before the virtual stage can start this action, if any."""
-        if self.num_stages == 1 or action.kind in (Kind.RECOMPUTE, Kind.LOSS):
+        if self.num_stages == 1 or action.kind in (Kind.RECOMPUTE, Kind.LOSS, Kind.NORM):
             return None
-        if action.kind is Kind.UPDATE:
+        if action.kind in (Kind.UPDATE, Kind.KEEP):
             receiver = self.virtual_stage(self.stage_of(virtual), self.num_chunks - 1)
             return None if receiver == self.last else Message(receiver + 1, receiver, self.num_microbatches)
         if action.kind.is_forward:
