@@ -17,6 +17,7 @@ from megatron.bcd.runtime.compat.megatron_core import context_part
 
 Flags = Callable[..., dict[str, Any]]
 PIPELINE, TENSOR, CONTEXT = ({f"{name}_parallel_size": 2} for name in ("pipeline_model", "tensor_model", "context"))
+EXPERT = {"expert_model_parallel_size": 2, "use_cpu_initialization": False}
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data2": (2, {}),
     "tensor2": (2, TENSOR),
@@ -28,6 +29,13 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "context2_pipeline2": (4, CONTEXT | PIPELINE),
     "pipeline2_data2": (4, PIPELINE),
     "pipeline2_tensor2": (4, PIPELINE | TENSOR),
+    "expert2_data2": (2, EXPERT),
+    "expert2_tensor2_etp1": (2, EXPERT | TENSOR | {"expert_tensor_parallel_size": 1}),
+    "expert2_data4": (4, EXPERT),
+    "expert2_pipeline2_data2": (4, EXPERT | PIPELINE),
+    "expert2_tensor2_data2": (4, EXPERT | TENSOR),
+    "expert2_tensor2_data2_etp1": (4, EXPERT | TENSOR | {"expert_tensor_parallel_size": 1}),
+    "expert2_context2": (2, EXPERT | CONTEXT),
 }
 UNTIED = {"untie_embeddings_and_output_weights": True}
 LLAMA = {"form": "llama", "group_query_attention": True, "num_query_groups": 2}
@@ -82,7 +90,22 @@ CASES = {
     "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | MUON, ("tensor2", "pipeline2_data2")),
     "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP, ("pipeline2", "pipeline2_data2")),
     "factored_llama": Case(LLAMA, FACTORED_EMBEDDING | {"bcd_num_blocks": 0}, ("data2", "tensor2")),
-    "experts": Case(worlds.EXPERTS, {}, ("data2", "tensor2", "context2", "pipeline2_data2")),
+    "experts": Case(
+        worlds.EXPERTS,
+        {},
+        ("data2", "tensor2", "context2", "pipeline2_data2", "expert2_tensor2_etp1", "expert2_pipeline2_data2"),
+    ),
+    "experts_muon_divided": Case(
+        worlds.EXPERTS | worlds.SHARED_EXPERT,
+        MUON | STATELESS | {"moe_token_dispatcher_type": "alltoall", "log_params_norm": True},
+        ("expert2_data2", "expert2_data4", "expert2_tensor2_data2_etp1"),
+        2e-4,
+    ),
+    "experts_factored_divided": Case(
+        worlds.EXPERTS | worlds.SHARED_EXPERT,
+        FACTORED | {"bcd_num_blocks": 0, "overlap_grad_reduce": True, "moe_token_dispatcher_type": "alltoall"},
+        ("expert2_data4", "expert2_tensor2_data2", "expert2_context2"),
+    ),
     "experts_muon": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT | {"moe_layer_freq": 2},
         MUON | STATELESS | {"moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "seq_aux_loss"},

@@ -263,8 +263,11 @@ def _cut_world(config: RunConfig) -> None:
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
             parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
         )
-        if sizes == (config.tensor_size, config.pipeline_size, config.context_size):
+        experts = config.expert_size, config.expert_tensor_size
+        if sizes == (config.tensor_size, config.pipeline_size, config.context_size, *experts):
             return
         parallel_state.destroy_model_parallel()
         for group in [group for group in distributed_c10d._world.pg_map if group != torch.distributed.group.WORLD]:
@@ -278,6 +281,8 @@ def _cut_world(config: RunConfig) -> None:
         tensor_size=config.tensor_size,
         pipeline_size=config.pipeline_size,
         context_size=config.context_size,
+        expert_size=config.expert_size,
+        expert_tensor_size=config.expert_tensor_size,
     )
 
 

@@ -86,6 +86,11 @@ _GROUP_FLAGS = (
     "--replica-groups --min-replica-groups --replica-id --outer-interval --outer-delay --outer-lr "
     "--outer-momentum --outer-compression --outer-timeout-seconds"
 )
+_NOT_DIVIDED = (
+    "--bcd-layers-on!=device --bcd-prefix-cache --lighthouse --optimizer-cpu-offload --use-cpu-initialization"
+)
+"""Conditions that --expert-model-parallel-size above 1 cannot be combined with: shared copies of layers, passes of some
+ranks alone, state that one data-parallel rank holds for all, and weights that all ranks draw alike."""
 NEEDS = {
     **dict.fromkeys(_GROUP_FLAGS.split(), "--lighthouse"),
     "--bcd-embedding-update=factored": "--bcd-inactive-update",
@@ -134,7 +139,7 @@ def find_problems(
         lambda: _check_required(run),
         lambda: _check_network(run),
         lambda: _check_positions(run, given),
-        lambda: _check_experts(run),
+        lambda: _check_experts(run, world_size),
         lambda: _check_parallel(run, world_size),
         lambda: _check_context(run),
         lambda: _check_chunks(config, run, given),
@@ -266,31 +271,43 @@ def _check_positions(run: Run, given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_experts(run: Run) -> None:
+def _check_experts(run: Run, world_size: int) -> None:
     experts, tensor = run.num_moe_experts, run.tensor_model_parallel_size
     if experts is None:
         return
-    size, sliced, pattern = run.expert_model_parallel_size, run.expert_tensor_parallel_size, run.moe_layer_freq
+    size, pattern = run.expert_model_parallel_size, run.moe_layer_freq
+    sliced = run.expert_tensor_parallel_size or tensor
     require(
         run.moe_router_topk <= experts,
         f"--moe-router-topk {run.moe_router_topk} is more than --num-experts {experts}",
     )
     require(
-        size == 1,
-        f"--expert-model-parallel-size {size}: every rank holds all experts of its layers. Give 1; the optimizer state "
-        "is sharded over the data-parallel ranks.",
+        experts % size == 0,
+        f"--num-experts {experts} is not divisible by --expert-model-parallel-size {size}",
+    )
+    ranks = size * sliced * run.pipeline_model_parallel_size
+    require(
+        world_size % ranks == 0,
+        f"--expert-model-parallel-size {size} needs a multiple of {ranks} ranks (with tensor-parallel experts and "
+        f"pipeline stages), but the world size is {world_size}. Give a smaller one, or start more processes.",
+    )
+    given = [condition for condition in _NOT_DIVIDED.split() if size > 1 and holds(vars(run), condition)]
+    require(
+        not given,
+        f"--expert-model-parallel-size {size} does not work with {', '.join(given)}. Omit one of them.",
     )
     require(
-        sliced in (None, tensor),
-        f"--expert-tensor-parallel-size {sliced}: must be --tensor-model-parallel-size {tensor}, or left out",
+        sliced == tensor or (sliced == 1 and size > 1),  # Megatron Core adds no gradients of whole experts over slices
+        f"--expert-tensor-parallel-size {sliced}: must be --tensor-model-parallel-size {tensor}, or 1 with "
+        "--expert-model-parallel-size above 1",
     )
     require(
         tensor == 1 or run.sequence_parallel,
         f"--num-experts {experts} with --tensor-model-parallel-size {tensor} needs --sequence-parallel",
     )
     require(
-        run.moe_ffn_hidden_size % tensor == 0,
-        f"--moe-ffn-hidden-size {run.moe_ffn_hidden_size} is not divisible by --tensor-model-parallel-size {tensor}",
+        run.moe_ffn_hidden_size % sliced == 0,
+        f"--moe-ffn-hidden-size {run.moe_ffn_hidden_size} is not divisible by the {sliced} ranks that slice an expert",
     )
     if isinstance(pattern, int):
         return

@@ -50,12 +50,14 @@ class Source:
 
 def current_layout() -> dict[str, Any]:
     """Return the parallel sizes and the device type. Random generators can only be restored in the same layout."""
+    expert_size = parallel_state.get_expert_model_parallel_world_size()
     return {
         "tensor_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "data_size": parallel_state.get_data_parallel_world_size(),
         "device": device.current().type,
         "context_size": parallel_state.get_context_parallel_world_size(),
+        **({"expert_size": expert_size} if expert_size > 1 else {}),
     }
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
@@ -96,9 +97,9 @@ def sharded_state(
         pieces, joined = group.pieces(), group.joined(replicas.group())
         for index, (name, parameter) in enumerate(group.parameters.items()):
             piece, names = joined.get(name) or pieces.get(name), group.tensor_names(name, summary["names"])
-            rank = index % replicas.size()  # gathers and saves the parameter
-            is_whole = replicas.size() == 1 or name in joined
-            can_wait, saves = False, replicas.rank() == rank
+            rank = index % replicas.size(parameter)  # gathers and saves the parameter
+            is_whole = replicas.size(parameter) == 1 or name in joined
+            can_wait, saves = False, replicas.rank(parameter) == rank
             is_streamed = active.config.steps_block_by_piece and name in active.matrices.matrices
             if is_on_host(parameter) and (isinstance(group, MainParams) or is_streamed):
                 can_wait, saves = True, piece is not None  # on the matrix's owner
@@ -110,14 +111,14 @@ def sharded_state(
                     assert piece is not None
                     entry = _entry(active, name, weights[name], torch.empty(parameter.shape, device="meta"), state_name)
                     entries[f"{state_name}.{name}"] = entry
-                    expert = _EXPERT.search(name)
-                    key = entry.key if expert is None else expert_key(entry.key, int(expert[1] or expert[2]))
+                    expert = _expert_number(active, name)
+                    key = entry.key if expert is None else expert_key(entry.key, expert)
                     deferred[key] = functools.partial(_read, piece, state_name)
                 continue
             if isinstance(group, FactoredMoments):  # the matrix's owner alone has and saves them
                 tensors = piece.tensors() if piece else {}
             else:
-                tensors = _gather(piece, names, parameter, rank=rank, is_sharded=active.core.is_sharded)
+                tensors = _gather(piece, names, parameter, rank=rank, is_sharded=active.core.is_sharded(parameter))
             for state_name, tensor in tensors.items():
                 entries[f"{state_name}.{name}"] = _entry(active, name, weights[name], tensor, state_name)
     return entries, deferred
@@ -135,11 +136,11 @@ def _gather(
     whole = {}
     for name in names:
         tensor = tensors.get(name)
-        is_joined = tensor is None or (replicas.size() > 1 and not is_replicated)
+        is_joined = tensor is None or (replicas.size(parameter) > 1 and not is_replicated)
         if is_joined:
-            start = 0 if piece is None else piece.start
-            tensor = collectives.join_shards(tensor, start, like=parameter, group=replicas.group(), rank=rank)
-        if replicas.rank() == rank and tensor is not None:
+            start, replica_group = 0 if piece is None else piece.start, replicas.group(parameter)
+            tensor = collectives.join_shards(tensor, start, like=parameter, group=replica_group, rank=rank)
+        if replicas.rank(parameter) == rank and tensor is not None:
             whole[name] = tensor.to("cpu", copy=not is_joined).view(parameter.shape)
     return whole
 
@@ -160,8 +161,9 @@ def _entry(
     tensor = tensor.detach().to("cpu", copy=True)
     if isinstance(weight, ShardedTensorFactory) and dim == 0:  # rows of a gate and of what it multiplies
         return replace(weight, key=key, data=tensor, replica_id=(*weight.replica_id[:-1], replica))  # type: ignore[misc]
-    if expert := _EXPERT.search(name):  # a layer's experts have one key, and their entries an axis that these lack
-        key += f".{expert[1] or expert[2]}"
+    expert = _expert_number(active, name)
+    if expert is not None:  # a layer's experts have one key, and their entries an axis that these lack
+        key += f".{expert}"
     rank, size = weight.replica_id[1], 1  # type: ignore[index]
     if layout.group is not None:
         rank, size = layout.group.rank(), layout.group.size()
@@ -180,7 +182,18 @@ def _read(piece: StatePiece, state_name: str) -> torch.Tensor:
 
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.|\.experts\..*weight(\d+)$")
-"""An expert's number in a parameter's name."""
+"""An expert's number on this rank, in a parameter's name."""
+
+
+def _expert_number(active: ActiveBlock, name: str) -> int | None:
+    """Return an expert's number in its layer, given a parameter's name; None if it is not an expert's."""
+    match, config = _EXPERT.search(name), active.config
+    if match is None:
+        return None
+    first = parallel_state.get_expert_model_parallel_rank() * (config.num_experts or 0) // config.expert_size
+    return first + int(match[1] or match[2])
+
+
 Portion: TypeAlias = list[tuple[StateGroup, StateSummary, str]]
 """Names of parameters, with their groups and the groups' summaries."""
 
@@ -208,10 +221,15 @@ def portions(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> list
 
 def requested_state(active: ActiveBlock, portion: Portion) -> dict[str, Entry]:
     """Return empty whole tensors of this rank's state, for Megatron Core's dist_checkpointing to fill."""
-    weights, rank = _sharded_weights(active), replicas.rank()
+    weights = _sharded_weights(active)
     return {
         f"{state_name}.{name}": _entry(
-            active, name, weights[name], torch.empty(shape, dtype=torch.float32), state_name, replica=rank
+            active,
+            name,
+            weights[name],
+            torch.empty(shape, dtype=torch.float32),
+            state_name,
+            replica=replicas.rank(group.parameters[name]),
         )
         for group, summary, name in portion
         for state_name, shape in group.shapes(name, summary["names"]).items()

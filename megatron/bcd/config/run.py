@@ -119,6 +119,16 @@ class RunConfig:
         return self.transformer.get("num_moe_experts")
 
     @property
+    def expert_size(self) -> int:
+        """Number of ranks over which a layer's experts are divided."""
+        return int(self.transformer.get("expert_model_parallel_size") or 1)
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Number of ranks that slice each expert."""
+        return int(self.transformer.get("expert_tensor_parallel_size") or self.tensor_size)
+
+    @property
     def pipeline_size(self) -> int:
         return int(self.transformer.get("pipeline_model_parallel_size", 1))
 
@@ -139,7 +149,8 @@ class RunConfig:
     def describe_ranks(self, data_size: int) -> str:
         """Return the parallel layout as text."""
         context = f" x context {self.context_size}" if self.context_size > 1 else ""
-        return f"pipeline {self.pipeline_size} x tensor {self.tensor_size}{context} x data {data_size}"
+        experts = f", experts over {self.expert_size} ranks" if self.expert_size > 1 else ""
+        return f"pipeline {self.pipeline_size} x tensor {self.tensor_size}{context} x data {data_size}{experts}"
 
     @property
     def num_chunks(self) -> int:

@@ -328,7 +328,7 @@ def _add_bias_gradient(linear: Any, inputs: Any, output: tuple[Tensor, Any]) -> 
 def broadcast_from_first_replica(model: torch.nn.Module) -> None:
     """Collective. Copy the weights of the first replica to the others (--data-parallel-random-init)."""
     for parameter in model.parameters():
-        torch.distributed.broadcast(parameter, src=replicas.first(), group=replicas.group())
+        torch.distributed.broadcast(parameter, group=replicas.group(parameter), group_src=0)
 
 
 def unwrap_model(model: torch.nn.Module) -> GPTModel:
@@ -355,6 +355,12 @@ def get_chunks(model: torch.nn.Module) -> list[GPTModel]:
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Return the number of parameters of this stage over its tensor-parallel ranks. Count replicated ones once."""
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    return sum(p.numel() * (ranks if getattr(p, "tensor_model_parallel", False) else 1) for p in model.parameters())
+    """Return the number of parameters of this stage over its tensor- and expert-parallel ranks. Count replicated ones
+    once."""
+    experts = parallel_state.get_expert_model_parallel_world_size()
+    return sum(
+        p.numel()
+        * (replicas.tensor_group(p).size() if getattr(p, "tensor_model_parallel", False) else 1)
+        * (experts if replicas.is_expert(p) else 1)
+        for p in model.parameters()
+    )

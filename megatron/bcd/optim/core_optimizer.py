@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -78,10 +79,9 @@ class CoreOptimizer(StateOwner):
         """Return the optimizers that Megatron Core chains; none between phases."""
         return chained_optimizers(self._optimizer)
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the distributed optimizer shards each parameter's state over several ranks."""
-        return self._config.training.use_distributed_optimizer and replicas.size() > 1
+    def is_sharded(self, parameter: torch.Tensor | None = None) -> bool:
+        """Return whether the distributed optimizer shards a parameter's state over several ranks."""
+        return self._config.training.use_distributed_optimizer and replicas.size(parameter) > 1
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ class CoreOptimizer(StateOwner):
         self.offload(self.block_shards)
         if always_active := self._parameters.always_active():
             self.offloaded.save_always_active(
-                self.always_active_shards, always_active, group=replicas.group() if self.is_sharded else None
+                self.always_active_shards, always_active, group=replicas.group() if self.is_sharded() else None
             )
 
     def end(self) -> None:
@@ -233,19 +233,25 @@ class CoreOptimizer(StateOwner):
         main parameter now, count that instead. The weights must be current on every rank.
         """
         by_weight = self._main_params_by_weight()
-        whole, sharded = 0.0, 0.0
+        whole, sharded = Counter[bool](), Counter[bool]()  # by whether expert-parallel ranks hold different ones
         for weight in self._model.parameters():
             if not (param_is_not_shared(weight) and param_is_not_tensor_parallel_duplicate(weight)):
                 continue
+            kind = replicas.is_expert(weight)
             has_main = weight.dtype != torch.float32 and hasattr(weight, "main_param")
             if not has_main:
-                whole += _sum_of_squares(weight)
+                whole[kind] += _sum_of_squares(weight)
             elif not getattr(weight, "main_param_sharded", False):
-                whole += _sum_of_squares(weight.main_param)
+                whole[kind] += _sum_of_squares(weight.main_param)
             elif (shard := weight.main_param if by_weight is None else by_weight.get(weight)) is not None:
-                sharded += _sum_of_squares(shard)
-        over_shards = _sum_over(replicas.group(), sharded)
-        return math.sqrt(_sum_over(parallel_state.get_model_parallel_group(), whole + over_shards))
+                sharded[kind] += _sum_of_squares(shard)
+        over_shards = _sum_over(replicas.group(), float(sharded[False]))
+        total = _sum_over(parallel_state.get_model_parallel_group(), whole[False] + over_shards)
+        if self._config.expert_size > 1:
+            over_shards = _sum_over(parallel_state.get_expert_data_parallel_group(), float(sharded[True]))
+            model_group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+            total += _sum_over(model_group, whole[True] + over_shards)
+        return math.sqrt(total)
 
     def _main_params_by_weight(self) -> dict[torch.Tensor, torch.Tensor] | None:
         """Return this rank's shards of main parameters that Megatron Core does not attach to the weights.
@@ -289,11 +295,11 @@ class CoreOptimizer(StateOwner):
 
     def main_param(self, name: str) -> torch.Tensor:
         shard, weight = self.shard(name), self._parameters.all()[name]
-        if not self.is_sharded:
+        if not self.is_sharded(weight):
             assert shard is not None, f"no optimizer steps {name}"
             return shard.main_param
         mine, start = (None, 0) if shard is None else (shard.main_param, shard.start)
-        return collectives.join_shards(mine, start, like=weight, group=replicas.group(), rank=None)
+        return collectives.join_shards(mine, start, like=weight, group=replicas.group(weight), rank=None)
 
     @torch.no_grad()
     def set_main_param(self, name: str, value: torch.Tensor) -> None:
@@ -333,12 +339,13 @@ class CoreOptimizer(StateOwner):
 
     def weight_buffers(self) -> list[torch.Tensor]:
         """Return DDP's flat buffers of weights."""
-        buffers = [] if self.wrapped is None else self.wrapped.buffers
-        return [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+        return [buffer.param_data for buffer in self._buffers() if buffer.param_data is not None]
+
+    def _buffers(self) -> list[Any]:
+        return [] if self.wrapped is None else [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        buffers = [] if self.wrapped is None else self.wrapped.buffers
-        yield from (buffer.grad_data for buffer in buffers if buffer.grad_data is not None)
+        yield from (buffer.grad_data for buffer in self._buffers() if buffer.grad_data is not None)
         yield from self._gradients_to_step(on_host=False)
 
     def device_state(self) -> Iterator[torch.Tensor]:

@@ -3,7 +3,7 @@
 These are matrices of inactive layers (--bcd-inactive-update), the active block's with --optimizer muon, the embedding
 and an untied head with --bcd-embedding-update factored, and all matrices of a single block that is stepped by piece.
 
-Each matrix has an owner among the data-parallel x context-parallel ranks. Gradients are reduced to the owner, which
+Each matrix has an owner among the ranks with the same weights (`replicas`). Gradients are reduced to the owner, which
 computes the new weights and broadcasts them. Only the owner keeps state beside weight and gradient: the momentum,
 Adam's moments, the factors of the rule `factored` (means by row and by column), and in bf16 the 16 bits that the weight
 lacks of its fp32 value. Owners never change, so a switch moves no state between ranks. Matrices of one shape, rule and
@@ -87,15 +87,18 @@ class Matrix:
         layout: MatrixLayout,
         *,
         owner: int,
-        is_owner: bool,
+        group: torch.distributed.ProcessGroup,
+        num_ranks: int | None = None,
         places: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.name, self.parameter, self.layout = name, parameter, layout
-        self.owner = owner
-        """Rank in the data-parallel x context-parallel group."""
-        self.is_owner = is_owner
+        self.owner, self.group = owner, group
+        """Rank of the owner in the group of ranks with the same matrix."""
+        self.num_ranks = num_ranks or group.size()
+        """Number of ranks whose gradients the matrix averages. Those of an expert have arrived with its tokens."""
+        self.is_owner = owner == group.rank()
         """Whether this rank is the owner."""
-        self.places = dict(places or {}) if is_owner else {}
+        self.places = dict(places or {}) if self.is_owner else {}
         """The owner's preallocated host memory, by kind of state."""
         self.is_stepped = False
         """Whether the present phase steps it."""
@@ -172,7 +175,8 @@ class Stack:
 
     def __init__(self, matrices: Sequence[Matrix], grad_dtype: torch.dtype) -> None:
         self.matrices = matrices
-        self.owner, self.layout = matrices[0].owner, matrices[0].layout
+        self.owner, self.group, self.layout = matrices[0].owner, matrices[0].group, matrices[0].layout
+        self.is_owner, self.num_ranks = matrices[0].is_owner, matrices[0].num_ranks
         weight = matrices[0].parameter
         self.gradient = torch.zeros((len(matrices), *weight.shape), dtype=grad_dtype, device=device.current())
         """[K, M, N]; the `main_grad` of each matrix is a slice."""
@@ -202,21 +206,21 @@ class Stack:
         self.gradient.zero_()
         self._num_missing, self.is_reducing = len(self.matrices), False
 
-    def count_final(self, group: torch.distributed.ProcessGroup) -> None:
+    def count_final(self) -> None:
         """Count a gradient as final. The last one starts the reduction."""
         self._num_missing -= 1
         if self._num_missing == 0 and not self.is_reduced_late:
-            self.start_reduction(group)
+            self.start_reduction()
 
-    def start_reduction(self, group: torch.distributed.ProcessGroup) -> None:
+    def start_reduction(self) -> None:
         """Start to average the gradient on the owner, unless this step has started it before. A collective."""
-        if group.size() > 1 and not self.is_reducing:
-            self.gradient.div_(group.size())
+        if self.num_ranks > 1 and not self.is_reducing:
+            self.gradient.div_(self.num_ranks)
             if self.is_shared:  # both copies must stay equal: their stages must add in one order, whoever owns them
-                self._reduction = torch.distributed.all_reduce(self.gradient, group=group, async_op=True)
-            else:
-                owner = torch.distributed.get_global_rank(group, self.owner)
-                self._reduction = torch.distributed.reduce(self.gradient, dst=owner, group=group, async_op=True)
+                self._reduction = torch.distributed.all_reduce(self.gradient, group=self.group, async_op=True)
+            elif self.group.size() > 1:
+                owner = torch.distributed.get_global_rank(self.group, self.owner)
+                self._reduction = torch.distributed.reduce(self.gradient, dst=owner, group=self.group, async_op=True)
         self.is_reducing = True
 
     def finish_reduction(self) -> None:
@@ -240,7 +244,7 @@ class PieceMatrices:
 def build_stacks(matrices: Sequence[Matrix], grad_dtype: torch.dtype) -> list[Stack]:
     """Divide the matrices of one rule into stacks."""
     shapes = [matrix.parameter.shape for matrix in matrices]
-    keys = [(matrix.owner, matrix.layout, shape) for matrix, shape in zip(matrices, shapes, strict=True)]
+    keys = [(each.owner, each.group, each.layout, shape) for each, shape in zip(matrices, shapes, strict=True)]
     stacks = matrix_stacks(keys, [shape.numel() for shape in shapes])
     return [Stack([matrices[index] for index in indices], grad_dtype) for indices in stacks]
 
@@ -273,7 +277,7 @@ class MatrixOptimizer(StateOwner):
 
     Args:
         matrices: parameter and layout of each matrix that some phase steps, by name.
-        group: the ranks that hold the same weights.
+        group: the ranks that hold the same weights, except experts of expert-parallel ranks.
         offloads_low_bits: low bits are in host memory while their matrix is not stepped. For matrices that only the
             phases of one block step.
         momentum_dtype: precision of momenta, on the device and in host memory.
@@ -304,19 +308,24 @@ class MatrixOptimizer(StateOwner):
         self._overlaps_reduction = overlaps_reduction
         self._max_norm = max_norm
         self._is_last_microbatch = True
-        self._group, self._stage_group, self._pipeline_group = group, stage_group, pipeline_group
-        self._rank, self._size = group.rank(), group.size()
-        owners = matrix_owners([parameter.numel() for parameter, _ in matrices.values()], self._size)
+        self._stage_group, self._pipeline_group = stage_group, pipeline_group
+        owners: dict[str, int] = {}
+        for are_experts in (False, True):
+            sizes = {name: each.numel() for name, (each, _) in matrices.items() if replicas.is_expert(each) == are_experts}
+            if sizes:
+                num_owners = replicas.size(matrices[next(iter(sizes))][0]) if are_experts else group.size()
+                owners |= zip(sizes, matrix_owners([*sizes.values()], num_owners), strict=True)
         self.matrices = {
             name: Matrix(
                 name,
                 parameter,
                 layout,
-                owner=owner,
-                is_owner=owner == self._rank,
+                owner=owners[name],
+                group=replicas.group(parameter) if replicas.is_expert(parameter) else group,
+                num_ranks=group.size(),
                 places=None if places is None else places.get(parameter),
             )
-            for owner, (name, (parameter, layout)) in zip(owners, matrices.items(), strict=True)
+            for name, (parameter, layout) in matrices.items()
         }
         self._param_groups: list[dict[str, Any]] = []
         """Groups of the present phase: lr and weight_decay as the scheduler sets them; the rule, the matrices and the
@@ -514,7 +523,7 @@ class MatrixOptimizer(StateOwner):
         parameter.grad = None
         if self._overlaps_reduction and self._is_last_microbatch:
             assert matrix.stack is not None
-            matrix.stack.count_final(self._group)
+            matrix.stack.count_final()
 
     @torch.no_grad()
     def start_reductions(self, *, with_shared: bool = False) -> None:
@@ -525,7 +534,7 @@ class MatrixOptimizer(StateOwner):
         """
         for stack in self.stacks:
             if with_shared or not stack.is_reduced_late:
-                stack.start_reduction(self._group)
+                stack.start_reduction()
 
     def _finish_reductions(self) -> None:
         for stack in self.stacks:
@@ -542,7 +551,7 @@ class MatrixOptimizer(StateOwner):
         gradients: tuple[list[torch.Tensor], ...] = ([], [])
         for group in self._param_groups:
             gradients[not group["rule"].is_clipped].extend(
-                stack.gradient for stack in group["stacks"] if stack.owner == self._rank and not _is_copy(stack)
+                stack.gradient for stack in group["stacks"] if stack.is_owner and not _is_copy(stack)
             )
         squares = torch.stack([_sum_of_squares(each) for each in gradients])
         if self._piece_squares:
@@ -612,10 +621,10 @@ class MatrixOptimizer(StateOwner):
         for stack, _ in by_stack:
             if stack.is_partial:
                 torch.distributed.all_reduce(stack.gradient, group=parallel_state.get_tensor_model_parallel_group())
-            stack.start_reduction(self._group)
+            stack.start_reduction()
         for stack, _ in by_stack:
             stack.finish_reduction()
-        owned = [(stack, group) for stack, group in by_stack if stack.owner == self._rank]
+        owned = [(stack, group) for stack, group in by_stack if stack.is_owner]
         clipped = [(stack, group) for stack, group in owned if group["rule"].is_clipped]
         for stack, group in clipped:
             if group["rule"].name == update_rules.ADAM and gradient_scale != 1.0:  # as Megatron Core scales its buffers
@@ -647,7 +656,7 @@ class MatrixOptimizer(StateOwner):
         parts, coefficient = self._kept_parts(piece), self._clip_coefficient(norm)
         by_stack = [(stack, part.param_group) for part in parts for stack in part.stacks]
         for stack, group in by_stack:
-            if stack.owner == self._rank:
+            if stack.is_owner:
                 self._update(stack, group, clip_coefficient=coefficient, gradient_scale=1.0)
         self._broadcast(stack for stack, _ in by_stack)
         self._close(parts)
@@ -691,7 +700,7 @@ class MatrixOptimizer(StateOwner):
         clip_coefficient = self._clip_coefficient(norm)
         for group in self._param_groups:
             for stack in group["stacks"]:
-                if stack.owner == self._rank:
+                if stack.is_owner:
                     self._update(stack, group, clip_coefficient=clip_coefficient, gradient_scale=gradient_scale)
         self._broadcast(self.stacks)  # after all updates, so that all owners compute at the same time
         self.num_steps += 1
@@ -701,11 +710,11 @@ class MatrixOptimizer(StateOwner):
         return min(1.0, self._max_norm / (norm + 1e-6)) if self._max_norm > 0.0 else 1.0
 
     def _broadcast(self, stacks: Iterable[Stack]) -> None:
-        for stack in stacks if self._size > 1 else ():
-            owner = torch.distributed.get_global_rank(self._group, stack.owner)
-            weights = _join(stack.weights)
-            torch.distributed.broadcast(weights, src=owner, group=self._group)
-            _write_back(weights, stack.weights)
+        for stack in stacks:
+            if stack.group.size() > 1:
+                weights = _join(stack.weights)
+                torch.distributed.broadcast(weights, group=stack.group, group_src=stack.owner)
+                _write_back(weights, stack.weights)
 
     def _update(
         self, stack: Stack, group: Mapping[str, Any], *, clip_coefficient: float = 1.0, gradient_scale: float
@@ -819,9 +828,8 @@ class MatrixOptimizer(StateOwner):
         if low_bits is None:  # not the owner, or never stepped here
             low_bits = torch.zeros_like(weight, dtype=torch.int16)
         low_bits = low_bits.to(weight.device)
-        if self._size > 1:
-            owner = torch.distributed.get_global_rank(self._group, matrix.owner)
-            torch.distributed.broadcast(low_bits.view(torch.uint8), src=owner, group=self._group)
+        if matrix.group.size() > 1:
+            torch.distributed.broadcast(low_bits.view(torch.uint8), group=matrix.group, group_src=matrix.owner)
         return bf16.join(weight, low_bits).view(-1)
 
     @torch.no_grad()
@@ -936,9 +944,9 @@ def build_matrix_optimizer(
     heads, groups, width = model_config.num_attention_heads, model_config.num_query_groups, model_config.kv_channels
     assert groups is not None and width is not None
     qkv_parts = (heads // groups * width, width, width)
-    tensor_group = parallel_state.get_tensor_model_parallel_group()
 
     def layout_of(name: str, parameter: torch.nn.Parameter) -> MatrixLayout:
+        tensor_group = replicas.tensor_group(parameter)
         is_qkv = settings.muon_split_qkv and name.endswith("linear_qkv.weight")
         dim = getattr(parameter, "partition_dim", -1)  # Megatron Core's: -1 where each rank has all of it
         is_sliced = tensor_group.size() > 1 and dim >= 0

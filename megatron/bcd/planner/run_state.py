@@ -42,6 +42,8 @@ def model_state_of(config: RunConfig, partition: Partition, *, padded_vocab_size
         padded_vocabulary=padded_vocab_size,
         num_replicas=num_replicas,
         tensor_size=config.tensor_size,
+        expert_size=config.expert_size,
+        expert_tensor_size=config.expert_tensor_size,
         precision=config.precision,
         budget=cost.state_budget(
             precision=config.precision,

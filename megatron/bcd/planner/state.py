@@ -120,6 +120,9 @@ class ModelState:
     num_replicas: int
     """Number of ranks with the same weights: data-parallel times context-parallel ones."""
     tensor_size: int = 1
+    expert_size: int = 1
+    """Number of ranks over which a layer's experts are divided."""
+    expert_tensor_size: int = 1
     precision: str
     budget: StateBudget
     bcd: BcdConfig
@@ -150,10 +153,26 @@ class ModelState:
     @cached_property
     def tensors(self) -> tuple[tuple[Tensor, ...], ...]:
         """The parameters of a rank, by stage."""
-        sizes = {"padded_vocabulary": self.padded_vocabulary, "tensor_size": self.tensor_size}
+        names = ("padded_vocabulary", "tensor_size", "expert_size", "expert_tensor_size")
+        sizes = {name: getattr(self, name) for name in names}
         return tuple(
             stage_tensors(self.shape, self.partition, stage, **sizes) for stage in range(self.partition.num_stages)
         )
+
+    @cached_property
+    def _place_of_experts(self) -> list[int]:
+        """Index among the ranks with the same experts, by index among those with the same other weights."""
+        if self.expert_size == 1:
+            return list(range(self.num_replicas))
+        ranks = self.expert_size * self.expert_tensor_size
+        return [replica * self.tensor_size // ranks for replica in range(self.num_replicas)]
+
+    @property
+    def _num_expert_replicas(self) -> int:
+        """Number of ranks with the same experts."""
+        if self.expert_size == 1:
+            return self.num_replicas
+        return self.num_replicas * self.tensor_size // (self.expert_size * self.expert_tensor_size)
 
     @cached_property
     def num_parameters(self) -> tuple[int, ...]:
@@ -180,7 +199,13 @@ class ModelState:
 
     def _buffer(self, tensors: tuple[Tensor, ...], block: int) -> Buffer:
         stepped = [tensor for tensor in tensors if tensor.is_active(block) and not self._steps_matrix(tensor)]
-        return build_buffer(stepped, num_ranks=self.num_replicas if self.is_distributed else None)
+        experts = [tensor for tensor in stepped if tensor.is_expert]
+        others = [tensor for tensor in stepped if not tensor.is_expert]
+        buffer = build_buffer(others, num_ranks=self.num_replicas if self.is_distributed else None)
+        if not experts:
+            return buffer
+        num_ranks = self._num_expert_replicas if self.is_distributed else None
+        return buffer.joined(build_buffer(experts, num_ranks=num_ranks), self._place_of_experts)
 
     @cached_property
     def streamed(self) -> tuple[StreamedLayers, ...]:
@@ -222,18 +247,26 @@ class ModelState:
         if not (self.is_breadth_first and self.bcd.bcd_layers_on != "device" and self.layer_state_bytes):
             return 0
         by_layer = Counter[int]()
-        for tensor, owner in zip(*self._matrices(stage), strict=True):
-            if tensor.owned.layer is not None and owner == replica:
+        for tensor, owners in zip(*self._matrices(stage), strict=True):
+            if tensor.owned.layer is not None and replica in owners:
                 number = 2 * (self.precision == "bf16") * _aligned(tensor.size)
                 for _, (dtype, shared) in self.state_on_host:
                     number += DTYPE_BYTES[dtype] * _aligned(-(-tensor.size // shared))
                 by_layer[tensor.owned.layer] += number
         return self.num_layer_buffers(stage) * max(by_layer.values(), default=0)
 
-    def _matrices(self, stage: int) -> tuple[list[Tensor], list[int]]:
-        """Return the matrices that are stepped apart, and their owners."""
+    def _matrices(self, stage: int) -> tuple[list[Tensor], list[list[int]]]:
+        """Return the matrices that are stepped apart, and their owners: with expert parallelism, a rank for each part of
+        the experts."""
         matrices = [tensor for tensor in self.tensors[stage] if tensor.parts]
-        return matrices, matrix_owners([tensor.size for tensor in matrices], self.num_replicas)
+        owners = dict[str, list[int]]()
+        for are_experts in (False, True):
+            some = [tensor for tensor in matrices if tensor.is_expert == are_experts]
+            places = self._place_of_experts if are_experts else range(self.num_replicas)
+            num_owners = self._num_expert_replicas if are_experts else self.num_replicas
+            for tensor, owner in zip(some, matrix_owners([each.size for each in some], num_owners), strict=True):
+                owners[tensor.name] = [rank for rank, place in enumerate(places) if place == owner]
+        return matrices, [owners[tensor.name] for tensor in matrices]
 
     def weight_elements(self, stage: int, block: int) -> int:
         """Return the weights on the device in elements, with the padding of buffers."""
@@ -301,7 +334,7 @@ class ModelState:
         if (stage, block) not in shares:
             matrices, owners = self._matrices(stage)
             ranks = range(self.num_replicas)
-            shares[stage, block] = [self._share(matrices, [owner == rank for owner in owners], block) for rank in ranks]
+            shares[stage, block] = [self._share(matrices, [rank in each for each in owners], block) for rank in ranks]
         return shares[stage, block][replica]
 
     @cached_property

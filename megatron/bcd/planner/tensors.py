@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import lcm, prod
 
 from megatron.bcd.blocks.ownership import Ownership, ownership
@@ -32,6 +32,8 @@ class Tensor:
     is_shared: bool = False  # a tied embedding on several stages, or its copy: it has a bucket of its own
     parts: tuple[tuple[int, int], ...] = ()
     """Rows and columns of the pieces that a stateless update steps apart (queries, keys, values); empty for others."""
+    is_expert: bool = False
+    """Whether expert-parallel ranks hold different ones."""
     num_factors: int = 0
     """Elements that the factored update keeps for the matrix: means by row and by column, and a step count."""
 
@@ -45,22 +47,35 @@ class Tensor:
 
 
 def stage_tensors(
-    shape: ModelShape, partition: Partition, stage: int, *, padded_vocabulary: int, tensor_size: int = 1
+    shape: ModelShape,
+    partition: Partition,
+    stage: int,
+    *,
+    padded_vocabulary: int,
+    tensor_size: int = 1,
+    expert_size: int = 1,
+    expert_tensor_size: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the parameters of a rank of the stage in GPTModel's order. Vocabulary 0 leaves out embedding and head."""
     has_copy = shape.tied and partition.num_stages > 1
-    return tuple(
-        Tensor(
+    if shape.experts is not None:
+        shape = replace(shape, experts=replace(shape.experts, on_rank=shape.experts.number // expert_size))
+
+    def tensor(name: str, parts: tuple[tuple[int, int], ...]) -> Tensor:
+        owned, is_expert = ownership(name, partition=partition, stage=stage), ".local_experts." in name
+        num_slices = (expert_tensor_size or tensor_size) if is_expert else tensor_size
+        return Tensor(
             name=name,
-            size=-(-sum(map(prod, parts)) // (tensor_size if name.endswith(_SHARED_BY_TENSOR_RANKS) else 1)),
+            size=-(-sum(map(prod, parts)) // (num_slices if name.endswith(_SHARED_BY_TENSOR_RANKS) else 1)),
             is_shared=has_copy and name.endswith(("embedding.word_embeddings.weight", "output_layer.weight")),
-            owned=(owned := ownership(name, partition=partition, stage=stage)),
+            owned=owned,
             parts=parts if owned.is_matrix else (),
-            num_factors=_num_factors(name, parts, tensor_size) if owned.is_matrix else 0,
+            is_expert=is_expert and expert_size > 1,
+            num_factors=_num_factors(name, parts, num_slices) if owned.is_matrix else 0,
         )
-        for name, parts in _names_and_parts(shape, partition, stage, padded_vocabulary)
-        if any(map(prod, parts))
-    )
+
+    everything = _names_and_parts(shape, partition, stage, padded_vocabulary)
+    return tuple(tensor(name, parts) for name, parts in everything if any(map(prod, parts)))
 
 
 def _num_factors(name: str, parts: tuple[tuple[int, int], ...], tensor_size: int) -> int:
@@ -110,7 +125,7 @@ def _layer(shape: ModelShape, experts: ExpertShape | None) -> Iterator[_NameAndP
     mlps = {"mlp": ffn}
     if experts is not None:
         yield "mlp.router.weight", ((experts.number, hidden),)
-        mlps = {f"mlp.experts.local_experts.{index}": experts.ffn_hidden_size for index in range(experts.number)}
+        mlps = {f"mlp.experts.local_experts.{index}": experts.ffn_hidden_size for index in range(experts.on_rank)}
         mlps |= {"mlp.shared_experts": experts.shared} if experts.shared else {}
     for mlp, width in mlps.items():
         if mlp.endswith("shared_experts") and experts is not None and experts.is_gated:
@@ -131,11 +146,18 @@ class Buffer:
     size: int  # elements, with padding
     stored: tuple[int, ...]  # by data-parallel rank: elements whose optimizer state it stores, without padding
     pieces: tuple[int, ...]  # by data-parallel rank: number of parameters of which it stores a part
+    padding: int = 0  # elements
 
-    @property
-    def padding(self) -> int:
-        """The padding in elements."""
-        return self.size - sum(self.stored)
+    def joined(self, experts: Buffer, place_of_experts: Sequence[int]) -> Buffer:
+        """Return this buffer and that of expert-parallel experts as one, given each rank's place in the latter."""
+        return Buffer(
+            size=self.size + experts.size,
+            stored=tuple(self.stored[rank % len(self.stored)] + experts.stored[place % len(experts.stored)]
+                         for rank, place in enumerate(place_of_experts)),
+            pieces=tuple(self.pieces[rank % len(self.pieces)] + experts.pieces[place % len(experts.pieces)]
+                         for rank, place in enumerate(place_of_experts)),
+            padding=self.padding + experts.padding,
+        )
 
 
 def build_buffer(tensors: list[Tensor], *, num_ranks: int | None) -> Buffer:
@@ -168,7 +190,7 @@ def build_buffer(tensors: list[Tensor], *, num_ranks: int | None) -> Buffer:
                 low = begin + rank * slice_size
                 stored[rank] += min(stop, low + slice_size) - max(first, low)
                 pieces[rank] += 1
-    return Buffer(size=end, stored=tuple(stored), pieces=tuple(pieces))
+    return Buffer(size=end, stored=tuple(stored), pieces=tuple(pieces), padding=end - sum(stored))
 
 
 def _up(number: int, multiple: int) -> int:

@@ -33,6 +33,8 @@ def initialize(
     pipeline_size: int,
     context_size: int = 1,
     hierarchical_context_sizes: Sequence[int] | None = None,
+    expert_size: int = 1,
+    expert_tensor_size: int | None = None,
 ) -> bool:
     """Join the process group that torchrun's environment describes, and create Megatron Core's parallel groups.
 
@@ -83,6 +85,8 @@ def initialize(
         if hierarchical_context_sizes is None
         else list(hierarchical_context_sizes),
         distributed_timeout_minutes=timeout_minutes,
+        expert_model_parallel_size=expert_size,
+        expert_tensor_parallel_size=expert_tensor_size,
     )
     return start > 1
 

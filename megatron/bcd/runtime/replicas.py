@@ -1,6 +1,7 @@
 """Replicas: the ranks with the same weights, which are the data-parallel and context-parallel ranks of a model shard.
 
-They average gradients and share the optimizer state. Only context-parallel ranks read the same samples.
+They average gradients and share the optimizer state. Only context-parallel ranks read the same samples. With expert
+parallelism fewer ranks hold the same experts; the functions with a parameter return its replicas.
 """
 
 from __future__ import annotations
@@ -9,26 +10,35 @@ import torch
 from megatron.core import parallel_state
 
 
-def group() -> torch.distributed.ProcessGroup:
+def is_expert(parameter: torch.Tensor | None) -> bool:
+    """Return whether expert-parallel ranks hold different ones of this parameter (Megatron Core's attribute)."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def group(parameter: torch.Tensor | None = None) -> torch.distributed.ProcessGroup:
     """Return the process group of the ranks with the same weights."""
+    if is_expert(parameter):
+        return parallel_state.get_expert_data_parallel_group()
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def size() -> int:
+def size(parameter: torch.Tensor | None = None) -> int:
     """Return the number of replicas."""
-    return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+    return int(group(parameter).size())
 
 
-def rank() -> int:
+def rank(parameter: torch.Tensor | None = None) -> int:
     """Return this rank's index among its replicas."""
-    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
+    return int(group(parameter).rank())
+
+
+def tensor_group(parameter: torch.Tensor | None = None) -> torch.distributed.ProcessGroup:
+    """Return the tensor-parallel group, which may be another one for experts."""
+    if is_expert(parameter):
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def shard_slice(num_elements: int) -> slice:
     """Return this rank's part of a flat tensor that the replicas share."""
     return slice(num_elements * rank() // size(), num_elements * (rank() + 1) // size())
-
-
-def first() -> int:
-    """Return the global rank of the first replica."""
-    return int(parallel_state.get_data_parallel_src_rank(with_context_parallel=True))

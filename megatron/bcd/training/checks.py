@@ -58,12 +58,17 @@ class StepChecks:
         interval = self.config.training.check_weight_hash_across_dp_replicas_interval
         if interval is None or iteration % interval:
             return
-        place = (
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        )
+        stage, weights = parallel_state.get_pipeline_model_parallel_rank(), unwrap_model(self.active.model)
         with self.active.whole_parameters():
-            difference = first_difference(unwrap_model(self.active.model).named_parameters(), place=place)
+            difference = first_difference(
+                weights.named_parameters(),
+                place=(stage, parallel_state.get_tensor_model_parallel_rank()),
+                place_of_experts=(
+                    stage,
+                    parallel_state.get_expert_model_parallel_rank(),
+                    parallel_state.get_expert_tensor_parallel_rank(),
+                ),
+            )
         if difference is not None:
             raise TrainingFailed(
                 f"iteration {iteration}: {difference} (--check-weight-hash-across-dp-replicas-interval). "

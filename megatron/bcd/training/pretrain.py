@@ -122,6 +122,8 @@ def _initialize(config: RunConfig) -> bool:
         pipeline_size=config.pipeline_size,
         context_size=config.context_size,
         hierarchical_context_sizes=config.transformer.get("hierarchical_context_parallel_sizes"),
+        expert_size=config.expert_size,
+        expert_tensor_size=config.expert_tensor_size,
     )
     rng.seed_everything(training.seed, data_parallel_random_init=training.data_parallel_random_init)
     return is_restart

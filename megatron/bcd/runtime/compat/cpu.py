@@ -57,8 +57,41 @@ _tensor_type = torch.Tensor.type
 
 
 def _return_counts(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """Return the tokens of each expert, which are on the CPU already."""
+    """Return the tokens of each expert, which are on the CPU already, and make lists of the counts by rank."""
+    if point == "before_ep_alltoall" and dispatcher.ep_size > 1:
+        dispatcher.input_splits, dispatcher.output_splits = (
+            splits.tolist() for splits in (dispatcher.input_splits, dispatcher.output_splits)
+        )
     return tokens_per_expert
+
+
+def _exchange(parts: torch.Tensor, sizes: Any, received: Any, group: Any) -> torch.Tensor:
+    """Send `sizes` rows to each rank of the group, and return the rows received from each."""
+    output = parts.new_empty((sum(received), *parts.shape[1:]))
+    torch.distributed.all_to_all_single(output, parts.contiguous(), received, sizes, group=group)
+    return output
+
+
+def _patch_uneven_collectives() -> None:
+    """Gather and reduce-scatter different numbers of tokens by rank, which gloo's own collectives do not support."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_uneven(part: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(part, group, output_split_sizes, use_global_buffer)
+        copies = part.repeat(group.size(), *[1] * (part.dim() - 1))
+        return _exchange(copies, [len(part)] * group.size(), output_split_sizes, group)
+
+    def scatter_uneven(whole: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(whole, group, input_split_sizes, use_global_buffer)
+        size = input_split_sizes[group.rank()]
+        received = _exchange(whole, input_split_sizes, [size] * group.size(), group)
+        return received.view(group.size(), size, *whole.shape[1:]).sum(0)
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
 
 
 def patch_megatron_core() -> None:
@@ -94,6 +127,7 @@ def patch_megatron_core() -> None:
 
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = megatron_random  # any object: no stream is created or used
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _return_counts
+    _patch_uneven_collectives()
     torch_on_cpu = _TorchOnCpu()
     for name in _MODULES_FOR_CUDA:
         importlib.import_module(name).torch = torch_on_cpu  # type: ignore[attr-defined]
