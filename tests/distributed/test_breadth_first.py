@@ -33,6 +33,7 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (2, PIPELINE | {"global_batch_size": 12}),  # more microbatches than messages in flight
     "pipeline_tensor": (4, PIPELINE | {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pipeline_data": (4, PIPELINE | {"overlap_grad_reduce": True}),
+    "pipeline_expert": (4, PIPELINE | worlds.EXPERT2),
 }
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "method": {
@@ -78,6 +79,7 @@ pipeline-paper-fp32-host-1-spread-none
 pipeline-head-bf16-device-2-spread-none
 pipeline-finetune-bf16-device-6-spread-none
 pipeline_tensor-experts-bf16-host-1-spread-none
+pipeline_expert-experts-bf16-device-2-spread-none
 """
 CASES += [dict(zip(("cut", *FACTORS), line.split("-"), strict=True)) for line in ON_STAGES.split()]
 BREADTH_FIRST = {"bcd_schedule": "breadth-first"}

@@ -17,7 +17,6 @@ from megatron.bcd.runtime.compat.megatron_core import context_part
 
 Flags = Callable[..., dict[str, Any]]
 PIPELINE, TENSOR, CONTEXT = ({f"{name}_parallel_size": 2} for name in ("pipeline_model", "tensor_model", "context"))
-EXPERT = {"expert_model_parallel_size": 2, "use_cpu_initialization": False}
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data2": (2, {}),
     "tensor2": (2, TENSOR),
@@ -29,13 +28,13 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "context2_pipeline2": (4, CONTEXT | PIPELINE),
     "pipeline2_data2": (4, PIPELINE),
     "pipeline2_tensor2": (4, PIPELINE | TENSOR),
-    "expert2_data2": (2, EXPERT),
-    "expert2_tensor2_etp1": (2, EXPERT | TENSOR | {"expert_tensor_parallel_size": 1}),
-    "expert2_data4": (4, EXPERT),
-    "expert2_pipeline2_data2": (4, EXPERT | PIPELINE),
-    "expert2_tensor2_data2": (4, EXPERT | TENSOR),
-    "expert2_tensor2_data2_etp1": (4, EXPERT | TENSOR | {"expert_tensor_parallel_size": 1}),
-    "expert2_context2": (2, EXPERT | CONTEXT),
+    "expert2_data2": (2, worlds.EXPERT2),
+    "expert2_tensor2_etp1": (2, worlds.EXPERT2 | TENSOR | {"expert_tensor_parallel_size": 1}),
+    "expert2_data4": (4, worlds.EXPERT2),
+    "expert2_pipeline2_data2": (4, worlds.EXPERT2 | PIPELINE),
+    "expert2_tensor2_data2": (4, worlds.EXPERT2 | TENSOR),
+    "expert2_tensor2_data2_etp1": (4, worlds.EXPERT2 | TENSOR | {"expert_tensor_parallel_size": 1}),
+    "expert2_context2": (2, worlds.EXPERT2 | CONTEXT),
 }
 UNTIED = {"untie_embeddings_and_output_weights": True}
 LLAMA = {"form": "llama", "group_query_attention": True, "num_query_groups": 2}
@@ -53,6 +52,7 @@ MUON = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_use_nesterov"
 FACTORED = STATELESS | {"bcd_inactive_update": "factored"}
 FACTORED_EMBEDDING = FACTORED | {"bcd_embedding_update": "factored"}
 HOST = {"bcd_optimizer_state": "host"}
+EQUAL_WEIGHTS = {"check_weight_hash_across_dp_replicas_interval": 1}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
 
@@ -97,7 +97,7 @@ CASES = {
     ),
     "experts_muon_divided": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
-        MUON | STATELESS | {"moe_token_dispatcher_type": "alltoall", "log_params_norm": True},
+        MUON | STATELESS | {"moe_token_dispatcher_type": "alltoall", "log_params_norm": True} | EQUAL_WEIGHTS,
         ("expert2_data2", "expert2_data4", "expert2_tensor2_data2_etp1"),
         2e-4,
     ),
@@ -176,6 +176,9 @@ def test_every_layout_takes_the_same_steps(
         assert rank["blocks"] == reference["blocks"]
         assert rank["losses"] == pytest.approx(reference["losses"], rel=case.tolerance)
         assert rank["grad_norms"] == pytest.approx(reference["grad_norms"], rel=50 * case.tolerance)
+        if "log_params_norm" in case.flags:
+            norms = [step["params_norm"] for step in reference["metrics"]]
+            assert [step["params_norm"] for step in rank["metrics"]] == pytest.approx(norms, rel=case.tolerance)
         evaluations = [loss for *_, loss in reference["evaluations"]]
         assert len(evaluations) == 2
         assert [loss for *_, loss in rank["evaluations"]] == pytest.approx(evaluations, rel=case.tolerance)

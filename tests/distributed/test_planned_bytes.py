@@ -22,6 +22,13 @@ UNPLANNED = {
     | worlds.EXPERTS
     | worlds.SHARED_EXPERT
     | {"moe_layer_freq": 2, "bcd_preset": "pretrain", "bf16": True},
+    "experts_divided": TWO | worlds.EXPERTS | worlds.EXPERT2 | {"bf16": True, "bcd_always_active": "norms"},
+    "experts_divided_pretrain": worlds.EXPERTS
+    | worlds.EXPERT2
+    | {"world_size": 4, "moe_layer_freq": 2, "bcd_preset": "pretrain", "bf16": True, "global_batch_size": 8},
+    "experts_divided_tensor2": worlds.EXPERTS
+    | worlds.EXPERT2
+    | {"world_size": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "bf16": True},
     "sgd_bf16": {"optimizer": "sgd", "bf16": True},
     "gradients_bf16": TWO | {"bf16": True, "grad_reduce_in_bf16": True},
     "gradients_fp16": {"fp16": True, "initial_loss_scale": 256, "no_use_distributed_optimizer": True},
@@ -65,12 +72,16 @@ def test_planned_is_counted(world1: World, world2: World, text_data: str, name: 
 
 
 @pytest.mark.parametrize("name", UNPLANNED)
-def test_summary_is_counted(world1: World, world2: World, text_data: str, name: str) -> None:
+def test_summary_is_counted(world1: World, world2: World, world4: World, text_data: str, name: str) -> None:
     """A tensor-parallel rank that is charged for the whole, padding without a distributed optimizer."""
     config = worlds.run_config(
         data_path=text_data, **{"num_layers": 6, "hidden_size": 40} | UNPLANNED[name], train_iters=6
     )
-    steps, told, _, total = (world2 if "world_size" in UNPLANNED[name] else world1).run(counted, config)[0]
+    world = {1: world1, 2: world2, 4: world4}[UNPLANNED[name].get("world_size", 1)]
+    steps, told, _, total = world.run(counted, config)[0]
+    if "divided" in name and "pretrain" not in name:  # attention, norms, router, and gated experts of width 24
+        layer = 4 * 40**2 + 4 * 40 + 4 * 40 + 4 * 3 * 24 * 40
+        assert total == 6 * layer + (worlds.PADDED_VOCABULARY + 32) * 40 + 2 * 40
     if name == "tensor2":  # GPT-2's L (12 H^2 + 13 H) + (V + S) H + 2 H, not twice
         assert total == 6 * (12 * 40**2 + 13 * 40) + (worlds.PADDED_VOCABULARY + 32) * 40 + 2 * 40
     assert [by_rank for by_rank, _ in steps[len(told) :]][: len(told)] == told

@@ -124,6 +124,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "llama": PIPELINE | LLAMA | {"bcd_layout": "submodel"},
     "experts": PIPELINE | FACTORED | worlds.EXPERTS | worlds.SHARED_EXPERT | {"moe_layer_freq": 2},
     "experts_muon": CUTS["tensor2"] | worlds.EXPERTS | MUON | {"moe_token_dispatcher_type": "alltoall"},
+    "experts_divided": CUTS["data2"] | FACTORED | worlds.EXPERTS | worlds.EXPERT2,
+    "experts_divided_kept": CUTS["tensor2"] | worlds.EXPERTS | worlds.EXPERT2 | {"expert_tensor_parallel_size": 1}
+    | {"bf16": True, "bcd_optimizer_state": "host", "adam_moments_dtype": "int8"},
     "context2": CUTS["data2"] | {"context_parallel_size": 2, "bf16": True, "bcd_preset": "pretrain"}
     | {"bcd_optimizer_state": "host"},
     "interleaved": PIPELINE | {"bcd_layout": "interleaved", "bcd_optimizer_state": "host", "bcd_steps_per_block": 2},

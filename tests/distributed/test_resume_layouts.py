@@ -21,9 +21,12 @@ CUTS: dict[str, dict[str, Any]] = {
     "data2": {"world_size": 2, "bcd_num_blocks": 4},
     "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2, "bcd_num_blocks": 4},
     "context2": {"world_size": 2, "context_parallel_size": 2, "bcd_num_blocks": 4},
+    "expert2": {"world_size": 2, "bcd_num_blocks": 4} | worlds.EXPERT2,
+    "expert2_data4": {"world_size": 4, "bcd_num_blocks": 4, "micro_batch_size": 2} | worlds.EXPERT2,
 }
-PAIRS = [pair for pair in itertools.permutations(CUTS, 2) if "context2" not in pair]
+PAIRS = list(itertools.permutations([cut for cut in CUTS if cut[:5] not in ("conte", "exper")], 2))
 PAIRS += [("context2", "one"), ("one", "context2")]
+EXPERT_PAIRS = [("expert2", "one"), ("expert2", "tensor2"), ("expert2_data4", "expert2")]
 # What is saved under each: gate and up lie side by side on every tensor-parallel rank, main parameters have bits of
 # their own, frozen blocks have moments, and what is always active has seen more steps than the block
 MODELS: dict[str, dict[str, Any]] = {
@@ -32,6 +35,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "data2": {"bf16": True, "bcd_optimizer_state": "host", "bcd_always_active": "norms"},
     "tensor2": {"swiglu": True, "no_use_distributed_optimizer": True},
     "context2": {"bf16": True, "bcd_optimizer_state": "host"},
+    "expert2": {"bf16": True, "bcd_optimizer_state": "host"} | worlds.EXPERTS,
+    "expert2_data4": {"bf16": True, "bcd_optimizer_state": "host"} | worlds.EXPERTS,
 }
 FACTORED = {"bcd_inactive_update": "factored", "bcd_embedding_update": "factored", "bcd_inactive_grad_dtype": "fp32"}
 STEPS_PER_BLOCK = 3
@@ -74,8 +79,10 @@ class Saved:
 
 
 @pytest.fixture(scope="module")
-def saved(world1: World, world2: World, text_data: str, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved({1: world1, 2: world2}, text_data, tmp_path_factory.mktemp("saved"))
+def saved(
+    world1: World, world2: World, world4: World, text_data: str, tmp_path_factory: pytest.TempPathFactory
+) -> Saved:
+    return Saved({1: world1, 2: world2, 4: world4}, text_data, tmp_path_factory.mktemp("saved"))
 
 
 def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
@@ -87,7 +94,7 @@ def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     ]
 
 
-@pytest.mark.parametrize(("before", "after"), thinned(PAIRS, keep_every=2))
+@pytest.mark.parametrize(("before", "after"), [*thinned(PAIRS, keep_every=2), *EXPERT_PAIRS])
 def test_another_layout_goes_on_inside_the_phase(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     """Slices put together in another order, a gate taken for an up, moments of another layer or none at all."""
     flags = {"bcd_layout": "submodel"} | MODELS[before]
@@ -148,6 +155,8 @@ def test_a_vocabulary_that_is_padded_further(saved: Saved, tmp_path: Path, rule:
         ("data2", "tensor2", {"swiglu": True}),
         ("tensor2", "pipeline2", worlds.EXPERTS),
         ("pipeline2", "one", worlds.EXPERTS | {"moe_layer_freq": 2}),
+        ("expert2", "tensor2", worlds.EXPERTS),
+        ("one", "expert2_data4", worlds.EXPERTS),
     ],
 )
 def test_second_moments_fit_another_layout(

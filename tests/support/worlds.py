@@ -74,6 +74,8 @@ CUTS: dict[str, dict[str, Any]] = {
 EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 24, "disable_bias_linear": True, "swiglu": True}
 EXPERTS |= {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01, "sequence_parallel": True}
 """Flags of a small run with experts: two of four for each token, and losses large enough to be seen."""
+EXPERT2: dict[str, Any] = {"expert_model_parallel_size": 2, "use_cpu_initialization": False}
+"""Two ranks have one half of the experts each."""
 SHARED_EXPERT: dict[str, Any] = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True}
 
 

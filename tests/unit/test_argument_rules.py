@@ -123,6 +123,11 @@ BAD_RUNS = {
 --num-layers 5 --pipeline-model-parallel-size 2
 --bcd-num-blocks 4 --num-layers 4 --pipeline-model-parallel-size 2
 --recompute auto --pipeline-model-parallel-size 2 --bcd-schedule stock --recompute-memory-gib 1
+--num-experts 3 --expert-model-parallel-size 2 --disable-bias-linear
+--expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear --pipeline-model-parallel-size 2
+--expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear --bcd-layers-on host
+--expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear --use-cpu-initialization
+--expert-tensor-parallel-size 1 --num-experts 4 --disable-bias-linear --tensor-model-parallel-size 2 --sequence-parallel
 --distribute-saved-activations --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 \
 --tensor-model-parallel-size 2
 --fp8-format hybrid --bf16 --bcd-layout submodel --pipeline-model-parallel-size 2 --bcd-num-blocks 2

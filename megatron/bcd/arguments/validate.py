@@ -285,6 +285,11 @@ def _check_experts(run: Run, world_size: int) -> None:
         experts % size == 0,
         f"--num-experts {experts} is not divisible by --expert-model-parallel-size {size}",
     )
+    require(
+        sliced == tensor or (sliced == 1 and size > 1),  # Megatron Core adds no gradients of whole experts over slices
+        f"--expert-tensor-parallel-size {sliced}: must be --tensor-model-parallel-size {tensor}, or 1 with "
+        "--expert-model-parallel-size above 1",
+    )
     ranks = size * sliced * run.pipeline_model_parallel_size
     require(
         world_size % ranks == 0,
@@ -295,11 +300,6 @@ def _check_experts(run: Run, world_size: int) -> None:
     require(
         not given,
         f"--expert-model-parallel-size {size} does not work with {', '.join(given)}. Omit one of them.",
-    )
-    require(
-        sliced == tensor or (sliced == 1 and size > 1),  # Megatron Core adds no gradients of whole experts over slices
-        f"--expert-tensor-parallel-size {sliced}: must be --tensor-model-parallel-size {tensor}, or 1 with "
-        "--expert-model-parallel-size above 1",
     )
     require(
         tensor == 1 or run.sequence_parallel,

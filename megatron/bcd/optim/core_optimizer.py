@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -233,7 +232,7 @@ class CoreOptimizer(StateOwner):
         main parameter now, count that instead. The weights must be current on every rank.
         """
         by_weight = self._main_params_by_weight()
-        whole, sharded = Counter[bool](), Counter[bool]()  # by whether expert-parallel ranks hold different ones
+        whole, sharded = [0.0, 0.0], [0.0, 0.0]  # of experts that expert-parallel ranks divide: second numbers
         for weight in self._model.parameters():
             if not (param_is_not_shared(weight) and param_is_not_tensor_parallel_duplicate(weight)):
                 continue
@@ -245,10 +244,10 @@ class CoreOptimizer(StateOwner):
                 whole[kind] += _sum_of_squares(weight.main_param)
             elif (shard := weight.main_param if by_weight is None else by_weight.get(weight)) is not None:
                 sharded[kind] += _sum_of_squares(shard)
-        over_shards = _sum_over(replicas.group(), float(sharded[False]))
+        over_shards = _sum_over(replicas.group(), sharded[False])
         total = _sum_over(parallel_state.get_model_parallel_group(), whole[False] + over_shards)
         if self._config.expert_size > 1:
-            over_shards = _sum_over(parallel_state.get_expert_data_parallel_group(), float(sharded[True]))
+            over_shards = _sum_over(parallel_state.get_expert_data_parallel_group(), sharded[True])
             model_group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
             total += _sum_over(model_group, whole[True] + over_shards)
         return math.sqrt(total)

@@ -309,19 +309,21 @@ class MatrixOptimizer(StateOwner):
         self._max_norm = max_norm
         self._is_last_microbatch = True
         self._stage_group, self._pipeline_group = stage_group, pipeline_group
-        owners: dict[str, int] = {}
-        for are_experts in (False, True):
-            sizes = {name: each.numel() for name, (each, _) in matrices.items() if replicas.is_expert(each) == are_experts}
-            if sizes:
-                num_owners = replicas.size(matrices[next(iter(sizes))][0]) if are_experts else group.size()
-                owners |= zip(sizes, matrix_owners([*sizes.values()], num_owners), strict=True)
+        groups = {  # the ranks with the same weights
+            name: replicas.group(parameter) if replicas.is_expert(parameter) else group
+            for name, (parameter, _) in matrices.items()
+        }
+        owners = dict[str, int]()
+        for each in dict.fromkeys(groups.values()):
+            sizes = {name: matrices[name][0].numel() for name in groups if groups[name] is each}
+            owners |= zip(sizes, matrix_owners([*sizes.values()], each.size()), strict=True)
         self.matrices = {
             name: Matrix(
                 name,
                 parameter,
                 layout,
                 owner=owners[name],
-                group=replicas.group(parameter) if replicas.is_expert(parameter) else group,
+                group=groups[name],
                 num_ranks=group.size(),
                 places=None if places is None else places.get(parameter),
             )

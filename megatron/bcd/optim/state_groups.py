@@ -181,7 +181,9 @@ class MainParams(StateGroup):
             shard = core.block_shards.get(name)
             if shard is not None and shard.has_own_main_param:
                 read = {MAIN_PARAM: functools.partial(getattr, shard, "main_param")}
-                parts[name] = StatePart(read=read, start=shard.start, is_replicated=not core.is_sharded(matrix.parameter))
+                parts[name] = StatePart(
+                    read=read, start=shard.start, is_replicated=not core.is_sharded(matrix.parameter)
+                )
             elif matrix.is_owner and matrix.parameter.dtype == torch.bfloat16 and not self._is_in_core(name):
                 parts[name] = StatePart(read={MAIN_PARAM: matrix.main_param_reader()})
         return parts

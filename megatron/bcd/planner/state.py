@@ -256,8 +256,7 @@ class ModelState:
         return self.num_layer_buffers(stage) * max(by_layer.values(), default=0)
 
     def _matrices(self, stage: int) -> tuple[list[Tensor], list[list[int]]]:
-        """Return the matrices that are stepped apart, and their owners: with expert parallelism, a rank for each part of
-        the experts."""
+        """Return the matrices that are stepped apart, and their owners: with divided experts one for each part."""
         matrices = [tensor for tensor in self.tensors[stage] if tensor.parts]
         owners = dict[str, list[int]]()
         for are_experts in (False, True):

@@ -152,10 +152,14 @@ class Buffer:
         """Return this buffer and that of expert-parallel experts as one, given each rank's place in the latter."""
         return Buffer(
             size=self.size + experts.size,
-            stored=tuple(self.stored[rank % len(self.stored)] + experts.stored[place % len(experts.stored)]
-                         for rank, place in enumerate(place_of_experts)),
-            pieces=tuple(self.pieces[rank % len(self.pieces)] + experts.pieces[place % len(experts.pieces)]
-                         for rank, place in enumerate(place_of_experts)),
+            stored=tuple(
+                self.stored[rank % len(self.stored)] + experts.stored[place % len(experts.stored)]
+                for rank, place in enumerate(place_of_experts)
+            ),
+            pieces=tuple(
+                self.pieces[rank % len(self.pieces)] + experts.pieces[place % len(experts.pieces)]
+                for rank, place in enumerate(place_of_experts)
+            ),
             padding=self.padding + experts.padding,
         )
 

@@ -52,15 +52,7 @@ def initialize(
     megatron_core.patch_optimizer_offload()
     for patch in (megatron_core.patch_recomputation, megatron_core.patch_grad_norm, megatron_core.patch_router):
         patch()
-    if backend == "auto":
-        backend = "nccl" if device.has_cuda() else "gloo"
-    if backend == "nccl" and not device.has_cuda():
-        raise ValueError("--distributed-backend nccl: this machine shows no GPU. Give gloo or auto.")
-    if backend == "gloo" and device.has_cuda():
-        raise ValueError(
-            "--distributed-backend gloo: is for CPUs, but this machine shows a GPU. Give nccl or auto, or hide the GPU "
-            "with CUDA_VISIBLE_DEVICES="
-        )
+    backend = _fitting_backend(backend)
     if device.has_cuda():
         torch.cuda.set_device(_local_gpu())
         if packages.optimizer_implementation() == packages.PYTORCH_OPTIMIZER:
@@ -89,6 +81,20 @@ def initialize(
         expert_tensor_parallel_size=expert_tensor_size,
     )
     return start > 1
+
+
+def _fitting_backend(backend: str) -> str:
+    """Return the backend, given --distributed-backend. Raises ValueError if it does not fit the machine."""
+    if backend == "nccl" and not device.has_cuda():
+        raise ValueError("--distributed-backend nccl: this machine shows no GPU. Give gloo or auto.")
+    if backend == "gloo" and device.has_cuda():
+        raise ValueError(
+            "--distributed-backend gloo: is for CPUs, but this machine shows a GPU. Give nccl or auto, or hide the GPU "
+            "with CUDA_VISIBLE_DEVICES="
+        )
+    if backend != "auto":
+        return backend
+    return "nccl" if device.has_cuda() else "gloo"
 
 
 def build_waiting_group(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -94,7 +95,7 @@ def summarize(
 ) -> RunSummary:
     """Collect the figures of the run summary from all ranks. Collective; every rank gets the same summary."""
     config, partition, planned = run.config, run.partition, run.memory.state
-    ranks = collectives.gather_objects(_this_rank(partition, model, planned))
+    ranks = collectives.gather_objects(_this_rank(config, partition, model, planned))
     # one replica's stages and tensor slices make up the model
     one_replica = [rank for rank in ranks if rank["replica"] == 0]
     by_stage = {rank["stage"]: rank for rank in reversed(one_replica)}
@@ -123,7 +124,7 @@ def summarize(
         ),
         layout=partition.layout,
         phases=run.block_schedule.describe(),
-        full_model_state_bytes=tuple(_full_state_bytes(config, rank["num_parameters"]) for rank in ranks),
+        full_model_state_bytes=tuple(rank["full_state"] for rank in ranks),
         training=_describe_training(run),
         notes=(
             *_notes(config, partition, implementation, ranks),
@@ -157,10 +158,19 @@ def warn_of_dominance(shares: Sequence[float], token_share: float) -> tuple[str,
     )
 
 
-def _this_rank(partition: Partition, model: torch.nn.Module, planned: ModelState) -> dict[str, Any]:
+def _share_of_replica(weight: torch.Tensor) -> int:
+    """Return the elements of a weight that this rank counts. A replica's tensor-parallel ranks count all experts."""
+    if not replicas.is_expert(weight):
+        return weight.numel()
+    ranks = parallel_state.get_expert_tensor_and_model_parallel_world_size()
+    return weight.numel() * int(ranks) // int(parallel_state.get_tensor_model_parallel_world_size())
+
+
+def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module, planned: ModelState) -> dict[str, Any]:
     """Return this rank's numbers of parameters, and its planned model state by block."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    sizes = {name: parameter.numel() for name, parameter in unwrap_model(model).named_parameters()}
+    weights = dict(unwrap_model(model).named_parameters())
+    sizes = {name: _share_of_replica(weight) for name, weight in weights.items()}
     owners = {name: ownership(name, partition=partition, stage=stage) for name in sizes}
     heads = [size for name, size in sizes.items() if name.endswith("output_layer.weight")]
     tied_copy = sum(heads) * parallel_state.get_tensor_model_parallel_world_size() if partition.tied else 0
@@ -171,6 +181,7 @@ def _this_rank(partition: Partition, model: torch.nn.Module, planned: ModelState
         "num_parameters": sum(sizes.values()),
         "num_token_parameters": sum(size for name, size in sizes.items() if name.endswith("word_embeddings.weight"))
         + sum(heads),
+        "full_state": _full_state_bytes(config, weights.values()),
         "num_frozen": sum(sizes[name] for name, owner in owners.items() if owner.is_frozen),
         "tied_copy": tied_copy,
         "active": [
@@ -181,16 +192,19 @@ def _this_rank(partition: Partition, model: torch.nn.Module, planned: ModelState
     }
 
 
-def _full_state_bytes(config: RunConfig, num_parameters: int) -> int:
+def _full_state_bytes(config: RunConfig, weights: Iterable[torch.Tensor]) -> int:
     """Return the model state of full training by stock Megatron-LM: Adam with fp32 moments, or SGD, without padding."""
     budget = cost.state_budget(
         precision=config.precision,
         moments=moments_of(config, of_adam=cost.ADAMS_MOMENTS),
         gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
     )
-    shards = replicas.size() if config.training.use_distributed_optimizer else 1
-    optimizer = math.ceil((1 - offload_fraction(config)) * budget.optimizer * num_parameters / shards)
-    return (budget.weight + budget.gradient) * num_parameters + optimizer
+    by_shards = Counter[int]()
+    for weight in weights:
+        by_shards[replicas.size(weight) if config.training.use_distributed_optimizer else 1] += weight.numel()
+    per_element = (1 - offload_fraction(config)) * budget.optimizer
+    optimizer = math.ceil(sum(per_element * number / shards for shards, number in by_shards.items()))
+    return (budget.weight + budget.gradient) * sum(by_shards.values()) + optimizer
 
 
 def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int, padded_vocab_size: int) -> str:
