@@ -17,13 +17,19 @@ for _message in (
     "WARNING: there is no optimizer on RANK",
     "`load_state_dict` is deprecated and will be removed",
     "Please use DTensor instead and we are deprecating ShardedTensor",
+    "MimoModelConfig is experimental",
+    "The argument order of load has been changed",
+    r"torch\.distributed is disabled, unavailable or uninitialized",
 ):
     warnings.filterwarnings("ignore", message=f".*{_message}")
 
 logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
-logging.getLogger("megatron.core.datasets.gpt_dataset").addFilter(
-    lambda record: "Unable to save MockGPTDataset" not in record.getMessage()
-)
+for _name, _message in (
+    ("datasets.gpt_dataset", "Unable to save MockGPTDataset"),
+    ("distributed.distributed_data_parallel", "full_param_layout not provided"),
+    ("models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
+):
+    logging.getLogger(f"megatron.core.{_name}").addFilter(lambda record, text=_message: text not in record.getMessage())
 
 
 _PUBLIC = {

@@ -1,4 +1,4 @@
-"""The current code resumes from checkpoints of released versions and loads their weights."""
+"""The current code resumes from checkpoints of released versions, and of both versions of Megatron Core."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import pytest
 from support.forked_runs import ForkedRuns
 
 VERSION_0_1 = Path(__file__).parents[1] / "data" / "checkpoint_v0_1"
-"""Written by version 0.1.0 on a CPU, during a phase, with the optimizer state of two blocks."""
+"""Written on a CPU, during a phase, with the optimizer state of two blocks: saved by version 0.1.0 with Megatron Core
+0.16.1, core_0_19 by a later one with 0.19.2. Both versions of Megatron Core continue them with the recorded steps."""
 SAVED = 3
 
 
-def test_version_0_1(runs: ForkedRuns, tmp_path: Path) -> None:
-    """Users could not resume after an update; or the optimizer state, the phase or the random generators were lost."""
+@pytest.mark.parametrize("saved", ["saved", "core_0_19"])
+def test_version_0_1(runs: ForkedRuns, tmp_path: Path, saved: str) -> None:
+    """Users could not resume after an update of this project or of Megatron Core; or the optimizer state, the phase or
+    the random generators were lost."""
     recorded = json.loads((VERSION_0_1 / "run.json").read_text())
-    with tarfile.open(VERSION_0_1 / "saved.tar.gz") as archive:
+    with tarfile.open(VERSION_0_1 / f"{saved}.tar.gz") as archive:
         archive.extractall(tmp_path / "saved", filter="data")
 
     def steps(*flags: str) -> list[list[Any]]:
