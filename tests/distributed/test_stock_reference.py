@@ -62,6 +62,16 @@ def assert_is_stock(metrics: list[dict[str, Any]], evaluations: list[tuple[int, 
     )
 
 
+def test_stock_is_the_same_with_both_versions_of_megatron_core(reference: dict[str, Any], repo_root: Path) -> None:
+    """The reference holds for 0.16.1 only: the file has what the training program of 0.19.2's wheel printed."""
+    curves = json.loads((repo_root / "tests" / "data" / "stock_core_0_19.json").read_text(encoding="utf-8"))
+    assert curves.keys() == reference["runs"].keys()
+    for run, stock in reference["runs"].items():
+        assert curves[run]["loss"] == [line["lm_loss"] for line in stock["iterations"]]
+        assert curves[run]["grad_norm"] == [line["grad_norm"] for line in stock["iterations"]]
+        assert curves[run]["validation_loss"] == stock["validation_loss"]
+
+
 @pytest.mark.parametrize("last", [FIRST, pytest.param(20, marks=pytest.mark.long)])
 def test_curve_of_the_entry_script(
     wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], repo_root: Path, tmp_path: Path, last: int

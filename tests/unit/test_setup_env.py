@@ -77,6 +77,15 @@ def test_setup_repairs_what_was_cut_short(repository: FakeRepository, tmp_path: 
     assert repository.setup().returncode == 0 and repository.calls[0] == "venv"
 
 
+def test_uv_makes_the_environment(repository: FakeRepository) -> None:
+    """The folder and the interpreter in another order than uv wants them; Debian's Python without ensurepip."""
+    uv = repository.bin / "uv"
+    uv.write_text(f'#!/bin/sh\necho "$1 $5" >> {repository.log}\nexec "$6" -m venv "$7"\n')
+    uv.chmod(0o755)
+    assert repository.setup().returncode == 0
+    assert repository.calls[:2] == ["venv --python", "venv"]
+
+
 def test_setup_uses_the_users_python_and_installs_nothing(repository: FakeRepository) -> None:
     """BCD_PYTHON is the user's GPU environment, and changing its torch would destroy it."""
     (repository.root / "requirements.txt").write_text("pytest==1.0\n# tests/run.sh\nno-such-package==1.0\n")
