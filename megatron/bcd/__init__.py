@@ -24,12 +24,15 @@ for _message in (
     warnings.filterwarnings("ignore", message=f".*{_message}")
 
 logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
-for _name, _message in (
-    ("datasets.gpt_dataset", "Unable to save MockGPTDataset"),
-    ("distributed.distributed_data_parallel", "full_param_layout not provided"),
-    ("models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
-):
-    logging.getLogger(f"megatron.core.{_name}").addFilter(lambda record, text=_message: text not in record.getMessage())
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return not any(text in record.getMessage() for text in _LOGGED)
+
+
+_LOGGED = ("Unable to save MockGPTDataset", "full_param_layout not provided", "GPTModel IS DEPRECATED")
+for _name in ("datasets.gpt_dataset", "distributed.distributed_data_parallel", "models.gpt.gpt_model"):
+    logging.getLogger(f"megatron.core.{_name}").addFilter(_is_of_use)
 
 
 _PUBLIC = {
