@@ -125,6 +125,7 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add("--compare", action="store_true", help="compare all methods, without a plan")
     add("--timeline", metavar="FILE", help="with --bcd-layers-on host: draw computation and copies of a microbatch"
         " in the middle block's phase, as a Chrome trace (.json) or a picture (.png, .svg)")  # fmt: skip
+    add("--html", metavar="FILE", help="write the plan and all methods side by side as a page (docs/board.md)")
     add("--verify", action="store_true", help="no effect: tests/unit/test_plan_verify.py compares plans with models")
     add_json(parser)
     group = parser.add_argument_group("recipe", "same names as the training script's flags")
@@ -382,7 +383,7 @@ def changed_command(arguments: argparse.Namespace, changes: Mapping[str, Any]) -
         for name, value in vars(arguments).items()
         if (value != default(name) or name == "task" and value == "sft")
         and (value is not True or name == "bcd_head_phase")
-        and name != "json"
+        and name not in ("json", "html")
     }
     return shlex.join(["python", PROG, *words_of({**flags, **changes})])
 
@@ -542,14 +543,32 @@ def _cost(estimate: Estimate) -> str:
         more = f", equal epochs; loss {_loss(finding(estimate.recipe))}"
     elif cost.multiplier != 1.0:
         more = f" x B-F multiplier {cost.multiplier:.2f} ({cost.multiplier_source})"
-    tokens = f"{cost.tokens / 1e9:,.1f} G" if cost.tokens >= 1e9 else f"{cost.tokens / 1e6:,.1f} M"
-    is_small = cost.gpu_hours < 100
-    hours, dollars = f"{cost.gpu_hours:,.{is_small:d}f}", f"{cost.dollars:,.{2 * is_small:d}f}"
-    days = f"{cost.days:,.1f} days" if cost.days >= 1 else f"{24 * cost.days:,.1f} hours"
-    price = f"${dollars} (${cluster.usd_per_gpu_hour:g} per GPU hour)"
-    if not cluster.usd_per_gpu_hour:
-        price = f"unknown price (usd_per_gpu_hour of {cluster.name} is 0)"
-    return f"{tokens} tokens{more}:\n{cost.iterations:,} iterations, {days}, {hours} GPU hours, {price}"
+    hours, dollars = f"{cost.gpu_hours:,.{cost.gpu_hours < 100:d}f}", price(estimate)
+    if cluster.usd_per_gpu_hour:
+        dollars += f" (${cluster.usd_per_gpu_hour:g} per GPU hour)"
+    else:
+        dollars += f" (usd_per_gpu_hour of {cluster.name} is 0)"
+    steps = f"{cost.iterations:,} iterations, {duration(estimate)}"
+    return f"{amount(cost.tokens)} tokens{more}:\n{steps}, {hours} GPU hours, {dollars}"
+
+
+def amount(tokens: float) -> str:
+    """Return a number of tokens as text."""
+    return f"{tokens / 1e9:,.1f} G" if tokens >= 1e9 else f"{tokens / 1e6:,.1f} M"
+
+
+def duration(estimate: Estimate) -> str:
+    """Return how long the training takes as text."""
+    days = estimate.cost.days
+    return f"{days:,.1f} days" if days >= 1 else f"{24 * days:,.1f} hours"
+
+
+def price(estimate: Estimate) -> str:
+    """Return what the training costs as text."""
+    cost = estimate.cost
+    if not estimate.recipe.cluster.usd_per_gpu_hour:
+        return "unknown price"
+    return f"${cost.dollars:,.{2 * (cost.gpu_hours < 100)}f}"
 
 
 def _loss(result: Finding) -> str:
@@ -560,7 +579,7 @@ def _loss(result: Finding) -> str:
     return f"{result.loss_text} beside full training's ({result.runs}, {result.model}{page})"
 
 
-def _to_full(estimate: Estimate, ratio: float | None) -> str:
+def to_full(estimate: Estimate, ratio: float | None) -> str:
     """Return the cost relative to full training's, or whether equal epochs reach its loss."""
     result = finding(estimate.recipe)
     if estimate.cost.is_to_full_loss:
@@ -598,7 +617,7 @@ def show_search(recipe: Recipe, estimates: Sequence[Estimate], ratios: Sequence[
                 f"{cost.days:,.1f}",
                 f"{cost.gpu_hours:,.0f}",
                 f"{cost.dollars:,.0f}" if cost.dollars else "unknown",
-                _to_full(each, ratio),
+                to_full(each, ratio),
             )
         )
     title = (
@@ -620,6 +639,10 @@ def main(argv: list[str]) -> int:
     """Print the answer to a command line and return the exit code."""
     arguments = parse_arguments(argv)
     text, values, code = answer_to(arguments)
+    if arguments.html:
+        from board_views import plan_view, write_page
+
+        write_page(arguments.html, "plan", plan_view(arguments))
     write_figures(arguments.json, values, lambda: print(text))
     return code
 

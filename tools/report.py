@@ -95,6 +95,15 @@ def read_run(argument: str) -> Run:
     return Run(name=name.strip(), file=path, steps=steps, validations=validations, test=tests[-1] if tests else {})
 
 
+def read_runs(arguments: Sequence[str]) -> list[Run]:
+    """Read several runs. Raises ValueError if two have the same name."""
+    runs = [read_run(argument) for argument in arguments]
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--run: two runs have the same name ({', '.join(names)}). Give different names.")
+    return runs
+
+
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
     """Check a line, and restore the NaN and infinite values that it stores as null, so that diverged runs can be
     shown."""
@@ -216,14 +225,19 @@ def notes(figures: Sequence[Figures]) -> list[str]:
 def as_json(figures: Sequence[Figures]) -> dict[str, Any]:
     """Return {"runs": [...], "ratios": {...} or null}; values that are not finite become null."""
 
-    def finite(values: dict[str, Any]) -> dict[str, Any]:
+    def nullable(values: dict[str, Any]) -> dict[str, Any]:
         return {key: None if value != value or value == math.inf else value for key, value in values.items()}
 
-    ratios = finite(compare_figures(*figures)) if len(figures) == 2 else None
-    return {"runs": [finite(row) for row in figures], "ratios": ratios}
+    ratios = nullable(compare_figures(*figures)) if len(figures) == 2 else None
+    return {"runs": [nullable(row) for row in figures], "ratios": ratios}
 
 
 # ---------------------------------------------------------------- picture
+
+
+def phased_run(runs: Sequence[Run]) -> Run | None:
+    """Return the first run that switched blocks, or None."""
+    return next((run for run in runs if len({step["block"] for step in run.steps}) > 1), None)
 
 
 def phase_bands(run: Run) -> list[tuple[float, float, int]]:
@@ -264,7 +278,7 @@ def draw(path: str, kind: str, runs: Sequence[Run], figures: Sequence[Figures]) 
         figure.savefig(path, format=kind)
 
 
-def _finite(lines: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+def finite(lines: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     points = [(line["iteration"], line[key]) for line in lines if math.isfinite(line[key])]
     return [x for x, _ in points], [y for _, y in points]
 
@@ -281,30 +295,35 @@ def _draw_losses(axes: Any, runs: Sequence[Run]) -> None:
     for index, run in enumerate(runs):
         colour = RUN_COLOURS[index % len(RUN_COLOURS)]
         marker = {"marker": RUN_MARKERS[index % len(RUN_MARKERS)], "markeredgecolor": "white", "markersize": 8}
-        places, values = _finite(run.steps, "loss")
+        places, values = finite(run.steps, "loss")
         curves.append(smoothed(values))
         axes.plot(places, values, color=colour, linewidth=0.7, alpha=0.35)
         axes.plot(places, curves[-1], color=colour, linewidth=1.9)
-        axes.plot(*_finite(run.validations, "validation_loss"), color=colour, linestyle="none", zorder=4, **marker)
+        axes.plot(*finite(run.validations, "validation_loss"), color=colour, linestyle="none", zorder=4, **marker)
         handles.append(Line2D([], [], color=colour, linewidth=2, label=run.name.replace("$", r"\$"), **marker))
     axes.set(xlim=(first, first + (last - first) * 1.01), xlabel="iteration", ylabel="loss (nats per token)")
     subtitle = "line: training (smoothed over thin), marker: validation"
-    # The loss falls so far at first that all later steps would lie on one line: cut the axis a little above the loss
-    # after a twentieth of the run.
-    settled = [value for curve in curves if len(curve) >= 40 for value in curve[len(curve) // 20 :]]
-    if settled:
-        low, high = min(settled), max(settled)
-        top = high + 0.15 * (high - low)
-        if top < max(max(curve) for curve in curves if curve):
-            axes.set_ylim(low - 0.12 * (high - low), top)
-            subtitle += ", initial losses cut off"
-    phased = next((run for run in runs if len({step["block"] for step in run.steps}) > 1), None)
-    if phased is not None:
+    if limits := loss_limits(curves):
+        axes.set_ylim(limits)
+        subtitle += ", initial losses cut off"
+    if phased := phased_run(runs):
         handles += _draw_bands(axes, phased, last - first)
         subtitle += f", shade: active block of {phased.name}".replace("$", r"\$")
     axes.set_title(f"Loss\n{subtitle}", loc="left", fontsize=10, color=FAINT)
     axes.grid(axis="y", color="#b5b5b5", linewidth=0.6, alpha=0.5)
     axes.legend(handles=handles, loc="upper right", bbox_to_anchor=(0.99, 0.95))
+
+
+def loss_limits(curves: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """Return the vertical range without the first losses, from which the loss falls so far that all later steps would
+    lie on one line: it ends a little above the loss after a twentieth of the run. None if there is nothing to cut."""
+    settled = [value for curve in curves if len(curve) >= 40 for value in curve[len(curve) // 20 :]]
+    if settled:
+        low, high = min(settled), max(settled)
+        top = high + 0.15 * (high - low)
+        if top < max(max(curve) for curve in curves if curve):
+            return low - 0.12 * (high - low), top
+    return None
 
 
 def _draw_bands(axes: Any, run: Run, width: float) -> list[Any]:
@@ -355,6 +374,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog=PROG, description=__doc__)
     parser.add_argument("--run", action="append", required=True, metavar="NAME=FILE", help="may be given several times")
     parser.add_argument("--figure", metavar="FILE", help="draw the loss curves (.png, .svg or .pdf)")
+    parser.add_argument("--html", metavar="FILE", help="write the curves and the table as a page (docs/board.md)")
     add_json(parser)
     return parser.parse_args(argv)
 
@@ -365,16 +385,18 @@ def report(arguments: argparse.Namespace) -> None:
     if kind not in FIGURE_FORMATS:
         raise ValueError(f"--figure {arguments.figure}: must end in {', '.join(FIGURE_FORMATS)}")
     check_writable(arguments.json, flag="--json")
-    runs = [read_run(argument) for argument in arguments.run]
-    names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"--run: two runs have the same name ({', '.join(names)}). Give different names.")
+    runs = read_runs(arguments.run)
     figures = [run_figures(run) for run in runs]
     if arguments.figure:
         write_atomically(arguments.figure, lambda name: draw(name, kind[1:], runs, figures), flag="--figure")
+    if arguments.html:
+        from board_views import report_view, write_page
+
+        write_page(arguments.html, "watch", report_view(arguments.run))
     write_figures(arguments.json, as_json(figures), lambda: show(figures))
-    if arguments.figure and arguments.json != STDOUT:
-        print(f"wrote {arguments.figure}")
+    for path in filter(None, (arguments.figure, arguments.html)):
+        if arguments.json != STDOUT:
+            print(f"wrote {path}")
 
 
 def show(figures: Sequence[Figures]) -> None:

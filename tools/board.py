@@ -1,0 +1,199 @@
+"""Serve a page to plan, start and watch runs (docs/board.md).
+
+    python tools/board.py --port 7860
+    python tools/board.py --host 0.0.0.0
+
+Only this machine sees the page. With another --host it needs the token that is printed at the start. Runs go on after
+this server has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import board_runs
+import plan
+from _parser import Parser, command, run_main
+from board_views import plan_view, render, report_view
+
+from megatron.bcd.planner.estimate import make_estimate
+from megatron.bcd.planner.recipe import METHODS
+from megatron.bcd.planner.tables import read_clusters, read_models
+
+PROG = "tools/board.py"
+HERE = ("127.0.0.1", "localhost")
+DEFAULTS = {"task": "sft", "gpu": "rtx4090", "num_gpus": "1"}
+_LENGTHS = ("--num-epochs", "--train-iters", "--train-samples")
+_IN_FOLDER = {"--save": "checkpoints", "--load": "checkpoints", "--save-hf": "hf", "--metrics-file": "metrics.jsonl"}
+
+
+def planned(form: Any) -> argparse.Namespace:
+    """Return the planner's arguments of the form. Raises ValueError as tools/plan.py does."""
+    names = ("model", "task", "gpu", "num_gpus", "host_memory_gb", "method")
+    words = [word for name in names if form.get(name) for word in (f"--{name.replace('_', '-')}", form[name])]
+    return plan.parse_arguments([*words, *shlex.split(form.get("plan_flags", ""))])
+
+
+def training_command(form: Any, *, is_complete: bool = False) -> str:
+    """Return the plan's command with the flags and the folder of the form; an empty text if the plan does not fit.
+
+    Raises ValueError if `is_complete` and something is missing.
+    """
+    arguments = planned(form)
+    estimate = make_estimate(plan.recipe_of(arguments), tokens=arguments.tokens, multiplier=arguments.bf_multiplier)
+    text = plan.command_of(estimate) if estimate.fits else ""
+    if not text or "$" in text:  # the shell's variables of several nodes
+        if is_complete:
+            raise ValueError("the plan does not fit, or needs several nodes: it cannot be started here.")
+        return text
+    words = board_runs.words_of(text)
+    start = next(number for number, word in enumerate(words) if word.endswith(".py"))
+    flags, given = _by_flag(words[start + 1 :]), _by_flag(shlex.split(form.get("flags", "")))
+    given |= {flag: [form[flag]] for flag in form if flag.startswith("--") and form[flag]}
+    if "--load-hf" in flags and os.path.exists(arguments.model):
+        flags["--load-hf"] = [arguments.model.removesuffix("/config.json")]
+    if "--data-path" in given:
+        flags.pop("--mock-data", None)
+    if form.get("out"):
+        places = {flag: [os.path.join(form["out"], name)] for flag, name in _IN_FOLDER.items()}
+        flags |= {flag: place for flag, place in places.items() if flag in flags or flag == "--metrics-file"}
+        flags["--log-interval"] = ["10"]
+    replaced = {*given, *(_LENGTHS if given.keys() & {*_LENGTHS} else ())}
+    flags = {flag: values for flag, values in flags.items() if flag not in replaced} | given
+    for flag, values in flags.items() if is_complete else ():
+        if not form.get("out") or values[:1] in (["MODEL_DIR"], ["DATA.jsonl"]):
+            raise ValueError(f"{flag if form.get('out') else 'the output folder'}: is missing. Fill in its field.")
+    lines = [shlex.join([words[0], "--standalone", *words[1:start], str(board_runs.ROOT / words[start])])]
+    for word in (shlex.join([flag, *values]) for flag, values in flags.items()):
+        is_full = len(lines) == 1 or len(lines[-1]) + len(word) > 100
+        lines[-1:] = [lines[-1], word] if is_full else [f"{lines[-1]} {word}"]
+    return " \\\n    ".join(lines)
+
+
+def _by_flag(words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of each flag."""
+    flags: dict[str, list[str]] = {}
+    for word in words:
+        flag, _, value = word.partition("=")
+        if word.startswith("--"):
+            flags[flag] = [value] if value else []
+        elif not flags:
+            raise ValueError(f"{word}: is not a flag. Flags start with --.")
+        else:
+            flags[[*flags][-1]].append(word)
+    return flags
+
+
+def choices() -> dict[str, Any]:
+    """Return the choices of the fields, and the metrics files in the folders below out/."""
+    return {
+        "models": [*read_models(plan.MODELS)],
+        "gpus": {row.name: row.gpu for row in read_clusters(plan.CLUSTERS).values()},
+        "methods": [(name, name) for name in METHODS],
+        "runs": [f"{path.parent.name}={path}" for path in sorted(Path("out").glob("*/metrics.jsonl"))],
+    }
+
+
+def view_of(tab: str, form: Any) -> dict[str, Any]:
+    """Return what a tab shows below its form. Raises ValueError for a user's mistake."""
+    if tab == "watch":
+        runs = [run for run in form.getlist("run") if run.strip()]
+        answers = {run: board_runs.answers(Path(run.partition("=")[2])) for run in runs}
+        return report_view(runs) | {"answers": answers} if runs else {}
+    text = training_command(form) if form.get("model") else ""
+    if tab == "plan":
+        return plan_view(planned(form)) | {"command": text} if form.get("model") else {}
+    return {"command": text, "state": board_runs.state(Path(form["out"])) if form.get("out") else None}
+
+
+def make_app(token: str | None = None) -> Any:
+    """Return the application. With a token, every request needs it: once as ?token=, then as a cookie."""
+    try:
+        from flask import Flask, Response, abort, redirect, request
+    except ImportError:
+        raise ValueError("Flask is missing. Install it with pip install -e .[board].") from None
+    app = Flask(__name__, static_folder=None)
+
+    @app.before_request
+    def check() -> Any:
+        """Refuse requests that pages of other sites send through a browser on this machine."""
+        is_known = bool(token) or urlsplit(f"//{request.host}").hostname in HERE
+        if not is_known or urlsplit(request.headers.get("Origin", request.host_url)).netloc != request.host:
+            abort(403, "a page of another site sent this request")
+        given = request.args.get("token", "") or request.cookies.get("token", "")
+        if token and not secrets.compare_digest(given.encode(), token.encode()):
+            abort(403, f"open the address with ?token= that {PROG} printed")
+        if "token" in request.args:
+            response = redirect(request.path)
+            response.set_cookie("token", given, httponly=True, samesite="Strict")
+            return response
+        return None
+
+    @app.get("/")
+    def root() -> Any:
+        return redirect("/plan")
+
+    @app.get("/<any(plan, run, watch):tab>")
+    def page(tab: str, form: Any = None, error: str = "") -> Any:
+        form, view = form or request.args, {}
+        try:
+            view = view_of(tab, form)
+        except (ValueError, OSError) as mistake:
+            error = error or f"tools/{'report' if tab == 'watch' else 'plan'}.py: error: {mistake}"
+        nonce, shown = secrets.token_urlsafe(12), DEFAULTS | {name: form[name] for name in form}
+        values = {"form": shown, "runs": form.getlist("run"), "query": urlencode([*form.items(multi=True)])}
+        text = render(tab=tab, view=view, choices=choices(), error=" ".join(error.split()), nonce=nonce, **values)
+        policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'; connect-src 'self'"
+        policy += "; form-action 'self'; frame-ancestors 'none'; base-uri 'none'; img-src data:"
+        return Response(text, 400 if error else 200, {"Content-Security-Policy": policy}, mimetype="text/html")
+
+    @app.post("/<any(start, resume, stop, ask):action>")
+    def post(action: str) -> Any:
+        form, tab = request.form, "watch" if action == "ask" else "run"
+        out, asked = Path(form.get("out", "")), Path(form.get("of", "").partition("=")[2])
+        try:
+            if action == "ask":
+                board_runs.ask(asked, form.get("prompt", ""), form.get("as", "text"))
+            elif action == "stop":
+                board_runs.stop(out)
+            else:
+                board_runs.start(out, training_command(form, is_complete=True) if action == "start" else "")
+        except (ValueError, OSError) as mistake:
+            said = str(mistake)
+            return page(tab, form, said if ": error: " in said else f"{PROG}: error: {said}")
+        return redirect(f"/{tab}?{urlencode([*form.items(multi=True)])}", code=303)
+
+    return app
+
+
+@command(PROG)
+def main(argv: Sequence[str]) -> None:
+    parser = Parser(prog=PROG, description=__doc__)
+    parser.add_argument("--port", type=int, default=7860, metavar="N", help="(default: 7860)")
+    parser.add_argument("--host", default=HERE[0], metavar="ADDRESS", help=f"address to listen on (default: {HERE[0]})")
+    arguments = parser.parse_args(argv)
+    if not 0 <= arguments.port < 65536:
+        raise ValueError(f"--port {arguments.port}: must be 0 to 65535")
+    token = None if arguments.host in HERE else secrets.token_urlsafe(16)
+    app = make_app(token)
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not a line for every look at a run
+    server = make_server(arguments.host, arguments.port, app, threaded=True)
+    print(f"http://{arguments.host}:{server.server_port}/{f'?token={token}' * bool(token)}", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    run_main(main)

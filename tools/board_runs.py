@@ -1,0 +1,153 @@
+"""Runs that outlive the page. All that the page knows of a run is in the run's output folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from _processes import _SCHEDULER, ROOT, failure_reason
+
+LOG, RECORD, EXIT, STOP, LOCK = "log.txt", "board_run.json", "exit_code", "stop_requested", ".board_lock"
+_LOCKING, _ANSWERING = threading.Lock(), threading.Lock()
+_READ_BYTES, _SHOWN_LINES = 60_000, 14
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[IO[str] | None]:
+    """Lock a folder, or yield None while a run has the lock, which its processes inherit."""
+    with _LOCKING, open(out / LOCK, "a", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield lock
+
+
+def words_of(command: str) -> list[str]:
+    """Return the words of a command of several lines."""
+    return shlex.split(command.replace("\\\n", " "))
+
+
+def start(out: Path, command: str = "") -> None:
+    """Start a command, by default the folder's last one, as a process of its own.
+
+    Raises ValueError if a run is going in the folder, or it has no last command.
+    """
+    record = {"command": command, "folder": os.getcwd()} if command else _record(out)
+    if not record:
+        raise ValueError(f"{out}: no run was started there. Start one.")
+    words = [sys.executable, str(ROOT / "tools" / "launch.py"), *words_of(record["command"])[1:]]
+    out.mkdir(parents=True, exist_ok=True)
+    with _locked(out) as lock, open(out / LOG, "ab") as log:
+        if lock is None:
+            raise ValueError(f"{out}: a run is going there. Stop it first, or give another folder.")
+        for name in (EXIT, STOP):
+            (out / name).unlink(missing_ok=True)
+        record["log_start"] = log.tell()
+        process = subprocess.Popen(
+            ["sh", "-c", '"$@"; echo $? > "$0"', str((out / EXIT).resolve()), *words],
+            cwd=record["folder"],
+            env={name: value for name, value in os.environ.items() if name not in _SCHEDULER},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=[lock.fileno()],
+        )
+        (out / RECORD).write_text(json.dumps(record | {"pid": process.pid}), encoding="utf-8")
+
+
+def stop(out: Path) -> None:
+    """Ask the ranks of a run to save and end. Raises ValueError without a run."""
+    import psutil
+
+    if not state(out)["is_alive"]:
+        raise ValueError(f"{out}: no run is going there.")
+    (out / STOP).touch()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for launcher in psutil.Process(_record(out)["pid"]).children():
+            # not through the launcher, which kills ranks that need more than 30 seconds to save
+            ranks = [each for each in launcher.children() if any(word.endswith("_bcd.py") for word in each.cmdline())]
+            for process in ranks or [launcher]:
+                process.terminate()
+
+
+def state(out: Path) -> dict[str, Any]:
+    """Return the status of a run, its command, its progress and the end of its log."""
+    if not (record := _record(out)):
+        return {"status": "", "is_alive": False, "command": ""}
+    with _locked(out) as lock:
+        is_alive = lock is None
+    with open(out / LOG, "rb") as file:
+        file.seek(max(record["log_start"], os.path.getsize(out / LOG) - _READ_BYTES))
+        text = file.read().decode("utf-8", "replace")
+    code = (out / EXIT).read_text().strip() if (out / EXIT).exists() else ""
+    steps = re.findall(r"^iteration +(\d+)/(\d+) .*?([^|]+ left)", text, re.MULTILINE)
+    is_stopped, reason = (out / STOP).exists(), ""
+    if is_alive:
+        status = "stopping" if is_stopped else "running" if steps else "starting"
+    else:
+        status = "stopped" if is_stopped else "finished" if code == "0" else "failed"
+    if status == "failed":
+        reason = failure_reason(text, int(code)) if code else "was killed, or the machine restarted"
+    return {
+        "status": status,
+        "is_alive": is_alive,
+        "command": record["command"],
+        "reason": reason,
+        "step": [*map(int, steps[-1][:2]), steps[-1][2].strip()] if steps else None,
+        "log": "\n".join(text.splitlines()[-_SHOWN_LINES:]),
+    }
+
+
+def _record(out: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        record: dict[str, Any] = json.loads((out / RECORD).read_text(encoding="utf-8"))
+        return record
+    return {}
+
+
+def answers(metrics: Path) -> list[dict[str, Any]]:
+    """Return the answers of a run's model, newest first."""
+    with contextlib.suppress(OSError, ValueError):
+        return [json.loads(line) for line in _samples(metrics).read_text(encoding="utf-8").splitlines()][::-1]
+    return []
+
+
+def _samples(metrics: Path) -> Path:
+    return metrics.with_suffix(".samples.jsonl")
+
+
+def ask(metrics: Path, prompt: str, form: str) -> None:
+    """Let a run's model continue a prompt, and keep the answer. `form` is text, instruction or chat.
+
+    Raises ValueError without a model, or with the line of tools/generate.py.
+    """
+    folder, stem = metrics.parent, metrics.with_suffix("")  # this page's places, and those of examples/finetune.sh
+    places = (folder / "hf", Path(f"{stem}-hf"), folder / "checkpoints", stem)
+    files = ("config.json", "latest_checkpointed_iteration.txt")
+    model = next((each for each in places if any((each / name).exists() for name in files)), None)
+    if model is None:
+        raise ValueError(f"{metrics}: there is no model beside it yet. Wait for its first checkpoint.")
+    words = [sys.executable, str(ROOT / "tools" / "generate.py"), "--model", str(model), "--prompt", prompt, "--json"]
+    words += ["--max-new-tokens", "64"] + [f"--{form}"] * (form != "text")
+    if state(folder)["is_alive"]:  # the training has the card
+        words += ["--device", "cpu"]
+    with _ANSWERING:
+        done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise ValueError((done.stderr.strip().splitlines() or ["tools/generate.py ended without a word"])[-1])
+    answer = json.loads(done.stdout)[0] | {"model": model.name}
+    with open(_samples(metrics), "a", encoding="utf-8") as file:
+        file.write(json.dumps(answer) + "\n")
