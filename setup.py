@@ -54,6 +54,7 @@ setup(
         'triton; python_version >= "3.12"',
     ],
     extras_require={
+        "board": ["flask>=3"],
         "elastic": ["torchft==0.2.*"],
         "evaluation": ["lm_eval>=0.4.13"],
         "figures": ["matplotlib"],

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import secrets
 import shlex
 import sys
@@ -34,7 +35,6 @@ from megatron.bcd.planner.tables import read_clusters, read_models
 PROG = "tools/board.py"
 HERE = ("127.0.0.1", "localhost")
 DEFAULTS = {"task": "sft", "gpu": "rtx4090", "num_gpus": "1"}
-_LENGTHS = ("--num-epochs", "--train-iters", "--train-samples")
 _IN_FOLDER = {"--save": "checkpoints", "--load": "checkpoints", "--save-hf": "hf", "--metrics-file": "metrics.jsonl"}
 
 
@@ -46,53 +46,35 @@ def planned(form: Any) -> argparse.Namespace:
 
 
 def training_command(form: Any, *, is_complete: bool = False) -> str:
-    """Return the plan's command with the flags and the folder of the form; an empty text if the plan does not fit.
+    """Return the plan's command with the form's folder and flags; an empty text if the plan does not fit.
 
-    Raises ValueError if `is_complete` and something is missing.
+    Raises ValueError if `is_complete` and the run cannot be started here.
     """
-    arguments = planned(form)
+    arguments, values, out, more = planned(form), {}, form.get("out", ""), form.get("flags", "")
     estimate = make_estimate(plan.recipe_of(arguments), tokens=arguments.tokens, multiplier=arguments.bf_multiplier)
     text = plan.command_of(estimate) if estimate.fits else ""
     if not text or "$" in text:  # the shell's variables of several nodes
         if is_complete:
             raise ValueError("the plan does not fit, or needs several nodes: it cannot be started here.")
         return text
-    words = board_runs.words_of(text)
-    start = next(number for number, word in enumerate(words) if word.endswith(".py"))
-    flags, given = _by_flag(words[start + 1 :]), _by_flag(shlex.split(form.get("flags", "")))
-    given |= {flag: [form[flag]] for flag in form if flag.startswith("--") and form[flag]}
-    if "--load-hf" in flags and os.path.exists(arguments.model):
-        flags["--load-hf"] = [arguments.model.removesuffix("/config.json")]
-    if "--data-path" in given:
-        flags.pop("--mock-data", None)
-    if form.get("out"):
-        places = {flag: [os.path.join(form["out"], name)] for flag, name in _IN_FOLDER.items()}
-        flags |= {flag: place for flag, place in places.items() if flag in flags or flag == "--metrics-file"}
-        flags["--log-interval"] = ["10"]
-    replaced = {*given, *(_LENGTHS if given.keys() & {*_LENGTHS} else ())}
-    flags = {flag: values for flag, values in flags.items() if flag not in replaced} | given
-    for flag, values in flags.items() if is_complete else ():
-        if not form.get("out") or values[:1] in (["MODEL_DIR"], ["DATA.jsonl"]):
-            raise ValueError(f"{flag if form.get('out') else 'the output folder'}: is missing. Fill in its field.")
-    lines = [shlex.join([words[0], "--standalone", *words[1:start], str(board_runs.ROOT / words[start])])]
-    for word in (shlex.join([flag, *values]) for flag, values in flags.items()):
-        is_full = len(lines) == 1 or len(lines[-1]) + len(word) > 100
-        lines[-1:] = [lines[-1], word] if is_full else [f"{lines[-1]} {word}"]
-    return " \\\n    ".join(lines)
-
-
-def _by_flag(words: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of each flag."""
-    flags: dict[str, list[str]] = {}
-    for word in words:
-        flag, _, value = word.partition("=")
-        if word.startswith("--"):
-            flags[flag] = [value] if value else []
-        elif not flags:
-            raise ValueError(f"{word}: is not a flag. Flags start with --.")
-        else:
-            flags[[*flags][-1]].append(word)
-    return flags
+    script = re.search(r" (pretrain_\w+\.py)", text)[1]
+    text = text.replace("torchrun", "torchrun --standalone", 1)
+    text = text.replace(script, os.path.relpath(board_runs.ROOT / script))
+    if os.path.exists(model := arguments.model):
+        values["--load-hf"] = model if os.path.isdir(model) else os.path.dirname(model) or "."
+    if out:
+        values |= {flag: os.path.join(out, name) for flag, name in _IN_FOLDER.items()}
+        values |= {"--log-interval": "10"} if "--log-interval" not in more else {}
+    values |= {flag: form[flag] for flag in form if flag.startswith("--") and form[flag]}
+    text = text.replace("--mock-data", "--data-path DATA") if "--data-path" in values else text
+    text = re.sub(r"--num-epochs \S+ ", "", text) if "--train-iters" in values else text
+    for flag, value in values.items():
+        word = f"{flag} {shlex.quote(value)}"
+        text, number = re.subn(rf"{flag} \S+", word.replace("\\", r"\\"), text)
+        more = more if number or flag in ("--load-hf", "--save-hf") else f"{word} {more}".strip()
+    if is_complete and (not out or (gap := re.search(r"(--\S+) (MODEL_DIR|DATA.jsonl)\b", text))):
+        raise ValueError(f"{gap[1] if out else 'the output folder'}: is missing. Fill in its field.")
+    return f"{text} \\\n    {more}" if more else text
 
 
 def choices() -> dict[str, Any]:
@@ -100,7 +82,7 @@ def choices() -> dict[str, Any]:
     return {
         "models": [*read_models(plan.MODELS)],
         "gpus": {row.name: row.gpu for row in read_clusters(plan.CLUSTERS).values()},
-        "methods": [(name, name) for name in METHODS],
+        "methods": {name: name for name in METHODS},
         "runs": [f"{path.parent.name}={path}" for path in sorted(Path("out").glob("*/metrics.jsonl"))],
     }
 
@@ -138,12 +120,8 @@ def make_app(token: str | None = None) -> Any:
             response = redirect(request.path)
             response.set_cookie("token", given, httponly=True, samesite="Strict")
             return response
-        return None
 
-    @app.get("/")
-    def root() -> Any:
-        return redirect("/plan")
-
+    @app.get("/", defaults={"tab": "plan"})
     @app.get("/<any(plan, run, watch):tab>")
     def page(tab: str, form: Any = None, error: str = "") -> Any:
         form, view = form or request.args, {}
@@ -170,28 +148,32 @@ def make_app(token: str | None = None) -> Any:
             else:
                 board_runs.start(out, training_command(form, is_complete=True) if action == "start" else "")
         except (ValueError, OSError) as mistake:
-            said = str(mistake)
-            return page(tab, form, said if ": error: " in said else f"{PROG}: error: {said}")
+            return page(tab, form, f"{'' if ': error: ' in str(mistake) else f'{PROG}: error: '}{mistake}")
         return redirect(f"/{tab}?{urlencode([*form.items(multi=True)])}", code=303)
 
     return app
 
 
-@command(PROG)
-def main(argv: Sequence[str]) -> None:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed flags. Raises ValueError for a bad flag."""
     parser = Parser(prog=PROG, description=__doc__)
     parser.add_argument("--port", type=int, default=7860, metavar="N", help="(default: 7860)")
     parser.add_argument("--host", default=HERE[0], metavar="ADDRESS", help=f"address to listen on (default: {HERE[0]})")
-    arguments = parser.parse_args(argv)
-    if not 0 <= arguments.port < 65536:
-        raise ValueError(f"--port {arguments.port}: must be 0 to 65535")
-    token = None if arguments.host in HERE else secrets.token_urlsafe(16)
+    return parser.parse_args(argv)
+
+
+@command(PROG)
+def main(argv: Sequence[str]) -> None:
+    options = parse_arguments(argv)
+    if not 0 <= options.port < 65536:
+        raise ValueError(f"--port {options.port}: must be 0 to 65535")
+    token = None if options.host in HERE else secrets.token_urlsafe(16)
     app = make_app(token)
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not a line for every look at a run
-    server = make_server(arguments.host, arguments.port, app, threaded=True)
-    print(f"http://{arguments.host}:{server.server_port}/{f'?token={token}' * bool(token)}", flush=True)
+    server = make_server(options.host, options.port, app, threaded=True)
+    print(f"http://{options.host}:{server.server_port}/{f'?token={token}' * bool(token)}", flush=True)
     server.serve_forever()
 
 

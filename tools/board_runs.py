@@ -15,11 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+from _parser import write_atomically
 from _processes import _SCHEDULER, ROOT, failure_reason
 
 LOG, RECORD, EXIT, STOP, LOCK = "log.txt", "board_run.json", "exit_code", "stop_requested", ".board_lock"
+LAUNCHER, GENERATE = str(ROOT / "tools" / "launch.py"), str(ROOT / "tools" / "generate.py")
+SAMPLES = ".samples.jsonl"
 _LOCKING, _ANSWERING = threading.Lock(), threading.Lock()
-_READ_BYTES, _SHOWN_LINES = 60_000, 14
 
 
 @contextlib.contextmanager
@@ -34,11 +37,6 @@ def _locked(out: Path) -> Iterator[IO[str] | None]:
             yield lock
 
 
-def words_of(command: str) -> list[str]:
-    """Return the words of a command of several lines."""
-    return shlex.split(command.replace("\\\n", " "))
-
-
 def start(out: Path, command: str = "") -> None:
     """Start a command, by default the folder's last one, as a process of its own.
 
@@ -47,31 +45,24 @@ def start(out: Path, command: str = "") -> None:
     record = {"command": command, "folder": os.getcwd()} if command else _record(out)
     if not record:
         raise ValueError(f"{out}: no run was started there. Start one.")
-    words = [sys.executable, str(ROOT / "tools" / "launch.py"), *words_of(record["command"])[1:]]
+    _, *words = shlex.split(record["command"].replace("\\\n", " "))
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out) as lock, open(out / LOG, "ab") as log:
         if lock is None:
             raise ValueError(f"{out}: a run is going there. Stop it first, or give another folder.")
-        for name in (EXIT, STOP):
-            (out / name).unlink(missing_ok=True)
+        (out / EXIT).unlink(missing_ok=True)
+        (out / STOP).unlink(missing_ok=True)
         record["log_start"] = log.tell()
-        process = subprocess.Popen(
-            ["sh", "-c", '"$@"; echo $? > "$0"', str((out / EXIT).resolve()), *words],
-            cwd=record["folder"],
-            env={name: value for name, value in os.environ.items() if name not in _SCHEDULER},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=[lock.fileno()],
-        )
-        (out / RECORD).write_text(json.dumps(record | {"pid": process.pid}), encoding="utf-8")
+        words = ["sh", "-c", '"$@"; echo $? > "$0"', str((out / EXIT).resolve()), sys.executable, LAUNCHER, *words]
+        environment = {name: value for name, value in os.environ.items() if name not in _SCHEDULER}
+        files = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "pass_fds": [lock.fileno()]}
+        process = subprocess.Popen(words, cwd=record["folder"], env=environment, start_new_session=True, **files)
+        text = json.dumps(record | {"pid": process.pid})
+        write_atomically(str(out / RECORD), lambda name: Path(name).write_text(text, "utf-8"), flag="output folder")
 
 
 def stop(out: Path) -> None:
     """Ask the ranks of a run to save and end. Raises ValueError without a run."""
-    import psutil
-
     if not state(out)["is_alive"]:
         raise ValueError(f"{out}: no run is going there.")
     (out / STOP).touch()
@@ -90,11 +81,12 @@ def state(out: Path) -> dict[str, Any]:
     with _locked(out) as lock:
         is_alive = lock is None
     with open(out / LOG, "rb") as file:
-        file.seek(max(record["log_start"], os.path.getsize(out / LOG) - _READ_BYTES))
+        file.seek(max(record["log_start"], os.path.getsize(out / LOG) - 60_000))
         text = file.read().decode("utf-8", "replace")
     code = (out / EXIT).read_text().strip() if (out / EXIT).exists() else ""
     steps = re.findall(r"^iteration +(\d+)/(\d+) .*?([^|]+ left)", text, re.MULTILINE)
-    is_stopped, reason = (out / STOP).exists(), ""
+    is_at_end, reason = bool(steps) and steps[-1][0] == steps[-1][1], ""
+    is_stopped = (out / STOP).exists() and not is_at_end
     if is_alive:
         status = "stopping" if is_stopped else "running" if steps else "starting"
     else:
@@ -107,26 +99,21 @@ def state(out: Path) -> dict[str, Any]:
         "command": record["command"],
         "reason": reason,
         "step": [*map(int, steps[-1][:2]), steps[-1][2].strip()] if steps else None,
-        "log": "\n".join(text.splitlines()[-_SHOWN_LINES:]),
+        "log": "\n".join(text.splitlines()[-14:]),
     }
 
 
 def _record(out: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        record: dict[str, Any] = json.loads((out / RECORD).read_text(encoding="utf-8"))
-        return record
+        return dict(json.loads((out / RECORD).read_text(encoding="utf-8")))
     return {}
 
 
 def answers(metrics: Path) -> list[dict[str, Any]]:
     """Return the answers of a run's model, newest first."""
     with contextlib.suppress(OSError, ValueError):
-        return [json.loads(line) for line in _samples(metrics).read_text(encoding="utf-8").splitlines()][::-1]
+        return [json.loads(line) for line in metrics.with_suffix(SAMPLES).read_text("utf-8").splitlines()][::-1]
     return []
-
-
-def _samples(metrics: Path) -> Path:
-    return metrics.with_suffix(".samples.jsonl")
 
 
 def ask(metrics: Path, prompt: str, form: str) -> None:
@@ -140,14 +127,11 @@ def ask(metrics: Path, prompt: str, form: str) -> None:
     model = next((each for each in places if any((each / name).exists() for name in files)), None)
     if model is None:
         raise ValueError(f"{metrics}: there is no model beside it yet. Wait for its first checkpoint.")
-    words = [sys.executable, str(ROOT / "tools" / "generate.py"), "--model", str(model), "--prompt", prompt, "--json"]
-    words += ["--max-new-tokens", "64"] + [f"--{form}"] * (form != "text")
-    if state(folder)["is_alive"]:  # the training has the card
-        words += ["--device", "cpu"]
+    words = [sys.executable, GENERATE, "--model", str(model), f"--prompt={prompt}", "--json", "--max-new-tokens", "64"]
+    words += [f"--{form}"] * (form != "text") + ["--device=cpu"] * state(folder)["is_alive"]  # training has the card
     with _ANSWERING:
         done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise ValueError((done.stderr.strip().splitlines() or ["tools/generate.py ended without a word"])[-1])
-    answer = json.loads(done.stdout)[0] | {"model": model.name}
-    with open(_samples(metrics), "a", encoding="utf-8") as file:
-        file.write(json.dumps(answer) + "\n")
+    with open(metrics.with_suffix(SAMPLES), "a", encoding="utf-8") as file:
+        file.write(json.dumps(json.loads(done.stdout)[0] | {"model": model.name}) + "\n")

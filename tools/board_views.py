@@ -42,9 +42,6 @@ def write_page(path: str, tab: str, view: View) -> None:
     write_atomically(path, lambda name: Path(name).write_text(text, encoding="utf-8"), flag="--html")
 
 
-# ---------------------------------------------------------------- a plan
-
-
 def plan_view(arguments: argparse.Namespace) -> View:
     """Return the answer to a command line of tools/plan.py, and the methods side by side."""
     cost = {"tokens": arguments.tokens, "multiplier": arguments.bf_multiplier}
@@ -62,8 +59,7 @@ def plan_view(arguments: argparse.Namespace) -> View:
         "bars": bars(estimate),
         "figures": plan.show_figures(estimate),
         "methods": [(each, bars(each)[0], quality(each), node_bytes(each.recipe) / 1e9) for each in estimates],
-        "duration": plan.duration,
-        "price": plan.price,
+        "plan": plan,
         "reason": reason,
         "command": plan.command_of(estimate) if estimate.fits else "",
         "remedies": [] if estimate.fits else plan.what_fits(argparse.Namespace(**values))[1],
@@ -82,8 +78,8 @@ def sentence(estimate: Estimate, arguments: argparse.Namespace) -> str:
     if not estimate.fits:
         return f"{recipe.model.name}, {what}: does not fit {cards}."
     memory = f" and {host / 1e9:,.0f} GB of host memory" if host >= 1e9 else ""
-    is_alpaca = recipe.task == "sft" and arguments.tokens is None
-    length = "three epochs of Alpaca" if is_alpaca else f"{plan.amount(estimate.cost.tokens)} tokens"
+    length = f"{plan.amount(estimate.cost.tokens)} tokens"
+    length = "three epochs of Alpaca" if recipe.task == "sft" and arguments.tokens is None else length
     return (
         f"{recipe.model.name}: {what}, fits {cards}{memory}, {estimate.tokens_per_second:,.0f} tokens/s, "
         f"{plan.duration(estimate)} and {plan.price(estimate)} for {length}."
@@ -117,21 +113,15 @@ def _bar(name: str, parts: Mapping[str, float], size: float, limit: float | None
     total = sum(parts.values()) / size
     scale = 100 / max(total, limit or 0)
     sizes = [(label, number / size, scale * number / size) for label, number in parts.items()]
-    text = f"{total:,.1f}" + (f" of {limit:,.4g}" if limit else "") + f" {unit}"
+    text = f"{total:,.1f}{f' of {limit:,.4g}' if limit else ''} {unit}"
     return {"name": name, "text": text, "limit": scale * limit if limit else 100, "parts": sizes, "unit": unit}
-
-
-# ---------------------------------------------------------------- curves
-
-Curve = tuple[str, int, str, Sequence[float], Sequence[float]]
-"""Name, number of the colour, kind (line, thin, dashed, dots), iterations and values of a line."""
 
 
 def report_view(arguments: Sequence[str]) -> View:
     """Return charts and table of runs, each given as NAME=FILE. Raises ValueError for a bad file."""
     runs = report.read_runs(arguments)
     figures = [report.run_figures(run) for run in runs]
-    losses, speeds, memory, smooth = list[Curve](), list[Curve](), list[Curve](), []
+    losses, speeds, memory, smooth = list[Any](), list[Any](), list[Any](), []
     for index, run in enumerate(runs):
         name, colour = run.name, index % len(report.RUN_COLOURS)
         places, values = report.finite(run.steps, "loss")
@@ -157,44 +147,36 @@ def report_view(arguments: Sequence[str]) -> View:
     return {"names": [run.name for run in runs], "charts": [chart for chart in charts if chart], **table}
 
 
-def _chart(
-    title: str, hint: str, curves: Sequence[Curve], *, limits: tuple[float, float] | None, bands: Sequence[Any] = ()
-) -> View | None:
+def _chart(title: str, hint: str, curves: Sequence[Any], *, limits: Any, bands: Sequence[Any] = ()) -> View | None:
     """Return a chart of 1000 x 1000 units, which the page stretches; None without points.
 
-    `limits` is the range of the vertical axis; (0, 0) makes it begin at 0.
+    A curve is a name, the number of a colour, line, thin, dashed or dots, iterations and values. `limits` is the range
+    of the vertical axis; (0, 0) makes it begin at 0.
     """
     every_x, every_y = [x for *_, xs, _ in curves for x in xs], [y for *_, ys in curves for y in ys]
     if not every_x:
         return None
     first, last, low, high = min(every_x) - 1, max(every_x), min(every_y), max(every_y)
     margin = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
-    low, high = limits if limits and limits[1] else (0.0 if limits else low - margin, high + margin)
-
-    def across(x: float) -> float:
-        return round(1000 * (x - first) / (last - first), 1)
-
-    def down(y: float) -> float:
-        return round(1000 * (high - y) / (high - low), 1)
-
-    drawn, series = [], []
+    low, high = limits if limits and limits[0] < limits[1] else (0.0 if limits else low - margin, high + margin)
+    wide, tall, drawn, series = 1000 / (last - first), 1000 / (high - low), [], []
     for name, colour, kind, xs, ys in curves:
         points = [*zip(xs, ys, strict=True)]
         points = points[:: -(-len(points) // MAX_POINTS) or 1] + points[-1:]
-        steps = [f"{across(x)} {down(y)}" for x, y in points]
+        steps = [f"{wide * (x - first):.1f} {tall * (high - y):.1f}" for x, y in points]
         path = " ".join(f"M{step}h0" for step in steps) if kind == "dots" else f"M{'L'.join(steps)}" * bool(steps)
         drawn.append({"d": path, "kind": kind, "colour": colour})
         if kind != "thin":
-            values = [(across(x) / 10, x, f"{y:,.5g}") for x, y in points]
+            values = [(round(wide * (x - first) / 10, 1), x, f"{y:,.5g}") for x, y in points]
             series.append({"name": name, "colour": colour, "values": values})
     return {
         "title": title,
         "hint": hint,
         "curves": drawn,
         "data": json.dumps(series),
-        "bands": [(across(start), across(end) - across(start), block) for start, end, block in bands],
-        "y": [(down(value) / 10, f"{value:,.6g}") for value in _ticks(low, high)],
-        "x": [(across(value) / 10, f"{value:,.6g}") for value in _ticks(first, last)],
+        "bands": [(wide * (start - first), wide * (end - start), block) for start, end, block in bands],
+        "y": [(tall * (high - value) / 10, f"{value:,.6g}") for value in _ticks(low, high)],
+        "x": [(wide * (value - first) / 10, f"{value:,.6g}") for value in _ticks(first, last)],
     }
 
 

@@ -23,7 +23,7 @@ async function refresh(live) {
         for (const part of live.querySelectorAll("[data-part]")) {
           const fresh = page.querySelector(`[data-part="${part.dataset.part}"]`);
           if (fresh && part.dataset.part === "buttons") {
-            if (fresh.querySelector("button").textContent === part.querySelector("button").textContent) continue;
+            if (fresh.textContent === part.textContent) continue;
             fresh.querySelectorAll("input").forEach((input) => input.remove());
             fresh.querySelector("form").append(...part.querySelectorAll("input"));
           }
