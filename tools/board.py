@@ -51,6 +51,7 @@ def training_command(form: Any, *, is_complete: bool = False) -> str:
     Raises ValueError if `is_complete` and the run cannot be started here.
     """
     arguments, values, out, more = planned(form), {}, form.get("out", ""), form.get("flags", "")
+    shlex.split(more)  # fails here if a quotation mark is left open
     estimate = make_estimate(plan.recipe_of(arguments), tokens=arguments.tokens, multiplier=arguments.bf_multiplier)
     text = plan.command_of(estimate) if estimate.fits else ""
     if not text or "$" in text:  # the shell's variables of several nodes
@@ -121,9 +122,9 @@ def make_app(token: str | None = None) -> Any:
             response.set_cookie("token", given, httponly=True, samesite="Strict")
             return response
 
-    @app.get("/", defaults={"tab": "plan"})
+    @app.get("/")
     @app.get("/<any(plan, run, watch):tab>")
-    def page(tab: str, form: Any = None, error: str = "") -> Any:
+    def page(tab: str = "plan", form: Any = None, error: str = "") -> Any:
         form, view = form or request.args, {}
         try:
             view = view_of(tab, form)
