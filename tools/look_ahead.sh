@@ -11,7 +11,7 @@ FOLDER=$(mkdir -p "$1" && cd "$1" && pwd)
 cd "$ROOT"
 "${PYTHON3:-$(bash tests/newer_python.sh "$FOLDER/python")}" -m venv --clear "$FOLDER/venv"
 sed -E '/^# tests\/run.sh/,$d; /^(#|$)/d; s/[=;].*//' requirements.txt | sort -u > "$FOLDER/newest.txt"
-"$FOLDER/venv/bin/python" -m pip install --quiet --upgrade pip pytest -r "$FOLDER/newest.txt"
+"$FOLDER/venv/bin/python" -m pip install --quiet --upgrade pip pytest pytest-timeout hypothesis -r "$FOLDER/newest.txt"
 "$FOLDER/venv/bin/python" -m pip list --format freeze | grep -E "^($(paste -sd '|' "$FOLDER/newest.txt"))=="
 
 try() {
