@@ -47,7 +47,7 @@ FINE_TUNING = {
     FACTORED: Finding(
         rate=1,
         loss=(-1.6, -0.1),
-        runs="a new language, 200 steps at the best rate of each, two seeds; instructions, one seed",
+        runs="a new language, 200 steps at the best rate of each, three seeds; instructions, one seed",
         model="SmolLM2-135M",
         source="studies/fine_tuning.md",
     ),
