@@ -46,8 +46,8 @@ FINE_TUNING = {
     ),
     FACTORED: Finding(
         rate=1,
-        loss=(-1.6, -0.1),
-        runs="a new language, 200 steps at the best rate of each, three seeds; instructions, one seed",
+        loss=(-1.6, -0.2),
+        runs="a new language, 200 steps, and instructions: three seeds each, at the best rate",
         model="SmolLM2-135M",
         source="studies/fine_tuning.md",
     ),
