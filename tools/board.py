@@ -46,10 +46,8 @@ def planned(form: Any) -> argparse.Namespace:
 
 
 def training_command(form: Any, *, is_complete: bool = False) -> str:
-    """Return the plan's command with the form's folder and flags; an empty text if the plan does not fit.
-
-    Raises ValueError if `is_complete` and the run cannot be started here.
-    """
+    """Return the plan's command with the form's folder and flags; an empty text if the plan does not fit. Raises
+    ValueError if `is_complete` and something is missing."""
     arguments, values, out, more = planned(form), {}, form.get("out", ""), form.get("flags", "")
     shlex.split(more)  # fails here if a quotation mark is left open
     estimate = make_estimate(plan.recipe_of(arguments), tokens=arguments.tokens, multiplier=arguments.bf_multiplier)
@@ -58,9 +56,8 @@ def training_command(form: Any, *, is_complete: bool = False) -> str:
         if is_complete:
             raise ValueError("the plan does not fit, or needs several nodes: it cannot be started here.")
         return text
-    script = re.search(r" (pretrain_\w+\.py)", text)[1]
     text = text.replace("torchrun", "torchrun --standalone", 1)
-    text = text.replace(script, os.path.relpath(board_runs.ROOT / script))
+    text = re.sub(r"pretrain_\w+\.py", lambda m: shlex.quote(os.path.relpath(board_runs.ROOT / m[0])), text, count=1)
     if os.path.exists(model := arguments.model):
         values["--load-hf"] = model if os.path.isdir(model) else os.path.dirname(model) or "."
     if out:

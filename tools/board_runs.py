@@ -38,10 +38,7 @@ def _locked(out: Path) -> Iterator[IO[str] | None]:
 
 
 def start(out: Path, command: str = "") -> None:
-    """Start a command, by default the folder's last one, as a process of its own.
-
-    Raises ValueError if a run is going in the folder, or it has no last command.
-    """
+    """Start a command, by default the folder's last one, in a new session. Raises ValueError if one is going."""
     record = {"command": command, "folder": os.getcwd()} if command else _record(out)
     if not record:
         raise ValueError(f"{out}: no run was started there. Start one.")
@@ -117,10 +114,8 @@ def answers(metrics: Path) -> list[dict[str, Any]]:
 
 
 def ask(metrics: Path, prompt: str, form: str) -> None:
-    """Let a run's model continue a prompt, and keep the answer. `form` is text, instruction or chat.
-
-    Raises ValueError without a model, or with the line of tools/generate.py.
-    """
+    """Let a run's model continue a prompt, and keep the answer. `form` is text, instruction or chat. Raises ValueError
+    without a model, or with the line of tools/generate.py."""
     folder, stem = metrics.parent, metrics.with_suffix("")  # this page's places, and those of examples/finetune.sh
     places = (folder / "hf", Path(f"{stem}-hf"), folder / "checkpoints", stem)
     files = ("config.json", "latest_checkpointed_iteration.txt")
