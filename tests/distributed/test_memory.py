@@ -23,6 +23,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "data2_overlap_bf16": {"world_size": 2, "bf16": True, **OVERLAP},
     "data2_plain_optimizer_overlap": WHOLE | {"world_size": 2, "overlap_grad_reduce": True},
     "pipeline2_stage_bf16": worlds.PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None, "bf16": True},
+    "experts_norms": {"bcd_always_active": "norms", **worlds.EXPERTS},
     "pipeline2_submodel_overlap": worlds.PIPELINE | {"bcd_layout": "submodel", **OVERLAP},
 }
 

@@ -68,7 +68,7 @@ def test_planned_is_counted(world1: World, world2: World, text_data: str, name: 
     if "streamed" in name:  # a CPU's meter would hold storages that change between the passes
         return
     for (_, kept), planned in zip(steps, planned_activations(recipe), strict=False):
-        assert kept == pytest.approx(planned, rel=0.05)
+        assert kept == pytest.approx(planned, rel=0.1 if "divided" in name else 0.05), "experts are not equally busy"
 
 
 @pytest.mark.parametrize("name", UNPLANNED)

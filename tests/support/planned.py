@@ -21,6 +21,7 @@ PRETRAIN = {"bcd_preset": "pretrain"}
 BREADTH_FIRST = {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_inactive_update": "factored", "bf16": True}
 BREADTH_FIRST |= {"bcd_schedule": "breadth-first"}
 LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 96, "disable_bias_linear": True, "bf16": True}
 RUNS: dict[str, dict[str, Any]] = {
     "one": {},
     "one_block": {"bcd_num_blocks": 1},
@@ -77,6 +78,9 @@ RUNS: dict[str, dict[str, Any]] = {
     | {"untie_embeddings_and_output_weights": True, "bcd_head_phase": True},
     "context2": TWO | {"context_parallel_size": 2},
     "pipeline2": TWO | {"pipeline_model_parallel_size": 2},
+    "experts": EXPERTS,
+    "experts_divided": TWO | EXPERTS | worlds.EXPERT2,
+    "experts_divided_pretrain": TWO | EXPERTS | worlds.EXPERT2 | PRETRAIN,
     "pipeline2_submodel": TWO | {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "num_layers": 7},
 }
 
@@ -96,14 +100,16 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
         source="",
         head_dim=flags.get("kv_channels", 0),
         tied=not flags.get("untie_embeddings_and_output_weights"),
-        biases="qkv" if flags.get("add_qkv_bias") else "",
+        biases="qkv" if flags.get("add_qkv_bias") else "none" if flags.get("disable_bias_linear") else "",
         qk_norm=flags.get("qk_layernorm"),
+        experts=flags.get("num_experts", 0),
+        expert_ffn=flags.get("moe_ffn_hidden_size", 0),
     )
     names = (
         "bcd_layout", "bcd_inactive_update", "bcd_layers_on", "bcd_resident_layers", "bcd_frozen",
         "bcd_always_active", "bcd_head_phase", "adam_moments_dtype", "cross_entropy_fusion_impl", "bcd_schedule",
         "bcd_layers_per_pass", "bcd_saved_inputs", "optimizer",
-        "pipeline_model_parallel_size", "context_parallel_size", "bcd_order",
+        "pipeline_model_parallel_size", "context_parallel_size", "bcd_order", "expert_model_parallel_size",
     )  # fmt: skip
     method = "offload" if flags.get("optimizer_cpu_offload") else flags.get("bcd_preset", "bcd")
     return make_recipe(

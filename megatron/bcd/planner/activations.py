@@ -70,6 +70,14 @@ def layer_bytes(
         active, suffix = 4 * hidden + 2 * heads + 2 * ffn, 2 * hidden + 2 * heads + ffn
     if shape.qk_norm_size:  # the norms keep copies of queries and keys
         active, suffix = active + heads, suffix + heads
+    router = 0  # bytes of a token: its experts' numbers and probabilities, and the probabilities of all
+    if (experts := shape.experts) is not None:
+        # copies of a token for its experts; the router's input; without a fused kernel, products before their weighting
+        share, routed = sum(experts.layers) / shape.num_layers, experts.per_token
+        width = experts.ffn_hidden_size // state.expert_tensor_size * (not shape.gated)
+        active += round(share * routed * (hidden + width))
+        suffix += round(share * (hidden + routed * width))
+        router = round(share * (routed * (20 + element) + experts.number * (1 + element)))
     # with context parallelism: key and value of whole sequences, and the contexts of both chunks beside the whole one
     split = 2 * context_size * (heads - query) + query if context_size > 1 else 0
     scores = sequence * attention * (1 if shape.gated else 2) if unfused_attention else 0
@@ -84,8 +92,8 @@ def layer_bytes(
     )
     head, head_working = _head_bytes(tokens, hidden, vocabulary, element, linear_loss=linear_loss)
     return LayerBytes(
-        active=tokens * ((active + split + scores) * element + 4 * attention),
-        suffix=tokens * ((suffix + split + scores) * element + 4 * attention),
+        active=tokens * ((active + split + scores) * element + 4 * attention + router),
+        suffix=tokens * ((suffix + split + scores) * element + 4 * attention + router),
         input=tokens * hidden * element,
         head=head,
         active_core=tokens * (scores * element + 4 * attention),

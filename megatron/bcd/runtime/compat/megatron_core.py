@@ -151,8 +151,16 @@ def gather_in_forward(wrapped: Any) -> None:
 
 
 def drop_gradient_hooks(wrapped: Any) -> None:
-    """Free the autograd nodes that hold DDP's hooks, and with them DDP's buffers."""
+    """Free the autograd nodes that hold DDP's hooks, and with them DDP's buffers.
+
+    Dispatchers of experts store the last microbatch's probabilities, whose graph ends at the weights before them.
+    """
     wrapped.grad_accs.clear()
+    for module in wrapped.modules():
+        if (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
+            for name, value in list(vars(dispatcher).items()):
+                if torch.is_tensor(value) and value.requires_grad:
+                    setattr(dispatcher, name, None)
 
 
 def recompute(block: Any, layers: Sequence[Any], **inputs: Any) -> torch.Tensor:
