@@ -123,7 +123,7 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add("--search", action="store_true", help="compare all methods, each in its cheapest layouts that fit, and plan the"
         " best; with --method or --bcd-preset compare the layouts of that one")  # fmt: skip
     add("--compare", action="store_true", help="compare all methods, without a plan")
-    add("--timeline", metavar="FILE", help="with --bcd-layers-on host: draw computation and copies of a microbatch"
+    add("--timeline", metavar="FILE", help="with --bcd-layers-on host: draw computation and copies of a step"
         " in the middle block's phase, as a Chrome trace (.json) or a picture (.png, .svg)")  # fmt: skip
     add("--html", metavar="FILE", help="write the plan and all methods side by side as a page (docs/board.md)")
     add("--verify", action="store_true", help="no effect: tests/unit/test_plan_verify.py compares plans with models")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import resource
-from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,19 +27,16 @@ from megatron.bcd.training.resolve import resolve_run
 
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "pipeline": (2, {"pipeline_model_parallel_size": 2}),
+    "pipeline": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 4}),
     "tensor": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "data": (2, {}),
     "context": (2, {"context_parallel_size": 2}),
 }
-EMBEDDING_ON_HOST = {"bcd_frozen": "embedding", "untie_embeddings_and_output_weights": True}
+EMBEDDING_ON_HOST = {"bcd_frozen": "embedding"}
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "layout": {
         "spread": {},
         "strided": {"bcd_layout": "strided"},
-        "submodel": {"bcd_layout": "submodel", "bcd_num_blocks": 2},
-        "stage": {"bcd_layout": "stage", "bcd_num_blocks": None},
-        "interleaved": {"bcd_layout": "interleaved", "num_virtual_stages_per_pipeline_rank": 2, "bcd_num_blocks": 2},
     },
     "precision": {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True, "initial_loss_scale": 256}},
     "method": {
@@ -49,51 +45,38 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "parts": {"bcd_always_active": "norms,biases,head", "bcd_frozen": "none", "bcd_optimizer_state": "host"},
         "frozen": {"bcd_frozen": "norms,embedding,head"},
         "greedy": {"bcd_order": "greedy"} | EMBEDDING_ON_HOST,
-        "cache": {"bcd_sample_ratio": 0.5, "bcd_prefix_cache": True} | EMBEDDING_ON_HOST,
         "head": {"bcd_head_phase": True, "bcd_order": "descending"} | EMBEDDING_ON_HOST,
     },
     "recompute": {
         "none": {},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
         "selective": {"recompute_granularity": "selective"},
-        "auto": {"recompute": "auto", "recompute_memory_gib": 1},
     },
     "resident": {"0": {}, "1": {"bcd_resident_layers": 1}, "2": {"bcd_resident_layers": 2}},
 }
 
 
-def is_allowed(case: Combination) -> bool:
-    """Return True if the flags allow the combination and the layout exists for one stage."""
-    return (
-        (case["cut"] == "pipeline" or case["layout"] not in ("stage", "interleaved"))
-        and (case["method"] != "cache" or case["cut"] != "tensor")
-        and (case["method"] != "frozen" or case["recompute"] != "auto")
-    )
-
-
-CASES = pairwise({"cut": CUTS, **FACTORS}, is_allowed)
+CASES = pairwise({"cut": CUTS, **FACTORS}, lambda case: case["cut"] != "pipeline" or case["layout"] == "spread")
 CASES.sort(key=lambda case: [*CUTS].index(case["cut"]))
 
 
-def config_of(case: Combination, folder: Path, **more: Any) -> Any:
+def config_of(case: Combination, **more: Any) -> Any:
     size, cut = CUTS[case["cut"]]
     flags = {"num_layers": 8, "mock_data": True, "split": None, "micro_batch_size": 1, "global_batch_size": 4} | cut
     flags |= {"eval_iters": 1, "eval_interval": 3, "train_iters": 6, "bcd_num_blocks": 4}
+    flags["untie_embeddings_and_output_weights"] = True  # the parts of a tied gradient add up in another order
     for name, values in FACTORS.items():
         flags |= values[case[name]]
-    if flags.get("bcd_prefix_cache"):
-        flags["bcd_prefix_cache"] = folder
     return worlds.run_config(world_size=size, **flags | more)
 
 
 @pytest.mark.parametrize("case", thinned(CASES, keep_every=4), ids=lambda case: "-".join(case.values()))
-def test_the_same_bits(world1: World, world2: World, tmp_path: Path, case: Combination) -> None:
+def test_the_same_bits(world1: World, world2: World, case: Combination) -> None:
     """A layer that computes with another one's weights, before its copy or after the next one's; an active layer that
     is not written back, or by a rank whose weights are not the shared ones; rows of other tokens, or of another rank's
     part of the vocabulary."""
     world = (world1, world2)[CUTS[case["cut"]][0] - 1]
-    on_device = world.run(worlds.train_run, config_of(case, tmp_path / "device", bcd_resident_layers=0))
-    on_host = world.run(worlds.train_run, config_of(case, tmp_path / "host", bcd_layers_on="host"))
+    on_device = world.run(worlds.train_run, config_of(case, bcd_resident_layers=0))
+    on_host = world.run(worlds.train_run, config_of(case, bcd_layers_on="host"))
     for left, other in zip(on_device, on_host, strict=True):
         assert len(other["steps"]) == 6 and len(set(other["blocks"])) > 1
         assert [left["steps"], left["evaluations"]] == [other["steps"], other["evaluations"]]
@@ -104,7 +87,7 @@ def test_the_same_bits(world1: World, world2: World, tmp_path: Path, case: Combi
 def test_resumes_in_the_other_place(world2: World, tmp_path: Path, first: str, second: str) -> None:
     """A checkpoint that holds what lay in a buffer, and not what it belongs to."""
     case = {"cut": "data", "layout": "spread", "precision": "bf16", "method": "parts", "recompute": "none"}
-    config = functools.partial(config_of, case | {"resident": "0"}, tmp_path, **EMBEDDING_ON_HOST)
+    config = functools.partial(config_of, case | {"resident": "0"}, **EMBEDDING_ON_HOST)
     whole = world2.run(resumed_runs.one_part, config())
     folder = tmp_path / "run"
     world2.run(resumed_runs.one_part, config(save=folder, exit_interval=3, bcd_layers_on=first))
@@ -112,44 +95,6 @@ def test_resumes_in_the_other_place(world2: World, tmp_path: Path, first: str, s
     for left, other in zip(whole, rest, strict=True):
         assert left["steps"][3:] == other["steps"]
         assert worlds.same_bits(left["weights"], other["weights"]) == []
-
-
-def copies_by_step(config: Any) -> list[tuple[int, int]]:
-    """Return the block of each step, and the number of layers copied in it."""
-    result, before = [], [0]
-
-    def count(run: worlds.RecordedRun) -> None:
-        frozen = get_frozen_weights(run.model)
-        assert frozen is not None
-        result.append((run.block, frozen.num_copies - before[0]))
-
-    def remember(run: worlds.RecordedRun) -> None:
-        before[0] = get_frozen_weights(run.model).num_copies
-
-    with worlds.started(config, before_step=remember, after_step=count) as run:
-        run.train()
-    return result
-
-
-@pytest.mark.parametrize("resident", [0, 1, 3])
-def test_copies_of_a_step(world1: World, tmp_path: Path, resident: int) -> None:
-    """A layer that is copied twice in a pass, or before it is known that it comes; a resident one that is copied."""
-    case = {"cut": "one", "layout": "spread", "precision": "fp32", "method": "paper", "recompute": "none"}
-    config = config_of(
-        case | {"resident": "0"}, tmp_path, bcd_layers_on="host", bcd_resident_layers=resident,
-        bcd_steps_per_block=3, train_iters=12, eval_iters=0,
-    )  # fmt: skip
-    seen = Counter(world1.run(copies_by_step, config)[0])
-    microbatches, of_block, streamed = 4, 2, 6 - resident
-    for block in range(4):
-        behind = max(0, 8 - of_block * (block + 1) - resident)  # read by the backward pass too
-        # the last two are still there when it begins; at its end, the first layers of the next forward pass are
-        # copied over others, unless they are active
-        shared = min(2, behind) * (2 if block == 0 else 1)
-        expected = microbatches * (streamed + behind - shared)
-        steps = [count for (step_block, count), times in seen.items() if step_block == block for _ in range(times)]
-        assert expected in steps, f"block {block}: {steps}"
-        assert max(steps) - expected <= 2, "the first step of a phase begins without a prediction"
 
 
 def state_bytes(config: Any) -> list[tuple[int, ...]]:
@@ -168,19 +113,19 @@ def state_bytes(config: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("resident", "embedding"), [(0, EMBEDDING_ON_HOST), (2, {})])
-def test_bytes(world1: World, tmp_path: Path, resident: int, embedding: dict[str, Any]) -> None:
-    """Weights on the device that nothing needs there: all but the active block, resident layers, two buffers, and an
-    embedding that is trained."""
+def test_bytes(world1: World, resident: int, embedding: dict[str, Any]) -> None:
+    """Weights on the device that nothing needs there: all but the active block, buffers of three and `resident` layers,
+    and an embedding that is trained."""
     case = {"cut": "one", "layout": "spread", "precision": "fp32", "method": "paper", "recompute": "none"}
     flags = {"no_use_distributed_optimizer": True} | embedding
-    config = functools.partial(config_of, case | {"resident": "0"}, tmp_path, **flags)
+    config = functools.partial(config_of, case | {"resident": "0"}, **flags)
     [on_device] = world1.run(state_bytes, config())
     [on_host] = world1.run(state_bytes, config(bcd_layers_on="host", bcd_resident_layers=resident))
     for (whole, _, layer, rows), (rest, host, *_) in zip(on_device, on_host, strict=True):
         rows *= bool(embedding)
         padded = (host - rows) // 8
         assert layer <= padded < 1.1 * layer, "each parameter begins at a multiple of 512 bytes"
-        assert rest == whole - rows - 6 * layer + (2 + resident) * padded
+        assert rest == whole - rows - 6 * layer + (3 + resident) * padded
 
 
 def choice_of_auto(config: Any) -> tuple[str, int, int]:
@@ -192,19 +137,19 @@ def choice_of_auto(config: Any) -> tuple[str, int, int]:
         return run.config.bcd.bcd_layers_on, run.config.bcd.bcd_resident_layers, most
 
 
-def test_auto_takes_what_fits(world1: World, tmp_path: Path) -> None:
+def test_auto_takes_what_fits(world1: World) -> None:
     """Layers that stay on the device and do not fit, or that are copied though there is room without the embedding."""
     case = {"cut": "one", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
     flags = {"bcd_layers_on": "auto"} | EMBEDDING_ON_HOST
-    config = functools.partial(config_of, case | {"resident": "0"}, tmp_path, **flags)
+    config = functools.partial(config_of, case | {"resident": "0"}, **flags)
     kib, result = 2**10, []
-    for limit in (1, 800, 830, 880, 100_000):
+    for limit in (1, 830, 845, 860, 100_000):
         [(place, resident, state)] = world1.run(choice_of_auto, config(recompute_memory_gib=limit * kib / 2**30))
         result.append((place, resident))
         assert (place, resident) == ("host", 0) or state < limit * kib
     on_device = [8 if place == "device" else resident for place, resident in result]
     assert on_device == sorted(on_device) and on_device[0] == 0 and on_device[-1] == 8
-    assert len(set(on_device)) >= 4 and ("host", 8) in result, result
+    assert len(set(on_device)) >= 4, result
 
 
 def told_of_auto(config: Any) -> tuple[Any, list[str], list[str], dict[str, Any]]:
@@ -225,11 +170,11 @@ def test_auto_in_the_summary_and_on_resume(world1: World, tmp_path: Path) -> Non
     flags |= {"save": tmp_path / "run", "load": tmp_path / "run"}
     explicit = {"bcd_num_blocks": 3, "ffn_hidden_size": 128}
     for last, changes in ((3, explicit), (6, dict.fromkeys(explicit))):
-        config = config_of(case | {"resident": "0"}, tmp_path, exit_interval=last, **flags | changes)
+        config = config_of(case | {"resident": "0"}, exit_interval=last, **flags | changes)
         [(bcd, notes, warnings, logged)] = world1.run(told_of_auto, config)
         assert bcd.bcd_layers_on == "host" and bcd.bcd_num_blocks == 3
         assert logged == asdict(bcd)
-        stays = f"{bcd.bcd_resident_layers} layers of a stage stay on the device"
+        stays = f"buffers for {3 + bcd.bcd_resident_layers} layers on the device"
         assert [note for note in notes if note.endswith(stays)] and not warnings, (notes, warnings)
 
 
@@ -253,9 +198,9 @@ def with_little_memory(config: Any) -> str:
     return str(raised.value)
 
 
-def test_too_little_host_memory(world2: World, tmp_path: Path) -> None:
+def test_too_little_host_memory(world2: World) -> None:
     """A run that the system's out-of-memory killer ends, or one rank of which goes on."""
-    config = config_of(CASES[0] | {"cut": "data"}, tmp_path, bcd_layers_on="host")
+    config = config_of(CASES[0] | {"cut": "data"}, bcd_layers_on="host")
     for error in world2.run(with_little_memory, config):
         assert error.startswith("--bcd-layers-on host: ") and error.endswith("--bcd-layers-on device.")
 
@@ -276,9 +221,9 @@ def refused(config: Any, case: str) -> str:
 
 
 @pytest.mark.parametrize(("case", "flag"), [("file size", "-f and -v unlimited"), ("locked memory", "-l unlimited")])
-def test_limits_of_processes(world1: World, tmp_path: Path, case: str, flag: str) -> None:
+def test_limits_of_processes(world1: World, case: str, flag: str) -> None:
     """A traceback, or a run that trains from memory that is not page-locked."""
-    config = config_of(CASES[0] | {"cut": "one"}, tmp_path, bcd_layers_on="host")
+    config = config_of(CASES[0] | {"cut": "one"}, bcd_layers_on="host")
     [error] = world1.run(refused, config, case)
     assert error.startswith("--bcd-layers-on host: ") and f"ulimit {flag}" in error
     assert error.endswith("--bcd-layers-on device."), "what Megatron Core adds says nothing to a user"
@@ -326,7 +271,7 @@ def test_async_save_reads_frozen_weights_where_they_lie(
     case = {"cut": cut, "layout": "spread", "precision": precision, "method": "paper", "recompute": "none"}
     flags = {"bcd_layers_on": "host", "bcd_steps_per_block": 1, "swiglu": True} | EMBEDDING_ON_HOST
     flags |= {"num_layers": 3, "bcd_num_blocks": 3}  # two ranks share a layer
-    config = functools.partial(config_of, case | {"resident": "1"}, tmp_path, **flags)
+    config = functools.partial(config_of, case | {"resident": "1"}, **flags)
     whole = world.run(resumed_runs.one_part, config())
     folder = tmp_path / "run"
     saving = world.run(saved_in_background, config(save=folder, save_interval=2, async_save=True))
@@ -355,5 +300,5 @@ def kept_elsewhere(config: Any) -> list[str]:
 def test_low_bits_lie_in_the_arena(world2: World, tmp_path: Path) -> None:
     """Host memory that torch's allocator rounds up, or that each rank holds for itself."""
     case = {"cut": "data", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
-    config = config_of(case | {"resident": "0"}, tmp_path, bcd_layers_on="host")
+    config = config_of(case | {"resident": "0"}, bcd_layers_on="host")
     assert world2.run(kept_elsewhere, config) == [[], []]

@@ -1,4 +1,4 @@
-"""Layers in host memory that are loaded, updated and written back piece by piece (`FrozenWeights` in explicit mode)."""
+"""Layers in host memory that are loaded, updated and written back piece by piece."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},
     "resident": {"num_resident": 2},
     "frozen": {"num_frozen": 3},
+    "kept": {"num_frozen": 1, "keeps": True},
 }
 
 

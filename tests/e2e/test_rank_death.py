@@ -41,10 +41,10 @@ def test_a_rank_that_hangs(tmp_path: Path, hanging: int) -> None:
 def test_a_copy_that_fails(tmp_path: Path) -> None:
     """A rank that waits for ever for one whose frozen layer does not come to the device, or a run that goes on with
     another layer's weights; a message that does not say which layer it is."""
-    words = [str(ROOT / "tests" / "support" / "failing_copy.py"), "5", *FLAGS, "--bcd-layers-on", "host"]
+    words = [str(ROOT / "tests" / "support" / "failing_copy.py"), "2", *FLAGS, "--bcd-layers-on", "host"]
     with Job(
-        *TORCHRUN, *words, "--num-layers", "8", "--bcd-layout", "spread", "--bcd-num-blocks", "4", folder=tmp_path
+        *TORCHRUN, *words, "--num-layers", "8", "--bcd-layout", "interleaved", "--bcd-num-blocks", "4", folder=tmp_path
     ) as job:
         assert job.exit_code() != 0
-        assert re.search("--bcd-layers-on: layer [567] can't be copied to the device: CUDA error", job.output)
+        assert re.search("--bcd-layers-on: layer [1357] can't be copied to the device: CUDA error", job.output)
         assert job.alive() == []

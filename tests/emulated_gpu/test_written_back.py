@@ -16,13 +16,15 @@ from support.dist import RankError
 from support.gpu_worlds import Worlds
 from torch import distributed
 
-from megatron.bcd.model.frozen_weights import FrozenWeights, _Buffer
+from megatron.bcd.model.frozen_weights import FrozenWeights, _Buffer, _Layer
 
 CASES: dict[str, dict[str, Any]] = {
     "layers": {},
     "pieces": {"num_layers": 9, "piece_layers": 2},
     "fp32": {"dtype": torch.float32},
     "resident": {"num_resident": 2, "num_frozen": 1},
+    "kept": {"num_frozen": 3, "keeps": True},
+    "kept in buffers": {"num_layers": 3, "keeps": True},
 }
 
 
@@ -45,28 +47,46 @@ def _waits_for_nothing(streams: str) -> Callable[[FrozenWeights], Any]:
     return lambda frozen: mock.patch.object(getattr(frozen, streams)._stream, "wait_stream", _nothing)
 
 
-MUTANTS: dict[str, tuple[int, Callable[[FrozenWeights], Any]]] = {
-    "computes before the load": (1, lambda frozen: mock.patch.object(frozen._stream, "wait", _nothing)),
-    "loads over a layer that is read": (1, _waits_for_nothing("_stream")),
-    "loads over a layer that is written back": (
-        1,
-        lambda _: mock.patch.object(_Buffer, "written", property(lambda self: None, _nothing), create=True),
-    ),
-    "writes back before the update": (1, _waits_for_nothing("_back")),
-    "finishes no step": (2, lambda frozen: mock.patch.object(frozen, "finish_step", frozen._unfinished.clear)),
-    "finishes a step before its copies": (2, lambda frozen: mock.patch.object(frozen._back, "wait", _nothing)),
-}
+def _without_event_of_state(frozen: FrozenWeights) -> Any:
+    """Let a step wait for the weights of a layer only."""
+    copy = frozen._copy
+
+    def copy_unnoticed(layer: _Layer, source: torch.Tensor, *, to: torch.Tensor, buffer: _Buffer) -> None:
+        before = buffer.copied
+        copy(layer, source, to=to, buffer=buffer)
+        if source is not layer.on_host:
+            buffer.copied = before
+
+    return mock.patch.object(frozen, "_copy", copy_unnoticed)
+
+
+def _without(kind: type, name: str) -> Callable[[FrozenWeights], Any]:
+    """Return a function that makes copies wait for no event of this name."""
+    return lambda _: mock.patch.object(kind, name, property(lambda self: None, _nothing), create=True)
 
 
 MUTATED = {"num_layers": 8, "num_frozen": 3}
 """The first layers push those that were updated last out of the buffers, so the next step soon loads these again."""
+KEPT = MUTATED | {"keeps": True}
+MUTANTS: dict[str, tuple[int, dict[str, Any], Callable[[FrozenWeights], Any]]] = {
+    "computes before the load": (1, MUTATED, lambda frozen: mock.patch.object(frozen._stream, "wait", _nothing)),
+    "loads over a layer that is read": (1, MUTATED, _waits_for_nothing("_stream")),
+    "loads over a layer that is written back": (1, MUTATED, _without(_Buffer, "written")),
+    "writes back before the update": (1, MUTATED, _waits_for_nothing("_back")),
+    "steps before the state is loaded": (1, MUTATED, _without_event_of_state),
+    "keeps a gradient before it is computed": (1, KEPT, _waits_for_nothing("_back")),
+    "loads a gradient before it is kept": (1, KEPT, _without(_Layer, "kept")),
+    "steps before the gradient is loaded": (1, KEPT, _without_event_of_state),
+    "finishes no step": (2, MUTATED, lambda frozen: mock.patch.object(frozen, "finish_step", frozen._unfinished.clear)),
+    "finishes a step before its copies": (2, MUTATED, lambda frozen: mock.patch.object(frozen._back, "wait", _nothing)),
+}
 
 
-def mutated(mutant: str | None, folder: Path) -> list[list[int]]:
+def mutated(mutant: str | None, folder: Path, **arguments: Any) -> list[list[int]]:
     """Return the state after steps with one wait less. In step 1 rank 1 is ahead of rank 0."""
     with worlds.parallel(worlds.run_config(mock_data=True, split=None)):
-        run = streamed_layers.Run(**MUTATED)
-        with MUTANTS[mutant][1](run.frozen) if mutant else contextlib.nullcontext():
+        run = streamed_layers.Run(**arguments)
+        with MUTANTS[mutant][2](run.frozen) if mutant else contextlib.nullcontext():
             run.step(0)
             is_ahead, is_first = folder / "is_ahead", distributed.get_rank() == distributed.get_world_size() - 1
             while not (is_first or is_ahead.exists()):
@@ -82,12 +102,12 @@ def mutated(mutant: str | None, folder: Path) -> list[list[int]]:
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_fails(late: Worlds, gpus: Worlds, tmp_path: Path, mutant: str) -> None:
     """The late mode passes although a wait is missing."""
-    size = MUTANTS[mutant][0]
-    right = gpus(size).run(streamed_layers.state_at_end, is_on_host=False, **MUTATED)
+    size, arguments, _ = MUTANTS[mutant]
+    right = gpus(size).run(streamed_layers.state_at_end, is_on_host=False, **arguments)
     (tmp_path / "right").mkdir()
-    assert late(size).run(mutated, None, tmp_path / "right") == right
+    assert late(size).run(mutated, None, tmp_path / "right", **arguments) == right
     try:
-        state = late(size).run(mutated, mutant, tmp_path)
+        state = late(size).run(mutated, mutant, tmp_path, **arguments)
     except RankError as error:
         assert "[emulated] RACE" in str(error)
     else:

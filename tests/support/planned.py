@@ -72,6 +72,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "adam_bf16_streamed_data2": TWO
     | {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "adam_moments_dtype": "bf16", "num_layers": 12}
     | {"untie_embeddings_and_output_weights": True, "bcd_layers_per_pass": 2},
+    "adam_streamed_pipeline2": TWO
+    | {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "num_layers": 12, "pipeline_model_parallel_size": 2},
     "muon_streamed": {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "optimizer": "muon"},
     "frozen_pipeline2": TWO | {"pipeline_model_parallel_size": 2, "bcd_frozen": "embedding,head"},
     "head_phase_pipeline2": TWO

@@ -41,23 +41,31 @@ class OnDevice:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         matrices = [matrix for layer in layers for matrix in layer.matrices]
-        self._low_bits = {
-            each: torch.zeros(each.shape, dtype=torch.int16, device=device.current()) for each in matrices
+        self._state: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {
+            each: {}
+            if each.dtype == torch.float32
+            else {"low_bits": torch.zeros(each.shape, dtype=torch.int16, device=device.current())}
+            for each in matrices
         }
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        return {} if parameter.dtype == torch.float32 else {"low_bits": self._low_bits[parameter]}
+        return self._state[parameter]
+
+    def keep_gradient(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        self._state[parameter]["gradient"] = gradient
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
 
-def on_host(layers: Sequence[Layer], *, dtype: torch.dtype, piece_layers: int, num_resident: int = 0) -> FrozenWeights:
+def on_host(
+    layers: Sequence[Layer], *, dtype: torch.dtype, piece_layers: int, num_resident: int = 0, keeps: bool = False
+) -> FrozenWeights:
     """Move the matrices of these layers to host memory. A collective."""
     frozen = FrozenWeights(
         num_layers=len(layers), embedding_size=0, num_resident=num_resident, dtype=dtype,
         residual_dtype=torch.int16 if dtype == torch.bfloat16 else None, is_streamed=lambda name: name != "scale",
-        group=dist.group.WORLD, explicit=True, piece_layers=piece_layers,
+        group=dist.group.WORLD, piece_layers=piece_layers, state={"gradient": (torch.float32, 1)} if keeps else None,
     )  # fmt: skip
     for layer in layers:
         frozen.add(layer)  # type: ignore[arg-type]
@@ -71,20 +79,23 @@ def owner_of(number: int) -> int:
 
 
 class Run:
-    """Steps of a small network. With `num_frozen`, the first layers are not updated."""
+    """Steps of a small network. With `num_frozen`, the first layers are not updated. With `keeps`, gradients wait in
+    host memory for updates in a pass of their own."""
 
     def __init__(
         self, *, num_layers: int, piece_layers: int = 1, dtype: torch.dtype = torch.bfloat16, is_on_host: bool = True,
-        num_resident: int = 0, num_frozen: int = 0,
+        num_resident: int = 0, num_frozen: int = 0, keeps: bool = False,
     ) -> None:  # fmt: skip
         self.layers = [Layer(number, dtype) for number in range(num_layers)]
         self.pieces = [range(num_layers)[first : first + piece_layers] for first in range(0, num_layers, piece_layers)]
         self.matrices = [matrix for layer in self.layers for matrix in layer.matrices]
         self.owners = {matrix: owner_of(number) for number, matrix in enumerate(self.matrices)}
         self.updated = {matrix for layer in self.layers[num_frozen:] for matrix in layer.matrices}
-        self.dtype = dtype
+        self.dtype, self.keeps = dtype, keeps
         if is_on_host:
-            self.frozen: Any = on_host(self.layers, dtype=dtype, piece_layers=piece_layers, num_resident=num_resident)
+            self.frozen: Any = on_host(
+                self.layers, dtype=dtype, piece_layers=piece_layers, num_resident=num_resident, keeps=keeps
+            )
         else:
             for layer in self.layers:
                 layer.to(device.current())
@@ -97,23 +108,37 @@ class Run:
 
     def backward(self, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
         """Update one piece after the other, given the inputs of each."""
-        frozen = self.frozen
-        for place in reversed(range(len(self.pieces))):
-            matrices = [matrix for each in self.pieces[place] for matrix in self.layers[each].matrices]
-            matrices = [matrix for matrix in matrices if matrix in self.updated]
-            if not matrices:
-                break
-            frozen.load(self.pieces[place], with_state=True)
+        frozen, updated = self.frozen, [place for place in range(len(self.pieces)) if self.matrices_of(place)]
+        for place in reversed(updated):
+            matrices = self.matrices_of(place)
+            frozen.load(self.pieces[place], with_state=not self.keeps)
             if place > 0:
-                frozen.prefetch(self.pieces[place - 1], with_state=True)
+                frozen.prefetch(self.pieces[place - 1], with_state=not self.keeps)
             gradients = [torch.zeros(matrix.shape, device=device.current()) for matrix in matrices]
             for x in inputs[place]:
                 for gradient, matrix in zip(gradients, matrices, strict=True):
                     gradient += (x.T @ torch.tanh(x @ matrix.data)).float()
             for gradient, matrix in zip(gradients, matrices, strict=True):
-                self.update(matrix, gradient)
+                dist.all_reduce(gradient)
+                if not self.keeps:
+                    self.update(matrix, gradient)
+                elif self.owners[matrix] == dist.get_rank():
+                    frozen.keep_gradient(matrix, gradient)
+            if not self.keeps:
+                frozen.write_back(self.pieces[place])
+        for place in updated if self.keeps else ():
+            frozen.load(self.pieces[place], with_state=True)
+            if place < updated[-1]:
+                frozen.prefetch(self.pieces[place + 1], with_state=True)
+            for matrix in self.matrices_of(place):
+                self.update(matrix, frozen.state(matrix).get("gradient"))
             frozen.write_back(self.pieces[place])
         frozen.finish_step()
+
+    def matrices_of(self, place: int) -> list[torch.nn.Parameter]:
+        """Return the matrices of a piece that are updated."""
+        matrices = [matrix for each in self.pieces[place] for matrix in self.layers[each].matrices]
+        return [matrix for matrix in matrices if matrix in self.updated]
 
     def forward(self, number: int) -> list[list[torch.Tensor]]:
         """Return the inputs of each piece."""
@@ -131,7 +156,6 @@ class Run:
         return inputs
 
     def update(self, matrix: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        dist.all_reduce(gradient)
         if self.owners[matrix] == dist.get_rank():
             bits, weight = self.frozen.state(matrix).get("low_bits"), matrix.data
             value = weight if bits is None else bf16.join(weight, bits)
@@ -144,14 +168,15 @@ class Run:
         """Return the bits of all weights, and of the low bits that this rank owns."""
         if isinstance(self.frozen, OnDevice):
             return self._bits()
-        with self.frozen.all_on_host():
-            assert all(self.frozen.is_on_host(matrix) for matrix in self.matrices)
-            return self._bits()
+        self.frozen.leave_buffers()
+        assert all(self.frozen.is_on_host(matrix) for matrix in self.matrices)
+        return self._bits()
 
     def _bits(self) -> list[list[int]]:
         tensors = [matrix.data for matrix in self.matrices]
         owned = [each for each in self.matrices if self.owners[each] == dist.get_rank()]
-        tensors += [tensor for each in owned for tensor in self.frozen.state(each).values()]
+        states = [self.frozen.state(each) for each in owned]
+        tensors += [tensor for state in states for kind, tensor in state.items() if kind != "gradient"]
         return [tensor.cpu().view(torch.uint8).flatten().tolist() for tensor in tensors]
 
 

@@ -51,19 +51,20 @@ BAD_RUNS = {
 --bcd-num-blocks 0 --bcd-inactive-update orthogonal --bcd-always-active none
 --bcd-num-blocks 0 --bcd-inactive-update orthogonal --bcd-layout submodel
 --bcd-inactive-update orthogonal --bcd-num-blocks 1
---bcd-layers-on host --bcd-inactive-update orthogonal --bcd-schedule bcd
+--bcd-layers-on auto --bcd-inactive-update orthogonal --bcd-schedule bcd
 --bcd-layers-on host --bcd-num-blocks 1 --bcd-schedule bcd
 --optimizer sgd --bcd-layers-on host --bcd-num-blocks 1
 --lighthouse host:1 --bcd-layers-on host --bcd-num-blocks 1
 --fp16 --bcd-layers-on host --bcd-num-blocks 1
 --optimizer-cpu-offload --bcd-layers-on host --bcd-num-blocks 1
 --exp-avg-dtype bf16 --bf16 --use-precision-aware-optimizer --bcd-layers-on host --bcd-num-blocks 1
---bcd-schedule breadth-first --fp16
+--bcd-layers-on host --bcd-schedule stock
 --bcd-schedule breadth-first --fp8-format hybrid --bf16
---bcd-schedule breadth-first --bcd-order greedy
+--bcd-schedule breadth-first --bcd-order greedy --bcd-inactive-update orthogonal
 --bcd-schedule breadth-first --bcd-run-ahead 1
 --bcd-schedule breadth-first --optimizer-cpu-offload --bcd-num-blocks 1
 --bcd-prefix-cache c --bcd-schedule breadth-first --bcd-sample-ratio 1 --hidden-dropout 0 --attention-dropout 0
+--bcd-prefix-cache c --bcd-layers-on host --bcd-sample-ratio 1 --hidden-dropout 0 --attention-dropout 0
 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --bcd-schedule breadth-first
 --recompute auto --recompute-memory-gib 1 --bcd-schedule breadth-first
 --bcd-layers-per-pass 4 --bcd-schedule breadth-first

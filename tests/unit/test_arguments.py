@@ -221,7 +221,8 @@ def test_older_name_of_the_place_of_layers() -> None:
     ("words", "schedule"),
     [
         ("", "bcd"),
-        ("--bcd-layers-on host", "bcd"),
+        ("--bcd-layers-on host", "breadth-first"),
+        ("--bcd-layers-on auto --bcd-num-blocks 1", "bcd"),
         ("--bcd-inactive-update factored", "bcd"),
         ("--bcd-inactive-update factored --bcd-layers-on host", "breadth-first"),
         ("--bcd-inactive-update orthogonal --bcd-layers-on auto", "breadth-first"),
@@ -329,8 +330,6 @@ EXCLUDING = (
     "--fp16",
     "--optimizer-cpu-offload --bcd-num-blocks 1",
     "--bcd-main-params drop --bf16",
-    "--bcd-layers-on host --bcd-schedule bcd",
-    "--bcd-layers-on auto --pipeline-model-parallel-size 2 --context-parallel-size 2",
     "--bcd-head-phase --untie-embeddings-and-output-weights",
     "--bcd-prefix-cache cache --bcd-sample-ratio 0.5 --hidden-dropout 0 --attention-dropout 0",
     "--group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",

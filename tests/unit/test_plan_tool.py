@@ -117,7 +117,6 @@ def test_number_of_blocks_for_fine_tuning(
         ("L-1.5B", 1, (), "which fits: no blocks"),
         ("llama-7b", 4, (), "which fits: no blocks"),
         ("llama-7b", 1, (), "6 layers at a time; in host memory: weights and low bits"),
-        ("llama-7b", 1, ("--bcd-layers-on", "host", "--bcd-schedule", "bcd"), "blocks, as the flags ask"),
         ("L-1.5B", 1, ("--bcd-num-blocks", "6"), "blocks, as the flags ask"),
         ("L-1.5B", 1, ("--precision", "fp16"), "blocks: the factored update cannot be combined"),
     ],

@@ -51,9 +51,6 @@ CONFLICTS = {
     "--recompute-activations": "--recompute-granularity=full",
     "--pipeline-cut=auto": "--pipeline-model-parallel-layout --decoder-first-pipeline-num-layers "
     "--decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-    # only --pipeline-cut auto and --pipeline-model-parallel-layout can cut chunks
-    "--bcd-layout=interleaved": "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
-    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
     "--context-parallel-size": "--attention-backend=unfused",  # it needs the attention scores of whole sequences
     "--sft": "--mock-data --dataloader-type=cyclic --eod-mask-loss --context-parallel-size",
     "--save-hf": "--skip-train",
@@ -69,7 +66,7 @@ CONFLICTS = {
     # these write frozen layers, or draw them differently on the ranks that share them
     "--bcd-layers-on!=device": "--data-parallel-random-init --fp8-format",
     # these need all gradients of a step at once, or run passes of their own
-    "--bcd-schedule=breadth-first": "--fp16 --fp8-format --bcd-order=greedy --bcd-run-ahead --optimizer-cpu-offload",
+    "--bcd-schedule=breadth-first": "--fp8-format --bcd-run-ahead --optimizer-cpu-offload",
     "--bcd-switch=plateau": "--bcd-steps-per-block",
     "--bcd-stop-cycle-improvement": "--eval-iters=0",
     "--bcd-run-ahead": "--bcd-schedule=stock",
@@ -102,9 +99,16 @@ NEEDS = {
     "--weight-decay-incr-style": "--start-weight-decay --end-weight-decay",
     "--use-pytorch-profiler": "--tensorboard-dir",
     # without a subset a phase uses no sample twice, and with dropout the cache would always repeat the same mask
-    "--bcd-prefix-cache": "--bcd-sample-ratio --hidden-dropout=0 --attention-dropout=0 --bcd-schedule=bcd",
+    "--bcd-prefix-cache": "--bcd-sample-ratio --hidden-dropout=0 --attention-dropout=0 --bcd-schedule=bcd "
+    "--bcd-layers-on=device",
 }
 """The flags that have to be given with a flag."""
+
+# only --pipeline-cut auto and --pipeline-model-parallel-layout can cut chunks
+_NOT_WITH_CHUNKS = (
+    "--bcd-schedule=stock --bcd-run-ahead --context-parallel-size --decoder-first-pipeline-num-layers "
+    "--decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+)
 
 _MOST = {"num_layers": 10**5, "bcd_num_blocks": 10**5}
 """The program loops over layers and blocks. More than this is taken for a typing error."""
@@ -147,7 +151,7 @@ def find_problems(
         lambda: block_schedule_from_config(config, partitions[0]),
         lambda: _check_blocks(config, run, partitions[0]),
         lambda: _check_stateless(run, partitions[0]),
-        lambda: _check_places(run, partitions[0]),
+        lambda: _check_places(run),
         lambda: _check_breadth_first(run, partitions[0], given),
         lambda: _check_groups(config, run, partitions[0]),
         lambda: _check_packages(run) if starts else None,
@@ -401,7 +405,8 @@ def _check_chunks(config: RunConfig, run: Run, given: Mapping[str, Any]) -> None
         f"{layers_flag} {per_chunk}: must divide the layers of a pipeline stage "
         f"(--num-layers {run.num_layers}, --pipeline-model-parallel-size {run.pipeline_model_parallel_size})",
     )
-    stages, layout, name = run.pipeline_model_parallel_size, run.bcd_layout, "--bcd-layout interleaved"
+    stages, layout = run.pipeline_model_parallel_size, run.bcd_layout
+    name = "--bcd-layout interleaved" if "bcd_layout" in given else f"{chunks_flag} {chunks}"
     if run.bcd_schedule == "breadth-first" and stages > 1:
         name = f"--bcd-schedule breadth-first with --pipeline-model-parallel-size {stages}"
         require(
@@ -413,13 +418,9 @@ def _check_chunks(config: RunConfig, run: Run, given: Mapping[str, Any]) -> None
         chunks in (None, 1) or layout == "interleaved",
         f"{chunks_flag} {chunks} needs --bcd-layout interleaved, not {layout}",
     )
-    if config.num_chunks > 1:
-        for flag, is_given in (
-            ("--bcd-schedule stock", run.bcd_schedule == "stock"),
-            ("--bcd-run-ahead", run.bcd_run_ahead is not None),
-            ("--context-parallel-size", run.context_parallel_size > 1),
-        ):
-            require(not is_given, f"{name} and {flag} cannot be combined")
+    for flag in _NOT_WITH_CHUNKS.split() if config.num_chunks > 1 else ():
+        conflict = f"{name} and {_describe(vars(run), flag)} cannot be combined. Leave one of them out."
+        require(not holds(vars(run), flag), conflict)
 
 
 def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
@@ -490,28 +491,18 @@ def _check_stateless(run: Run, partition: Partition) -> None:
     )
 
 
-def _check_places(run: Run, partition: Partition) -> None:
+def _check_places(run: Run) -> None:
     if run.bcd_layers_on == "device":
         return
-    flag, rule = f"--bcd-layers-on {run.bcd_layers_on}", run.bcd_inactive_update
-    is_streamed = run.bcd_num_blocks == 1 and run.bcd_schedule == "breadth-first" and not run.bcd_head_phase
+    flag = f"--bcd-layers-on {run.bcd_layers_on}"
     require(
-        run.bcd_layers_on == "auto" or partition.num_blocks > 1 or not partition.has_active_block or is_streamed,
-        f"{flag}: with --bcd-schedule {run.bcd_schedule} the layers of the only block stay on the device. Give "
-        "--bcd-schedule breadth-first, --bcd-num-blocks 2 or more, or 0 with --bcd-inactive-update.",
+        run.bcd_schedule == "breadth-first",
+        f"--bcd-schedule {run.bcd_schedule}: {flag} needs --bcd-schedule breadth-first. Leave it out.",
     )
-    if is_streamed:
-        _check_streamed(run, flag)
-    require(
-        rule == "none" or run.bcd_schedule == "breadth-first",
-        f"{flag}: with --bcd-schedule {run.bcd_schedule} these layers are only read, and --bcd-inactive-update {rule} "
-        "writes them. Give --bcd-schedule breadth-first.",
-    )
-
-
-def _check_streamed(run: Run, flag: str) -> None:
-    """Check a run that steps all layers in host memory with the block's optimizer."""
+    if run.bcd_num_blocks != 1 or run.bcd_head_phase:
+        return
     for flag_given, is_given, remedy in (
+        ("--fp16", run.fp16, "Give --bf16"),
         ("--optimizer sgd", run.optimizer == "sgd", "Give adam or muon"),
         ("--lighthouse", run.lighthouse is not None, "Leave it out"),
         ("--exp-avg-dtype", {run.exp_avg_dtype, run.exp_avg_sq_dtype} != {"fp32"}, "Give --adam-moments-dtype"),
@@ -527,6 +518,10 @@ def _check_breadth_first(run: Run, partition: Partition, given: Mapping[str, Any
     require(
         run.recompute is None and run.recompute_granularity != "full",
         f"{granularity}: {schedule} recomputes every layer anyway. Leave it out, or give --recompute-activations.",
+    )
+    require(
+        run.bcd_order != "greedy" or run.bcd_inactive_update == "none",
+        f"--bcd-order greedy: {schedule} updates layers while it measures gradients. Give --bcd-inactive-update none.",
     )
     size, stages = run.bcd_layers_per_pass, partition.num_stages
     fits = run.num_layers % size == 0 if stages == 1 else run.num_virtual_stages_per_pipeline_rank is not None

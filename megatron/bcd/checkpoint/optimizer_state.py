@@ -207,7 +207,7 @@ def portions(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> list
     groups = state_groups(active)
     known = [(groups[key], summary) for key, summary in summaries.items() if key in groups]
     result: list[Portion] = [[]]
-    size, is_divided = 0, get_frozen_weights(active.model).is_explicit
+    size, is_divided = 0, get_frozen_weights(active.model).is_used
     for group, summary in known:
         for name in group.parameters:
             result[-1].append((group, summary, name))

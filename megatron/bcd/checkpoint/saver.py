@@ -97,16 +97,16 @@ class Saver:
         # weights under Megatron Core's own keys, and the optimizer state of every block that has any
         is_async = self._config.async_save and not get_frozen_weights(model).are_updated
         deferred = optimizer_state.Deferred()
-        with frozen_on_host(model) as is_constant:
-            entries: dict[str, Any] = {
-                f"model.{name}": entry for name, entry in unwrap_model(model).sharded_state_dict().items()
-            }
-            if state.optimizer_state:
-                optimizer, deferred = optimizer_state.sharded_state(
-                    active, state.optimizer_state, is_constant=is_constant if is_async else lambda _: True
-                )
-                entries |= {f"optimizer.{name}": entry for name, entry in optimizer.items()}
-            write = ShardWrite(entries, folder, in_background=is_async, is_constant=is_constant, deferred=deferred)
+        is_constant = frozen_on_host(model)
+        entries: dict[str, Any] = {
+            f"model.{name}": entry for name, entry in unwrap_model(model).sharded_state_dict().items()
+        }
+        if state.optimizer_state:
+            optimizer, deferred = optimizer_state.sharded_state(
+                active, state.optimizer_state, is_constant=is_constant if is_async else lambda _: True
+            )
+            entries |= {f"optimizer.{name}": entry for name, entry in optimizer.items()}
+        write = ShardWrite(entries, folder, in_background=is_async, is_constant=is_constant, deferred=deferred)
         write.digests.update(digests)
         if self._config.save_rng:
             write.add(random_states.file_name(torch.distributed.get_rank()), random_states.random_states())

@@ -98,10 +98,6 @@ def preset_values(name: str, given: Mapping[str, Any], network: Mapping[str, Any
 
 def _needs_blocks(given: Mapping[str, Any], network: Mapping[str, Any]) -> bool:
     asked = any(given.get(field) not in (None, False, _DEFAULTS.get(field)) for field in _ASKS_FOR_BLOCKS)
-    if given.get("bcd_layers_on") not in (None, "device"):  # only breadth-first updates them
-        # the chunks of several stages exclude context parallelism
-        has_chunks = min(given.get(f"{kind}_parallel_size") or 1 for kind in ("pipeline_model", "context")) > 1
-        asked |= given.get("bcd_schedule") in ("bcd", "stock") or has_chunks
     tensor_size = given.get("tensor_model_parallel_size", 1)
     # queries, keys and values can't be updated apart if a rank has less than a query group
     is_narrow = given.get("muon_split_qkv", True) and (network.get("num_query_groups") or tensor_size) < tensor_size
@@ -109,11 +105,12 @@ def _needs_blocks(given: Mapping[str, Any], network: Mapping[str, Any]) -> bool:
 
 
 def derive_schedule(values: dict[str, Any]) -> None:
-    """Derive --bcd-schedule, in place: breadth-first is the only one that updates layers in host memory."""
+    """Derive --bcd-schedule, in place: only breadth-first copies layers from host memory."""
+    is_whole = values["bcd_num_blocks"] == 1 and not values["bcd_head_phase"]
+    if values["bcd_layers_on"] == "auto" and is_whole and values["bcd_schedule"] != "breadth-first":
+        values["bcd_layers_on"] = "device"
     if values["bcd_schedule"] is None:
-        is_updated_on_host = values["bcd_layers_on"] != "device" and values["bcd_inactive_update"] != "none"
-        is_updated_on_host |= values["bcd_layers_on"] == "host" and values["bcd_num_blocks"] == 1
-        values["bcd_schedule"] = "breadth-first" if is_updated_on_host else "bcd"
+        values["bcd_schedule"] = "bcd" if values["bcd_layers_on"] == "device" else "breadth-first"
 
 
 def derive_blocks(values: dict[str, Any], *, given: Mapping[str, Any]) -> None:

@@ -202,6 +202,7 @@ class RunConfig:
         """Whether breadth-first order steps the matrices of the only block, the whole model, piece by piece."""
         is_whole = self.bcd.bcd_num_blocks == 1 and not self.bcd.bcd_head_phase
         has_rule = self.is_muon or (self.optimizer.optimizer == "adam" and not self.is_precision_aware)
+        has_rule &= self.precision != "fp16"  # these rules have no loss scale
         is_freed = self.bcd.bcd_layers_on == "host" or self.optimizer.clip_grad == 0.0
         return self.is_breadth_first and is_whole and has_rule and is_freed
 

@@ -164,8 +164,7 @@ class BcdConfig:
     )
     bcd_resident_layers: int = option(
         0,
-        "with --bcd-layers-on host: keep the last N inactive layers of each stage on the device; with --bcd-schedule "
-        "breadth-first N more buffers for layers",
+        "with --bcd-layers-on host: N more buffers for layers on the device",
         range=AT_LEAST_0,
         on_resume=MAY_CHANGE,
     )
@@ -231,7 +230,7 @@ class BcdConfig:
         "order of the microbatches: bcd = stages before the first active layer run forward only and ahead, and receive "
         "no gradient; breadth-first = all microbatches pass through a piece of the model before the next piece, and "
         "stateless updates and those of a single block step it at once; stock = Megatron Core's own 1F1B, for "
-        "comparison. Default: bcd; breadth-first if layers in host memory are updated",
+        "comparison. Default: bcd; breadth-first with layers in host memory",
         choices=("bcd", "breadth-first", "stock"),
         on_resume=MAY_CHANGE,
     )

@@ -95,9 +95,9 @@ class Exporter:
         weights = target + _WEIGHTS
         error = collectives.on_rank_0(lambda: atomic_io.capture_error(lambda: self._create_folder(weights)))
         if error is None:
-            with frozen_on_host(model):
-                parts = {f"model.{name}": part for name, part in unwrap_model(model).sharded_state_dict().items()}
-                write = ShardWrite(parts, weights, in_background=False)
+            frozen_on_host(model)
+            parts = {f"model.{name}": part for name, part in unwrap_model(model).sharded_state_dict().items()}
+            write = ShardWrite(parts, weights, in_background=False)
             write.start()
             error = write.finish()
         difference = None

@@ -5,8 +5,7 @@ Tensor shapes: S sequence length on this rank, B micro-batch size, H hidden size
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -276,7 +275,6 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_v
         residual_dtype={"bf16": torch.int16, "fp16": torch.float32}.get(config.precision) if keeps else None,
         is_streamed=is_streamed,
         group=replicas.group(),
-        explicit=config.is_breadth_first,
         piece_layers=max(map(len, stage_pieces(partition, stage, config.bcd.bcd_layers_per_pass))),
         state={
             kind: (device.DTYPES.get(dtype) or getattr(torch, dtype), shared)
@@ -300,16 +298,15 @@ def get_frozen_weights(model: torch.nn.Module) -> FrozenWeights:
     return frozen_weights
 
 
-@contextlib.contextmanager
-def frozen_on_host(model: torch.nn.Module) -> Iterator[Callable[[Tensor], bool]]:
-    """Inside the context, all frozen weights of --bcd-layers-on host are in host memory.
+def frozen_on_host(model: torch.nn.Module) -> Callable[[Tensor], bool]:
+    """Move all streamed weights of --bcd-layers-on host to host memory, until they compute again.
 
-    Yields a function that returns whether a tensor is one of them. They do not change before the next phase ends,
+    Return a function that returns whether a tensor is one of them. They do not change before the next phase ends,
     unless the phase updates layers in host memory.
     """
     frozen_weights = get_frozen_weights(model)
-    with frozen_weights.all_on_host():
-        yield frozen_weights.is_on_host
+    frozen_weights.leave_buffers()
+    return frozen_weights.is_on_host
 
 
 def _add_bias_gradient(linear: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

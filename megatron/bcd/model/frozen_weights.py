@@ -1,12 +1,11 @@
 """Inactive layers in host memory, copied to the device when they compute (--bcd-layers-on host).
 
 The layers of a stage are stored in one arena of page-locked host memory, each as one flat piece. A phase starts by
-loading the active layers, and the resident ones, which are frozen but stay on the device. At its end the active layers
-are written back. If no phase trains the embedding, the CPU gathers and sends the rows of each microbatch.
+loading the active layers, and at its end they are written back. If no phase trains the embedding, the CPU gathers and
+sends the rows of each microbatch.
 
-Frozen layers are only read: while one computes, hooks copy the next one to one of two device buffers on a separate CUDA
-stream. In explicit mode (--bcd-schedule breadth-first) there are no hooks. The schedule loads pieces of consecutive
-layers, with the state (low bits, moments) of the matrices that the phase updates, and has these written back. Training
+The schedule (--bcd-schedule breadth-first) loads pieces of consecutive layers to device buffers on a separate CUDA
+stream, with the state (low bits, moments) of the matrices that the phase updates, and has these written back. Training
 is unchanged, bit for bit. See docs/frozen_weights.md.
 """
 
@@ -26,7 +25,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.bcd.runtime import collectives, device, host_memory, memory
-from megatron.bcd.runtime.compat import pytorch
 
 _ALIGNMENT = 128
 """In elements. Kernels read vectors, and Transformer Engine requires matrices at multiples of 256 bytes."""
@@ -35,9 +33,6 @@ LOW_BITS, GRADIENT = "low_bits", "gradient"
 waits for the norm of all gradients."""
 State = dict[str, torch.Tensor]
 """State of a parameter by kind, in the parameter's shape if it has as many elements."""
-
-Use = tuple[int, str]
-"""A layer's number, and the pass that reads it: forward, evaluation, recomputation or backward."""
 
 
 class _Layer:
@@ -55,7 +50,7 @@ class _Layer:
         self.on_host: torch.Tensor
         """The layer's flat tensor in the arena. Set by `FrozenWeights.add`."""
         self.is_streamed = True
-        """False while the layer is active or resident."""
+        """False while the layer is active."""
         self.state: dict[torch.nn.Parameter, torch.Tensor] = {}
         """The bytes of each parameter's state in the arena. A gradient comes last."""
         self.updated: list[torch.nn.Parameter] = []
@@ -117,15 +112,12 @@ class FrozenWeights:
     Args:
         num_layers: number of calls of `add` to come.
         embedding_size: number of elements that `add_embedding` will get; 0 if it is not called.
-        num_resident: keep the last N frozen layers on the device; backward passes read them, too. In explicit mode:
-            number of further buffers.
+        num_resident: number of buffers beside those for three pieces.
         dtype: dtype of the weights.
         residual_dtype: dtype of the kind LOW_BITS; None if there is none.
         state: other kinds of state of each streamed parameter: dtype, and number of elements that share an entry.
         is_streamed: returns whether a parameter is streamed, given its name within a layer.
         group: the ranks with the same weights. Those on one node share an arena.
-        explicit: the schedule calls `load`, `write_back` and `finish_step`, and no hooks copy layers. There are
-            buffers for three pieces.
         piece_layers: number of layers that the schedule loads at once.
     """
 
@@ -139,13 +131,12 @@ class FrozenWeights:
         residual_dtype: torch.dtype | None,
         is_streamed: Callable[[str], bool],
         group: torch.distributed.ProcessGroup,
-        explicit: bool = False,
         piece_layers: int = 1,
         state: Mapping[str, tuple[torch.dtype, int]] | None = None,
     ) -> None:
         self.num_copies = self.num_write_backs = 0
         """Number of copies of layers to buffers, and back, since the start."""
-        self.is_explicit, self._piece_layers = explicit, piece_layers
+        self._piece_layers = piece_layers
         self.places: dict[torch.nn.Parameter, State] = {}
         """Tensors in the arena, behind the layer's weights: for what `BlockStateStore` offloads or `MatrixOptimizer`
         steps."""
@@ -156,7 +147,6 @@ class FrozenWeights:
         self._arena: host_memory.SharedMemory
         self._layers: list[_Layer] = []
         self._embedding: torch.nn.Parameter | None = None
-        self._resident: dict[int, torch.Tensor] = {}
         self._buffers: list[_Buffer] = []
         self._stream, self._back = device.CopyStream(), device.CopyStream()
         """To the device, and back: a write-back delays no load."""
@@ -170,9 +160,6 @@ class FrozenWeights:
         self._unfinished: set[int] = set()
         """Layers written back since the last `finish_step`."""
         self._clock = itertools.count(1)
-        self._last: Use | None = None
-        self._next: dict[Use, Use] = {}
-        """The use that followed each use the last time. Passes repeat, so this predicts the next one."""
 
     # --- construction
 
@@ -194,10 +181,6 @@ class FrozenWeights:
             self._write(layer)
         layer.place(layer.on_host)
         self._layers.append(layer)
-        if self.is_explicit:
-            return
-        module.register_forward_pre_hook(lambda module, _: self._before_forward(layer, module))
-        module.register_forward_hook(lambda _, __, output: self._after_forward(layer, output[0]))
 
     def _state_sizes(self, parameter: torch.nn.Parameter) -> dict[str, int]:
         """Return the bytes of each kind of a parameter's state."""
@@ -242,7 +225,7 @@ class FrozenWeights:
 
     @torch.no_grad()
     def begin_phase(self, active: Container[torch.nn.Parameter], updated: Iterable[torch.nn.Parameter] = ()) -> None:
-        """Collective over the group. Load the layers with an `active` parameter, and the resident ones.
+        """Collective over the group. Load the layers with an `active` parameter.
 
         The phase steps streamed parameters in `updated`, which are written back.
         It starts with a barrier, because ranks on a node read what others have written to their arena.
@@ -251,42 +234,37 @@ class FrozenWeights:
             return
         collectives.gather_objects(None, self._group)
         updated = set(updated)
-        are_active = [any(parameter in active for parameter in layer.parameters) for layer in self._layers]
-        frozen = [layer.number for layer, is_active in zip(self._layers, are_active, strict=True) if not is_active]
-        num_resident = 0 if self.is_explicit else min(self._num_resident, len(frozen))
-        resident = frozen[len(frozen) - num_resident :]
-        self._resident = {number: flat for number, flat in self._resident.items() if number in resident}
-        self._last = None
-        for layer, is_active in zip(self._layers, are_active, strict=True):
-            layer.is_streamed = not is_active and layer.number not in resident
+        for layer in self._layers:
+            layer.is_streamed = not any(parameter in active for parameter in layer.parameters)
             layer.updated = [each for each in layer.parameters if each in updated] if layer.is_streamed else []
             layer.owned = [each for each in layer.updated if each in self._owned and self._kinds]
-            if is_active:
-                with layer.name_copy_errors():
-                    for parameter in layer.parameters:
-                        parameter.data = parameter.data.to(device.current(), copy=True)
-            elif layer.number in resident and layer.number not in self._resident:
-                with layer.name_copy_errors():
-                    self._resident[layer.number] = layer.on_host.to(device.current(), copy=True)
-                layer.place(self._resident[layer.number])
-            elif layer.is_streamed:
+            if layer.is_streamed:
                 layer.place(layer.on_host)
+                continue
+            with layer.name_copy_errors():
+                for parameter in layer.parameters:
+                    parameter.data = parameter.data.to(device.current(), copy=True)
 
     @torch.no_grad()
     def end_phase(self) -> None:
         """Write the active layers back to the arena, and free their device memory."""
         if not self.is_used:
             return
-        self._leave_buffers()
+        self.leave_buffers()
         for layer in self._layers:
-            if not layer.is_streamed and layer.number not in self._resident:
+            if not layer.is_streamed:
                 if self._arena.is_owner:
                     self._write(layer)
                 layer.place(layer.on_host)
                 layer.is_streamed = True
 
-    def _leave_buffers(self) -> None:
-        """Wait for all copies, of all ranks after `finish_step`, and point all streamed parameters to the arena."""
+    def leave_buffers(self) -> None:
+        """Wait for all copies, of all ranks after `finish_step`, and point all streamed parameters to the arena.
+
+        Their weights may then be changed there, by all ranks alike, because no buffer is used again.
+        """
+        if not self._buffers:
+            return
         device.synchronize()  # until nothing reads the buffers any more
         self._loaded, self._states = set(), {}
         for buffer in self._buffers:
@@ -305,8 +283,7 @@ class FrozenWeights:
         return any(layer.updated for layer in self._layers)
 
     def device_tensors(self) -> Iterator[torch.Tensor]:
-        """Return the frozen tensors on the device: resident layers and buffers."""
-        yield from self._resident.values()
+        """Return the buffers on the device."""
         for buffer in self._buffers:
             yield from (buffer.flat, buffer.state)
 
@@ -321,22 +298,7 @@ class FrozenWeights:
         weights += [] if self._embedding is None else [self._embedding]
         return sum(tensor.nbytes for tensor in weights) if self.is_used and self._arena.is_owner else 0
 
-    @contextlib.contextmanager
-    def all_on_host(self) -> Iterator[None]:
-        """Inside the context, all frozen layers, including resident ones, are in the arena. Use it between steps.
-
-        In explicit mode the weights in the arena may be changed, by all ranks alike, because no buffer is used again.
-        """
-        if self.is_explicit:
-            self._leave_buffers()
-        resident = [(self._layers[number], flat) for number, flat in self._resident.items()]
-        for layer in [*(layer for layer, _ in resident), *(buffer.layer for buffer in self._buffers if buffer.layer)]:
-            layer.place(layer.on_host)
-        yield
-        for layer, flat in resident:
-            layer.place(flat)
-
-    # --- explicit mode: the schedule says when
+    # --- steps: the schedule says when
 
     def set_owned(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Set whose state this rank loads and writes back if a phase steps them. Call it before `begin_phase`."""
@@ -366,7 +328,7 @@ class FrozenWeights:
         The copies wait for the kernels launched so far, so call it before those of the loaded layers.
         """
         for layer in self._streamed(layers):
-            buffer = self._find_buffer(layer) or self._load_explicitly(layer, kept=self._loaded.union(layers))
+            buffer = self._find_buffer(layer) or self._fill_buffer(layer, kept=self._loaded.union(layers))
             if buffer is None:
                 continue
             buffer.last_use = next(self._clock)
@@ -424,7 +386,7 @@ class FrozenWeights:
     def _streamed(self, layers: Sequence[int]) -> list[_Layer]:
         return [self._layers[number] for number in layers if self.is_used and self._layers[number].is_streamed]
 
-    def _load_explicitly(self, layer: _Layer, *, kept: Container[int]) -> _Buffer | None:
+    def _fill_buffer(self, layer: _Layer, *, kept: Container[int]) -> _Buffer | None:
         """Start to copy a layer into the least recently used buffer without a layer in `kept`; None if there is none.
 
         Passes go up and down, so the layers at the turns are still in buffers.
@@ -453,51 +415,8 @@ class FrozenWeights:
         with layer.name_copy_errors():
             buffer.copied = self._stream.copy(source, to=to, after=(buffer.written, layer.kept))
 
-    # --- uses: hooks say when
-
-    def _before_forward(self, layer: _Layer, module: torch.nn.Module) -> None:
-        if pytorch.is_in_backward():
-            self._use(layer, "recomputation")
-        else:
-            self._use(layer, "forward" if module.training else "evaluation")
-
-    def _after_forward(self, layer: _Layer, output: torch.Tensor) -> None:
-        if layer.is_streamed and output.requires_grad:
-            output.register_hook(lambda _: self._use(layer, "backward"))
-
-    @torch.no_grad()
-    def _use(self, layer: _Layer, what: str) -> None:
-        """Make the layer's weights available to later kernels, and start to copy the predicted next layer."""
-        if not layer.is_streamed:
-            return
-        use = (layer.number, what)
-        if self._last is not None:
-            self._next[self._last] = use
-        self._last = use
-        buffer = self._find_buffer(layer) or self._load(layer)
-        buffer.last_use = next(self._clock)
-        self._stream.wait(buffer.copied)
-        buffer.copied = None
-        layer.place(buffer.flat)
-        coming = self._layers[self._next.get(use, use)[0]]
-        if coming.is_streamed and self._find_buffer(coming) is None:
-            self._load(coming)
-
     def _find_buffer(self, layer: _Layer) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.layer is layer), None)
-
-    def _load(self, layer: _Layer) -> _Buffer:
-        """Start to copy a layer into the least recently used buffer."""
-        if not self._buffers:
-            self._buffers = [_Buffer(layer.size, self._dtype, 0) for _ in range(2)]
-        buffer = min(self._buffers, key=lambda buffer: buffer.last_use)
-        if buffer.layer is not None:
-            buffer.layer.place(buffer.layer.on_host)
-        buffer.layer = layer
-        with layer.name_copy_errors():
-            buffer.copied = self._stream.copy(layer.on_host, to=buffer.flat)
-        self.num_copies += 1
-        return buffer
 
     def _write(self, layer: _Layer) -> None:
         for parameter, view in zip(layer.parameters, layer.views(layer.on_host), strict=True):

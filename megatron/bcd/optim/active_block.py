@@ -225,22 +225,22 @@ class ActiveBlock:
         copies to host memory are done."""
         if self.wrapped is not None:
             megatron_core.gather_parameters(self.wrapped)
+        self.leave_buffers()
         try:
-            with self.written_layers():
-                yield
+            yield
         finally:
             if self.wrapped is not None:
                 megatron_core.gather_in_forward(self.wrapped)
 
-    def written_layers(self) -> contextlib.AbstractContextManager[None]:
-        """Inside the context, layers that are updated in host memory are there, and no copy of them is under way."""
-        return self._frozen_weights.all_on_host() if self._frozen_weights.is_explicit else contextlib.nullcontext()
+    def leave_buffers(self) -> None:
+        """Wait for all copies of layers, and point their parameters to host memory until they compute again."""
+        self._frozen_weights.leave_buffers()
 
     def begin_switch_check(self) -> None:
         """Remember the weights that `check_switch` compares with. Call it when all state of the phase is loaded."""
         assert self._switch_check is not None, "build() comes first"
-        with self.written_layers():
-            self._switch_check.begin()
+        self.leave_buffers()
+        self._switch_check.begin()
 
     def check_switch(self) -> str | None:
         """Return `SwitchCheck.problem`."""

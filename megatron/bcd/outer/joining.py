@@ -66,10 +66,10 @@ def rank_state(active: ActiveBlock) -> dict[str, Any]:
 
     The same rank of a group that joins loads them, so that its next step is the step of the others.
     """
-    with active.written_layers():
-        return memory.copy_to_host({"weights": active.parameters.all(), "outer_momenta": active.outer_momenta}) | {
-            "owners": [owner.rank_state() for owner in active.owners]
-        }
+    active.leave_buffers()
+    return memory.copy_to_host({"weights": active.parameters.all(), "outer_momenta": active.outer_momenta}) | {
+        "owners": [owner.rank_state() for owner in active.owners]
+    }
 
 
 def load_rank_state(active: ActiveBlock, state: Mapping[str, Any], build: Callable[[], None]) -> None:

@@ -31,22 +31,22 @@ class TrainedValues:
 
     def parts(self) -> torch.Tensor:
         """Return this rank's parts [E], fp32, in host memory. A collective over ranks with the same weights."""
-        with self._active.written_layers():
-            parts = [
-                self._active.owner_of(name).main_param(name)[replicas.shard_slice(parameter.numel())].cpu()
-                for name, parameter in self.parameters.items()
-            ]
+        self._active.leave_buffers()
+        parts = [
+            self._active.owner_of(name).main_param(name)[replicas.shard_slice(parameter.numel())].cpu()
+            for name, parameter in self.parameters.items()
+        ]
         return torch.cat(parts) if parts else torch.empty(0)
 
     @torch.no_grad()
     def set_parts(self, parts: torch.Tensor) -> None:
         """Set all values on every rank from the parts [E] of each. A collective over ranks with the same weights."""
         split = parts.split(list(self.sizes.values()))
-        with self._active.written_layers():
-            for (name, parameter), part in zip(self.parameters.items(), split, strict=True):
-                start = replicas.shard_slice(parameter.numel()).start
-                value = collectives.join_shards(part, start, like=parameter, group=replicas.group(), rank=None)
-                self._active.owner_of(name).set_main_param(name, value)
+        self._active.leave_buffers()
+        for (name, parameter), part in zip(self.parameters.items(), split, strict=True):
+            start = replicas.shard_slice(parameter.numel()).start
+            value = collectives.join_shards(part, start, like=parameter, group=replicas.group(), rank=None)
+            self._active.owner_of(name).set_main_param(name, value)
 
 
 @dataclass(frozen=True, kw_only=True)

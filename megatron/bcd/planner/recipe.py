@@ -267,7 +267,8 @@ class Recipe:
     def _faults_of_method(self) -> Iterator[str]:
         number, rule, bcd = self.flag("bcd_num_blocks"), self.flag("bcd_inactive_update"), self.config.bcd
         blocks, method = f"--bcd-num-blocks {number}", f"--method {self.method}"
-        if self.precision == "fp16" and (self.config.is_muon or self.is_factored):
+        has_own_rule = self.config.is_muon or self.is_factored or (self.is_streamed and not self.has_blocks)
+        if self.precision == "fp16" and has_own_rule:
             yield f"--precision fp16: {method} has no loss scale. Give bf16 or fp32."
         if rule is not None and self.method != "finetune":
             yield f"--bcd-inactive-update {rule}: needs --method finetune, not {self.method}. Leave it out."
@@ -295,18 +296,19 @@ class Recipe:
     def _faults_of_schedule(self) -> Iterator[str]:
         bcd, schedule = self.config.bcd, "--bcd-schedule breadth-first"
         if not self.config.is_breadth_first:
-            if self.is_streamed and bcd.bcd_inactive_update != "none":
-                yield f"--bcd-layers-on host: every step writes these layers, which needs {schedule}. Give it."
+            if self.is_streamed:
+                yield f"--bcd-schedule {bcd.bcd_schedule}: --bcd-layers-on host needs {schedule}. Leave it out."
             return
         stages, context = self.pipeline_size, self.config.context_size
-        if not self.has_blocks and not (self.is_streamed and stages == 1):
-            yield f"{schedule}: --method {self.method} needs --bcd-layers-on host and one stage for it. Give both."
+        if not self.has_blocks and not self.is_streamed:
+            yield f"{schedule}: --method {self.method} needs --bcd-layers-on host. Give it."
+        if stages > 1 and self.flag("bcd_layout") not in (None, "interleaved"):
+            layout = f"--bcd-layout {self.flag('bcd_layout')}"
+            yield f"{layout}: {schedule} with several stages divides the model into chunks. Leave it out."
         if stages > 1 and context > 1:
             yield f"--context-parallel-size {context}: {schedule} with several stages has chunks. Give 1 of either."
         if self.recompute != "none":
             yield f"--recompute {self.recompute}: {schedule} recomputes every layer anyway. Leave it out."
-        if self.precision == "fp16":
-            yield f"--precision fp16: {schedule} has no loss scale. Give bf16 or fp32."
         size = self.flag("bcd_layers_per_pass") or 1  # with several stages the configuration has the derived one
         if self.model.layers % (stages * size):
             layers = f"the {self.model.layers / stages:g} layers of a stage"

@@ -175,9 +175,7 @@ def _choose_layout(
 
 def asks_for_blocks(values: Mapping[str, Any]) -> bool:
     """Return whether a flag asks preset finetune for blocks."""
-    sizes = (values.get(f"{kind}_parallel_size") or 1 for kind in ("pipeline_model", "context"))
-    reads_only = values.get("bcd_layers_on") == "host" and (values.get("bcd_schedule") == "bcd" or min(sizes) > 1)
-    return reads_only or any(values.get(name) not in (None, 0, "factored") for name in BLOCK_FLAGS[:-5])
+    return any(values.get(name) not in (None, 0, "factored") for name in BLOCK_FLAGS[:-5])
 
 
 def _factored_that_fits(values: Mapping[str, Any], recompute: str | None, size: int | None) -> Recipe | None:
@@ -241,15 +239,15 @@ def _savings(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Chan
     The order is: in fine-tuning a linear loss, then recomputation; in fine-tuning then _HEADS, frozen layers on the
     host, and a frozen head. If stateless updates step every layer, breadth-first comes last.
     """
-    schedule = values.get("bcd_schedule")
+    schedule, on_host = values.get("bcd_schedule"), values.get("bcd_layers_on") == "host"
     updates_all = values["method"] in ("pretrain", *STREAMED.values())
     updates_all |= values.get("bcd_inactive_update") == "factored"
-    is_breadth_first = schedule == "breadth-first" or (updates_all and values.get("bcd_layers_on") == "host")
-    if not is_breadth_first:
-        yield from _depth_first_savings(values, recompute)
+    if schedule == "breadth-first" or (updates_all and on_host):
+        yield from _breadth_first_savings(values)
+        return
+    yield from _savings_with_blocks(values, recompute)
     can_change = updates_all and schedule is None and values["precision"] != "fp16"
-    can_change &= values["method"] in PRESET_OF
-    if is_breadth_first or (can_change and recompute in (None, "none")):
+    if can_change and values["method"] in PRESET_OF and recompute in (None, "none"):
         yield from _breadth_first_savings(values)
 
 
@@ -269,10 +267,11 @@ def _breadth_first_savings(values: Mapping[str, Any]) -> Iterator[_Changes]:
         yield fixed | dict(zip(choices, chosen, strict=True))
 
 
-def _depth_first_savings(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Changes]:
+def _savings_with_blocks(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Changes]:
     place, loss = values.get("bcd_layers_on"), values.get("cross_entropy_fusion_impl")
     is_sft, has_blocks = values["task"] == "sft", values.get("bcd_inactive_update") != "factored"
-    can_stream = values["method"] in CAN_STREAM and has_blocks
+    can_stream = values["method"] in CAN_STREAM and has_blocks and recompute in (None, "none")
+    can_stream &= values.get("bcd_layout") in (None, "interleaved")  # breadth-first has no other on several stages
     places = (None, "host") if is_sft and place is None and can_stream else (place,)
     losses = (None, "linear") if is_sft and loss is None else (loss,)
     choices = ("none", "auto") if recompute is None else (recompute,)
@@ -281,8 +280,15 @@ def _depth_first_savings(values: Mapping[str, Any], recompute: str | None) -> It
     # on the host the head is not always active: in a phase of its own it leaves more to the micro-batch
     states = [(place, head) for place in places for head in (heads[1:] if place == "host" else heads) or heads]
     states.sort(key=lambda state: "bcd_frozen" in state[1])
-    for (place, head), (choice, loss) in itertools.product(states, memory_savers):
-        yield {"recompute": choice, "bcd_layers_on": place, "cross_entropy_fusion_impl": loss} | head
+    for place, head in states:
+        if place == "host":
+            smallest = {"bcd_layers_per_pass": values.get("bcd_layers_per_pass") or 1}
+            given = {} if recompute is None else {"recompute": recompute}
+            every = _breadth_first_savings({**values, "bcd_layers_on": place} | smallest)
+            yield from (each | head | given for each in every)
+            continue
+        for choice, loss in memory_savers:
+            yield {"recompute": choice, "bcd_layers_on": place, "cross_entropy_fusion_impl": loss} | head
 
 
 def _heads(values: Mapping[str, Any]) -> Sequence[_Changes]:
@@ -504,7 +510,8 @@ def _settings(values: Mapping[str, Any]) -> Iterator[list[_Changes]]:
         on_device = {"bcd_schedule": "breadth-first", "recompute": "none"}
         yield [on_device, on_device | {"bcd_layers_on": "host", "bcd_saved_inputs": "host"}]
     elif method in CAN_STREAM and values.get("bcd_layers_on") != "host":
-        yield [{"bcd_layers_on": "host"}]
+        on_host: _Changes = {"bcd_layers_on": "host", "recompute": "none"}
+        yield [on_host, on_host | {"bcd_saved_inputs": "host"}]
     always = (values.get("bcd_always_active") or "none").split(",")
     if method == "finetune" and "head" not in always:
         can_move = always == ["none"] and not values.get("bcd_head_phase") and not values["model"].is_tied

@@ -81,15 +81,6 @@ class StreamedLayers:
     is_active: tuple[tuple[bool, ...], ...]
     """By block, whether each layer is active."""
 
-    def num_on_device(self, block: int, resident: int) -> int:
-        """Return how many frozen layers the device stores in the block's phase, buffers included."""
-        frozen = self.is_active[block].count(False)
-        return min(frozen, resident + 2) if frozen > resident else frozen
-
-    def device_elements(self, block: int, resident: int) -> int:
-        """Return the elements of active and frozen layers that the device stores in the block's phase."""
-        return self.active_elements(block) + self.num_on_device(block, resident) * self.padded
-
     def active_elements(self, block: int) -> int:
         """Return the elements of the active layers."""
         return sum(size for size, is_active in zip(self.sizes, self.is_active[block], strict=True) if is_active)
@@ -238,13 +229,13 @@ class ModelState:
         return self.padded_vocabulary // self.tensor_size * self.shape.hidden_size * (is_on_host and stage == 0)
 
     def num_layer_buffers(self, stage: int) -> int:
-        """Return the device buffers for layers in host memory with --bcd-schedule breadth-first."""
+        """Return the device buffers for layers in host memory."""
         most = 3 * max(map(len, self.pieces[stage :: self.partition.num_stages])) + self.bcd.bcd_resident_layers
         return min(most, len(self.streamed[stage].sizes))
 
     def buffer_state(self, stage: int, replica: int) -> int:
         """Return the bytes of state in the device buffers: each stores that which the rank owns in a layer."""
-        if not (self.is_breadth_first and self.bcd.bcd_layers_on != "device" and self.layer_state_bytes):
+        if self.bcd.bcd_layers_on == "device" or not self.layer_state_bytes:
             return 0
         by_layer = Counter[int]()
         for tensor, owners in zip(*self._matrices(stage), strict=True):
@@ -282,8 +273,6 @@ class ModelState:
     def _layer_elements(self, stage: int, block: int) -> int:
         """Return the elements of streamed layers that the device stores in the block's phase."""
         layers = self.streamed[stage]
-        if not self.is_breadth_first:
-            return layers.device_elements(block, self.bcd.bcd_resident_layers)
         are_all_active = all(layers.is_active[block])
         return layers.active_elements(block) + (not are_all_active) * self.num_layer_buffers(stage) * layers.padded
 
@@ -366,9 +355,7 @@ class ModelState:
                 total["messages"] += (gradient + self.budget.weight) * tensor.size * (self.num_replicas > 1)
             if not is_owned:
                 continue
-            is_in_arena = (
-                self.is_breadth_first and self.bcd.bcd_layers_on != "device" and tensor.owned.layer is not None
-            )
+            is_in_arena = self.bcd.bcd_layers_on != "device" and tensor.owned.layer is not None
             has_low_bits = self._steps_matrix(tensor) if is_active else bool(tensor.owned.stateless_in)
             if not is_in_arena or waits(tensor):
                 total["state"] += int((low_bits * has_low_bits + momentum * is_active) * tensor.size)

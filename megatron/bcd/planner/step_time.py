@@ -7,7 +7,6 @@ backward pass once; each gradient does so once more.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 from megatron.bcd.pipeline.build import build_plan
@@ -141,7 +140,6 @@ def mean_seconds(recipe: Recipe, *, is_rough: bool = False) -> float:
 def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
     partition, choices = recipe.partition, recomputation(recipe)
     layer, head, core = pass_seconds(recipe)
-    unhidden = functools.partial(_unhidden_seconds, recipe, block)
     exchange = exchange_seconds(recipe)
     forward, backward = [], []
     for virtual in range(partition.num_virtual_stages):
@@ -151,10 +149,8 @@ def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
         num_updated = sum(partition.trains_matrices(index, block) for index in layers) * (recipe.method != LORA)
         choice = choices[stage][block]
         recomputed = choice.num_whole(chunk)
-        forward.append(num_layers * (layer + exchange) + unhidden(virtual, layer + exchange))
+        forward.append(num_layers * (layer + exchange))
         backward.append((num_inputs + num_updated + recomputed) * layer + (num_inputs + recomputed) * exchange)
-        layer_backward = (layer + exchange) * (1 + recomputed / max(1, num_inputs))
-        backward[-1] += unhidden(virtual, layer_backward, num_last=num_inputs)
         if choice.granularity == "selective":
             backward[-1] += num_inputs * core
         if virtual == shape.last:
@@ -171,6 +167,20 @@ def num_head_passes(recipe: Recipe, block: int) -> tuple[int, int]:
     return (2, 2 * is_active) if recipe.config.has_linear_loss else (1, 1 + is_active)
 
 
+def piece_seconds(recipe: Recipe, block: int) -> list[tuple[float, float]]:
+    """Return the seconds of a forward and a backward pass of a microbatch through each virtual piece of breadth-first,
+    without the head and without the forward pass that the backward pass repeats."""
+    layer, _, core = pass_seconds(recipe)
+    layer_input, first = layer + exchange_seconds(recipe), len(recipe.partition.prefix_layers(block))
+    core *= recipe.config.transformer.get("recompute_granularity") is not None
+    seconds = []
+    for layers in recipe.state.pieces:
+        behind = [each for each in layers if each >= first]
+        num_updated = sum(recipe.partition.trains_matrices(each, block) for each in behind)
+        seconds.append((len(layers) * layer_input, len(behind) * (layer_input + core) + num_updated * layer))
+    return seconds
+
+
 def _breadth_first_costs(recipe: Recipe, block: int, update: float) -> ActionCosts:
     """Return the times of passes with --bcd-schedule breadth-first, and of copies that wait behind them.
 
@@ -178,27 +188,22 @@ def _breadth_first_costs(recipe: Recipe, block: int, update: float) -> ActionCos
     Copies to and from the device run side by side. `update` is the time of all updates of a stage.
     """
     state, number, stages = recipe.state, recipe.num_microbatches, recipe.pipeline_size
-    layer, head, core = pass_seconds(recipe)
-    layer_input, first = layer + exchange_seconds(recipe), len(recipe.partition.prefix_layers(block))
-    speed, last = 1e9 * recipe.cluster.copy_gb_per_s, len(state.pieces) - 1
-    is_selective = recipe.config.transformer.get("recompute_granularity") is not None
+    head, speed, last = pass_seconds(recipe)[1], 1e9 * recipe.cluster.copy_gb_per_s, len(state.pieces) - 1
     forward, backward = [], []
-    for virtual, layers in enumerate(state.pieces):
+    for virtual, (layers, (passing, computing)) in enumerate(
+        zip(state.pieces, piece_seconds(recipe, block), strict=True)
+    ):
         activations = recipe.memory.activations(virtual % stages, block)
         loads, store = copy_bytes(recipe, virtual % stages, block)
         inputs = activations.input_bytes("host") / max(1, activations.num_saved_inputs)
-        passes = number * len(layers) * layer_input
-        forward.append(max(passes, max(loads[0] * len(layers), inputs) / speed) / number)
-        num_backward = sum(each >= first for each in layers)
-        num_updated = sum(recipe.partition.trains_matrices(each, block) for each in layers if each >= first)
-        computing = num_backward * (layer_input + core * is_selective) + num_updated * layer
+        forward.append(max(passing, max(loads[0] * len(layers), inputs) / speed / number))
         copying = max(loads[1] * len(layers) + inputs, store * len(layers)) / speed
-        waiting = copying - passes - number * computing - update * stages / len(state.pieces)
+        waiting = copying - number * (passing + computing) - update * stages / len(state.pieces)
         if recipe.config.clips_by_piece:  # updates wait for the norm, and load and store once more
             waiting = max(0.0, waiting) + max(0.0, store * len(layers) / speed - update * stages / len(state.pieces))
-        computing += passes / number + max(0.0, waiting) / number
+        computing += passing + max(0.0, waiting) / number
         # all pieces but the last one repeat their forward pass
-        backward.append(computing - (passes / number if virtual == last else forward[-1]))
+        backward.append(computing - (passing if virtual == last else forward[-1]))
     forward_passes, backward_passes = num_head_passes(recipe, block)
     forward[-1] += forward_passes * head
     backward[-1] += backward_passes * head
@@ -217,35 +222,6 @@ def copy_bytes(recipe: Recipe, stage: int, block: int) -> tuple[tuple[float, flo
     updated = weights + recipe.state.layer_state_bytes * elements / recipe.num_replicas
     is_updated = config.bcd.bcd_inactive_update != "none" or recipe.state.steps_block_by_piece
     return (weights, weights if config.clips_by_piece else updated), updated * is_updated
-
-
-def _unhidden_seconds(
-    recipe: Recipe, block: int, virtual: int, computing: float, *, num_last: int | None = None
-) -> float:
-    """Return the time that copies of streamed layers add to a pass.
-
-    Each layer computes for `computing` seconds while the next one is copied. `num_last` restricts the pass to the last
-    layers of the virtual stage.
-    """
-    if not recipe.is_streamed:
-        return 0.0
-    chunk, stage = divmod(virtual, recipe.partition.num_stages)
-    first = sum(len(recipe.partition.chunk_layers(stage, before)) for before in range(chunk))
-    last = first + len(recipe.partition.chunk_layers(stage, chunk))
-    read = range(first if num_last is None else last - num_last, last)
-    copies = len(streamed_layers(recipe, stage, block).intersection(read))
-    return copies * max(0.0, copy_seconds(recipe, stage) - computing)
-
-
-def streamed_layers(recipe: Recipe, stage: int, block: int) -> set[int]:
-    """Return the layers of the stage that are copied from host memory in the block's phase."""
-    frozen = [index for index, is_active in enumerate(recipe.state.streamed[stage].is_active[block]) if not is_active]
-    return set(frozen[: len(frozen) - (recipe.config.bcd.bcd_resident_layers)])
-
-
-def copy_seconds(recipe: Recipe, stage: int) -> float:
-    """Return how long the copy of a layer to the device takes."""
-    return recipe.bytes_per_element * recipe.state.streamed[stage].padded / (1e9 * recipe.cluster.copy_gb_per_s)
 
 
 def _group_speed(recipe: Recipe, ranks: int) -> float:

@@ -1,74 +1,97 @@
-"""Lay out the computation and the copies of one microbatch, layer by layer, if frozen layers are in host memory.
+"""Lay out the computation and the copies of one step, piece by piece, if layers are in host memory.
 
-The order is that of `model.frozen_weights`, which has two buffers. When a layer's turn comes, it starts the copy of the
-next layer that is in neither buffer. The copy replaces the layer that was used longest ago, and it waits for earlier
-kernels.
+The order is that of `pipeline.breadth_first` and `model.frozen_weights`. When a piece begins, the copy of the next one
+starts. It replaces the piece that was used longest ago, and waits until this one is written back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.bcd.planner.memory import recomputation
 from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.step_time import (
-    copy_seconds,
-    exchange_seconds,
-    num_head_passes,
-    pass_seconds,
-    streamed_layers,
-)
+from megatron.bcd.planner.step_time import num_head_passes, pass_seconds, phase_seconds, piece_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A computation or copy. Times are seconds from the microbatch's start."""
+    """A computation or copy. Times are seconds from the step's start."""
 
     kind: str
-    """forward, backward, head or copy. Copies have a stream of their own."""
-    layer: int | None
+    """forward, head, backward, update; load or write back. The copies of each direction have a stream of their own."""
+    piece: int
     start: float
     end: float
 
 
-def microbatch(recipe: Recipe, block: int) -> list[Span]:
-    """Return the spans of a microbatch that follows another one, including its copies. The run must have one stage."""
-    streamed, copy = streamed_layers(recipe, 0, block), copy_seconds(recipe, 0)
-    uses = list(_uses(recipe, block))
-    order = [layer for layer, _, _ in uses if layer in streamed]
-    coming = iter(order[1:] + order + order[:1])
-    ready = dict.fromkeys(order[:1], 0.0)
-    """By layer in a buffer, when its copy ends. The layer that was used last comes last."""
-    spans, begin, now, copied = list[Span](), 0.0, 0.0, 0.0
-    for index, (layer, kind, seconds) in enumerate(uses * 2):
-        if index == len(uses):
+@dataclass(frozen=True, kw_only=True)
+class _Visit:
+    """The work on a piece between two others, and its copies in bytes."""
+
+    piece: int
+    work: tuple[tuple[str, float], ...]
+    weights: float
+    state: float = 0.0
+    written: float = 0.0
+
+
+def step(recipe: Recipe, block: int) -> list[Span]:
+    """Return the spans of a step that follows another one. The run must have one stage."""
+    passes, speed = [visits for visits in _passes(recipe, block) if visits], 1e9 * recipe.cluster.copy_gb_per_s
+    num_buffers = 3 + recipe.config.bcd.bcd_resident_layers // recipe.config.bcd.bcd_layers_per_pass
+    ready: dict[int, float] = {}
+    """By piece in buffers, when its copy ends. The piece that was used last comes last."""
+    written: dict[int, float] = {}
+    spans, begin, now, loaded, stored = list[Span](), 0.0, 0.0, 0.0, 0.0
+
+    def add(kind: str, piece: int, start: float, seconds: float) -> float:
+        if seconds:
+            spans.append(Span(kind=kind, piece=piece, start=start - begin, end=start + seconds - begin))
+        return start + seconds
+
+    for number, visits in enumerate([*passes, *passes]):
+        if number == len(passes):
             spans, begin = [], now
-        if layer in streamed:
-            launched, now = now, max(now, ready[layer])
-            ready[layer] = ready.pop(layer)
-            following = next(coming)
-            if following not in ready:
-                if len(ready) == 2:
-                    del ready[next(iter(ready))]
-                start = max(copied, launched)
-                ready[following] = copied = start + copy
-                spans.append(Span(kind="copy", layer=following, start=start - begin, end=copied - begin))
-        spans.append(Span(kind=kind, layer=layer, start=now - begin, end=now + seconds - begin))
-        now += seconds
+        for visit, coming in zip(visits, [*visits[1:], None], strict=True):
+            for each in (visit if visit is visits[0] else None, coming):
+                if each is None or not each.weights:  # layers that are active are not copied
+                    continue
+                start, weights = max(loaded, now), each.weights if each.piece not in ready else 0.0
+                if weights and len(ready) == num_buffers:
+                    replaced = next(piece for piece in ready if piece != visit.piece)
+                    del ready[replaced]
+                    start = max(start, written.get(replaced, 0.0))
+                loaded = add("load", each.piece, start, (weights + each.state) / speed)
+                ready[each.piece] = max(ready.pop(each.piece, 0.0), loaded * bool(weights + each.state))
+            if visit.weights:
+                ready[visit.piece] = now = max(now, ready.pop(visit.piece))
+            for kind, seconds in visit.work:
+                now = add(kind, visit.piece, now, seconds)
+            if visit.written:
+                written[visit.piece] = stored = add("write back", visit.piece, max(stored, now), visit.written / speed)
     return spans
 
 
-def _uses(recipe: Recipe, block: int) -> Iterator[tuple[int | None, str, float]]:
-    """Yield the layers in the order of their passes, with the kind and the seconds of each."""
-    layer, head, core = pass_seconds(recipe)
-    exchange, num_layers = exchange_seconds(recipe), recipe.model.layers
-    for number in range(num_layers):
-        yield number, "forward", layer + exchange
-    yield None, "head", sum(num_head_passes(recipe, block)) * head
-    num_behind, choice = len(recipe.partition.behind_prefix[0][block]), recomputation(recipe)[0][block]
-    for index in reversed(range(num_behind)):
-        number = num_layers - num_behind + index
-        passes = 1 + (index < choice.num_whole(0))
-        more = recipe.partition.trains_matrices(number, block) * layer + (choice.granularity == "selective") * core
-        yield number, "backward", passes * (layer + exchange) + more
+def _passes(recipe: Recipe, block: int) -> tuple[list[_Visit], list[_Visit]]:
+    """Return the visits of pieces in a step, and those of updates that wait for the norm."""
+    state, config, number = recipe.state, recipe.config, recipe.num_microbatches
+    seconds, first = piece_seconds(recipe, block), recipe.memory.schedule_shape(block).first_trainable
+    head = number * sum(num_head_passes(recipe, block)) * pass_seconds(recipe)[1]
+    layers, update = state.streamed[0], ("update", phase_seconds(recipe, block).optimizer / len(state.pieces))
+    is_updated = config.bcd.bcd_inactive_update != "none" or state.steps_block_by_piece
+    by_piece = is_updated and not config.clips_by_piece
+    sizes = [layers.padded * sum(not layers.is_active[block][each] for each in piece) for piece in state.pieces]
+    weights = [recipe.bytes_per_element * size for size in sizes]
+    of_state = [state.layer_state_bytes * size / recipe.num_replicas for size in sizes]
+    pieces = range(len(sizes))
+    forward = [("forward", number * seconds[piece][0]) for piece in pieces]
+    visits = [_Visit(piece=piece, work=(forward[piece],), weights=weights[piece]) for piece in pieces[:-1]]
+    for piece in reversed(pieces[first:]):
+        heads = [("head", head)] * (piece == pieces[-1])
+        work = (forward[piece], *heads, ("backward", number * seconds[piece][1]), *[update] * by_piece)
+        kept = of_state[piece] * by_piece
+        written = (weights[piece] + kept) * by_piece
+        visits.append(_Visit(piece=piece, work=work, weights=weights[piece], state=kept, written=written))
+    return visits, [
+        _Visit(piece=p, work=(update,), weights=weights[p], state=of_state[p], written=weights[p] + of_state[p])
+        for p in (pieces if config.clips_by_piece else ())
+    ]

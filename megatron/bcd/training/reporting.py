@@ -321,21 +321,14 @@ def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: R
         )
     if config.bcd.bcd_layers_on == "host":
         number, embedding = config.bcd.bcd_resident_layers, " and embedding" * config.has_embedding_on_host
-        if config.is_breadth_first:
-            which = "" if config.steps_block_by_piece else " outside the block"
-            yield (
-                f"layers{which}{embedding} in host memory, copied as they are read, and back when they are "
-                f"updated; buffers for {3 * config.bcd.bcd_layers_per_pass + number} layers on the device"
-            )
-            if config.checkpoint.async_save and (
-                config.bcd.bcd_inactive_update != "none" or config.steps_block_by_piece
-            ):
-                yield "--async-save writes at once, because each step changes layers in host memory"
-        else:
-            yield (
-                f"frozen layers{embedding} in host memory, copied as they are read; {number} layers of a stage stay on "
-                "the device"
-            )
+        which = "" if config.steps_block_by_piece else " outside the block"
+        yield (
+            f"layers{which}{embedding} in host memory, copied as they are read, and back when they are updated; "
+            f"buffers for {3 * config.bcd.bcd_layers_per_pass + number} layers on the device"
+        )
+        is_updated = config.bcd.bcd_inactive_update != "none" or config.steps_block_by_piece
+        if config.checkpoint.async_save and is_updated:
+            yield "--async-save writes at once, because each step changes layers in host memory"
     if config.tensor_size > 1 and device.has_cuda():
         value = os.environ[distributed.CONNECTIONS]
         warning = ", as given; before Blackwell, tensor-parallel communication overlaps with 1 only"

@@ -53,11 +53,6 @@ def scale_each(tensors: Sequence[torch.Tensor], factor: float) -> None:
         torch._foreach_mul_(list(tensors), torch.full((), factor, device=tensors[0].device))
 
 
-def is_in_backward() -> bool:
-    """Return whether a backward pass is running. A forward pass inside it is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def rebuild_reducer() -> bool:
     """Rebuild the reducer of the running DistributedDataParallel for the parameters that require a gradient now.
 
