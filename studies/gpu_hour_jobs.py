@@ -187,6 +187,7 @@ LANGUAGE = (
     "--seq-length 256 --micro-batch-size 4 --global-batch-size 4 --train-iters 500 --lr-warmup-iters 15"
     " --eval-interval 100000"
 )
+LARGE_BATCH = LANGUAGE.replace("size 4", "size 16").replace("iters 500", "iters 125").replace("iters 15", "iters 4")
 TINY_LANGUAGE = (
     "--seq-length 64 --micro-batch-size 2 --global-batch-size 2 --train-iters 6 --lr-warmup-iters 1"
     " --eval-interval 100000"
@@ -213,17 +214,16 @@ METHODS = {
     f" --bcd-layout strided {MUON_BLOCK}",
 }
 LANGUAGE_RATES: Mapping[str, Sequence[float]] = {
-    "full_adam": (3e-4, 6e-4, 1.2e-3),
-    "factored": (3e-4, 6e-4, 1.2e-3, 1.5e-4),
-    "factored_muon_blocks": (3e-4, 6e-4),
-    "factored_adam_blocks": (3e-4, 6e-4),
-    "orthogonal": (3e-4, 6e-4, 1.2e-3),
-    "full_muon": (3e-4, 6e-4, 1.2e-3),
+    "factored": (1.2e-3, 6e-4, 2.4e-3),
+    "full_adam": (1.2e-3, 6e-4, 2.4e-3),
+    "orthogonal": (1.2e-3, 2.4e-3, 6e-4),
+    "full_muon": (1.2e-3, 6e-4, 2.4e-3),
+    "full_adam_8_bit": (1.2e-3,),
+    "factored_muon_blocks": (6e-4,),
+    "factored_adam_blocks": (6e-4,),
     "six_blocks": (4e-4,),
-    "factored_adam_embedding": (3e-4, 6e-4),
-    "factored_unclipped": (3e-4,),
+    "factored_adam_embedding": (6e-4,),
     "orthogonal_muon_blocks": (6e-4,),
-    "full_adam_8_bit": (3e-4,),
 }
 """Learning rates by method, the most informative methods first."""
 INSTRUCTION_RATES: Mapping[str, Sequence[float]] = {
@@ -234,7 +234,14 @@ INSTRUCTION_RATES: Mapping[str, Sequence[float]] = {
     "full_muon": (5e-5, 1e-4),
     "six_blocks": (1.5e-4,),
 }
-DECIDING = ("full_adam", "factored", "factored_muon_blocks")
+LARGE_BATCH_RATES: Mapping[str, Sequence[float]] = {
+    "factored": (1.2e-3, 2.4e-3, 6e-4),
+    "orthogonal": (2.4e-3, 1.2e-3, 4.8e-3),
+    "full_adam": (1.2e-3, 6e-4, 2.4e-3),
+    "full_muon": (1.2e-3, 2.4e-3),
+}
+"""Rates for a quarter of the steps, each of four times the tokens."""
+DECIDING = ("full_adam", "factored")
 """Methods that get two more seeds at their best rate."""
 
 
@@ -245,7 +252,11 @@ def fine_tuning(setting: Setting, results: Results) -> list[Job]:
     length = TINY_LANGUAGE if setting.is_tiny else LANGUAGE
     texts = f"--train-data-path {setting.data}/chichewa_train_text_document" \
         f" --valid-data-path {setting.data}/chichewa_valid_text_document"  # fmt: skip
-    return task_jobs(setting, results, f"{length} {texts}", LANGUAGE_RATES)
+    large_batch = length if setting.is_tiny else LARGE_BATCH
+    return [
+        *task_jobs(setting, results, f"{length} {texts}", LANGUAGE_RATES),
+        *task_jobs(setting, results, f"{large_batch} {texts}", LARGE_BATCH_RATES, suffix="-4096"),
+    ]
 
 
 def instructions(setting: Setting, results: Results) -> list[Job]:
@@ -259,24 +270,30 @@ def instructions(setting: Setting, results: Results) -> list[Job]:
     return task_jobs(setting, results, task, INSTRUCTION_RATES)
 
 
-def task_jobs(setting: Setting, results: Results, task: str, table: Mapping[str, Sequence[float]]) -> list[Job]:
-    """Return every method at every rate, and more seeds for the deciding ones once their best rate is known."""
+def task_jobs(setting: Setting, results: Results, task: str, table: Mapping[str, Sequence[float]],
+              suffix: str = "") -> list[Job]:  # fmt: skip
+    """Return every method at every rate, and more seeds for the deciding ones once their best rate is known. A suffix
+    of the names tells tasks with the same methods apart; they get one seed."""
     texts = tuple(setting.inputs / name / "valid.jsonl" for name in ("chichewa", "english"))
     model = setting.inputs / "smollm2"
-    jobs = [Job(name="before", words=python("studies/gpu_hour.py --score", model, *texts), seconds=90, kind="plain")]
+    jobs = (
+        []
+        if suffix
+        else [Job(name="before", words=python("studies/gpu_hour.py --score", model, *texts), seconds=90, kind="plain")]
+    )
     for method, rates in table.items():
         flags = METHODS[method]
         if setting.is_tiny:
             rates = rates[:1]
-        best = best_rate(results, method, rates) if method in DECIDING and not setting.is_tiny else None
+        best = best_rate(results, method, rates) if method in DECIDING and not (setting.is_tiny or suffix) else None
         for lr, seed in [*((lr, 1) for lr in rates), *((best, seed) for seed in (2, 3) if best)]:
             words = python(
                 f"pretrain_llama_bcd.py {task} {FINE_TUNING} {flags} --lr {lr:g} --min-lr {lr / 10:g}"
                 f" --seed {seed} --load-hf {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
                 " --metrics-file {metrics} --save-hf {model}"
             )
-            jobs.append(Job(name=f"{method}-{lr:g}-seed{seed}", words=words, seconds=200, texts=texts,
-                            about={"method": method, "lr": lr, "seed": seed}))  # fmt: skip
+            jobs.append(Job(name=f"{method}-{lr:g}-seed{seed}{suffix}", words=words, seconds=200, texts=texts,
+                            about={"method": method + suffix, "lr": lr, "seed": seed}))  # fmt: skip
     return jobs
 
 
@@ -299,6 +316,7 @@ TINY_LLAMA = (
     "--num-layers 3 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --vocab-size 255"
     " --seq-length 64 --micro-batch-size 2 --global-batch-size 4"
 )
+TINY_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64"
 BATCH = "--seq-length 1024 --micro-batch-size 4 --global-batch-size 16 --make-vocab-size-divisible-by 1"
 LLAMA_8B = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32"
@@ -308,10 +326,16 @@ QWEN_14B = (
     "--num-layers 48 --hidden-size 5120 --ffn-hidden-size 13824 --num-attention-heads 40 --add-qkv-bias"
     f" --group-query-attention --num-query-groups 8 --vocab-size 152063 {BATCH}"
 )
-"""Sizes of Llama-3-8B and Qwen2.5-14B."""
+QWEN_30B_A3B = (
+    "--num-layers 12 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --kv-channels 128"
+    " --group-query-attention --num-query-groups 4 --qk-layernorm --num-experts 128 --moe-router-topk 8"
+    " --moe-ffn-hidden-size 768 --moe-aux-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall --vocab-size 151935"
+    f" {BATCH}"
+)
+"""Sizes of Llama-3-8B, Qwen2.5-14B and a quarter of Qwen3-30B-A3B's layers."""
 STEPS = (
     "--bf16 --mock-data --tokenizer-type NullTokenizer --lr 1e-5 --lr-decay-style constant --eval-iters 0"
-    " --log-interval 1 --num-workers 2 --seed 1 --train-iters 8"
+    " --log-interval 1 --num-workers 2 --seed 1 --train-iters 6"
 )
 """Steps with random weights."""
 ON_HOST = (
@@ -331,11 +355,37 @@ sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """A program that limits the allocator to its first argument and runs the script behind it."""
+ADAM_ON_HOST = (
+    "--bcd-num-blocks 1 --adam-moments-dtype int8 --clip-grad 0 --cross-entropy-loss-fusion"
+    " --cross-entropy-fusion-impl linear --bcd-schedule breadth-first --bcd-layers-on host"
+)
 SCHEDULES = {
-    "depth_first_device": "--bcd-schedule bcd",
     "breadth_first_device": "--bcd-schedule breadth-first",
     "breadth_first_host": "--bcd-schedule breadth-first --bcd-layers-on host",
+    "depth_first_device": "--bcd-schedule bcd",
 }
+EVERY_LAYER_OF = {"8b": LLAMA_8B, "14b": QWEN_14B, "experts": QWEN_30B_A3B}
+COPIES = """
+import json, sys, time, torch
+count, streams = 8, [torch.cuda.Stream() for _ in range(2)]
+near = [torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2)]
+far = [torch.empty(2**30, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+def rate(*directions):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for index, direction in enumerate(directions):
+        with torch.cuda.stream(streams[index]):
+            for _ in range(count):
+                here, there = (near, far) if direction == "in" else (far, near)
+                here[index].copy_(there[index], non_blocking=True)
+    torch.cuda.synchronize()
+    return count * 2**30 / 1e9 / (time.perf_counter() - start)
+rate("in", "out")
+rates = {"in": rate("in"), "out": rate("out"), "each way at once": rate("in", "out")}
+print(rates)
+json.dump(rates, open(sys.argv[1], "w"))
+"""
+"""A program that measures copies between page-locked memory and the GPU, in GB/s."""
 
 
 def speed(setting: Setting, results: Results) -> list[Job]:
@@ -354,21 +404,27 @@ def speed(setting: Setting, results: Results) -> list[Job]:
         for place in ("device", "host"):
             jobs.append(time_steps(setting, f"{model}_{place}", network, f"{ON_HOST} {place}"))
     every_layer = [
-        time_steps(setting, f"{model}_{schedule}", network, f"{EVERY_LAYER} {flags}", limit="host" in schedule)
-        for model, network in {"8b": LLAMA_8B, "14b": QWEN_14B}.items()
-        for schedule, flags in SCHEDULES.items()
-        if model == "8b" or "depth" not in schedule  # 6 bytes a parameter would not fit
-    ]
-    return [*every_layer, *jobs]
+        time_steps(setting, f"{model}_{schedule}", EVERY_LAYER_OF[model], f"{EVERY_LAYER} {SCHEDULES[schedule]}",
+                   limit="host" in schedule)
+        for model, schedule in (
+            ("8b", "breadth_first_device"), ("8b", "breadth_first_host"), ("14b", "breadth_first_host"),
+            ("8b", "depth_first_device"), ("experts", "breadth_first_host"), ("experts", "breadth_first_device"),
+            ("14b", "breadth_first_device"),
+        )
+    ]  # fmt: skip
+    adam = time_steps(setting, "8b_full_adam_8_bit_host", LLAMA_8B, ADAM_ON_HOST, limit=True)
+    copies = Job(name="copies", words=(sys.executable, "-c", COPIES, "{metrics}"), seconds=60, kind="json")
+    return [*([copies] if setting.has_gpu else []), *every_layer, adam, *jobs]
 
 
 def time_steps(setting: Setting, name: str, network: str, flags: str, *, limit: bool = False) -> Job:
-    """Return the job that times eight steps of a LLaMA, with `limit` in the memory of an RTX 4090."""
-    network = TINY_LLAMA if setting.is_tiny else network
+    """Return the job that times six steps of a LLaMA, with `limit` in the memory of an RTX 4090."""
+    if setting.is_tiny:
+        network = f"{TINY_LLAMA} {TINY_EXPERTS if 'num-experts' in network else ''}"
     words = python(f"pretrain_llama_bcd.py {network} {STEPS} {flags} --metrics-file {{metrics}}")
     if limit:
         words = (words[0], "-c", LIMITED, f"{RTX4090_GIB}", *words[1:])
-    return Job(name=name, words=words, seconds=200 if setting.is_tiny else 150)
+    return Job(name=name, words=words, seconds=200 if setting.is_tiny else 120)
 
 
 def large(setting: Setting, results: Results) -> list[Job]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from gpu_hour_jobs import PARTS, SCHEDULES, final_loss
+from gpu_hour_jobs import EVERY_LAYER_OF, PARTS, SCHEDULES, final_loss
 from matplotlib.figure import Figure
 from report import RUN_COLOURS, STYLE
 
@@ -205,7 +205,7 @@ def every_layer(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[st
     time that no kernel hides."""
     yield from header("model|schedule|layers|ms a step|tokens/s|not hidden|peak on the device|host memory")
     records = {record["job"]: record for record in results["speed"] if not record["failure"]}
-    for model, schedule in itertools.product(("8b", "14b"), SCHEDULES):
+    for model, schedule in itertools.product(EVERY_LAYER_OF, SCHEDULES):
         if (record := records.get(f"{model}_{schedule}")) is None:
             continue
         order, _, place = schedule.rpartition("_")
