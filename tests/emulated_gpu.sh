@@ -68,6 +68,7 @@ export FAKEGPU_TERMINAL_REPORT=0 FAKEGPU_REPORT_PATH=/dev/null
 export LD_LIBRARY_PATH="$FOLDER/build${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" PATH="$VENV/bin:$PATH"
 export PYTHONPATH="$FOLDER/lib:$SOURCE:$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCHDYNAMO_DISABLE=1 # compiled kernels are not emulated
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False # nor is virtual memory
 libraries=$FOLDER/lib/libnccl.so.2
 for library in libcublas.so.12 libcudart.so.12 libcuda.so.1 libnvidia-ml.so.1; do
     libraries=$libraries:$FOLDER/build/$library

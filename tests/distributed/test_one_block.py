@@ -10,7 +10,9 @@ from support.dist import World
 from support.plain_training import plain_training
 
 CUTS: dict[str, dict[str, Any]] = {name: worlds.CUTS[name] for name in ("one", "data2", "tensor2", "pipeline2")}
-CUTS["experts_pipeline2"] = worlds.CUTS["pipeline2"] | worlds.EXPERTS | worlds.SHARED_EXPERT
+CUTS["experts_pipeline2"] = (
+    worlds.CUTS["pipeline2"] | worlds.EXPERTS | worlds.SHARED_EXPERT | {"moe_grouped_gemm": True}
+)
 CUTS["experts_tensor2"] = worlds.CUTS["tensor2"] | worlds.EXPERTS | {"moe_layer_freq": "[0]+[1]*5"}
 CUTS["data2_plain_optimizer"] = {"world_size": 2, "no_use_distributed_optimizer": True}
 

@@ -103,7 +103,9 @@ CASES = {
     ),
     "experts_factored_divided": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
-        FACTORED | {"bcd_num_blocks": 0, "overlap_grad_reduce": True, "moe_token_dispatcher_type": "alltoall"},
+        FACTORED
+        | {"bcd_num_blocks": 0, "overlap_grad_reduce": True, "moe_token_dispatcher_type": "alltoall"}
+        | {"moe_grouped_gemm": True},
         ("expert2_data4", "expert2_tensor2_data2", "expert2_context2"),
     ),
     "experts_muon": Case(

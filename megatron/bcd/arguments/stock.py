@@ -127,7 +127,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "moe_ffn_hidden_size": {"help": "inner width of an expert; default --ffn-hidden-size"},
     "moe_aux_loss_coeff": {"type": float},
     "moe_token_dispatcher_type": {"choices": ("allgather", "alltoall")},
-    "moe_grouped_gemm": {"help": "compute the experts of a layer together (needs Transformer Engine)"},
+    "moe_grouped_gemm": {"help": "compute the experts of a layer in one product"},
     "initial_loss_scale": {"type": float},
     "grad_reduce_in_fp32": {"name": "--accumulate-allreduce-grads-in-fp32"},
     "bucket_size": {"name": "--ddp-bucket-size"},

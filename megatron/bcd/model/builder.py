@@ -26,6 +26,7 @@ from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.blocks.pieces import stage_pieces
 from megatron.bcd.config import RunConfig
+from megatron.bcd.model import grouped_experts
 from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.frozen_weights import FrozenWeights, StreamedLayer
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
@@ -208,6 +209,8 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
     except ValueError as error:  # Megatron Core adds the layer's class to the message
         raise ValueError(str(error).split(" when instantiating ")[0]) from error
     model: torch.nn.Module = ChunkedModel(chunks) if num_chunks > 1 else chunks[0]
+    if config.transformer.get("moe_grouped_gemm") and grouped_experts.is_available(stage_config.params_dtype):
+        grouped_experts.group_experts(model)  # where Transformer Engine has not done it
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if config.has_embedding_on_host and chunks[0].pre_process:

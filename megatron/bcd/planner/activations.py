@@ -83,6 +83,9 @@ def layer_bytes(
     scores = sequence * attention * (1 if shape.gated else 2) if unfused_attention else 0
     projections = 2 if shape.gated else 1
     weight = hidden * ffn * element
+    if experts is not None and experts.is_grouped:  # the gradients of all experts are one tensor
+        number, width = experts.on_rank or experts.number, experts.ffn_hidden_size // state.expert_tensor_size
+        weight = max(weight, hidden * number * width * element)
     # backward through the second linear layer, the activation, and the first linear layer; the gradient of a weight is
     # added to the buffer before the next one begins
     active_working = max(

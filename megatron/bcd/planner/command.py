@@ -43,7 +43,9 @@ def network_flags(recipe: Recipe) -> list[str]:
         flags.append("--qk-layernorm")
     if model.experts:
         words = [f"{flag_of(name)} {values[name]}" for name in ("moe_router_topk", "moe_ffn_hidden_size")]
-        flags.append(" ".join([f"--num-experts {model.experts}", *words, "--moe-aux-loss-coeff 1e-2"]))
+        flags.append(
+            " ".join([f"--num-experts {model.experts}", *words, "--moe-aux-loss-coeff 1e-2 --moe-grouped-gemm"])
+        )
     return flags
 
 
@@ -141,7 +143,8 @@ def torchrun_command(recipe: Recipe, *, iterations: int) -> str:
         start += f" --nnodes {recipe.num_nodes} --rdzv-backend c10d --rdzv-endpoint ${{HEAD_NODE:?}}:29500"
     rate = f"--lr {learning_rate(recipe).flag}"
     if recipe.task == "sft":
-        flags = [f"--sft --load-hf MODEL_DIR --seq-length {recipe.tokens}", *layout_flags(recipe), rate, SFT_FLAGS]
+        model = f"--load-hf MODEL_DIR{' --moe-grouped-gemm' * bool(recipe.model.experts)}"
+        flags = [f"--sft {model} --seq-length {recipe.tokens}", *layout_flags(recipe), rate, SFT_FLAGS]
         mock, data = "", "--data-path DATA.jsonl --save-hf OUT_DIR"
     else:
         length = f"--train-iters {iterations}"

@@ -73,6 +73,7 @@ class ExpertShape:
     is_gated: bool = False  # whether a gate scales the shared expert's output
     layers: tuple[bool, ...]  # whether each layer has experts
     on_rank: int = 0  # experts of a layer on one rank; 0 in the whole model
+    is_grouped: bool = False  # whether one product computes all of them
 
     def more_than_dense(self, shape: ModelShape) -> int:
         """Return how many parameters the model has more than with a dense feed-forward part in every layer."""

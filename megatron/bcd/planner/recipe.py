@@ -58,7 +58,7 @@ _TRANSFORMER = (
     "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "pipeline_model_parallel_size",
     "context_parallel_size", "bf16", "fp16", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl",
     "recompute_granularity", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
-    "expert_model_parallel_size",
+    "moe_grouped_gemm", "expert_model_parallel_size",
 )  # fmt: skip
 """The fields of Megatron Core's TransformerConfig that the formulas read."""
 _SECTIONS = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)}

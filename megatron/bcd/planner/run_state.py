@@ -104,6 +104,7 @@ def _experts_of(config: RunConfig) -> cost.ExpertShape | None:
         shared=fields.get("moe_shared_expert_intermediate_size") or 0,
         is_gated=bool(fields.get("moe_shared_expert_intermediate_size") and fields["moe_shared_expert_gate"]),
         layers=tuple(map(bool, pattern)) if isinstance(pattern, list) else (True,) * config.num_layers,
+        is_grouped=bool(fields.get("moe_grouped_gemm")),
     )
 
 

@@ -59,7 +59,7 @@ class Model:
         is_gpt, tokens = self.form == "gpt", self.sequence if sequence is None else sequence
         has_biases = self.biases == "all" or is_gpt and not self.biases
         experts = {"num_moe_experts": self.experts, "moe_router_topk": self.experts_per_token}
-        experts |= {"moe_ffn_hidden_size": self.expert_ffn or self.ffn, "moe_layer_freq": 1}
+        experts |= {"moe_ffn_hidden_size": self.expert_ffn or self.ffn, "moe_layer_freq": 1, "moe_grouped_gemm": True}
         return (experts if self.experts else {}) | {
             "num_layers": self.layers,
             "hidden_size": self.hidden,

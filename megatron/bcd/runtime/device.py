@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -34,6 +35,15 @@ def current() -> torch.device:
 def name() -> str:
     """Return the GPU's model name, or "cpu"."""
     return torch.cuda.get_device_name() if has_cuda() else "cpu"
+
+
+def set_allocator() -> None:
+    """Let PyTorch's allocator extend its segments, unless an environment variable configures it. Comes before CUDA.
+
+    Segments of fixed size left a tenth of the memory unused in steps of 14 billion parameters.
+    """
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 class Throttle:

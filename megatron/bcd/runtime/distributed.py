@@ -47,6 +47,7 @@ def initialize(
     """
     from megatron.core import parallel_state
 
+    device.set_allocator()
     if tensor_size > 1:  # CUDA reads it when it starts
         os.environ.setdefault(CONNECTIONS, "1")
     megatron_core.patch_optimizer_offload()

@@ -23,6 +23,7 @@ from megatron.bcd.config import CheckpointConfig, RunConfig
 from megatron.bcd.config.presets import preset_fields
 from megatron.bcd.metrics.reporter import Reporter, SilentReporter
 from megatron.bcd.metrics.schema import BlockSummary, RunSummary
+from megatron.bcd.model import grouped_experts
 from megatron.bcd.model.builder import count_parameters, unwrap_model
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.model.transformer_config import describe_activation
@@ -253,8 +254,11 @@ def _notes(
     """Yield lines about kernels, about parameters that are not trained with the active block, and about offload."""
     bcd = config.bcd
     yield implementation.describe()
-    if config.transformer.get("moe_grouped_gemm") and implementation.layers == "local":
-        yield "experts run one by one: --moe-grouped-gemm needs Transformer Engine"
+    if config.num_experts and implementation.layers == "local":
+        is_grouped, dtype = config.transformer["moe_grouped_gemm"], device.DTYPES[config.precision]
+        remedy = "needs bf16" if is_grouped else "is faster"
+        can_run = is_grouped and grouped_experts.is_available(dtype)
+        yield f"experts of a layer run {'in one product' if can_run else f'one by one: --moe-grouped-gemm {remedy}'}"
     kind = config.transformer.get("cp_comm_type")
     if config.context_size > 1 and implementation.attention != SCALED_DOT_PRODUCT:
         yield f"context parallel ranks exchange keys and values by {kind or 'p2p'}"
