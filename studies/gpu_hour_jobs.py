@@ -316,7 +316,7 @@ TINY_LLAMA = (
     "--num-layers 3 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --vocab-size 255"
     " --seq-length 64 --micro-batch-size 2 --global-batch-size 4"
 )
-TINY_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64"
+TINY_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-grouped-gemm"
 BATCH = "--seq-length 1024 --micro-batch-size 4 --global-batch-size 16 --make-vocab-size-divisible-by 1"
 LLAMA_8B = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32"
@@ -330,7 +330,7 @@ QWEN_30B_A3B = (
     "--num-layers 12 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --kv-channels 128"
     " --group-query-attention --num-query-groups 4 --qk-layernorm --num-experts 128 --moe-router-topk 8"
     " --moe-ffn-hidden-size 768 --moe-aux-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall --vocab-size 151935"
-    f" {BATCH}"
+    f" --moe-grouped-gemm {BATCH}"
 )
 """Sizes of Llama-3-8B, Qwen2.5-14B and a quarter of Qwen3-30B-A3B's layers."""
 STEPS = (
@@ -348,6 +348,8 @@ RTX4090_GIB = 22.6
 """Limit of PyTorch's allocator; the framework takes another GiB of an RTX 4090's 23.6."""
 LIMITED = """
 import runpy, sys, torch
+from megatron.bcd.runtime import device
+device.set_allocator()
 if torch.cuda.is_available():
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, float(sys.argv[1]) * 2**30 / total))
