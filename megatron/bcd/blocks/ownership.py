@@ -14,6 +14,8 @@ STACK_ELEMENTS = 1 << 22
 
 Kernels must take longer than their launch, but temporary memory must stay small, and reductions must start early.
 """
+EXPERT_STACK_ELEMENTS = 1 << 25
+"""That of experts, of which a layer has up to hundreds."""
 
 _FACTORED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters of --bcd-embedding-update. The table of positions is small and keeps Adam."""
@@ -119,16 +121,17 @@ def matrix_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return owners
 
 
-def matrix_stacks(keys: Sequence[Hashable], sizes: Sequence[int]) -> list[list[int]]:
+def matrix_stacks(keys: Sequence[Hashable], names: Sequence[str], sizes: Sequence[int]) -> list[list[int]]:
     """Return the indices of the matrices that are stepped together.
 
-    A stack has matrices with one key and at most STACK_ELEMENTS elements, or a single matrix. `keys` and `sizes` are in
-    the model's order. Stacks start with the last matrices, whose gradients are ready first.
+    A stack has matrices with one key and at most STACK_ELEMENTS elements (experts EXPERT_STACK_ELEMENTS), or a single
+    matrix. The arguments are in the model's order. Stacks start with the last matrices, whose gradients are ready first.
     """
     by_key: dict[Hashable, list[list[int]]] = {}
     for index in reversed(range(len(keys))):
         stacks = by_key.setdefault(keys[index], [[]])
-        if stacks[-1] and (len(stacks[-1]) + 1) * sizes[index] > STACK_ELEMENTS:
+        limit = EXPERT_STACK_ELEMENTS if ".local_experts." in names[index] else STACK_ELEMENTS
+        if stacks[-1] and (len(stacks[-1]) + 1) * sizes[index] > limit:
             stacks.append([])
         stacks[-1].append(index)
     return [stack for stacks in by_key.values() for stack in stacks]

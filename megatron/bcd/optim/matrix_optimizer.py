@@ -245,7 +245,7 @@ def build_stacks(matrices: Sequence[Matrix], grad_dtype: torch.dtype) -> list[St
     """Divide the matrices of one rule into stacks."""
     shapes = [matrix.parameter.shape for matrix in matrices]
     keys = [(each.owner, each.group, each.layout, shape) for each, shape in zip(matrices, shapes, strict=True)]
-    stacks = matrix_stacks(keys, [shape.numel() for shape in shapes])
+    stacks = matrix_stacks(keys, [each.name for each in matrices], [shape.numel() for shape in shapes])
     return [Stack([matrices[index] for index in indices], grad_dtype) for indices in stacks]
 
 

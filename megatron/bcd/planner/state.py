@@ -374,7 +374,7 @@ class ModelState:
             (tensor.parts, tensor.is_active(block), () if waits(tensor) else self._open_pieces(tensor))
             for tensor in updated
         ]
-        for stack in matrix_stacks(keys, [tensor.size for tensor in updated]):
+        for stack in matrix_stacks(keys, [tensor.name for tensor in updated], [tensor.size for tensor in updated]):
             first = updated[stack[0]]
             by_form = _WORKING_BYTES["orthogonal" if first.is_active(block) else self._stateless_rule(first)]
             size = len(stack) * first.size
