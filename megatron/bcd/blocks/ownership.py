@@ -124,8 +124,9 @@ def matrix_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
 def matrix_stacks(keys: Sequence[Hashable], names: Sequence[str], sizes: Sequence[int]) -> list[list[int]]:
     """Return the indices of the matrices that are stepped together.
 
-    A stack has matrices with one key and at most STACK_ELEMENTS elements (experts EXPERT_STACK_ELEMENTS), or a single
-    matrix. The arguments are in the model's order. Stacks start with the last matrices, whose gradients are ready first.
+    A stack has matrices with one key and at most STACK_ELEMENTS elements, of experts EXPERT_STACK_ELEMENTS, or a single
+    matrix. The arguments are in the model's order. Stacks start with the last matrices, whose gradients are ready
+    first.
     """
     by_key: dict[Hashable, list[list[int]]] = {}
     for index in reversed(range(len(keys))):
