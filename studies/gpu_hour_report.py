@@ -67,9 +67,10 @@ def page_lines(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
     yield "- Every line of [gpu_hour/](gpu_hour) has the command, the metrics and the last lines of the log of one run."
     tables = {
         "Learning, GPT-2 small": learning,
-        "Fine-tuning on a new language": functools.partial(fine_tuning, part="fine_tuning"),
+        "Fine-tuning on a new language, 500 steps of 1,024 tokens": functools.partial(fine_tuning, part="fine_tuning"),
+        "The same in 125 steps of 4,096 tokens": functools.partial(fine_tuning, part="fine_tuning", suffix="-4096"),
         "Fine-tuning on instructions": functools.partial(fine_tuning, part="instructions"), "Step times": speed,
-        "Every layer trained, by schedule": every_layer,
+        "Every layer trained, by schedule": every_layer, "Copies": copies,
         "Frozen layers in host memory": on_host, "Eight billion parameters on one card": large, "Sanity": sanity,
     }  # fmt: skip
     for title, table in tables.items():
@@ -111,7 +112,8 @@ def maximum_gib(record: Record, name: str) -> float:
 
 
 def method_name(record: Record) -> str:
-    return NAMES.get(record.get("method", record["job"]), record.get("method", record["job"]).replace("_", " "))
+    method = record.get("method", record["job"]).removesuffix("-4096")
+    return NAMES.get(method, method.replace("_", " "))
 
 
 def learning(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
@@ -133,11 +135,13 @@ def learning(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]
         )
 
 
-def fine_tuning(results: Mapping[str, Sequence[Record]], *, part: str) -> Iterator[Sequence[str]]:
-    """Yield one row for each method and rate: means over the seeds."""
+def fine_tuning(results: Mapping[str, Sequence[Record]], *, part: str, suffix: str = "") -> Iterator[Sequence[str]]:
+    """Yield one row for each method and rate: means over the seeds. The suffix is that of the jobs' methods."""
     yield from header("method|rate|seeds|validation|new language|English|model state, MiB")
     groups: dict[tuple[str, float], list[Record]] = {}
     for record in results[part]:
+        if record.get("method", suffix).endswith("-4096") != bool(suffix):
+            continue
         if record["job"] == "before" and not record["failure"]:
             scores = read_scores(record)
             yield (NAMES["before"], "", "", "", f"{scores['chichewa']:.3f}", f"{scores['english']:.3f}", "")
@@ -164,7 +168,7 @@ def read_scores(record: Record) -> Mapping[str, float]:
 
 def speed(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
     yield from header("method|ms a step|tokens/s|TFLOP/s|of the peak|model state, GiB|peak, GiB")
-    records = [record for record in results["speed"] if "json" in record]
+    records = [record for record in results["speed"] if "rows" in record.get("json", {})]
     for gpu, row in ((record["gpu"], row) for record in records for row in record["json"]["rows"]):
         peak = peak_tflops(gpu)
         yield (
@@ -203,7 +207,7 @@ def on_host(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
 def every_layer(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
     """Yield steps that train every layer, by schedule and place of the layers. What the place adds to a step is copy
     time that no kernel hides."""
-    yield from header("model|schedule|layers|ms a step|tokens/s|not hidden|peak on the device|host memory")
+    yield from header("gpu|model|schedule|layers|ms a step|tokens/s|not hidden|peak on the device|reserved|host memory")
     records = {record["job"]: record for record in results["speed"] if not record["failure"]}
     for model, schedule in itertools.product(EVERY_LAYER_OF, SCHEDULES):
         if (record := records.get(f"{model}_{schedule}")) is None:
@@ -212,6 +216,7 @@ def every_layer(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[st
         near, step_ms = records.get(f"{model}_{order}_device"), typical(record, "step_time_ms")
         is_compared = place == "host" and near is not None
         yield (
+            record["gpu"].removeprefix("NVIDIA "),
             model,
             order.replace("_", "-"),
             place,
@@ -219,8 +224,17 @@ def every_layer(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[st
             f"{typical(record, 'tokens_per_second'):,.0f}",
             f"{100 * (1 - typical(near, 'step_time_ms') / step_ms):.0f} %" if is_compared and near else "",
             f"{maximum_gib(record, 'peak_memory_bytes'):.1f} GiB",
+            f"{maximum_gib(record, 'reserved_memory_bytes'):.1f} GiB",
             f"{maximum_gib(record, 'host_state_bytes'):.1f} GiB",
         )
+
+
+def copies(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
+    """Yield the rates of copies between page-locked memory and the GPU."""
+    yield from header("gpu|direction|GB/s")
+    for record in results["speed"]:
+        if record["job"] == "copies" and not record["failure"]:
+            yield from ((record["gpu"], direction, f"{rate:.1f}") for direction, rate in record["json"].items())
 
 
 def fastest_by_block(record: Record) -> dict[int, float]:

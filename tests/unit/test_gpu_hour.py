@@ -146,14 +146,14 @@ def test_report_compares_schedules() -> None:
 
     def record(job: str, milliseconds: float) -> dict[str, Any]:
         line = {"step_time_ms": milliseconds, "tokens_per_second": 1.0, "peak_memory_bytes": [2**30]}
-        return {"job": job, "failure": "", "metrics": [line | {"host_state_bytes": [2**31]}] * 4}
+        return {"job": job, "gpu": "GPU", "failure": "", "metrics": [line | {"host_state_bytes": [2**31]}] * 4}
 
     runs = [
         record("8b_depth_first_device", 700.0), record("8b_breadth_first_device", 900.0),
         record("8b_breadth_first_host", 1000.0), record("8b_host", 5.0),
     ]  # fmt: skip
-    rows = {tuple(row[1:3]): tuple(row[3:]) for row in gpu_hour_report.every_layer({"speed": runs})}
-    assert rows["breadth-first", "host"] == ("1,000", "1", "10 %", "1.0 GiB", "2.0 GiB")
+    rows = {tuple(row[2:4]): tuple(row[4:]) for row in gpu_hour_report.every_layer({"speed": runs})}
+    assert rows["breadth-first", "host"] == ("1,000", "1", "10 %", "1.0 GiB", "0.0 GiB", "2.0 GiB")
     assert rows["depth-first", "device"][2] == ""
 
 

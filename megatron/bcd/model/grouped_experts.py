@@ -11,6 +11,8 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
+from megatron.bcd.runtime import device
+
 _BYTES = 16
 """Alignment that CUDA's grouped product requires of rows and of every expert's matrix."""
 
@@ -18,7 +20,7 @@ _BYTES = 16
 def is_available(dtype: torch.dtype) -> bool:
     """Return whether PyTorch has a grouped product for matrices of this dtype on this device."""
     has_product = hasattr(torch.nn.functional, "grouped_mm")  # since PyTorch 2.10
-    return has_product and (dtype == torch.bfloat16 or not torch.cuda.is_available())
+    return has_product and (dtype == torch.bfloat16 or not device.has_cuda())
 
 
 def group_experts(model: torch.nn.Module) -> None:

@@ -82,10 +82,7 @@ def layer_bytes(
     split = 2 * context_size * (heads - query) + query if context_size > 1 else 0
     scores = sequence * attention * (1 if shape.gated else 2) if unfused_attention else 0
     projections = 2 if shape.gated else 1
-    weight = hidden * ffn * element
-    if experts is not None and experts.is_grouped:  # the gradients of all experts are one tensor
-        number, width = experts.on_rank or experts.number, experts.ffn_hidden_size // state.expert_tensor_size
-        weight = max(weight, hidden * number * width * element)
+    weight = _weight_bytes(state)
     # backward through the second linear layer, the activation, and the first linear layer; the gradient of a weight is
     # added to the buffer before the next one begins
     active_working = max(
@@ -107,6 +104,14 @@ def layer_bytes(
         head_weight=vocabulary * hidden * element,
         forward_working=tokens * (2 * hidden + (1 + projections) * ffn) * element,
     )
+
+
+def _weight_bytes(state: ModelState) -> int:
+    """Return the bytes of the gradient of a linear layer of an MLP, without a gate."""
+    ffn, experts = state.shape.active_ffn // state.tensor_size, state.shape.experts
+    if experts is not None and experts.is_grouped:  # the gradients of all experts are one tensor
+        ffn = max(ffn, (experts.on_rank or experts.number) * experts.ffn_hidden_size // state.expert_tensor_size)
+    return state.shape.hidden_size * ffn * state.budget.weight
 
 
 def _head_bytes(

@@ -40,7 +40,13 @@ class Finding:
 
 FINE_TUNING = {
     "full": Finding(rate=1, model="SmolLM2-135M"),
-    "muon": Finding(rate=3, model="pretraining of 3 M parameters"),
+    "muon": Finding(
+        rate=1,
+        loss=(-3.1, 0.4),
+        runs="a new language, 500 steps, and instructions: one seed each",
+        model="SmolLM2-135M",
+        source="studies/fine_tuning.md",
+    ),
     "finetune": Finding(
         rate=None, loss=(1, 31), runs="2 to 30 blocks, instructions; 6, a new language", model="SmolLM2-135M"
     ),
