@@ -18,11 +18,13 @@ from support.dist import World
 from megatron.bcd.huggingface import folder
 
 LENGTH = 48
-LAYOUTS = {(1, 1): "world1", (2, 1): "world2", (1, 2): "world2", (2, 2): "world4", (4, 1): "world4"}
-"""The session's world by (pipeline, tensor) sizes."""
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1)]
+"""Pipeline, tensor and expert sizes."""
 
 
-def config_of(model: Path | str, data_path: str, *, pipeline: int = 1, tensor: int = 1, **flags: Any) -> Any:
+def config_of(
+    model: Path | str, data_path: str, *, pipeline: int = 1, tensor: int = 1, expert: int = 1, **flags: Any
+) -> Any:
     """Return a run that starts from `model`."""
     values: dict[str, Any] = {"load_hf": str(model), "data_path": data_path, "tokenizer_type": "ByteLevelTokenizer"}
     values |= {"seq_length": LENGTH, "micro_batch_size": 1, "global_batch_size": 2, "train_iters": 2, "lr": 1e-3}
@@ -30,7 +32,8 @@ def config_of(model: Path | str, data_path: str, *, pipeline: int = 1, tensor: i
     values |= {"bcd_num_blocks": min(2, models.LAYERS // pipeline), "bcd_steps_per_block": 1}
     values |= {"pipeline_model_parallel_size": pipeline, "tensor_model_parallel_size": tensor}
     values["sequence_parallel"] = tensor > 1 and folder.read_architecture(str(model)).num_experts > 0
-    return worlds.config_of(world_size=pipeline * tensor, **values | flags)
+    values["expert_model_parallel_size"] = expert if expert > 1 else None
+    return worlds.config_of(world_size=pipeline * tensor * expert, **values | flags)
 
 
 def write_out(config: Any) -> list[str]:
@@ -56,41 +59,45 @@ def write_out(config: Any) -> list[str]:
     return read
 
 
-@pytest.mark.parametrize("name", models.SETTINGS)
-def test_logits(world1: World, text_data: str, tmp_path: Path, name: str) -> None:
-    """Rows of another head, gate for up, an epsilon, a rotation, a GELU, a bias or a norm of another model."""
+@pytest.mark.parametrize(("name", "expert"), [*((name, 1) for name in models.SETTINGS), ("qwen3_moe", 2)])
+def test_logits(world1: World, world2: World, text_data: str, tmp_path: Path, name: str, expert: int) -> None:
+    """Rows of another head, gate for up, an epsilon, a rotation, a GELU, a bias, a norm or an expert of another
+    model."""
     source = models.write_model(name, tmp_path / "given")
     tokens = torch.randint(0, models.VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    [ours] = world1.run(worlds.logits_of, config_of(source, text_data), tokens)
+    world = (world1, world2)[expert - 1]
     with torch.no_grad():
         theirs = transformers.AutoModelForCausalLM.from_pretrained(source)(tokens).logits
-    assert ours.shape == theirs.shape
-    assert (ours - theirs).abs().max() < 1e-4 and theirs.std() > 0.1
+    for ours in world.run(worlds.logits_of, config_of(source, text_data, expert=expert), tokens):
+        assert ours.shape == theirs.shape
+        assert (ours - theirs).abs().max() < 1e-4 and theirs.std() > 0.1
 
 
-SHORT = (("gpt2", (2, 1)), ("llama3", (1, 2)), ("qwen2", (2, 2)), ("phi3", (1, 2)), ("qwen3_moe", (2, 1)))
+SHORT = {"gpt2": (2, 1, 1), "llama3": (1, 2, 1), "qwen2": (2, 2, 1), "phi3": (1, 2, 1), "qwen3_moe": (1, 1, 2)}
 MATRIX = [
-    pytest.param(name, layout, marks=[] if (name, layout) in SHORT else [pytest.mark.long])
+    pytest.param(name, layout, marks=[] if SHORT.get(name) == layout else [pytest.mark.long])
     for name in models.SETTINGS
-    for layout in [*LAYOUTS, (4, 2)]
+    for layout in [*LAYOUTS, *[(1, 1, 2), (2, 1, 2)] * (name in ("mixtral", "qwen3_moe"))]
 ]
 
 
 @pytest.mark.parametrize(("name", "layout"), MATRIX)
 def test_there_and_back(
-    request: pytest.FixtureRequest, text_data: str, tmp_path: Path, name: str, layout: tuple[int, int]
+    request: pytest.FixtureRequest, text_data: str, tmp_path: Path, name: str, layout: tuple[int, int, int]
 ) -> None:
-    """A weight of another stage, a slice of another rank, on the way in from a folder or from a converted checkpoint,
-    or on the way out; a rank that reads what it does not hold."""
-    pipeline, tensor = layout
+    """A weight of another stage, a slice or an expert of another rank, on the way in from a folder or from a converted
+    checkpoint, or on the way out; a rank that reads what it does not hold."""
+    pipeline, tensor, expert = layout
+    per_stage = tensor * expert
     source = models.write_model(name, tmp_path / "given", max_shard_size="60KB")
-    world: World = request.getfixturevalue(LAYOUTS[layout]) if layout in LAYOUTS else World(pipeline * tensor)
-    sizes = {"pipeline": pipeline, "tensor": tensor}
+    size = pipeline * per_stage
+    world: World = World(size) if size > 4 else request.getfixturevalue(f"world{size}")
+    sizes = {"pipeline": pipeline, "tensor": tensor, "expert": expert}
     read = world.run(write_out, config_of(source, text_data, **sizes, save_hf=str(tmp_path / "back")))
     assert models.differing(models.tensors_of(source), models.tensors_of(tmp_path / "back")) == []
     assert sorted(os.listdir(tmp_path)) == ["back", "given"]
     layers_of = [set(re.findall(r"\.(?:layers|h)\.(\d+)\.", " ".join(names))) for names in read]
-    stages = [set().union(*layers_of[stage * tensor : (stage + 1) * tensor]) for stage in range(pipeline)]
+    stages = [set().union(*layers_of[stage * per_stage : (stage + 1) * per_stage]) for stage in range(pipeline)]
     assert sorted(layer for stage in stages for layer in stage) == [str(layer) for layer in range(models.LAYERS)]
 
     target = tmp_path / "checkpoint"
@@ -102,7 +109,7 @@ def test_there_and_back(
     read = world.run(write_out, config_of(carried, text_data, **sizes, **flags))
     assert models.differing(models.tensors_of(source), models.tensors_of(tmp_path / "again")) == []
     assert not any(read)
-    if layout not in LAYOUTS:
+    if size > 4:
         world.close()
 
 

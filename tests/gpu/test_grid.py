@@ -26,6 +26,11 @@ FOUR: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline_tensor": (4, PIPELINE | TENSOR),
     "pipeline_data": (4, PIPELINE),
 }
+EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "experts": (1, worlds.EXPERTS | {"no_bias_swiglu_fusion": True}),
+    "expert2": (2, worlds.EXPERTS | worlds.EXPERT2 | {"no_bias_swiglu_fusion": True}),
+}
+"""Models with experts, on one rank and divided over two."""
 LAYOUTS = ("spread", "strided", "submodel", "stage", "interleaved")
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -71,19 +76,23 @@ CASES += [
     for cut in FOUR
     for layout, method in (("submodel", "paper"), ("interleaved", "pretrain"))
 ]
+CASES += [{"cut": "expert2", "layout": "spread", "precision": "fp32", "method": "pretrain", "option": "plain"}]
 
 
 @pytest.fixture(scope="session")
-def start(cpus: Worlds, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Flags that load weights drawn by a CPU, because a GPU's generator draws others."""
-    folder = tmp_path_factory.mktemp("start")
-    case = {"cut": "one", "layout": "spread", "precision": "fp32", "method": "full", "option": "plain"}
-    cpus(1).run(worlds.save_initial_weights, config_of(case), str(folder))
-    return {"load": folder, "finetune": True}
+def start(cpus: Worlds, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Flags that load weights drawn by a CPU, because a GPU's generator draws others; without and with experts."""
+    flags = {}
+    for cut in ("one", "experts"):
+        folder = tmp_path_factory.mktemp("start")
+        case = {"cut": cut, "layout": "spread", "precision": "fp32", "method": "full", "option": "plain"}
+        cpus(1).run(worlds.save_initial_weights, config_of(case), str(folder))
+        flags[cut] = {"load": folder, "finetune": True}
+    return flags
 
 
 def config_of(case: Combination, folder: Path | None = None, **flags: Any) -> Any:
-    size, cut = (CUTS | FOUR)[case["cut"]]
+    size, cut = (CUTS | FOUR | EXPERTS)[case["cut"]]
     values: dict[str, Any] = {"num_layers": 4, "bcd_num_blocks": 2, "train_iters": 5, "micro_batch_size": 1}
     values |= {"global_batch_size": 4, "eval_iters": 1, "eval_interval": 3, "no_bias_gelu_fusion": True}
     # at ten times as much, the rounding of a CPU of another kind grows to a tenth
@@ -108,13 +117,15 @@ def assert_same_run(mine: list[dict[str, Any]], theirs: list[dict[str, Any]], to
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
-def test_as_on_a_cpu(gpus: Worlds, cpus: Worlds, start: dict[str, Any], tmp_path: Path, case: Combination) -> None:
+def test_as_on_a_cpu(
+    gpus: Worlds, cpus: Worlds, start: dict[str, dict[str, Any]], tmp_path: Path, case: Combination
+) -> None:
     """A tensor is on the wrong device, a branch for GPUs computes something else, NCCL orders a collective differently,
     or a kernel runs before its input is there."""
-    size = (CUTS | FOUR)[case["cut"]][0]
-    mine = gpus(size).run(worlds.train_run, config_of(case, tmp_path / "mine", **start))
+    size, weights = (CUTS | FOUR | EXPERTS)[case["cut"]][0], start["experts" if case["cut"] in EXPERTS else "one"]
+    mine = gpus(size).run(worlds.train_run, config_of(case, tmp_path / "mine", **weights))
     on_cpu = {"optimizer_cpu_offload": False, "overlap_cpu_optimizer_d2h_h2d": False}
-    theirs = cpus(size).run(worlds.train_run, config_of(case, tmp_path / "theirs", **start, **on_cpu))
+    theirs = cpus(size).run(worlds.train_run, config_of(case, tmp_path / "theirs", **weights, **on_cpu))
     # a GPU orthogonalises matrices in bf16, a CPU in fp32
     assert_same_run(mine, theirs, TOLERANCES["bf16" if case["method"] == "pretrain" else case["precision"]])
     if case["option"] != "offload":
