@@ -302,9 +302,9 @@ UNSUPPORTED = {
         "--moe-shared-expert-overlap --moe-layer-recompute --overlap-moe-"
     ),
     "attention is plain or grouped-query": (
-        "--multi-latent-attention --experimental-attention-variant --attention-output-gate --window- "
-        "--softmax-type --qk-clip --qk-l2-norm"
+        "--experimental-attention-variant --attention-output-gate --window- --softmax-type --qk-clip --qk-l2-norm"
     ),
+    "Megatron Core's multi-latent attention needs Transformer Engine": "--multi-latent-attention",
     "all layers are the same transformer layer": (
         "--hybrid- --is-hybrid-model --heterogeneous- --spec --mtp- --enable-gpt-oss --rope-type"
     ),
