@@ -14,7 +14,7 @@ from support.planned import active_parameters
 
 from megatron.bcd.config import LAYOUTS
 from megatron.bcd.planner import step_time
-from megatron.bcd.planner.estimate import largest_micro_batch, make_estimate, multiplier_of
+from megatron.bcd.planner.estimate import make_estimate, multiplier_of
 from megatron.bcd.planner.memory import fits, host_bytes, peak, rank_memory
 from megatron.bcd.planner.recipe import Recipe, make_recipe
 from megatron.bcd.planner.search import fewest_gpus, layouts, search, shortest_that_fits, valid_pipelines
@@ -245,10 +245,10 @@ def test_fewest_gpus_fit() -> None:
 def test_what_fits_is_the_shortest_pipeline_and_the_largest_micro_batch() -> None:
     """A default that does not fit where a longer pipeline would; a micro-batch that does not fit, or is left out."""
     one = recipe("G-1.6B")
-    largest = largest_micro_batch(one)
+    largest = make_estimate(one).largest_micro_batch
     assert largest is not None and fits(one.changed(micro_batch_size=largest))
     assert not fits(one.changed(micro_batch_size=2 * largest))
-    assert largest_micro_batch(recipe("G-10B")) is None
+    assert make_estimate(recipe("G-10B")).largest_micro_batch is None
     suited = valid_pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8)
     chosen = shortest_that_fits(suited)
     assert fits(chosen)

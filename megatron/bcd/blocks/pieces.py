@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from operator import attrgetter
 
 from megatron.bcd.blocks.ownership import Ownership
 from megatron.bcd.blocks.partition import Partition, consecutive
@@ -62,4 +64,4 @@ def piece_of(owned: Ownership, pieces: Sequence[range]) -> int:
     """Return the virtual piece of a parameter."""
     if owned.layer is None:
         return 0 if owned.module == "embedding" else len(pieces) - 1
-    return next(number for number, layers in enumerate(pieces) if owned.layer in layers)
+    return bisect_right(pieces, owned.layer, key=attrgetter("start")) - 1

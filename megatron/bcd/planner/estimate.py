@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -64,7 +65,6 @@ class Estimate:
     ranks: tuple[RankMemory, ...]  # data-parallel rank 0 of every stage, in every phase
     host_bytes: int  # per rank
     saving_bytes: int  # more host memory of a node while it saves
-    largest_micro_batch: int | None  # that fits and divides the batch; None if none does
     phases: tuple[PhaseTime, ...]
     exchange: Exchange | None  # with other replica groups
     iteration_seconds: float  # mean over a cycle, exchanges included
@@ -78,6 +78,13 @@ class Estimate:
     def peak(self) -> RankMemory:
         """The rank and phase with the largest peak."""
         return peak(self.ranks)
+
+    @cached_property
+    def largest_micro_batch(self) -> int | None:
+        """The largest micro-batch that fits and divides the batch of a data-parallel rank; None if none does."""
+        per_rank = self.recipe.global_batch_size // self.recipe.data_size
+        sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+        return max(takewhile(lambda size: fits(self.recipe.changed(micro_batch_size=size)), sizes), default=None)
 
     @property
     def fits(self) -> bool:
@@ -146,7 +153,6 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
         ranks=rank_memory(recipe),
         host_bytes=host_bytes(recipe),
         saving_bytes=saving_bytes(recipe),
-        largest_micro_batch=largest_micro_batch(recipe),
         phases=phases,
         exchange=exchange_of(recipe),
         iteration_seconds=seconds,
@@ -198,11 +204,3 @@ def multiplier_of(method: str, num_blocks: int, override: float | None = None) -
     elif method == "pretrain" and override is None and num_blocks != DEFAULT_NUM_BLOCKS:
         source += "; measured with three blocks"
     return value, source
-
-
-def largest_micro_batch(recipe: Recipe) -> int | None:
-    """Return the largest micro-batch that fits and divides the batch of a data-parallel rank."""
-    per_rank = recipe.global_batch_size // recipe.data_size
-    sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-    fitting = takewhile(lambda size: fits(recipe.changed(micro_batch_size=size)), sizes)
-    return max(fitting, default=None)

@@ -12,7 +12,7 @@ from megatron.bcd.planner.activations import Recomputed
 from megatron.bcd.planner.cost import OFFLOADED_BYTES
 from megatron.bcd.planner.recipe import LORA, Recipe
 from megatron.bcd.planner.replica_groups import exchange_of
-from megatron.bcd.planner.state import RankMemory
+from megatron.bcd.planner.state import ModelState, RankMemory
 from megatron.bcd.planner.tables import GIB
 
 LORA_RANK = 16
@@ -79,8 +79,7 @@ def _offloaded_bytes(recipe: Recipe) -> int:
     stages = range(recipe.pipeline_size)
     if recipe.method == "offload":
         return OFFLOADED_BYTES * max(max(buffers[0].stored) for buffers in recipe.state.buffers)
-    ranks, blocks = range(recipe.num_replicas), range(recipe.partition.num_blocks)
-    offloaded = max(recipe.state.share(*place).kept for place in product(stages, blocks, ranks))
+    blocks, offloaded = range(recipe.partition.num_blocks), recipe.state.kept_bytes
     if recipe.is_streamed:
         largest = max(
             len(layers.sizes) * layers.padded + recipe.state.embedding_on_host(stage)
@@ -102,29 +101,33 @@ def saving_bytes(recipe: Recipe) -> int:
     Weights on devices are copied, and the optimizer state of the active parameters is made in fp32. Layers in host
     memory and what is offloaded are written one tensor after the other.
     """
-    state, bcd, stages = recipe.state, recipe.config.bcd, range(recipe.pipeline_size)
-    is_short, moments = recipe.precision != "fp32", len(state.budget.moments)
+    most = _saving_rank_bytes(recipe.state, min(recipe.num_replicas, recipe.gpus_per_node) / recipe.num_replicas)
+    return int(most * max(1, recipe.gpus_per_node // recipe.num_replicas))
+
+
+@lru_cache(maxsize=256)
+def _saving_rank_bytes(state: ModelState, share: float) -> float:
+    """Return the most bytes of a rank whose node stores this share of the replicas."""
+    is_short, is_on_host = state.precision != "fp32", state.bcd.bcd_layers_on == "host"
 
     def of_rank(stage: int, block: int) -> float:
         weights = state_elements = largest = 0
         for tensor in state.tensors[stage]:
-            is_in_arena = bcd.bcd_layers_on == "host" and tensor.owned.layer is not None
-            is_active, is_stateless = tensor.is_active(block), tensor.is_stateless(block)
-            if state.steps_block_by_piece and bool(tensor.parts):  # written one after the other
+            is_in_arena = is_on_host and tensor.owned.layer is not None
+            is_active = tensor.is_active(block)
+            if state.steps_block_by_piece and tensor.parts:  # written one after the other
                 is_active = not is_in_arena
-            has_momentum = 1 if state.is_muon and tensor.parts else moments
-            weights += 0 if is_in_arena and not is_active else recipe.bytes_per_element * tensor.size
+            has_momentum = 1 if state.is_muon and tensor.parts else len(state.budget.moments)
+            weights += 0 if is_in_arena and not is_active else state.budget.weight * tensor.size
             if is_active:
                 state_elements += (is_short + has_momentum) * tensor.size
             elif is_in_arena:
                 largest = max(largest, tensor.size)
-            elif is_stateless:
+            elif tensor.is_stateless(block):
                 state_elements += is_short * tensor.size
-        shared = 4 * state_elements * min(recipe.num_replicas, recipe.gpus_per_node) / recipe.num_replicas
-        return weights + shared + 4 * is_short * largest
+        return weights + 4 * state_elements * share + 4 * is_short * largest
 
-    most = max(of_rank(*place) for place in product(stages, range(recipe.partition.num_blocks)))
-    return int(most * max(1, recipe.gpus_per_node // recipe.num_replicas))
+    return max(of_rank(*place) for place in product(range(len(state.tensors)), range(state.partition.num_blocks)))
 
 
 def _offloaded_main_params(recipe: Recipe, stage: int) -> int:
@@ -149,6 +152,7 @@ def fits_on_host(recipe: Recipe) -> bool:
     return recipe.host_memory_gb is None or node_bytes(recipe) <= 1e9 * recipe.host_memory_gb
 
 
+@lru_cache(maxsize=4096)
 def fits(recipe: Recipe, *, share: float = 1.0) -> bool:
     """Return whether every rank's peak is within this share of its GPU's memory, and `fits_on_host`.
 

@@ -216,16 +216,7 @@ class RunMemory:
 
     def schedule_shape(self, block: int) -> PlanShape:
         """Return the pipeline schedule in the middle of the block's phase."""
-        state, number = self.state, self.num_microbatches
-        if state.is_breadth_first:
-            return breadth_first_shape(state.partition, block, state.pieces, num_microbatches=number)
-        return steady_shape(
-            state.partition,
-            block,
-            num_microbatches=number,
-            head=head_passes(self.config, padded_vocab_size=state.padded_vocabulary),
-            run_ahead=self.config.bcd.bcd_run_ahead,
-        )
+        return _schedule_shape(self.state, block, self.num_microbatches, self.config.model.seq_length)
 
     def activations(self, stage: int, block: int) -> StageActivations:
         """Return the activations of a stage in the block's phase."""
@@ -238,3 +229,16 @@ class RunMemory:
             block=block,
             saved_inputs=self.config.bcd.bcd_saved_inputs,
         )
+
+
+@lru_cache(maxsize=4096)
+def _schedule_shape(state: ModelState, block: int, num_microbatches: int, sequence: int) -> PlanShape:
+    if state.is_breadth_first:
+        return breadth_first_shape(state.partition, block, state.pieces, num_microbatches=num_microbatches)
+    return steady_shape(
+        state.partition,
+        block,
+        num_microbatches=num_microbatches,
+        head=cost.head_passes(state.shape, sequence=sequence, padded_vocabulary=state.padded_vocabulary),
+        run_ahead=state.bcd.bcd_run_ahead,
+    )

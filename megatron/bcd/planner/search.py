@@ -394,8 +394,8 @@ def _changes_to(method: str, *, keeps_blocks: bool) -> _Changes:
     return changes | {"method": method}
 
 
-def fewest_gpus(base: Recipe, *, stages: int | None = None) -> int | None:
-    """Return the fewest GPUs on which some layout fits, or None.
+def fewest_gpus(base: Recipe, *, stages: int | None = None, below: int | None = None) -> int | None:
+    """Return the fewest GPUs on which some layout fits, or None. With `below`, which fits, only fewer count.
 
     Powers of two are tried, or such multiples of a given pipeline, if needed with a larger batch; then smaller numbers
     that keep the batch: any number on one node, otherwise full nodes.
@@ -411,9 +411,11 @@ def fewest_gpus(base: Recipe, *, stages: int | None = None) -> int | None:
 
     per_node, batch = base.cluster.gpus_per_node, base.global_batch_size
     for number in _doubled(stages or 1):
-        if fits_on(number, batch=_multiple(batch, number)):
-            between = (other for other in range(number // 2 + 1, number) if other <= per_node or other % per_node == 0)
-            return next((other for other in between if fits_on(other, batch=batch)), number)
+        is_last = below is not None and number >= below
+        if is_last or fits_on(number, batch=_multiple(batch, number)):
+            between = range(number // 2 + 1, below if below is not None and is_last else number)
+            even = (other for other in between if other <= per_node or other % per_node == 0)
+            return next((other for other in even if fits_on(other, batch=batch)), None if is_last else number)
     return None
 
 
@@ -431,8 +433,8 @@ def compare(base: Recipe, *, stages: int | None = None, **cost: float | None) ->
             continue
         costs = cost if method == "pretrain" else cost | {"multiplier": None}
         best = search(recipe, stages=stages, **costs)[:1]
-        fewest = fewest_gpus(recipe, stages=stages)
-        if fewest is not None and (fewest < recipe.num_gpus or not best and fewest > recipe.num_gpus):
+        fewest = fewest_gpus(recipe, stages=stages, below=recipe.num_gpus if best else None)
+        if fewest not in (None, recipe.num_gpus):
             few: _Changes = {"num_gpus": fewest, "pipeline_model_parallel_size": stages or 1, "micro_batch_size": 1}
             few["global_batch_size"] = _multiple(recipe.global_batch_size, fewest)
             best += search(recipe.changed(**few), stages=stages, **costs)[:1]

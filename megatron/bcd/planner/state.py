@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import product
 
 from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
 from megatron.bcd.blocks.partition import Partition
@@ -94,7 +95,6 @@ class MatrixShare:
     by_piece: tuple[int, ...] = ()  # breadth-first: bytes of gradients while each virtual piece is open
     working_by_piece: tuple[int, ...] = ()  # and temporary bytes of its update
     state: int = 0  # bytes of momenta, factors, and the low 16 bits of bf16 weights
-    kept: int = 0  # bytes of offloaded momenta of other blocks, in host memory
     working: int = 0  # temporary bytes while the rank updates its largest stack of matrices at the end
     orthogonalization: int = 0  # operations
     traffic: int = 0  # bytes of element-wise work
@@ -238,7 +238,7 @@ class ModelState:
         if self.bcd.bcd_layers_on == "device" or not self.layer_state_bytes:
             return 0
         by_layer = Counter[int]()
-        for tensor, owners in zip(*self._matrices(stage), strict=True):
+        for tensor, owners in self._matrices[stage]:
             if tensor.owned.layer is not None and replica in owners:
                 number = 2 * (self.precision == "bf16") * _aligned(tensor.size)
                 for _, (dtype, shared) in self.state_on_host:
@@ -246,9 +246,12 @@ class ModelState:
                 by_layer[tensor.owned.layer] += number
         return self.num_layer_buffers(stage) * max(by_layer.values(), default=0)
 
-    def _matrices(self, stage: int) -> tuple[list[Tensor], list[list[int]]]:
-        """Return the matrices that are stepped apart, and their owners: with divided experts one for each part."""
-        matrices = [tensor for tensor in self.tensors[stage] if tensor.parts]
+    @cached_property
+    def _matrices(self) -> list[list[tuple[Tensor, list[int]]]]:
+        """The matrices that are stepped apart, and their owners, by stage. With divided experts each part has one."""
+        return [self._with_owners([tensor for tensor in tensors if tensor.parts]) for tensors in self.tensors]
+
+    def _with_owners(self, matrices: list[Tensor]) -> list[tuple[Tensor, list[int]]]:
         owners = dict[str, list[int]]()
         for are_experts in (False, True):
             some = [tensor for tensor in matrices if tensor.is_expert == are_experts]
@@ -256,7 +259,7 @@ class ModelState:
             num_owners = self._num_expert_replicas if are_experts else self.num_replicas
             for tensor, owner in zip(some, matrix_owners([each.size for each in some], num_owners), strict=True):
                 owners[tensor.name] = [rank for rank, place in enumerate(places) if place == owner]
-        return matrices, [owners[tensor.name] for tensor in matrices]
+        return [(tensor, owners[tensor.name]) for tensor in matrices]
 
     def weight_elements(self, stage: int, block: int) -> int:
         """Return the weights on the device in elements, with the padding of buffers."""
@@ -318,72 +321,73 @@ class ModelState:
         """Return a rank's share of the matrices that are stepped in the block's phase."""
         if not self.is_muon and self.bcd.bcd_inactive_update == "none" and not self.steps_block_by_piece:
             return MatrixShare()
-        shares = self._shares
-        if (stage, block) not in shares:
-            matrices, owners = self._matrices(stage)
-            ranks = range(self.num_replicas)
-            shares[stage, block] = [self._share(matrices, [rank in each for each in owners], block) for rank in ranks]
-        return shares[stage, block][replica]
+        return _shares(self, stage, block)[replica]
 
     @cached_property
-    def _shares(self) -> dict[tuple[int, int], list[MatrixShare]]:
-        """Cache of the shares of all ranks, by stage and block, because a search needs them repeatedly."""
-        return {}
+    def kept_bytes(self) -> int:
+        """The most bytes of offloaded momenta of a rank in a phase."""
+        if not self._momentum_bytes or not self.partition.has_active_block or self.bcd.bcd_optimizer_state != "host":
+            return 0
+        most, blocks, ranks = 0, range(self.partition.num_blocks), range(self.num_replicas)
+        for matrices, block, rank in product(self._matrices, blocks, ranks):
+            sizes = (each.size for each, owners in matrices if rank in owners and not each.is_active(block))
+            most = max(most, sum(int(self._momentum_bytes * size) for size in sizes))
+        return most
 
-    def _share(self, matrices: list[Tensor], is_owner: list[bool], block: int) -> MatrixShare:
+    @property
+    def _momentum_bytes(self) -> float:
+        """The bytes of state of an element that is stepped without Megatron Core's optimizer, beside its low bits."""
+        if self.is_muon:
+            return DTYPE_BYTES[self.bcd.muon_momentum_dtype]
+        return sum(MOMENT_BYTES[dtype] for dtype in self.budget.moments) if self.steps_block_by_piece else 0
+
+    def rank_share(self, stage: int, block: int, rank: int) -> MatrixShare:
+        """Compute `share`."""
         bcd = self.bcd
         muon_gradient, stateless_gradient = DTYPE_BYTES[bcd.muon_grad_dtype], DTYPE_BYTES[bcd.bcd_inactive_grad_dtype]
-        momentum: float = DTYPE_BYTES[bcd.muon_momentum_dtype] if self.is_muon else 0
         if self.steps_block_by_piece and not self.is_muon:
-            muon_gradient, momentum = self.budget.gradient, sum(MOMENT_BYTES[dtype] for dtype in self.budget.moments)
+            muon_gradient = self.budget.gradient
         low_bits = 2 if self.precision == "bf16" else 0
         total, updated, by_piece = Counter[str](), [], [0] * len(self.pieces)
-
-        def waits(tensor: Tensor) -> bool:  # for the end of the step
-            return tensor.is_active(block) and not self.steps_block_by_piece
-
         working_by_piece = list(by_piece)
-        for tensor, is_owned in zip(matrices, is_owner, strict=True):
+        for tensor, owners in self._matrices[stage]:
             is_active = tensor.is_active(block)
             is_stepped = is_active and self._steps_matrix(tensor) or tensor.is_stateless(block)
+            waits = is_active and not self.steps_block_by_piece  # for the end of the step
+            pieces = self._open_pieces(tensor) if is_stepped and not waits else ()
             if is_stepped:
                 gradient = muon_gradient if is_active else stateless_gradient
-                pieces = () if waits(tensor) else self._open_pieces(tensor)
                 total["gradients"] += gradient * tensor.size * (not pieces)
                 for piece in pieces:
                     by_piece[piece] += gradient * tensor.size
                 total["messages"] += (gradient + self.budget.weight) * tensor.size * (self.num_replicas > 1)
-            if not is_owned:
+            if rank not in owners:
                 continue
             is_in_arena = self.bcd.bcd_layers_on != "device" and tensor.owned.layer is not None
             has_low_bits = self._steps_matrix(tensor) if is_active else bool(tensor.owned.stateless_in)
-            if not is_in_arena or waits(tensor):
-                total["state"] += int((low_bits * has_low_bits + momentum * is_active) * tensor.size)
+            if not is_in_arena or waits:
+                total["state"] += int((low_bits * has_low_bits + self._momentum_bytes * is_active) * tensor.size)
             has_factors = self._stateless_rule(tensor) == "factored" and bool(tensor.owned.stateless_in)
             total["state"] += 4 * tensor.num_factors * has_factors
-            if not is_active and self.partition.has_active_block and bcd.bcd_optimizer_state == "host":
-                total["kept"] += int(momentum * tensor.size)
             if is_stepped:
-                updated.append(tensor)
+                updated.append((tensor, is_active, pieces))
                 rule = self._stateless_rule(tensor)
                 passes = _MUON_PASSES if self.is_muon else ADAM_PASSES
                 total["traffic"] += 4 * (passes if is_active else _STATELESS_PASSES[rule]) * tensor.size
                 if self.is_muon if is_active else rule == "orthogonal":
                     total["orthogonalization"] += sum(newton_schulz_flops(*part) for part in tensor.parts)
-        keys = [
-            (tensor.parts, tensor.is_active(block), () if waits(tensor) else self._open_pieces(tensor))
-            for tensor in updated
-        ]
-        for stack in matrix_stacks(keys, [tensor.name for tensor in updated], [tensor.size for tensor in updated]):
-            first = updated[stack[0]]
-            by_form = _WORKING_BYTES["orthogonal" if first.is_active(block) else self._stateless_rule(first)]
+        keys = [(tensor.parts, is_active, pieces) for tensor, is_active, pieces in updated]
+        names, sizes = [tensor.name for tensor, _, _ in updated], [tensor.size for tensor, _, _ in updated]
+        for stack in matrix_stacks(keys, names, sizes):
+            first, is_active, pieces = updated[stack[0]]
+            by_form = _WORKING_BYTES["orthogonal" if is_active else self._stateless_rule(first)]
             size = len(stack) * first.size
             if by_form is _WORKING_BYTES["factored"] and len(first.parts) == 1:
                 size = min(size, ROWS_ELEMENTS)
             working = by_form[2 if len(first.parts) > 1 else len(stack) > 1] * size
             if self.steps_block_by_piece and not self.is_muon:
                 working = _PIECE_WORK * min(first.size, _LOW_BIT_CHUNK)
-            if pieces := () if waits(first) else self._open_pieces(first):
+            if pieces:
                 working_by_piece[pieces[0]] = max(working_by_piece[pieces[0]], int(working))
             else:
                 total["working"] = max(total["working"], int(working))
@@ -398,6 +402,11 @@ class ModelState:
     def _stateless_rule(self, tensor: Tensor) -> str:
         is_in_layer = tensor.owned.module == "layer"
         return self.bcd.bcd_inactive_update if is_in_layer else self.bcd.bcd_embedding_update
+
+
+@lru_cache(maxsize=4096)  # a search needs them repeatedly
+def _shares(state: ModelState, stage: int, block: int) -> list[MatrixShare]:
+    return [state.rank_share(stage, block, rank) for rank in range(state.num_replicas)]
 
 
 def _aligned(size: int) -> int:

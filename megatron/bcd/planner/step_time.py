@@ -90,7 +90,7 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> Phas
     ]
     step, slowest = max(steps, key=lambda rank: rank[0])
     shape = recipe.memory.schedule_shape(block)
-    costs = _breadth_first_costs(recipe, block, step) if shape.is_breadth_first else _costs(recipe, shape, block)
+    costs = _breadth_first_costs(recipe, block, step) if shape.is_breadth_first else _costs(recipe, block)
     pipeline, bubble = _rough_seconds(shape, costs) if is_rough else _pipeline_seconds(shape, costs)
     return PhaseTime(
         block=block,
@@ -137,9 +137,9 @@ def mean_seconds(recipe: Recipe, *, is_rough: bool = False) -> float:
     return sum(phase_seconds(recipe, each, is_rough=is_rough).total for each in blocks) / len(blocks)
 
 
-def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
+def _costs(recipe: Recipe, block: int) -> ActionCosts:
     partition, choices = recipe.partition, recomputation(recipe)
-    layer, head, core = pass_seconds(recipe)
+    layer, _, core = pass_seconds(recipe)
     exchange = exchange_seconds(recipe)
     forward, backward = [], []
     for virtual in range(partition.num_virtual_stages):
@@ -153,11 +153,7 @@ def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
         backward.append((num_inputs + num_updated + recomputed) * layer + (num_inputs + recomputed) * exchange)
         if choice.granularity == "selective":
             backward[-1] += num_inputs * core
-        if virtual == shape.last:
-            forward_passes, backward_passes = num_head_passes(recipe, block)
-            forward[-1] += forward_passes * head
-            backward[-1] += backward_passes * head
-    return ActionCosts(forward=forward, backward=backward, backward_input=backward, message=_message_seconds(recipe))
+    return _with_head(recipe, block, forward, backward)
 
 
 def num_head_passes(recipe: Recipe, block: int) -> tuple[int, int]:
@@ -188,14 +184,16 @@ def _breadth_first_costs(recipe: Recipe, block: int, update: float) -> ActionCos
     Copies to and from the device run side by side. `update` is the time of all updates of a stage.
     """
     state, number, stages = recipe.state, recipe.num_microbatches, recipe.pipeline_size
-    head, speed, last = pass_seconds(recipe)[1], 1e9 * recipe.cluster.copy_gb_per_s, len(state.pieces) - 1
-    forward, backward = [], []
+    speed, last = 1e9 * recipe.cluster.copy_gb_per_s, len(state.pieces) - 1
+    forward, backward, by_stage = [], [], []
+    for stage in range(stages):
+        activations = recipe.memory.activations(stage, block)
+        inputs = activations.input_bytes("host") / max(1, activations.num_saved_inputs)
+        by_stage.append((*copy_bytes(recipe, stage, block), inputs))
     for virtual, (layers, (passing, computing)) in enumerate(
         zip(state.pieces, piece_seconds(recipe, block), strict=True)
     ):
-        activations = recipe.memory.activations(virtual % stages, block)
-        loads, store = copy_bytes(recipe, virtual % stages, block)
-        inputs = activations.input_bytes("host") / max(1, activations.num_saved_inputs)
+        loads, store, inputs = by_stage[virtual % stages]
         forward.append(max(passing, max(loads[0] * len(layers), inputs) / speed / number))
         copying = max(loads[1] * len(layers) + inputs, store * len(layers)) / speed
         waiting = copying - number * (passing + computing) - update * stages / len(state.pieces)
@@ -204,6 +202,12 @@ def _breadth_first_costs(recipe: Recipe, block: int, update: float) -> ActionCos
         computing += passing + max(0.0, waiting) / number
         # all pieces but the last one repeat their forward pass
         backward.append(computing - (passing if virtual == last else forward[-1]))
+    return _with_head(recipe, block, forward, backward)
+
+
+def _with_head(recipe: Recipe, block: int, forward: list[float], backward: list[float]) -> ActionCosts:
+    """Return the costs of passes of layers with those of the head, which follows the last ones."""
+    head = pass_seconds(recipe)[1]
     forward_passes, backward_passes = num_head_passes(recipe, block)
     forward[-1] += forward_passes * head
     backward[-1] += backward_passes * head

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import lcm, prod
 
 from megatron.bcd.blocks.ownership import Ownership, ownership
@@ -46,6 +47,7 @@ class Tensor:
         return self.owned.is_stateless(block)
 
 
+@lru_cache(maxsize=256)
 def stage_tensors(
     shape: ModelShape,
     partition: Partition,
