@@ -340,20 +340,20 @@ def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: R
 
 
 def _describe_pipeline(config: RunConfig, partition: Partition) -> str:
-    blocks = [block.index for block in partition.blocks]
-    if config.bcd.bcd_schedule == "stock":
+    blocks, schedule = [block.index for block in partition.blocks], config.bcd.bcd_schedule
+    if schedule == "stock":
         return "stock: Megatron Core's 1F1B"
     if partition.num_chunks > 1:
         forward_only = [partition.first_trainable_virtual_stage(block) // partition.num_stages for block in blocks]
         return (
-            f"bcd: interleaved, {partition.num_chunks} chunks of the model on every stage; forward-only chunks by "
-            f"block {_listed(forward_only)}"
+            f"{schedule}: {'' if config.is_breadth_first else 'interleaved, '}{partition.num_chunks} chunks of the "
+            f"model on every stage; forward-only chunks by block {_listed(forward_only)}"
         )
     if not partition.has_prefix:
-        return f"bcd: no stage runs forward only ({_why_no_prefix(config)})"
+        return f"{schedule}: no stage runs forward only ({_why_no_prefix(config)})"
     forward_only = [partition.first_trainable_stage(block) for block in blocks]
     if not any(forward_only):
-        return "bcd: every block begins on the first stage, so no stage runs forward only"
+        return f"{schedule}: every block begins on the first stage, so no stage runs forward only"
     ahead = [microbatches_ahead(partition, block, config.bcd.bcd_run_ahead) for block in blocks]
     return f"bcd: forward-only stages by block {_listed(forward_only)}; they run ahead {_listed(ahead)} microbatches"
 
