@@ -13,8 +13,10 @@ import torch
 from support import worlds
 from support.dist import World
 
+from megatron.bcd.model.frozen_weights import LOW_BITS
 from megatron.bcd.optim import update_rules
-from megatron.bcd.optim.matrix_optimizer import LOW_BITS, MatrixOptimizer, MatrixRule
+from megatron.bcd.optim.matrix import MatrixRule
+from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import replicas
 

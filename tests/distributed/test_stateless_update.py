@@ -217,7 +217,7 @@ def spoilt_step(config: Any) -> list[list[str]]:
     def after_schedule(run: worlds.RecordedRun) -> None:
         before.update(worlds.weights_of(run.model))
         if run.iteration == 2 and torch.distributed.get_rank() == 0:
-            next(iter(run.active.matrices.stepped)).parameter.main_grad[0, 0] = math.inf
+            run.active.matrices.stacks[0].gradient[0, 0, 0] = math.inf
 
     def after_step(run: worlds.RecordedRun) -> None:
         changed.append(worlds.same_bits(worlds.weights_of(run.model), before))

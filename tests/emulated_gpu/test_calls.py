@@ -10,7 +10,8 @@ import pytest
 import torch
 from count_calls import table
 
-from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer, MatrixRule
+from megatron.bcd.optim.matrix import MatrixRule
+from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.planner import state
 

@@ -19,7 +19,7 @@ from megatron.core import dist_checkpointing
 from megatron.bcd.checkpoint import layout, shard_writer
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.config import RunConfig
-from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer, NoMatrixOptimizer
+from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from support import worlds
 
 
@@ -38,14 +38,13 @@ def one_part(config: RunConfig, **hooks: worlds.Hook) -> dict[str, Any]:
 
 def with_rounded_norm(config: RunConfig) -> dict[str, Any]:
     """Return `one_part` of a run that clips by a gradient norm of three digits, in whatever order its parts add up."""
-    with contextlib.ExitStack() as patches:
-        for optimizer in (MatrixOptimizer, NoMatrixOptimizer):
+    add_norm = MatrixOptimizer.add_norm
 
-            def rounded(self: Any, norm: float, add_norm: Any = optimizer.add_norm) -> tuple[float, bool]:
-                exact, is_finite = add_norm(self, norm)
-                return float(f"{exact:.3g}"), is_finite
+    def rounded(self: Any, norm: float) -> tuple[float, bool]:
+        exact, is_finite = add_norm(self, norm)
+        return float(f"{exact:.3g}"), is_finite
 
-            patches.enter_context(mock.patch.object(optimizer, "add_norm", rounded))
+    with mock.patch.object(MatrixOptimizer, "add_norm", rounded):
         return one_part(config)
 
 

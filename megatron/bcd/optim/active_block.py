@@ -18,10 +18,11 @@ from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.pieces import piece_of, stage_pieces, virtual_pieces
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_frozen_weights
+from megatron.bcd.model.frozen_weights import LOW_BITS, State
 from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
-from megatron.bcd.optim.matrix_optimizer import LOW_BITS, State, build_matrix_optimizer, phase_rules
 from megatron.bcd.optim.parameters import ParametersByBlock
+from megatron.bcd.optim.phase_optimizer import build_matrix_optimizer, phase_rules
 from megatron.bcd.optim.state_owner import StateOwner
 from megatron.bcd.optim.switch_check import SwitchCheck
 from megatron.bcd.runtime import memory

@@ -1,12 +1,13 @@
-"""Build the Megatron Core objects of a phase: the DDP wrapper with its buffers, and the optimizer."""
+"""Build the DDP wrapper and optimizer of a phase, and the matrix optimizer with its rules."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -18,8 +19,13 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.utils import get_model_config
 
 from megatron.bcd.config import RunConfig, core_keywords
+from megatron.bcd.model.frozen_weights import State
+from megatron.bcd.optim import update_rules
 from megatron.bcd.optim.low_bit_adam import LowBitAdam
+from megatron.bcd.optim.matrix import MatrixRule, Rules
+from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, chained_optimizers, param_shards
+from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import memory, replicas
 from megatron.bcd.runtime.device import DTYPES
 
@@ -77,3 +83,91 @@ def build_optimizer(
         if not each.get_parameters():
             each.is_stub_optimizer = True  # this rank steps nothing, but it joins every reduction
     return optimizer
+
+
+def build_matrix_optimizer(
+    config: RunConfig,
+    model: torch.nn.Module,
+    matrices: Mapping[str, torch.nn.Parameter],
+    *,
+    places: Mapping[torch.nn.Parameter, State],
+) -> MatrixOptimizer:
+    """Build the optimizer of this stage's `matrices`, by name. `places` as for `MatrixOptimizer`."""
+    if not _has_matrix_optimizer(config):
+        return MatrixOptimizer({}, group=replicas.group(), is_used=False)
+    model_config, settings = get_model_config(model), config.optimizer
+    heads, groups, width = model_config.num_attention_heads, model_config.num_query_groups, model_config.kv_channels
+    assert groups is not None and width is not None
+    qkv_parts = (heads // groups * width, width, width)
+
+    def layout_of(name: str, parameter: torch.nn.Parameter) -> MatrixLayout:
+        tensor_group = replicas.tensor_group(parameter)
+        is_qkv = settings.muon_split_qkv and name.endswith("linear_qkv.weight")
+        dim = getattr(parameter, "partition_dim", -1)  # Megatron Core's: -1 where each rank has all of it
+        is_sliced = tensor_group.size() > 1 and dim >= 0
+        return MatrixLayout(
+            parts=qkv_parts if is_qkv and parameter.shape[0] % sum(qkv_parts) == 0 else (),
+            sharded_dim=dim if is_sliced else None,
+            group=tensor_group if is_sliced else None,
+            tensor_mode=settings.muon_tp_mode,
+        )
+
+    return MatrixOptimizer(
+        {name: (parameter, layout_of(name, parameter)) for name, parameter in matrices.items()},
+        group=replicas.group(),
+        offloads_low_bits=config.bcd.bcd_inactive_update == "none",  # only Muon's own blocks step the matrices
+        momentum_dtype=DTYPES[config.bcd.muon_momentum_dtype],
+        overlaps_reduction=config.ddp.overlap_grad_reduce,
+        max_norm=config.optimizer.clip_grad,
+        places=places,
+        stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        pipeline_group=(
+            parallel_state.get_pipeline_model_parallel_group()
+            if config.is_breadth_first and config.pipeline_size > 1
+            else None
+        ),
+    )
+
+
+def phase_rules(
+    config: RunConfig, *, inactive: Iterable[str], outside_layers: Iterable[str], block: Iterable[str]
+) -> Rules:
+    """Return the matrices that the matrix optimizer steps in a phase, with their rules.
+
+    These are the matrices of `inactive` layers, the embedding and the head with rule `factored`, and with Muon the
+    matrices of the block.
+    """
+    if not _has_matrix_optimizer(config):
+        return []
+    bcd, settings = config.bcd, config.optimizer
+    assert bcd.bcd_inactive_lr_ratio is not None, "arguments.derive sets the default of the rule"
+    stateless = MatrixRule(
+        name=bcd.bcd_inactive_update,
+        scale=bcd.bcd_inactive_lr_ratio,
+        grad_dtype=DTYPES[bcd.bcd_inactive_grad_dtype],
+        num_steps=settings.muon_num_ns_steps,
+    )
+    embedding = replace(stateless, name=bcd.bcd_embedding_update, scale=1.0)
+    rules: Rules = [(stateless, inactive, False), (embedding, outside_layers, False)]
+    if config.is_muon:
+        muon = MatrixRule(
+            name=update_rules.ORTHOGONAL,
+            scale=settings.muon_extra_scale_factor,
+            grad_dtype=DTYPES[bcd.muon_grad_dtype],
+            momentum=settings.muon_momentum,
+            is_by_piece=config.steps_block_by_piece,
+            nesterov=settings.muon_use_nesterov,
+            num_steps=settings.muon_num_ns_steps,
+            scale_mode=settings.muon_scale_mode,
+        )
+        rules.append((muon, block, True))
+    elif config.steps_block_by_piece:
+        adam = {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps}
+        adam |= {"dtype": config.training.adam_moments_dtype, "decoupled_weight_decay": settings.decoupled_weight_decay}
+        rule = MatrixRule(name=update_rules.ADAM, grad_dtype=DTYPES[config.main_grad_dtype], adam=adam)
+        rules.append((rule, block, True))
+    return rules
+
+
+def _has_matrix_optimizer(config: RunConfig) -> bool:
+    return config.is_muon or config.bcd.bcd_inactive_update != "none" or config.steps_block_by_piece

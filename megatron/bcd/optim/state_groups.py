@@ -17,7 +17,7 @@ import torch
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.block_state import OffloadedShard
 from megatron.bcd.optim.low_bit_adam import MOMENTS
-from megatron.bcd.optim.matrix_optimizer import FACTORS, MOMENTUM
+from megatron.bcd.optim.matrix import FACTORS, MOMENTUM
 from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
 from megatron.bcd.optim.parameters import Parameters
 from megatron.bcd.optim.update_rules import FACTORED
@@ -138,8 +138,10 @@ class BlockState(StateGroup):
 
     def set(self, parameter: str, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
         assert self._is_active, f"block {self.block} is not active"
-        if _has_adam(self._active) and parameter in self._active.matrices.matrices:
-            self._active.matrices.set_adam(parameter, tensors, num_steps=num_steps)
+        optimizer = self._active.matrices
+        if _has_adam(self._active) and parameter in optimizer.matrices:
+            optimizer.num_steps = num_steps
+            optimizer.matrices[parameter].set_adam(tensors)
         _set_shard(self._active.core.block_shards.get(parameter), tensors, num_steps)
 
 
@@ -217,7 +219,7 @@ class Momenta(StateGroup):
         }
 
     def set(self, parameter: str, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
-        self._active.matrices.set_momentum(parameter, tensors[MOMENTUM])
+        self._active.matrices.matrices[parameter].set_momentum(tensors[MOMENTUM])
 
 
 class FactoredMoments(StateGroup):
@@ -254,7 +256,8 @@ class FactoredMoments(StateGroup):
         return {ROW_MEANS: rows.shape, COLUMN_MEANS: columns.shape}
 
     def set(self, parameter: str, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
-        self._active.matrices.set_factors(parameter, tensors[ROW_MEANS], tensors[COLUMN_MEANS], num_steps=num_steps)
+        matrix = self._active.matrices.matrices[parameter]
+        matrix.set_factors(tensors[ROW_MEANS], tensors[COLUMN_MEANS], num_steps=num_steps)
 
 
 class OuterMomenta(StateGroup):

@@ -1,0 +1,373 @@
+"""Matrices that are stepped without Megatron Core's optimizer: the state of each, and stacks that share a gradient.
+
+Shapes: K = matrices of a stack, M = rows, N = columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.bcd.blocks.ownership import matrix_stacks
+from megatron.bcd.model.frozen_weights import LOW_BITS, State
+from megatron.bcd.optim import bf16, low_bit_adam, update_rules
+from megatron.bcd.optim.param_shard import MAIN_PARAM
+from megatron.bcd.optim.update_rules import MatrixLayout
+from megatron.bcd.runtime import device
+from megatron.bcd.runtime.compat import pytorch
+
+MOMENTUM, FACTORS = "momentum_buffer", "factors"
+"""Kinds of state, beside LOW_BITS and Adam's entries. The first is also the momentum's name in checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixRule:
+    """The rule for stepping a set of matrices: w -= lr x (weight_decay x w + scale x direction)."""
+
+    name: str
+    """ORTHOGONAL, FACTORED or ADAM (`update_rules`)."""
+    scale: float = 1.0
+    """Root mean square of an update at a learning rate of 1."""
+    grad_dtype: torch.dtype
+    momentum: float | None = None
+    """Decay of the momentum; None for no momentum."""
+    nesterov: bool = False
+    num_steps: int = update_rules.NEWTON_SCHULZ_STEPS
+    """Newton-Schulz iterations."""
+    scale_mode: str = "spectral"
+    """A key of `update_rules.SCALES`."""
+    is_by_piece: bool = True
+    """Whether breadth-first order steps the matrices right after their passes."""
+    adam: Mapping[str, Any] = field(default_factory=dict)
+    """With ADAM: betas, eps and decoupled_weight_decay as in PyTorch; `dtype`, the precision of the moments."""
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether the gradients are clipped and part of the norm."""
+        return self.momentum is not None or self.name == update_rules.ADAM
+
+
+Rules = list[tuple[MatrixRule, Iterable[str], bool]]
+"""Rule, names of matrices, and whether the active block owns them."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Matrix:
+    """A matrix of a layer, or this rank's tensor-parallel slice of it, with its state."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    layout: MatrixLayout
+    owner: int
+    """Rank of the owner in `group`, the ranks with the same matrix."""
+    group: torch.distributed.ProcessGroup
+    num_ranks: int
+    """Number of ranks whose gradients the matrix averages. Those of an expert have arrived with its tokens."""
+    momentum_dtype: torch.dtype
+    offloads_low_bits: bool
+    """Whether low bits are in host memory while the matrix is not stepped."""
+    places: State
+    """The owner's preallocated host memory, by kind of state; empty on other ranks."""
+    rule: MatrixRule | None = None
+    """The rule that steps it in the present phase."""
+    is_streamed: bool = False
+    """Whether its weight is in host memory in the present phase."""
+    stack: Stack | None = None
+    """The stack with its gradient buffer, while it has one."""
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The owner's state on the device, by kind."""
+    offloaded: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The owner's state in host memory, by kind."""
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank is the owner."""
+        return self.owner == self.group.rank()
+
+    def begin(self, rule: MatrixRule, *, is_streamed: bool) -> None:
+        """Begin a phase in which `rule` steps the matrix. The owner restores or creates the state that it needs."""
+        self.rule, self.is_streamed = rule, is_streamed
+        self.parameter.requires_grad_(True)
+        if not self.is_owner:
+            return
+        for kind, place in self.streamed_places.items():
+            if self.get(kind) is None:
+                self.offloaded[kind] = place.zero_()
+        if rule.momentum is not None:
+            self._prepare(MOMENTUM, lambda: self._zeros(self.momentum_dtype))
+        if rule.name == update_rules.ADAM and not self.adam_state():
+            self.state |= low_bit_adam.zeros(self.parameter.numel(), rule.adam["dtype"], device.current())
+        if rule.name == update_rules.FACTORED:
+            self._prepare(FACTORS, self.zero_factors)
+        if self.parameter.dtype == torch.bfloat16:
+            self._prepare(LOW_BITS, lambda: self._zeros(torch.int16))
+
+    def end(self, *, keeps_momentum: bool) -> None:
+        """End the phase: move its momentum to host memory, or drop it."""
+        self.parameter.requires_grad_(False)
+        self.rule = None
+        if not keeps_momentum:
+            self.state.pop(MOMENTUM, None)
+        self.offload([MOMENTUM, LOW_BITS] if self.offloads_low_bits else [MOMENTUM])
+
+    @property
+    def streamed_places(self) -> State:
+        """Places of the state that stays in host memory in this phase, except while its piece is open."""
+        return self.places if self.is_streamed else {}
+
+    def _prepare(self, kind: str, create: Callable[[], torch.Tensor]) -> None:
+        """Restore the state of a kind to the device, or create it there, unless it is streamed."""
+        if kind in self.streamed_places:
+            return
+        if kind in self.offloaded:
+            self.state[kind] = self.offloaded.pop(kind).to(device.current(), copy=kind in self.places)
+        elif kind not in self.state:
+            self.state[kind] = create()
+
+    def _zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros_like(self.parameter, dtype=dtype, device=device.current())
+
+    def offload(self, kinds: Iterable[str]) -> None:
+        """Move state of these kinds to host memory."""
+        for kind in self.state.keys() & kinds:
+            self.store_on_host(kind, self.state.pop(kind))
+
+    def store_on_host(self, kind: str, tensor: torch.Tensor) -> None:
+        """Set the state of a kind in host memory, in its place if there is one."""
+        self.offloaded[kind] = self.places[kind].copy_(tensor) if kind in self.places else tensor.cpu()
+
+    def get(self, kind: str) -> torch.Tensor | None:
+        """Return the state of a kind, on the device or in host memory; None if there is none."""
+        return self.state.get(kind, self.offloaded.get(kind))
+
+    def drop(self, kind: str) -> None:
+        """Free the state of a kind."""
+        self.state.pop(kind, None)
+        self.offloaded.pop(kind, None)
+
+    def zero_factors(self) -> torch.Tensor:
+        """Return the factors before the first step, flat."""
+        rows, columns = self.parameter.shape
+        size = update_rules.num_factors(rows, columns, len(self.layout.parts) or 1)
+        return torch.zeros(size, device=device.current())
+
+    def split_factors(self, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return views of this matrix's factors, split as by `update_rules.split_factors`."""
+        return update_rules.split_factors(factors, self.parameter.shape[0], len(self.layout.parts) or 1)
+
+    def adam_state(self, *names: str) -> State:
+        """Return the owner's entries of Adam's moments, or of some, flat."""
+        kinds = [name + suffix for name in names or low_bit_adam.MOMENTS for suffix in ("", low_bit_adam.SCALE)]
+        return {kind: entry.view(-1) for kind in kinds if (entry := self.get(kind)) is not None}
+
+    # ------------------------------------------------------------------------------------------- as checkpoints have it
+
+    def main_param_reader(self) -> Callable[[], torch.Tensor]:
+        """Return a function that returns the owner's fp32 value, flat, from where weight and low bits are now."""
+        weight, low_bits, squares = self.parameter.detach(), self.get(LOW_BITS), self.get("exp_avg_sq")
+        if low_bits is None:  # this optimizer has not stepped it yet
+            return lambda: weight.float().view(-1)
+        squares = None if squares is None else squares.view_as(weight)
+        return lambda: bf16.join(weight, low_bits.to(weight.device), squares).view(-1)
+
+    def read_moment(self, name: str) -> torch.Tensor:
+        """Return one of the owner's moments, flat, in fp32."""
+        moment = low_bit_adam.decode(self.adam_state(name))[name]
+        return moment.abs() if name == "exp_avg_sq" else moment  # without the signs of `bf16.split`
+
+    @torch.no_grad()
+    def main_param(self) -> torch.Tensor:
+        """Return the fp32 value, flat, on every rank. A collective over the group."""
+        weight = self.parameter.detach().to(device.current())
+        if weight.dtype == torch.float32:
+            return weight.view(-1)
+        low_bits = self.get(LOW_BITS)
+        if low_bits is None:  # not the owner, or never stepped here
+            low_bits = torch.zeros_like(weight, dtype=torch.int16)
+        low_bits = low_bits.to(weight.device)
+        if self.group.size() > 1:
+            torch.distributed.broadcast(low_bits.view(torch.uint8), group=self.group, group_src=self.owner)
+        return bf16.join(weight, low_bits).view(-1)
+
+    @torch.no_grad()
+    def set_main_param(self, value: torch.Tensor) -> None:
+        """Set weight and low bits to a flat fp32 value."""
+        weight = self.parameter.data
+        value = value.to(weight.device).view_as(weight)
+        if weight.dtype == torch.float32:
+            weight.copy_(value)
+            return
+        if self.is_owner and self.get(LOW_BITS) is None:
+            self.state[LOW_BITS] = self._zeros(torch.int16)
+            if self.offloads_low_bits and self.rule is None:
+                self.offload([LOW_BITS])
+        bf16.split(value, weight=weight, low_bits=self.get(LOW_BITS))
+
+    def set_momentum(self, value: torch.Tensor) -> None:
+        """Set the owner's momentum.
+
+        It is on the device if the matrix is stepped with a momentum in this phase, otherwise in host memory.
+        """
+        if self.is_owner and MOMENTUM in self.state:
+            self.state[MOMENTUM].copy_(value)
+        elif self.is_owner:
+            self.store_on_host(MOMENTUM, value.to(self.momentum_dtype, copy=True))
+
+    @torch.no_grad()
+    def set_adam(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Set a matrix that Adam steps: its main parameter, if it is not the weight, and its moments."""
+        assert self.rule is not None, "the block is active"
+        weight, state, low_bits = self.parameter.data, self.adam_state(), self.get(LOW_BITS)
+        moments = {kind: tensors[kind].reshape(-1) for kind in low_bit_adam.MOMENTS if kind in tensors}
+        for kind, entry in low_bit_adam.encode(moments, self.rule.adam["dtype"]).items() if self.is_owner else ():
+            state[kind].copy_(entry)
+        if (main_param := tensors.get(MAIN_PARAM)) is not None:
+            main_param, squares = main_param.to(weight.device).view_as(weight), state.get("exp_avg_sq")
+            if squares is None or low_bits is None:
+                weight.copy_(main_param)
+            else:
+                bf16.split(main_param, weight=weight, low_bits=low_bits, squares=squares.view_as(weight))
+
+    def set_factors(self, row_means: torch.Tensor, column_means: torch.Tensor, *, num_steps: int) -> None:
+        """Set the owner's state of the rule `factored`; shapes as in `update_rules.split_factors`."""
+        if self.is_owner:
+            factors = self.state[FACTORS] = self.zero_factors()
+            values = row_means, column_means, torch.tensor(num_steps)
+            for view, value in zip(self.split_factors(factors), values, strict=True):
+                view.copy_(value)
+
+
+class Stack:
+    """Matrices of one shape, owner and layout in one phase, up to `ownership.STACK_ELEMENTS` elements.
+
+    They share a gradient buffer, its reduction, and every product and kernel of their update.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], param_group: dict[str, Any]) -> None:
+        self.matrices, self.param_group = matrices, param_group
+        self.owner, self.group, self.layout = matrices[0].owner, matrices[0].group, matrices[0].layout
+        self.is_owner, self.num_ranks = matrices[0].is_owner, matrices[0].num_ranks
+        weight = matrices[0].parameter
+        self.rule: MatrixRule = param_group["rule"]
+        shape, dtype = (len(matrices), *weight.shape), self.rule.grad_dtype
+        self.gradient = torch.zeros(shape, dtype=dtype, device=device.current())
+        """[K, M, N]; the `main_grad` of each matrix is a slice."""
+        self._num_missing = len(matrices)
+        self.is_reducing = False
+        self.is_shared = getattr(weight, "shared_embedding", False)
+        """Whether it is a tied embedding with a copy on another stage (Megatron Core's attribute). The gradients of
+        both stages are added after the passes, before the reduction."""
+        self.is_partial = getattr(weight, "sequence_parallel", False)  # Megatron Core's attribute
+        """Whether the weight is whole on each tensor-parallel rank and its gradient is a part of the sequence's, as a
+        router's. Megatron Core sums the parts after the passes."""
+        self.is_reduced_late = self.is_shared or self.is_partial
+        """Whether the reduction must not start with the last microbatch's gradient, because more are to come."""
+        self._reduction: torch.distributed.Work | None = None
+        self.is_skipped: torch.Tensor | None = None
+        """On the device: whether the update leaves weights and state as they are. None if it does not."""
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        return [matrix.parameter.data for matrix in self.matrices]
+
+    def state(self, kind: str) -> list[torch.Tensor]:
+        """Return the state of a kind of each matrix that has it on the device."""
+        return [matrix.state[kind] for matrix in self.matrices if kind in matrix.state]
+
+    def attach(self) -> None:
+        """Give each matrix its gradient buffer."""
+        for matrix, gradient in zip(self.matrices, self.gradient, strict=True):
+            matrix.stack = self
+            matrix.parameter.main_grad = gradient  # type: ignore[attr-defined]
+            matrix.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def detach(self) -> None:
+        """Take the gradient buffers away again."""
+        self.finish_reduction()
+        for matrix in self.matrices:
+            matrix.stack = matrix.parameter.grad = None
+            del matrix.parameter.main_grad, matrix.parameter.grad_added_to_main_grad
+
+    def zero_grad(self) -> None:
+        self.finish_reduction()  # of a step that was skipped
+        self.gradient.zero_()
+        self._num_missing, self.is_reducing = len(self.matrices), False
+        for matrix in self.matrices:
+            matrix.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def count_final(self) -> None:
+        """Count a gradient as final. The last one starts the reduction."""
+        self._num_missing -= 1
+        if self._num_missing == 0 and not self.is_reduced_late:
+            self.start_reduction()
+
+    def start_reduction(self) -> None:
+        """Start to average the gradient on the owner, unless this step has started it before. A collective."""
+        if self.num_ranks > 1 and not self.is_reducing:
+            self.gradient.div_(self.num_ranks)
+            if self.is_shared:  # both copies must stay equal: their stages must add in one order, whoever owns them
+                self._reduction = torch.distributed.all_reduce(self.gradient, group=self.group, async_op=True)
+            elif self.group.size() > 1:
+                owner = torch.distributed.get_global_rank(self.group, self.owner)
+                self._reduction = torch.distributed.reduce(self.gradient, dst=owner, group=self.group, async_op=True)
+        self.is_reducing = True
+
+    def finish_reduction(self) -> None:
+        if self._reduction is not None:
+            self._reduction.wait()
+            self._reduction = None
+
+    def broadcast(self) -> None:
+        """Copy the weights from the owner to the other ranks. A collective."""
+        if self.group.size() > 1:
+            weights = join(self.weights)
+            torch.distributed.broadcast(weights, group=self.group, group_src=self.owner)
+            write_back(weights, self.weights)
+
+
+@dataclass(kw_only=True)
+class PieceMatrices:
+    """The matrices of a piece that one parameter group steps."""
+
+    param_group: dict[str, Any]
+    matrices: list[Matrix]
+    is_tied: bool
+    """Whether it is a tied embedding: its gradient is open from the first backward pass, which has the head."""
+    stacks: list[Stack] = field(default_factory=list)
+    """The matrices and their gradients while the piece is open; otherwise empty."""
+
+
+def build_stacks(matrices: Sequence[Matrix], param_group: dict[str, Any]) -> list[Stack]:
+    """Divide matrices of one parameter group into stacks."""
+    shapes = [matrix.parameter.shape for matrix in matrices]
+    keys = [(each.owner, each.group, each.layout, shape) for each, shape in zip(matrices, shapes, strict=True)]
+    stacks = matrix_stacks(keys, [each.name for each in matrices], [shape.numel() for shape in shapes])
+    return [Stack([matrices[index] for index in indices], param_group) for indices in stacks]
+
+
+def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return matrices stacked as [K, ...]: a view of a single one, otherwise a copy."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+def write_back(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Write `values` back into the tensors that `join` copied."""
+    if len(tensors) > 1:
+        pytorch.copy_each(tensors, values.unbind())
+
+
+def sum_of_squares(stacks: Iterable[Stack]) -> torch.Tensor:
+    """Return the sum over the gradients that this rank owns, without those that another tensor-parallel rank counts."""
+    gradients = [
+        stack.gradient
+        for stack in stacks
+        if stack.is_owner and not (stack.is_partial and parallel_state.get_tensor_model_parallel_rank() > 0)
+    ]
+    if not gradients:
+        return torch.zeros((), device=device.current())
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.stack(norms).square().sum()
