@@ -119,6 +119,16 @@ CASES = {
         FACTORED | {"bcd_num_blocks": 0, "overlap_grad_reduce": True},
         ("tensor2", "data2"),
     ),
+    "experts_in_blocks": Case(
+        worlds.EXPERTS | worlds.SHARED_EXPERT,
+        {"bcd_layout": "experts", "bcd_num_blocks": 2, "moe_grouped_gemm": True},
+        ("pipeline2_data2", "expert2_tensor2_data2"),
+    ),
+    "experts_in_blocks_factored": Case(
+        worlds.EXPERTS | {"moe_layer_freq": 2},
+        FACTORED | HOST | {"bcd_layout": "experts", "bcd_num_blocks": 2},
+        ("pipeline2_data2", "expert2_data4"),
+    ),
     "experts_per_token": Case(worlds.EXPERTS, {"eod_mask_loss": True, "calculate_per_token_loss": True}, ("data2",)),
     "no_block": Case({}, STATELESS | {"bcd_num_blocks": 0}, ("data2",), 2e-4),
 }

@@ -125,6 +125,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "experts": PIPELINE | FACTORED | worlds.EXPERTS | worlds.SHARED_EXPERT | {"moe_layer_freq": 2},
     "experts_muon": CUTS["tensor2"] | worlds.EXPERTS | MUON | {"moe_token_dispatcher_type": "alltoall"},
     "experts_divided": CUTS["data2"] | FACTORED | worlds.EXPERTS | worlds.EXPERT2,
+    "experts_in_blocks": CUTS["data2"] | worlds.EXPERTS | worlds.EXPERT2 | {"bcd_layout": "experts"}
+    | {"bcd_num_blocks": 2, "bf16": True, "bcd_optimizer_state": "host", "bcd_order": "greedy"},
     "experts_divided_kept": CUTS["tensor2"] | worlds.EXPERTS | worlds.EXPERT2 | {"expert_tensor_parallel_size": 1}
     | {"bf16": True, "bcd_optimizer_state": "host", "adam_moments_dtype": "int8"},
     "context2": CUTS["data2"] | {"context_parallel_size": 2, "bf16": True, "bcd_preset": "pretrain"}

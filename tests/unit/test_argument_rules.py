@@ -28,6 +28,11 @@ BAD_RUNS = {
 --expert-tensor-parallel-size 2 --num-experts 4 --disable-bias-linear
 --moe-layer-freq [0,1] --num-experts 4 --disable-bias-linear
 --bcd-layers-on host --moe-layer-freq 2 --num-experts 4 --disable-bias-linear
+--bcd-layout experts
+--bcd-layout experts --bcd-num-blocks 2 --num-experts 4 --disable-bias-linear --bcd-schedule breadth-first
+--bcd-num-blocks 3 --bcd-layout experts --num-experts 4 --disable-bias-linear
+--bcd-head-phase --bcd-layout experts --bcd-num-blocks 2 --num-experts 4 --disable-bias-linear \
+--untie-embeddings-and-output-weights
 --moe-expert-capacity-factor 2
 --main-params-dtype fp16
 --lr fast
@@ -128,6 +133,7 @@ BAD_RUNS = {
 --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear --pipeline-model-parallel-size 2
 --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear --bcd-layers-on host
 --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear --use-cpu-initialization
+--bcd-num-blocks 4 --bcd-layout experts --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear
 --expert-tensor-parallel-size 1 --num-experts 4 --disable-bias-linear --tensor-model-parallel-size 2 --sequence-parallel
 --distribute-saved-activations --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 \
 --tensor-model-parallel-size 2

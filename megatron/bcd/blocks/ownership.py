@@ -23,6 +23,9 @@ _FACTORED = ("embedding.word_embeddings.weight", "output_layer.weight")
 _MATRIX, _BIAS = re.compile(r"\.(gate_)?weight\d*$"), re.compile(r"\.bias\d*$")
 """Transformer Engine numbers the experts' matrices that it multiplies together: weight0, weight1 and so on."""
 
+_EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight)(\d+)")
+"""The number of an expert on its rank: of a module of its own, or of a matrix in Transformer Engine's grouped layer."""
+
 Module = Literal["embedding", "layer", "final_norm", "head"]
 
 
@@ -64,7 +67,7 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
     Raises:
         KeyError: no module of the model has a parameter of that name.
     """
-    layer, chunk = None, 0
+    layer, chunk, is_expert = None, 0, False
     block: int | None
     if name.startswith("chunks."):
         _, number, name = name.split(".", 2)
@@ -84,6 +87,9 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
     elif name.startswith("decoder.layers."):
         module, layer = "layer", partition.chunk_layers(stage, chunk)[int(name.split(".")[2])]
         block = partition.block_of_layer[layer]
+        if partition.layout == "experts" and (expert := _EXPERT.search(name)):
+            is_expert, block = True, int(expert[1]) % partition.num_blocks
+        is_always_active |= not (is_expert or is_norm) and "layers" in partition.always_active
         is_bias = not is_norm and _BIAS.search(name) is not None
         is_always_active |= is_bias and "biases" in partition.always_active
     else:
@@ -96,14 +102,16 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
         module=module,
         layer=layer,
         is_norm=is_norm,
-        is_matrix=is_in_layer or is_outside,
+        is_matrix=(is_in_layer and not is_always_active) or is_outside,
         block=block if partition.has_active_block and not (is_frozen or is_outside) else None,
         is_always_active=is_always_active and not is_outside,
         is_frozen=is_frozen,
         stateless_in=frozenset(
             each.index
             for each in partition.blocks
-            if is_outside or (is_in_layer and layer is not None and partition.is_stateless(layer, each.index))
+            if is_outside
+            or (is_in_layer and layer is not None and partition.is_stateless(layer, each.index))
+            or (is_expert and partition.has_stateless_updates and each.index != block)
         ),
     )
 

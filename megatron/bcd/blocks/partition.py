@@ -15,8 +15,8 @@ from itertools import accumulate, groupby, pairwise
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS, RunConfig
 
 _TIED = frozenset({"embedding", "head"})
-_IN_LAYERS = frozenset({"norms", "biases"})
-"""Always-active parts of every layer."""
+_IN_LAYERS = frozenset({"norms", "biases", "layers"})
+"""Always-active parts of every layer. "layers" is all of a layer except its experts, and no value of a flag."""
 
 
 def divide(total: int, parts: int) -> tuple[range, ...]:
@@ -121,7 +121,8 @@ class Partition:
     tied: bool
     """Whether the output head is a copy of the embedding."""
     always_active: frozenset[str] = frozenset()
-    """Parts active in every phase: some of ``norms`` (all), ``biases`` (of layers), ``embedding``, ``head``."""
+    """Parts active in every phase: some of ``norms`` (all), ``biases`` (of layers), ``embedding``, ``head``, and with
+    layout ``experts`` ``layers`` (without experts)."""
     frozen: frozenset[str] = frozenset()
     """Parts that no phase trains: some of ``embedding``, ``head`` (if tied, both or none), ``norms`` (all)."""
     has_stateless_updates: bool = False
@@ -189,7 +190,7 @@ class Partition:
 
     def trains_matrices(self, layer: int, block: int) -> bool:
         """Return whether the matrices of a layer are updated in the block's phase, with or without state."""
-        is_active = self.has_active_block and self.block_of_layer[layer] == block
+        is_active = self.has_active_block and layer in self.blocks[block].layers
         return is_active or self.is_stateless(layer, block)
 
     @property
@@ -285,9 +286,11 @@ class Partition:
     def describe_extras(self, block: int) -> tuple[str, ...]:
         """Return names of the block's active parts besides layers.
 
-        These are some of ``embedding``, ``all norms``, ``all biases``, ``final norm`` and ``head``.
+        These are some of ``experts 0 modulo 4`` (every fourth expert of each layer), ``embedding``, ``all norms``,
+        ``all biases``, ``final norm`` and ``head``.
         """
         extras = {
+            f"experts {block} modulo {self.num_blocks}": self.layout == "experts",
             "embedding": self.embedding_active(block),
             "all norms": self.norms_always_active,
             "all biases": "biases" in self.always_active,
@@ -343,6 +346,7 @@ def partition_from_config(config: RunConfig) -> Partition:
         embedding_update=config.bcd.bcd_embedding_update,
         num_parts=config.bcd.num_virtual_stages_per_pipeline_rank,
         head_phase=config.bcd.bcd_head_phase,
+        experts_on_rank=(config.num_experts or 0) // config.expert_size,
     )
 
 
@@ -361,23 +365,24 @@ def partition(
     embedding_update: str = "adam",
     num_parts: int | None = None,
     head_phase: bool = False,
+    experts_on_rank: int = 0,
 ) -> Partition:
     """Divide ``num_layers`` layers on ``num_stages`` pipeline stages into blocks.
 
     Arguments are named like flags, without ``--bcd-``. ``num_blocks`` None is ``DEFAULT_NUM_BLOCKS``, or the number of
     stages in layout ``stage``. ``layers_per_stage`` has the size of each stage, in layout ``interleaved`` of each
     virtual stage; None divides evenly. ``num_parts`` is ``--num-virtual-stages-per-pipeline-rank``; None is the number
-    of blocks. Raises ValueError, one line that names the flags, if the layout does not fit the model.
+    of blocks. Raises ValueError, one line that names the flags, if the layout does not fit.
     """
     assert layout in LAYOUTS and num_layers >= 1 and num_stages >= 1
     frozen = _never_trained(frozen, always_active, tied=tied)
-    _check_num_blocks(
-        num_blocks, num_stages=num_stages, stateless=has_stateless_updates, always_active=always_active, layout=layout
-    )
+    _check_num_blocks(num_blocks, num_stages, layout, stateless=has_stateless_updates, always_active=always_active)
+    if layout == "experts":
+        always_active = _outside_experts(experts_on_rank, num_blocks) - frozen
     if head_phase:
         _check_head_phase(num_blocks, tied=tied, others={"--bcd-always-active": always_active, "--bcd-frozen": frozen})
     parts = 1 if layout == "stage" else DEFAULT_NUM_BLOCKS if num_blocks is None else max(num_blocks, 1)
-    num_submodels = parts if num_parts is None or layout != "interleaved" else num_parts
+    num_submodels = {"experts": 1, "interleaved": num_parts or parts}.get(layout, parts)
     if num_layers < num_stages * num_submodels:
         raise ValueError(
             f"--num-layers {num_layers}: --bcd-layout {layout} with {num_submodels} of --bcd-num-blocks or chunks on "
@@ -387,8 +392,8 @@ def partition(
         places = _chunks(layers_per_stage, num_layers, num_stages=num_stages, num_parts=num_submodels, parts=parts)
     else:
         sizes = layers_per_stage or tuple(len(layers) for layers in divide(num_layers, num_stages))
-        _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages, least=parts)
-        places = _parts(sizes, parts=None if layout == "strided" else parts)
+        _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages, least=num_submodels)
+        places = _parts(sizes, parts=None if layout == "strided" else num_submodels)
     submodels = _submodels(places, has_chunks=layout == "interleaved" and num_stages > 1)  # one stage is one chunk
     return Partition(
         layout=layout,
@@ -423,7 +428,7 @@ def with_tied_parts(parts: frozenset[str], *, tied: bool) -> frozenset[str]:
 
 
 def _check_num_blocks(
-    num_blocks: int | None, *, num_stages: int, stateless: bool, always_active: frozenset[str], layout: str
+    num_blocks: int | None, num_stages: int, layout: str, *, stateless: bool, always_active: frozenset[str]
 ) -> None:
     if num_blocks is not None and num_blocks < 0:
         raise ValueError(f"--bcd-num-blocks {num_blocks}: must be at least 0")
@@ -440,6 +445,19 @@ def _check_num_blocks(
         raise ValueError("--bcd-num-blocks 0 trains embedding, norms and head only if --bcd-always-active names them")
     if layout in ("stage", "submodel"):
         raise ValueError(f"--bcd-num-blocks 0 has no blocks: leave out --bcd-layout {layout}")
+
+
+def _outside_experts(experts_on_rank: int, num_blocks: int | None) -> frozenset[str]:
+    """Return the parts that layout ``experts`` trains in every phase. Raises ValueError if it does not fit."""
+    parts = DEFAULT_NUM_BLOCKS if num_blocks is None else num_blocks
+    if not experts_on_rank:
+        raise ValueError("--bcd-layout experts: the model has no experts. Give --num-experts, or another layout.")
+    if parts == 0 or experts_on_rank % parts:  # else blocks depend on the number of ranks
+        raise ValueError(
+            f"--bcd-num-blocks {parts}: --bcd-layout experts must divide the {experts_on_rank} experts of a layer on a "
+            "rank (--num-experts over --expert-model-parallel-size). Give a divisor."
+        )
+    return frozenset({"norms", "biases", "embedding", "head", "layers"})
 
 
 def _check_head_phase(num_blocks: int | None, *, tied: bool, others: Mapping[str, frozenset[str]]) -> None:
@@ -504,6 +522,8 @@ def _submodels(places: Sequence[tuple[int, range]], *, has_chunks: bool) -> tupl
 
 
 def _group(submodels: tuple[Submodel, ...], *, parts: int, layout: str) -> tuple[Block, ...]:
+    if layout == "experts":  # every block has a part of all layers
+        return tuple(Block(index=index, submodels=submodels) for index in range(parts))
     if layout in ("stage", "submodel"):  # a stage is one submodel in layout `stage`
         return tuple(Block(index=submodel.index, submodels=(submodel,)) for submodel in submodels)
     num_stages = 1 + max(submodel.stage for submodel in submodels)
