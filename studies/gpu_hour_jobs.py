@@ -329,7 +329,7 @@ QWEN_14B = (
 QWEN_30B_A3B = (
     "--num-layers 12 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --kv-channels 128"
     " --group-query-attention --num-query-groups 4 --qk-layernorm --num-experts 128 --moe-router-topk 8"
-    " --moe-ffn-hidden-size 768 --moe-aux-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall --vocab-size 151935"
+    " --moe-ffn-hidden-size 768 --moe-aux-loss-coeff 1e-3 --vocab-size 151935"
     f" --moe-grouped-gemm {BATCH}"
 )
 """Sizes of Llama-3-8B, Qwen2.5-14B and a quarter of Qwen3-30B-A3B's layers."""
