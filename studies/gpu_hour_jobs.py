@@ -205,7 +205,6 @@ METHODS = {
     "full_muon": MUON,
     "six_blocks": f"--bcd-preset finetune --bcd-inactive-update none {BLOCKS}",
     "factored": f"--bcd-num-blocks 0 {FACTORED} --bcd-embedding-update factored",
-    "factored_unclipped": f"--bcd-num-blocks 0 {FACTORED} --bcd-embedding-update factored --clip-grad 0",
     "factored_adam_embedding": f"--bcd-num-blocks 0 {FACTORED}",
     "factored_adam_blocks": f"{FACTORED} --bcd-embedding-update factored {BLOCKS} --bcd-layout strided",
     "factored_muon_blocks": f"{FACTORED} --bcd-embedding-update factored {BLOCKS} --bcd-layout strided {MUON_BLOCK}",
@@ -241,6 +240,8 @@ LARGE_BATCH_RATES: Mapping[str, Sequence[float]] = {
     "full_muon": (1.2e-3, 2.4e-3),
 }
 """Rates for a quarter of the steps, each of four times the tokens."""
+LARGE_STEPS = "-4096"
+"""Suffix of the names of these jobs and methods."""
 DECIDING = ("full_adam", "factored")
 """Methods that get two more seeds at their best rate."""
 
@@ -255,7 +256,7 @@ def fine_tuning(setting: Setting, results: Results) -> list[Job]:
     large_batch = length if setting.is_tiny else LARGE_BATCH
     return [
         *task_jobs(setting, results, f"{length} {texts}", LANGUAGE_RATES),
-        *task_jobs(setting, results, f"{large_batch} {texts}", LARGE_BATCH_RATES, suffix="-4096"),
+        *task_jobs(setting, results, f"{large_batch} {texts}", LARGE_BATCH_RATES, suffix=LARGE_STEPS),
     ]
 
 
@@ -276,11 +277,8 @@ def task_jobs(setting: Setting, results: Results, task: str, table: Mapping[str,
     of the names tells tasks with the same methods apart; they get one seed."""
     texts = tuple(setting.inputs / name / "valid.jsonl" for name in ("chichewa", "english"))
     model = setting.inputs / "smollm2"
-    jobs = (
-        []
-        if suffix
-        else [Job(name="before", words=python("studies/gpu_hour.py --score", model, *texts), seconds=90, kind="plain")]
-    )
+    before = Job(name="before", words=python("studies/gpu_hour.py --score", model, *texts), seconds=90, kind="plain")
+    jobs = [] if suffix else [before]
     for method, rates in table.items():
         flags = METHODS[method]
         if setting.is_tiny:
@@ -366,7 +364,7 @@ SCHEDULES = {
     "breadth_first_host": "--bcd-schedule breadth-first --bcd-layers-on host",
     "depth_first_device": "--bcd-schedule bcd",
 }
-EVERY_LAYER_OF = {"8b": LLAMA_8B, "14b": QWEN_14B, "experts": QWEN_30B_A3B}
+NETWORKS = {"8b": LLAMA_8B, "14b": QWEN_14B, "experts": QWEN_30B_A3B}
 COPIES = """
 import json, sys, time, torch
 count, streams = 8, [torch.cuda.Stream() for _ in range(2)]
@@ -406,7 +404,7 @@ def speed(setting: Setting, results: Results) -> list[Job]:
         for place in ("device", "host"):
             jobs.append(time_steps(setting, f"{model}_{place}", network, f"{ON_HOST} {place}"))
     every_layer = [
-        time_steps(setting, f"{model}_{schedule}", EVERY_LAYER_OF[model], f"{EVERY_LAYER} {SCHEDULES[schedule]}",
+        time_steps(setting, f"{model}_{schedule}", NETWORKS[model], f"{EVERY_LAYER} {SCHEDULES[schedule]}",
                    limit="host" in schedule)
         for model, schedule in (
             ("8b", "breadth_first_device"), ("8b", "breadth_first_host"), ("14b", "breadth_first_host"),

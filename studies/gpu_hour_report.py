@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from gpu_hour_jobs import EVERY_LAYER_OF, PARTS, SCHEDULES, final_loss
+from gpu_hour_jobs import LARGE_STEPS, NETWORKS, PARTS, SCHEDULES, final_loss
 from matplotlib.figure import Figure
 from report import RUN_COLOURS, STYLE
 
@@ -25,7 +25,6 @@ NAMES = {
     "pretrain": "`pretrain`", "paper": "`paper`", "lora_64": "LoRA, rank 64", "lora_16": "LoRA, rank 16",
     "lora_16_embedding": "LoRA, rank 16, embedding trained", "six_blocks": "six Adam blocks, the rest frozen",
     "factored": "factored, no block", "factored_adam_embedding": "factored, no block, embedding by Adam",
-    "factored_unclipped": "factored, no block, no clipping",
     "factored_adam_blocks": "factored, six Adam blocks", "factored_muon_blocks": "factored, six Muon blocks",
     "orthogonal": "orthogonal, no block", "orthogonal_muon_blocks": "orthogonal, six Muon blocks",
     "before": "before fine-tuning",
@@ -68,7 +67,7 @@ def page_lines(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
     tables = {
         "Learning, GPT-2 small": learning,
         "Fine-tuning on a new language, 500 steps of 1,024 tokens": functools.partial(fine_tuning, part="fine_tuning"),
-        "The same in 125 steps of 4,096 tokens": functools.partial(fine_tuning, part="fine_tuning", suffix="-4096"),
+        "The same in 125 steps of 4,096 tokens": functools.partial(fine_tuning, part="fine_tuning", suffix=LARGE_STEPS),
         "Fine-tuning on instructions": functools.partial(fine_tuning, part="instructions"), "Step times": speed,
         "Every layer trained, by schedule": every_layer, "Copies": copies,
         "Frozen layers in host memory": on_host, "Eight billion parameters on one card": large, "Sanity": sanity,
@@ -112,7 +111,7 @@ def maximum_gib(record: Record, name: str) -> float:
 
 
 def method_name(record: Record) -> str:
-    method = record.get("method", record["job"]).removesuffix("-4096")
+    method = record.get("method", record["job"]).removesuffix(LARGE_STEPS)
     return NAMES.get(method, method.replace("_", " "))
 
 
@@ -140,7 +139,7 @@ def fine_tuning(results: Mapping[str, Sequence[Record]], *, part: str, suffix: s
     yield from header("method|rate|seeds|validation|new language|English|model state, MiB")
     groups: dict[tuple[str, float], list[Record]] = {}
     for record in results[part]:
-        if record.get("method", suffix).endswith("-4096") != bool(suffix):
+        if record.get("method", suffix).endswith(LARGE_STEPS) != bool(suffix):
             continue
         if record["job"] == "before" and not record["failure"]:
             scores = read_scores(record)
@@ -209,7 +208,7 @@ def every_layer(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[st
     time that no kernel hides."""
     yield from header("gpu|model|schedule|layers|ms a step|tokens/s|not hidden|peak on the device|reserved|host memory")
     records = {record["job"]: record for record in results["speed"] if not record["failure"]}
-    for model, schedule in itertools.product(EVERY_LAYER_OF, SCHEDULES):
+    for model, schedule in itertools.product(NETWORKS, SCHEDULES):
         if (record := records.get(f"{model}_{schedule}")) is None:
             continue
         order, _, place = schedule.rpartition("_")

@@ -388,7 +388,7 @@ def test_losses_are_those_of_the_documents(repo_root: Path) -> None:
     ends = {"+1 to +31 %": ("+1.1 %", "+30.8 %"), "-0.1 to +11 %": ("-0.1 %", "+10.8 %"), "+2.3 %": ("+2.3 %",),
             "-1.6 to -0.2 %": ("-1.6 %", "-0.2 %"), "-3.1 to +0.4 %": ("-3.1 %", "+0.4 %")}  # fmt: skip
     assert {result.loss_text for result in measured.FINE_TUNING.values() if result.loss} == set(ends)
-    assert all(number in text for each in ends.values() for number in each)
+    assert all(f"| {number} |" in text for each in ends.values() for number in each)
 
 
 def test_methods_that_reach_the_loss_come_first(capsys: pytest.CaptureFixture[str]) -> None:

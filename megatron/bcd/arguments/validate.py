@@ -104,10 +104,10 @@ NEEDS = {
 }
 """The flags that have to be given with a flag."""
 
-# only --pipeline-cut auto and --pipeline-model-parallel-layout can cut chunks
 _NOT_WITH_EXPERT_BLOCKS = "--bcd-schedule=breadth-first --bcd-layers-on!=device --bcd-prefix-cache"
 """What needs layers that are active or frozen as a whole."""
 
+# only --pipeline-cut auto and --pipeline-model-parallel-layout can cut chunks
 _NOT_WITH_CHUNKS = (
     "--bcd-schedule=stock --bcd-run-ahead --context-parallel-size --decoder-first-pipeline-num-layers "
     "--decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"

@@ -129,6 +129,11 @@ class RunConfig:
         return int(self.transformer.get("expert_tensor_parallel_size") or self.tensor_size)
 
     @property
+    def expert_sizes(self) -> tuple[int, int]:
+        """Rows and columns of the matrices of an expert on a rank, in either order."""
+        return self.hidden_size, int(self.transformer["moe_ffn_hidden_size"]) // self.expert_tensor_size
+
+    @property
     def pipeline_size(self) -> int:
         return int(self.transformer.get("pipeline_model_parallel_size", 1))
 

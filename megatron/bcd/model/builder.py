@@ -209,7 +209,8 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
     except ValueError as error:  # Megatron Core adds the layer's class to the message
         raise ValueError(str(error).split(" when instantiating ")[0]) from error
     model: torch.nn.Module = ChunkedModel(chunks) if num_chunks > 1 else chunks[0]
-    if config.transformer.get("moe_grouped_gemm") and grouped_experts.is_available(stage_config.params_dtype):
+    is_grouped = config.num_experts and config.transformer["moe_grouped_gemm"]
+    if is_grouped and grouped_experts.is_available(stage_config.params_dtype, *config.expert_sizes):
         grouped_experts.group_experts(model)  # where Transformer Engine has not done it
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

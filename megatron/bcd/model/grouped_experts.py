@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from megatron.bcd.runtime import device
+from megatron.bcd.runtime.compat import pytorch
 
 _BYTES = 16
 """Alignment that CUDA's grouped product requires of rows and of every expert's matrix."""
 
 
-def is_available(dtype: torch.dtype) -> bool:
-    """Return whether PyTorch has a grouped product for matrices of this dtype on this device."""
+def is_available(dtype: torch.dtype, *sizes: int) -> bool:
+    """Return whether PyTorch has a grouped product for matrices of these sizes on this device."""
     has_product = hasattr(torch.nn.functional, "grouped_mm")  # since PyTorch 2.10
-    return has_product and (dtype == torch.bfloat16 or not device.has_cuda())
+    is_aligned = all(size * dtype.itemsize % _BYTES == 0 for size in sizes)
+    return has_product and (not device.has_cuda() or (dtype == torch.bfloat16 and is_aligned))
 
 
 def group_experts(model: torch.nn.Module) -> None:
-    """Let the experts of each layer compute together. Parameters and checkpoints stay as they are."""
+    """Let the experts of each layer compute together. Parameters and checkpoints do not change."""
     for module in model.modules():
         if type(module) is SequentialMLP and module.num_local_experts > 1:
-            weights = list(module.local_experts[0].parameters())
-            if all(size * weight.element_size() % _BYTES == 0 for weight in weights for size in weight.shape):
-                module.__class__ = GroupedExperts
+            module.__class__ = GroupedExperts
 
 
 class GroupedExperts(SequentialMLP):
@@ -43,20 +41,22 @@ class GroupedExperts(SequentialMLP):
             output: Tensor = super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)[0]
             return output, None
         ends = tokens_per_expert.to(permuted_local_hidden_states.device).cumsum(0).to(torch.int32)
-        first = self.local_experts[0]
+        names = ("linear_fc1", "linear_fc2")
+        linears = {name: _Linears([getattr(each, name).weight for each in self.local_experts], ends) for name in names}
+        expert = pytorch.with_modules(self.local_experts[0], linears)  # with Megatron Core's activation between them
+        return expert(permuted_local_hidden_states, permuted_probs)[0], None
 
-        def linear(name: str) -> Any:
-            weights = [getattr(expert, name).weight for expert in self.local_experts]
-            return lambda tokens: (_GroupedLinear.apply(tokens, ends, *weights), None)
 
-        expert = SimpleNamespace(  # what Megatron Core's MLP reads of itself
-            config=first.config,
-            activation_func=first.activation_func,
-            linear_fc1=linear("linear_fc1"),
-            linear_fc2=linear("linear_fc2"),
-        )
-        output, _ = MLP.forward(expert, permuted_local_hidden_states, permuted_probs)
-        return output, None
+class _Linears(torch.nn.Module):
+    """One linear layer of all experts, called as Megatron Core's."""
+
+    def __init__(self, weights: Sequence[Tensor], ends: Tensor) -> None:
+        super().__init__()
+        self._weights, self._ends = weights, ends  # in a list, which does not register them
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, None]:
+        """Map [T, K] to [T, N]."""
+        return _GroupedLinear.apply(tokens, self._ends, *self._weights), None
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -256,8 +256,8 @@ def _notes(
     yield implementation.describe()
     if config.num_experts and implementation.layers == "local":
         is_grouped, dtype = config.transformer["moe_grouped_gemm"], device.DTYPES[config.precision]
-        remedy = "needs bf16" if is_grouped else "is faster"
-        can_run = is_grouped and grouped_experts.is_available(dtype)
+        remedy = "needs bf16, widths in eights, and PyTorch 2.10" if is_grouped else "is faster"
+        can_run = is_grouped and grouped_experts.is_available(dtype, *config.expert_sizes)
         yield f"experts of a layer run {'in one product' if can_run else f'one by one: --moe-grouped-gemm {remedy}'}"
     kind = config.transformer.get("cp_comm_type")
     if config.context_size > 1 and implementation.attention != SCALED_DOT_PRODUCT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 import os
@@ -75,3 +76,10 @@ def rebuild_reducer() -> bool:
     for hook, state in hooks:
         ddp.register_comm_hook(state, hook)
     return True
+
+
+def with_modules(module: torch.nn.Module, modules: dict[str, torch.nn.Module]) -> torch.nn.Module:
+    """Return a shallow copy of a module with other submodules of some names. The module keeps its own."""
+    other = copy.copy(module)
+    other._modules = {**module._modules, **modules}
+    return other
