@@ -22,6 +22,7 @@ BREADTH_FIRST = {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_inactive
 BREADTH_FIRST |= {"bcd_schedule": "breadth-first"}
 LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 96, "disable_bias_linear": True, "bf16": True}
+EXPERTS |= {"moe_grouped_gemm": True}  # as the planner plans them
 EXPERTS |= {"moe_token_dispatcher_type": "alltoall"}
 RUNS: dict[str, dict[str, Any]] = {
     "one": {},

@@ -40,6 +40,22 @@ def initialize(tensor_size: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, "expandable_segments:True"), ("PYTORCH_CUDA_ALLOC_CONF", "mine"), ("PYTORCH_ALLOC_CONF", None)],
+)
+def test_the_allocator_is_configured_once(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str | None
+) -> None:
+    """Memory between segments is lost, or a setting of the user's is."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "mine")  # undone at the end, also what initialize() sets
+        if name != given:
+            monkeypatch.delenv(name)
+    initialize()
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected
+
+
+@pytest.mark.parametrize(
     ("environment", "gpu"),
     [({}, 0), ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, 1), ({"SLURM_LOCALID": "1", "WORLD_SIZE": "8"}, 1)]
     + [({"SLURM_LOCALID": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}, 0)],

@@ -67,7 +67,8 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens, ends, *weights)
+        is_frozen = not any(ctx.needs_input_grad[2:])
+        ctx.save_for_backward(None if is_frozen else tokens, ends, *weights)
         return torch.nn.functional.grouped_mm(tokens, _stacked(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
@@ -77,7 +78,7 @@ class _GroupedLinear(torch.autograd.Function):
         gradient = gradient.contiguous()
         if ctx.needs_input_grad[0]:
             token_gradient = torch.nn.functional.grouped_mm(gradient, _stacked(weights), offs=ends)
-        if any(ctx.needs_input_grad[2:]):
+        if tokens is not None:
             gradients = torch.nn.functional.grouped_mm(gradient.t(), tokens, offs=ends).unbind()
         return token_gradient, None, *gradients
 
