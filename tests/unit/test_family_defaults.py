@@ -96,7 +96,7 @@ def test_a_slow_width() -> None:
 
 
 def test_the_run_summary_names_the_schedule() -> None:
-    """Breadth-first order with several chunks that the run summary calls `bcd: interleaved`, or the other way round."""
+    """The run summary calls breadth-first order with chunks `bcd: interleaved`, or depth-first order something else."""
     flags = ["--pipeline-model-parallel-size", "2", "--num-layers", "8", "--bcd-num-blocks", "2"]
     for schedule, said in (("breadth-first", "breadth-first: 4 chunks"), ("bcd", "bcd: interleaved, 2 chunks")):
         config = parse(*flags, "--bcd-layout", "interleaved", "--bcd-schedule", schedule, world_size=2)

@@ -282,10 +282,10 @@ def _check_experts(run: Run, world_size: int) -> None:
     experts, tensor = run.num_moe_experts, run.tensor_model_parallel_size
     if experts is None:
         return
-    given = [condition for condition in _NOT_WITH_EXPERT_BLOCKS.split() if holds(vars(run), condition)]
+    excluded = [condition for condition in _NOT_WITH_EXPERT_BLOCKS.split() if holds(vars(run), condition)]
     require(
-        run.bcd_layout != "experts" or not given,
-        f"--bcd-layout experts does not work with {', '.join(given)}. Omit one of them.",
+        run.bcd_layout != "experts" or not excluded,
+        f"--bcd-layout experts does not work with {', '.join(excluded)}. Omit one of them.",
     )
     size, pattern = run.expert_model_parallel_size, run.moe_layer_freq
     sliced = run.expert_tensor_parallel_size or tensor
