@@ -10,8 +10,8 @@
 # Environment:
 #   BCD_EMULATED_GPU   the folder (default: .emulated_gpu at the repository's root)
 #   FAKEGPU            FakeGPU's source (default: ../shared/emulated_gpu/fakegpu_native)
-#   PYTHON3            the interpreter (default: python3). "newer" is one from 3.12 on, and so the newer Megatron Core of
-#                      requirements.txt, if newer_python.sh finds or builds one, else python3
+#   PYTHON3            the interpreter (default: one from 3.12 on, which has the newer Megatron Core of requirements.txt,
+#                      if newer_python.sh finds or builds it and it can be set up; else python3)
 #   NGPU, GPU          how many (default: 4), and which: rtx4090 (default), a100, h100, ...
 #   EMU_LATE, EMU_TRACE   see tests/emulated_gpu/nccl.cpp and emulated_order.py
 set -euo pipefail
@@ -24,28 +24,21 @@ export BCD_EMULATED_GPU=$FOLDER
 say() { printf 'emulated_gpu: %s\n' "$*"; }
 fail() { printf 'emulated_gpu: error: %s\n' "$*" >&2; exit 2; }
 
-PYTHON3=${PYTHON3:-python3}
-[ "$PYTHON3" != newer ] || PYTHON3=$(bash "$ROOT/tests/newer_python.sh" "$FOLDER/python") || {
-    PYTHON3=python3
-    say "no Python 3.12 or later was found or could be built, so this is $(python3 -V)"
-}
-VENV=$FOLDER/venv-$("$PYTHON3" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-MARK=$FOLDER/stamp${VENV#"$FOLDER/venv"}
+[ -f "$FAKEGPU/CMakeLists.txt" ] || fail "FakeGPU is not in $FAKEGPU: clone github.com/FanBB2333/FakeGPU (MIT), check out" \
+    "commit 7d5cf83, and name its folder that holds CMakeLists.txt and src in FAKEGPU"
+for need in cmake gcc g++; do
+    command -v "$need" >/dev/null || fail "$need is missing (Debian, Ubuntu: apt-get install cmake g++)"
+done
 
+# Set up the emulation for the interpreter $PYTHON in $VENV, unless it is there already.
 setup() {
-    [ -f "$FAKEGPU/CMakeLists.txt" ] || fail "FakeGPU is not in $FAKEGPU: clone github.com/FanBB2333/FakeGPU (MIT), check out" \
-        "commit 7d5cf83, and name its folder that holds CMakeLists.txt and src in FAKEGPU"
-    local need
-    for need in cmake gcc g++; do
-        command -v "$need" >/dev/null || fail "$need is missing (Debian, Ubuntu: apt-get install cmake g++)"
-    done
-    local stamp
+    local stamp mark=$FOLDER/stamp${VENV#"$FOLDER/venv"}
     stamp=$(cat "$ROOT/requirements.txt" "$ROOT/tests/emulated_gpu.sh" "$SOURCE"/*.cpp "$SOURCE"/*.h | sha256sum)
     mkdir -p "$FOLDER"
-    [ "$(cat "$MARK" 2>/dev/null)" != "$stamp" ] || return 0
-    say "setting up $FOLDER: up to 3 GB to download, 6 GB on disk"
+    [ "$(cat "$mark" 2>/dev/null)" != "$stamp" ] || return 0
+    say "setting up $VENV: up to 3 GB to download, 6 GB on disk"
     [ -x "$VENV/bin/torchrun" ] || {
-        "$PYTHON3" -m venv "$VENV"
+        "$PYTHON" -m venv --clear "$VENV"
         # "===" takes the CUDA build where a +cpu build of the version is offered too
         "$VENV/bin/pip" install -q "$(sed -n 's/^torch==/torch===/p' "$ROOT/requirements.txt")"
     }
@@ -59,10 +52,22 @@ setup() {
     mv "$FOLDER/lib/new" "$FOLDER/lib/libnccl.so.2"
     mkdir -p "$FOLDER/lib/emulated-1.dist-info"
     printf '[torch.backends]\nemulated = emulated_kernels:install\n' > "$FOLDER/lib/emulated-1.dist-info/entry_points.txt"
-    echo "$stamp" > "$MARK"
+    echo "$stamp" > "$mark"
 }
 
-setup
+NEWER=
+[ -n "${PYTHON3:-}" ] || NEWER=$(timeout 900 bash "$ROOT/tests/newer_python.sh" "$FOLDER/python") || \
+    say "no Python 3.12 or later was found, nor could one be built: $FOLDER/python.log"
+for PYTHON in ${PYTHON3:-$NEWER python3}; do
+    VENV=$FOLDER/venv-$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    set +e # as a condition, setup would go on after an error
+    (set -e; setup)
+    code=$?
+    set -e
+    [ $code -ne 0 ] || break
+    say "could not set up $VENV with $PYTHON"
+done
+[ $code -eq 0 ] || exit $code
 export FAKEGPU_MODE=simulate FAKEGPU_DEVICE_COUNT=${NGPU:-4} FAKEGPU_PROFILE=${GPU:-rtx4090}
 export FAKEGPU_TERMINAL_REPORT=0 FAKEGPU_REPORT_PATH=/dev/null
 export LD_LIBRARY_PATH="$FOLDER/build${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" PATH="$VENV/bin:$PATH"
@@ -78,5 +83,7 @@ if [ "${1:-}" = --run ]; then
     LD_PRELOAD=$libraries exec "$@"
 fi
 cd "$ROOT"
+say "$("$VENV/bin/python" -c 'import importlib.metadata as m, platform
+print("Python", platform.python_version(), *(f"{name} {m.version(name)}" for name in ("megatron-core", "torch")))')"
 [ $# -gt 0 ] || set -- tests/gpu/test_check_machine.py tests/emulated_gpu tests/gpu tests/distributed/test_{generation,huggingface,fine_tuning}.py
 LD_PRELOAD=$libraries exec python -m pytest --backend nccl -n 2 --dist loadfile --no-loadscope-reorder "$@"
