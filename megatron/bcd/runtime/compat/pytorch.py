@@ -32,12 +32,16 @@ def share_gloo_device() -> None:
 
     original = ProcessGroupGloo.__init__
 
-    def init(group: Any, store: Any, rank: int, size: int, timeout: Any = datetime.timedelta(minutes=30)) -> None:
+    default = datetime.timedelta(minutes=30)
+
+    def init(group: Any, store: Any, rank: int, size: int, timeout: Any = default, **others: Any) -> None:
         options = timeout
         if isinstance(timeout, datetime.timedelta):
             options, devices = ProcessGroupGloo._Options(), _gloo_devices(os.environ.get("GLOO_SOCKET_IFNAME"))
             options._timeout, options._devices = timeout, devices
             options._threads = 2 * len(devices)  # PyTorch's default
+            for name, value in others.items():  # since PyTorch 2.14: enable_reconfigure
+                setattr(options, name, value)
         original(group, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = init
