@@ -236,7 +236,9 @@ def step_part(
     is_decoupled = group["decoupled_weight_decay"]
     if state["exp_avg"].dtype == torch.float32:
         adam(
-            [weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [torch.tensor(group["step"] - 1.0)],
+            [weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [],
+            [torch.full((), group["step"] - 1.0, device=weight.device)],
+            fused=weight.is_cuda,  # as `patch_adam` in runtime/compat/megatron_core.py
             amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay, eps=eps, maximize=False,
             decoupled_weight_decay=is_decoupled,
         )  # fmt: skip
