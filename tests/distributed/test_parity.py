@@ -69,36 +69,35 @@ class Case(NamedTuple):
 
 CASES = {
     "spread": Case({}, {}, ("data2", "tensor2", "pipeline2", "context2", "pipeline2_data2", "pipeline2_tensor2")),
-    "untied": Case(UNTIED, {}, ("pipeline2_tensor2",)),
     "one_block": Case({}, {"bcd_num_blocks": 1}, ("pipeline2",)),
-    "stage": Case({}, {"bcd_layout": "stage", "bcd_num_blocks": None}, ("pipeline2", "pipeline2_data2")),
-    "submodel": Case({}, {"bcd_layout": "submodel"}, ("pipeline2", "pipeline2_data2")),
-    "pretrain": Case(LLAMA, PRETRAIN, ("context2", "context2_pipeline2", "context2_data2")),
+    "stage": Case({}, {"bcd_layout": "stage", "bcd_num_blocks": None}, ("pipeline2_data2",)),
+    "submodel": Case({}, {"bcd_layout": "submodel"}, ("pipeline2_data2",)),
+    "pretrain": Case(LLAMA, PRETRAIN, ("context2_pipeline2",)),
     "masks": Case(LLAMA, MASKS, ("context2",)),
     "per_token": Case({}, {"eod_mask_loss": True, "calculate_per_token_loss": True}, ("context2",)),
-    "frozen": Case({}, {"bcd_frozen": "embedding", "bcd_order": "random"}, ("data2", "tensor2", "pipeline2")),
+    "frozen": Case({}, {"bcd_frozen": "embedding", "bcd_order": "random"}, ("tensor2", "pipeline2")),
     "frozen_untied": Case(UNTIED, {"bcd_frozen": "embedding,norms"}, ("data2", "pipeline2")),
     "moments_bf16": Case({}, {"adam_moments_dtype": "bf16"}, ("data2",), 1e-4),
     "moments_int8": Case({}, {"adam_moments_dtype": "int8"}, ("pipeline2",), 1e-4),
-    "stateless": Case({}, STATELESS | HOST, ("data2", "tensor2", "pipeline2", "pipeline2_data2"), 2e-4),
+    "stateless": Case({}, STATELESS | HOST, ("pipeline2_data2",), 2e-4),
     "muon": Case({}, STATELESS | MUON | HOST, ("data2", "tensor2", "pipeline2"), 2e-4),
     "full_muon": Case({}, MUON | {"bcd_num_blocks": 1}, ("data2",), 2e-4),
     "muon_blocks": Case(
         {}, MUON | HOST | {"bcd_always_active": "norms,biases", "bcd_frozen": "embedding,head"}, ("data2",), 2e-4
     ),
-    "factored": Case({}, FACTORED | HOST, ("data2", "tensor2", "pipeline2_data2")),
+    "factored": Case({}, FACTORED | HOST, ("pipeline2_data2",)),
     "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | MUON, ("tensor2", "pipeline2_data2")),
-    "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP, ("pipeline2", "pipeline2_data2")),
-    "factored_llama": Case(LLAMA, FACTORED_EMBEDDING | {"bcd_num_blocks": 0}, ("data2", "tensor2")),
+    "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP, ("pipeline2_data2",)),
+    "factored_llama": Case(LLAMA, FACTORED_EMBEDDING | {"bcd_num_blocks": 0}, ("tensor2",)),
     "experts": Case(
         worlds.EXPERTS,
         {},
-        ("data2", "tensor2", "context2", "pipeline2_data2", "expert2_tensor2_etp1", "expert2_pipeline2_data2"),
+        ("expert2_tensor2_etp1", "expert2_pipeline2_data2"),
     ),
     "experts_muon_divided": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
         MUON | STATELESS | {"moe_token_dispatcher_type": "alltoall", "log_params_norm": True} | EQUAL_WEIGHTS,
-        ("expert2_data2", "expert2_data4", "expert2_tensor2_data2_etp1"),
+        ("expert2_data2",),
         2e-4,
     ),
     "experts_factored_divided": Case(
@@ -106,28 +105,28 @@ CASES = {
         FACTORED
         | {"bcd_num_blocks": 0, "overlap_grad_reduce": True, "moe_token_dispatcher_type": "alltoall"}
         | {"moe_grouped_gemm": True},
-        ("expert2_data4", "expert2_tensor2_data2", "expert2_context2"),
+        ("expert2_tensor2_data2", "expert2_context2"),
     ),
     "experts_muon": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT | {"moe_layer_freq": 2},
         MUON | STATELESS | {"moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "seq_aux_loss"},
-        ("tensor2", "pipeline2_data2"),
+        ("pipeline2_data2",),
         2e-4,
     ),
     "experts_factored": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
         FACTORED | {"bcd_num_blocks": 0, "overlap_grad_reduce": True},
-        ("tensor2", "data2"),
+        ("tensor2",),
     ),
     "experts_in_blocks": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
         {"bcd_layout": "experts", "bcd_num_blocks": 2, "moe_grouped_gemm": True},
-        ("pipeline2_data2", "expert2_tensor2_data2"),
+        ("pipeline2_data2",),
     ),
     "experts_in_blocks_factored": Case(
         worlds.EXPERTS | {"moe_layer_freq": 2},
         FACTORED | HOST | {"bcd_layout": "experts", "bcd_num_blocks": 2},
-        ("pipeline2_data2", "expert2_data4"),
+        ("expert2_data4",),
     ),
     "experts_per_token": Case(worlds.EXPERTS, {"eod_mask_loss": True, "calculate_per_token_loss": True}, ("data2",)),
     "no_block": Case({}, STATELESS | {"bcd_num_blocks": 0}, ("data2",), 2e-4),
@@ -140,7 +139,26 @@ LONG_CASES = {
     "sgd": Case({}, {"optimizer": "sgd", "sgd_momentum": 0.9, "lr": 0.1}, ("context2",)),
     "overlap": Case({}, OVERLAP, ("context2", "data2")),
     "long_stateless": Case({}, STATELESS | MUON, ("pipeline2_data2",), 2e-4),
+    "untied": Case(UNTIED, {}, ("pipeline2_tensor2",)),
 }
+LONG_CUTS = {
+    "stage": ("pipeline2",),
+    "submodel": ("pipeline2",),
+    "pretrain": ("context2", "context2_data2"),
+    "frozen": ("data2",),
+    "stateless": ("data2", "tensor2", "pipeline2"),
+    "factored": ("data2", "tensor2"),
+    "factored_tied": ("pipeline2",),
+    "factored_llama": ("data2",),
+    "experts": ("data2", "tensor2", "context2", "pipeline2_data2"),
+    "experts_muon_divided": ("expert2_data4", "expert2_tensor2_data2_etp1"),
+    "experts_factored_divided": ("expert2_data4",),
+    "experts_muon": ("tensor2",),
+    "experts_factored": ("data2",),
+    "experts_in_blocks": ("expert2_tensor2_data2",),
+    "experts_in_blocks_factored": ("pipeline2_data2",),
+}
+"""Layouts that run only with --long, because the default suite has them with a similar kind of training."""
 
 
 def config_of(initial_weights: Flags, case: Case, **more: Any) -> Any:
@@ -165,10 +183,11 @@ def one_rank(world1: World, initial_weights: Flags, name: str, stages: int | Non
     return world1.run(worlds.train_run, config, blocks_of_stages=stages)[0]
 
 
-PAIRS = [
-    pytest.param(name, cut, marks=[pytest.mark.long] * (name in LONG_CASES))
-    for name, case in (CASES | LONG_CASES).items()
-    for cut in case.cuts
+PAIRS = [pytest.param(name, cut) for name, case in CASES.items() for cut in case.cuts]
+PAIRS += [
+    pytest.param(name, cut, marks=pytest.mark.long)
+    for name, cuts in ({name: case.cuts for name, case in LONG_CASES.items()} | LONG_CUTS).items()
+    for cut in cuts
 ]
 PAIRS.sort(key=lambda pair: [*CUTS].index(str(pair.values[1])))  # groups of ranks are kept from case to case
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import worlds
 from support.dist import World
+from support.pairwise import thinned
 
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
@@ -34,7 +35,7 @@ SCHEDULES = [
     *((4, layout, number) for layout in LAYOUTS for number in RUN_AHEAD),
 ]
 IN_DEFAULT = [(2, "spread", 1), (2, "stage", 7), (2, "submodel", 2)]
-IN_DEFAULT += [(4, "spread", 7), (4, "stage", 2), (4, "submodel", 4)]
+IN_DEFAULT += [(4, "spread", 7), (4, "stage", 2)]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
 OVERLAP_BOTH = OVERLAP | {"overlap_param_gather": True}
@@ -51,11 +52,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # by name: layout and flags
 PARALLEL: dict[str, tuple[str, dict[str, Any]]] = {
-    "tensor2": ("submodel", {"tensor_model_parallel_size": 2} | DROPOUT),
-    "data2": ("submodel", DROPOUT),
-    "data2_overlap": ("spread", OVERLAP),
     "data2_overlap_both_bf16": ("submodel", OVERLAP_BOTH | {"bf16": True}),
+    "tensor2": ("submodel", {"tensor_model_parallel_size": 2} | DROPOUT),
+    "data2_overlap": ("spread", OVERLAP),
     "data2_plain_optimizer_per_token": ("submodel", OVERLAP | {"no_use_distributed_optimizer": True} | PER_TOKEN),
+    "data2": ("submodel", DROPOUT),
 }
 
 
@@ -196,7 +197,7 @@ def test_options(world2: World, text_data: str, option: str) -> None:
         assert any(step["grad_norm"] is None for step in ranks[0][1]["compared"]["steps"])
 
 
-@pytest.mark.parametrize("cut", PARALLEL)
+@pytest.mark.parametrize("cut", thinned(PARALLEL, keep_every=3))
 def test_with_tensor_and_data_parallel(world4: World, text_data: str, cut: str) -> None:
     """A reduction that a stage without gradients leaves out or begins too early, or messages to the wrong replica."""
     layout, more = PARALLEL[cut]
@@ -232,7 +233,7 @@ def weights_saved(config: RunConfig) -> dict[str, str]:
     return digests(worlds.initial_weights(config))
 
 
-@pytest.mark.parametrize("num_stages, layout", [(2, "submodel"), (4, "stage")])
+@pytest.mark.parametrize("num_stages, layout", thinned([(2, "submodel"), (4, "stage")], keep_every=2))
 def test_evaluations_checkpoints_and_the_end(
     world2: World, world4: World, text_data: str, num_stages: int, layout: str, tmp_path: Any
 ) -> None:

@@ -40,6 +40,8 @@ UNPLANNED = {
     "replicated_bf16": TWO | {"bf16": True, "no_use_distributed_optimizer": True},
 }
 """Runs that the run summary plans, but tools/plan.py does not."""
+IN_OTHERS = ("experts_tensor2", "experts_divided", "experts_divided_pretrain")
+"""Combinations of parts of which each is in a smaller run."""
 
 
 def counted(config: RunConfig) -> tuple[list[tuple[list[int], list[int]]], list[list[int]], tuple[int, ...], int]:
@@ -75,7 +77,9 @@ def test_planned_is_counted(world1: World, world2: World, text_data: str, name: 
         assert kept == pytest.approx(planned, rel=0.1 if "divided" in name else 0.05), "experts are not equally busy"
 
 
-@pytest.mark.parametrize("name", UNPLANNED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in IN_OTHERS)) for name in UNPLANNED]
+)
 def test_summary_is_counted(world1: World, world2: World, world4: World, text_data: str, name: str) -> None:
     """A tensor-parallel rank that is charged for the whole, padding without a distributed optimizer."""
     config = worlds.run_config(

@@ -27,9 +27,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline": ("pipeline2", {"overlap_grad_reduce": True, "exp_avg_sq_dtype": "bf16"}),
     "one_block": ("data2", {"bcd_num_blocks": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}),
 }
-RESUMED = ("moments_bf16", "moments_mixed", "stateless", "pipeline")
-COMPARED = ("plain", "host", "moments_mixed", "always_active", "one_block")
-"""Combinations of the default suite; each case belongs to one of them."""
+RESUMED = ("moments_bf16", "pipeline")
+COMPARED = ("plain", "moments_mixed", "always_active", "stateless", "one_block")
+"""Combinations of the default suite, which have every flag of the cases."""
 
 
 def cases(default: tuple[str, ...]) -> pytest.MarkDecorator:

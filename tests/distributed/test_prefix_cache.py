@@ -34,9 +34,11 @@ CASES: dict[str, dict[str, Any]] = {
     "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2, "micro_batch_size": 4},
     "stages2_context2": worlds.PIPELINE | {"world_size": 4, "context_parallel_size": 2, "micro_batch_size": 4},
 }
+IN_OTHERS = ("submodel", "head_stage", "strided_chunks")
+"""Combinations of parts of which each is in another case."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in IN_OTHERS)) for case in CASES])
 def test_cached_is_computed(
     world1: World, world2: World, world4: World, text_data: str, tmp_path: Path, case: str
 ) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from support import resumed_runs, worlds
 from support.dist import RankError, World
+from support.pairwise import thinned
 from support.planned import exchanged_bytes, outer_bytes
 
 from megatron.bcd import data
@@ -227,8 +228,17 @@ def test_two_groups_are_data_parallelism(
     assert [metric["consumed_samples"] for metric in both[0][0]["metrics"]] == [8 * (step + 1) for step in range(12)]
 
 
-@pytest.mark.parametrize("cut", ["pipeline2", "data2", "tensor2"])
-@pytest.mark.parametrize("preset, compression", [("paper", "bf16"), ("paper", "4bit"), ("pretrain", "4bit")])
+@pytest.mark.parametrize(
+    "cut, preset, compression",
+    thinned(
+        [
+            (cut, preset, compression)
+            for cut in ("data2", "tensor2", "pipeline2")
+            for preset, compression in (("paper", "bf16"), ("paper", "4bit"), ("pretrain", "4bit"))
+        ],
+        keep_every=4,
+    ),
+)
 def test_groups_agree(
     text_data: str, lighthouse: str, pairs: list[World], cut: str, preset: str, compression: str
 ) -> None:
@@ -265,7 +275,7 @@ def agree(*groups: Any) -> None:
             assert not worlds.same_bits(left["weights"], right["weights"])
 
 
-@pytest.mark.parametrize("end, after", [("kill", 6), ("kill in exchange", 2), ("hang", 6)])
+@pytest.mark.parametrize("end, after", thinned([("kill in exchange", 2), ("kill", 6), ("hang", 6)], keep_every=2))
 def test_a_group_is_lost(
     world1: World, other_worlds: list[World], text_data: str, lighthouse: str, end: str, after: int
 ) -> None:
@@ -320,7 +330,9 @@ def come_back(group_worlds: list[World], planned: list[Any], **options: Any) -> 
     return [ranks[0] for ranks in results]
 
 
-@pytest.mark.parametrize(("preset", "place"), [("paper", "host"), ("pretrain", "device"), ("pretrain", "host")])
+@pytest.mark.parametrize(
+    ("preset", "place"), thinned([("paper", "host"), ("pretrain", "device"), ("pretrain", "host")], keep_every=2)
+)
 def test_a_group_comes_back(
     other_worlds: list[World], text_data: str, lighthouse: str, preset: str, place: str
 ) -> None:
@@ -485,7 +497,7 @@ def test_the_outer_step_of_one_group_alone() -> None:
     assert outer.anchor == 0.75
 
 
-@pytest.mark.parametrize("cut", ["pipeline2", "data2"])
+@pytest.mark.parametrize("cut", thinned(["pipeline2", "data2"], keep_every=2))
 def test_delayed_groups_agree(text_data: str, lighthouse: str, pairs: list[World], tmp_path: Path, cut: str) -> None:
     """Groups reach different values; a phase or a checkpoint ends before the exchange that is under way."""
     flags = worlds.CUTS[cut] | DELAYED | {"data_path": text_data, "save": str(tmp_path), "save_interval": 4}

@@ -20,10 +20,15 @@ from support.forked_runs import CANNOT_MOUNT, ForkedRuns, assert_refused, digest
 PROG = "pretrain_gpt_bcd.py"
 
 
-def with_ranks(tried: tuple[Case, ...]) -> pytest.MarkDecorator:
+def with_ranks(tried: tuple[Case, ...], *, long: int | None = None) -> pytest.MarkDecorator:
+    """Parametrize with cases and numbers of ranks, of which `long` runs only with --long."""
     return pytest.mark.parametrize(
         ("case", "num_ranks"),
-        [pytest.param(case, n, id=f"{case.name}, {n}".replace(" ", "_")) for case in tried for n in case.ranks],
+        [
+            pytest.param(case, n, id=f"{case.name}, {n}".replace(" ", "_"), marks=[pytest.mark.long] * (n == long))
+            for case in tried
+            for n in case.ranks
+        ],
     )
 
 
@@ -66,7 +71,7 @@ def test_refused(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path) 
     assert digests(workplace) == before and not any(rank.stdout for rank in results)
 
 
-@with_ranks(cases.REAL_CASES)
+@with_ranks(cases.REAL_CASES, long=2)
 def test_as_a_user_runs_it(case: Case, num_ranks: int, repo_root: Path, workplace: Path) -> None:
     """Forks share one import: only a real start shows a library that writes a line, and torchrun's own report."""
     case.prepare(workplace)
@@ -96,9 +101,10 @@ def test_as_a_user_runs_it(case: Case, num_ranks: int, repo_root: Path, workplac
 
 def test_the_launcher_ends_with_the_error(repo_root: Path, workplace: Path) -> None:
     """An error above a page of torchrun's traceback, or an exit code that says nothing."""
+    write_dataset(workplace / "data" / "text_document", good_documents(largest=300))
     launcher = [sys.executable, str(repo_root / "tools" / "launch.py"), "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*launcher, str(repo_root / PROG), *command_line("--bcd-blocks", "3", num_ranks=2)],
+        [*launcher, str(repo_root / PROG), *command_line(num_ranks=2)],
         cwd=workplace,
         env=os.environ | {"PYTHONPATH": str(repo_root), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -106,5 +112,5 @@ def test_the_launcher_ends_with_the_error(repo_root: Path, workplace: Path) -> N
         timeout=240,
     )
     lines = done.stderr.splitlines()
-    assert (done.returncode, lines[-1]) == (2, lines[0]) and "--bcd-blocks" in lines[0], done.stderr
+    assert (done.returncode, lines[-1]) == (2, lines[0]) and "token 300" in lines[0], done.stderr
     assert "Traceback" not in done.stderr

@@ -144,6 +144,7 @@ def test_plan_run_stop_resume_watch(browser: Any, serve: Any, model: str, tmp_pa
     assert {re.sub(r"^(\w+://[^/]*|data:).*", r"\1", address) for address in asked} <= {url.rstrip("/"), "data:"}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_run_that_dies(browser: Any, serve: Any, model: str, tmp_path: Path) -> None:
     """A page that waits for ever for a run that has died, or does not say why."""

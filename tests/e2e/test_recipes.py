@@ -326,17 +326,9 @@ def test_what_is_printed_is_what_is_started(
     assert said["ignores USR1"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("L-6.0B", "pretrain", "rtx4090"),
-        *(
-            pytest.param((model, method, "rtx4090"), marks=pytest.mark.long)
-            for model in MODELS
-            for method in ("bcd", "pretrain", "full")
-        ),
-    ],
-    ids="-".join,
+    "words", [(model, method, "rtx4090") for model in MODELS for method in ("bcd", "pretrain", "full")], ids="-".join
 )
 def test_tiny(words: tuple[str, ...], tmp_path: Path) -> None:
     """A recipe whose flags the training script refuses, or that trains some of the blocks, or saves nothing, in another

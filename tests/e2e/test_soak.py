@@ -30,7 +30,8 @@ def test_what_counts_as_a_fault() -> None:
     assert "10 samples" in faults({}, {}, consumed=10)
 
 
-@pytest.mark.timeout(600)  # starts of the script
+@pytest.mark.long  # the faults one by one: distributed/test_replica_groups.py
+@pytest.mark.timeout(600)
 def test_kills_a_hang_and_a_lighthouse_that_restarts(tmp_path: Path) -> None:
     """A group that does not end, or ends with an error, or holds other bits after an exchange than the others."""
     pytest.importorskip("torchft")

@@ -40,7 +40,9 @@ def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
         ),
         ((*EXAMPLE, "--pipeline-model-parallel-size", "1"), "--pipeline-model-parallel-size 4"),
         ((*EXAMPLE[:5], "1", "--search", "--bcd-preset", "paper"), "--num-gpus 4"),
-        (("--model", "L-11B", *EXAMPLE[2:5], "1", "--search", "--host-memory-gb", "64"), None),
+        pytest.param(
+            ("--model", "L-11B", *EXAMPLE[2:5], "1", "--search", "--host-memory-gb", "64"), None, marks=pytest.mark.long
+        ),
     ],
 )
 def test_what_does_not_fit_says_what_does(
