@@ -69,7 +69,7 @@ def config_of(case: Combination, **more: Any) -> Any:
     return worlds.run_config(world_size=size, **flags | more)
 
 
-@pytest.mark.parametrize("case", thinned(CASES, keep_every=4), ids=lambda case: "-".join(case.values()))
+@pytest.mark.parametrize("case", thinned(CASES, keep_every=6), ids=lambda case: "-".join(case.values()))
 def test_the_same_bits(world1: World, world2: World, case: Combination) -> None:
     """A layer that computes with another one's weights, before its copy or after the next one's; an active layer that
     is not written back, or by a rank whose weights are not the shared ones; rows of other tokens, or of another rank's

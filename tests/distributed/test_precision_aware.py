@@ -27,8 +27,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline": ("pipeline2", {"overlap_grad_reduce": True, "exp_avg_sq_dtype": "bf16"}),
     "one_block": ("data2", {"bcd_num_blocks": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}),
 }
-RESUMED = ("moments_bf16", "pipeline")
-COMPARED = ("plain", "moments_mixed", "always_active", "stateless", "one_block")
+RESUMED = ("moments_bf16", "stateless", "pipeline")
+COMPARED = ("plain", "moments_mixed", "always_active", "one_block")
 """Combinations of the default suite, which have every flag of the cases."""
 
 
