@@ -89,11 +89,7 @@ CASES = {
     "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | MUON, ("tensor2", "pipeline2_data2")),
     "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP, ("pipeline2_data2",)),
     "factored_llama": Case(LLAMA, FACTORED_EMBEDDING | {"bcd_num_blocks": 0}, ("tensor2",)),
-    "experts": Case(
-        worlds.EXPERTS,
-        {},
-        ("expert2_tensor2_etp1", "expert2_pipeline2_data2"),
-    ),
+    "experts": Case(worlds.EXPERTS, {}, ("expert2_tensor2_etp1", "expert2_pipeline2_data2")),
     "experts_muon_divided": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
         MUON | STATELESS | {"moe_token_dispatcher_type": "alltoall", "log_params_norm": True} | EQUAL_WEIGHTS,
@@ -141,24 +137,14 @@ LONG_CASES = {
     "long_stateless": Case({}, STATELESS | MUON, ("pipeline2_data2",), 2e-4),
     "untied": Case(UNTIED, {}, ("pipeline2_tensor2",)),
 }
-LONG_CUTS = {
-    "stage": ("pipeline2",),
-    "submodel": ("pipeline2",),
-    "pretrain": ("context2", "context2_data2"),
-    "frozen": ("data2",),
-    "stateless": ("data2", "tensor2", "pipeline2"),
-    "factored": ("data2", "tensor2"),
-    "factored_tied": ("pipeline2",),
-    "factored_llama": ("data2",),
-    "experts": ("data2", "tensor2", "context2", "pipeline2_data2"),
-    "experts_muon_divided": ("expert2_data4", "expert2_tensor2_data2_etp1"),
-    "experts_factored_divided": ("expert2_data4",),
-    "experts_muon": ("tensor2",),
-    "experts_factored": ("data2",),
-    "experts_in_blocks": ("expert2_tensor2_data2",),
-    "experts_in_blocks_factored": ("pipeline2_data2",),
-}
-"""Layouts that run only with --long, because the default suite has them with a similar kind of training."""
+LONG_PAIRS = """
+stage-pipeline2 submodel-pipeline2 pretrain-context2 pretrain-context2_data2 frozen-data2 stateless-data2
+stateless-tensor2 stateless-pipeline2 factored-data2 factored-tensor2 factored_tied-pipeline2 factored_llama-data2
+experts-data2 experts-tensor2 experts-context2 experts-pipeline2_data2 experts_muon_divided-expert2_data4
+experts_muon_divided-expert2_tensor2_data2_etp1 experts_factored_divided-expert2_data4 experts_muon-tensor2
+experts_factored-data2 experts_in_blocks-expert2_tensor2_data2 experts_in_blocks_factored-pipeline2_data2
+"""
+"""Run only with --long, because the default suite has each of both with a similar other."""
 
 
 def config_of(initial_weights: Flags, case: Case, **more: Any) -> Any:
@@ -184,11 +170,9 @@ def one_rank(world1: World, initial_weights: Flags, name: str, stages: int | Non
 
 
 PAIRS = [pytest.param(name, cut) for name, case in CASES.items() for cut in case.cuts]
-PAIRS += [
-    pytest.param(name, cut, marks=pytest.mark.long)
-    for name, cuts in ({name: case.cuts for name, case in LONG_CASES.items()} | LONG_CUTS).items()
-    for cut in cuts
-]
+LONG = [(name, cut) for name, case in LONG_CASES.items() for cut in case.cuts]
+LONG += [pair.split("-") for pair in LONG_PAIRS.split()]
+PAIRS += [pytest.param(*pair, marks=pytest.mark.long) for pair in LONG]
 PAIRS.sort(key=lambda pair: [*CUTS].index(str(pair.values[1])))  # groups of ranks are kept from case to case
 
 

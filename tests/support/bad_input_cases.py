@@ -175,10 +175,3 @@ OUTPUT_CASES = tuple(
         "--tensorboard-dir", "new/events", "--save", "new/saved", named="--data-path data/nowhere",
     ),
 )  # fmt: skip
-
-
-# Errors detected before and after the process groups are created.
-REAL_CASES = (
-    case("unknown flag", "--bcd-blocks", "3", named="--bcd-blocks", ranks=(1,)),
-    case("larger vocabulary", named="token 300", prepare=dataset(good_documents(largest=300))),
-)
