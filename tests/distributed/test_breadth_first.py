@@ -314,12 +314,13 @@ def test_dropout_is_repeated(world1: World, world2: World, cut: str, numbers: li
 
 
 STREAMED_RUNS = """
-one-muon-fp32 data-muon-bf16 tensor-nesterov-bf16 overlap-adam-bf16 data-adam16-bf16 one-adam-bf16-device
-one-clipped_muon-fp32 pipeline_data-clipped_adam-bf16 pipeline_data-adam8-fp32
+one-muon-fp32 data-muon-bf16 one-adam8-fp32 overlap-adam-bf16 data-adam16-bf16 one-adam-bf16-device
+one-clipped_muon-fp32 pipeline_data-clipped_adam-bf16
 """
 LONG_STREAMED_RUNS = """
-one-adam-bf16 one-adam8-fp32 tensor-adam-fp32 data-clipped_muon-bf16 data-clipped_adam-bf16 tensor-clipped_adam-fp32
-pipeline-adam-bf16 pipeline_tensor-muon-bf16 pipeline-clipped_muon-bf16 pipeline-muon-fp32-device
+one-adam-bf16 pipeline_data-adam8-fp32 tensor-nesterov-bf16 tensor-adam-fp32 data-clipped_muon-bf16
+data-clipped_adam-bf16 tensor-clipped_adam-fp32 pipeline-adam-bf16 pipeline_tensor-muon-bf16
+pipeline-clipped_muon-bf16 pipeline-muon-fp32-device
 """
 
 

@@ -101,7 +101,7 @@ CASES = {
         FACTORED
         | {"bcd_num_blocks": 0, "overlap_grad_reduce": True, "moe_token_dispatcher_type": "alltoall"}
         | {"moe_grouped_gemm": True},
-        ("expert2_tensor2_data2", "expert2_context2"),
+        ("expert2_context2",),
     ),
     "experts_muon": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT | {"moe_layer_freq": 2},
@@ -141,8 +141,9 @@ LONG_PAIRS = """
 stage-pipeline2 submodel-pipeline2 pretrain-context2 pretrain-context2_data2 frozen-data2 stateless-data2
 stateless-tensor2 stateless-pipeline2 factored-data2 factored-tensor2 factored_tied-pipeline2 factored_llama-data2
 experts-data2 experts-tensor2 experts-context2 experts-pipeline2_data2 experts_muon_divided-expert2_data4
-experts_muon_divided-expert2_tensor2_data2_etp1 experts_factored_divided-expert2_data4 experts_muon-tensor2
-experts_factored-data2 experts_in_blocks-expert2_tensor2_data2 experts_in_blocks_factored-pipeline2_data2
+experts_muon_divided-expert2_tensor2_data2_etp1 experts_factored_divided-expert2_data4
+experts_factored_divided-expert2_tensor2_data2 experts_muon-tensor2 experts_factored-data2
+experts_in_blocks-expert2_tensor2_data2 experts_in_blocks_factored-pipeline2_data2
 """
 """Run only with --long, because the default suite has each of both with a similar other."""
 

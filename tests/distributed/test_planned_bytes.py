@@ -40,7 +40,7 @@ UNPLANNED = {
     "replicated_bf16": TWO | {"bf16": True, "no_use_distributed_optimizer": True},
 }
 """Runs that the run summary plans, but tools/plan.py does not."""
-IN_OTHERS = ("experts_tensor2", "experts_divided", "experts_divided_pretrain")
+IN_OTHERS = ("experts_tensor2", "experts_pretrain_data2", "experts_divided", "experts_divided_pretrain")
 """Combinations of parts of which each is in a smaller run."""
 
 

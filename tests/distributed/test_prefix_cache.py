@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2, "micro_batch_size": 4},
     "stages2_context2": worlds.PIPELINE | {"world_size": 4, "context_parallel_size": 2, "micro_batch_size": 4},
 }
-IN_OTHERS = ("submodel", "head_stage", "strided_chunks")
+IN_OTHERS = ("submodel", "head_stage", "head_interleaved", "strided_chunks")
 """Combinations of parts of which each is in another case."""
 
 
