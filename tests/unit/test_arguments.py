@@ -186,35 +186,36 @@ def test_rate_of_stateless_updates_fits_their_rule() -> None:
         assert parse(*words).bcd.bcd_inactive_lr_ratio == ratio
 
 
+def state_of(flags: dict[str, Any]) -> str:
+    """Return the text of a run_state.json with these flags."""
+    state = {field.name: 0 for field in dataclasses.fields(RunState)}
+    return json.dumps(state | {"flags": flags, "format_version": FORMAT_VERSION})
+
+
+def older_state(config: RunConfig, name: str, older_name: str) -> RunState:
+    """Return the state of an older version, and check that its flags are those of today's."""
+    text = state_of(run_config_to_dict(config))
+    older = from_json(text.replace(name, older_name), path="run_state.json")
+    assert older.flags == from_json(text, path="run_state.json").flags
+    return older
+
+
 def test_older_names_of_stateless_updates() -> None:
     """A script or a checkpoint of an older version that is refused, or whose flags are ignored."""
-    words = (
-        "--bcd-inactive-update",
-        "orthogonal",
-        "--bcd-inactive-lr-ratio",
-        "0.4",
-        "--bcd-inactive-grad-dtype",
-        "fp32",
-    )
-    config = parse(*words)
-    assert parse(*(word.replace("inactive", "resting") for word in words)) == config
-    state = {field.name: 0 for field in dataclasses.fields(RunState)}
-    state |= {"flags": run_config_to_dict(config), "format_version": FORMAT_VERSION}
-    older = from_json(json.dumps(state).replace("bcd_inactive", "bcd_resting"), path="run_state.json")
-    assert older.flags == from_json(json.dumps(state), path="run_state.json").flags
-    bf16 = parse(*words, "--bf16")
+    words = "--bcd-inactive-update orthogonal --bcd-inactive-lr-ratio 0.4 --bcd-inactive-grad-dtype fp32"
+    config = parse(*words.split())
+    assert parse(*words.replace("inactive", "resting").split()) == config
+    older = older_state(config, "bcd_inactive", "bcd_resting")
+    bf16 = parse(*words.split(), "--bf16")
     assert has_same_optimizers(older, bf16) and not has_same_optimizers(older, parse("--bf16"))
-    assert not has_same_optimizers(older, parse(*words, "--bcd-embedding-update", "factored"))
+    assert not has_same_optimizers(older, parse(*words.split(), "--bcd-embedding-update", "factored"))
 
 
 def test_older_name_of_the_place_of_layers() -> None:
     """A script or a checkpoint of an older version that is refused, or that keeps its layers on the device."""
     config = parse("--bcd-layers-on", "host", "--bcd-resident-layers", "1")
     assert parse("--bcd-frozen-weights", "host", "--bcd-resident-layers", "1") == config
-    state = {field.name: 0 for field in dataclasses.fields(RunState)}
-    state |= {"flags": run_config_to_dict(config), "format_version": FORMAT_VERSION}
-    older = from_json(json.dumps(state).replace("bcd_layers_on", "bcd_frozen_weights"), path="run_state.json")
-    assert older.flags == from_json(json.dumps(state), path="run_state.json").flags
+    older_state(config, "bcd_layers_on", "bcd_frozen_weights")
 
 
 @pytest.mark.parametrize(
@@ -262,17 +263,14 @@ def test_checkpoint_with_adapters() -> None:
     flags = run_config_to_dict(config := parse())
     flags["bcd"] |= {"bcd_low_rank": None, "bcd_low_rank_alpha": None, "bcd_low_rank_layers": "all"}
     flags["checkpoint"] |= {"save_adapters": None}
-    state = {field.name: 0 for field in dataclasses.fields(RunState)}
-    state |= {"flags": flags, "format_version": FORMAT_VERSION}
-    older = from_json(json.dumps(state), path="run_state.json")
-    assert run_config_from_dict(older.flags) == config
-    check_same_weights(json.dumps(state), config, source="run_state.json")
+    assert run_config_from_dict(from_json(state_of(flags), path="run_state.json").flags) == config
+    check_same_weights(state_of(flags), config, source="run_state.json")
     flags["bcd"]["bcd_low_rank"] = 4
     told = re.escape("run_state.json: the checkpoint has adapters (--bcd-low-rank), which were removed. ")
     with pytest.raises(ValueError, match=told):
-        from_json(json.dumps(state), path="run_state.json")
+        from_json(state_of(flags), path="run_state.json")
     with pytest.raises(ValueError, match=told):
-        check_same_weights(json.dumps(state), config, source="run_state.json")
+        check_same_weights(state_of(flags), config, source="run_state.json")
 
 
 def test_paper_preset_is_the_default() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron.bcd.blocks.ownership import ownership
@@ -26,19 +28,17 @@ def names_of(cut: Partition, stage: int) -> list[str]:
     return names
 
 
+def two_stages(layout: str, **parts: Any) -> Partition:
+    num_blocks = None if layout == "stage" else 2
+    return partition(num_layers=8, num_stages=2, num_blocks=num_blocks, layout=layout, **parts)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[:-1])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("always_active", [(), ("norms",), ("embedding",), ("head",), ("norms", "embedding", "head")])
 def test_agrees_with_the_partition(layout: str, tied: bool, always_active: tuple[str, ...]) -> None:
     """A parameter left out of every phase, trained in two, or a tied head that is active without the embedding."""
-    cut = partition(
-        num_layers=8,
-        num_stages=2,
-        num_blocks=None if layout == "stage" else 2,
-        layout=layout,
-        tied=tied,
-        always_active=frozenset(always_active),
-    )
+    cut = two_stages(layout, tied=tied, always_active=frozenset(always_active))
     for stage in range(2):
         for name in names_of(cut, stage):
             owned = ownership(name, partition=cut, stage=stage)
@@ -57,16 +57,8 @@ def test_agrees_with_the_partition(layout: str, tied: bool, always_active: tuple
 @pytest.mark.parametrize("frozen", [frozenset(), frozenset({"norms"}), frozenset({"embedding"})])
 def test_experts_are_divided_and_the_rest_is_always_active(frozen: frozenset[str]) -> None:
     """An expert trained in two phases or none, a router or shared expert in one phase only, a frozen part trained."""
-    cut = partition(
-        num_layers=4,
-        num_stages=2,
-        num_blocks=2,
-        layout="experts",
-        tied=True,
-        frozen=frozen,
-        has_stateless_updates=True,
-        experts_on_rank=4,
-    )
+    sizes = {"num_layers": 4, "num_stages": 2, "num_blocks": 2, "experts_on_rank": 4}
+    cut = partition(**sizes, layout="experts", tied=True, frozen=frozen, has_stateless_updates=True)
     experts = "mlp.experts."
     layer = ("mlp.router.weight", "mlp.shared_experts.linear_fc1.weight", "pre_mlp_layernorm.weight", *LAYER)
     for name, block in (("local_experts.3.linear_fc1.weight", 1), ("linear_fc2.weight2", 0)):  # by Transformer Engine
@@ -85,14 +77,7 @@ def test_experts_are_divided_and_the_rest_is_always_active(frozen: frozenset[str
 @pytest.mark.parametrize("frozen", ["embedding", "head", "norms", "embedding,head"])
 def test_no_phase_trains_what_is_frozen(layout: str, tied: bool, frozen: str) -> None:
     """A frozen part that is active in its block's phase, or one copy of a tied weight that is."""
-    cut = partition(
-        num_layers=8,
-        num_stages=2,
-        num_blocks=None if layout == "stage" else 2,
-        layout=layout,
-        tied=tied,
-        frozen=frozenset(frozen.split(",")),
-    )
+    cut = two_stages(layout, tied=tied, frozen=frozenset(frozen.split(",")))
     parts = set(frozen.split(",")) | ({"embedding", "head"} if tied and frozen != "norms" else set())
     for stage in range(2):
         for name in names_of(cut, stage):
