@@ -20,7 +20,7 @@ mkdir -p "$work/lists/partial" "$work/cache/archives/partial" "$(dirname "$FOLDE
 echo "deb-src [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $archive trixie main" > "$work/sources.list"
 options=(-q -o Dir::Etc::sourcelist="$work/sources.list" -o Dir::Etc::sourceparts=- -o Dir::State::lists="$work/lists"
     -o Dir::Cache="$work/cache" -o APT::Sandbox::User=root)
-{
+(
     cd "$work"
     apt-get "${options[@]}" update
     apt-get "${options[@]}" source --download-only python3.13
@@ -31,5 +31,5 @@ options=(-q -o Dir::Etc::sourcelist="$work/sources.list" -o Dir::Etc::sourcepart
     make -s install DESTDIR="$work/new"
     rm -rf "$FOLDER"
     mv "$work/new$FOLDER" "$FOLDER"
-} > "$FOLDER.log" 2>&1 || exit 1
+) > "$FOLDER.log" 2>&1
 exec "$FOLDER/bin/python3" -c 'import sys; print(sys.executable)'
