@@ -96,7 +96,7 @@ def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     ]
 
 
-@pytest.mark.parametrize(("before", "after"), [*thinned(PAIRS, keep_every=2), *thinned(EXPERT_PAIRS, keep_every=2)])
+@pytest.mark.parametrize(("before", "after"), [*thinned(PAIRS, keep_every=4), *thinned(EXPERT_PAIRS, keep_every=2)])
 def test_another_layout_goes_on_inside_the_phase(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     """Slices put together in another order, a gate taken for an up, moments of another layer or none at all."""
     flags = {"bcd_layout": "submodel"} | MODELS[before]

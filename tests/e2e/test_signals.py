@@ -67,7 +67,7 @@ def test_ctrl_c_under_the_launcher(workplace: Path) -> None:
         assert layout.candidates(str(workplace / "saved"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_an_interrupted_test_session(repo_root: Path, tmp_path: Path, number: signal.Signals) -> None:
     """Replica groups in separate sessions, some of them stopped, and a lighthouse outlive the tests."""
     note = tmp_path / "pid"

@@ -117,7 +117,10 @@ def test_allocated_is_planned(gpus: Worlds, text_data: str, name: str) -> None:
             assert 0 <= step["stays"] - step["asked"] <= 512 * step["number"] + UNSPLIT, (rank, step, plan)
             bounds = UNEVEN_PEAKS if "divided" in name else PEAKS
             most = plan.total - plan.framework
-            low, high = bounds[0] * (most - plan.communication), bounds[1] * most  # as many messages wait as time allows
+            low, high = (
+                bounds[0] * (most - plan.communication),
+                bounds[1] * most,
+            )  # as many messages wait as time allows
             assert step["asked_peak"] <= high and low <= step["peak"] <= high + UNSPLIT, (rank, step, plan)
 
 
