@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import worlds
 from support.dist import World
+from support.pairwise import thinned
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.optim.param_shard import ParamShard
@@ -172,7 +173,7 @@ def whole(ranks: list[dict[str, Any]], index: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ALWAYS)
+@pytest.mark.parametrize("name", thinned(ALWAYS, keep_every=2))
 def test_one_state_for_the_whole_run(world1: World, world2: World, text_data: str, name: str) -> None:
     """Moments, a step count or a main parameter that a switch drops or mixes up."""
     cut, parts, flags = ALWAYS[name]

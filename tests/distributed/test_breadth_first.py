@@ -213,7 +213,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "parts"), thinned(RESUMED, keep_every=5))
+@pytest.mark.parametrize(("name", "parts"), thinned(RESUMED, keep_every=8))
 def test_resumes_with_another_schedule_and_place(
     world1: World, world2: World, tmp_path: Path, name: str, parts: tuple[dict[str, Any], ...]
 ) -> None:

@@ -3,6 +3,9 @@ phase to the byte, and kept activations within 5 %."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 from support import worlds
 from support.dist import World
@@ -40,8 +43,13 @@ UNPLANNED = {
     "replicated_bf16": TWO | {"bf16": True, "no_use_distributed_optimizer": True},
 }
 """Runs that the run summary plans, but tools/plan.py does not."""
-IN_OTHERS = ("experts_tensor2", "experts_pretrain_data2", "experts_divided", "experts_divided_pretrain")
+LONG = ("breadth_first_streamed_frozen", "breadth_first_streamed_pretrain", "streamed_pipeline2")
+LONG_UNPLANNED = ("experts_tensor2", "experts_pretrain_data2", "experts_divided", "experts_divided_pretrain")
 """Combinations of parts of which each is in a smaller run."""
+
+
+def marked(names: Iterable[str], long: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.long] * (name in long)) for name in names]
 
 
 def counted(config: RunConfig) -> tuple[list[tuple[list[int], list[int]]], list[list[int]], tuple[int, ...], int]:
@@ -55,7 +63,8 @@ def counted(config: RunConfig) -> tuple[list[tuple[list[int], list[int]]], list[
         return steps, told, summary.parameters_per_stage, summary.total_parameters
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if "offload" not in name])  # gpu/test_bytes.py has them
+# gpu/test_bytes.py has the runs with offload
+@pytest.mark.parametrize("name", marked([name for name in RUNS if "offload" not in name], LONG))
 def test_planned_is_counted(world1: World, world2: World, text_data: str, name: str) -> None:
     """A budget that forgets padding, main parameters, step counters, the head's copy or a shard, or activations of a
     stage: a plan that fits, and a run that does not; a layer that is on no stage or on two. The hidden size 40 is no
@@ -77,9 +86,7 @@ def test_planned_is_counted(world1: World, world2: World, text_data: str, name: 
         assert kept == pytest.approx(planned, rel=0.1 if "divided" in name else 0.05), "experts are not equally busy"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in IN_OTHERS)) for name in UNPLANNED]
-)
+@pytest.mark.parametrize("name", marked(UNPLANNED, LONG_UNPLANNED))
 def test_summary_is_counted(world1: World, world2: World, world4: World, text_data: str, name: str) -> None:
     """A tensor-parallel rank that is charged for the whole, padding without a distributed optimizer."""
     config = worlds.run_config(

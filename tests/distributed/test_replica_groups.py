@@ -331,7 +331,7 @@ def come_back(group_worlds: list[World], planned: list[Any], **options: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("preset", "place"), thinned([("paper", "host"), ("pretrain", "device"), ("pretrain", "host")], keep_every=2)
+    ("preset", "place"), thinned([("pretrain", "host"), ("paper", "host"), ("pretrain", "device")], keep_every=3)
 )
 def test_a_group_comes_back(
     other_worlds: list[World], text_data: str, lighthouse: str, preset: str, place: str
