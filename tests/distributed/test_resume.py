@@ -130,14 +130,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-IN_OTHERS = (
-    "fp16_kept",
-    "factored_no_block",
-    "experts_in_blocks",
-    "experts_muon",
-    "experts_divided",
-    "experts_divided_kept",
-)
+IN_OTHERS = ("fp16_kept", "factored_no_block", "experts_in_blocks", "experts_muon", "experts_divided_kept")
 """Combinations of parts of which each is in another run."""
 
 
