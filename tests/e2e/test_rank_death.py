@@ -38,6 +38,7 @@ def test_a_rank_that_hangs(tmp_path: Path, hanging: int) -> None:
         assert job.alive() == []
 
 
+@pytest.mark.long  # the error itself: distributed/test_written_back.py
 def test_a_copy_that_fails(tmp_path: Path) -> None:
     """A rank that waits for ever for one whose frozen layer does not come to the device, or a run that goes on with
     another layer's weights; a message that does not say which layer it is."""
