@@ -27,7 +27,6 @@ def metrics_of(repo_root: Path, folder: Path, program: list[str], flags: list[st
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.long
 def test_the_peers_train_on_the_same(repo_root: Path, tmp_path: Path) -> None:
     """Other samples, masks, means or evaluations on transformers' side, so that its rows compare nothing."""
     from support import huggingface_models as models
