@@ -142,6 +142,7 @@ class Trainer:
         self.train_iters, self.global_batch_size = run.train_iters, run.global_batch_size
         self.source = run.source
         self.state = TrainState(run=run.name)
+        router_losses.clear()  # those of a run before this one in the process, which may have had fewer layers
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
         resumed = None if run.source is None else run.source.state
         self.reporter = reporter or build_reporter(run, start_iteration=resumed.iteration if resumed else 0)

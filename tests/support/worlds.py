@@ -26,7 +26,6 @@ from megatron.bcd.checkpoint import loader
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
-from megatron.bcd.model import router_losses
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import device, distributed, rng
@@ -293,7 +292,6 @@ def _cut_world(config: RunConfig) -> None:
 def started(config: RunConfig, *, freezes: bool = False, **hooks: Hook) -> Iterator[RecordedRun]:
     """Start a run on this rank with its first block active; `freezes` as in `parallel`."""
     with parallel(config, freezes=freezes):
-        router_losses.clear()  # those of the last run on this rank, which may have had fewer layers
         yield RecordedRun(config, **hooks)
         device.synchronize()  # a run that ends inside a phase has copies under way
 

@@ -1,0 +1,23 @@
+"""The losses of routers of several runs in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support import worlds
+from support.dist import World
+
+
+def of_two_runs(first: Any, second: Any) -> list[Any]:
+    """Train one run after the other on this rank, and return the router losses of the second."""
+    worlds.train_run(first)
+    return [step["router_losses"] for step in worlds.train_run(second)["metrics"]]
+
+
+def test_greedy_after_a_run_with_fewer_layers(world1: World) -> None:
+    """Scores of greedy order that add their losses to the last run's, which had fewer layers."""
+    flags = worlds.EXPERTS | {"mock_data": True, "split": None, "bcd_order": "greedy", "bcd_num_blocks": 2}
+    small, large = (worlds.run_config(**flags, num_layers=number) for number in (2, 4))
+    [after_large] = world1.run(of_two_runs, large, large)
+    [after_small] = world1.run(of_two_runs, small, large)
+    assert after_small == after_large and after_small[0]
