@@ -31,6 +31,10 @@ CASES: dict[str, dict[str, Any]] = {
         "pipeline_model_parallel_size": 2,
         "num_virtual_stages_per_pipeline_rank": 2,
     },
+    "experts, divided": worlds.EXPERTS
+    | worlds.EXPERT2
+    | {"bcd_num_blocks": 0, "bcd_inactive_update": "factored", "bcd_steps_per_block": None}
+    | {"moe_token_dispatcher_type": "alltoall", "sequence_parallel": None},
     "full adam, bf16": {"bcd_num_blocks": 1, "clip_grad": 0.0, "adam_moments_dtype": "bf16"},
 }
 

@@ -131,7 +131,7 @@ BAD_RUNS = {
 --recompute auto --pipeline-model-parallel-size 2 --bcd-schedule stock --recompute-memory-gib 1
 --num-experts 3 --expert-model-parallel-size 2 --disable-bias-linear
 --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear --pipeline-model-parallel-size 2
---expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear --bcd-layers-on host
+--expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear --bcd-prefix-cache c
 --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear --use-cpu-initialization
 --bcd-num-blocks 4 --bcd-layout experts --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear
 --expert-tensor-parallel-size 1 --num-experts 4 --disable-bias-linear --tensor-model-parallel-size 2 --sequence-parallel

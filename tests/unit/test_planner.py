@@ -15,7 +15,7 @@ from support.planned import active_parameters
 from megatron.bcd.config import LAYOUTS
 from megatron.bcd.planner import step_time
 from megatron.bcd.planner.estimate import make_estimate, multiplier_of
-from megatron.bcd.planner.memory import fits, host_bytes, peak, rank_memory
+from megatron.bcd.planner.memory import fits, host_bytes, peak, rank_memory, saving_bytes
 from megatron.bcd.planner.recipe import Recipe, make_recipe
 from megatron.bcd.planner.search import fewest_gpus, layouts, search, shortest_that_fits, valid_pipelines
 from megatron.bcd.planner.step_time import head_pass, layer_pass, phase_seconds
@@ -122,6 +122,24 @@ def test_offload_moves_the_optimizer_to_the_host() -> None:
     )
     assert host_bytes(full) == 0
     assert phase_seconds(offload, 0).optimizer > phase_seconds(full, 0).optimizer
+
+
+def test_host_memory_of_divided_experts() -> None:
+    """Experts that each rank of a node counts whole, or other weights of ranks that share no memory as shared."""
+    model = replace(SMALL, form="llama", experts=8, expert_ffn=64)
+    fields: dict[str, Any] = {"method": "finetune", "precision": "bf16", "bcd_num_blocks": None, "num_gpus": 4}
+    fields |= {"bcd_inactive_update": "factored", "bcd_schedule": "breadth-first", "bcd_layers_on": "host"}
+    divided = [recipe(model, **fields, expert_model_parallel_size=size) for size in (1, 2, 4)]
+    whole, halves, quarters = map(host_bytes, divided)
+    others = sum(
+        each.size
+        for each in divided[0].state.tensors[0]
+        if each.owned.layer is not None and ".local_experts." not in each.name
+    )
+    # bytes of a rank: its part of the experts once for each rank of the node with the same part, and so all others
+    assert halves - whole == pytest.approx(4 * others / 4, rel=0.02)
+    assert quarters - whole == pytest.approx(4 * others * 3 / 4, rel=0.02)
+    assert saving_bytes(divided[2]) == pytest.approx(saving_bytes(divided[0]), rel=0.02)
 
 
 def test_one_stage_does_one_thing_after_the_other() -> None:

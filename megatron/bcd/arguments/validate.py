@@ -83,11 +83,9 @@ _GROUP_FLAGS = (
     "--replica-groups --min-replica-groups --replica-id --outer-interval --outer-delay --outer-lr "
     "--outer-momentum --outer-compression --outer-timeout-seconds"
 )
-_NOT_DIVIDED = (
-    "--bcd-layers-on!=device --bcd-prefix-cache --lighthouse --optimizer-cpu-offload --use-cpu-initialization"
-)
-"""Conditions that --expert-model-parallel-size above 1 cannot be combined with: shared copies of layers, passes of some
-ranks alone, state that one data-parallel rank holds for all, and weights that all ranks draw alike."""
+_NOT_DIVIDED = "--bcd-prefix-cache --lighthouse --optimizer-cpu-offload --use-cpu-initialization"
+"""Conditions that --expert-model-parallel-size above 1 cannot be combined with: passes of some ranks alone, state that
+one data-parallel rank holds for all, and weights that all ranks draw alike."""
 NEEDS = {
     **dict.fromkeys(_GROUP_FLAGS.split(), "--lighthouse"),
     "--bcd-embedding-update=factored": "--bcd-inactive-update",

@@ -279,6 +279,7 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_v
         residual_dtype={"bf16": torch.int16, "fp16": torch.float32}.get(config.precision) if keeps else None,
         is_streamed=is_streamed,
         group=replicas.group(),
+        part=replicas.part_of_experts(),
         piece_layers=max(map(len, stage_pieces(partition, stage, config.bcd.bcd_layers_per_pass))),
         state={
             kind: (device.DTYPES.get(dtype) or getattr(torch, dtype), shared)

@@ -117,7 +117,8 @@ class FrozenWeights:
         residual_dtype: dtype of the kind LOW_BITS; None if there is none.
         state: other kinds of state of each streamed parameter: dtype, and number of elements that share an entry.
         is_streamed: returns whether a parameter is streamed, given its name within a layer.
-        group: the ranks with the same weights. Those on one node share an arena.
+        group: the ranks with the same weights, except experts. Those on one node share an arena.
+        part: which part of the experts this rank has. Ranks with different parts have an arena each.
         piece_layers: number of layers that the schedule loads at once.
     """
 
@@ -131,6 +132,7 @@ class FrozenWeights:
         residual_dtype: torch.dtype | None,
         is_streamed: Callable[[str], bool],
         group: torch.distributed.ProcessGroup,
+        part: tuple[int, ...] = (),
         piece_layers: int = 1,
         state: Mapping[str, tuple[torch.dtype, int]] | None = None,
     ) -> None:
@@ -143,7 +145,7 @@ class FrozenWeights:
         self._num_layers, self._embedding_size, self._num_resident = num_layers, embedding_size, num_resident
         self._dtype = dtype
         self._kinds = ({} if residual_dtype is None else {LOW_BITS: (residual_dtype, 1)}) | dict(state or {})
-        self._is_streamed, self._group = is_streamed, group
+        self._is_streamed, self._group, self._part = is_streamed, group, part
         self._arena: host_memory.SharedMemory
         self._layers: list[_Layer] = []
         self._embedding: torch.nn.Parameter | None = None
@@ -171,7 +173,7 @@ class FrozenWeights:
         sizes = [layer.size * self._dtype.itemsize, *(sum(self._state_sizes(each).values()) for each in named)]
         if not self._layers:
             total = sum(sizes) * self._num_layers + self._embedding_size * self._dtype.itemsize
-            self._arena = host_memory.allocate(total, group=self._group, what="--bcd-layers-on host")
+            self._arena = host_memory.allocate(total, group=self._group, part=self._part, what="--bcd-layers-on host")
         assert not self._layers or layer.size == self._layers[0].size, "layers differ in size"
         weights, *state = self._arena.data[layer.number * sum(sizes) :][: sum(sizes)].split(sizes)
         layer.on_host = weights.view(self._dtype)
@@ -293,7 +295,7 @@ class FrozenWeights:
         return self.is_used and self._arena.has_whole_group
 
     def bytes_on_host(self) -> int:
-        """Return the bytes of the weights in the arena, or 0 if another rank of the node owns it."""
+        """Return the bytes of the weights in the arena, or 0 if another rank owns it."""
         weights = [layer.on_host for layer in self._layers]
         weights += [] if self._embedding is None else [self._embedding]
         return sum(tensor.nbytes for tensor in weights) if self.is_used and self._arena.is_owner else 0

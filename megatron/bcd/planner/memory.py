@@ -86,7 +86,8 @@ def _offloaded_bytes(recipe: Recipe) -> int:
             for stage, layers in enumerate(recipe.state.streamed)
         )
         per_element = recipe.bytes_per_element + recipe.state.layer_state_bytes
-        offloaded += int(per_element * largest) // min(recipe.num_replicas, recipe.gpus_per_node)
+        on_node = min(recipe.num_replicas, recipe.gpus_per_node)
+        offloaded += int(per_element * largest) // max(1, on_node // recipe.state.num_expert_parts)
     if recipe.config.is_breadth_first:
         offloaded += max(recipe.memory.activations(0, block).input_bytes("host") for block in blocks)
     # main parameters of stateless updates are on the device or beside the weights
@@ -101,31 +102,33 @@ def saving_bytes(recipe: Recipe) -> int:
     Weights on devices are copied, and the optimizer state of the active parameters is made in fp32. Layers in host
     memory and what is offloaded are written one tensor after the other.
     """
-    most = _saving_rank_bytes(recipe.state, min(recipe.num_replicas, recipe.gpus_per_node) / recipe.num_replicas)
+    most = _saving_rank_bytes(recipe.state, min(recipe.num_replicas, recipe.gpus_per_node))
     return int(most * max(1, recipe.gpus_per_node // recipe.num_replicas))
 
 
 @lru_cache(maxsize=256)
-def _saving_rank_bytes(state: ModelState, share: float) -> float:
-    """Return the most bytes of a rank whose node stores this share of the replicas."""
+def _saving_rank_bytes(state: ModelState, on_node: int) -> float:
+    """Return the most bytes of `on_node` ranks of a node with the same weights, except experts."""
     is_short, is_on_host = state.precision != "fp32", state.bcd.bcd_layers_on == "host"
 
     def of_rank(stage: int, block: int) -> float:
         weights = state_elements = largest = 0
         for tensor in state.tensors[stage]:
+            size = tensor.size * (state.num_expert_parts if tensor.is_expert else 1)
+            copies = tensor.size * (min(on_node, state.num_expert_parts) if tensor.is_expert else 1)
             is_in_arena = is_on_host and tensor.owned.layer is not None
             is_active = tensor.is_active(block)
             if state.steps_block_by_piece and tensor.parts:  # written one after the other
                 is_active = not is_in_arena
             has_momentum = 1 if state.is_muon and tensor.parts else len(state.budget.moments)
-            weights += 0 if is_in_arena and not is_active else state.budget.weight * tensor.size
+            weights += 0 if is_in_arena and not is_active else state.budget.weight * copies
             if is_active:
-                state_elements += (is_short + has_momentum) * tensor.size
+                state_elements += (is_short + has_momentum) * size
             elif is_in_arena:
                 largest = max(largest, tensor.size)
             elif tensor.is_stateless(block):
-                state_elements += is_short * tensor.size
-        return weights + 4 * state_elements * share + 4 * is_short * largest
+                state_elements += is_short * size
+        return weights + 4 * state_elements * on_node / state.num_replicas + 4 * is_short * largest
 
     return max(of_rank(*place) for place in product(range(len(state.tensors)), range(state.partition.num_blocks)))
 

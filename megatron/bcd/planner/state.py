@@ -165,6 +165,11 @@ class ModelState:
             return self.num_replicas
         return self.num_replicas * self.tensor_size // (self.expert_size * self.expert_tensor_size)
 
+    @property
+    def num_expert_parts(self) -> int:
+        """Number of different parts of a layer's experts among the ranks with the same other weights."""
+        return max(1, self.num_replicas // self._num_expert_replicas)
+
     @cached_property
     def num_parameters(self) -> tuple[int, ...]:
         """The number of parameters of a rank, by stage."""

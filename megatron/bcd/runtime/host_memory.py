@@ -24,18 +24,20 @@ _CONTROL_GROUPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMemory:
-    """Host memory shared by the ranks of a group on this node."""
+    """Host memory shared by ranks of a group on this node."""
 
     data: torch.Tensor
     """uint8, initially zero."""
     is_owner: bool
     """Whether this rank is the one that writes."""
     has_whole_group: bool
-    """Whether all ranks of the group are on this node."""
+    """Whether all ranks of the group share it."""
 
 
-def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str) -> SharedMemory:
-    """Collective over all ranks. Allocate `num_bytes` shared by the ranks of `group` on each node.
+def allocate(
+    num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str, part: tuple[int, ...] = ()
+) -> SharedMemory:
+    """Collective over all ranks. Allocate `num_bytes` shared by the ranks of `group` on each node with the same `part`.
 
     The sizes may differ between groups. The memory is page-locked in each process if there is a GPU.
 
@@ -46,7 +48,8 @@ def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str
         ValueError: a node has too little memory, or it cannot be shared or page-locked. `what` names the purpose.
     """
     rank, node = torch.distributed.get_rank(), _node()
-    sharing = [member for member, its_node in collectives.gather_objects((rank, node), group) if its_node == node]
+    members = collectives.gather_objects((rank, node, part), group)
+    sharing = [member for member, *place in members if place == [node, part]]
     first = min(sharing)
     is_owner = rank == first
     ranks = collectives.gather_objects((node, num_bytes if is_owner else 0, available_bytes()))

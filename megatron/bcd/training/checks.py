@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.runtime import replicas
 from megatron.bcd.runtime.weight_hash import first_difference
 from megatron.bcd.training.outputs import RunOutputs
 from megatron.bcd.training.state import StepResult, TrainingFailed, TrainState
@@ -63,11 +64,7 @@ class StepChecks:
             difference = first_difference(
                 weights.named_parameters(),
                 place=(stage, parallel_state.get_tensor_model_parallel_rank()),
-                place_of_experts=(
-                    stage,
-                    parallel_state.get_expert_model_parallel_rank(),
-                    parallel_state.get_expert_tensor_parallel_rank(),
-                ),
+                place_of_experts=(stage, *replicas.part_of_experts()),
             )
         if difference is not None:
             raise TrainingFailed(

@@ -1,0 +1,120 @@
+"""Expert parallelism with layers in host memory: the same training bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from support import resumed_runs, worlds
+from support.dist import World
+from support.planned import EXPERTS, recipe_of
+
+from megatron.bcd.planner.memory import host_bytes
+from megatron.bcd.runtime import host_memory
+
+CUTS: dict[str, dict[str, Any]] = {
+    "expert2": {"world_size": 2},
+    "expert2_context2": {"world_size": 2, "context_parallel_size": 2},
+    "expert2_data4": {"world_size": 4},
+    "expert2_pipeline2": {"world_size": 4, "pipeline_model_parallel_size": 2},
+    "expert2_tensor2_etp1": {
+        "world_size": 4,
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
+}
+BREADTH_FIRST = {"bcd_schedule": "breadth-first"}
+"""On the device too, because sums over ranks differ between schedules."""
+METHODS: dict[str, dict[str, Any]] = {
+    "finetune": {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_inactive_update": "factored"} | BREADTH_FIRST,
+    "blocks": {"bcd_num_blocks": 2},
+    "blocks_offloaded": {"bcd_num_blocks": 2, "bcd_optimizer_state": "host", "bcd_frozen": "embedding"},
+    "one_block": {"bcd_num_blocks": 1, "clip_grad": 0.0} | BREADTH_FIRST,
+}
+PAIRS = [
+    ("expert2", "finetune"),
+    ("expert2", "one_block"),
+    ("expert2_context2", "blocks"),
+    ("expert2_data4", "finetune"),
+    ("expert2_data4", "blocks_offloaded"),
+    ("expert2_data4", "one_block"),
+    ("expert2_pipeline2", "finetune"),
+    ("expert2_tensor2_etp1", "blocks"),
+]
+
+
+def config_of(cut: str, method: str, **more: Any) -> Any:
+    """Return six steps in bf16 of a model with four experts a layer."""
+    flags = worlds.EXPERTS | worlds.EXPERT2 | {"num_layers": 4, "mock_data": True, "split": None, "bf16": True}
+    flags |= {"micro_batch_size": 1, "global_batch_size": 4, "moe_token_dispatcher_type": "alltoall"}
+    flags |= {"untie_embeddings_and_output_weights": True, "moe_grouped_gemm": True}
+    return worlds.run_config(**flags | CUTS[cut] | METHODS[method] | more)
+
+
+def world_of(worlds_by_size: tuple[World, World], cut: str) -> World:
+    return worlds_by_size[CUTS[cut]["world_size"] == 4]
+
+
+@pytest.mark.parametrize(("cut", "method"), PAIRS)
+def test_the_same_bits(world2: World, world4: World, cut: str, method: str) -> None:
+    """Experts that another expert-parallel rank's overwrite in shared memory, or that only one replica writes back."""
+    world = world_of((world2, world4), cut)
+    on_device = world.run(worlds.train_run, config_of(cut, method))
+    place = {"bcd_layers_on": "auto", "recompute_memory_gib": 2**-20} if "context" in cut else {"bcd_layers_on": "host"}
+    on_host = world.run(worlds.train_run, config_of(cut, method, **place))
+    for left, other in zip(on_device, on_host, strict=True):
+        assert left["steps"] == other["steps"] and len(other["steps"]) == 6
+        assert worlds.same_bits(left["weights"], other["weights"]) == []
+
+
+@pytest.mark.parametrize(
+    ("cut", "method", "places"),
+    [
+        ("expert2_data4", "finetune", ("host", "device")),
+        ("expert2_data4", "blocks_offloaded", ("device", "host")),
+        ("expert2", "one_block", ("host", "host")),
+    ],
+)
+def test_resumes(world2: World, world4: World, tmp_path: Path, cut: str, method: str, places: tuple[str, str]) -> None:
+    """A checkpoint without an expert's state, or with that of another one."""
+    world, config = world_of((world2, world4), cut), functools.partial(config_of, cut, method)
+    whole = world.run(resumed_runs.one_part, config())
+    world.run(resumed_runs.one_part, config(save=tmp_path, exit_interval=3, bcd_layers_on=places[0]))
+    rest = world.run(resumed_runs.one_part, config(load=tmp_path, bcd_layers_on=places[1]))
+    for left, other in zip(whole, rest, strict=True):
+        assert left["steps"][3:] == other["steps"]
+        assert worlds.same_bits(left["weights"], other["weights"]) == []
+
+
+def allocated(config: Any) -> int:
+    """Return the bytes of shared memory that this rank allocates for others and itself."""
+    allocate, results = host_memory.allocate, list[host_memory.SharedMemory]()
+
+    def note(*args: Any, **options: Any) -> host_memory.SharedMemory:
+        results.append(allocate(*args, **options))
+        return results[-1]
+
+    with mock.patch.object(host_memory, "allocate", note):
+        worlds.train_run(config)
+    return sum(each.data.nbytes for each in results if each.is_owner)
+
+
+def test_host_memory_is_planned(world2: World) -> None:
+    """A rank whose part of the experts another rank counts, or all of whose experts each rank counts."""
+    flags = EXPERTS | worlds.EXPERT2 | METHODS["finetune"] | {"bcd_layers_on": "host", "world_size": 2}
+    flags |= {"num_layers": 4, "hidden_size": 256}
+    config = worlds.run_config(**flags, mock_data=True, split=None, train_iters=1)
+    assert sum(world2.run(allocated, config)) == pytest.approx(2 * host_bytes(recipe_of(flags)), rel=0.005)
+
+
+def test_resumes_with_other_parts(world2: World, tmp_path: Path) -> None:
+    """An expert's weights or low bits that are loaded for another expert."""
+    config = functools.partial(config_of, "expert2", "finetune", bcd_layers_on="host")
+    whole = world2.run(resumed_runs.one_part, config())
+    world2.run(resumed_runs.one_part, config(save=tmp_path, exit_interval=3))
+    rest = world2.run(resumed_runs.one_part, config(load=tmp_path, expert_model_parallel_size=1))
+    for left, other in zip(whole, rest, strict=True):
+        assert other["losses"] == pytest.approx(left["losses"][3:], rel=1e-3)
