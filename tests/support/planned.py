@@ -85,6 +85,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "experts": EXPERTS,
     "experts_divided": TWO | EXPERTS | worlds.EXPERT2,
     "experts_divided_pretrain": TWO | EXPERTS | worlds.EXPERT2 | PRETRAIN,
+    "experts_divided_streamed": TWO | EXPERTS | worlds.EXPERT2 | BREADTH_FIRST | {"bcd_layers_on": "host"},
     "pipeline2_submodel": TWO | {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "num_layers": 7},
 }
 

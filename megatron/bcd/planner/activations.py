@@ -82,14 +82,7 @@ def layer_bytes(
     split = 2 * context_size * (heads - query) + query if context_size > 1 else 0
     scores = sequence * attention * (1 if shape.gated else 2) if unfused_attention else 0
     projections = 2 if shape.gated else 1
-    weight = _weight_bytes(state)
-    # backward through the second linear layer, the activation, and the first linear layer; the gradient of a weight is
-    # added to the buffer before the next one begins
-    active_working = max(
-        tokens * (hidden + ffn) * element + weight,
-        tokens * (hidden + projections * ffn) * element,
-        tokens * (2 * hidden - ffn) * element + projections * weight,
-    )
+    routing = _routing_elements(state)
     head, head_working = _head_bytes(tokens, hidden, vocabulary, element, linear_loss=linear_loss)
     return LayerBytes(
         active=tokens * ((active + split + scores) * element + 4 * attention + router),
@@ -98,19 +91,46 @@ def layer_bytes(
         head=head,
         active_core=tokens * (scores * element + 4 * attention),
         suffix_core=tokens * ((scores + query) * element + 4 * attention),
-        active_working=active_working,
-        suffix_working=tokens * (hidden + (1 + projections) * ffn) * element,
+        active_working=_active_working(state, tokens),
+        suffix_working=tokens * max(hidden + (1 + projections) * ffn, routing) * element,
         head_working=head_working,
         head_weight=vocabulary * hidden * element,
-        forward_working=tokens * (2 * hidden + (1 + projections) * ffn) * element,
+        forward_working=tokens * (2 * hidden + (1 + projections) * ffn + routing) * element,
     )
+
+
+def _active_working(state: ModelState, tokens: int) -> int:
+    """Return the largest temporary memory of an active layer, in bytes.
+
+    That of experts' forward pass, or of the backward pass through the second linear layer, the activation, and the
+    first linear layer; the gradient of a weight is added to the buffer before the next one begins.
+    """
+    hidden, ffn, element = state.shape.hidden_size, state.shape.active_ffn // state.tensor_size, state.budget.weight
+    projections, weight = 2 if state.shape.gated else 1, _weight_bytes(state)
+    return max(
+        tokens * _routing_elements(state) * element,
+        tokens * (hidden + ffn) * element + weight,
+        tokens * (hidden + projections * ffn) * element,
+        tokens * (2 * hidden - ffn) * element + projections * weight,
+    )
+
+
+def _routing_elements(state: ModelState) -> int:
+    """Return the elements of a token that only the forward pass of its experts needs.
+
+    Copies of the token: as sent; as received, if ranks divide the experts; results of the experts, before and after
+    they are sorted.
+    """
+    if (experts := state.shape.experts) is None:
+        return 0
+    return (3 + (state.expert_size > 1)) * experts.per_token * state.shape.hidden_size
 
 
 def _weight_bytes(state: ModelState) -> int:
     """Return the bytes of the gradient of a linear layer of an MLP, without a gate."""
     ffn, experts = state.shape.active_ffn // state.tensor_size, state.shape.experts
     if experts is not None and experts.is_grouped:  # the gradients of all experts are one tensor
-        ffn = max(ffn, (experts.on_rank or experts.number) * experts.ffn_hidden_size // state.expert_tensor_size)
+        ffn = max(ffn, experts.number // state.expert_size * experts.ffn_hidden_size // state.expert_tensor_size)
     return state.shape.hidden_size * ffn * state.budget.weight
 
 

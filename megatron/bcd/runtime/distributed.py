@@ -51,7 +51,7 @@ def initialize(
     if tensor_size > 1:  # CUDA reads it when it starts
         os.environ.setdefault(CONNECTIONS, "1")
     megatron_core.patch_optimizer_offload()
-    for patch in (megatron_core.patch_recomputation, megatron_core.patch_grad_norm, megatron_core.patch_router):
+    for patch in (megatron_core.patch_recomputation, megatron_core.patch_grad_norm, megatron_core.patch_experts):
         patch()
     backend = _fitting_backend(backend)
     if device.has_cuda():

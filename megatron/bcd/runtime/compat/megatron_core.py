@@ -38,16 +38,28 @@ def patch_recomputation() -> None:
 
 
 @functools.cache
-def patch_router() -> None:
-    """Make the router of experts work without Transformer Engine and without a compiler.
+def patch_experts() -> None:
+    """Make experts work without Transformer Engine and without a compiler, and keep no graph after their forward pass.
 
-    It asks whether a name is None that is not defined. And it compiles a function that does nothing without an expert
-    bias, which needs a C compiler on a GPU and fails on a CPU.
+    The router asks whether a name is None that is not defined. And it compiles a function that does nothing without an
+    expert bias, which needs a C compiler on a GPU and fails on a CPU. The dispatcher stores the probabilities of the
+    last tokens, whose graph holds the input of the pipeline stage or piece, its gradient, and DDP's hooks.
     """
-    from megatron.core.transformer.moe import moe_utils, router
+    from megatron.core.transformer.moe import moe_layer, moe_utils, router
 
     router.TopKRouter._apply_expert_bias = lambda *args, **kwargs: None
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+    forward = moe_layer.MoELayer.forward
+
+    @functools.wraps(forward)
+    def forward_without_rest(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = forward(self, *args, **kwargs)
+        for name, value in list(vars(self.token_dispatcher).items()):
+            if torch.is_tensor(value) and value.requires_grad:
+                setattr(self.token_dispatcher, name, None)
+        return result
+
+    moe_layer.MoELayer.forward = forward_without_rest
 
 
 @functools.cache
@@ -151,16 +163,8 @@ def gather_in_forward(wrapped: Any) -> None:
 
 
 def drop_gradient_hooks(wrapped: Any) -> None:
-    """Free the autograd nodes that hold DDP's hooks, and with them DDP's buffers.
-
-    Dispatchers of experts store the last microbatch's probabilities, whose graph ends at the weights before them.
-    """
+    """Free the autograd nodes that hold DDP's hooks, and with them DDP's buffers."""
     wrapped.grad_accs.clear()
-    for module in wrapped.modules():
-        if (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
-            for name, value in list(vars(dispatcher).items()):
-                if torch.is_tensor(value) and value.requires_grad:
-                    setattr(dispatcher, name, None)
 
 
 def recompute(block: Any, layers: Sequence[Any], **inputs: Any) -> torch.Tensor:
