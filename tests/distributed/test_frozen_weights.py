@@ -83,6 +83,16 @@ def test_the_same_bits(world1: World, world2: World, case: Combination) -> None:
         assert worlds.same_bits(left["weights"], other["weights"]) == []
 
 
+def test_the_same_bits_with_experts_and_sinks(world1: World) -> None:
+    """Biases, sinks or windows of another layer."""
+    flags = {"num_layers": 4, "mock_data": True, "split": None, "bcd_preset": "finetune", "bcd_num_blocks": 2}
+    flags |= worlds.GPT_OSS | {"bcd_schedule": "breadth-first"}
+    [on_device] = world1.run(worlds.train_run, worlds.run_config(**flags))
+    [on_host] = world1.run(worlds.train_run, worlds.run_config(**flags, bcd_layers_on="host"))
+    assert on_device["steps"] == on_host["steps"] and len(set(on_host["blocks"])) == 2
+    assert worlds.same_bits(on_device["weights"], on_host["weights"]) == []
+
+
 @pytest.mark.parametrize(("first", "second"), thinned([("host", "device"), ("device", "host")], keep_every=2))
 def test_resumes_in_the_other_place(world2: World, tmp_path: Path, first: str, second: str) -> None:
     """A checkpoint that holds what lay in a buffer, and not what it belongs to."""

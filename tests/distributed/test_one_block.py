@@ -14,6 +14,7 @@ CUTS["experts_pipeline2"] = (
     worlds.CUTS["pipeline2"] | worlds.EXPERTS | worlds.SHARED_EXPERT | {"moe_grouped_gemm": True}
 )
 CUTS["experts_tensor2"] = worlds.CUTS["tensor2"] | worlds.EXPERTS | {"moe_layer_freq": "[0]+[1]*5"}
+CUTS["gpt_oss_pipeline2"] = worlds.CUTS["pipeline2"] | worlds.GPT_OSS
 CUTS["data2_plain_optimizer"] = {"world_size": 2, "no_use_distributed_optimizer": True}
 
 

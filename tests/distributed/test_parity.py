@@ -125,6 +125,11 @@ CASES = {
         ("expert2_data4",),
     ),
     "experts_per_token": Case(worlds.EXPERTS, {"eod_mask_loss": True, "calculate_per_token_loss": True}, ("data2",)),
+    "gpt_oss": Case(
+        worlds.GPT_OSS,
+        FACTORED | {"sequence_parallel": True},
+        ("pipeline2_data2", "expert2_tensor2_etp1"),
+    ),
     "no_block": Case({}, STATELESS | {"bcd_num_blocks": 0}, ("data2",), 2e-4),
 }
 LONG_CASES = {

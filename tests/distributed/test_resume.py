@@ -124,6 +124,7 @@ RUNS: dict[str, dict[str, Any]] = {
     | {"bcd_num_blocks": 2, "bf16": True, "bcd_optimizer_state": "host", "bcd_order": "greedy"},
     "experts_divided_kept": CUTS["tensor2"] | worlds.EXPERTS | worlds.EXPERT2 | {"expert_tensor_parallel_size": 1}
     | {"bf16": True, "bcd_optimizer_state": "host", "adam_moments_dtype": "int8"},
+    "gpt_oss": PIPELINE | FINETUNE | worlds.GPT_OSS | {"bcd_num_blocks": 2},
     "context2": CUTS["data2"] | {"context_parallel_size": 2, "bf16": True, "bcd_preset": "pretrain"}
     | {"bcd_optimizer_state": "host"},
     "interleaved": PIPELINE | {"bcd_layout": "interleaved", "bcd_optimizer_state": "host", "bcd_steps_per_block": 2},

@@ -22,7 +22,14 @@ VIRTUAL, LAYERS = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-vi
 BAD_RUNS = {
     1: """
 --foo
---num-experts 8
+--moe-grouped-gemm --num-experts 8
+--moe-shared-expert-intermediate-size 16 --num-experts 8
+--softmax-type off-by-one
+--window-size 7
+--window-size -1,0
+--window-attn-skip-freq [0,1] --window-size 7,0
+--activation-func-clamp-value 0 --quick-geglu
+--mscale 2
 --moe-router-topk 5 --num-experts 4 --disable-bias-linear
 --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear
 --expert-tensor-parallel-size 2 --num-experts 4 --disable-bias-linear
@@ -126,6 +133,9 @@ BAD_RUNS = {
 --seq-length 34 --context-parallel-size 2
 --seq-length 31 --sequence-parallel --tensor-model-parallel-size 2
 --attention-backend unfused --context-parallel-size 2
+--softmax-type learnable --context-parallel-size 2
+--window-size 7,0 --context-parallel-size 2
+--num-experts 4 --tensor-model-parallel-size 2 --sequence-parallel
 --num-layers 5 --pipeline-model-parallel-size 2
 --bcd-num-blocks 4 --num-layers 4 --pipeline-model-parallel-size 2
 --recompute auto --pipeline-model-parallel-size 2 --bcd-schedule stock --recompute-memory-gib 1

@@ -51,7 +51,8 @@ CONFLICTS = {
     "--recompute-activations": "--recompute-granularity=full",
     "--pipeline-cut=auto": "--pipeline-model-parallel-layout --decoder-first-pipeline-num-layers "
     "--decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-    "--context-parallel-size": "--attention-backend=unfused",  # it needs the attention scores of whole sequences
+    # Megatron Core's unfused attention needs the scores of whole sequences
+    "--context-parallel-size": "--attention-backend=unfused --softmax-type=learnable --window-size",
     "--sft": "--mock-data --dataloader-type=cyclic --eod-mask-loss --context-parallel-size",
     "--save-hf": "--skip-train",
     "--num-experts": "--fp8-format --hierarchical-context-parallel-sizes",
@@ -90,7 +91,6 @@ NEEDS = {
     **dict.fromkeys(_GROUP_FLAGS.split(), "--lighthouse"),
     "--bcd-embedding-update=factored": "--bcd-inactive-update",
     "--fp8-format": "--bf16",
-    "--num-experts": "--disable-bias-linear",  # Megatron Core's experts with biases fail without Transformer Engine
     "--main-grads-dtype": "--use-precision-aware-optimizer --bf16",
     "--exp-avg-dtype": f"{_LOWER_MOMENTS} --adam-moments-dtype=fp32",
     "--exp-avg-sq-dtype": f"{_LOWER_MOMENTS} --adam-moments-dtype=fp32",
@@ -242,6 +242,11 @@ def _check_network(run: Run) -> None:
         groups is None or heads % groups == 0,
         f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}. Give a divisor of {heads}.",
     )
+    windows = run.window_attn_skip_freq
+    require(
+        windows is None or len(windows) == run.num_layers,
+        f"--window-attn-skip-freq {windows}: must have a number for each of {run.num_layers} layers",
+    )
     require(
         not (run.test_mode and run.qk_layernorm and run.normalization == "RMSNorm"),
         "--test-mode with --qk-layernorm needs --normalization LayerNorm: Megatron Core compares biases too",
@@ -319,6 +324,8 @@ def _check_experts(run: Run, world_size: int) -> None:
         run.moe_ffn_hidden_size % sliced == 0,
         f"--moe-ffn-hidden-size {run.moe_ffn_hidden_size} is not divisible by the {sliced} ranks that slice an expert",
     )
+    if run.add_bias_linear:
+        _check_expert_biases(run, sliced)
     if isinstance(pattern, int):
         return
     require(
@@ -329,6 +336,25 @@ def _check_experts(run: Run, world_size: int) -> None:
         run.bcd_layers_on == "device",
         f"--bcd-layers-on {run.bcd_layers_on}: layers in host memory must have one size, but --moe-layer-freq mixes "
         "two kinds. Give device, or --moe-layer-freq 1.",
+    )
+
+
+def _check_expert_biases(run: Run, sliced: int) -> None:
+    shared = run.moe_shared_expert_intermediate_size
+    require(
+        sliced == 1,
+        f"--num-experts {run.num_moe_experts}: Megatron Core does not slice experts with biases over {sliced} "
+        "tensor-parallel ranks. Give --disable-bias-linear, or --expert-tensor-parallel-size 1 with "
+        "--expert-model-parallel-size above 1.",
+    )
+    require(
+        not run.moe_grouped_gemm,
+        "--moe-grouped-gemm: the grouped product has no biases. Give --disable-bias-linear, or omit it.",
+    )
+    require(
+        not shared,
+        f"--moe-shared-expert-intermediate-size {shared}: Megatron Core's shared experts have no biases. Give "
+        "--disable-bias-linear.",
     )
 
 

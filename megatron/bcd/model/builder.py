@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -27,9 +28,9 @@ from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.blocks.pieces import stage_pieces
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model import grouped_experts
-from megatron.bcd.model.attention import ScaledDotProductAttention
+from megatron.bcd.model.attention import ScaledDotProductAttention, UnfusedAttention
 from megatron.bcd.model.frozen_weights import FrozenWeights, StreamedLayer
-from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
+from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, UNFUSED, Implementation
 from megatron.bcd.model.linear_loss import LinearLossModel
 from megatron.bcd.model.pieces import PiecewiseFloat16Module, PiecewiseModel
 from megatron.bcd.model.transformer_block import BcdTransformerBlock
@@ -169,6 +170,8 @@ def _kind_of_layer(
         spec.module, spec.params = StreamedLayer, {**spec.params, "frozen_weights": frozen_weights}
     if implementation.attention == SCALED_DOT_PRODUCT:
         spec.submodules.self_attention.submodules.core_attention = ScaledDotProductAttention
+    elif implementation.attention == UNFUSED:
+        spec.submodules.self_attention.submodules.core_attention = UnfusedAttention
     if norm is not None:
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = norm
@@ -212,7 +215,17 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
     is_grouped = config.num_experts and config.transformer["moe_grouped_gemm"]
     if is_grouped and grouped_experts.is_available(stage_config.params_dtype, *config.expert_sizes):
         grouped_experts.group_experts(model)  # where Transformer Engine has not done it
-    for parameter in model.parameters():
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
+            # Megatron Core adds the bias in place, which autograd forbids behind the reduction over tensor-parallel
+            # ranks. Experts with biases are never sliced, so there is nothing to reduce.
+            module.explicit_expert_comm = True
+            # Tensor-parallel ranks have biases of different experts: they do not add them up, and each counts its own.
+            module.bias.sequence_parallel = False
+            tensor_parallel.set_tensor_model_parallel_attributes(module.bias, is_parallel=True, dim=0, stride=1)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".softmax_offset"):  # Megatron Core would count the sinks of one tensor-parallel rank alone
+            tensor_parallel.set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if config.has_embedding_on_host and chunks[0].pre_process:
         frozen_weights.add_embedding(chunks[0].embedding.word_embeddings)

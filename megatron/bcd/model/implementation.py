@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.bcd.config import RunConfig
 from megatron.bcd.runtime import packages
 
-SCALED_DOT_PRODUCT = "scaled_dot_product_attention"
+SCALED_DOT_PRODUCT, UNFUSED = "scaled_dot_product_attention", "Megatron Core unfused"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,7 @@ def choose_implementation(
     normalization: str = "LayerNorm",
     precision: str = "bf16",
     has_attention_mask: bool = False,
+    is_unfused: bool = False,
     transformer_engine: bool,
     apex: bool,
     optimizer: str,
@@ -39,6 +40,7 @@ def choose_implementation(
 
     Its layers use PyTorch's attention in fp32, because its own would materialise the S x S scores of every head. They
     also use it with `has_attention_mask` (--reset-attention-mask): its fused attention is causal and takes no mask.
+    With `is_unfused` (sinks, windows) attention is Megatron Core's unfused one in all layers.
 
     Raises:
         ValueError: `transformer_impl` is `transformer_engine`, but that is not available.
@@ -52,11 +54,11 @@ def choose_implementation(
         uses_sdpa = has_attention_mask or precision == "fp32" and attention_backend != "unfused"
         return Implementation(
             layers="transformer_engine",
-            attention=SCALED_DOT_PRODUCT if uses_sdpa else "Transformer Engine",
+            attention=UNFUSED if is_unfused else SCALED_DOT_PRODUCT if uses_sdpa else "Transformer Engine",
             norm="Transformer Engine",
             optimizer=optimizer,
         )
-    attention = "Megatron Core unfused" if attention_backend == "unfused" else SCALED_DOT_PRODUCT
+    attention = UNFUSED if is_unfused or attention_backend == "unfused" else SCALED_DOT_PRODUCT
     norm = f"Apex fused {normalization}" if apex and normalization == "LayerNorm" else f"PyTorch {normalization}"
     return Implementation(layers="local", attention=attention, norm=norm, optimizer=optimizer)
 
@@ -73,6 +75,7 @@ def available_implementation(config: RunConfig) -> Implementation:
         normalization=str(config.transformer.get("normalization", "LayerNorm")),
         precision=config.precision,
         has_attention_mask=config.data.reset_attention_mask,
+        is_unfused=config.has_unfused_attention,
         transformer_engine=packages.has_transformer_engine(),
         apex=packages.has_apex(),
         optimizer=packages.optimizer_implementation(),
