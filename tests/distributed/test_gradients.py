@@ -7,6 +7,7 @@ Shapes: B sequences, S tokens, V padded vocabulary, H hidden size.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ from torch import Tensor
 
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
+from megatron.bcd.huggingface.architecture import Architecture, make_config
+from megatron.bcd.huggingface.run_network import run_architecture
+from megatron.bcd.huggingface.tensors import LAYERS, build_rows
 from megatron.bcd.model.builder import unwrap_model
 
 SIZES: dict[str, Any] = {"num_layers": 4, "global_batch_size": 4, "train_iters": 2, "bcd_num_blocks": 2, "lr": 1e-3}
@@ -63,6 +67,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "gpt_spread_untied": ("gpt", 2, UNFUSED | UNTIED | {"pipeline_model_parallel_size": 2}, EXACT | NOT_TIED),
     "gpt_stage": ("gpt", 2, UNFUSED | PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None}, EXACT),
     "gpt_submodel_recomputed": ("gpt", 2, UNFUSED | PIPELINE | RECOMPUTED, EXACT),
+    "gpt_oss": ("gpt", 1, worlds.GPT_OSS | {"moe_aux_loss_coeff": 0}, {}),
+    "gpt_oss_pipeline2": ("gpt", 2, worlds.GPT_OSS | PIPELINE | {"moe_aux_loss_coeff": 0}, {}),
     "gpt_tensor2_biases": ("gpt", 2, TENSOR | {"openai_gelu": True, "bcd_always_active": "biases"}, TANH),
 }
 LOGITS, GRADIENTS = 5e-5, 1e-5
@@ -191,6 +197,9 @@ def _is_llama(config: RunConfig) -> bool:
 def reference_of(config: RunConfig, **settings: Any) -> torch.nn.Module:
     """Return transformers' model of the same size."""
     heads, length = config.transformer["num_attention_heads"], config.model.max_position_embeddings
+    if config.num_experts:
+        described = transformers.AutoConfig.for_model(**make_config(_network(config), dtype="float32"))
+        return transformers.AutoModelForCausalLM.from_config(described).eval()  # type: ignore[no-any-return]
     if not _is_llama(config):
         sizes = {"n_positions": length, "n_embd": config.hidden_size, "n_layer": config.num_layers, "n_head": heads}
         sizes |= {"vocab_size": worlds.PADDED_VOCABULARY, "bos_token_id": None, "eos_token_id": None}
@@ -213,7 +222,27 @@ def reference_of(config: RunConfig, **settings: Any) -> torch.nn.Module:
     return model
 
 
+def _network(config: RunConfig) -> Architecture:
+    return run_architecture(config, is_on_gpu=False, vocab_size=worlds.PADDED_VOCABULARY)
+
+
+def _by_row(config: RunConfig, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield transformers' tensors of a model with experts, by the conversion of --save-hf."""
+    experts = "mlp.experts.experts."
+    for row in build_rows(_network(config)):
+        for layer in range(config.num_layers if row.is_stacked else 1):
+            key = row.key.replace("linear_qkv.layer_norm_weight", "input_layernorm.weight")
+            key = key.replace("self_attention.input", "input").replace(LAYERS, f"{LAYERS}{layer}.")
+            numbers = range(config.num_experts or 0) if experts in key else range(1)
+            parts = [tensors.get(key.replace(experts, f"mlp.experts.local_experts.{number}.")) for number in numbers]
+            if parts[0] is not None:
+                whole = torch.stack(parts) if experts in key else parts[0]  # type: ignore[arg-type]
+                yield from zip(row.layer_names(layer), row.split(whole), strict=True)
+
+
 def converted(config: RunConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    if config.num_experts:
+        return dict(_by_row(config, tensors))
     heads = config.transformer["num_attention_heads"]
     if not _is_llama(config):
         return huggingface_weights.to_gpt2(tensors, num_heads=heads)

@@ -33,6 +33,8 @@ def config_of(
     values |= {"pipeline_model_parallel_size": pipeline, "tensor_model_parallel_size": tensor}
     values["sequence_parallel"] = tensor > 1 and folder.read_architecture(str(model)).num_experts > 0
     values["expert_model_parallel_size"] = expert if expert > 1 else None
+    if tensor > 1 and folder.read_architecture(str(model)).gate_limit:
+        values["expert_tensor_parallel_size"] = 1
     return worlds.config_of(world_size=pipeline * tensor * expert, **values | flags)
 
 
@@ -73,11 +75,36 @@ def test_logits(world1: World, world2: World, text_data: str, tmp_path: Path, na
         assert (ours - theirs).abs().max() < 1e-4 and theirs.std() > 0.1
 
 
+def logits_of_documents(config: Any, documents: list[torch.Tensor]) -> torch.Tensor:
+    """Return [S, V] of one sequence of documents that do not see each other (--reset-attention-mask)."""
+    with worlds.started(config) as run, torch.no_grad():
+        positions = torch.cat([torch.arange(len(document)) for document in documents])
+        together = torch.block_diag(*[torch.ones(len(document), len(document)) for document in documents])
+        mask = together.tril() == 0
+        logits: torch.Tensor = run.model.eval()(torch.cat(documents)[None], positions[None], mask[None, None])
+        return logits[0]
+
+
+def test_windows_and_masks(world1: World, text_data: str, tmp_path: Path) -> None:
+    """A window that replaces the mask of packed documents, as Megatron Core's does, or a mask that replaces the
+    window."""
+    config = config_of(models.write_model("gpt_oss", tmp_path / "given"), text_data, reset_attention_mask=True)
+    first, second = torch.randint(0, models.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+    [packed] = world1.run(logits_of_documents, config, [first, second])
+    [plain] = world1.run(worlds.logits_of, config, torch.stack((first, second)))
+    assert (packed.view_as(plain) - plain).abs().max() < 1e-5
+
+
 SHORT = {"gpt2": (2, 1, 1), "llama3": (1, 2, 1), "qwen2": (2, 2, 1), "phi3": (1, 2, 1), "qwen3_moe": (1, 1, 2)}
+SHORT["gpt_oss"] = (1, 2, 2)
+BIASED = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 1, 2), (1, 2, 2)]
+"""Layouts of experts with biases, which tensor parallelism does not slice."""
 MATRIX = [
     pytest.param(name, layout, marks=[] if SHORT.get(name) == layout else [pytest.mark.long])
     for name in models.SETTINGS
-    for layout in [*LAYOUTS, *[(1, 1, 2), (2, 1, 2)] * (name in ("mixtral", "qwen3_moe"))]
+    for layout in (
+        BIASED if name == "gpt_oss" else [*LAYOUTS, *[(1, 1, 2), (2, 1, 2)] * (name in ("mixtral", "qwen3_moe"))]
+    )
 ]
 
 
@@ -142,6 +169,7 @@ FROM_SCRATCH: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("llama", {"qk_layernorm": True, "kv_channels": 16}),
     "smollm3": ("llama", {"no_rope_freq": "[0,1]*2"}),
     "mixtral": ("llama", {"num_experts": 4}),
+    "gpt_oss": ("gpt", worlds.GPT_OSS),
     "qwen3_moe": ("llama", {"num_experts": 4, "moe_router_topk": 3, "moe_ffn_hidden_size": 24, "qk_layernorm": True}),
 }
 

@@ -23,6 +23,9 @@ LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size
 LLAMA |= {"rms_norm_eps": 1e-6, "rope_theta": 500.0, "vocab_size": 300}
 GPT2 = {"model_type": "gpt2", "n_layer": 6, "n_embd": 48, "n_head": 4, "n_positions": 64, "vocab_size": 300}
 GPT2 |= {"resid_pdrop": 0.25, "embd_pdrop": 0.25, "activation_function": "gelu"}
+GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 16}
+GPT_OSS |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "router_aux_loss_coef": 0.9}
+FULL_ATTENTION = GPT_OSS | {"layer_types": ["full_attention"] * 6, "output_router_logits": True}
 
 
 def parse(folder: Path, config: dict[str, Any], *, form: str = "gpt", **flags: Any) -> RunConfig:
@@ -43,7 +46,10 @@ def test_the_model_sets_the_flags(tmp_path: Path) -> None:
 
 
 def test_flags_win_where_weights_do_not_depend_on_them(tmp_path: Path) -> None:
-    """A dropout or a tokenizer that can't be chosen; a folder's own tokenizer that is not taken."""
+    """A dropout or a tokenizer that can't be chosen; a folder's own tokenizer that is not taken; a flag that is refused
+    although the model says the same."""
+    windows = {"window_size": "7,0", "window_attn_skip_freq": "[1,0]*3"}
+    assert parse(tmp_path / "m", GPT_OSS, **windows).transformer == parse(tmp_path / "m", GPT_OSS).transformer
     config = parse(
         tmp_path / "m", GPT2 | {"embd_pdrop": 0.1}, hidden_dropout=0, num_layers=6, make_vocab_size_divisible_by=64
     )
@@ -57,6 +63,12 @@ def test_flags_win_where_weights_do_not_depend_on_them(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"num_layers": 4}, "--num-layers"),
+    (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, {}, "quantised weights .* a copy in bf16"),
+    (GPT_OSS | {"layer_types": ["linear_attention"] * 6}, {}, "layer_types"),
+    (GPT_OSS | {"swiglu_alpha": 1.5}, {}, "swiglu_alpha 1.5"),
+    (GPT_OSS | {"rope_scaling": {"rope_type": "default"}}, {}, "rope_type 'default' is not supported"),
+    (GPT_OSS, {"window_size": "8,0"}, "--window-size .* contradicts"),
+    (GPT_OSS, {"moe_grouped_gemm": True}, "--moe-grouped-gemm"),
     (LLAMA, {"rotary_base": 10000}, "--rotary-base"),
     (GPT2, {"untie_embeddings_and_output_weights": True}, "--untie-embeddings-and-output-weights"),
     (LLAMA | {"head_dim": "64"}, {}, "head_dim is '64', but must be a whole number above 0"),
@@ -129,7 +141,6 @@ def test_positions_of_a_checkpoint(tmp_path: Path, is_converted: bool) -> None:
     [
         ("qwen2_moe", "num_"),
         ("olmoe", "olmoe: its norms of queries"),
-        ("gpt_oss", "gpt_oss: its attention has sinks"),
         ("deepseek_v3", "n_routed_experts"),
         ("gemma3", "vision_config"),
         ("gemma3_text", "gemma3_text"),
@@ -162,7 +173,9 @@ def test_flags_that_a_resumed_run_leaves_out(tmp_path: Path) -> None:
     assert changes({"bcd_num_blocks": 3, "kv_channels": 12}, {"bcd_num_blocks": 3}) == []
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT2, LLAMA | {"attention_bias": True, "mlp_bias": True}])
+@pytest.mark.parametrize(
+    "config", [LLAMA, GPT2, GPT_OSS, FULL_ATTENTION, LLAMA | {"attention_bias": True, "mlp_bias": True}]
+)
 def test_config_json_and_flags_say_the_same(tmp_path: Path, config: dict[str, Any]) -> None:
     """A config.json made from flags that describes another network than the flags."""
     network = architecture_from_config(config, source="config.json")

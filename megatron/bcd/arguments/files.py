@@ -78,6 +78,7 @@ def values_of_model(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[di
     fixed = architecture_flags(network)
     for flag in flags:
         value = given.get(flag.field)
+        value = list(value) if isinstance(value, tuple) else value
         if value is not None and value != fixed.get(flag.field, value):
             asked = flag.off_names[0] if value is False else flag.names[0]
             raise ValueError(
@@ -85,7 +86,7 @@ def values_of_model(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[di
                 f"says {fixed[flag.field]}. Leave the flag out."
             )
     window, length = network.sliding_window, given.get("seq_length")
-    if window is not None and length is not None and length > window:
+    if length is not None and window is not None and not network.window_layers and length > window:
         raise ValueError(
             f"--seq-length {length}: the sliding window of --load-hf {name} has {window} tokens, and attention here "
             f"has no window. Give at most {window}."

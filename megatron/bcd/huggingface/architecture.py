@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 CONFIG = "config.json"
@@ -21,14 +21,17 @@ FAMILIES = {
     "SmolLM3ForCausalLM": "smollm3",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GptOssForCausalLM": "gpt_oss",
 }
 """Families, which are also the ``model_type``, by transformers' class."""
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Megatron Core's RoPE scaling. Only the factor can be set."""
 
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+"""transformers' default of a gpt-oss's ``rope_parameters``."""
+
 _DIFFERENCES = {
-    "gpt_oss": "its attention has sinks",
     "olmoe": "its norms of queries and keys span all heads",
     "num_experts num_local_experts n_routed_experts": "its layers have experts",
     "kv_lora_rank": "its attention is multi-latent",
@@ -46,6 +49,17 @@ _DIFFERENCES = {
 
 MISTRAL_WINDOW = 4096
 """transformers' default of a Mistral's sliding window."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """Factors of YaRN's rotary embedding, as in transformers' ``rope_parameters``."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +82,7 @@ class Architecture:
     """None if positions are learned."""
     rope_scaling_factor: float | None = None
     """Factor of LLaMA 3's scaling; None without it."""
+    yarn: Yarn | None = None
     no_rope_layers: tuple[int, ...] = ()
     """1 for each layer without RoPE, else 0. Empty if all layers have it."""
     linear_bias: bool = False
@@ -85,6 +100,10 @@ class Architecture:
     """``tanh`` or ``exact``; None for SwiGLU."""
     sliding_window: int | None = None
     """Number of tokens that a token attends to; None for all."""
+    window_layers: tuple[int, ...] = ()
+    """1 for each layer with the window, else 0. Empty if Megatron Core's attention has no window."""
+    gate_limit: float | None = None
+    """Largest value of gpt-oss's gate."""
     hidden_dropout: float = 0.0
     embedding_dropout: float = 0.0
     """Dropout of the embedding's output. Megatron Core applies `hidden_dropout` there too."""
@@ -93,11 +112,14 @@ class Architecture:
     @property
     def plain_positions(self) -> int:
         """Maximum number of positions for which attention needs no sliding window."""
-        return min(self.max_positions, self.sliding_window or self.max_positions)
+        has_window = self.sliding_window is not None and not self.window_layers
+        return min(self.max_positions, self.sliding_window or 0) if has_window else self.max_positions
 
 
-def read_architecture(path: str) -> Architecture:
+def read_architecture(path: str, *, is_quantised: bool = False) -> Architecture:
     """Return the architecture in a ``config.json``, or in a folder that contains one.
+
+    With `is_quantised` the weights may be quantised: they will not be read.
 
     Raises:
         ValueError: the file is missing or not a JSON object, or as `architecture_from_config`.
@@ -105,7 +127,7 @@ def read_architecture(path: str) -> Architecture:
     file = os.path.join(path, CONFIG) if os.path.isdir(path) else path
     folder = os.path.dirname(file)
     config = read_json(file, absent=f"{folder}: has no {CONFIG}. Give the folder of a model in Hugging Face's format.")
-    return architecture_from_config(config, source=file)
+    return architecture_from_config(config | {"quantization_config": None} if is_quantised else config, source=file)
 
 
 def read_json(path: str, *, absent: str) -> dict[str, Any]:
@@ -129,10 +151,14 @@ def architecture_from_config(config: Mapping[str, Any], *, source: str) -> Archi
         ValueError: the family is not supported, or Megatron Core's layers lack a feature.
     """
     if config.get("quantization_config"):
-        raise ValueError(f"{source}: quantization_config: quantised weights are not supported. Give the original ones.")
+        raise ValueError(
+            f"{source}: quantization_config: quantised weights are not supported. Give the original ones, or a copy in "
+            "bf16."
+        )
     family = _family(config, source)
     read = _Reader(config, source)
-    return _gpt2(read) if family == "gpt2" else _llama(read, family)
+    make = {"gpt2": _gpt2, "gpt_oss": _gpt_oss}.get(family)
+    return _llama(read, family) if make is None else make(read)
 
 
 def _family(config: Mapping[str, Any], source: str) -> str:
@@ -273,8 +299,49 @@ def _llama(read: _Reader, family: str) -> Architecture:
         sliding_window=window,
         hidden_dropout=read.number("resid_pdrop", 0.0) if family == "phi3" else 0.0,
         attention_dropout=read.number("attention_dropout", 0.0),
-        **(_experts(read, family) if family in ("mixtral", "qwen3_moe") else {}),
+        **(_experts(read, family) if family in ("mixtral", "qwen3_moe", "gpt_oss") else {}),
     )
+
+
+def _gpt_oss(read: _Reader) -> Architecture:
+    """Read a LLaMA with biases and experts, and what gpt-oss has more: sinks, windows, YaRN and a clamped gate."""
+    read.require("attention_bias", True, True)
+    read.require("swiglu_alpha", 1.702, 1.702)
+    num_layers, window = read.size("num_hidden_layers"), read.optional_size("sliding_window", 128)
+    kinds = {"sliding_attention": int(window is not None), "full_attention": 0}
+    layers = read.config.get("layer_types") or (list(kinds) * num_layers)[:num_layers]
+    if not isinstance(layers, list) or len(layers) != num_layers or not set(layers) <= set(kinds):
+        options = " or ".join(kinds)
+        raise ValueError(f"{read.source}: layer_types is {_shown(layers)}, but must have {options} for every layer")
+    windows = tuple(kinds[layer] for layer in layers)
+    base, yarn = _yarn(read)
+    as_llama = {"rope_parameters": {"rope_theta": base}, "head_dim": read.size("head_dim", 64), "mlp_bias": True}
+    llama = _llama(_Reader({"attention_bias": True, **read.config, **as_llama}, read.source), "gpt_oss")
+    return replace(
+        llama,
+        yarn=yarn,
+        sliding_window=window if any(windows) else None,
+        window_layers=windows if any(windows) else (),
+        gate_limit=read.number("swiglu_limit", 7.0),
+        router_loss=llama.router_loss if read.switch("output_router_logits", False) else 0.0,
+    )
+
+
+def _yarn(read: _Reader) -> tuple[float, Yarn]:
+    """Return the base of a gpt-oss's rotary embedding, and its YaRN."""
+    rope = read.config.get("rope_parameters") or read.config.get("rope_scaling") or _GPT_OSS_ROPE
+    inner = _Reader(rope if isinstance(rope, dict) else {}, read.source)
+    inner.require("rope_type", None, "yarn")
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        inner.require(name, None, None)
+    yarn = Yarn(
+        factor=inner.number("factor", math.nan),
+        original_max_position_embeddings=inner.size("original_max_position_embeddings"),
+        beta_fast=inner.number("beta_fast", 32.0),
+        beta_slow=inner.number("beta_slow", 1.0),
+        truncate=inner.switch("truncate", True),
+    )
+    return inner.number("rope_theta", read.number("rope_theta", 150000.0)), yarn
 
 
 def _experts(read: _Reader, family: str) -> dict[str, Any]:
@@ -286,8 +353,8 @@ def _experts(read: _Reader, family: str) -> dict[str, Any]:
     return {
         "num_experts": read.size(count),
         "experts_per_token": read.size("num_experts_per_tok"),
-        "expert_ffn_size": read.size("intermediate_size" if family == "mixtral" else "moe_intermediate_size"),
-        "normalizes_probabilities": family == "mixtral" or read.switch("norm_topk_prob", False),
+        "expert_ffn_size": read.size("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
+        "normalizes_probabilities": family != "qwen3_moe" or read.switch("norm_topk_prob", False),
         "router_loss": read.number("router_aux_loss_coef", 0.001),
     }
 
@@ -344,13 +411,15 @@ def architecture_flags(network: Architecture) -> dict[str, Any]:
         "add_bias_linear": network.linear_bias,
         "add_qkv_bias": network.qkv_bias,
         "qk_layernorm": network.qk_norm,
-        "swiglu": network.gelu is None,
+        "swiglu": network.gelu is None and network.family != "gpt_oss",
         "openai_gelu": network.gelu == "tanh",
         "layernorm_zero_centered_gamma": False,
         "apply_residual_connection_post_layernorm": False,
-        "quick_geglu": False,
+        "quick_geglu": network.family == "gpt_oss",
         "squared_relu": False,
         "untie_embeddings_and_output_weights": not network.tied,
+        "softmax_type": "learnable" if network.family == "gpt_oss" else "vanilla",
+        "window_size": [network.sliding_window - 1, 0] if network.sliding_window and network.window_layers else None,
         "position_embedding_type": "learned_absolute" if network.rotary_base is None else "rope",
     }
     if is_grouped:
@@ -377,7 +446,24 @@ def architecture_flags(network: Architecture) -> dict[str, Any]:
         values["no_rope_freq"] = list(network.no_rope_layers) or None
     if network.rope_scaling_factor is not None:
         values["rope_scaling_factor"] = network.rope_scaling_factor
+    if network.family == "gpt_oss":
+        values |= _gpt_oss_flags(network)
     return values
+
+
+def _gpt_oss_flags(network: Architecture) -> dict[str, Any]:
+    assert network.yarn is not None
+    return {
+        "window_attn_skip_freq": list(network.window_layers) or None,
+        "activation_func_clamp_value": network.gate_limit,
+        "glu_linear_offset": 1.0,
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": network.yarn.factor,
+        "yarn_original_max_position_embeddings": network.yarn.original_max_position_embeddings,
+        "yarn_beta_fast": network.yarn.beta_fast,
+        "yarn_beta_slow": network.yarn.beta_slow,
+        "yarn_correction_range_round_to_int": network.yarn.truncate,
+    }
 
 
 def default_flags(network: Architecture) -> dict[str, Any]:
@@ -426,10 +512,11 @@ def _gpt2_config(network: Architecture) -> dict[str, Any]:
 
 
 def _llama_config(network: Architecture) -> dict[str, Any]:
+    is_sparse = network.family in ("mixtral", "gpt_oss")
     values: dict[str, Any] = {
         "num_hidden_layers": network.num_layers,
         "hidden_size": network.hidden_size,
-        "intermediate_size": network.expert_ffn_size if network.family == "mixtral" else network.ffn_hidden_size,
+        "intermediate_size": network.expert_ffn_size if is_sparse else network.ffn_hidden_size,
         "num_attention_heads": network.num_attention_heads,
         "num_key_value_heads": network.num_query_groups,
         "head_dim": network.head_size,
@@ -442,17 +529,23 @@ def _llama_config(network: Architecture) -> dict[str, Any]:
     }
     if network.rope_scaling_factor is not None:
         values["rope_scaling"] = {"rope_type": "llama3", "factor": network.rope_scaling_factor, **LLAMA3_ROPE}
-    if network.family in ("llama", "qwen3", "qwen3_moe", "smollm3"):
+    if network.family in ("llama", "qwen3", "qwen3_moe", "smollm3", "gpt_oss"):
         values["attention_bias"] = network.linear_bias
     if network.family in ("llama", "smollm3"):
         values["mlp_bias"] = network.linear_bias
     if network.num_experts:
         values |= {"num_experts_per_tok": network.experts_per_token, "router_aux_loss_coef": network.router_loss}
-        count = "num_local_experts" if network.family == "mixtral" else "num_experts"
+        count = "num_local_experts" if is_sparse else "num_experts"
         values[count] = network.num_experts
     if network.family == "qwen3_moe":
         values |= {"moe_intermediate_size": network.expert_ffn_size, "mlp_only_layers": [], "decoder_sparse_step": 1}
         values["norm_topk_prob"] = network.normalizes_probabilities
+    if network.yarn is not None:
+        values["rope_scaling"] = {"rope_type": "yarn", **asdict(network.yarn)}
+        layers = network.window_layers or [0] * network.num_layers
+        values["layer_types"] = [("full_attention", "sliding_attention")[has_window] for has_window in layers]
+        values |= {"sliding_window": network.sliding_window, "swiglu_limit": network.gate_limit}
+        values["output_router_logits"] = network.router_loss > 0
     if network.no_rope_layers:
         values["no_rope_layers"] = [1 - without for without in network.no_rope_layers]
         values["pad_token_id"] = None  # transformers' default is an id of the published vocabulary

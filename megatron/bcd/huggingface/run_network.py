@@ -9,7 +9,7 @@ from typing import Any
 from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.config import RunConfig, run_config_from_dict
 from megatron.bcd.huggingface import convert, folder, tokenizer_export
-from megatron.bcd.huggingface.architecture import Architecture, architecture_flags, make_config
+from megatron.bcd.huggingface.architecture import Architecture, Yarn, architecture_flags, make_config
 from megatron.bcd.tokenizer import (
     HuggingFaceTokenizer,
     NullTokenizer,
@@ -143,7 +143,7 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
     """
     fields, model = config.transformer, config.model
     heads = int(fields["num_attention_heads"])
-    is_rope = model.position_embedding_type == "rope"
+    is_rope = model.position_embedding_type in ("rope", "yarn")
     linear_bias = bool(fields.get("add_bias_linear", True))
     qkv_bias, qk_norm = linear_bias or bool(fields.get("add_qkv_bias")), bool(fields.get("qk_layernorm"))
     is_fused = is_on_gpu and linear_bias and bool(fields.get("bias_activation_fusion"))
@@ -153,6 +153,7 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
         only_qkv_bias=qkv_bias and not linear_bias,
         has_no_rope_layers=bool(fields.get("no_rope_freq")),
         has_experts=bool(config.num_experts),
+        has_sinks=fields.get("softmax_type") == "learnable",
     )
     network = Architecture(
         family=family,
@@ -169,15 +170,19 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
         rotary_base=model.rotary_base if is_rope else None,
         rope_scaling_factor=float(model.rope_scaling_factor) if model.use_rope_scaling else None,
         no_rope_layers=tuple(fields.get("no_rope_freq") or ()),
+        yarn=_yarn(config) if family == "gpt_oss" else None,
+        sliding_window=fields["window_size"][0] + 1 if fields.get("window_size") else None,
+        window_layers=tuple(fields.get("window_attn_skip_freq") or ()),
+        gate_limit=fields.get("activation_func_clamp_value"),
         linear_bias=linear_bias,
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         num_experts=config.num_experts or 0,
         experts_per_token=int(fields.get("moe_router_topk") or 0),
         expert_ffn_size=int(fields.get("moe_ffn_hidden_size") or 0),
-        normalizes_probabilities=family == "mixtral" or not fields.get("moe_router_pre_softmax"),
+        normalizes_probabilities=family != "qwen3_moe" or not fields.get("moe_router_pre_softmax"),
         router_loss=float(fields.get("moe_aux_loss_coeff") or 0.0),
-        gelu=None if model.swiglu else "tanh" if model.openai_gelu or is_fused else "exact",
+        gelu=None if config.is_gated else "tanh" if model.openai_gelu or is_fused else "exact",
         hidden_dropout=float(fields.get("hidden_dropout", 0.1)),
         embedding_dropout=float(fields.get("hidden_dropout", 0.1)),
         attention_dropout=float(fields.get("attention_dropout", 0.1)),
@@ -186,7 +191,17 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
     return network
 
 
-def _family(*, is_rope: bool, qk_norm: bool, only_qkv_bias: bool, has_no_rope_layers: bool, has_experts: bool) -> str:
+def _family(
+    *,
+    is_rope: bool,
+    qk_norm: bool,
+    only_qkv_bias: bool,
+    has_no_rope_layers: bool,
+    has_experts: bool,
+    has_sinks: bool,
+) -> str:
+    if has_sinks:
+        return "gpt_oss"
     if not is_rope:
         return "gpt2"
     if has_experts:
@@ -194,6 +209,17 @@ def _family(*, is_rope: bool, qk_norm: bool, only_qkv_bias: bool, has_no_rope_la
     if has_no_rope_layers:
         return "smollm3"
     return "qwen3" if qk_norm else "qwen2" if only_qkv_bias else "llama"
+
+
+def _yarn(config: RunConfig) -> Yarn:
+    model = config.model
+    return Yarn(
+        factor=model.rotary_scaling_factor,
+        original_max_position_embeddings=model.yarn_original_max_position_embeddings,
+        beta_fast=model.yarn_beta_fast,
+        beta_slow=model.yarn_beta_slow,
+        truncate=model.yarn_correction_range_round_to_int,
+    )
 
 
 _FAMILY_FLAGS: dict[str, dict[str, Any]] = {
@@ -208,6 +234,7 @@ _FAMILY_FLAGS: dict[str, dict[str, Any]] = {
     "smollm3": {"add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False},
     "mixtral": {"add_qkv_bias": False, "no_rope_freq": None},
     "qwen3_moe": {"add_qkv_bias": False, "no_rope_freq": None},
+    "gpt_oss": {"swiglu": False, "add_bias_linear": True, "qk_layernorm": False, "moe_layer_freq": 1},
 }
 """Flags of a family that `architecture_flags` does not return. The other families have SwiGLU."""
 
