@@ -202,7 +202,7 @@ def method_of(arguments: argparse.Namespace) -> str:
 def named_model(name: str, *, models: str | None) -> Model:
     """Return the model of a config.json or its folder, else the row of that name in `models` or the default table."""
     if name.endswith(".json") or os.path.isfile(os.path.join(name, CONFIG)):
-        network = read_architecture(name)
+        network = read_architecture(name, is_quantised=True)
         is_gpt = network.family == "gpt2"
         return Model(
             name=os.path.basename(os.path.abspath(name if os.path.isdir(name) else os.path.dirname(name))),
@@ -223,6 +223,7 @@ def named_model(name: str, *, models: str | None) -> Model:
             experts=network.num_experts,
             experts_per_token=network.experts_per_token or 2,
             expert_ffn=network.expert_ffn_size,
+            sinks=network.family == "gpt_oss",
         )
     rows = read_models(MODELS) | (read_models(models) if models else {})
     try:

@@ -20,7 +20,7 @@ from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS
 from megatron.bcd.pipeline.build import build_plan, max_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape
-from megatron.bcd.planner.cost import pass_products
+from megatron.bcd.planner.cost import ModelShape, pass_products
 from megatron.bcd.planner.state import ModelState
 
 _MOST_ROUNDS = 4
@@ -59,17 +59,11 @@ def layer_bytes(
     hidden, ffn = shape.hidden_size, shape.active_ffn // tensor_size
     vocabulary = state.padded_vocabulary // tensor_size
     query, key_value = shape.query_size // tensor_size, shape.key_value_size // tensor_size
-    # query, key, value and context are twice this; in fp32 attention repeats keys and values for each query of a group
-    heads = query + (query if element == 4 else key_value)
+    # query, key, value and context are twice this; in fp32 and unfused, attention repeats keys and values for each
+    # query of a group
+    heads = query + (query if element == 4 or unfused_attention else key_value)
     attention = num_heads // tensor_size  # in fp32: the logarithm of the sum of each row of scores
-    if shape.gated:
-        # norm input and output, query-key-value, rotated query and key, context, the second norm's; gate, up, product
-        active, suffix = 4 * hidden + 3 * heads + 3 * ffn, 2 * hidden + 3 * heads + 2 * ffn
-    else:
-        # norm input and output, query-key-value, context, the second norm's; before and after GELU
-        active, suffix = 4 * hidden + 2 * heads + 2 * ffn, 2 * hidden + 2 * heads + ffn
-    if shape.qk_norm_size:  # the norms keep copies of queries and keys
-        active, suffix = active + heads, suffix + heads
+    active, suffix = _saved_elements(shape, heads, ffn, unfused_attention=unfused_attention)
     router = 0  # bytes of a token: its experts' numbers and probabilities, and the probabilities of all
     if (experts := shape.experts) is not None:
         # copies of a token for its experts; the router's input; without a fused kernel, products before their weighting
@@ -124,6 +118,22 @@ def _routing_elements(state: ModelState) -> int:
     if (experts := state.shape.experts) is None:
         return 0
     return (3 + (state.expert_size > 1)) * experts.per_token * state.shape.hidden_size
+
+
+def _saved_elements(shape: ModelShape, heads: int, ffn: int, *, unfused_attention: bool) -> tuple[int, int]:
+    """Return the elements that an active and a suffix layer save for a token, without attention scores and routing."""
+    hidden = shape.hidden_size
+    if shape.gated:
+        # norm input and output, query-key-value, rotated query and key, context, the second norm's; gate, up, product
+        kept = (2 if unfused_attention else 3) * heads  # unfused attention keeps copies alone
+        active, suffix = 4 * hidden + kept + 3 * ffn, 2 * hidden + kept + 2 * ffn
+    else:
+        # norm input and output, query-key-value, context, the second norm's; before and after GELU
+        active, suffix = 4 * hidden + 2 * heads + 2 * ffn, 2 * hidden + 2 * heads + ffn
+    more = heads if shape.qk_norm_size else 0  # the norms keep copies of queries and keys
+    if not shape.fuses_gate:  # clamped gate and up, sigmoid, both factors of the product, and the product by itself
+        more += 5 * ffn
+    return active + more, suffix + more
 
 
 def _weight_bytes(state: ModelState) -> int:

@@ -143,7 +143,7 @@ def torchrun_command(recipe: Recipe, *, iterations: int) -> str:
         start += f" --nnodes {recipe.num_nodes} --rdzv-backend c10d --rdzv-endpoint ${{HEAD_NODE:?}}:29500"
     rate = f"--lr {learning_rate(recipe).flag}"
     if recipe.task == "sft":
-        model = f"--load-hf MODEL_DIR{' --moe-grouped-gemm' * bool(recipe.model.experts)}"
+        model = f"--load-hf MODEL_DIR{' --moe-grouped-gemm' * bool(recipe.config.transformer.get('moe_grouped_gemm'))}"
         flags = [f"--sft {model} --seq-length {recipe.tokens}", *layout_flags(recipe), rate, SFT_FLAGS]
         mock, data = "", "--data-path DATA.jsonl --save-hf OUT_DIR"
     else:

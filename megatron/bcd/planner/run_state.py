@@ -87,6 +87,8 @@ def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
         shifted_norms=fields.get("normalization", "LayerNorm") == "LayerNorm",
         qkv_bias=bool(fields.get("add_qkv_bias")),
         qk_norm_size=channels if fields.get("qk_layernorm") else 0,
+        sinks=heads if fields.get("softmax_type") == "learnable" else 0,
+        fuses_gate=not config.model.quick_geglu,
         experts=_experts_of(config),
     )
 
@@ -210,7 +212,7 @@ class RunMemory:
             sequence=config.model.seq_length,
             num_heads=int(config.transformer["num_attention_heads"]),
             context_size=config.context_size,
-            unfused_attention=self.unfused_attention,
+            unfused_attention=self.unfused_attention or config.has_unfused_attention,
             linear_loss=config.has_linear_loss,
         )
 

@@ -37,6 +37,7 @@ class Model:
     experts: int = 0  # experts of every layer; 0 in a dense model
     experts_per_token: int = 2
     expert_ffn: int = 0  # inner width of an expert; 0: ffn
+    sinks: bool | None = None  # whether attention has sinks and the gate is quick GELU, as in gpt-oss
 
     def __post_init__(self) -> None:
         if self.form not in ("gpt", "llama"):
@@ -59,7 +60,8 @@ class Model:
         is_gpt, tokens = self.form == "gpt", self.sequence if sequence is None else sequence
         has_biases = self.biases == "all" or is_gpt and not self.biases
         experts = {"num_moe_experts": self.experts, "moe_router_topk": self.experts_per_token}
-        experts |= {"moe_ffn_hidden_size": self.expert_ffn or self.ffn, "moe_layer_freq": 1, "moe_grouped_gemm": True}
+        experts |= {"moe_ffn_hidden_size": self.expert_ffn or self.ffn, "moe_layer_freq": 1}
+        experts["moe_grouped_gemm"] = not has_biases  # the grouped product has none
         return (experts if self.experts else {}) | {
             "num_layers": self.layers,
             "hidden_size": self.hidden,
@@ -75,7 +77,9 @@ class Model:
             "add_qkv_bias": has_biases or self.biases == "qkv",
             "qk_layernorm": bool(self.qk_norm),
             "normalization": "LayerNorm" if is_gpt else "RMSNorm",
-            "swiglu": not is_gpt,
+            "swiglu": not is_gpt and not self.sinks,
+            "quick_geglu": bool(self.sinks),
+            "softmax_type": "learnable" if self.sinks else "vanilla",
         }
 
 
