@@ -7,6 +7,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from megatron.bcd.runtime import device
+from megatron.bcd.runtime.compat import megatron_core
 
 _NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
 """Megatron Core's names, which are also stock's tags."""
@@ -14,7 +15,7 @@ _NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
 
 def clear() -> None:
     """Forget the losses collected so far."""
-    get_moe_layer_wise_logging_tracker().clear()
+    megatron_core.clear_router_losses()
 
 
 def collect(num_microbatches: int) -> dict[str, float]:

@@ -62,6 +62,18 @@ def patch_experts() -> None:
     moe_layer.MoELayer.forward = forward_without_rest
 
 
+def clear_router_losses() -> None:
+    """Forget what the routers of experts have collected for reports."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # Megatron Core 0.19; the older function returns a copy there
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+        destroy_moe_metrics_tracker()
+    else:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+
+
 @functools.cache
 def patch_optimizer_offload() -> None:
     """Make --optimizer-cpu-offload work without Transformer Engine and in fp32.
