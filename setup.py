@@ -36,7 +36,7 @@ setup(
     package_data={"megatron.bcd.arguments": ["megatron_flag_names.txt"]},
     python_requires=">=3.11",
     # requirements.txt pins the tested versions. The bounds exist because the patches in megatron/bcd/runtime are for
-    # these minor releases of Megatron Core, tested with torch up to 2.14. Megatron Core 0.19 imports triton.
+    # these minor releases of Megatron Core. Megatron Core 0.19 imports triton.
     install_requires=[
         "filelock>=4.2",
         "jinja2>=3.1",
