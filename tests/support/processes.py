@@ -73,11 +73,12 @@ class Job:
 
     def kill(self) -> None:
         """Kill everything, as in a power failure."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self._started += self._started[0].children(recursive=True)
-        for process in self.alive():
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # what has stopped starts no process that would outlive it
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL)
+                self._started += self._started[0].children(recursive=True)
+            for process in self.alive():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
         self.process.wait()
         while self.alive():  # a killed process takes a moment to end
             time.sleep(0.01)
