@@ -16,6 +16,7 @@ from support import worlds
 from support.dist import World
 
 from megatron.bcd.huggingface import folder
+from megatron.bcd.runtime import device
 
 LENGTH = 48
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1)]
@@ -80,9 +81,9 @@ def logits_of_documents(config: Any, documents: list[torch.Tensor]) -> torch.Ten
     with worlds.started(config) as run, torch.no_grad():
         positions = torch.cat([torch.arange(len(document)) for document in documents])
         together = torch.block_diag(*[torch.ones(len(document), len(document)) for document in documents])
-        mask = together.tril() == 0
-        logits: torch.Tensor = run.model.eval()(torch.cat(documents)[None], positions[None], mask[None, None])
-        return logits[0]
+        inputs = (torch.cat(documents)[None], positions[None], together.tril()[None, None] == 0)
+        logits: torch.Tensor = run.model.eval()(*(tensor.to(device.current()) for tensor in inputs))
+        return logits[0].cpu()
 
 
 def test_windows_and_masks(world1: World, text_data: str, tmp_path: Path) -> None:
