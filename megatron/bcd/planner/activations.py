@@ -59,11 +59,11 @@ def layer_bytes(
     hidden, ffn = shape.hidden_size, shape.active_ffn // tensor_size
     vocabulary = state.padded_vocabulary // tensor_size
     query, key_value = shape.query_size // tensor_size, shape.key_value_size // tensor_size
-    # query, key, value and context are twice this; in fp32 and unfused, attention repeats keys and values for each
+    # query, key, value and context are twice this; in fp32 and with sinks, attention repeats keys and values for each
     # query of a group
-    heads = query + (query if element == 4 or unfused_attention else key_value)
+    heads = query + (query if element == 4 or shape.sinks else key_value)
     attention = num_heads // tensor_size  # in fp32: the logarithm of the sum of each row of scores
-    active, suffix = _saved_elements(shape, heads, ffn, unfused_attention=unfused_attention)
+    active, suffix = _saved_elements(shape, heads, ffn)
     router = 0  # bytes of a token: its experts' numbers and probabilities, and the probabilities of all
     if (experts := shape.experts) is not None:
         # copies of a token for its experts; the router's input; without a fused kernel, products before their weighting
@@ -120,12 +120,12 @@ def _routing_elements(state: ModelState) -> int:
     return (3 + (state.expert_size > 1)) * experts.per_token * state.shape.hidden_size
 
 
-def _saved_elements(shape: ModelShape, heads: int, ffn: int, *, unfused_attention: bool) -> tuple[int, int]:
+def _saved_elements(shape: ModelShape, heads: int, ffn: int) -> tuple[int, int]:
     """Return the elements that an active and a suffix layer save for a token, without attention scores and routing."""
     hidden = shape.hidden_size
     if shape.gated:
         # norm input and output, query-key-value, rotated query and key, context, the second norm's; gate, up, product
-        kept = (2 if unfused_attention else 3) * heads  # unfused attention keeps copies alone
+        kept = (2 if shape.sinks else 3) * heads  # attention with sinks keeps copies alone
         active, suffix = 4 * hidden + kept + 3 * ffn, 2 * hidden + kept + 2 * ffn
     else:
         # norm input and output, query-key-value, context, the second norm's; before and after GELU
