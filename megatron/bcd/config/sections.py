@@ -249,6 +249,13 @@ class BcdConfig:
         choices=("device", "host", "auto"),
         on_resume=MAY_CHANGE,
     )
+    bcd_compile: str = option(
+        "auto",
+        "compile updates of matrices and rotary embeddings (torch.compile); auto = on a GPU with a C compiler. "
+        "Results differ from those without by rounding",
+        choices=("auto", "on", "off"),
+        on_resume=MAY_CHANGE,
+    )
     bcd_run_ahead: int | None = option(
         None,
         "microbatches of the next iteration that forward-only stages compute early; default: half the number of "

@@ -52,6 +52,7 @@ class MatrixOptimizer(StateOwner):
             share this memory. Only a matrix's owner writes it.
         stage_group: all ranks of this pipeline stage; None for all ranks.
         pipeline_group: with pieces on several stages, a rank of each stage. They step at different times.
+        is_compiled: updates are compiled functions.
         is_used: whether any rank steps matrices. Otherwise no call is a collective.
     """
 
@@ -67,10 +68,11 @@ class MatrixOptimizer(StateOwner):
         places: Mapping[torch.nn.Parameter, State] | None = None,
         stage_group: torch.distributed.ProcessGroup | None = None,
         pipeline_group: torch.distributed.ProcessGroup | None = None,
+        is_compiled: bool = False,
         is_used: bool = True,
     ) -> None:
         self._overlaps_reduction, self._max_norm, self._is_used = overlaps_reduction, max_norm, is_used
-        self._is_last_microbatch = True
+        self._is_last_microbatch, self._is_compiled = True, is_compiled
         self._stage_group, self._pipeline_group = stage_group, pipeline_group
         groups = {  # the ranks with the same weights
             name: replicas.group(parameter) if replicas.is_expert(parameter) else group
@@ -387,7 +389,7 @@ class MatrixOptimizer(StateOwner):
         settings: dict[str, Any] = {"clip_coefficient": clip_coefficient, "gradient_scale": gradient_scale}
         for stack in stacks:
             if stack.is_owner:
-                update_stack(stack, **settings, num_steps=self.num_steps)
+                update_stack(stack, **settings, num_steps=self.num_steps, is_compiled=self._is_compiled)
         for stack in stacks:  # after all updates, so that all owners compute at the same time
             stack.broadcast()
 

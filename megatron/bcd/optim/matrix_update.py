@@ -7,35 +7,70 @@ import torch
 from megatron.bcd.model.frozen_weights import GRADIENT, LOW_BITS
 from megatron.bcd.optim import bf16, low_bit_adam, update_rules
 from megatron.bcd.optim.matrix import FACTORS, MOMENTUM, Stack, join, write_back
+from megatron.bcd.runtime.compat.pytorch import compiled
 
 
-def update_stack(stack: Stack, *, clip_coefficient: float, gradient_scale: float, num_steps: int) -> None:
+def update_stack(
+    stack: Stack, *, clip_coefficient: float, gradient_scale: float, num_steps: int, is_compiled: bool
+) -> None:
     """Compute the new weights and state of a stack.
 
     Clipping applies to gradients that enter a momentum, `gradient_scale` to those that enter a second moment, which
     bounds its update by itself. Other directions do not depend on the scale of a gradient.
 
-    If `stack.is_skipped` is true, weights and state keep their bits: the gradient becomes zero and the decay 1, so
-    nothing is added, and other state is restored. The CPU does not know it, because it would have to wait.
+    If `stack.is_skipped` is true, weights and state keep their bits. The CPU does not know it, because it would have to
+    wait. With `is_compiled` kernels of torch.compile read and write each tensor once; results differ by rounding.
     """
     rule, group, is_skipped = stack.rule, stack.param_group, stack.is_skipped
     if rule.name == update_rules.ADAM:
         return _step_adam(stack, clip_coefficient, num_steps)
-    decay: float | torch.Tensor = 1.0 - group["lr"] * group["weight_decay"]
-    if is_skipped is not None:
+    is_factored = rule.name == update_rules.FACTORED
+    if is_skipped is not None and not (is_factored and is_compiled):
         stack.gradient.masked_fill_(is_skipped, 0.0)
-        decay = torch.full_like(is_skipped, decay, dtype=torch.float32).masked_fill_(is_skipped, 1.0)
-    rate = group["lr"] * rule.scale
-    update = None if rule.name == update_rules.FACTORED else _orthogonal(stack, clip_coefficient)
-    weights, low_bits = join(stack.weights), stack.state(LOW_BITS)
-    bits = join(low_bits) if low_bits else None
+    decay, rate = 1.0 - group["lr"] * group["weight_decay"], group["lr"] * rule.scale
+    update = None if is_factored else _orthogonal(stack, clip_coefficient)
+    weights, low_bits, factors = join(stack.weights), stack.state(LOW_BITS), stack.state(FACTORS)
+    bits, means = join(low_bits) if low_bits else None, join(factors) if is_factored else None
+    if is_compiled:
+        numbers = torch.tensor(rate), torch.tensor(decay)
+        if means is None:
+            compiled(update_rules.subtract)(weights, bits, update, is_skipped, *numbers)
+        else:
+            direction = _factored_direction(stack, means, gradient_scale, is_compiled=True)
+            scales, sizes = (direction.row_scales_KM, direction.column_scales_KPN), direction.sizes
+            subtract = compiled(update_rules.subtract_directions)
+            subtract(weights, bits, stack.gradient, *scales, is_skipped, *numbers, sizes)
+    else:
+        _subtract_by_rows(stack, weights, bits, update, means, gradient_scale, rate=rate, decay=decay)
+    for stacked, tensors in ((bits, low_bits), (means, factors), (weights, stack.weights)):
+        if stacked is not None:
+            write_back(stacked, tensors)
+
+
+def _subtract_by_rows(
+    stack: Stack,
+    weights: torch.Tensor,
+    bits: torch.Tensor | None,
+    update: torch.Tensor | None,
+    means: torch.Tensor | None,
+    gradient_scale: float,
+    *,
+    rate: float,
+    decay: float | torch.Tensor,
+) -> None:
+    """Subtract `rate` x `update`, or the factored directions that update `means`, with few temporaries in eager code.
+
+    A skipped gradient is zero. A decay of 1 then keeps the bits.
+    """
 
     def load(rows: slice) -> torch.Tensor:
         return weights[:, rows] if bits is None else bf16.join(weights[:, rows], bits[:, rows])
 
-    rows = [slice(None)] if update is not None else update_rules.rows_at_once(stack.gradient, stack.layout)
+    if stack.is_skipped is not None:
+        decay = torch.full_like(stack.is_skipped, decay, dtype=torch.float32).masked_fill_(stack.is_skipped, 1.0)
+    rows = [slice(None)] if means is None else update_rules.rows_at_once(stack.gradient, stack.layout)
     value: torch.Tensor | None = load(rows[0])  # before a factored direction, because it takes temporary memory
-    direction = _factored_direction(stack, gradient_scale) if update is None else None
+    direction = None if means is None else _factored_direction(stack, means, gradient_scale, is_compiled=False)
     for some in rows:
         value = (load(some) if value is None else value).mul_(decay)
         if direction is None:
@@ -45,25 +80,19 @@ def update_stack(stack: Stack, *, clip_coefficient: float, gradient_scale: float
         if bits is not None:
             bf16.split(value, weight=weights[:, some], low_bits=bits[:, some])
         value = None
-    if bits is not None:
-        write_back(bits, low_bits)
-    write_back(weights, stack.weights)
 
 
-def _factored_direction(stack: Stack, gradient_scale: float) -> update_rules.FactoredDirection:
-    """Return the directions of a stack, and update its means unless it is skipped.
-
-    The number of steps counts a skipped one too, so it stays the same for all matrices of a checkpoint's group.
-    """
-    by_matrix = stack.state(FACTORS)
-    factors = join(by_matrix)
-    means = factors[:, :-1]
-    before = None if stack.is_skipped is None else means.clone()
-    direction = update_rules.FactoredDirection(stack.gradient, factors, stack.layout, gradient_scale=gradient_scale)
-    if stack.is_skipped is not None:
-        torch.where(stack.is_skipped, before, means, out=means)
-    write_back(factors, by_matrix)
-    return direction
+def _factored_direction(
+    stack: Stack, means: torch.Tensor, gradient_scale: float, *, is_compiled: bool
+) -> update_rules.FactoredDirection:
+    return update_rules.FactoredDirection(
+        stack.gradient,
+        means,
+        stack.layout,
+        gradient_scale=gradient_scale,
+        is_skipped=stack.is_skipped,
+        is_compiled=is_compiled,
+    )
 
 
 def _step_adam(stack: Stack, clip_coefficient: float, num_steps: int) -> None:

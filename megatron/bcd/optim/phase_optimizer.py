@@ -26,7 +26,7 @@ from megatron.bcd.optim.matrix import MatrixRule, Rules
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, chained_optimizers, param_shards
 from megatron.bcd.optim.update_rules import MatrixLayout
-from megatron.bcd.runtime import memory, replicas
+from megatron.bcd.runtime import memory, packages, replicas
 from megatron.bcd.runtime.device import DTYPES
 
 
@@ -120,6 +120,7 @@ def build_matrix_optimizer(
         overlaps_reduction=config.ddp.overlap_grad_reduce,
         max_norm=config.optimizer.clip_grad,
         places=places,
+        is_compiled=packages.compiles(config.bcd.bcd_compile),
         stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
         pipeline_group=(
             parallel_state.get_pipeline_model_parallel_group()

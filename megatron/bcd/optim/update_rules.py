@@ -15,8 +15,12 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+
+from megatron.bcd.optim import bf16
+from megatron.bcd.runtime.compat.pytorch import compiled
 
 ORTHOGONAL, FACTORED, ADAM = "orthogonal", "factored", "adam"
 FACTORED_DECAY = 0.99
@@ -164,8 +168,8 @@ class FactoredDirection:
     matrix. These are running means with bias correction. A direction has a root mean square of at most 1, and is zero
     where the gradient is zero.
 
-    Directions of a matrix of more than `ROWS_ELEMENTS` elements are computed some rows at a time (`rows`), so that
-    their fp32 values take little memory.
+    Compiled, no fp32 value of the matrix is in memory. Otherwise directions of a matrix of more than `ROWS_ELEMENTS`
+    elements are computed some rows at a time (`rows`), so that their fp32 values take little memory.
     """
 
     def __init__(
@@ -175,38 +179,39 @@ class FactoredDirection:
         layout: MatrixLayout = _WHOLE,
         *,
         gradient_scale: float = 1.0,
+        is_skipped: torch.Tensor | None = None,
+        is_compiled: bool = False,
     ) -> None:
         """Update the means `factors_KF`, F = `num_factors`, which start as zeros. A collective over the layout's group.
 
-        `gradient_scale` multiplies the gradients first.
+        `gradient_scale` multiplies the gradients first. Where `is_skipped`, a boolean on the device, is true, the means
+        stay; the number of steps counts on, so it stays the same for all matrices of a checkpoint's group.
         """
-        self._gradient_KMN, self._layout = gradient_KMN, layout
-        self._sizes = sizes = layout.parts or (gradient_KMN.shape[1],)
-        rows_KM, columns_KPN, steps_K1 = split_factors(factors_KF, gradient_KMN.shape[1], len(sizes))
-        row_squares = torch.linalg.vector_norm(gradient_KMN, dim=2, dtype=torch.float32).square_()
-        column_squares = _column_norms(_parts(gradient_KMN, sizes)).square_()
-        num_columns, num_slices = gradient_KMN.shape[2], [1, 1]
+        self._gradient_KMN, self._layout, self._is_compiled = gradient_KMN, layout, is_compiled
+        self.sizes = sizes = layout.parts or (gradient_KMN.shape[1],)
+        row_squares_KM, column_squares_KPN = self._run(_squares)(gradient_KMN, sizes)
+        num_slices = [1, 1]
         if layout.sharded_dim is not None:  # means over the sliced dimension need the other ranks
             num_slices[layout.sharded_dim] = layout.num_slices
-            layout.all_reduce(column_squares if layout.sharded_dim == 0 else row_squares)
-        new = (1 - FACTORED_DECAY) * gradient_scale**2
-        factors_KF[:, :-1].mul_(FACTORED_DECAY)
-        rows_KM.add_(row_squares, alpha=new / (num_columns * num_slices[1]))
-        columns_KPN.add_(column_squares, alpha=new / num_slices[0])
-        steps_K1.add_(1)
-        correction_K1 = torch.expm1(steps_K1 * math.log(FACTORED_DECAY)).mul_(-(gradient_scale**2))  # 1 - decay^steps
-        # the mean of a matrix is the mean of its row means, and also of its column means; a rank has all of one kind
-        mean_KP = rows_KM.mean(1, keepdim=True) if layout.sharded_dim == 1 else columns_KPN.mean(2)
-        if len(sizes) > 1:
-            by_part = zip(mean_KP.unbind(1), sizes, strict=True)
-            mean_KP = torch.cat([mean[:, None].expand(-1, size) for mean, size in by_part], dim=1)
-        relative = rows_KM.unflatten(1, (-1, sum(sizes))) / mean_KP.clamp(min=_SMALLEST_SQUARE)[:, None]
-        self._row_scales_KM = relative.clamp_(min=_SMALLEST_SQUARE).rsqrt_().flatten(1)
-        scales_KPN = (columns_KPN / correction_K1[..., None]).clamp_(min=_SMALLEST_SQUARE).rsqrt_()
-        squares_KP = (self._scaled_column_norms() * scales_KPN).square_().mean(2)
+            layout.all_reduce(column_squares_KPN if layout.sharded_dim == 0 else row_squares_KM)
+        # compiled code would be made anew for each scale
+        scales = self._run(_scales) if gradient_scale == 1.0 else _scales
+        self.row_scales_KM, self.column_scales_KPN = scales(
+            factors_KF, row_squares_KM, column_squares_KPN, is_skipped, sizes, layout.sharded_dim, (*num_slices,),
+            gradient_scale,
+        )  # fmt: skip
+        norms_KPN = (
+            self._run(_scaled_column_norms)(gradient_KMN, self.row_scales_KM, sizes)
+            if is_compiled
+            else (self._eager_column_norms())
+        )
+        squares_KP = (norms_KPN * self.column_scales_KPN).square_().mean(2)
         if layout.sharded_dim is not None:
             layout.all_reduce(squares_KP).div_(layout.num_slices)
-        self._column_scales_KPN = scales_KPN.div_(squares_KP.sqrt_().clamp_(min=1.0)[..., None])
+        self.column_scales_KPN.div_(squares_KP.sqrt_().clamp_(min=1.0)[..., None])
+
+    def _run(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return compiled(function) if self._is_compiled else function
 
     @functools.cached_property
     def rows(self) -> Sequence[slice]:
@@ -220,8 +225,8 @@ class FactoredDirection:
         """
         scaled = self._scaled(rows)
         self.__dict__.pop("_all_scaled", None)  # so that it is freed at the end
-        sizes = self._sizes if len(self._sizes) > 1 else (scaled.shape[1],)
-        parts = zip(_parts(value_KMN, sizes), _parts(scaled, sizes), self._column_scales_KPN.unbind(1), strict=True)
+        sizes = self.sizes if len(self.sizes) > 1 else (scaled.shape[1],)
+        parts = zip(_parts(value_KMN, sizes), _parts(scaled, sizes), self.column_scales_KPN.unbind(1), strict=True)
         for value, part, scale_KN in parts:
             value.addcmul_(part, scale_KN[:, None, None], value=-rate)
 
@@ -229,19 +234,101 @@ class FactoredDirection:
         """Return the gradient of some rows times the rows' scales, in fp32. Computed once if these are all rows."""
         if len(self.rows) == 1:
             return self._all_scaled
-        return self._gradient_KMN[:, rows] * self._row_scales_KM[:, rows, None]
+        return self._gradient_KMN[:, rows] * self.row_scales_KM[:, rows, None]
 
     @functools.cached_property
     def _all_scaled(self) -> torch.Tensor:
-        return self._gradient_KMN * self._row_scales_KM[..., None]
+        return self._gradient_KMN * self.row_scales_KM[..., None]
 
-    def _scaled_column_norms(self) -> torch.Tensor:
-        """Return the root mean squares of the columns of `_scaled`, by part, [K, P, N]."""
+    def _eager_column_norms(self) -> torch.Tensor:
         if len(self.rows) == 1:
-            return _column_norms(_parts(self._all_scaled, self._sizes))
+            return _column_norms(_parts(self._all_scaled, self.sizes))
         squares = sum(torch.linalg.vector_norm(self._scaled(rows), dim=1).square_() for rows in self.rows)
         assert isinstance(squares, torch.Tensor)
         return squares.div_(self._gradient_KMN.shape[1]).sqrt_()[:, None]
+
+
+def _squares(gradient_KMN: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums of squares of rows, [K, M], and the mean squares of columns by part, [K, P, N]."""
+    row_squares = torch.linalg.vector_norm(gradient_KMN, dim=2, dtype=torch.float32).square_()
+    return row_squares, _column_norms(_parts(gradient_KMN, sizes)).square_()
+
+
+def _scales(
+    factors_KF: torch.Tensor,
+    row_squares_KM: torch.Tensor,
+    column_squares_KPN: torch.Tensor,
+    is_skipped: torch.Tensor | None,
+    sizes: Sequence[int],
+    sharded_dim: int | None,
+    num_slices: Sequence[int],
+    gradient_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Update the means and return the inverse roots of second moments: of rows, [K, M], and columns, [K, P, N]."""
+    rows_KM, columns_KPN, steps_K1 = split_factors(factors_KF, row_squares_KM.shape[1], len(sizes))
+    before = None if is_skipped is None else factors_KF[:, :-1].clone()
+    new = (1 - FACTORED_DECAY) * gradient_scale**2
+    factors_KF[:, :-1].mul_(FACTORED_DECAY)
+    rows_KM.add_(row_squares_KM, alpha=new / (columns_KPN.shape[2] * num_slices[1]))
+    columns_KPN.add_(column_squares_KPN, alpha=new / num_slices[0])
+    steps_K1.add_(1)
+    correction_K1 = torch.expm1(steps_K1 * math.log(FACTORED_DECAY)).mul_(-(gradient_scale**2))  # 1 - decay^steps
+    # the mean of a matrix is the mean of its row means, and also of its column means; a rank has all of one kind
+    mean_KP = rows_KM.mean(1, keepdim=True) if sharded_dim == 1 else columns_KPN.mean(2)
+    if len(sizes) > 1:
+        by_part = zip(mean_KP.unbind(1), sizes, strict=True)
+        mean_KP = torch.cat([mean[:, None].expand(-1, size) for mean, size in by_part], dim=1)
+    relative = rows_KM.unflatten(1, (-1, sum(sizes))) / mean_KP.clamp(min=_SMALLEST_SQUARE)[:, None]
+    row_scales_KM = relative.clamp_(min=_SMALLEST_SQUARE).rsqrt_().flatten(1)
+    column_scales_KPN = (columns_KPN / correction_K1[..., None]).clamp_(min=_SMALLEST_SQUARE).rsqrt_()
+    if is_skipped is not None:
+        factors_KF[:, :-1].copy_(torch.where(is_skipped, before, factors_KF[:, :-1]))
+    return row_scales_KM, column_scales_KPN
+
+
+def _scaled_column_norms(gradient_KMN: torch.Tensor, row_scales_KM: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    return _column_norms(_parts(gradient_KMN * row_scales_KM[..., None], sizes))
+
+
+def subtract_directions(
+    weight_KMN: torch.Tensor,
+    low_bits_KMN: torch.Tensor | None,
+    gradient_KMN: torch.Tensor,
+    row_scales_KM: torch.Tensor,
+    column_scales_KPN: torch.Tensor,
+    is_skipped: torch.Tensor | None,
+    rate: torch.Tensor,
+    decay: torch.Tensor,
+    sizes: Sequence[int],
+) -> None:
+    """Multiply the weights by `decay` and subtract `rate` x the directions, unless `is_skipped`. To be compiled.
+
+    `rate` and `decay` are scalars on the CPU.
+    """
+    place_M = torch.arange(gradient_KMN.shape[1], device=gradient_KMN.device) % sum(sizes)
+    part_M = sum((place_M >= end).long() for end in itertools.accumulate(sizes[:-1]))  # 0 without parts
+    column_scales = column_scales_KPN[:, part_M] if len(sizes) > 1 else column_scales_KPN
+    direction = gradient_KMN * row_scales_KM[..., None] * column_scales
+    subtract(weight_KMN, low_bits_KMN, direction, is_skipped, rate, decay)
+
+
+def subtract(
+    weight: torch.Tensor,
+    low_bits: torch.Tensor | None,
+    direction: torch.Tensor,
+    is_skipped: torch.Tensor | None,
+    rate: torch.Tensor,
+    decay: torch.Tensor,
+) -> None:
+    """Multiply the weights by `decay` and subtract `rate` x `direction`, unless `is_skipped`. To be compiled."""
+    before = weight if low_bits is None else bf16.join(weight, low_bits)
+    value = before * decay - rate * direction
+    if is_skipped is not None:
+        value = torch.where(is_skipped, before, value)
+    if low_bits is None:
+        weight.copy_(value)
+    else:
+        bf16.split(value, weight=weight, low_bits=low_bits)
 
 
 def _parts(matrix_KMN: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:

@@ -70,6 +70,19 @@ def missing_for_compilation() -> str:
     return "" if header.is_file() else str(header)
 
 
+def compiles(choice: str) -> bool:
+    """Return whether functions of ours are compiled, given --bcd-compile.
+
+    Raises:
+        ValueError: `choice` is `on`, but there is no compiler.
+    """
+    if choice == "auto":
+        return device.has_cuda() and os.environ.get("TORCHDYNAMO_DISABLE") != "1" and not missing_for_compilation()
+    if choice == "on" and (missing := missing_for_compilation()):
+        raise ValueError(f"--bcd-compile on: {missing} is missing. Install gcc and python3-dev, or omit the flag.")
+    return choice == "on"
+
+
 PYTORCH_OPTIMIZER = "PyTorch AdamW"
 
 

@@ -104,15 +104,10 @@ def patch_megatron_core() -> None:
     if isinstance(utils.torch, _TorchOnCpu):
         return
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
+    for name in ("set_device", "current_stream", "synchronize", "empty_cache"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)  # one each: torch.compile refuses a function twice
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.cuda.set_device = nothing
-    torch.cuda.current_stream = nothing  # type: ignore[assignment]
-    torch.cuda.synchronize = nothing
-    torch.cuda.empty_cache = nothing
-    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment,return-value]
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]

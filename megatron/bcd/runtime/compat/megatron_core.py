@@ -75,6 +75,24 @@ def clear_router_losses() -> None:
 
 
 @functools.cache
+def patch_rotary_embedding() -> None:
+    """Give --no-rope-fusion's opposite a compiled function where Megatron Core only has Transformer Engine's."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    if rope_utils.fused_apply_rotary_pos_emb is None:
+        rope_utils.fused_apply_rotary_pos_emb = lambda x, freqs, interleaved=False: pytorch.compiled(_rotate)(x, freqs)
+
+
+def _rotate(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    """Rotate queries or keys [S, B, N, D] by angles [S, 1, 1, R], R <= D: rotary embedding, not interleaved."""
+    size = freqs.shape[-1]
+    first, second = x[..., :size].chunk(2, dim=-1)
+    cos, sin = torch.cos(freqs).to(x.dtype), torch.sin(freqs).to(x.dtype)
+    rotated = x[..., :size] * cos + torch.cat((-second, first), dim=-1) * sin
+    return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), dim=-1)
+
+
+@functools.cache
 def patch_optimizer_offload() -> None:
     """Make --optimizer-cpu-offload work without Transformer Engine and in fp32.
 

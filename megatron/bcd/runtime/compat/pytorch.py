@@ -6,7 +6,7 @@ import copy
 import datetime
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,13 @@ def share_gloo_device() -> None:
         original(group, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = init
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled for each combination of shapes, or itself where torch.compile is off."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # a model has some ten shapes
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
