@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +236,36 @@ def test_what_transformers_does_not_have(tmp_path: Path) -> None:
             run_architecture(parse(tmp_path / "m", GPT2, **sizes | flags), is_on_gpu=False, vocab_size=300)
     run = parse(tmp_path / "m", GPT2, **sizes)
     assert [run_architecture(run, is_on_gpu=gpu, vocab_size=300).gelu for gpu in (False, True)] == ["exact", "tanh"]
+
+
+EXPERTS = {"form": "llama", "num_experts": 4, "moe_router_topk": 2}
+SINKS = {"softmax_type": "learnable", "quick_geglu": True, "no_swiglu": True, "add_bias_linear": True}
+SINKS |= {"position_embedding_type": "yarn", "glu_linear_offset": 1.0}
+LIMIT = {"activation_func_clamp_value": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"form": "llama", "window_size": "127,0"}, r"--window-size \[127, 0\]: transformers' llama model has None"),
+        ({"window_size": "127,0"}, r"--window-size \[127, 0\]: transformers' gpt2 model has None"),
+        (EXPERTS | {"window_size": "127,0"}, "--window-size .* mixtral"),
+        (EXPERTS | SINKS, "--activation-func-clamp-value None: transformers' gpt_oss model has 7.0"),
+        (EXPERTS | SINKS | LIMIT | {"glu_linear_offset": 0.5}, "--glu-linear-offset 0.5: .* has 1.0"),
+        (EXPERTS | SINKS | LIMIT | {"moe_router_pre_softmax": True}, "--moe-router-pre-softmax True: .* has False"),
+        (EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"}, "--moe-router-load-balancing-type sinkhorn"),
+        ({"form": "llama", "softmax_type": "learnable"}, "--softmax-type learnable: transformers' llama model has"),
+        ({"form": "llama", "position_embedding_type": "yarn"}, "--position-embedding-type yarn"),
+        ({"form": "llama", "qk_layernorm": True, "add_bias_linear": True}, "--add-bias-linear True: .* qwen3"),
+        ({"num_query_groups": 2, "group_query_attention": True}, "--group-query-attention True"),
+        ({"quick_geglu": True}, "--quick-geglu True"),
+        (EXPERTS | SINKS | LIMIT, None),
+    ],
+    ids=lambda value: (value or "exported")[:30] if not isinstance(value, dict) else "",
+)
+def test_config_json_is_compared_as_it_is_read_back(tmp_path: Path, flags: dict[str, Any], message: str | None) -> None:
+    """A run whose flags differ from those that its written config.json asks for is refused, with the flag's name."""
+    sizes = {"load_hf": None, "num_layers": 6, "hidden_size": 64, "num_attention_heads": 4}
+    run = parse(tmp_path / "m", GPT2, **sizes | flags)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        run_architecture(run, is_on_gpu=False, vocab_size=300)

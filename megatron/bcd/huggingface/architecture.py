@@ -412,11 +412,12 @@ def architecture_flags(network: Architecture) -> dict[str, Any]:
         "add_qkv_bias": network.qkv_bias,
         "qk_layernorm": network.qk_norm,
         "swiglu": network.gelu is None and network.family != "gpt_oss",
-        "openai_gelu": network.gelu == "tanh",
         "layernorm_zero_centered_gamma": False,
         "apply_residual_connection_post_layernorm": False,
         "quick_geglu": network.family == "gpt_oss",
         "squared_relu": False,
+        "openai_gelu": network.gelu == "tanh",
+        "num_moe_experts": network.num_experts or None,
         "untie_embeddings_and_output_weights": not network.tied,
         "softmax_type": "learnable" if network.family == "gpt_oss" else "vanilla",
         "window_size": [network.sliding_window - 1, 0] if network.sliding_window and network.window_layers else None,
@@ -426,7 +427,6 @@ def architecture_flags(network: Architecture) -> dict[str, Any]:
         values["num_query_groups"] = network.num_query_groups
     if network.num_experts:
         values |= {
-            "num_moe_experts": network.num_experts,
             "moe_router_topk": network.experts_per_token,
             "moe_ffn_hidden_size": network.expert_ffn_size,
             "moe_router_pre_softmax": not network.normalizes_probabilities,
@@ -529,10 +529,8 @@ def _llama_config(network: Architecture) -> dict[str, Any]:
     }
     if network.rope_scaling_factor is not None:
         values["rope_scaling"] = {"rope_type": "llama3", "factor": network.rope_scaling_factor, **LLAMA3_ROPE}
-    if network.family in ("llama", "qwen3", "qwen3_moe", "smollm3", "gpt_oss"):
-        values["attention_bias"] = network.linear_bias
-    if network.family in ("llama", "smollm3"):
-        values["mlp_bias"] = network.linear_bias
+    if network.family == "llama":  # the other families have biases or not
+        values |= {"attention_bias": network.linear_bias, "mlp_bias": network.linear_bias}
     if network.num_experts:
         values |= {"num_experts_per_tok": network.experts_per_token, "router_aux_loss_coef": network.router_loss}
         count = "num_local_experts" if is_sparse else "num_experts"
@@ -544,7 +542,9 @@ def _llama_config(network: Architecture) -> dict[str, Any]:
         values["rope_scaling"] = {"rope_type": "yarn", **asdict(network.yarn)}
         layers = network.window_layers or [0] * network.num_layers
         values["layer_types"] = [("full_attention", "sliding_attention")[has_window] for has_window in layers]
-        values |= {"sliding_window": network.sliding_window, "swiglu_limit": network.gate_limit}
+        values["sliding_window"] = network.sliding_window
+        if network.gate_limit is not None:
+            values["swiglu_limit"] = network.gate_limit
         values["output_router_logits"] = network.router_loss > 0
     if network.no_rope_layers:
         values["no_rope_layers"] = [1 - without for without in network.no_rope_layers]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
 
 from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.config import RunConfig, run_config_from_dict
 from megatron.bcd.huggingface import convert, folder, tokenizer_export
-from megatron.bcd.huggingface.architecture import Architecture, Yarn, architecture_flags, make_config
+from megatron.bcd.huggingface.architecture import (
+    Architecture,
+    Yarn,
+    architecture_flags,
+    architecture_from_config,
+    make_config,
+)
 from megatron.bcd.tokenizer import (
     HuggingFaceTokenizer,
     NullTokenizer,
@@ -153,7 +158,7 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
         only_qkv_bias=qkv_bias and not linear_bias,
         has_no_rope_layers=bool(fields.get("no_rope_freq")),
         has_experts=bool(config.num_experts),
-        has_sinks=fields.get("softmax_type") == "learnable",
+        has_sinks=bool(config.num_experts) and fields.get("softmax_type") == "learnable",
     )
     network = Architecture(
         family=family,
@@ -222,39 +227,21 @@ def _yarn(config: RunConfig) -> Yarn:
     )
 
 
-_FAMILY_FLAGS: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "swiglu": False,
-        "add_bias_linear": True,
-        "qk_layernorm": False,
-        "group_query_attention": False,
-        "num_moe_experts": None,
-    },
-    "qwen3": {"add_bias_linear": False, "add_qkv_bias": False},
-    "smollm3": {"add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False},
-    "mixtral": {"add_qkv_bias": False, "no_rope_freq": None},
-    "qwen3_moe": {"add_qkv_bias": False, "no_rope_freq": None},
-    "gpt_oss": {"swiglu": False, "add_bias_linear": True, "qk_layernorm": False, "moe_layer_freq": 1},
-}
-"""Flags of a family that `architecture_flags` does not return. The other families have SwiGLU."""
-
-
 def _check_expressible(config: RunConfig, network: Architecture) -> None:
-    """Check that config.json can express the flags. Raises ValueError."""
-    actual: dict[str, Any] = dict(config.transformer) | vars(config.model)
-    actual["group_query_attention"] = network.num_query_groups != network.num_attention_heads
-    expected = architecture_flags(network) | {"swiglu": True} | _FAMILY_FLAGS.get(network.family, {})
-    if network.family == "gpt2":
-        expected["kv_channels"] = network.hidden_size // network.num_attention_heads
-        actual["kv_channels"] = network.head_size
-    else:
-        expected.pop("kv_channels")
-    for name in ("layernorm_epsilon", "ffn_hidden_size", "num_query_groups", "openai_gelu"):
-        expected.pop(name, None)  # the architecture was built from these flags or from Megatron Core's defaults
+    """Compare the flags with those of the config.json of `network`, when it is read back. Raises ValueError."""
+    written = architecture_from_config(make_config(network, dtype="float32"), source="config.json")
+    derived = architecture_flags(network)
+    given = dict(config.transformer) | vars(config.model)
+    actual = derived | {name: value for name, value in given.items() if value is not None}
+    actual["openai_gelu"] = derived["openai_gelu"]  # the machine decides too
+    expected = architecture_flags(written)
+    if network.num_experts:  # no layer has the width of a dense one
+        del expected["ffn_hidden_size"]
+    if actual.get("moe_router_load_balancing_type") == "sinkhorn":
+        expected["moe_router_load_balancing_type"] = "aux_loss"  # other balancing does not change the router's choice
     for name, value in expected.items():
-        flag_value = actual.get(name, value)
-        if flag_value != value:
+        if actual.get(name, value) != value:
             raise ValueError(
-                f"--{name.replace('_', '-')} {flag_value}: transformers' {network.family} model has {value}, so this "
+                f"--{name.replace('_', '-')} {actual[name]}: transformers' {network.family} model has {value}, so this "
                 "run's model can't be written in Hugging Face's format. Omit --save-hf."
             )
