@@ -17,6 +17,7 @@ from megatron.bcd.arguments.validate import CONFLICTS
 from megatron.bcd.checkpoint.run_state import (
     FORMAT_VERSION,
     RunState,
+    check_same_network,
     check_same_weights,
     from_json,
     has_same_optimizers,
@@ -271,6 +272,69 @@ def test_checkpoint_with_adapters() -> None:
         from_json(state_of(flags), path="run_state.json")
     with pytest.raises(ValueError, match=told):
         check_same_weights(state_of(flags), config, source="run_state.json")
+
+
+ROPE, EXPERTS = "--position-embedding-type rope", "--num-experts 4 --disable-bias-linear"
+YARN, GATE = "--position-embedding-type yarn", "--quick-geglu --disable-bias-linear"
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (ROPE, "--rotary-base 500"),
+        (ROPE, "--rotary-percent 0.5"),
+        (ROPE, "--use-rope-scaling"),
+        (ROPE + " --use-rope-scaling", "--rope-scaling-factor 32.0"),
+        (ROPE, "--rotary-interleaved"),
+        (ROPE, "--no-rope-freq 2"),
+        (YARN, "--rotary-scaling-factor 4.0"),
+        (YARN, "--yarn-original-max-position-embeddings 8"),
+        (YARN, "--yarn-beta-fast 16.0"),
+        (YARN, "--yarn-beta-slow 2.0"),
+        (YARN, "--no-yarn-correction-range-round-to-int"),
+        ("", "--window-size 7,0"),
+        ("--window-size 7,0", "--window-attn-skip-freq 2"),
+        (GATE, "--activation-func-clamp-value 7.0"),
+        (GATE, "--glu-linear-offset 1.0"),
+        ("", "--softmax-type learnable"),
+        ("", "--norm-epsilon 1e-6"),
+        ("", "--openai-gelu"),
+        (EXPERTS, "--moe-router-topk 3"),
+        (EXPERTS, "--moe-router-score-function sigmoid"),
+        (EXPERTS, "--moe-router-pre-softmax"),
+        (EXPERTS, "--moe-router-topk-scaling-factor 2.0"),
+        (EXPERTS, "--moe-layer-freq 2"),
+        (EXPERTS, "--moe-shared-expert-intermediate-size 16"),
+    ],
+)
+def test_weights_of_another_network_are_refused(words: str, flag: str) -> None:
+    """--finetune, --skip-train and a resume refuse each flag of the network that the saving run had and this one lacks,
+    or the other way round."""
+    without, name = (
+        parse(*words.split()),
+        flag.split()[0].replace("--no-yarn", "--yarn").replace("--norm", "--layernorm"),
+    )
+    with_flag = parse(*words.split(), *flag.split())
+    for saved, now in ((without, with_flag), (with_flag, without)):
+        flags = run_config_to_dict(saved)
+        with pytest.raises(ValueError, match=f"is of another network .*{name} "):
+            check_same_weights(state_of(flags), now, source="run_state.json")
+        with pytest.raises(ValueError, match=f"is of another network .*{name} "):
+            check_same_network(flags, now, source="run_state.json")
+        check_same_weights(state_of(flags), saved, source="run_state.json")
+
+
+def test_checkpoint_without_newer_flags_of_the_network() -> None:
+    """A checkpoint of an older version, which names fewer flags, has their defaults."""
+    flags = run_config_to_dict(config := parse("--position-embedding-type", "rope"))
+    kept = {"seq_length", "max_position_embeddings", "position_embedding_type"}
+    flags["model"] = {name: value for name, value in flags["model"].items() if name in kept}
+    del flags["transformer"]["softmax_type"]
+    check_same_network(flags, config, source="run_state.json")
+    with pytest.raises(ValueError, match="--rotary-base 10000, here 500"):
+        check_same_network(
+            flags, parse("--position-embedding-type", "rope", "--rotary-base", "500"), source="run_state.json"
+        )
 
 
 def test_paper_preset_is_the_default() -> None:

@@ -10,22 +10,31 @@ from typing import Any, TypedDict
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
-from megatron.bcd.config import MAY_CHANGE, MUST_MATCH, RunConfig, fields_on_resume, run_config_to_dict
+from megatron.bcd.config import ModelConfig, RunConfig, fields_that_may_change, run_config_to_dict
 
 FORMAT_VERSION = 2
 
+_COMPUTATION = ("make_vocab_size_divisible_by", "transformer_impl")
+"""Fields of `ModelConfig` on which the network does not depend."""
 _NETWORK = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-            "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "layernorm_zero_centered_gamma",
-            "apply_residual_connection_post_layernorm", *fields_on_resume(MUST_MATCH),
+            "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "layernorm_epsilon",
+            "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "rotary_interleaved",
+            "no_rope_freq", "softmax_type", "window_size", "window_attn_skip_freq", "activation_func_clamp_value",
+            "glu_linear_offset", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk",
+            "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
+            "moe_router_num_groups", "moe_router_group_topk", "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_gate", *(each.name for each in fields(ModelConfig) if each.name not in _COMPUTATION),
             "bf16", "fp16", "optimizer")  # fmt: skip
 """Flags that must not change: the weights or the optimizer state would not fit, or mean something else."""
+_OLDER = {"softmax_type": "vanilla"} | {each.name: each.default for each in fields(ModelConfig)}
+"""Values of flags that older versions did not have."""
 _MAY_CHANGE_WITHOUT_STATE = ("seq_length", "max_position_embeddings", "bf16", "fp16", "optimizer")
 """Those flags that may change if a run loads only the weights."""
 _REMOVED = ("bcd_resting_layers", "bcd_inactive_layers", "bcd_low_rank", "bcd_low_rank_alpha", "bcd_low_rank_layers",
             "bcd_low_rank_lr_ratio", "save_adapters")  # fmt: skip
 """Flags of older versions, which their checkpoints name."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
-               "hierarchical_context_parallel_sizes", "world_size", *fields_on_resume(MAY_CHANGE))  # fmt: skip
+               "hierarchical_context_parallel_sizes", "world_size", *fields_that_may_change())  # fmt: skip
 """Flags that a resumed run may change without a message, like all of the sections below."""
 _SECTIONS_THAT_MAY_CHANGE = ("checkpoint", "groups", "report")
 
@@ -177,7 +186,6 @@ def check_same_network(
     differing = [
         f"{_flag(name)} {_show(before.get(name))}, here {_show(now.get(name))}"
         for name in names
-        # older versions wrote no value for a switch that they did not have
         if (before.get(name) or None) != (now.get(name) or None)
     ]
     if differing:
@@ -319,13 +327,9 @@ def resumed_phase(
     return restarted, f"{problem}: cycle {cycle} restarts"
 
 
-def _side_by_side(sections: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for section in sections.values() for name, value in section.items()}
-
-
 def _network(sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return all flags in one dictionary, with the sizes that Megatron Core derives if no flag gives them."""
-    values = _side_by_side(sections)
+    values = _OLDER | {name: value for section in sections.values() for name, value in section.items()}
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if hidden and heads:
         values["kv_channels"] = values.get("kv_channels") or hidden // heads
@@ -335,7 +339,7 @@ def _network(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return "--" + name.replace("moe_experts", "experts").replace("_", "-")
 
 
 def _show(value: Any) -> str:

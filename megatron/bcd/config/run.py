@@ -252,12 +252,10 @@ class RunConfig:
         return not self.model.untie_embeddings_and_output_weights
 
 
-def fields_on_resume(rule: str) -> tuple[str, ...]:
-    """Return the names of our own fields with this `on_resume` rule, see `sections.option`."""
+def fields_that_may_change() -> tuple[str, ...]:
+    """Return the names of our own fields that a resumed run may change without a message."""
     sections = (section for section in typing.get_type_hints(RunConfig).values() if is_dataclass(section))
-    return tuple(
-        field.name for section in sections for field in fields(section) if field.metadata.get("on_resume") == rule
-    )
+    return tuple(field.name for section in sections for field in fields(section) if field.metadata.get("may_change"))
 
 
 def core_keywords(settings: OptimizerSettings | DdpSettings) -> dict[str, Any]:

@@ -48,9 +48,6 @@ ABOVE_0 = Range("greater than 0", lambda value: value > 0)
 BELOW_1 = Range("from 0 to less than 1", lambda value: 0 <= value < 1)
 SHARE = Range("greater than 0 and at most 1", lambda value: 0 < value <= 1)
 
-# what a resumed run may do with a flag; of other flags it warns if they differ from the checkpoint's
-MUST_MATCH, MAY_CHANGE = "must match", "may change"
-
 
 def option(
     default: Any,
@@ -62,17 +59,17 @@ def option(
     metavar: str | tuple[str, ...] | None = None,
     group: str | None = None,
     range: Range | None = None,
-    on_resume: str | None = None,
+    may_change: bool = False,
 ) -> Any:
     """Define a field, and what the annotation does not say about its flag.
 
     Args:
         group: the group of --help that shows the flag, if not that of its dataclass.
         range: the numbers that it accepts.
-        on_resume: MUST_MATCH or MAY_CHANGE, see above.
+        may_change: whether a resumed run may change it without a message.
     """
     metadata = {"help": help, "choices": choices, "nargs": nargs, "type": type, "metavar": metavar}
-    metadata |= {"group": group, "range": range, "on_resume": on_resume}
+    metadata |= {"group": group, "range": range, "may_change": may_change}
     return field(default=default, metadata=metadata)
 
 
@@ -105,10 +102,10 @@ class BcdConfig:
         "chunks of the model on every pipeline stage, a multiple of the blocks; more than 1 imply --bcd-layout "
         "interleaved, whose default is the number of blocks",
         range=AT_LEAST_1,
-        on_resume=MAY_CHANGE,
+        may_change=True,
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "layers of a chunk, in place of the number of chunks", range=AT_LEAST_1, on_resume=MAY_CHANGE
+        None, "layers of a chunk, in place of the number of chunks", range=AT_LEAST_1, may_change=True
     )
     # if derived, the mean of phases that differ by one step
     bcd_steps_per_block: float | None = option(
@@ -161,13 +158,13 @@ class BcdConfig:
         "where the weights of inactive layers are: host = in host memory, copied to the device layer by layer; auto = "
         "as many on the device as fit, the others in host memory",
         choices=("device", "host", "auto"),
-        on_resume=MAY_CHANGE,
+        may_change=True,
     )
     bcd_resident_layers: int = option(
         0,
         "with --bcd-layers-on host: N more buffers for layers on the device",
         range=AT_LEAST_0,
-        on_resume=MAY_CHANGE,
+        may_change=True,
     )
     bcd_always_active: str | None = option(
         None,
@@ -233,28 +230,28 @@ class BcdConfig:
         "stateless updates and those of a single block step it at once; stock = Megatron Core's own 1F1B, for "
         "comparison. Default: bcd; breadth-first with layers in host memory",
         choices=("bcd", "breadth-first", "stock"),
-        on_resume=MAY_CHANGE,
+        may_change=True,
     )
     bcd_layers_per_pass: int = option(
         1,
         "with --bcd-schedule breadth-first: layers of a piece, a divisor of the layers of a stage; pieces of several "
         "stages are chunks (layout interleaved)",
         range=AT_LEAST_1,
-        on_resume=MAY_CHANGE,
+        may_change=True,
     )
     bcd_saved_inputs: str = option(
         "auto",
         "with --bcd-schedule breadth-first: where the inputs of pieces wait for the backward pass; auto = on the "
         "device if they fit, else in page-locked host memory",
         choices=("device", "host", "auto"),
-        on_resume=MAY_CHANGE,
+        may_change=True,
     )
     bcd_compile: str = option(
         "auto",
         "compile updates of matrices and rotary embeddings (torch.compile); auto = on a GPU with a C compiler. "
         "Results differ from those without by rounding",
         choices=("auto", "on", "off"),
-        on_resume=MAY_CHANGE,
+        may_change=True,
     )
     bcd_run_ahead: int | None = option(
         None,
@@ -303,15 +300,14 @@ def _parts(flag: str, value: str, choices: tuple[str, ...]) -> frozenset[str]:
 class ModelConfig:
     """Network size beyond Megatron Core's TransformerConfig."""
 
-    seq_length: int = option(None, "tokens per sequence", range=AT_LEAST_1, on_resume=MUST_MATCH)
+    seq_length: int = option(None, "tokens per sequence", range=AT_LEAST_1)
     max_position_embeddings: int = option(
-        None, "largest position of the position table; default --seq-length", range=AT_LEAST_1, on_resume=MUST_MATCH
+        None, "largest position of the position table; default --seq-length", range=AT_LEAST_1
     )
     position_embedding_type: str = option(
         "learned_absolute",
         "position embedding",
         choices=("learned_absolute", "rope", "yarn", "none"),
-        on_resume=MUST_MATCH,
     )
     rotary_base: int = option(10000, "base of the rotary position embedding", range=AT_LEAST_1)
     rotary_percent: float = option(1.0, "share of the head dimension that is rotated", range=SHARE)
@@ -329,14 +325,10 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = option(
         128, "pad the vocabulary to a multiple of this x tensor parallel size", range=AT_LEAST_1
     )
-    untie_embeddings_and_output_weights: bool = option(
-        False, "give the output head its own weights", on_resume=MUST_MATCH
-    )
-    swiglu: bool = option(False, "gated linear units with SiLU instead of GELU", on_resume=MUST_MATCH)
-    quick_geglu: bool = option(
-        False, "gated linear units with x sigmoid(1.702 x) instead of GELU", on_resume=MUST_MATCH
-    )
-    squared_relu: bool = option(False, "the square of ReLU instead of GELU", on_resume=MUST_MATCH)
+    untie_embeddings_and_output_weights: bool = option(False, "give the output head its own weights")
+    swiglu: bool = option(False, "gated linear units with SiLU instead of GELU")
+    quick_geglu: bool = option(False, "gated linear units with x sigmoid(1.702 x) instead of GELU")
+    squared_relu: bool = option(False, "the square of ReLU instead of GELU")
     openai_gelu: bool = option(
         False,
         "GELU in the tanh form of OpenAI's GPT-2, everywhere; without it GELU is exact where its kernel is not fused "
@@ -403,22 +395,22 @@ class TrainingConfig:
         "layers of the first pipeline stage; the others share the rest evenly",
         group=PARALLELISM,
         range=AT_LEAST_1,
-        on_resume=MAY_CHANGE,
+        may_change=True,
     )
     decoder_last_pipeline_num_layers: int | None = option(
-        None, "layers of the last pipeline stage", group=PARALLELISM, range=AT_LEAST_1, on_resume=MAY_CHANGE
+        None, "layers of the last pipeline stage", group=PARALLELISM, range=AT_LEAST_1, may_change=True
     )
     account_for_embedding_in_pipeline_split: bool = option(
-        False, "count the embedding as a layer", group=PARALLELISM, on_resume=MAY_CHANGE
+        False, "count the embedding as a layer", group=PARALLELISM, may_change=True
     )
     account_for_loss_in_pipeline_split: bool = option(
-        False, "count the head as a layer", group=PARALLELISM, on_resume=MAY_CHANGE
+        False, "count the head as a layer", group=PARALLELISM, may_change=True
     )
     pipeline_model_parallel_layout: str | None = option(
         None,
         "what each stage holds: E embedding, t layer, L loss, | between stages: Et*3|t*4L",
         group=PARALLELISM,
-        on_resume=MAY_CHANGE,
+        may_change=True,
     )
     pipeline_cut: str = option(
         "even",
@@ -426,7 +418,7 @@ class TrainingConfig:
         "even, output head and vocabulary counted. Sets --pipeline-model-parallel-layout",
         choices=("even", "auto"),
         group=PARALLELISM,
-        on_resume=MAY_CHANGE,
+        may_change=True,
     )
     recompute: str | None = option(
         None,
@@ -434,7 +426,7 @@ class TrainingConfig:
         "core of attention, or the first few layers after the prefix",
         choices=("auto",),
         group=RECOMPUTATION,
-        on_resume=MAY_CHANGE,
+        may_change=True,
     )
     recompute_memory_gib: float | None = option(
         None,
@@ -443,7 +435,7 @@ class TrainingConfig:
         metavar="GIB",
         group=RECOMPUTATION,
         range=ABOVE_0,
-        on_resume=MAY_CHANGE,
+        may_change=True,
     )
     distributed_timeout_minutes: int = option(
         10, "minutes after which a collective fails", group=PARALLELISM, range=AT_LEAST_1
@@ -518,7 +510,7 @@ class DataConfig:
         choices=("single", "cyclic"),
     )
     data_sharding: bool = option(True, "with cyclic order: each data-parallel rank shuffles a part of its own")
-    num_workers: int = option(2, "reader processes per rank", range=AT_LEAST_0, on_resume=MAY_CHANGE)
+    num_workers: int = option(2, "reader processes per rank", range=AT_LEAST_0, may_change=True)
     reset_position_ids: bool = option(False, "restart positions after each end-of-document token")
     reset_attention_mask: bool = option(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = option(False, "no loss on end-of-document tokens")
