@@ -71,17 +71,17 @@ def result(model: nn.Module, seen: list[Any]) -> tuple[list[Any], dict[str, torc
     return seen, {name.removeprefix("module."): whole(value) for name, value in model.state_dict().items()}
 
 
-def alone(**settings: Any) -> Any:
-    model = Net(3)
+def alone(dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    model = Net(3).to(dtype)
     return result(model, train(model, optimizer_of(model, **settings), clip=True))
 
 
-def assert_parity(results: list[Any], reference: Any) -> None:
+def assert_parity(results: list[Any], reference: Any, *, rel: float = 1e-5, atol: float = 1e-6) -> None:
     losses, blocks = zip(*reference[0], strict=True)
     for seen, weights in results:
         assert tuple(block for _, block in seen) == blocks
-        assert [loss for loss, _ in seen] == pytest.approx(losses, rel=1e-5)
-        torch.testing.assert_close(weights, reference[1], rtol=1e-4, atol=1e-6)
+        assert [loss for loss, _ in seen] == pytest.approx(losses, rel=rel)
+        torch.testing.assert_close(weights, reference[1], rtol=1e-4, atol=atol)
 
 
 def in_ddp(is_first: bool, parts: int, settings: dict[str, Any], how: dict[str, Any]) -> Any:
@@ -124,10 +124,12 @@ def test_ddp(world2: World, is_first: bool, parts: int, settings: dict[str, Any]
     assert_parity(world2.run(in_ddp, is_first, parts, settings, how), alone(**settings))
 
 
-def sharded(settings: dict[str, Any], *, is_first: bool = False) -> tuple[Any, BlockCoordinate]:
+def sharded(
+    settings: dict[str, Any], dtype: torch.dtype = torch.float32, *, is_first: bool = False
+) -> tuple[Any, BlockCoordinate]:
     """Shard before the optimizer is built (`is_first`), or replace the optimizer's parameters afterwards, as Accelerate
     does."""
-    model = Net(3)
+    model = Net(3).to(dtype)
     optimizer = None if is_first else optimizer_of(model, **settings)
     names = {p: name for name, p in model.named_parameters()}
     for layer in model.layers:
@@ -141,17 +143,21 @@ def sharded(settings: dict[str, Any], *, is_first: bool = False) -> tuple[Any, B
     return model, optimizer
 
 
-def in_fsdp(settings: dict[str, Any], folder: Path) -> Any:
+def in_fsdp(settings: dict[str, Any], dtype: torch.dtype, folder: Path) -> Any:
     """Return a run, and one that continues from what its rank saved during it."""
     with two_ranks():
-        model, optimizer = sharded(settings, is_first=True)
+        model, optimizer = sharded(settings, dtype, is_first=True)
         file = folder / f"rank_{torch.distributed.get_rank()}.pt"
         seen = train(model, optimizer, stop=5, clip=True)
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
         seen += train(model, optimizer, start=5, clip=True)
-        active = optimizer.active_parameters
-        assert optimizer.optimizer_state_bytes == sum(8 * p.to_local().numel() + 4 for p in active)
-        resumed, optimizer = sharded(settings)
+        bytes_of = {p: 8 * p.to_local().numel() + 4 for p in optimizer.active_parameters}
+        if dtype == torch.bfloat16:  # low bits
+            bytes_of |= {
+                p: bytes_of.get(p, 0) + 2 * p.to_local().numel() for p in model.parameters() if p.requires_grad
+            }
+        assert optimizer.optimizer_state_bytes == sum(bytes_of.values())
+        resumed, optimizer = sharded(settings, dtype)
         loaded = torch.load(file, weights_only=True)
         resumed.load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
@@ -162,11 +168,15 @@ def in_fsdp(settings: dict[str, Any], folder: Path) -> Any:
         return result(model, seen)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", ["none", "orthogonal"])
-def test_fsdp2(world2: World, rule: str, tmp_path: Path) -> None:
-    """Directions of a shard for those of its matrix, whole moments on every rank, a resume that loses the shards'."""
+def test_fsdp2(world2: World, rule: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Directions of a shard for those of its matrix, whole moments on every rank, a resume that loses the shards', or
+    the low bits of their bf16 weights."""
     settings = {"inactive_update": rule}
-    assert_parity(world2.run(in_fsdp, settings, tmp_path), alone(**settings))
+    # the ranks' mean gradient rounds to bf16 in another way, so a step of Adam may have another sign
+    tolerances = {} if dtype == torch.float32 else {"rel": 0.01, "atol": 0.02}
+    assert_parity(world2.run(in_fsdp, settings, dtype, tmp_path), alone(dtype, **settings), **tolerances)
 
 
 def blocks_of_rank() -> list[int]:

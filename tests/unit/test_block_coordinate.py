@@ -196,6 +196,67 @@ def test_resume_is_exact(tmp_path: Path, keep_state: str, rule: str, stopped_at:
     assert_same_weights(resumed, model)
 
 
+def bf16_of(main_params: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights of an fp32 model in bf16, with halves rounded away from zero."""
+    return {
+        name: (value.view(torch.int32) + 0x8000 >> 16 << 16).view(torch.float32).bfloat16()
+        for name, value in main_params.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize(("keep_state", "rule"), [("host", "none"), ("reset", "orthogonal")])
+def test_a_bf16_model_takes_the_steps_of_an_fp32_one(tmp_path: Path, keep_state: str, rule: str) -> None:
+    """A model in bf16 learns as its fp32 main parameters do with the same gradients, through switches and a resume.
+    Without them steps below half a bf16 step would be lost."""
+    settings = {"lr": 1e-5, "steps_per_block": 4, "keep_state": keep_state, "inactive_update": rule}
+    main_params, model = Net(NUM_LAYERS), Net(NUM_LAYERS).bfloat16()
+    main_params.load_state_dict(model.state_dict())
+    start = copy.deepcopy(main_params.state_dict())
+    reference = BlockCoordinate(main_params, torch.optim.AdamW, **settings)
+    optimizer = BlockCoordinate(model, torch.optim.AdamW, **settings)
+    for step, (inputs, targets) in enumerate(batches(30)):
+        if step == 15:
+            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(saved, tmp_path / "saved.pt")
+            saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+            model = Net(NUM_LAYERS).bfloat16()
+            model.load_state_dict(saved["model"])
+            optimizer = BlockCoordinate(model, torch.optim.AdamW, **settings)
+            optimizer.load_state_dict(saved["optimizer"])
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs).float(), targets).backward()
+        for p, main_param in zip(model.parameters(), main_params.parameters(), strict=True):
+            main_param.grad = None if p.grad is None else p.grad.float()
+        active = {name: dict(model.named_parameters())[name].numel() for name in optimizer.active_names}
+        optimizer.step()
+        reference.step()
+        expected = bf16_of(main_params)
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    moved = [
+        (value != start[name]).float().mean() for name, value in main_params.state_dict().items() if value.ndim > 1
+    ]
+    assert min(moved) > 0.9
+    num_low_bits = sum(low_bits.numel() for low_bits in optimizer.state_dict()["low_bits"].values())
+    assert num_low_bits == sum(p.numel() for p in model.parameters())
+    low_bits_bytes = 2 * (sum(active.values()) if rule == "none" else num_low_bits)
+    assert optimizer.optimizer_state_bytes == sum(8 * numel + 4 for numel in active.values()) + low_bits_bytes
+
+
+def test_nan_in_a_bf16_model_stays_nan() -> None:
+    """A step that is not finite is seen in the loss. The bits of a GPU's NaN (0x7fffffff) would round to a weight of
+    -0."""
+
+    class ToNan(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.copy_(torch.full(p.shape, 0x7FFFFFFF, dtype=torch.int32).view(torch.float32))
+
+    model = Net(NUM_LAYERS).bfloat16()
+    train(model, BlockCoordinate(model, ToNan), steps=1)
+    assert all(p.isnan().all() for p in model.layers[0].parameters())
+
+
 def test_a_step_that_the_scaler_skips_does_not_count() -> None:
     """With fp16 an overflow would shorten the phase, or leave a stateless layer with infinite weights."""
     model = Net(NUM_LAYERS)

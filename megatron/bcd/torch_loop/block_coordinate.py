@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
 from megatron.bcd.config import BcdConfig
+from megatron.bcd.optim import bf16
 from megatron.bcd.optim.update_rules import ORTHOGONAL, orthogonalize
 from megatron.bcd.runtime import collectives
 from megatron.bcd.runtime.compat import pytorch
@@ -48,6 +50,9 @@ class BlockCoordinate(Optimizer):
     Learning-rate schedulers, ``GradScaler``, Accelerate and transformers' ``Trainer`` therefore see an ordinary
     optimizer. A frozen parameter has ``requires_grad`` False and neither gradient nor state, so optimizers skip it.
 
+    Weights in bf16 keep the low 16 bits of their fp32 main parameters beside them. ``step`` gives the wrapped optimizer
+    main parameters and gradients in fp32.
+
     A step is one call of ``step``, after any number of backward passes. With several processes, wrap the model in
     ``DistributedDataParallel`` before or after, or apply FSDP2's ``fully_shard`` before.
 
@@ -57,8 +62,8 @@ class BlockCoordinate(Optimizer):
         model: the model. Parameters that do not require a gradient belong to no block.
         optimizer: a class of ``torch.optim``, called as ``optimizer(parameters, **optimizer_settings)``, or a
             function that takes the list of parameters and may group them.
-        num_blocks: number of blocks. With 1, the result equals the wrapped optimizer's bit for bit. With 0, no layer is
-            ever active.
+        num_blocks: number of blocks. With 1, the result equals the wrapped optimizer's bit for bit (on main parameters
+            if weights are bf16). With 0, no layer is ever active.
         steps_per_block: number of steps per phase.
         order: "ascending", "descending" or "random" (determined by ``seed``).
         layout: "contiguous" divides the layers into ranges, "strided" assigns every ``num_blocks``-th layer to a block.
@@ -121,6 +126,7 @@ class BlockCoordinate(Optimizer):
         self._inactive_update, self._inactive_lr_ratio = inactive_update, inactive_lr_ratio
         self._keeps_state = keep_state == "host"
         self._offloaded: dict[str, dict[str, Any]] = {}
+        self._low_bits: dict[str, torch.Tensor] = {}
         self._schedule = _block_schedule(
             max(1, num_blocks),
             seed if _num_ranks() == 1 else collectives.on_rank_0(lambda: seed),
@@ -215,8 +221,13 @@ class BlockCoordinate(Optimizer):
 
     @property
     def host_state_bytes(self) -> int:
-        """Bytes of this rank's offloaded optimizer state in host memory."""
-        return _num_bytes(entry["value"] for state in self._offloaded.values() for entry in state.values())
+        """Bytes of this rank's offloaded optimizer state and low bits in host memory."""
+        state = _num_bytes(entry["value"] for state in self._offloaded.values() for entry in state.values())
+        return state + self._low_bits_bytes(is_trained=False)
+
+    def _low_bits_bytes(self, *, is_trained: bool) -> int:
+        named = self._parameters
+        return sum(low.nbytes for name, low in self._low_bits.items() if named[name].requires_grad is is_trained)
 
     def describe(self) -> str:
         """Return a line about the active block."""
@@ -256,9 +267,9 @@ class BlockCoordinate(Optimizer):
                 self._loss = float(total) / _num_ranks()
         if self._inactive_update != "none":
             self._step_inactive()
-        for wrapped in self._optimizers:
-            wrapped.step()
-        self.optimizer_state_bytes = _num_bytes(value for entry in self.state.values() for value in entry.values())
+        self._step_active()
+        state_bytes = _num_bytes(value for entry in self.state.values() for value in entry.values())
+        self.optimizer_state_bytes = state_bytes + self._low_bits_bytes(is_trained=True)
         before, self._phase_state = self._phase_state, self._schedule.after_step(self._phase_state, loss=self._loss)
         self._loss = None
         if self._schedule.is_switch(before, self._phase_state):
@@ -270,22 +281,70 @@ class BlockCoordinate(Optimizer):
         if not self._is_reduced and torch.is_grad_enabled():
             self._is_reduced = pytorch.rebuild_reducer()
 
+    def _main_param(self, name: str, p: nn.Parameter) -> torch.Tensor:
+        """Return the fp32 main parameter of a bf16 weight, and any other parameter itself."""
+        if not _is_bf16(p):
+            return p
+        main_param = p.detach().float()
+        if name in self._low_bits:
+            _local(main_param).copy_(bf16.join(_local(p), self._low_bits[name]))
+        return main_param
+
+    def _set_weight(self, name: str, p: nn.Parameter, main_param: torch.Tensor) -> None:
+        """Write a main parameter into its bf16 weight and low bits."""
+        if main_param is p:
+            return
+        weight, value = _local(p), _local(main_param)
+        low_bits = self._low_bits.setdefault(name, torch.empty_like(weight, dtype=torch.int16))
+        bf16.split(value, weight=weight, low_bits=low_bits)
+        weight.masked_fill_(value.isnan(), float("nan"))  # the bits of a GPU's NaN round to -0
+
+    def _step_active(self) -> None:
+        """Step the wrapped optimizers, which see main parameters in place of bf16 weights."""
+        active, named = self.active_names, self._parameters
+        in_bf16 = {name: p for name, p in named.items() if name in active and _is_bf16(p) and p.grad is not None}
+        main_params = {p: self._main_param(name, p) for name, p in in_bf16.items()}
+        for p, main_param in main_params.items():
+            main_param.grad = p.grad.float()
+        with self._replaced(main_params):
+            for wrapped in self._optimizers:
+                wrapped.step()
+        for name, p in in_bf16.items():
+            self._set_weight(name, p, main_params[p])
+
+    @contextlib.contextmanager
+    def _replaced(self, others: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+        """Let the wrapped optimizers see other tensors in place of their parameters. State moves along."""
+
+        def replace(new: Mapping[torch.Tensor, torch.Tensor]) -> None:
+            for wrapped in self._optimizers:
+                for group in wrapped.param_groups:
+                    group["params"] = [new.get(p, p) for p in group["params"]]
+                for p in [p for p in new if p in wrapped.state]:
+                    wrapped.state[new[p]] = wrapped.state.pop(p)
+
+        replace(others)
+        try:
+            yield
+        finally:
+            replace({other: p for p, other in others.items()})
+
     def _step_inactive(self) -> None:
-        active = {id(p) for p in self.active_parameters}
+        active, names = self.active_names, {id(p): name for name, p in self._parameters.items()}
         for group in self.param_groups:
             rate, decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
             size = self._inactive_lr_ratio * (rate if group.get("maximize") else -rate)
             for p in group["params"]:
-                if p.grad is None or id(p) in active:
+                if p.grad is None or (name := names[id(p)]) in active:
                     continue
-                p.mul_(1 - rate * decay)
+                main_param = self._main_param(name, p).mul_(1 - rate * decay)
                 gradient = p.grad.full_tensor() if _is_sharded(p) else p.grad
                 update = orthogonalize(gradient.flatten(1)).reshape(p.shape)
                 if _is_sharded(p):
                     from torch.distributed.tensor import distribute_tensor
 
                     update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
-                p.add_(update, alpha=size)
+                self._set_weight(name, p, main_param.add_(update, alpha=size))
                 p.grad = None
 
     def _enter_phase(self) -> None:
@@ -295,6 +354,8 @@ class BlockCoordinate(Optimizer):
         for name, p in self._parameters.items():
             has_update = self._inactive_update != "none" and p.ndim > 1
             p.requires_grad_(name in active or has_update)
+            if name in self._low_bits:
+                self._low_bits[name] = self._low_bits[name].to(p.device if p.requires_grad else "cpu")
             if name in active:
                 self._restore_state(name, p)
             else:
@@ -329,6 +390,7 @@ class BlockCoordinate(Optimizer):
         return {
             "optimizers": [wrapped.state_dict() for wrapped in self._optimizers],
             "kept_state": dict(self._offloaded),
+            "low_bits": dict(self._low_bits),
             "phase_state": self._phase_state.to_dict(),
             "block_layers": [list(layers) for layers in self._parameter_blocks.layers],
         }
@@ -339,7 +401,7 @@ class BlockCoordinate(Optimizer):
         Raises ValueError: the state dict has other blocks or another schedule.
         """
         mine = self.state_dict()
-        if set(state_dict) != set(mine):
+        if set(state_dict) | {"low_bits"} != set(mine):  # older versions had none
             raise ValueError(f"state_dict: has entries {sorted(state_dict)}. Give one of BlockCoordinate.")
         if state_dict["block_layers"] != mine["block_layers"]:
             raise ValueError(
@@ -352,10 +414,13 @@ class BlockCoordinate(Optimizer):
                 "state_dict: its order, switch or number of optimizers differs from this BlockCoordinate's. Give the "
                 "same arguments."
             )
-        for wrapped, saved in zip(self._optimizers, state_dict["optimizers"], strict=True):
-            wrapped.load_state_dict(saved)
+        # an optimizer converts loaded state to the precision of its parameters, here that of main parameters
+        in_bf16 = filter(_is_bf16, self._parameters.values())
+        with self._replaced({p: torch.empty(0, device=p.device) for p in in_bf16}):
+            for wrapped, saved in zip(self._optimizers, state_dict["optimizers"], strict=True):
+                wrapped.load_state_dict(saved)
         self.param_groups = self._wrapped_groups()
-        self._offloaded = {}
+        self._offloaded, self._low_bits = {}, dict(state_dict.get("low_bits", {}))
         self._phase_state = phase_state
         self._enter_phase()
         self._offloaded = {
@@ -383,14 +448,24 @@ def _num_ranks() -> int:
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
+def _is_bf16(p: torch.Tensor) -> bool:
+    return p.dtype == torch.bfloat16
+
+
 def _is_sharded(p: Any) -> bool:
     """Return whether FSDP2 has sharded the parameter."""
     return hasattr(p, "full_tensor")
 
 
+def _local(p: torch.Tensor) -> torch.Tensor:
+    """Return a view of this rank's shard, of at least one dimension."""
+    shard: torch.Tensor = p.detach().to_local() if _is_sharded(p) else p.detach()  # type: ignore[attr-defined]
+    return torch.atleast_1d(shard)
+
+
 def _num_bytes(values: Iterable[Any]) -> int:
     tensors = (value for value in values if isinstance(value, torch.Tensor))
-    return sum((value.to_local() if _is_sharded(value) else value).nbytes for value in tensors)
+    return sum(_local(value).nbytes for value in tensors)
 
 
 def _to_host(value: Any) -> Any:
