@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import resource
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -237,6 +239,44 @@ def test_limits_of_processes(world1: World, case: str, flag: str) -> None:
     [error] = world1.run(refused, config, case)
     assert error.startswith("--bcd-layers-on host: ") and f"ulimit {flag}" in error
     assert error.endswith("--bcd-layers-on device."), "what Megatron Core adds says nothing to a user"
+
+
+def locked_by(config: Any, code: int) -> tuple[list[tuple[str, int, bool]], list[str]]:
+    """Train twice with a stand-in for CUDA, whose cudaHostUnregister returns `code`. Return its calls, each with the
+    address and whether it was mapped, and the warnings."""
+    calls = []
+
+    def note(name: str, result: int) -> Any:
+        def call(address: int, *_: int) -> int:
+            ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+            calls.append((name, address, any(int(start, 16) <= address < int(end, 16) for start, end in ranges)))
+            return result
+
+        return call
+
+    cuda = mock.Mock(cudaHostRegister=note("register", 0), cudaHostUnregister=note("unregister", code))
+    with (
+        mock.patch.object(host_memory, "device", mock.Mock(has_cuda=lambda: True)),
+        mock.patch.object(torch.cuda, "cudart", lambda: cuda),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            worlds.train_run(config)
+            gc.collect()
+    return calls, [str(each.message) for each in caught if "unlock" in str(each.message)]
+
+
+@pytest.mark.parametrize("code", [0, 712])
+def test_pages_are_unlocked_before_they_are_unmapped(world1: World, code: int) -> None:
+    """The second run in a process locks its own pages, after those of the first are unlocked and while both are mapped.
+    An error of CUDA is reported."""
+    config = config_of(CASES[0] | {"cut": "one"}, bcd_layers_on="host")
+    [(calls, told)] = world1.run(locked_by, config, code)
+    assert [name for name, *_ in calls] == ["register", "unregister"] * 2
+    assert all(is_mapped for *_, is_mapped in calls)
+    assert [calls[index][1] for index in (0, 2)] == [calls[index][1] for index in (1, 3)]
+    assert len(told) == 2 * (code != 0) and all(line.startswith("--bcd-layers-on host: ") for line in told)
 
 
 def with_exceptions(main_param: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> Bf16Residual:

@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import resource
+import warnings
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass
@@ -81,9 +82,10 @@ def allocate(
         ) from error
     collectives.gather_objects(None, group)  # keep the owner's handle open until all ranks have opened it
     os.close(handle)
-    data = torch.frombuffer(mapping, dtype=torch.uint8)
+    view = memoryview(mapping)
+    data = torch.frombuffer(view, dtype=torch.uint8)
     if device.has_cuda():
-        _lock_pages(mapping, data, what)
+        _lock_pages(view, data, what)
     return SharedMemory(data=data, is_owner=is_owner, has_whole_group=len(sharing) == group.size())
 
 
@@ -105,7 +107,8 @@ def _node() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
-def _lock_pages(mapping: mmap.mmap, data: torch.Tensor, what: str) -> None:
+def _lock_pages(view: memoryview, data: torch.Tensor, what: str) -> None:
+    """Page-lock `data` until `view`, which it holds, is freed. Raises ValueError."""
     runtime = torch.cuda.cudart()
     error = runtime.cudaHostRegister(data.data_ptr(), data.nbytes, 0)
     if int(error) != 0:
@@ -116,5 +119,14 @@ def _lock_pages(mapping: mmap.mmap, data: torch.Tensor, what: str) -> None:
             f"is {allowed}). Start the container with more memory and no limit of locked memory (ulimit -l unlimited), "
             "or give --bcd-layers-on device."
         )
+
+    # `mapping` keeps the pages mapped during the call; a callback on the mapping itself would run after munmap
+    def unlock(mapping: object, address: int) -> None:
+        error = int(runtime.cudaHostUnregister(address))
+        if error != 0:
+            warnings.warn(
+                f"{what}: CUDA can't unlock host memory (error {error}). Start the next run anew.", stacklevel=1
+            )
+
     # but not at the interpreter's exit, when CUDA may already be gone
-    weakref.finalize(mapping, runtime.cudaHostUnregister, data.data_ptr()).atexit = False
+    weakref.finalize(view, unlock, view.obj, data.data_ptr()).atexit = False
