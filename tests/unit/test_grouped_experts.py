@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -37,3 +39,29 @@ def test_one_product_is_that_of_every_expert(place: str, dtype: torch.dtype) -> 
         torch.testing.assert_close(actual, expected)
     is_shared = grouped_experts._stacked(weights).untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
     assert is_shared == (place == "one_buffer"), "a copy of all experts in each pass"
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 7, 1], [0, 11, 0, 0], [0, 0, 5, 6]], ids=str)
+def test_an_expert_without_tokens_has_no_gradient(counts: list[int]) -> None:
+    """The gradient of an expert without tokens is zero, also where grouped_mm leaves garbage, as on Blackwell."""
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(24, 16, generator=generator).requires_grad_() for _ in counts]
+    tokens = torch.randn(sum(counts), 16, generator=generator).requires_grad_()
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    grouped_mm = torch.nn.functional.grouped_mm
+
+    def leaves_garbage(left: torch.Tensor, right: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        product = grouped_mm(left, right, offs=offs)
+        if product.ndim == 3:
+            product[torch.tensor(counts) == 0] = torch.nan
+        return product
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        output = grouped_experts._GroupedLinear.apply(tokens, ends, *weights)
+        return torch.autograd.grad(output.square().sum(), [tokens, *weights])
+
+    expected = gradients()
+    with mock.patch.object(torch.nn.functional, "grouped_mm", leaves_garbage):
+        actual = gradients()
+    assert all(map(torch.equal, actual, expected))
+    assert [bool(gradient.any()) for gradient in actual[1:]] == [count > 0 for count in counts]

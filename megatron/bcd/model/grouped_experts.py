@@ -79,7 +79,10 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             token_gradient = torch.nn.functional.grouped_mm(gradient, _stacked(weights), offs=ends)
         if tokens is not None:
-            gradients = torch.nn.functional.grouped_mm(gradient.t(), tokens, offs=ends).unbind()
+            stacked = torch.nn.functional.grouped_mm(gradient.t(), tokens, offs=ends)
+            is_empty = ends == torch.cat([ends.new_zeros(1), ends[:-1]])
+            # on Blackwell the product of no tokens is what the memory had before (pytorch issue 172439)
+            gradients = stacked.masked_fill_(is_empty[:, None, None], 0.0).unbind()
         return token_gradient, None, *gradients
 
 
