@@ -135,6 +135,24 @@ def test_the_same_bits(world1: World, world2: World, world4: World, tmp_path: Pa
     assert worlds.same_bits(tensors_of(world1, left, 4), tensors_of(world1, right, 4)) == []
 
 
+@pytest.mark.long
+def test_compiled_updates_have_the_same_bits_in_host_memory(world1: World, tmp_path: Path) -> None:
+    """With --bcd-compile on, runs with layers on the device and in host memory do not differ by a bit, and their losses
+    differ from those without by rounding only."""
+    flags = {"method": "finetune", "cut": next(iter(CUTS)), "precision": "bf16"}
+    rope = {"position_embedding_type": "rope", "bcd_schedule": "breadth-first"}
+    runs = {}
+    for name, more in {
+        "off": {},
+        "on": {"bcd_compile": "on"},
+        "host": {"bcd_compile": "on", "bcd_layers_on": "host"},
+    }.items():
+        config = config_of(flags, save=tmp_path / name, **rope | more)
+        [runs[name]] = world1.run(resumed_runs.one_part, config)
+    assert resumed_runs.differences(runs["on"], [runs["host"]]) == []
+    assert runs["on"]["losses"] == pytest.approx(runs["off"]["losses"], rel=1e-3)
+
+
 def spoilt_steps(config: Any) -> tuple[list[set[int]], list[int], list[bool]]:
     """Spoil a gradient of piece 2 in the second step, and the loss of the third step, on rank 1.
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import types
 
 import pytest
 import torch
 
-from megatron.bcd.optim import update_rules
+from megatron.bcd.model.frozen_weights import LOW_BITS
+from megatron.bcd.optim import bf16, update_rules
+from megatron.bcd.optim.matrix import FACTORS, MatrixRule
+from megatron.bcd.optim.matrix_update import update_stack
 from megatron.bcd.optim.update_rules import MatrixLayout
 
 
@@ -104,3 +108,40 @@ def test_a_large_matrix_is_stepped_some_rows_at_a_time(monkeypatch: pytest.Monke
             ] * 7 + [1]
             subtract_factored(by_rows, g, same)
     assert torch.allclose(by_rows, whole, rtol=1e-5) and torch.equal(same, factors)
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "parts"),
+    [(update_rules.FACTORED, torch.bfloat16, (4, 2, 2)), (update_rules.ORTHOGONAL, torch.float32, ())],
+)
+def test_compiled_updates_are_the_eager_ones(rule: str, dtype: torch.dtype, parts: tuple[int, ...]) -> None:
+    """Compiled updates differ from eager ones by rounding of fp32 values, and a skipped one changes no bit."""
+    shape = (2, 32, 24)
+    start = gradient(*shape).to(dtype)
+
+    def trained(*, is_compiled: bool) -> list[torch.Tensor]:
+        weights = [matrix.clone() for matrix in start]
+        low_bits = [torch.zeros_like(matrix, dtype=torch.int16) for matrix in start if dtype is torch.bfloat16]
+        factors = [torch.zeros(update_rules.num_factors(*shape[1:], len(parts) or 1)) for _ in start]
+        state = {LOW_BITS: low_bits, FACTORS: factors}
+        for step in range(3):
+            stack = types.SimpleNamespace(
+                rule=MatrixRule(name=rule, grad_dtype=dtype),
+                param_group={"lr": 1e-2, "weight_decay": 0.1},
+                layout=MatrixLayout(parts=parts),
+                weights=weights,
+                state=state.__getitem__,
+                gradient=gradient(*shape, seed=step).to(dtype),
+                is_skipped=torch.tensor([step == 1]),
+            )
+            if step == 1:
+                stack.gradient[0, 0, 0] = math.nan
+            before = [tensor.clone() for tensor in (*weights, *low_bits)]
+            update_stack(stack, clip_coefficient=1.0, gradient_scale=1.0, num_steps=step, is_compiled=is_compiled)  # type: ignore[arg-type]
+            changed = [not torch.equal(old, new) for old, new in zip(before, (*weights, *low_bits), strict=True)]
+            assert changed == [step != 1] * len(changed)
+        values = [bf16.join(*pair) for pair in zip(weights, low_bits, strict=True)] if low_bits else weights
+        return [*values, *(means for means in factors if rule == update_rules.FACTORED)]
+
+    for eager, fast in zip(trained(is_compiled=False), trained(is_compiled=True), strict=True):
+        torch.testing.assert_close(fast, eager, rtol=1e-5, atol=1e-7)

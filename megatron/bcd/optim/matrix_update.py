@@ -32,7 +32,7 @@ def update_stack(
     weights, low_bits, factors = join(stack.weights), stack.state(LOW_BITS), stack.state(FACTORS)
     bits, means = join(low_bits) if low_bits else None, join(factors) if is_factored else None
     if is_compiled:
-        numbers = torch.tensor(rate), torch.tensor(decay)
+        numbers = [torch.full((), number, device=stack.gradient.device) for number in (rate, decay)]
         if means is None:
             compiled(update_rules.subtract)(weights, bits, update, is_skipped, *numbers)
         else:

@@ -303,7 +303,7 @@ def subtract_directions(
 ) -> None:
     """Multiply the weights by `decay` and subtract `rate` x the directions, unless `is_skipped`. To be compiled.
 
-    `rate` and `decay` are scalars on the CPU.
+    `rate` and `decay` are fp32 scalars: code for Python numbers would be compiled anew for each.
     """
     place_M = torch.arange(gradient_KMN.shape[1], device=gradient_KMN.device) % sum(sizes)
     part_M = sum((place_M >= end).long() for end in itertools.accumulate(sizes[:-1]))  # 0 without parts
