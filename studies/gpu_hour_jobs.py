@@ -412,9 +412,21 @@ def speed(setting: Setting, results: Results) -> list[Job]:
             ("14b", "breadth_first_device"),
         )
     ]  # fmt: skip
+    compiled = [
+        time_steps(setting, f"{model}_{schedule}_compiled", NETWORKS[model], f"{EVERY_LAYER} {SCHEDULES[schedule]}",
+                   limit="host" in schedule)
+        for model, schedule in (
+            ("8b", "breadth_first_host"), ("8b", "breadth_first_device"), ("8b", "depth_first_device"),
+            ("14b", "breadth_first_host"), ("experts", "breadth_first_device"),
+        )
+    ]  # fmt: skip
+    flags = f"{LLAMA_8B} {STEPS} {EVERY_LAYER} {SCHEDULES['breadth_first_host']}"
+    words = python(f"studies/kernel_kinds.py --json {{metrics}} pretrain_llama_bcd.py {flags}")
+    kernels = Job(name="8b_kernels", words=words, seconds=150, kind="json")
     adam = time_steps(setting, "8b_full_adam_8_bit_host", LLAMA_8B, ADAM_ON_HOST, limit=True)
     copies = Job(name="copies", words=(sys.executable, "-c", COPIES, "{metrics}"), seconds=60, kind="json")
-    return [*([copies] if setting.has_gpu else []), *every_layer, adam, *jobs]
+    profile = [kernels] if setting.has_gpu and not setting.is_tiny else []
+    return [*compiled, *profile, *([copies] if setting.has_gpu else []), *every_layer, adam, *jobs]
 
 
 def time_steps(setting: Setting, name: str, network: str, flags: str, *, limit: bool = False) -> Job:

@@ -135,6 +135,12 @@ def test_the_same_bits(world1: World, world2: World, world4: World, tmp_path: Pa
     assert worlds.same_bits(tensors_of(world1, left, 4), tensors_of(world1, right, 4)) == []
 
 
+def compiled_part(config: Any) -> dict[str, Any]:
+    """Return `one_part` of a run that compiles in this process, because ranks of tests must not start processes."""
+    with mock.patch("torch._inductor.config.compile_threads", 1):
+        return resumed_runs.one_part(config)
+
+
 @pytest.mark.long
 def test_compiled_updates_have_the_same_bits_in_host_memory(world1: World, tmp_path: Path) -> None:
     """With --bcd-compile on, runs with layers on the device and in host memory do not differ by a bit, and their losses
@@ -148,7 +154,7 @@ def test_compiled_updates_have_the_same_bits_in_host_memory(world1: World, tmp_p
         "host": {"bcd_compile": "on", "bcd_layers_on": "host"},
     }.items():
         config = config_of(flags, save=tmp_path / name, **rope | more)
-        [runs[name]] = world1.run(resumed_runs.one_part, config)
+        [runs[name]] = world1.run(compiled_part, config)
     assert resumed_runs.differences(runs["on"], [runs["host"]]) == []
     assert runs["on"]["losses"] == pytest.approx(runs["off"]["losses"], rel=1e-3)
 

@@ -14,6 +14,7 @@ from typing import Any
 import gpu_hour
 import gpu_hour_jobs
 import gpu_hour_report
+import kernel_kinds
 import pytest
 from gpu_hour_jobs import Job, Setting
 
@@ -166,3 +167,18 @@ def test_the_allocator_is_limited(setting: Setting, tmp_path: Path) -> None:
     script.write_text("import sys; print(__name__, sys.argv[1:])")
     done = subprocess.run([*words[:4], script, "--flag"], capture_output=True, text=True, check=True)
     assert done.stdout == "__main__ ['--flag']\n"
+
+
+def test_kernels_of_a_step_by_kind() -> None:
+    """Overlapping kernels are busy once, copies between host and device are not busy, and a gap is idle."""
+    names = ("nvjet_sm90_tst", "triton_poi_fused_add", "Memcpy HtoD (Pinned -> Device)", "nvjet_sm90_tst")
+    times = ((0, 1000), (500, 1000), (0, 9000), (4500, 1500))
+    events = [
+        {"cat": "kernel", "name": name, "ts": ts, "dur": dur} for name, (ts, dur) in zip(names, times, strict=True)
+    ]
+    table = kernel_kinds.kernel_table(
+        {"traceEvents": [*events, {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9}]}
+    )
+    assert (table["ms"], table["busy"], table["idle"]) == (6.0, 3.0, 3.0)
+    assert table["kinds"]["matrix products"] == [2.5, 2] and table["kinds"]["compiled"] == [1.0, 1]
+    assert table["gaps"] == {"3.00 ms behind triton_poi_fused_add": "nvjet_sm90_tst"}
