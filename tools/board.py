@@ -3,8 +3,7 @@
     python tools/board.py --port 7860
     python tools/board.py --host 0.0.0.0
 
-Only this machine sees the page. With another --host it needs the token that is printed at the start. Runs go on after
-this server has ended.
+Open the printed address: the server refuses requests without its token. Runs go on after this server has ended.
 """
 
 from __future__ import annotations
@@ -33,15 +32,19 @@ from megatron.bcd.planner.recipe import METHODS
 from megatron.bcd.planner.tables import read_clusters, read_models
 
 PROG = "tools/board.py"
-HERE = ("127.0.0.1", "localhost")
+TOKEN = "BCD_BOARD_TOKEN"
+"""The environment variable that gives the token. Without it each start makes a new one."""
+FIELDS = ("--data-path", "--num-epochs", "--train-iters", "--lr")
+"""The fields of the page that are flags of the training script."""
 DEFAULTS = {"task": "sft", "gpu": "rtx4090", "num_gpus": "1"}
+_ARGUMENT = re.compile(r"""(--[\w-]+) (?!-)((?:'[^']*'|"[^"]*"|[^\s'"])+)""")
 _IN_FOLDER = {"--save": "checkpoints", "--load": "checkpoints", "--save-hf": "hf", "--metrics-file": "metrics.jsonl"}
 
 
 def planned(form: Any) -> argparse.Namespace:
     """Return the planner's arguments of the form. Raises ValueError as tools/plan.py does."""
     names = ("model", "task", "gpu", "num_gpus", "host_memory_gb", "method")
-    words = [word for name in names if form.get(name) for word in (f"--{name.replace('_', '-')}", form[name])]
+    words = [f"--{name.replace('_', '-')}={form[name]}" for name in names if form.get(name)]
     return plan.parse_arguments([*words, *shlex.split(form.get("plan_flags", ""))])
 
 
@@ -63,15 +66,17 @@ def training_command(form: Any, *, is_complete: bool = False) -> str:
     if out:
         values |= {flag: os.path.join(out, name) for flag, name in _IN_FOLDER.items()}
         values |= {"--log-interval": "10"} if "--log-interval" not in more else {}
-    values |= {flag: form[flag] for flag in form if flag.startswith("--") and form[flag]}
+    values |= {flag: form[flag] for flag in FIELDS if form.get(flag)}
     text = text.replace("--mock-data", "--data-path DATA") if "--data-path" in values else text
     text = re.sub(r"--num-epochs \S+ ", "", text) if "--train-iters" in values else text
-    for flag, value in values.items():
-        word = f"{flag} {shlex.quote(value)}"
-        text, number = re.subn(rf"{flag} \S+", word.replace("\\", r"\\"), text)
-        more = more if number or flag in ("--load-hf", "--save-hf") else f"{word} {more}".strip()
-    if is_complete and (not out or (gap := re.search(r"(--\S+) (MODEL_DIR|DATA.jsonl)\b", text))):
-        raise ValueError(f"{gap[1] if out else 'the output folder'}: is missing. Fill in its field.")
+    words = {flag: f"{flag}{' ='[value.startswith('-')]}{shlex.quote(value)}" for flag, value in values.items()}
+    known = dict(_ARGUMENT.findall(text))
+    gaps = [flag for flag in known if flag not in words and known[flag] in ("MODEL_DIR", "DATA.jsonl")]
+    if is_complete and (gaps or not out):
+        raise ValueError(f"{gaps[0] if out else 'the output folder'}: is missing. Fill in its field.")
+    text = _ARGUMENT.sub(lambda argument: words.get(argument[1], argument[0]), text)
+    added = [words[flag] for flag in words if flag not in {"--load-hf", "--save-hf", *known}]
+    more = " ".join([*added, more]).strip()
     return f"{text} \\\n    {more}" if more else text
 
 
@@ -81,6 +86,8 @@ def choices() -> dict[str, Any]:
         "models": [*read_models(plan.MODELS)],
         "gpus": {row.name: row.gpu for row in read_clusters(plan.CLUSTERS).values()},
         "methods": {name: name for name in METHODS},
+        "flags": FIELDS,
+        "forms": board_runs.FORMS,
         "runs": [f"{path.parent.name}={path}" for path in sorted(Path("out").glob("*/metrics.jsonl"))],
     }
 
@@ -97,8 +104,8 @@ def view_of(tab: str, form: Any) -> dict[str, Any]:
     return {"command": text, "state": board_runs.state(Path(form["out"])) if form.get("out") else None}
 
 
-def make_app(token: str | None = None) -> Any:
-    """Return the application. With a token, every request needs it: once as ?token=, then as a cookie."""
+def make_app(token: str) -> Any:
+    """Return the application. Every request needs the token: once as ?token=, then as a cookie."""
     try:
         from flask import Flask, Response, abort, redirect, request
     except ImportError:
@@ -107,16 +114,16 @@ def make_app(token: str | None = None) -> Any:
 
     @app.before_request
     def check() -> Any:
-        """Refuse requests that pages of other sites send through a browser on this machine."""
-        is_known = bool(token) or urlsplit(f"//{request.host}").hostname in HERE
-        if not is_known or urlsplit(request.headers.get("Origin", request.host_url)).netloc != request.host:
+        """Refuse requests without the token, and those that pages of other sites send through the user's browser."""
+        if urlsplit(request.headers.get("Origin", request.host_url)).netloc != request.host:
             abort(403, "a page of another site sent this request")
-        given = request.args.get("token", "") or request.cookies.get("token", "")
-        if token and not secrets.compare_digest(given.encode(), token.encode()):
+        cookie = "token" + re.sub(r"\D", "", request.host.rpartition(":")[2])  # ports of a host share their cookies
+        given = request.args.get("token", "") or request.cookies.get(cookie, "")
+        if not secrets.compare_digest(given.encode(), token.encode()):
             abort(403, f"open the address with ?token= that {PROG} printed")
         if "token" in request.args:
             response = redirect(request.path)
-            response.set_cookie("token", given, httponly=True, samesite="Strict")
+            response.set_cookie(cookie, given, httponly=True, samesite="Strict")
             return response
 
     @app.get("/")
@@ -156,7 +163,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Return the parsed flags. Raises ValueError for a bad flag."""
     parser = Parser(prog=PROG, description=__doc__)
     parser.add_argument("--port", type=int, default=7860, metavar="N", help="(default: 7860)")
-    parser.add_argument("--host", default=HERE[0], metavar="ADDRESS", help=f"address to listen on (default: {HERE[0]})")
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="(default: 127.0.0.1)")
     return parser.parse_args(argv)
 
 
@@ -165,13 +172,13 @@ def main(argv: Sequence[str]) -> None:
     options = parse_arguments(argv)
     if not 0 <= options.port < 65536:
         raise ValueError(f"--port {options.port}: must be 0 to 65535")
-    token = None if options.host in HERE else secrets.token_urlsafe(16)
+    token = os.environ.pop(TOKEN, "") or secrets.token_urlsafe(16)
     app = make_app(token)
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not a line for every look at a run
     server = make_server(options.host, options.port, app, threaded=True)
-    print(f"http://{options.host}:{server.server_port}/{f'?token={token}' * bool(token)}", flush=True)
+    print(f"http://{options.host}:{server.server_port}/?{urlencode({'token': token})}", flush=True)
     server.serve_forever()
 
 

@@ -22,6 +22,8 @@ from _processes import _SCHEDULER, ROOT, failure_reason
 LOG, RECORD, EXIT, STOP, LOCK = "log.txt", "board_run.json", "exit_code", "stop_requested", ".board_lock"
 LAUNCHER, GENERATE = str(ROOT / "tools" / "launch.py"), str(ROOT / "tools" / "generate.py")
 SAMPLES = ".samples.jsonl"
+FORMS = {"instruction": "instruction", "chat": "chat", "text": "plain text"}
+"""Forms of a prompt, which are flags of tools/generate.py except text, and their labels."""
 _LOCKING, _ANSWERING = threading.Lock(), threading.Lock()
 
 
@@ -114,15 +116,17 @@ def answers(metrics: Path) -> list[dict[str, Any]]:
 
 
 def ask(metrics: Path, prompt: str, form: str) -> None:
-    """Let a run's model continue a prompt, and keep the answer. `form` is text, instruction or chat. Raises ValueError
-    without a model, or with the line of tools/generate.py."""
+    """Let a run's model continue a prompt in one of FORMS, and keep the answer. Raises ValueError without a model, or
+    with the line of tools/generate.py."""
+    if form not in FORMS:
+        raise ValueError(f"Form {form}: is unknown. Give one of {', '.join(FORMS)}.")
     folder, stem = metrics.parent, metrics.with_suffix("")  # this page's places, and those of examples/finetune.sh
     places = (folder / "hf", Path(f"{stem}-hf"), folder / "checkpoints", stem)
     files = ("config.json", "latest_checkpointed_iteration.txt")
     model = next((each for each in places if any((each / name).exists() for name in files)), None)
     if model is None:
         raise ValueError(f"{metrics}: there is no model beside it yet. Wait for its first checkpoint.")
-    words = [sys.executable, GENERATE, "--model", str(model), f"--prompt={prompt}", "--json", "--max-new-tokens", "64"]
+    words = [sys.executable, GENERATE, f"--model={model}", f"--prompt={prompt}", "--json", "--max-new-tokens", "64"]
     words += [f"--{form}"] * (form != "text") + ["--device=cpu"] * state(folder)["is_alive"]  # training has the card
     with _ANSWERING:
         done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)

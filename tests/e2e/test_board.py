@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,14 +57,16 @@ def model(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[[int], tuple[subprocess.Popen[str], str]]]:
-    """A function that starts the server in tmp_path. At the end kill it, and the runs that outlive it."""
+def serve(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+    """A function that starts the server in tmp_path and returns its printed address. At the end kill it, and the runs
+    that outlive it."""
     pytest.importorskip("flask", reason="needs pip install -e .[board]")
     servers: list[subprocess.Popen[str]] = []
 
-    def start(port: int = 0) -> tuple[subprocess.Popen[str], str]:
+    def start(port: int = 0, token: str = "") -> tuple[subprocess.Popen[str], str]:
         words = [sys.executable, str(ROOT / "tools" / "board.py"), "--port", str(port)]
-        servers.append(subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True))
+        environment = os.environ | {board.TOKEN: token}
+        servers.append(subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True))
         assert servers[-1].stdout
         return servers[-1], servers[-1].stdout.readline().strip()
 
@@ -90,12 +96,13 @@ def iterations(path: Path) -> list[int]:
 
 @pytest.mark.timeout(900)
 def test_plan_run_stop_resume_watch(browser: Any, serve: Any, model: str, tmp_path: Path) -> None:
-    """A run that ends with the page or the server, starts twice, loses steps at a stop, or is not the planned command;
-    curves or answers that never come; a font or a script from elsewhere."""
+    """A run survives the page and the server, starts once, loses no step at a stop, and is the planned command. Curves
+    and answers come, nothing comes from elsewhere, and a page whose token is old says that its server has ended."""
     asked: list[str] = []
-    server, url = serve()
-    page = new_page(browser, asked)
-    page.goto(url)
+    server, address = serve()
+    url, token = address.split("?token=")
+    page = new_page(browser.new_context(), asked)
+    page.goto(address)
     page.fill("[name=model]", model)
     page.fill("[name=plan_flags]", "--seq-length 64")
     page.click("text=Plan >> nth=-1")
@@ -108,7 +115,7 @@ def test_plan_run_stop_resume_watch(browser: Any, serve: Any, model: str, tmp_pa
     page.fill("[name=flags]", "--log-interval 1")
     page.click("text=Show the command")
     shown = page.inner_text(".command pre")
-    other = new_page(browser, asked)
+    other = new_page(page.context, asked)
     other.goto(page.url)
     page.click("text=Start >> nth=-1")
     page.wait_for_selector("#state")
@@ -120,7 +127,8 @@ def test_plan_run_stop_resume_watch(browser: Any, serve: Any, model: str, tmp_pa
     page.reload()
     server.kill()
     server.wait()
-    serve(int(url.rstrip("/").rpartition(":")[2]))
+    port = int(url.rstrip("/").rpartition(":")[2])
+    server, _ = serve(port, token)
     page.wait_for_selector(".status.running")  # without a reload
     page.click("text=Stop and save")
     other.goto(page.url)
@@ -141,6 +149,12 @@ def test_plan_run_stop_resume_watch(browser: Any, serve: Any, model: str, tmp_pa
     page.select_option("[name=as]", "text")
     page.click("text=Answer")
     page.wait_for_selector("blockquote")
+    server.kill()
+    server.wait()
+    serve(port)
+    with page.expect_response(lambda answer: answer.status == 403):
+        pass
+    page.wait_for_selector("body.offline")
     assert {re.sub(r"^(\w+://[^/]*|data:).*", r"\1", address) for address in asked} <= {url.rstrip("/"), "data:"}
 
 
@@ -148,10 +162,11 @@ def test_plan_run_stop_resume_watch(browser: Any, serve: Any, model: str, tmp_pa
 @pytest.mark.timeout(600)
 def test_a_run_that_dies(browser: Any, serve: Any, model: str, tmp_path: Path) -> None:
     """A page that waits for ever for a run that has died, or does not say why."""
-    _, url = serve()
+    _, address = serve()
     fields = {"model": model, "plan_flags": "--seq-length 64", "--data-path": "records.jsonl", "out": "new"}
     page = new_page(browser, [])
-    page.goto(f"{url}run")
+    page.goto(address)
+    page.click("nav >> text=Run")
     page.fill("[name=model]", fields.pop("model"))
     page.click("summary") if not page.is_visible("[name=plan_flags]") else None
     for name, value in (fields | {"flags": "--no-such-flag 1"}).items():
@@ -163,26 +178,91 @@ def test_a_run_that_dies(browser: Any, serve: Any, model: str, tmp_path: Path) -
     assert said.partition(": ")[2] in (tmp_path / "new" / board_runs.LOG).read_text()
 
 
-def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A page of another site that starts runs here, an open port without a token, a mistake in other words than on the
-    command line."""
+HERE, THERE = "http://127.0.0.1:7860", "http://elsewhere.example"
+
+
+def signed_in() -> Any:
+    """Return a client that has opened the printed address."""
     pytest.importorskip("flask", reason="needs pip install -e .[board]")
+    client = board.make_app("secret").test_client()
+    assert client.get("/?token=secret", base_url=HERE).status_code == 302
+    return client
+
+
+def test_every_request_needs_the_token(serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another user of the machine, or a page of another site, gets nothing. Two boards can be open in one browser."""
     monkeypatch.chdir(tmp_path)
-    here, there = "http://127.0.0.1:7860", "http://elsewhere.example"
-    client = board.make_app().test_client()
-    assert client.get("/plan", base_url=here).status_code == 200
-    assert client.get("/plan", base_url=there).status_code == 403
-    assert client.post("/stop", base_url=here, headers={"Origin": there}).status_code == 403
-    guarded = board.make_app("secret").test_client()
-    assert guarded.get("/plan", base_url=there).status_code == 403
-    assert guarded.get("/plan?token=wrong", base_url=there).status_code == 403
-    assert guarded.get("/plan?token=secret", base_url=there).status_code == 302
-    assert guarded.get("/plan", base_url=there).status_code == 200
+    _, address = serve()
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(address.partition("?token=")[0])
+    client = signed_in()
+    for url in ("/", "/run", "/watch?run=a=b", "/?token=wrong", "/?token=%E4"):
+        assert board.make_app("secret").test_client().get(url, base_url=HERE).status_code == 403
+    for action in ("start", "resume", "stop", "ask"):
+        assert board.make_app("secret").test_client().post(f"/{action}", base_url=HERE).status_code == 403
+        assert client.post(f"/{action}", base_url=HERE, headers={"Origin": THERE}).status_code == 403
+    assert client.get("/plan", base_url=THERE).status_code == 403
+    assert client.get("/plan", base_url=HERE).status_code == 200
+    apps = {port: board.make_app(f"of {port}").test_client(use_cookies=False) for port in (7860, 7861)}
+    urls = {port: f"http://127.0.0.1:{port}" for port in apps}
+    answers = [apps[port].get(f"/?token=of {port}", base_url=url) for port, url in urls.items()]
+    cookies = "; ".join(answer.headers["Set-Cookie"].partition(";")[0] for answer in answers)
+    for port, url in urls.items():
+        assert apps[port].get("/plan", base_url=url, headers={"Cookie": cookies}).status_code == 200
+
+
+def test_values_of_a_form_are_never_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A start takes the page's fields only, and each value stays the value of its flag, in the planner, in the command
+    and in tools/generate.py."""
+    monkeypatch.chdir(tmp_path)
+    started: list[str] = []
+    monkeypatch.setattr(board_runs, "start", lambda out, command: started.append(command))
+    client = signed_in()
+    form = {"model": "G-0.15B", "gpu": "rtx4090", "num_gpus": "1", "task": "pretrain", "method": "full"}
+    form |= {"out": "--save-x=y", "--standalone=evil.py": "x", "--(": "x", "--seed": "7"}
+    form |= {"--data-path": "a --lr 9 ' --train-iters 9", "--train-iters": "--spec=evil", "--lr": "1e-4"}
+    assert client.post("/start", base_url=HERE, data=form).status_code == 303
+    assert client.get("/run", base_url=HERE, query_string=form).status_code == 200
+    words = shlex.split(started[0].replace("\\\n", " "))
+    assert words[:4] == ["torchrun", "--standalone", "--nproc-per-node", "1"]
+    assert {"--save=--save-x=y/checkpoints", "--train-iters=--spec=evil"} <= {*words}
+    for flag, value in (("--data-path", form["--data-path"]), ("--lr", "1e-4")):
+        assert [words[i + 1] for i, word in enumerate(words) if word == flag] == [value]
+    assert not [word for word in words if "evil.py" in word or word in ("--(", "--seed")]
+    answer = client.get("/plan", base_url=HERE, query_string=form | {"model": "--models=evil"})
+    assert "--model --models=evil: " in html_text(answer.text)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    form = {"of": "a=metrics.jsonl", "prompt": "x", "as": f"json={tmp_path / 'new'}"}
+    answer = client.post("/ask", base_url=HERE, data=form)
+    assert answer.status_code == 400 and f"Form {form['as']}: is unknown." in html_text(answer.text)
+
+
+def test_the_command_of_a_model_whose_folder_has_blanks(tmp_path: Path) -> None:
+    """The name of a folder is one word of the plan's command."""
+    folder = tmp_path / "a --standalone=evil.py"
+    folder.mkdir()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"model_type": "llama", "vocab_size": 260, "max_position_embeddings": 128, "rms_norm_eps": 1e-5}
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    form = {"model": str(folder), "gpu": "rtx4090", "num_gpus": "1", "task": "sft", "--data-path": "x", "out": "y"}
+    words = shlex.split(board.training_command(form, is_complete=True).replace("\\\n", " "))
+    places = {flag: words[words.index(flag) + 1] for flag in ("--load-hf", "--save", "--load", "--data-path")}
+    assert [*places.values()] == [str(folder), "y/checkpoints", "y/checkpoints", "x"]
+    assert not any(word.startswith("--standalone=evil") for word in words)
+    del form["out"]
+    assert any(word.startswith(f"out/{folder.name}-") for word in shlex.split(board.training_command(form)))
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistake gets the words of the command line, and writes no file."""
+    monkeypatch.chdir(tmp_path)
+    client = signed_in()
     for words in (["--gpu", "b200"], ["--num-gpus", "0"], ["--model", "G-5B"]):
         form = {"model": "LLaMA-7B", "gpu": "rtx4090", "num_gpus": "1"}
         form |= {words[0][2:].replace("-", "_"): words[1]}
         assert plan.main(["--model", "LLaMA-7B", "--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1", *words]) == 2
-        answer = client.get("/plan", base_url=here, query_string=form | {"task": "sft"})
+        answer = client.get("/plan", base_url=HERE, query_string=form | {"task": "sft"})
         assert answer.status_code == 400
         assert capsys.readouterr().err.strip() in html_text(answer.text)
     form = {"model": "LLaMA-7B", "gpu": "rtx4090", "num_gpus": "1", "task": "sft", "out": "out/new"}
@@ -192,9 +272,9 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         ({"--data-path": "x", "flags": "'"}, "No closing quotation"),
         ({"method": "full"}, "does not fit"),
     ):
-        answer = client.post("/start", base_url=here, data=form | changes)
+        answer = client.post("/start", base_url=HERE, data=form | changes)
         assert answer.status_code == 400 and wanted in html_text(answer.text)
-    assert "no run is going there" in html_text(client.post("/stop", base_url=here, data=form).text)
+    assert "no run is going there" in html_text(client.post("/stop", base_url=HERE, data=form).text)
     assert [*tmp_path.rglob("*")] == []
 
 

@@ -17,7 +17,7 @@ async function refresh(live) {
   if (!document.hidden && !document.querySelector(".tip")) {
     try {
       const answer = await fetch(live.dataset.live);
-      document.body.classList.remove("offline");
+      document.body.classList.toggle("offline", answer.status === 403);  // a new server has a new token
       if (answer.ok) {
         const page = new DOMParser().parseFromString(await answer.text(), "text/html");
         for (const part of live.querySelectorAll("[data-part]")) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator
 
 from megatron.bcd.planner.measured import learning_rate
@@ -153,7 +154,7 @@ def torchrun_command(recipe: Recipe, *, iterations: int) -> str:
         mock = "-mock"
         # NullTokenizer adds an end-of-document token to its vocabulary
         data = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {recipe.model.vocabulary - 1}"
-    folder = f"out/{recipe.model.name}-{recipe.name.replace(', ', '-')}-{recipe.cluster.name}{mock}"
+    folder = shlex.quote(f"out/{recipe.model.name}-{recipe.name.replace(', ', '-')}-{recipe.cluster.name}{mock}")
     flags += [f"--save {folder} --load {folder}", "--save-interval 500 --keep-last-checkpoints 2"]
     lines = [flags[0]]
     for flag in flags[1:]:
