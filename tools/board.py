@@ -24,6 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import board_runs
 import plan
+import report
 from _parser import Parser, command, run_main
 from board_views import plan_view, render, report_view
 
@@ -81,14 +82,15 @@ def training_command(form: Any, *, is_complete: bool = False) -> str:
 
 
 def choices() -> dict[str, Any]:
-    """Return the choices of the fields, and the metrics files in the folders below out/."""
+    """Return the choices of the fields, and the metrics files in out/ and its folders."""
+    files = sorted(path for pattern in ("*.jsonl", "*/*.jsonl") for path in Path("out").glob(pattern))
     return {
         "models": [*read_models(plan.MODELS)],
         "gpus": {row.name: row.gpu for row in read_clusters(plan.CLUSTERS).values()},
         "methods": {name: name for name in METHODS},
         "flags": FIELDS,
         "forms": board_runs.FORMS,
-        "runs": [f"{path.parent.name}={path}" for path in sorted(Path("out").glob("*/metrics.jsonl"))],
+        "runs": report.with_names([path for path in files if report.is_metrics_file(path)]),
     }
 
 
@@ -101,7 +103,10 @@ def view_of(tab: str, form: Any) -> dict[str, Any]:
     text = training_command(form) if form.get("model") else ""
     if tab == "plan":
         return plan_view(planned(form)) | {"command": text} if form.get("model") else {}
-    return {"command": text, "state": board_runs.state(Path(form["out"])) if form.get("out") else None}
+    if not (out := form.get("out")):
+        return {"command": text}
+    run = report.with_names([os.path.join(out, "metrics.jsonl")])[0]
+    return {"command": text, "state": board_runs.state(Path(out)), "run": run}
 
 
 def make_app(token: str) -> Any:

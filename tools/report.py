@@ -1,5 +1,6 @@
 """Compare runs by their metrics files: a short table, ratios, and one picture of the loss curves.
 
+    python tools/report.py out/bcd.jsonl out/full.jsonl
     python tools/report.py --run "BCD=out/bcd.jsonl" --run "full=out/full.jsonl" --figure out/loss.png
 
 "ms per step" is each block's median, averaged over the iterations. Model state is the maximum over the phases, per
@@ -74,24 +75,44 @@ _NUMBERS = {
 }
 
 
+def is_metrics_file(path: str | Path) -> bool:
+    """Return whether the first line of a file has figures of training or evaluation."""
+    if not Path(path).is_file():  # a pipe would wait for its writer
+        return False
+    try:
+        with open(path, encoding="utf-8") as file:
+            return bool(_NUMBERS.keys() & json.loads(file.readline()).keys())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def with_names(files: Sequence[str | Path]) -> list[str]:
+    """Return NAME=FILE of each file. The name is that of the file or, if it is called metrics.jsonl, of its folder;
+    equal names become paths."""
+    paths = [Path(file).with_suffix("") for file in files]
+    names = [(path.parent.name if path.name == "metrics" else "") or path.name for path in paths]
+    names = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
+    return [f"{name.replace('=', ' ')}={file}" for name, file in zip(names, files, strict=True)]
+
+
 def read_run(argument: str) -> Run:
-    """Read --run NAME=FILE. Raises ValueError that names the bad file and line."""
+    """Read NAME=FILE. Raises ValueError that names the bad file and line."""
     name, _, path = argument.partition("=")
     if not (name.strip() and path):
         raise ValueError(f'--run {argument}: give NAME=FILE, such as --run "BCD=out/bcd.jsonl"')
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--run {name}: {path}: cannot be read ({error}); give a file of --metrics-file") from None
+        raise ValueError(f"{path}: cannot be read ({error}); give a file of --metrics-file") from None
     lines = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             lines += [_checked(json.loads(line))] if line.strip() else []
         except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise ValueError(f"--run {name}: {path}, line {number}: not from a metrics file ({error})") from None
+            raise ValueError(f"{path}, line {number}: not from a metrics file ({error})") from None
     steps, validations, tests = (tuple(line for line in lines if kind in line) for kind in _NUMBERS)
     if not (steps or validations or tests):
-        raise ValueError(f"--run {name}: {path}: has no line of training or evaluation")
+        raise ValueError(f"{path}: has no line of training or evaluation")
     return Run(name=name.strip(), file=path, steps=steps, validations=validations, test=tests[-1] if tests else {})
 
 
@@ -372,11 +393,18 @@ def _draw_model_state(axes: Any, figures: Sequence[Figures]) -> None:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed flags. Raises ValueError for a bad flag."""
     parser = Parser(prog=PROG, description=__doc__)
-    parser.add_argument("--run", action="append", required=True, metavar="NAME=FILE", help="may be given several times")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="of --metrics-file; its name is the run's")
+    parser.add_argument("--run", action="append", default=[], metavar="NAME=FILE", help="may be given several times")
     parser.add_argument("--figure", metavar="FILE", help="draw the loss curves (.png, .svg or .pdf)")
     parser.add_argument("--html", metavar="FILE", help="write the curves and the table as a page (docs/board.md)")
     add_json(parser)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.run += with_names(options.files)
+    if not options.run:
+        raise ValueError("give FILE or --run NAME=FILE")
+    if options.json and is_metrics_file(options.json):
+        raise ValueError(f"--json {options.json}: is a metrics file. Give another, or --json after the files.")
+    return options
 
 
 def report(arguments: argparse.Namespace) -> None:

@@ -238,6 +238,27 @@ def test_values_of_a_form_are_never_flags(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert answer.status_code == 400 and f"Form {form['as']}: is unknown." in html_text(answer.text)
 
 
+def test_watch_lists_metrics_files_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The page offers the metrics files in out/ and its folders, and shows them all together."""
+    monkeypatch.chdir(tmp_path)
+    step = {"iteration": 1, "phase": 0, "block": 0, "loss": 2.0, "step_time_ms": 1.0, "tokens_per_second": 1.0}
+    metrics = json.dumps(step | {"model_state_bytes": [1]}) + "\n"
+    wanted = ["out/a/metrics.jsonl", "out/a.jsonl", "out/c=1/metrics.jsonl", "out/quickstart/full.jsonl"]
+    others = {"out/data.jsonl": '{"text": "loss"}\n', "out/a.samples.jsonl": '{"prompt": "x"}\n', "out/new.jsonl": ""}
+    others |= {"out/list.jsonl": "[1]\n", "out/latin.jsonl": "\udce4\n"}
+    for name, text in (dict.fromkeys(wanted, metrics) | others).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
+    os.mkfifo(tmp_path / "out" / "pipe.jsonl")
+    client = signed_in()
+    runs = re.findall(r'type="checkbox" name="run" value="([^"]*)"', client.get("/watch", base_url=HERE).text)
+    assert runs == [
+        f"{name}={file}" for name, file in zip(("out/a/metrics", "out/a", "c 1", "full"), wanted, strict=True)
+    ]
+    answer = client.get("/watch", base_url=HERE, query_string=[("run", run) for run in runs])
+    assert answer.status_code == 200 and answer.text.count('<path class="line c') == 3 * len(runs)
+
+
 def test_the_command_of_a_model_whose_folder_has_blanks(tmp_path: Path) -> None:
     """The name of a folder is one word of the plan's command."""
     folder = tmp_path / "a --standalone=evil.py"

@@ -52,6 +52,35 @@ def test_table_and_ratios(two_runs: list[str], tmp_path: Path) -> None:
     assert table["ratios"]["step_time_ms"] == pytest.approx(0.6)
 
 
+def test_files_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A FILE is named after itself or, if it is called metrics.jsonl, its folder; equal names become paths."""
+    monkeypatch.chdir(tmp_path)
+    files = ["out/full.jsonl", "out/lr=2/metrics.jsonl", "out/b/full.jsonl", "metrics.jsonl"]
+    for file in files:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        write_run(Path(file), num_blocks=1, step_ms=(10.0,), state_mib=(20,))
+    assert tool.main([*files, "--run", "x=out/full.jsonl", "--json=t.json"]) == 0
+    runs = {run["run"]: run["file"] for run in json.loads(Path("t.json").read_text())["runs"]}
+    assert runs == {
+        "x": files[0],
+        "out/full": files[0],
+        "lr 2": files[1],
+        "out/b/full": files[2],
+        "metrics": files[3],
+    }
+
+
+def test_calls_without_a_file(two_runs: list[str], tmp_path: Path, capsys: Any) -> None:
+    """No file is a mistake, and --json does not replace a metrics file that follows it."""
+    assert tool.main([]) == 2
+    assert "give FILE or --run NAME=FILE" in capsys.readouterr().err
+    file = tmp_path / "bcd.jsonl"
+    content = file.read_text()
+    assert tool.main([*two_runs, "--json", str(file)]) == 2
+    assert f"--json {file}: is a metrics file." in capsys.readouterr().err
+    assert file.read_text() == content
+
+
 def test_diverged_and_evaluation_only_runs(tmp_path: Path) -> None:
     """A NaN in one run removes the others from the picture, or --skip-train runs are refused."""
     diverged = Path(write_run(tmp_path / "nan.jsonl", num_blocks=1, step_ms=(10.0,), state_mib=(20,)))
@@ -106,6 +135,6 @@ def test_bad_files(tmp_path: Path, capsys: Any, content: str | None, message: st
         path.write_text(content)
     assert tool.main(["--run", f"BCD={path}", "--figure", str(picture)]) == 2
     error = capsys.readouterr().err
-    assert f"--run BCD: {path}" in error and error.count("\n") == 1
+    assert f"error: {path}" in error and error.count("\n") == 1
     assert message in error
     assert picture.read_text() == "older"
