@@ -31,7 +31,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from _parser import Parser, command, run_main
 from _processes import ROOT, failure_reason, kill, start
-from gpu_hour_jobs import JOBS, PARTS, WIDTHS, Job, Setting
+from gpu_hour_jobs import JOBS, PARTS, WIDTHS, Job, Setting, read_results
 
 PROG = "studies/gpu_hour.py"
 KEPT_FIELDS = ("iteration", "consumed_samples", "phase", "block", "loss", "learning_rate", "grad_norm", "step_time_ms",
@@ -43,17 +43,6 @@ LOG_LINES = 60
 
 
 # ---------------------------------------------------------------- records
-
-
-def read_results(folder: Path, part: str) -> dict[str, dict[str, Any]]:
-    """Return the records of a part by job name; a line that a killed process left incomplete is ignored."""
-    records = {}
-    with contextlib.suppress(FileNotFoundError):
-        for line in (folder / f"{part}.jsonl").read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                records[record["job"]] = record
-    return records
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
@@ -268,7 +257,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(score(options.score[0], options.score[1:])))
         return 0
     if options.report:
-        from gpu_hour_report import write_report
+        from gpu_hour_report import write_report  # slow: matplotlib
 
         for path in write_report():
             print(f"wrote {path.relative_to(ROOT)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -165,6 +167,17 @@ def steps_within(seconds: float, record: Mapping[str, Any], default: int = 240) 
     """Return the number of steps that take `seconds`, from the settled steps of a record."""
     times = sorted(line["step_time_ms"] for line in record["metrics"][4:] if "step_time_ms" in line)
     return max(60, int(1e3 * seconds / times[len(times) // 2])) if times else default
+
+
+def read_results(folder: Path, part: str) -> dict[str, dict[str, Any]]:
+    """Return the records of a part by job name; a line that a killed process left incomplete is ignored."""
+    records = {}
+    with contextlib.suppress(FileNotFoundError):
+        for line in (folder / f"{part}.jsonl").read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                records[record["job"]] = record
+    return records
 
 
 def final_loss(record: Mapping[str, Any]) -> float | None:

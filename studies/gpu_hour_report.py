@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from gpu_hour_jobs import LARGE_STEPS, NETWORKS, PARTS, SCHEDULES, final_loss
+from gpu_hour_jobs import LARGE_STEPS, NETWORKS, PARTS, SCHEDULES, final_loss, read_results
 from matplotlib.figure import Figure
 from report import RUN_COLOURS, STYLE
 
@@ -41,8 +41,6 @@ Record = Mapping[str, Any]
 
 def write_report() -> list[Path]:
     """Write the page and its picture and return their paths. Raises ValueError without results."""
-    from gpu_hour import read_results
-
     results = {part: list(read_results(RESULTS, part).values()) for part in PARTS}
     if not any(results.values()):
         raise ValueError(f"{RESULTS} has no results: copy OUTPUT/results of studies/gpu_hour.sh there")

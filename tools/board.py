@@ -26,7 +26,7 @@ import board_runs
 import plan
 import report
 from _parser import Parser, command, run_main
-from board_views import plan_view, render, report_view
+from board_views import render
 
 from megatron.bcd.planner.estimate import make_estimate
 from megatron.bcd.planner.recipe import METHODS
@@ -97,12 +97,14 @@ def choices() -> dict[str, Any]:
 def view_of(tab: str, form: Any) -> dict[str, Any]:
     """Return what a tab shows below its form. Raises ValueError for a user's mistake."""
     if tab == "watch":
-        runs = [run for run in form.getlist("run") if run.strip()]
-        answers = {run: board_runs.answers(Path(run.partition("=")[2])) for run in runs}
-        return report_view(runs) | {"answers": answers} if runs else {}
+        if not (names := [name for name in form.getlist("run") if name.strip()]):
+            return {}
+        runs = report.read_runs(names)
+        answers = {name: board_runs.answers(Path(run.file)) for name, run in zip(names, runs, strict=True)}
+        return report.report_view(runs, [*map(report.run_figures, runs)]) | {"answers": answers}
     text = training_command(form) if form.get("model") else ""
     if tab == "plan":
-        return plan_view(planned(form)) | {"command": text} if form.get("model") else {}
+        return plan.plan_view(planned(form)) | {"command": text} if form.get("model") else {}
     if not (out := form.get("out")):
         return {"command": text}
     run = report.with_names([os.path.join(out, "metrics.jsonl")])[0]

@@ -1,22 +1,16 @@
-"""The views of tools/board.py and of --html: a plan, and curves of runs, as HTML and SVG that need no script."""
+"""The page of tools/board.py and of --html, with bars and charts as HTML and SVG that need no script."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import plan
-import report
 from _parser import check_writable, write_atomically
 
-from megatron.bcd.planner.estimate import Estimate, make_estimate
-from megatron.bcd.planner.measured import finding
-from megatron.bcd.planner.memory import node_bytes
-from megatron.bcd.planner.search import compare
+from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.tables import GIB
 
 PAGE = Path(__file__).with_name("board_page")
@@ -42,59 +36,6 @@ def write_page(path: str, tab: str, view: View) -> None:
     write_atomically(path, lambda name: Path(name).write_text(text, encoding="utf-8"), flag="--html")
 
 
-def plan_view(arguments: argparse.Namespace) -> View:
-    """Return the answer to a command line of tools/plan.py, and the methods side by side."""
-    cost = {"tokens": arguments.tokens, "multiplier": arguments.bf_multiplier}
-    values = vars(arguments) | {"search": False, "compare": False}
-    estimate = make_estimate(plan.recipe_of(argparse.Namespace(**values)), **cost)
-    every = argparse.Namespace(**values | {"compare": True, "method": None, "bcd_preset": None})
-    try:
-        estimates, reason = compare(plan.recipe_of(every), stages=every.pipeline_model_parallel_size, **cost), ""
-    except ValueError as error:  # a flag that only the planned method has, or nothing fits
-        estimates, reason = [], str(error)
-    return {
-        "estimate": estimate,
-        "sentence": sentence(estimate, arguments),
-        "quality": quality(estimate),
-        "bars": bars(estimate),
-        "figures": plan.show_figures(estimate),
-        "methods": [(each, bars(each)[0], quality(each), node_bytes(each.recipe) / 1e9) for each in estimates],
-        "plan": plan,
-        "reason": reason,
-        "command": plan.command_of(estimate) if estimate.fits else "",
-        "remedies": [] if estimate.fits else plan.what_fits(argparse.Namespace(**values))[1],
-    }
-
-
-def sentence(estimate: Estimate, arguments: argparse.Namespace) -> str:
-    """Return the answer in one sentence."""
-    recipe, number, host = estimate.recipe, estimate.recipe.num_gpus, node_bytes(estimate.recipe)
-    cards = f"{'one' if number == 1 else number} {recipe.cluster.gpu}{'s' * (number > 1)}"
-    what, blocks = "every layer trained", recipe.partition.num_blocks
-    if recipe.is_factored:
-        what += " in every step"
-    elif recipe.has_blocks and blocks > 1:
-        what += f", one of {blocks} blocks at a time"
-    if not estimate.fits:
-        return f"{recipe.model.name}, {what}: does not fit {cards}."
-    memory = f" and {host / 1e9:,.0f} GB of host memory" if host >= 1e9 else ""
-    length = f"{plan.amount(estimate.cost.tokens)} tokens"
-    length = "three epochs of Alpaca" if recipe.task == "sft" and arguments.tokens is None else length
-    return (
-        f"{recipe.model.name}: {what}, fits {cards}{memory}, {estimate.tokens_per_second:,.0f} tokens/s, "
-        f"{plan.duration(estimate)} and {plan.price(estimate)} for {length}."
-    )
-
-
-def quality(estimate: Estimate) -> tuple[str, str]:
-    """Return whether a method reaches full training's loss, or after how many iterations, and who measured it."""
-    result, cost = finding(estimate.recipe), estimate.cost
-    if cost.is_to_full_loss:
-        return f"{cost.multiplier:.2f} x full training's iterations to its loss", cost.multiplier_source
-    source = "; ".join(filter(None, (result.runs, result.model, result.source)))
-    return f"full training's loss {plan.to_full(estimate, None)}", source if result.loss else ""
-
-
 def bars(estimate: Estimate) -> list[View]:
     """Return the memory of the fullest GPU by place, and that of a node's host if it stores anything."""
     peak, recipe, cluster = estimate.peak, estimate.recipe, estimate.recipe.cluster
@@ -117,37 +58,7 @@ def _bar(name: str, parts: Mapping[str, float], size: float, limit: float | None
     return {"name": name, "text": text, "limit": scale * limit if limit else 100, "parts": sizes, "unit": unit}
 
 
-def report_view(arguments: Sequence[str]) -> View:
-    """Return charts and table of runs, each given as NAME=FILE. Raises ValueError for a bad file."""
-    runs = report.read_runs(arguments)
-    figures = [report.run_figures(run) for run in runs]
-    losses, speeds, memory, smooth = list[Any](), list[Any](), list[Any](), []
-    for index, run in enumerate(runs):
-        name, colour = run.name, index % len(report.RUN_COLOURS)
-        places, values = report.finite(run.steps, "loss")
-        smooth.append(report.smoothed(values))
-        losses += [(name, colour, "thin", places, values), (name, colour, "line", places, smooth[-1])]
-        validations = report.finite(run.validations, "validation_loss")
-        losses.append((f"{name}, validation", colour, "dots", *validations))
-        speeds.append((name, colour, "line", *report.finite(run.steps, "tokens_per_second")))
-        for field, label, kind in (("peak_memory_bytes", "", "line"), ("model_state_bytes", ", state", "dashed")):
-            most = {step["iteration"]: max(step[field]) / report.MIB for step in run.steps if step.get(field)}
-            memory.append((name + label, colour, kind, [*most], [*most.values()]))
-    phased, limits = report.phased_run(runs), report.loss_limits(smooth)
-    bands = report.phase_bands(phased) if phased else []
-    hint = "thin: before smoothing; dots: validation" + "; initial losses cut off" * bool(limits)
-    hint += f"; shade: active block of {phased.name}" if phased else ""
-    charts = [
-        _chart("Loss", hint, losses, limits=limits, bands=bands if len(bands) <= report.MAX_BANDS else []),
-        _chart("Tokens per second", "all ranks together", speeds, limits=(0, 0)),
-        _chart("Memory, MiB", "peak; dashed: model state; on the rank with the most", memory, limits=(0, 0)),
-    ]
-    tests = [f"{row['run']}: test loss {row['test_loss']:.4f}" for row in figures if row["test_loss"] is not None]
-    table = {"columns": report.COLUMNS, "rows": report.table_rows(figures), "notes": report.notes(figures) + tests}
-    return {"names": [run.name for run in runs], "charts": [chart for chart in charts if chart], **table}
-
-
-def _chart(title: str, hint: str, curves: Sequence[Any], *, limits: Any, bands: Sequence[Any] = ()) -> View | None:
+def draw_chart(title: str, hint: str, curves: Sequence[Any], *, limits: Any, bands: Sequence[Any] = ()) -> View | None:
     """Return a chart of 1000 x 1000 units, which the page stretches; None without points.
 
     A curve is a name, the number of a colour, line, thin, dashed or dots, iterations and values. `limits` is the range

@@ -24,6 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser, add_json, add_precision, command, run_main, table, write_figures
 from _timeline import write_timeline
+from board_views import View, bars, write_page
 
 from megatron.bcd.config import BcdConfig, GroupsConfig, TrainingConfig
 from megatron.bcd.config.presets import PRESETS
@@ -394,6 +395,60 @@ def command_of(estimate: Estimate) -> str:
     return torchrun_command(estimate.recipe, iterations=estimate.cost.iterations)
 
 
+def plan_view(arguments: argparse.Namespace) -> View:
+    """Return the answer to a command line of tools/plan.py, and the methods side by side."""
+    cost = {"tokens": arguments.tokens, "multiplier": arguments.bf_multiplier}
+    values = vars(arguments) | {"search": False, "compare": False}
+    estimate = make_estimate(recipe_of(argparse.Namespace(**values)), **cost)
+    every = argparse.Namespace(**values | {"compare": True, "method": None, "bcd_preset": None})
+    try:
+        estimates, reason = compare(recipe_of(every), stages=every.pipeline_model_parallel_size, **cost), ""
+    except ValueError as error:  # a flag that only the planned method has, or nothing fits
+        estimates, reason = [], str(error)
+    return {
+        "estimate": estimate,
+        "sentence": sentence(estimate, arguments),
+        "quality": quality(estimate),
+        "bars": bars(estimate),
+        "figures": show_figures(estimate),
+        "methods": [(each, bars(each)[0], quality(each), node_bytes(each.recipe) / 1e9) for each in estimates],
+        "duration": duration,
+        "price": price,
+        "reason": reason,
+        "command": command_of(estimate) if estimate.fits else "",
+        "remedies": [] if estimate.fits else what_fits(argparse.Namespace(**values))[1],
+    }
+
+
+def sentence(estimate: Estimate, arguments: argparse.Namespace) -> str:
+    """Return the answer in one sentence."""
+    recipe, number, host = estimate.recipe, estimate.recipe.num_gpus, node_bytes(estimate.recipe)
+    cards = f"{'one' if number == 1 else number} {recipe.cluster.gpu}{'s' * (number > 1)}"
+    what, blocks = "every layer trained", recipe.partition.num_blocks
+    if recipe.is_factored:
+        what += " in every step"
+    elif recipe.has_blocks and blocks > 1:
+        what += f", one of {blocks} blocks at a time"
+    if not estimate.fits:
+        return f"{recipe.model.name}, {what}: does not fit {cards}."
+    memory = f" and {host / 1e9:,.0f} GB of host memory" if host >= 1e9 else ""
+    length = f"{amount(estimate.cost.tokens)} tokens"
+    length = "three epochs of Alpaca" if recipe.task == "sft" and arguments.tokens is None else length
+    return (
+        f"{recipe.model.name}: {what}, fits {cards}{memory}, {estimate.tokens_per_second:,.0f} tokens/s, "
+        f"{duration(estimate)} and {price(estimate)} for {length}."
+    )
+
+
+def quality(estimate: Estimate) -> tuple[str, str]:
+    """Return whether a method reaches full training's loss, or after how many iterations, and who measured it."""
+    result, cost = finding(estimate.recipe), estimate.cost
+    if cost.is_to_full_loss:
+        return f"{cost.multiplier:.2f} x full training's iterations to its loss", cost.multiplier_source
+    source = "; ".join(filter(None, (result.runs, result.model, result.source)))
+    return f"full training's loss {to_full(estimate, None)}", source if result.loss else ""
+
+
 # ---------------------------------------------------------------- text
 
 
@@ -641,8 +696,6 @@ def main(argv: list[str]) -> int:
     arguments = parse_arguments(argv)
     text, values, code = answer_to(arguments)
     if arguments.html:
-        from board_views import plan_view, write_page
-
         write_page(arguments.html, "plan", plan_view(arguments))
     write_figures(arguments.json, values, lambda: print(text))
     return code

@@ -31,6 +31,7 @@ from _parser import (
     write_atomically,
     write_figures,
 )
+from board_views import View, draw_chart, write_page
 
 PROG = "tools/report.py"
 MIB = 2**20
@@ -253,7 +254,7 @@ def as_json(figures: Sequence[Figures]) -> dict[str, Any]:
     return {"runs": [nullable(row) for row in figures], "ratios": ratios}
 
 
-# ---------------------------------------------------------------- picture
+# ---------------------------------------------------------------- pictures
 
 
 def phased_run(runs: Sequence[Run]) -> Run | None:
@@ -387,6 +388,34 @@ def _draw_model_state(axes: Any, figures: Sequence[Figures]) -> None:
     axes.grid(axis="y", color="#b5b5b5", linewidth=0.6, alpha=0.5)
 
 
+def report_view(runs: Sequence[Run], figures: Sequence[Figures]) -> View:
+    """Return the charts and the table of a page."""
+    losses, speeds, memory, smooth = list[Any](), list[Any](), list[Any](), []
+    for index, run in enumerate(runs):
+        name, colour = run.name, index % len(RUN_COLOURS)
+        places, values = finite(run.steps, "loss")
+        smooth.append(smoothed(values))
+        losses += [(name, colour, "thin", places, values), (name, colour, "line", places, smooth[-1])]
+        validations = finite(run.validations, "validation_loss")
+        losses.append((f"{name}, validation", colour, "dots", *validations))
+        speeds.append((name, colour, "line", *finite(run.steps, "tokens_per_second")))
+        for field, label, kind in (("peak_memory_bytes", "", "line"), ("model_state_bytes", ", state", "dashed")):
+            most = {step["iteration"]: max(step[field]) / MIB for step in run.steps if step.get(field)}
+            memory.append((name + label, colour, kind, [*most], [*most.values()]))
+    phased, limits = phased_run(runs), loss_limits(smooth)
+    bands = phase_bands(phased) if phased else []
+    hint = "thin: before smoothing; dots: validation" + "; initial losses cut off" * bool(limits)
+    hint += f"; shade: active block of {phased.name}" if phased else ""
+    charts = [
+        draw_chart("Loss", hint, losses, limits=limits, bands=bands if len(bands) <= MAX_BANDS else []),
+        draw_chart("Tokens per second", "all ranks together", speeds, limits=(0, 0)),
+        draw_chart("Memory, MiB", "peak; dashed: model state; on the rank with the most", memory, limits=(0, 0)),
+    ]
+    tests = [f"{row['run']}: test loss {row['test_loss']:.4f}" for row in figures if row["test_loss"] is not None]
+    table = {"columns": COLUMNS, "rows": table_rows(figures), "notes": notes(figures) + tests}
+    return {"names": [run.name for run in runs], "charts": [chart for chart in charts if chart], **table}
+
+
 # ---------------------------------------------------------------- command line
 
 
@@ -418,9 +447,7 @@ def report(arguments: argparse.Namespace) -> None:
     if arguments.figure:
         write_atomically(arguments.figure, lambda name: draw(name, kind[1:], runs, figures), flag="--figure")
     if arguments.html:
-        from board_views import report_view, write_page
-
-        write_page(arguments.html, "watch", report_view(arguments.run))
+        write_page(arguments.html, "watch", report_view(runs, figures))
     write_figures(arguments.json, as_json(figures), lambda: show(figures))
     for path in filter(None, (arguments.figure, arguments.html)):
         if arguments.json != STDOUT:

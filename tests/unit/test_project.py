@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,18 @@ def test_pure_modules_need_neither_torch_nor_megatron_core(repo_root: Path) -> N
     command = [sys.executable, "-c", program, *pure_modules(repo_root)]
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_tools_and_studies_import_in_one_direction(repo_root: Path) -> None:
+    """No tool or study imports a module that imports it, also inside functions."""
+    paths = {path.stem: path for folder in ("tools", "studies") for path in (repo_root / folder).glob("*.py")}
+    imports: dict[str, set[str]] = {name: set() for name in paths}
+    for name, path in paths.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {alias.name for alias in node.names} if isinstance(node, ast.Import) else {node.module}
+                imports[name] |= names & paths.keys()
+    TopologicalSorter(imports).prepare()
 
 
 def test_only_runtime_says_cuda(repo_root: Path) -> None:
