@@ -67,7 +67,11 @@ def test_resumed_equals_uninterrupted(world1: World, world2: World, text_data: s
 @cases(COMPARED)
 def test_takes_the_steps_of_fp32_main_parameters(world1: World, world2: World, text_data: str, case: str) -> None:
     """Remainders that are lost at a switch, gradients that are not found, bytes that are not counted or planned; and
-    dtypes that do not reach the optimizer."""
+    dtypes that do not reach the optimizer.
+
+    With fp32 moments the runs are equal to the bit: one weight that rounds in another way is enough to change losses by
+    1e-3, because Adam and the orthogonal update amplify it.
+    """
     cut, flags = CASES[case]
     moments = {name: flags.get(name, "fp32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
     logs = {"log_params_norm": True, "log_num_zeros_in_grad": True}
@@ -82,17 +86,21 @@ def test_takes_the_steps_of_fp32_main_parameters(world1: World, world2: World, t
     saved = [whole - less for whole, less in zip(*states, strict=True)]
     is_rounded = "bf16" in moments.values()
     for rank, (actual, reference) in enumerate(
-        zip(world.run(precision_aware_adam.train_run, config), world.run(worlds.train_run, plain), strict=True)
+        zip(
+            world.run(precision_aware_adam.train_run, config),
+            world.run(precision_aware_adam.reference_run, plain),
+            strict=True,
+        )
     ):
         assert actual["dtypes"] == expected | {"master_param": "int16"}
         if "bcd_inactive_update" not in flags:  # which steps them between the phases
             assert actual["changed"] == []
-        assert actual["losses"] == pytest.approx(reference["losses"], rel=5e-3 if is_rounded else 1e-3)
+        assert actual["losses"] == pytest.approx(reference["losses"], rel=5e-3 if is_rounded else 0, abs=0)
         for ours, theirs in zip(actual["metrics"], reference["metrics"], strict=True):
-            assert ours["params_norm"] == pytest.approx(theirs["params_norm"], rel=1e-3)
-            if not is_rounded:  # bf16 second moments follow hardly, and so do weights
-                assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
-                assert ours["num_zeros"] == pytest.approx(theirs["num_zeros"], rel=0.05, abs=50)
+            assert ours["params_norm"] == pytest.approx(theirs["params_norm"], rel=1e-3 if is_rounded else 0, abs=0)
+            if not is_rounded:
+                assert ours["grad_norm"] == theirs["grad_norm"]
+                assert ours["num_zeros"] == theirs["num_zeros"]
         stage = rank if cut == "pipeline2" else 0
         most = max(step[rank] for step in reference["model_state_bytes"])
         assert saved[stage] > 0

@@ -88,16 +88,32 @@ class FusedAdam(torch.optim.Optimizer):
         upper = weight.view(torch.int16) - (remainder < 0).to(torch.int16)  # undoes the rounding
         bits = (upper.to(torch.int32) << 16) | (remainder.to(torch.int32) & 0xFFFF)
         value, gradient = bits.view(torch.float32), weight.decoupled_grad.float()  # type: ignore[attr-defined]
-        first = self.get_unscaled_state(weight, "exp_avg").mul(beta1).add(gradient, alpha=1 - beta1)
+        first = self.get_unscaled_state(weight, "exp_avg").lerp(gradient, 1 - beta1)
         second = self.get_unscaled_state(weight, "exp_avg_sq").mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
-        denominator = (second / (1 - beta2**count)).sqrt().add_(group["eps"])
-        update = (first / (1 - beta1**count)) / denominator + group["weight_decay"] * value
-        bits = (value - group["lr"] * update).view(torch.int32)
-        low = (bits & 0xFFFF).to(torch.int32)
+        denominator = (second.sqrt() / (1 - beta2**count) ** 0.5).add_(group["eps"])
+        value = value * (1 - group["lr"] * group["weight_decay"])  # in the order of torch's AdamW, to the bit
+        bits = value.addcdiv(first, denominator, value=-group["lr"] / (1 - beta1**count)).view(torch.int32)
+        low = (without_ties(bits) & 0xFFFF).to(torch.int32)
         remainder.copy_(torch.where(low >= 0x8000, low - 0x10000, low))
         weight.view(torch.int16).copy_((bits >> 16) + (remainder < 0).to(torch.int32))
         self.set_scaled_state(weight, "exp_avg", first)
         self.set_scaled_state(weight, "exp_avg_sq", second)
+
+
+def without_ties(bits: torch.Tensor) -> torch.Tensor:
+    """Set the lowest bit of values halfway between two of bf16: torch rounds them to even, remainders round up."""
+    return bits.add_((bits & 0xFFFF) == 0x8000)
+
+
+class AdamWithoutTies(torch.optim.AdamW):
+    """Torch's AdamW on fp32 main parameters, which round to the same bf16 weights as this Adam's."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                without_ties(parameter.view(torch.int32))
 
 
 @contextlib.contextmanager
@@ -115,6 +131,12 @@ def installed() -> Iterator[None]:
         mock.patch.object(utils, "get_te_version", lambda: Version("2.1.0")),
     ):
         yield
+
+
+def reference_run(config: RunConfig) -> dict[str, Any]:
+    """Run `worlds.train_run` with `AdamWithoutTies`."""
+    with mock.patch.object(torch.optim, "AdamW", AdamWithoutTies):
+        return worlds.train_run(config)
 
 
 def train_run(config: RunConfig) -> dict[str, Any]:
