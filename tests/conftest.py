@@ -1,4 +1,4 @@
-"""Fixtures and hooks for all tests: a quiet environment, markers by folder, and the shared data if it exists."""
+"""Fixtures and hooks for all tests: a quiet environment, markers by folder, and small data."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
-from support import backends
-from support.shared_data import shared
+from support import backends, small_text
 
 # Set before torch is imported: one thread per core in every rank would overload two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -114,15 +113,15 @@ def all_tests(pytestconfig: pytest.Config) -> dict[str, bool]:
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """``../shared/data``: WikiText-2, GPT-2's vocabulary."""
-    return shared("data")
+def bpe_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files of a small GPT-2 vocabulary, by the name of their flag."""
+    return small_text.write_vocabulary(tmp_path_factory.mktemp("bpe"))
 
 
 @pytest.fixture(scope="session")
 def reference() -> dict[str, Any]:
-    """``../shared/reference/stock_megatron_cpu.json``: stock Megatron-LM's curves."""
-    return json.loads(shared("reference", "stock_megatron_cpu.json").read_text(encoding="utf-8"))
+    """Return the curves of stock Megatron-LM: tests/data/README.md."""
+    return json.loads((ROOT / "tests" / "data" / "stock_megatron_cpu.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="session")

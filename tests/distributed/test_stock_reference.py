@@ -5,34 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import worlds
+from support import small_text, worlds
 from support.dist import World
-from support.shared_data import shared
 
-# steps of 2,048 tokens with a vocabulary of 50,304: a second or two each on a quiet core
 pytestmark = pytest.mark.timeout(900)
 RUNS = ("gpt_pp1", "gpt_dp2", "gpt_tp2", "gpt_full_recompute", "llama_pp1", "llama_pp2")
-FIRST = 3  # iterations: the warm-up ends after the fifth
 
 
 @pytest.fixture(scope="module")
-def bpe_files(shared_data: Path) -> dict[str, Any]:
-    folder = shared_data / "gpt2-bpe"
-    return {"vocab_file": folder / "encoder.json", "merge_file": folder / "vocab.bpe"}
-
-
-@pytest.fixture(scope="module")
-def wikitext(
-    shared_data: Path, bpe_files: dict[str, Any], repo_root: Path, tmp_path_factory: pytest.TempPathFactory
-) -> str:
-    """Prefix of the reference's data: WikiText-2's validation text, tokenized by our tool."""
-    prefix = tmp_path_factory.mktemp("wikitext") / "valid"
+def text(bpe_files: dict[str, Path], repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Prefix of the reference's data, tokenized by our tool."""
+    prefix = tmp_path_factory.mktemp("text") / "text"
     flags = worlds.argv_of(
-        input=shared_data / "wikitext-2" / "valid.txt",
+        input=small_text.write_text(prefix.with_suffix(".txt")),
         output_prefix=prefix,
         tokenizer_type="GPT2BPETokenizer",
         append_eod=True,
@@ -72,14 +62,11 @@ def test_stock_is_the_same_with_both_versions_of_megatron_core(reference: dict[s
         assert curves[run]["validation_loss"] == stock["validation_loss"]
 
 
-@pytest.mark.parametrize("last", [FIRST, pytest.param(20, marks=pytest.mark.long)])
 def test_curve_of_the_entry_script(
-    wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], repo_root: Path, tmp_path: Path, last: int
+    text: str, bpe_files: dict[str, Any], reference: dict[str, Any], repo_root: Path, tmp_path: Path
 ) -> None:
     """Anything between the command line and the metrics file that is not stock: two pipeline stages by torchrun."""
-    stock = first_of(reference["runs"]["gpt_pp2"], last)
-    flags = flags_of(reference, "gpt_pp2", {"data_path": wikitext, "metrics_file": tmp_path / "m.jsonl"} | bpe_files)
-    flags |= {"exit_interval": last}
+    flags = flags_of(reference, "gpt_pp2", {"data_path": text, "metrics_file": tmp_path / "m.jsonl"} | bpe_files)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, "pretrain_gpt_bcd.py", *worlds.argv_of(**flags)], cwd=repo_root, capture_output=True, text=True
@@ -87,36 +74,17 @@ def test_curve_of_the_entry_script(
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     evaluations = [(line["iteration"], line["validation_loss"]) for line in lines if "validation_loss" in line]
-    assert_is_stock([line for line in lines if "loss" in line], evaluations, stock)
+    assert_is_stock([line for line in lines if "loss" in line], evaluations, reference["runs"]["gpt_pp2"])
 
 
-def first_of(stock: dict[str, Any], last: int) -> dict[str, Any]:
-    """Return the first `last` iterations of a reference run, and its evaluations until then."""
-    evaluations = {iteration: loss for iteration, loss in stock["validation_loss"].items() if int(iteration) <= last}
-    return {
-        "iterations": [line for line in stock["iterations"] if line["iteration"] <= last],
-        "validation_loss": evaluations,
-    }
-
-
-@pytest.mark.parametrize(
-    ("run", "last"),
-    [("gpt_tp2", FIRST), ("llama_pp2", FIRST), *(pytest.param(run, None, marks=pytest.mark.long) for run in RUNS)],
-)
+@pytest.mark.parametrize("run", RUNS)
 def test_curve(
-    world1: World,
-    world2: World,
-    wikitext: str,
-    bpe_files: dict[str, Any],
-    reference: dict[str, Any],
-    run: str,
-    last: int | None,
+    world1: World, world2: World, text: str, bpe_files: dict[str, Any], reference: dict[str, Any], run: str
 ) -> None:
     """Seeds, initialisation, sample order, weight-decay groups, schedule or loss averaging that are not stock's."""
     stock = reference["runs"][run]
     world = (world1, world2)[stock["world_size"] - 1]
-    flags = flags_of(reference, run, {"data_path": wikitext} | bpe_files) | ({"exit_interval": last} if last else {})
-    stock = first_of(stock, last) if last else stock
+    flags = flags_of(reference, run, {"data_path": text} | bpe_files)
     for outcome in world.run(worlds.train_run, worlds.config_of(world_size=world.size, **flags), timeout=840):
         evaluations = [(iteration, loss) for iteration, _, loss in outcome["evaluations"]]
         assert_is_stock(outcome["metrics"], evaluations, stock)
@@ -124,13 +92,22 @@ def test_curve(
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_stock_checkpoint(
-    world1: World, world2: World, wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], stages: int
+    world1: World,
+    world2: World,
+    text: str,
+    bpe_files: dict[str, Any],
+    reference: dict[str, Any],
+    repo_root: Path,
+    tmp_path: Path,
+    stages: int,
 ) -> None:
     """Names, shapes or slices of stock's checkpoint that are read wrongly: a trained model that knows nothing."""
     stock = reference["checkpoint"]
-    folder = shared("reference", stock["folder"])
-    flags = stock["flags"] | {"load": folder, "finetune": True, "skip_train": True, "num_workers": 0}
-    cut = {"pipeline_model_parallel_size": stages, "bcd_num_blocks": 1, "data_path": wikitext}
+    with tarfile.open(repo_root / "tests" / "data" / f"{stock['folder']}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    flags = stock["flags"] | {"finetune": True, "skip_train": True, "num_workers": 0}
+    flags["load"] = tmp_path / stock["folder"]
+    cut = {"pipeline_model_parallel_size": stages, "bcd_num_blocks": 1, "data_path": text}
     config = worlds.config_of(world_size=stages, **flags | cut | bpe_files)
     for outcome in (world1, world2)[stages - 1].run(worlds.train_run, config):
         assert [(iteration, split) for iteration, split, _ in outcome["evaluations"]] == [(10, "validation")]

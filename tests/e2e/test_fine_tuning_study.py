@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import small_text
 
 FLAGS = """--sft --load-hf {model} --data-path {data} --data-cache-path {cache} --split 60,20,20
 --tokenizer-type ByteLevelTokenizer --seq-length 64 --micro-batch-size 1 --global-batch-size 2 --train-iters 6 --lr 1e-2
@@ -50,13 +51,12 @@ def test_the_peers_train_on_the_same(repo_root: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft, a pin of requirements.txt")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_tiny_form(repo_root: Path, tmp_path: Path, shared_data: Path, precision: str) -> None:
+def test_tiny_form(repo_root: Path, tmp_path: Path, precision: str) -> None:
     """A method that does not run, a row without figures, runs that are repeated on the next start."""
-    text = (shared_data / "wikitext-2" / "train.txt").read_text(encoding="utf-8")[:300_000]
-    (tmp_path / "text.txt").write_text(text)
+    text, records = small_text.write_text(tmp_path / "text.txt"), small_text.write_questions(tmp_path / "records.jsonl")
     command = [sys.executable, "studies/fine_tuning.py", "--task", "sft", "--size", "tiny"]
-    command += ["--output", str(tmp_path / "out")]
-    command += ["--pretrain-text", str(tmp_path / "text.txt"), "--records", "40", "--num-epochs", "1"]
+    command += ["--output", str(tmp_path / "out"), "--data", str(records)]
+    command += ["--pretrain-text", str(text), "--records", "40", "--num-epochs", "1"]
     command += ["--learning-rates", "1e-3", "--seeds", "1", *(["--bf16"] if precision == "bf16" else [])]
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

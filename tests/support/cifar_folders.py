@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,23 @@ import numpy as np
 Split = tuple[np.ndarray, list[int]]
 
 
+class _Python2Pickler(pickle._Pickler):
+    """Writes text and bytes as Python 2's strings."""
+
+    def _save_string(self, value: str | bytes) -> None:
+        data = value.encode("latin1") if isinstance(value, str) else value
+        is_short = len(data) < 256
+        self.write((b"U" + bytes([len(data)]) if is_short else b"T" + struct.pack("<i", len(data))) + data)
+        self.memoize(value)
+
+    dispatch = pickle._Pickler.dispatch | {str: _save_string, bytes: _save_string}
+
+
 def python2_pickle(content: Any) -> bytes:
-    """Pickle like Python 2: protocol 2, and numpy's module by its old name."""
-    return pickle.dumps(content, protocol=2).replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+    """Pickle like Python 2, as the published files are: protocol 2, strings, and numpy's module by its old name."""
+    file = io.BytesIO()
+    _Python2Pickler(file, protocol=2).dump(content)
+    return file.getvalue().replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
 
 
 def write_cifar(folder: Path, dataset: str, *, num_train: int, num_test: int) -> dict[str, Split]:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from support.command_line import BASE, PROG
-from support.shared_data import shared
 
 from megatron.bcd.arguments import parse_run_config, read_command_line
 from megatron.bcd.runtime import versions
@@ -119,9 +118,9 @@ def test_world_size(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ACCEPTED)
-def test_stock_recipes(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stock_recipes(kind: str, repo_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe's harmless flag is refused, a refusal names no flag, or recipes are missing."""
-    recipes = json.loads(shared("recipes", f"{kind}.json").read_text())
+    recipes = json.loads((repo_root / "tests" / "data" / "recipes" / f"{kind}.json").read_text())
     refused = {}
     for recipe in recipes:
         code = dry_run(*recipe["flags"], "--bcd-num-blocks", "3", ranks=recipe["world_size"])

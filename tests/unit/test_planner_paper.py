@@ -45,10 +45,10 @@ def cells(paper: Paper) -> list[Cell]:
     return paper.cells
 
 
-def test_published_figures_are_the_papers(paper: Paper, shared_data: Path) -> None:
+def test_published_figures_are_the_papers(paper: Paper) -> None:
     """A figure that was copied wrongly."""
     for table in TABLES:
-        (path,) = (shared_data.parent / "paper").glob(f"table{table:02}_*.csv")
+        (path,) = (ROOT / "tests" / "data" / "paper").glob(f"table{table:02}_*.csv")
         rows = list(csv.DictReader(path.read_text().splitlines()))
         for row in rows:
             name = row.pop("model")

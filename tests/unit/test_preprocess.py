@@ -15,6 +15,7 @@ import numpy
 import preprocess_data
 import pytest
 import train_tokenizer
+from support import small_text
 
 BYTE_LEVEL = ("--tokenizer-type", "ByteLevelTokenizer")
 
@@ -47,18 +48,15 @@ def expect_error(
     return output.err
 
 
-def test_equals_stock_megatron(tmp_path: Path, shared_data: Path, reference: dict[str, Any]) -> None:
+def test_equals_stock_megatron(tmp_path: Path, bpe_files: dict[str, Path], reference: dict[str, Any]) -> None:
     """Exposes any byte that differs from stock Megatron-LM's data: tokens, eod, types, index."""
     expected = reference["data"]
     flags = (
         *("--tokenizer-type", "GPT2BPETokenizer", "--append-eod"),
-        *("--vocab-file", shared_data / "gpt2-bpe" / "encoder.json"),
-        *("--merge-file", shared_data / "gpt2-bpe" / "vocab.bpe"),
+        *("--vocab-file", bpe_files["vocab_file"], "--merge-file", bpe_files["merge_file"]),
     )
-    text = shared_data / "wikitext-2" / "valid.txt"
-    jsonl = tmp_path / "valid.jsonl"
-    with text.open(encoding="utf-8") as source, jsonl.open("w", encoding="utf-8") as target:
-        target.writelines(json.dumps({"text": line.strip()}) + "\n" for line in source if line.strip())
+    text, jsonl = small_text.write_text(tmp_path / "text.txt"), tmp_path / "text.jsonl"
+    jsonl.write_text("".join(json.dumps({"text": line}) + "\n" for line in small_text.documents()))
     for name, source_file in (("txt", text), ("jsonl", jsonl)):
         preprocess("--input", source_file, "--output-prefix", tmp_path / name, *flags)
         hashes = [hashlib.sha256(part).hexdigest() for part in dataset_bytes(tmp_path / f"{name}_text_document")]

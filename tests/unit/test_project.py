@@ -54,7 +54,7 @@ def project_files(root: Path) -> Iterator[Path]:
         pytest.skip("needs git and a clone, to know which files are the project's")
     for name in listed.stdout.splitlines():
         path = root / name
-        if path.is_file() and path.suffix not in (".png", ".jpg", ".bin", ".idx", ".gz"):
+        if path.is_file() and path.suffix not in (".png", ".jpg", ".bin", ".idx", ".gz", ".xz"):
             yield path
 
 
@@ -156,6 +156,14 @@ def test_no_path_of_a_machine(repo_root: Path) -> None:
         text = path.read_text(encoding="utf-8", errors="ignore")
         offenders += [f"{path.relative_to(repo_root)}: {item[0]}" for item in private.finditer(text)]
     assert offenders == []
+
+
+def test_tests_read_only_the_repository(repo_root: Path) -> None:
+    """A test that reads files beside the repository is skipped in a fresh clone, and nobody notices."""
+    outside = re.compile(r"\.\./" + "shared|" + r"parents\[3\]|skip\(.*beside")
+    files = [path for path in project_files(repo_root) if path.is_relative_to(repo_root / "tests")]
+    found = [path for path in files if path.suffix == ".py" and outside.search(path.read_text(encoding="utf-8"))]
+    assert len(files) > 100 and found == []
 
 
 def test_functions_are_short(repo_root: Path) -> None:

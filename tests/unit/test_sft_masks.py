@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import pytest
 import sentencepiece
+from support.small_text import questions
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Engine
 
@@ -19,15 +19,14 @@ WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 WORDS = {"gpt2": None, "llama3": WORD + r"\p{N}{1,3}" + REST, "qwen": WORD + r"\p{N}" + REST}
 """How each family splits text into words before byte-level BPE."""
-NUM_RECORDS = 50
 
 
 class WithSpans(Tokenizer):
-    """GPT-2's vocabulary with a family's word splitting."""
+    """A GPT-2 vocabulary with a family's word splitting."""
 
-    def __init__(self, data: Path, words: str | None) -> None:
-        vocab = json.loads((data / "gpt2-bpe" / "encoder.json").read_text())
-        lines = (data / "gpt2-bpe" / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
+    def __init__(self, files: dict[str, Path], words: str | None) -> None:
+        vocab = json.loads(files["vocab_file"].read_text())
+        lines = files["merge_file"].read_text(encoding="utf-8").splitlines()[1:]
         self._engine = Engine(models.BPE(vocab, [(a, b) for a, b in map(str.split, filter(None, lines))]))
         whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)
         self._engine.pre_tokenizer = (
@@ -50,16 +49,16 @@ class WithSpans(Tokenizer):
 class Pieces(WithSpans):
     """SentencePiece's BPE with bytes for unknown characters, like LLaMA 2's, trained on the records."""
 
-    def __init__(self, data: Path, folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         texts = folder / "texts.txt"
-        texts.write_text("\n".join(answer for _, answer in questions(data)), encoding="utf-8")
+        texts.write_text("\n".join(answer for _, answer in questions()), encoding="utf-8")
         sentencepiece.SentencePieceTrainer.train(
-            input=str(texts), model_prefix=str(folder / "pieces"), vocab_size=1500, model_type="bpe", num_threads=1,
+            input=str(texts), model_prefix=str(folder / "pieces"), vocab_size=700, model_type="bpe", num_threads=1,
             byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True, user_defined_symbols=["\n"], minloglevel=2,
         )  # fmt: skip
         self._model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "pieces.model"))
-        Tokenizer.__init__(self, vocab_size=1500, eod=2)
+        Tokenizer.__init__(self, vocab_size=700, eod=2)
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._model.encode(text))
@@ -68,13 +67,6 @@ class Pieces(WithSpans):
         places = [place for place, item in enumerate(text) for _ in item.encode()] + [len(text)]  # by byte
         pieces = self._model.encode(text, return_type="proto").pieces
         return [(places[piece.begin], places[piece.end]) for piece in pieces]
-
-
-def questions(data: Path) -> Iterator[tuple[str, str]]:
-    with open(data / "alpaca" / "alpaca_5000.jsonl", encoding="utf-8") as file:
-        for line in islice(file, NUM_RECORDS):
-            record = json.loads(line)
-            yield record["instruction"], record["output"]
 
 
 def forms(question: str, answer: str) -> Iterator[tuple[str, str, str]]:
@@ -87,10 +79,12 @@ def forms(question: str, answer: str) -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("family", [*WORDS, "llama2"])
-def test_learned_tokens_are_those_with_a_part_of_an_answer(family: str, shared_data: Path, tmp_path: Path) -> None:
+def test_learned_tokens_are_those_with_a_part_of_an_answer(
+    family: str, bpe_files: dict[str, Path], tmp_path: Path
+) -> None:
     """A question's last token that is learned, or an answer's first or last one that is not."""
-    tokenizer = Pieces(shared_data, tmp_path) if family == "llama2" else WithSpans(shared_data, WORDS[family])
-    for question, answer in questions(shared_data):
+    tokenizer = Pieces(tmp_path) if family == "llama2" else WithSpans(bpe_files, WORDS[family])
+    for question, answer in questions():
         for before, learned, after in forms(question, answer) if answer else ():
             text, edges = before + learned + after, (len(before), len(before) + len(learned))
             tokens = tokenize_sample(Rendered(text=text, answers=(edges,), needs_end=False), tokenizer)

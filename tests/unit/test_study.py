@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,10 +237,13 @@ def test_results_count_if_their_command_is_the_same(tmp_path: Path, capsys: pyte
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_ten_minute_study_gives_its_committed_table(repo_root: Path, tmp_path: Path, shared_data: Path) -> None:
+def test_ten_minute_study_gives_its_committed_table(repo_root: Path, tmp_path: Path) -> None:
     """The code no longer produces the documents' table."""
     path, results = repo_root / "studies" / "gpt_10_minutes.yaml", tmp_path / "results.csv"
-    words = [str(path), "--output", str(tmp_path), "--data", str(shared_data), "--results", str(results)]
+    text = tmp_path / "tinyshakespeare" / "input.txt"
+    text.parent.mkdir()
+    text.write_bytes(lzma.decompress((repo_root / "tests" / "data" / "tinyshakespeare.txt.xz").read_bytes()))
+    words = [str(path), "--output", str(tmp_path), "--data", str(tmp_path), "--results", str(results)]
     assert tool.main(words) == 0
     output, committed = (
         {result.key: result for result in read_results(file)} for file in (results, path.with_suffix(".csv"))

@@ -60,11 +60,8 @@ def huggingface_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gpt2(shared_data: Path) -> Tokenizer:
-    folder = shared_data / "gpt2-bpe"
-    return build_tokenizer(
-        "GPT2BPETokenizer", vocab_file=str(folder / "encoder.json"), merge_file=str(folder / "vocab.bpe")
-    )
+def gpt2(bpe_files: dict[str, Path]) -> Tokenizer:
+    return build_tokenizer("GPT2BPETokenizer", **{flag: str(path) for flag, path in bpe_files.items()})
 
 
 def check_contract(tokenizer: Tokenizer, texts: tuple[str, ...] = TEXTS) -> None:

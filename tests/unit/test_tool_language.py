@@ -76,13 +76,17 @@ def prepare(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tool", RUN_AS_TYPED)
 def test_examples_run(
-    tool: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]
+    tool: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    bpe_files: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """An example ends in an error."""
     monkeypatch.chdir(tmp_path)
     prepare(tmp_path)
-    for name in ("encoder.json", "vocab.bpe"):
-        (tmp_path / name).symlink_to(shared_data / "gpt2-bpe" / name)
+    for path in bpe_files.values():
+        (tmp_path / path.name).symlink_to(path)
     main: Any = importlib.import_module(tool).main
     for words in examples(tool):
         serial = ["1" if word == "8" and tool == "preprocess_data" else word for word in words]
