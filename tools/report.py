@@ -14,11 +14,14 @@ import json
 import math
 import os
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import (
     STDOUT,

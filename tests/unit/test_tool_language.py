@@ -50,10 +50,16 @@ PIPELINE = "--stages 4 --microbatches 8 --pivot 2"
 
 
 @pytest.mark.parametrize(
-    ("tool", "words"), [("plan", f"{PLAN} --method bcd --bcd-num-blocks 3"), ("show_schedule", PIPELINE)]
+    ("tool", "words"),
+    [
+        ("plan", f"{PLAN} --method bcd --bcd-num-blocks 3"),
+        ("show_schedule", PIPELINE),
+        ("report", "out/bcd.jsonl out/full.jsonl"),
+    ],
 )
 def test_as_typed_without_torch(tool: str, words: str, tmp_path: Path) -> None:
     """A tool runs only from the repository, or needs torch or seconds to print a table."""
+    prepare(tmp_path)
     program = "import os, runpy, sys; sys.argv = sys.argv[1:]; sys.path[0] = os.path.dirname(sys.argv[0])\n"
     program += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
     program += "finally: assert not {'torch', 'megatron.core', 'numpy', 'matplotlib', 'rich'} & sys.modules.keys()"
