@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train three small models and draw one picture: ten minutes on two idle CPU cores, and two for the packages.
+# Train three small models and draw one picture: four minutes on two idle CPU cores, and two for the packages.
 #
 #   bash examples/quickstart.sh
 #
@@ -11,7 +11,7 @@
 # amount of text, BCD_PYTHON an existing interpreter (examples/setup_env.sh).
 set -euo pipefail
 
-ITERS=${ITERS:-150}
+ITERS=${ITERS:-72}
 [[ $ITERS =~ ^[1-9][0-9]*$ ]] || {
     echo "quickstart.sh: error: ITERS=$ITERS: must be a whole number, at least 1" >&2
     exit 2
@@ -65,8 +65,8 @@ MODEL_ARGS=(
     --num-layers 6
     --hidden-size 192
     --num-attention-heads 6
-    --seq-length 256
-    --max-position-embeddings 256
+    --seq-length 128
+    --max-position-embeddings 128
 )
 TRAINING_ARGS=(
     --micro-batch-size 4

@@ -166,6 +166,14 @@ def test_tests_read_only_the_repository(repo_root: Path) -> None:
     assert len(files) > 100 and found == []
 
 
+def test_the_readme_names_the_commands(repo_root: Path) -> None:
+    """A stranger does not see how to run the tests, or the page grows until nobody reads it."""
+    lines = (repo_root / "README.md").read_text(encoding="utf-8").splitlines()
+    for command in ("bash examples/quickstart.sh", "bash tests/run.sh", "python tools/check_machine.py"):
+        assert any(line.startswith(command) for line in lines), command
+    assert len(lines) <= 100
+
+
 def test_functions_are_short(repo_root: Path) -> None:
     """A function that no reader sees whole."""
     lengths = {
