@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,16 @@ from megatron.bcd.planner import step_time
 from megatron.bcd.planner.estimate import make_estimate, multiplier_of
 from megatron.bcd.planner.memory import fits, host_bytes, peak, rank_memory, saving_bytes
 from megatron.bcd.planner.recipe import Recipe, make_recipe
-from megatron.bcd.planner.search import fewest_gpus, layouts, search, shortest_that_fits, valid_pipelines
+from megatron.bcd.planner.search import (
+    compare,
+    fewest_gpus,
+    layouts,
+    place,
+    remedies,
+    search,
+    shortest_that_fits,
+    valid_pipelines,
+)
 from megatron.bcd.planner.step_time import head_pass, layer_pass, phase_seconds
 from megatron.bcd.planner.tables import Model, read_clusters, read_models
 from megatron.bcd.planner.tensors import build_buffer, stage_tensors
@@ -300,3 +310,14 @@ def test_a_cluster_that_cannot_be(field: str, value: float) -> None:
     """A share of 120 %, or a division by zero later."""
     with pytest.raises(ValueError, match=field):
         replace(CLUSTERS["a100"], **{field: value})
+
+
+@pytest.mark.parametrize("find", [place, search, compare, fewest_gpus, remedies])
+@pytest.mark.parametrize("mistake", ["search.fits", "recipe.partition_from_config"])
+def test_a_mistake_in_a_formula_is_no_refusal(find: Callable[[Any], object], mistake: str) -> None:
+    """A mistake of the planner itself ends a search: it is not taken for a layout that the run refuses."""
+    values = recipe(task="sft", method="finetune", bcd_inactive_update="none", num_gpus=2).values
+    given: Any = values if find is remedies else make_recipe(**values)
+    wrong = mock.patch(f"megatron.bcd.planner.{mistake}", side_effect=ValueError("zip() argument 2 is shorter"))
+    with wrong, pytest.raises(ValueError, match="zip"):
+        place(**values) if find is place else find(given)

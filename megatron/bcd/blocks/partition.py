@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, groupby, pairwise
 
-from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS, RunConfig
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS, Refusal, RunConfig
 
 _TIED = frozenset({"embedding", "head"})
 _IN_LAYERS = frozenset({"norms", "biases", "layers"})
@@ -326,7 +326,7 @@ def partition_from_config(config: RunConfig) -> Partition:
     """Build the partition of a run.
 
     Raises:
-        ValueError: the flags do not fit the model. One line that names them.
+        Refusal: the flags do not fit the model. One line that names them.
     """
     sizes: tuple[int, ...] | None = None
     if config.bcd.bcd_layout != "interleaved":
@@ -372,7 +372,7 @@ def partition(
     Arguments are named like flags, without ``--bcd-``. ``num_blocks`` None is ``DEFAULT_NUM_BLOCKS``, or the number of
     stages in layout ``stage``. ``layers_per_stage`` has the size of each stage, in layout ``interleaved`` of each
     virtual stage; None divides evenly. ``num_parts`` is ``--num-virtual-stages-per-pipeline-rank``; None is the number
-    of blocks. Raises ValueError, one line that names the flags, if the layout does not fit.
+    of blocks. Raises Refusal, one line that names the flags, if the layout does not fit.
     """
     assert layout in LAYOUTS and num_layers >= 1 and num_stages >= 1
     frozen = _never_trained(frozen, always_active, tied=tied)
@@ -384,7 +384,7 @@ def partition(
     parts = 1 if layout == "stage" else DEFAULT_NUM_BLOCKS if num_blocks is None else max(num_blocks, 1)
     num_submodels = {"experts": 1, "interleaved": num_parts or parts}.get(layout, parts)
     if num_layers < num_stages * num_submodels:
-        raise ValueError(
+        raise Refusal(
             f"--num-layers {num_layers}: --bcd-layout {layout} with {num_submodels} of --bcd-num-blocks or chunks on "
             f"each of {num_stages} pipeline stages needs at least {num_stages * num_submodels} layers"
         )
@@ -414,11 +414,11 @@ def partition(
 
 
 def _never_trained(frozen: frozenset[str], always_active: frozenset[str], *, tied: bool) -> frozenset[str]:
-    """Return ``frozen`` with tied parts. Raises ValueError if one of them is always active too."""
+    """Return ``frozen`` with tied parts. Raises Refusal if one of them is always active too."""
     frozen = with_tied_parts(frozen, tied=tied)
     both = sorted(frozen & with_tied_parts(always_active, tied=tied))
     if both:
-        raise ValueError(f"--bcd-frozen and --bcd-always-active both name {' and '.join(both)}: leave it out of one")
+        raise Refusal(f"--bcd-frozen and --bcd-always-active both name {' and '.join(both)}: leave it out of one")
     return frozen
 
 
@@ -431,29 +431,29 @@ def _check_num_blocks(
     num_blocks: int | None, num_stages: int, layout: str, *, stateless: bool, always_active: frozenset[str]
 ) -> None:
     if num_blocks is not None and num_blocks < 0:
-        raise ValueError(f"--bcd-num-blocks {num_blocks}: must be at least 0")
+        raise Refusal(f"--bcd-num-blocks {num_blocks}: must be at least 0")
     if layout == "stage" and num_blocks not in (None, num_stages):
-        raise ValueError(
+        raise Refusal(
             f"--bcd-num-blocks {num_blocks}: --bcd-layout stage has a block per pipeline stage, {num_stages} "
             "(--pipeline-model-parallel-size)"
         )
     if num_blocks != 0:
         return
     if not stateless:
-        raise ValueError("--bcd-num-blocks 0 needs --bcd-inactive-update")
+        raise Refusal("--bcd-num-blocks 0 needs --bcd-inactive-update")
     if not always_active:
-        raise ValueError("--bcd-num-blocks 0 trains embedding, norms and head only if --bcd-always-active names them")
+        raise Refusal("--bcd-num-blocks 0 trains embedding, norms and head only if --bcd-always-active names them")
     if layout in ("stage", "submodel"):
-        raise ValueError(f"--bcd-num-blocks 0 has no blocks: leave out --bcd-layout {layout}")
+        raise Refusal(f"--bcd-num-blocks 0 has no blocks: leave out --bcd-layout {layout}")
 
 
 def _outside_experts(experts_on_rank: int, num_blocks: int | None) -> frozenset[str]:
-    """Return the parts that layout ``experts`` trains in every phase. Raises ValueError if it does not fit."""
+    """Return the parts that layout ``experts`` trains in every phase. Raises Refusal if it does not fit."""
     parts = DEFAULT_NUM_BLOCKS if num_blocks is None else num_blocks
     if not experts_on_rank:
-        raise ValueError("--bcd-layout experts: the model has no experts. Give --num-experts, or another layout.")
+        raise Refusal("--bcd-layout experts: the model has no experts. Give --num-experts, or another layout.")
     if parts == 0 or experts_on_rank % parts:  # else blocks depend on the number of ranks
-        raise ValueError(
+        raise Refusal(
             f"--bcd-num-blocks {parts}: --bcd-layout experts must divide the {experts_on_rank} experts of a layer on a "
             "rank (--num-experts over --expert-model-parallel-size). Give a divisor."
         )
@@ -462,22 +462,22 @@ def _outside_experts(experts_on_rank: int, num_blocks: int | None) -> frozenset[
 
 def _check_head_phase(num_blocks: int | None, *, tied: bool, others: Mapping[str, frozenset[str]]) -> None:
     if tied:
-        raise ValueError("--bcd-head-phase: a tied head is the embedding, which is part of a block; leave it out")
+        raise Refusal("--bcd-head-phase: a tied head is the embedding, which is part of a block; leave it out")
     if num_blocks == 0:
-        raise ValueError("--bcd-head-phase: --bcd-num-blocks 0 has no phases; leave it out")
+        raise Refusal("--bcd-head-phase: --bcd-num-blocks 0 has no phases; leave it out")
     for flag, parts in others.items():
         if "head" in parts:
-            raise ValueError(f"--bcd-head-phase and {flag} both name the head: leave it out of one")
+            raise Refusal(f"--bcd-head-phase and {flag} both name the head: leave it out of one")
 
 
 def _check_sizes(sizes: Sequence[int], *, num_layers: int, num_stages: int, least: int) -> None:
     if len(sizes) != num_stages or sum(sizes) != num_layers:
-        raise ValueError(
+        raise Refusal(
             f"layers per pipeline stage {list(sizes)}: must be {num_stages} numbers with the sum {num_layers} "
             "(--num-layers)"
         )
     if min(sizes) < least:
-        raise ValueError(
+        raise Refusal(
             f"pipeline stage {sizes.index(min(sizes))} has {min(sizes)} layers: each needs at least {least}, one for "
             "each of its blocks (--bcd-num-blocks)"
         )
@@ -497,7 +497,7 @@ def _chunks(
 ) -> list[tuple[int, range]]:
     """Return the stage and the layers of each virtual stage."""
     if num_parts % parts:
-        raise ValueError(f"--bcd-num-blocks {parts}: the {num_parts} chunks of a stage must be a multiple of it")
+        raise Refusal(f"--bcd-num-blocks {parts}: the {num_parts} chunks of a stage must be a multiple of it")
     if sizes is None:
         by_part = divide_into_pieces(num_layers, parts=num_parts, stages=num_stages)
         return [(stage, layers) for part in by_part for stage, layers in enumerate(part)]
@@ -561,7 +561,7 @@ def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
     stages first.
 
     Raises:
-        ValueError: the flags contradict each other or do not fit the model. One line that names them.
+        Refusal: the flags contradict each other or do not fit the model. One line that names them.
     """
     training, num_stages = config.training, config.pipeline_size
     first, last = training.decoder_first_pipeline_num_layers, training.decoder_last_pipeline_num_layers
@@ -575,9 +575,9 @@ def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
     }
     flags = [flag for flag, is_given in are_given.items() if is_given]
     if len(flags) > 1:
-        raise ValueError(f"{flags[0]} and {flags[1]} both divide the layers over the stages: give one of them")
+        raise Refusal(f"{flags[0]} and {flags[1]} both divide the layers over the stages: give one of them")
     if flags and num_stages == 1 and not has_layout:
-        raise ValueError(f"{flags[0]} needs --pipeline-model-parallel-size 2 or more")
+        raise Refusal(f"{flags[0]} needs --pipeline-model-parallel-size 2 or more")
     if has_layout:
         return _layout_sizes(config, num_stages=num_stages)
     if first is not None or last is not None:
@@ -585,7 +585,7 @@ def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
     # embedding and loss count as a layer each, if a flag says so, and then all stages are equal
     total = config.num_layers + embedding + loss
     if flags and total % num_stages:
-        raise ValueError(
+        raise Refusal(
             f"{flags[0]}: {total}, which is --num-layers {config.num_layers} and {total - config.num_layers} more, "
             f"must be divisible by --pipeline-model-parallel-size {num_stages}"
         )
@@ -600,7 +600,7 @@ def _end_sizes(first: int | None, last: int | None, *, num_layers: int, num_stag
     between = num_stages - (first is not None) - (last is not None)
     left = num_layers - (first or 0) - (last or 0)
     if left < 0 or (left % between if between else left):
-        raise ValueError(
+        raise Refusal(
             f"--decoder-first-pipeline-num-layers {first} and --decoder-last-pipeline-num-layers {last} leave {left} "
             f"of --num-layers {num_layers} layers for {between} other stages: must be a multiple"
         )
@@ -618,15 +618,15 @@ def _layout_sizes(config: RunConfig, *, num_stages: int) -> tuple[int, ...]:
         text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
     stages = text.split("|")
     if unknown := set("".join(stages)) - set("EtL"):
-        raise ValueError(f"{name}: letters are E, t and L, not {', '.join(sorted(unknown))}")
+        raise Refusal(f"{name}: letters are E, t and L, not {', '.join(sorted(unknown))}")
     if len(stages) != num_stages:
-        raise ValueError(
+        raise Refusal(
             f"{name}: has {len(stages)} stages: must be {num_stages} (--pipeline-model-parallel-size; with layout "
             "interleaved that times the chunks of a stage)"
         )
     whole = "".join(stages)
     if whole != "E" + "t" * config.num_layers + "L" or stages[0][:1] != "E" or stages[-1][-1:] != "L":
-        raise ValueError(
+        raise Refusal(
             f"{name}: must be E on the first stage, t for each of --num-layers {config.num_layers} layers, and L on "
             f"the last stage; there are {whole.count('t')} layers"
         )

@@ -33,6 +33,10 @@ FINE_TUNING = "supervised fine-tuning"
 REPORT = "report"
 
 
+class Refusal(ValueError):
+    """Flags that a run does not take together. The planner, which tries many combinations, passes over these only."""
+
+
 @dataclass(frozen=True)
 class Range:
     """The range of values that a number may have."""

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from megatron.bcd.blocks.partition import Partition, partition_from_config
-from megatron.bcd.config import DEFAULT_NUM_BLOCKS, BcdConfig, RunConfig
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS, BcdConfig, Refusal, RunConfig
 from megatron.bcd.config.presets import PRESETS, derive_blocks, derive_schedule, preset_values
 from megatron.bcd.planner import run_state
 from megatron.bcd.planner.cost import ModelShape
@@ -75,7 +75,7 @@ class Recipe:
 
     `make_recipe` builds one. Tensor parallelism is not planned.
 
-    Raises ValueError, one line that names the flag, for an invalid combination.
+    Raises Refusal, one line that names the flag, for an invalid combination.
     """
 
     model: Model
@@ -93,7 +93,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for fault in self._faults():
-            raise ValueError(fault)
+            raise Refusal(fault)
         _ = self.partition  # raises if the layout does not fit the model
 
     def flag(self, field: str) -> Any:
@@ -324,7 +324,7 @@ _KNOWN = {each.name for kind in _SECTIONS.values() for each in fields(kind)} | {
 def make_recipe(**values: Any) -> Recipe:
     """Build a recipe of these attributes and flags. A flag has its field name in RunConfig; None leaves it out.
 
-    Raises ValueError as Recipe does.
+    Raises Refusal as Recipe does.
     """
     attributes = {name: value for name, value in values.items() if name in _ATTRIBUTES}
     flags = {name: value for name, value in values.items() if name not in _ATTRIBUTES}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from megatron.bcd.config import DEFAULT_NUM_BLOCKS
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS, Refusal
 from megatron.bcd.planner.estimate import Estimate, make_estimate, training_cost
 from megatron.bcd.planner.measured import finding
 from megatron.bcd.planner.memory import fits, node_bytes, peak, rank_memory
@@ -57,22 +57,34 @@ _OTHER_METHODS = {"pretrain": ("pretrain", "bcd", "offload"), "sft": (FACTORED, 
 # ---------------------------------------------------------------- a pipeline that fits
 
 
-def valid_pipelines(*, pipeline_model_parallel_size: int | None = None, **values: Any) -> list[Recipe]:
+def _valid(build: Callable[..., Recipe], choices: Iterable[_Changes], *, must_exist: bool = False) -> Iterator[Recipe]:
+    """Yield what `build` makes of each choice, except those that it refuses, such as more stages than layers.
+
+    With `must_exist`, raises the first Refusal if there is no other choice.
+    """
+    refusals, exists = list[Refusal](), False
+    for choice in choices:
+        try:
+            recipe = build(**choice)
+        except Refusal as refusal:
+            refusals.append(refusal)
+        else:
+            exists = True
+            yield recipe
+    if must_exist and not exists:
+        raise refusals[0]
+
+
+def valid_pipelines(*, must_exist: bool = True, **values: Any) -> list[Recipe]:
     """Return the recipe with every valid pipeline size, shortest first, or with the given size.
 
-    ``values`` are those of `make_recipe`. Raises the first ValueError if no size is valid.
+    ``values`` are those of `make_recipe`. Raises the first Refusal if no size is valid, unless `must_exist` is False.
     """
-    if pipeline_model_parallel_size is not None:
-        return [make_recipe(pipeline_model_parallel_size=pipeline_model_parallel_size, **values)]
-    recipes, reasons = list[Recipe](), list[ValueError]()
-    for size in _divisors(min(max(1, values["num_gpus"]), MAX_GPUS)):
-        try:
-            recipes.append(make_recipe(pipeline_model_parallel_size=size, **values))
-        except ValueError as error:
-            reasons.append(error)
-    if not recipes:
-        raise reasons[0]
-    return recipes
+    sizes = [values.pop("pipeline_model_parallel_size", None)]
+    if sizes == [None]:
+        sizes = _divisors(min(max(1, values["num_gpus"]), MAX_GPUS))
+    choices = ({"pipeline_model_parallel_size": size} for size in sizes)
+    return [*_valid(partial(make_recipe, **values), choices, must_exist=must_exist)]
 
 
 def shortest_that_fits(recipes: Sequence[Recipe]) -> Recipe:
@@ -94,11 +106,10 @@ def with_fewest_blocks(recipe: Recipe) -> Recipe:
         return recipe
     longest = _STREAMED_SLOWER * mean_seconds(recipe, is_rough=True) if recipe.is_streamed else math.inf
     per_stage = recipe.model.layers // recipe.pipeline_size
-    for num_blocks in sorted({math.ceil(per_stage / size) for size in range(2, per_stage)}):
-        with contextlib.suppress(ValueError):  # the layout cannot have this number of blocks
-            other = recipe.changed(bcd_num_blocks=num_blocks)
-            if fits(other, share=_PLANNED_SHARE) and mean_seconds(other, is_rough=True) <= longest:
-                return other
+    numbers = sorted({math.ceil(per_stage / size) for size in range(2, per_stage)})
+    for other in _valid(recipe.changed, ({"bcd_num_blocks": number} for number in numbers)):
+        if fits(other, share=_PLANNED_SHARE) and mean_seconds(other, is_rough=True) <= longest:
+            return other
     return recipe
 
 
@@ -116,7 +127,7 @@ def place(
     ``values`` are those of `make_recipe`. A pipeline of None is the row's, or the shortest that fits in 95 % of a GPU's
     memory (in layout ``stage`` at least two stages). Other open settings are the first of `_savings` with which it
     fits. A micro-batch of None has one sequence; with frozen weights on the host the fastest size hides the copies. If
-    nothing fits, the recipe has the longest pipeline with recomputation, by default on one node. Raises ValueError as
+    nothing fits, the recipe has the longest pipeline with recomputation, by default on one node. Raises Refusal as
     Recipe does.
     """
     rows = {(row.method, row.model, row.cluster): row for row in placements}
@@ -132,17 +143,11 @@ def place(
     if num_gpus is not None:
         return _choose_layout(by_stage=by_stage, num_gpus=num_gpus, **settings)
     fewest = values.get(stages) or (values.get("bcd_num_blocks") or 2 if by_stage else 1)
-    tried, reasons = list[Recipe](), list[ValueError]()
-    for number in _doubled(max(fewest, 1)):
-        try:
-            tried.append(place(num_gpus=number, placements=placements, **settings))
-        except ValueError as error:  # more stages than layers, a batch that does not divide
-            reasons.append(error)
-        else:
-            if fits(tried[-1]):
-                return tried[-1]
-    if not tried:
-        raise reasons[0]
+    tried, numbers = list[Recipe](), ({"num_gpus": number} for number in _doubled(max(fewest, 1)))
+    for recipe in _valid(partial(place, placements=placements, **settings), numbers, must_exist=True):
+        tried.append(recipe)
+        if fits(recipe):
+            return recipe
     return next((recipe for recipe in tried if recipe.num_gpus >= cluster.gpus_per_node), tried[-1])
 
 
@@ -184,15 +189,13 @@ def _factored_that_fits(values: Mapping[str, Any], recompute: str | None, size: 
     Of those within _PLANNED_SHARE of the memory it is the first that takes at most _SLOWER times the fastest's time, so
     layers leave the device, and pieces grow, only for a gain.
     """
-    with contextlib.suppress(ValueError):  # fp16
-        base = valid_pipelines(**{**values, "bcd_inactive_update": "factored"})[0]
-        stages = values.get("pipeline_model_parallel_size")
-        recipes = layouts(base, stages=stages, recompute=recompute, micro_batch_size=size)
-        fitting = [recipe for recipe in recipes if fits(recipe, share=_PLANNED_SHARE)]
-        seconds = [mean_seconds(recipe, is_rough=True) for recipe in fitting]
-        within = (recipe for recipe, each in zip(fitting, seconds, strict=True) if each <= _SLOWER * min(seconds))
-        return next(within, None)
-    return None
+    stages, recipes = values.get("pipeline_model_parallel_size"), list[Recipe]()
+    for base in valid_pipelines(**{**values, "bcd_inactive_update": "factored"}, must_exist=False)[:1]:  # none in fp16
+        recipes += layouts(base, stages=stages, recompute=recompute, micro_batch_size=size)
+    fitting = [recipe for recipe in recipes if fits(recipe, share=_PLANNED_SHARE)]
+    seconds = [mean_seconds(recipe, is_rough=True) for recipe in fitting]
+    within = (recipe for recipe, each in zip(fitting, seconds, strict=True) if each <= _SLOWER * min(seconds))
+    return next(within, None)
 
 
 def reason_for_rule(recipe: Recipe) -> str:
@@ -202,11 +205,10 @@ def reason_for_rule(recipe: Recipe) -> str:
     changes: _Changes = dict.fromkeys(BLOCK_FLAGS) | {"bcd_inactive_update": "factored"}
     changes |= {"micro_batch_size": 1, "cross_entropy_fusion_impl": "linear"}
     on_host = {"recompute": "none", "bcd_layers_on": "host"}
-    smallest: list[Recipe] = []
-    for stages in _divisors(recipe.num_gpus // recipe.config.context_size):
-        for more in ({"recompute": "full"}, on_host, on_host | {"bcd_saved_inputs": "host"}):
-            with contextlib.suppress(ValueError):
-                smallest.append(recipe.changed(**changes | more, pipeline_model_parallel_size=stages))
+    places = ({"recompute": "full"}, on_host, on_host | {"bcd_saved_inputs": "host"})
+    choices = itertools.product(_divisors(recipe.num_gpus // recipe.config.context_size), places)
+    pipelines = (changes | more | {"pipeline_model_parallel_size": size} for size, more in choices)
+    smallest = [*_valid(recipe.changed, pipelines)]
     if not smallest:
         return "blocks: the factored update cannot be combined with the given flags"
     if any(fits(each, share=_PLANNED_SHARE) for each in smallest):
@@ -329,8 +331,8 @@ def layouts(
             for saving in _savings(base.values | changes, recompute):
                 if is_enough and saving.get("bcd_saved_inputs") == "host" != base.flag("bcd_saved_inputs"):
                     continue  # inputs leave the device only if they must
-                with contextlib.suppress(ValueError):  # more stages or blocks than the model has layers for
-                    yield (recipe := base.changed(**changes | saving))
+                for recipe in _valid(base.changed, [changes | saving]):
+                    yield recipe
                     is_enough = fits(recipe, share=base.memory_share)
                 if is_enough and saving.get("bcd_schedule") != "breadth-first":
                     break
@@ -347,9 +349,7 @@ def _variants(recipe: Recipe) -> Iterator[Recipe]:
             number = recipe.partition.num_blocks  # with twice as many chunks a block is two parts of the model
             chunks = "num_virtual_stages_per_pipeline_rank"
             choices += [{"bcd_layout": "interleaved", chunks: times * number} for times in (1, 2)]
-    for changes in choices:
-        with contextlib.suppress(ValueError):  # too few layers
-            yield recipe.changed(recompute="auto", pipeline_cut="auto", **changes)
+    yield from _valid(partial(recipe.changed, recompute="auto", pipeline_cut="auto"), choices)
 
 
 def search(
@@ -402,12 +402,10 @@ def fewest_gpus(base: Recipe, *, stages: int | None = None, below: int | None = 
     """
 
     def fits_on(number: int, *, batch: int) -> bool:
-        for size in _sizes(number, stages):
-            changes: _Changes = {"pipeline_model_parallel_size": size, "micro_batch_size": 1}
-            with contextlib.suppress(ValueError):  # the batch does not divide among so many replicas
-                on_these = base.changed(num_gpus=number, global_batch_size=batch, **changes)
-                return any(map(fits, layouts(on_these, stages=stages, micro_batch_size=1)))
-        return False
+        sizes = ({"pipeline_model_parallel_size": size} for size in _sizes(number, stages))
+        changed = partial(base.changed, num_gpus=number, global_batch_size=batch, micro_batch_size=1)
+        on_these = next(_valid(changed, sizes), None)
+        return on_these is not None and any(map(fits, layouts(on_these, stages=stages, micro_batch_size=1)))
 
     per_node, batch = base.cluster.gpus_per_node, base.global_batch_size
     for number in _doubled(stages or 1):
@@ -426,12 +424,8 @@ def compare(base: Recipe, *, stages: int | None = None, **cost: float | None) ->
     `make_estimate`; its multiplier is pretrain's. Raises ValueError if nothing fits, or a flag is out of range.
     """
     estimates: list[Estimate] = []
-    for method in COMPARED[base.task]:
-        try:
-            recipe = base.changed(**_changes_to(method, keeps_blocks=True))
-        except ValueError:  # such as fp16 with Muon, or blocks that a preset does not take
-            continue
-        costs = cost if method == "pretrain" else cost | {"multiplier": None}
+    for recipe in _valid(base.changed, (_changes_to(method, keeps_blocks=True) for method in COMPARED[base.task])):
+        costs = cost if recipe.method == "pretrain" else cost | {"multiplier": None}
         best = search(recipe, stages=stages, **costs)[:1]
         fewest = fewest_gpus(recipe, stages=stages, below=recipe.num_gpus if best else None)
         if fewest not in (None, recipe.num_gpus):
@@ -548,10 +542,8 @@ def _fewest_together(values: Mapping[str, Any], settings: Sequence[Sequence[_Cha
 def _first_that_fits(values: Mapping[str, Any], choices: Sequence[_Changes]) -> list[Remedy]:
     """Return the first of these changes with which the recipe fits; an empty list if none does."""
     for changes in choices:
-        with contextlib.suppress(ValueError):  # more stages or blocks than layers, fp16 with Muon
-            recipe = shortest_that_fits(valid_pipelines(**{**values, **changes}))
-            if fits(recipe):
-                return [(changes, recipe)]
+        for recipe in filter(fits, valid_pipelines(**{**values, **changes}, must_exist=False)):
+            return [(changes, recipe)]
     return []
 
 
