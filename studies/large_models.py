@@ -59,7 +59,7 @@ def base_recipe(model: str, gpu: str, num_gpus: int, method: str) -> Recipe:
     words = ["--task", "sft", "--models", str(MODELS), "--model", model, "--gpu", gpu, "--num-gpus", str(num_gpus)]
     words += ["--global-batch-size", "64", "--search"]
     words += [word.format(layers=read_models(MODELS)[model].layers) for word in METHODS[method]]
-    return plan.recipe_of(plan.parse_arguments(words)).changed(memory_share=_SHARE)
+    return plan.recipe_of(plan.parse_arguments(words)).changed(memory_share=_SHARE, host_memory_gb=None)
 
 
 def plans(model: str, gpu: str, num_gpus: int, method: str) -> Iterator[tuple[float, Recipe]]:

@@ -39,7 +39,8 @@ def fastest(arguments: argparse.Namespace, model: str, *, nodes: int, groups: in
     best: dict[int, Estimate] = {}
     for link in LINKS:
         recipe = plan.recipe_of(plan.parse_arguments([*flags.split(), "--network-gbit", str(link)]))
-        recipe = replace(recipe, cluster=replace(recipe.cluster, gpus_per_node=GPUS_PER_NODE))
+        cluster = replace(recipe.cluster, gpus_per_node=GPUS_PER_NODE)
+        recipe = replace(recipe, cluster=cluster, host_memory_gb=None)
         if nodes == 1 and best:
             layout = best[LINKS[0]].recipe
             best[link] = make_estimate(replace(layout, cluster=recipe.cluster))

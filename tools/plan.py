@@ -63,7 +63,6 @@ MODELS = os.path.join(ROOT, "examples", "models.csv")
 CLUSTERS = os.path.join(ROOT, "examples", "clusters.csv")
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _WIDTH = 120
-_USUAL_HOST_GB = 64
 _MOST_ROWS = 12
 """The most rows of the tables of ranks and phases."""
 _MEMORY = ("weights", "gradients", "optimizer", "pieces", "activations", "optimizer_work", "communication", "framework")
@@ -91,8 +90,9 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
     "bcd_layers_per_pass": {},
     "bcd_saved_inputs": {"choices": ("device", "host"), "help": "with breadth-first: where inputs of pieces wait for"
         " the backward pass (default: device)"},
+    "bcd_main_params": {},
     "host_memory_gb": {"type": float, "metavar": "GB", "help": "host memory of a node in 10^9 bytes; a plan that needs"
-        " more does not fit (default: no limit)"},
+        " more does not fit (default: this machine's)"},
     "pipeline_model_parallel_size": _NUMBER | {"help": "(default: the smallest that fits; --search tries all)"},
     "context_parallel_size": _NUMBER | {"help": "(default: 1)"},
     "micro_batch_size": _NUMBER | {"default": 1, "help": "(default: 1; --search tries powers of two)"},
@@ -265,7 +265,9 @@ def recipe_values(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
     elif (chunks := arguments.num_virtual_stages_per_pipeline_rank) and arguments.bcd_layout != "interleaved":
         flag = flag_of("num_virtual_stages_per_pipeline_rank")
         raise ValueError(f"{flag} {chunks}: needs --bcd-layout interleaved. Give both, or leave it out.")
+    limit = arguments.host_memory_gb
     return {name: getattr(arguments, name) for name in (*RECIPE_FLAGS, "precision", "task")} | {
+        "host_memory_gb": memory_here() / 1e9 if limit is None else limit,
         "model": named_model(arguments.model, models=arguments.models),
         "cluster": cluster_of(arguments),
         "method": method,
@@ -284,7 +286,12 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
             has_blocks = asks_for_blocks(values) or values["precision"] == "fp16"
             values["bcd_inactive_update"] = "none" if has_blocks else "factored"
         return valid_pipelines(**values)[0]
-    if arguments.task == "sft" or values["method"] == "finetune":
+    return planned(**values)
+
+
+def planned(**values: Any) -> Recipe:
+    """Return the recipe of these values with the planner's choice of those that are open. Raises Refusal."""
+    if values["task"] == "sft" or values["method"] == "finetune":
         return place(**values)
     return shortest_that_fits(valid_pipelines(**values))
 
@@ -359,10 +366,8 @@ def answer_search(arguments: argparse.Namespace, recipe: Recipe, estimates: Sequ
 
 def what_fits(arguments: argparse.Namespace) -> tuple[str, list[dict[str, str]]]:
     """Return changed flags with which the plan fits, and the planner's command for each."""
-    values = recipe_values(arguments, method_of(arguments)) | {"recompute": arguments.recompute or "auto"}
-    values["micro_batch_size"] = arguments.micro_batch_size or 1
     rows, data = [], []
-    for changes, recipe in remedies(values):
+    for changes, recipe in remedies(recipe_values(arguments, method_of(arguments)), planned):
         if "method" in changes:
             changes["bcd_preset"] = None
         flags, command = " ".join(words_of(changes)), changed_command(arguments, changes)
@@ -534,15 +539,12 @@ def _memory(estimate: Estimate) -> str:
         )
     saving = f"a node needs {estimate.saving_bytes / GIB:.1f} more to save"
     lines.append(f"host memory per rank: {estimate.host_bytes / GIB:.1f} GiB; {saving}")
-    lines += _host_warning(estimate)
     largest, peak = estimate.largest_micro_batch, estimate.peak
     where = f"{peak.total / GIB:.1f} GiB on stage {peak.stage} in the phase of block {peak.block}"
     if estimate.fits:
         lines.append(f"fits: {where}; the largest micro-batch that fits is {largest}")
-    elif not fits_on_host(estimate.recipe):
-        recipe = estimate.recipe
-        need = f"a node needs {node_bytes(recipe) / 1e9:,.0f} GB of host memory, also to save"
-        lines.append(f"does NOT fit: {need}, more than --host-memory-gb {recipe.host_memory_gb:g}")
+    elif more := host_misfit(estimate.recipe):
+        lines.append(f"does NOT fit: {more}")
     else:
         what = f"micro-batch {largest} would fit" if largest else "no micro-batch fits"
         lines.append(f"does NOT fit: {where}; {what}")
@@ -554,17 +556,13 @@ def memory_here() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _host_warning(estimate: Estimate) -> list[str]:
-    """Return a warning if a node needs more host memory than this machine or a usual one has.
-
-    There is none with --host-memory-gb.
-    """
-    recipe, here, need = estimate.recipe, memory_here(), node_bytes(estimate.recipe)
-    limits = {f"this machine's {here / 1e9:,.0f} GB": here, f"{_USUAL_HOST_GB} GB": 1e9 * _USUAL_HOST_GB}
-    passed = " and ".join(name for name, limit in limits.items() if need > limit)
-    if not passed or recipe.host_memory_gb is not None:
-        return []
-    return [f"warning: a node needs {need / 1e9:,.0f} GB of host memory, more than {passed}"]
+def host_misfit(recipe: Recipe) -> str:
+    """Return how much host memory a node needs, and the limit; an empty text if it has enough."""
+    if fits_on_host(recipe):
+        return ""
+    is_here, limit = recipe.host_memory_gb == memory_here() / 1e9, recipe.host_memory_gb
+    whose = f"this machine's {limit:,.0f} GB" if is_here else f"--host-memory-gb {limit:g}"
+    return f"a node needs {node_bytes(recipe) / 1e9:,.0f} GB of host memory, also to save, more than {whose}"
 
 
 def _time(estimate: Estimate) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser, print_error, run_main
-from plan import ROOT, SFT_DEFAULTS, add_recipe_flags, recipe_values, show_figures, words_of
+from plan import ROOT, SFT_DEFAULTS, add_recipe_flags, host_misfit, recipe_values, show_figures, words_of
 
 from megatron.bcd.planner.command import SCRIPTS, layout_flags, network_flags
 from megatron.bcd.planner.estimate import make_estimate
@@ -100,8 +100,11 @@ def request_of(words: Sequence[str], environment: Mapping[str, str]) -> tuple[Re
         raise ValueError(f"METHOD {method}: must be one of {known}, bcd (the same as paper)")
     values = recipe_values(arguments, method)
     values["cluster"], values["num_gpus"] = _nodes(values["cluster"], values["num_gpus"], environment)
-    placements = read_rows(os.path.join(ROOT, "examples", "methods.csv"), Placement)
-    return place(placements=placements, **values), values, extra
+    return _placed(**values), values, extra
+
+
+def _placed(**values: Any) -> Recipe:
+    return place(placements=read_rows(os.path.join(ROOT, "examples", "methods.csv"), Placement), **values)
 
 
 def _nodes(cluster: Cluster, num_gpus: int | None, environment: Mapping[str, str]) -> tuple[Cluster, int | None]:
@@ -130,10 +133,10 @@ def as_bash(recipe: Recipe, values: Mapping[str, Any], extra: Sequence[str], *, 
     shown = recipe if tiny is None else scaled_down(recipe, num_gpus=tiny)
     misfit = ""
     if not estimate.fits:
+        device = f"{estimate.peak.total / GIB:.1f} of {recipe.cluster.memory_gib:g} GiB estimated"
         misfit = (
             f"{recipe.model.name} with METHOD {recipe.method} does not fit on {recipe.num_gpus} x "
-            f"{recipe.cluster.gpu}: {estimate.peak.total / GIB:.1f} of {recipe.cluster.memory_gib:g} GiB estimated; "
-            f"{what_fits(recipe, values)}"
+            f"{recipe.cluster.gpu}: {host_misfit(recipe) or device}; {what_fits(recipe, values)}"
         )
     variables = {
         "MODEL": recipe.model.name,
@@ -164,9 +167,8 @@ def as_bash(recipe: Recipe, values: Mapping[str, Any], extra: Sequence[str], *, 
 
 def what_fits(recipe: Recipe, values: Mapping[str, Any]) -> str:
     """Return flags and methods with which the recipe fits, in words."""
-    names = ("num_gpus", "cluster", "recompute", "micro_batch_size")
-    chosen = {name: getattr(recipe, name) for name in names}
-    fixes = [" ".join(words_of(changes)) for changes, _ in remedies({**values, **chosen})]
+    values = {**values, "num_gpus": recipe.num_gpus, "cluster": recipe.cluster}
+    fixes = [" ".join(words_of(changes)) for changes, _ in remedies(values, _placed)]
     if not fixes:
         return "nothing fits. Take a smaller model, a GPU with more memory or a shorter --seq-length."
     return f"would fit: {in_words(', or '.join(fixes))}"

@@ -36,6 +36,7 @@ VARIABLES = ("NUM_GPUS", "NNODES", "GPUS_PER_NODE", "DATA_PATH", "TOKENIZER_ARGS
              "MASTER_PORT", "MODEL_DIR", "DATA", "EPOCHS", "LR", "PROMPT",
              "REPLICA_GROUPS", "REPLICA_ID", "LIGHTHOUSE")  # fmt: skip
 SMALL = ("G-5.4B", "bcd", "rtx4090")
+SMALL_FITS = (*SMALL, "--host-memory-gb", "1000")  # not only on a machine with much memory
 TEXT = {"DATA_PATH": "text_document", "TOKENIZER_ARGS": "--tokenizer-type ByteLevelTokenizer"}
 
 
@@ -240,9 +241,10 @@ def test_a_model_that_needs_a_setting(tmp_path: Path) -> None:
     names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     (tmp_path / "my-8b" / "config.json").write_text(json.dumps(names | sizes))
     given = {"cwd": tmp_path, "script": "finetune.sh", "DRY_RUN": "1"}
-    done = start("my-8b", "rtx4090", **given)
+    done = start("my-8b", "rtx4090", "--host-memory-gb", "64", **given)
     assert done.returncode == 0 and value_of(command_of(done.stdout), "--bcd-layers-on") == "host"
-    on_device = ("my-8b", "rtx4090", "--bcd-layers-on", "device", "--bcd-always-active", "none")
+    on_device = ("my-8b", "rtx4090", "--host-memory-gb", "64", "--bcd-layers-on", "device")
+    on_device += ("--bcd-always-active", "none")
     done = start(*on_device, **given)
     assert done.returncode == 0 and "does NOT fit" in done.stdout
     flags = ("--bcd-frozen", "embedding,head", "--adam-moments-dtype", "int8", "--bcd-always-active", "none")
@@ -270,9 +272,10 @@ TUNED = {"MODEL_DIR": "m", "DATA": str(Path(__file__))}
         ("pretrain.sh", SMALL, {}, "DATA_PATH"),
         ("pretrain.sh", SMALL, TEXT | {"DATA_PATH": "0.5 text_document 0.5 other"}, "other.bin"),
         ("pretrain.sh", SMALL, TEXT | {"NUM_GPUS": "2"}, "2 x RTX 4090"),
-        ("pretrain.sh", SMALL, TEXT | {"STUB_GPUS": "2"}, "NUM_GPUS=2"),
+        ("pretrain.sh", SMALL_FITS, TEXT | {"STUB_GPUS": "2"}, "NUM_GPUS=2"),
         ("finetune.sh", LLAMA, {}, "MODEL_DIR"),
         ("finetune.sh", LLAMA, TUNED | {"DATA": "no.jsonl"}, "DATA=no.jsonl"),
+        ("finetune.sh", (*LLAMA, "--host-memory-gb", "8"), TUNED, "more than --host-memory-gb 8; would fit: "),
     ],
 )
 def test_bad_input_is_one_line(
@@ -309,7 +312,10 @@ def test_flags_of_the_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words, variables",
     [
-        ((*SMALL, "--seed", "7"), TEXT | {"STUB_GPUS": "2", "NNODES": "2", "GPUS_PER_NODE": "2", "HEAD_NODE": "n0"}),
+        (
+            (*SMALL_FITS, "--seed", "7"),
+            TEXT | {"STUB_GPUS": "2", "NNODES": "2", "GPUS_PER_NODE": "2", "HEAD_NODE": "n0"},
+        ),
         (("L-6.0B", "full", "rtx4090"), TEXT | {"STUB_GPUS": "8", "NUM_GPUS": "2", "FORCE": "1"}),
     ],
 )

@@ -436,19 +436,47 @@ def test_search_over_pieces_and_micro_batches(capsys: pytest.CaptureFixture[str]
     assert "layers-per-pass" not in one["command"] and one["recipe"]["micro_batch_size"] == 2
 
 
-def test_host_memory_that_few_machines_have(
+def test_the_host_limit_is_this_machines_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan that ends in the out-of-memory killer of this machine, or of a usual one, without a word."""
+    """A plan must fit in this machine's memory, whatever its size, or in --host-memory-gb."""
     flags = ("--task", "sft", "--model", folder(tmp_path, LARGE["Qwen2.5-14B"][0]), *CARD)
     monkeypatch.setattr(plan, "memory_here", lambda: int(32e9))
-    [line] = [line for line in run(capsys, *flags).splitlines() if line.startswith("warning: ")]
-    assert re.fullmatch(r"warning: a node needs \d\d GB of host memory, more than this machine's 32 GB", line)
-    assert "warning" not in run(capsys, *flags, "--host-memory-gb", "100")
+    text = run(capsys, *flags, code=1)
+    assert re.search(
+        r"does NOT fit: a node needs \d\d GB of host memory, also to save, more than this machine's 32", text
+    )
+    assert re.search(r"\n--host-memory-gb 6\d +1 ", text)
+    assert "more than --host-memory-gb 31.5" in run(capsys, *flags, "--host-memory-gb", "31.5", code=1)
+    assert "fits: " in run(capsys, *flags, "--host-memory-gb", "64")
     monkeypatch.setattr(plan, "memory_here", lambda: int(1000e9))
-    assert "warning" not in run(capsys, *flags)
     offload = run(capsys, "--model", "LLaMA-7B", "--bf16", "--gpu", "rtx4090", "--num-gpus", "4", "--method", "offload")
-    assert "more than 64 GB" in offload and "this machine" not in offload
+    assert "fits: " in offload and "warning" not in offload, "108 GB of host memory"
+
+
+def test_what_fits_on_the_same_gpus_comes_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A smaller micro-batch, nearest first, rounded main parameters and more host memory, before more GPUs."""
+    model = folder(tmp_path, PUBLISHED["Llama-3-8B"][0])
+    flags = ("--task", "sft", "--model", model, *CARD, "--seq-length", "8192", "--micro-batch-size", "4")
+    offered = json.loads(run(capsys, *flags, "--host-memory-gb", "48", "--json", code=1))["what_fits"]
+    first = [each["flags"] for each in offered[: [each["flags"].split()[0] for each in offered].index("--num-gpus")]]
+    assert first == ["--micro-batch-size 2", "--host-memory-gb 51", "--bcd-main-params drop"]
+    for each in offered:
+        assert "torchrun" in run(capsys, *shlex.split(each["command"])[2:])
+
+
+def test_dropped_main_parameters_need_no_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """--bcd-main-params drop saves 2 bytes per parameter of the blocks, is part of the command, and needs blocks."""
+    flags = ("--task", "sft", "--model", "llama-7b", *CARD, "--bcd-layers-on", "host", "--json")
+    kept = json.loads(run(capsys, *flags, *BLOCKS))
+    dropped = json.loads(run(capsys, *flags, "--bcd-main-params", "drop"))
+    layers = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    head = 32000 * 4096 + (2 * 32 + 1) * 4096  # and norms
+    saved = kept["memory"]["host_bytes"] - dropped["memory"]["host_bytes"]
+    assert saved == 2 * (layers + head)
+    assert "--bcd-main-params drop" in dropped["command"] and "--bcd-main-params" not in kept["command"]
+    factored = ("--bcd-inactive-update", "factored", "--bcd-main-params", "drop")
+    assert "--bcd-main-params drop: " in run(capsys, *flags, *factored, code=2)
 
 
 def test_speed_is_no_utilisation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
         (("--model", "L-11B", "--gpu", "4090", "--num-gpus", "4", "--recompute"), "--bcd-num-blocks 4"),
         (
             ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "1", "--micro-batch-size", "16"),
-            "--micro-batch-size 1",
+            "--micro-batch-size 2",
         ),
         ((*EXAMPLE, "--pipeline-model-parallel-size", "1"), "--pipeline-model-parallel-size 4"),
         ((*EXAMPLE[:5], "1", "--search", "--bcd-preset", "paper"), "--num-gpus 4"),

@@ -312,12 +312,18 @@ def test_a_cluster_that_cannot_be(field: str, value: float) -> None:
         replace(CLUSTERS["a100"], **{field: value})
 
 
-@pytest.mark.parametrize("find", [place, search, compare, fewest_gpus, remedies])
+@pytest.mark.parametrize(
+    "find",
+    [
+        place,
+        lambda **values: remedies(values, place),
+        *(lambda find=find, **values: find(make_recipe(**values)) for find in (search, compare, fewest_gpus)),
+    ],
+)
 @pytest.mark.parametrize("mistake", ["search.fits", "recipe.partition_from_config"])
-def test_a_mistake_in_a_formula_is_no_refusal(find: Callable[[Any], object], mistake: str) -> None:
+def test_a_mistake_in_a_formula_is_no_refusal(find: Callable[..., object], mistake: str) -> None:
     """A mistake of the planner itself ends a search: it is not taken for a layout that the run refuses."""
     values = recipe(task="sft", method="finetune", bcd_inactive_update="none", num_gpus=2).values
-    given: Any = values if find is remedies else make_recipe(**values)
     wrong = mock.patch(f"megatron.bcd.planner.{mistake}", side_effect=ValueError("zip() argument 2 is shorter"))
     with wrong, pytest.raises(ValueError, match="zip"):
-        place(**values) if find is place else find(given)
+        find(**values)

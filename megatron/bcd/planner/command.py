@@ -102,7 +102,7 @@ def _method_flags(recipe: Recipe) -> Iterator[str]:
     if bcd.bcd_layout == "interleaved" and chunks not in (None, recipe.num_blocks_flag):
         words.append(_word("num_virtual_stages_per_pipeline_rank", chunks))
     names = ["bcd_layers_on"] * recipe.is_streamed + ["bcd_resident_layers"] * (bcd.bcd_resident_layers > 0)
-    names += [*filter(recipe.flag, ("bcd_head_phase", "bcd_frozen", "bcd_always_active"))]
+    names += [*filter(recipe.flag, ("bcd_head_phase", "bcd_frozen", "bcd_always_active", "bcd_main_params"))]
     places = [_word(name, getattr(bcd, name)) for name in names]
     if not recipe.config.is_breadth_first:
         yield " ".join([*words, *places])

@@ -90,8 +90,8 @@ def _offloaded_bytes(recipe: Recipe) -> int:
         offloaded += int(per_element * largest) // max(1, on_node // recipe.state.num_expert_parts)
     if recipe.config.is_breadth_first:
         offloaded += max(recipe.memory.activations(0, block).input_bytes("host") for block in blocks)
-    # main parameters of stateless updates are on the device or beside the weights
-    if len(blocks) == 1 or recipe.config.bcd.bcd_inactive_update != "none":
+    bcd = recipe.config.bcd  # main parameters of stateless updates are on the device or beside the weights
+    if len(blocks) == 1 or bcd.bcd_inactive_update != "none" or bcd.bcd_main_params == "drop":
         return offloaded
     return offloaded + max(_offloaded_main_params(recipe, stage) for stage in stages)
 

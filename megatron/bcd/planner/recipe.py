@@ -274,6 +274,8 @@ class Recipe:
             yield f"--precision fp16: {method} has no loss scale. Give bf16 or fp32."
         if rule is not None and self.method != "finetune":
             yield f"--bcd-inactive-update {rule}: needs --method finetune, not {self.method}. Leave it out."
+        if bcd.bcd_main_params == "drop" and (self.config.is_muon or bcd.bcd_inactive_update != "none"):
+            yield f"--bcd-main-params drop: the updates of {self.name} keep main parameters. Leave it out."
         if self.is_factored:
             for field in ("bcd_num_blocks", "bcd_layout", "bcd_head_phase", "num_virtual_stages_per_pipeline_rank"):
                 if self.flag(field):

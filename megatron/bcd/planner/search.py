@@ -29,8 +29,8 @@ _STREAMED_SLOWER, _SLOWER = 1.05, 1.02
 """How much longer a step may take: with fewer blocks, if frozen layers are on the host; if it needs less memory."""
 BLOCK_FLAGS = (
     "bcd_num_blocks", "bcd_layout", "bcd_frozen", "bcd_always_active", "bcd_head_phase",
-    "num_virtual_stages_per_pipeline_rank", "bcd_inactive_update", "bcd_layers_on", "bcd_resident_layers",
-    "bcd_schedule", "bcd_layers_per_pass", "bcd_saved_inputs",
+    "num_virtual_stages_per_pipeline_rank", "bcd_main_params", "bcd_inactive_update", "bcd_layers_on",
+    "bcd_resident_layers", "bcd_schedule", "bcd_layers_per_pass", "bcd_saved_inputs",
 )  # fmt: skip
 """Flags that only methods with blocks have. Stateless updates of all layers have the last five, too."""
 _PLACES = ("device", "host")
@@ -180,7 +180,7 @@ def _choose_layout(
 
 def asks_for_blocks(values: Mapping[str, Any]) -> bool:
     """Return whether a flag asks preset finetune for blocks."""
-    return any(values.get(name) not in (None, 0, "factored") for name in BLOCK_FLAGS[:-5])
+    return any(values.get(name) not in (None, 0, "factored", "host") for name in BLOCK_FLAGS[:-5])
 
 
 def _factored_that_fits(values: Mapping[str, Any], recompute: str | None, size: int | None) -> Recipe | None:
@@ -454,19 +454,17 @@ Remedy = tuple[_Changes, Recipe]
 """Changes, and the recipe that fits with them."""
 
 
-def remedies(values: Mapping[str, Any]) -> list[Remedy]:
-    """Return changes with which a recipe of these values (`valid_pipelines`) fits; none if nothing helps.
+def remedies(values: Mapping[str, Any], plan: Callable[..., Recipe]) -> list[Remedy]:
+    """Return changes of these values with which the recipe that `plan` makes of them fits; none if nothing helps.
 
     They are settings that help alone, the fewest others that help together, another method, and more GPUs.
     """
-    if values["method"] == "finetune" and values.get("bcd_inactive_update") is None:
-        values = {**values, "bcd_inactive_update": "none"}  # `place` has tried the factored update
-    helpful, others = list[Remedy](), list[list[_Changes]]()
+    first_that_fits, helpful, others = partial(_first_that_fits, plan), list[Remedy](), list[list[_Changes]]()
     for choices in filter(None, _settings(values)):
-        alone = _first_that_fits(values, choices)
+        alone = first_that_fits(values, choices)
         helpful += alone
         others += [] if alone else [choices]
-    helpful += _fewest_together(values, others)
+    helpful += _fewest_together(plan, values, others)
     extras: list[_Changes] = [{}, {"recompute": "auto"}, {"recompute": "auto", "micro_batch_size": 1}]
     for method in _OTHER_METHODS[values["task"]]:
         if method.split(",")[0] == values["method"]:
@@ -476,38 +474,45 @@ def remedies(values: Mapping[str, Any]) -> list[Remedy]:
             other["bcd_frozen"] = values.get("bcd_frozen")
         if other.get("adam_moments_dtype") == (values.get("adam_moments_dtype") or "fp32"):
             del other["adam_moments_dtype"]
-        helpful += _first_that_fits(values, [other | extra for extra in extras])
+        helpful += first_that_fits(values, [other | extra for extra in extras])
     more, batch = [], int(values.get("global_batch_size") or DEFAULTS["global_batch_size"])
     for number in _doubled(2 * values["num_gpus"]):
         larger: _Changes = {"num_gpus": number}
         if _multiple(batch, number) != batch:
             larger["global_batch_size"] = _multiple(batch, number)
         more += [larger | extra for extra in extras]
-    return helpful + _first_that_fits(values, more)
+    return helpful + first_that_fits(values, more)
 
 
 def _settings(values: Mapping[str, Any]) -> Iterator[list[_Changes]]:
-    """Yield for each setting the values that need less memory, nearest first. The first settings keep the loss."""
+    """Yield for each setting the values that need less memory, nearest first. The first settings keep the loss.
+
+    A --host-memory-gb of None is as much as the plan needs.
+    """
     method, number, rule = values["method"], values.get("bcd_num_blocks"), values.get("bcd_inactive_update")
     has_blocks = method in PRESET_OF and rule != "factored"
     if rule == "factored":
         yield [{"bcd_inactive_update": "none", "bcd_num_blocks": None}]
-    if (values.get("micro_batch_size") or 1) > 1:
-        yield [{"micro_batch_size": 1}]
+    yield [{"micro_batch_size": size} for size in reversed(_divisors(values.get("micro_batch_size") or 1)[:-1])]
     if values.get("cross_entropy_fusion_impl") != "linear":
         yield [{"cross_entropy_fusion_impl": "linear"}]
-    if values["recompute"] == "none":
+    no_recompute: _Changes = {} if values.get("recompute") in (None, "none") else {"recompute": "none"}
+    if values.get("recompute") == "none":
         yield [{"recompute": "auto"}]
+    if values.get("host_memory_gb") is not None:
+        yield [{"host_memory_gb": None}]
     if method != "offload" and values.get("adam_moments_dtype") != "int8":
         yield [{"adam_moments_dtype": "int8"}]
     if values["precision"] == "fp32":
         yield [{"precision": "bf16"}]
     if rule == "factored" or method == "pretrain":
-        on_device = {"bcd_schedule": "breadth-first", "recompute": "none"}
+        on_device: _Changes = {"bcd_schedule": "breadth-first"} | no_recompute
         yield [on_device, on_device | {"bcd_layers_on": "host", "bcd_saved_inputs": "host"}]
     elif method in CAN_STREAM and values.get("bcd_layers_on") != "host":
-        on_host: _Changes = {"bcd_layers_on": "host", "recompute": "none"}
+        on_host: _Changes = {"bcd_layers_on": "host"} | no_recompute
         yield [on_host, on_host | {"bcd_saved_inputs": "host"}]
+    if method in CAN_STREAM and has_blocks and values["precision"] != "fp32" and not values.get("bcd_main_params"):
+        yield [{"bcd_main_params": "drop"}]
     always = (values.get("bcd_always_active") or "none").split(",")
     if method == "finetune" and "head" not in always:
         can_move = always == ["none"] and not values.get("bcd_head_phase") and not values["model"].is_tied
@@ -522,11 +527,13 @@ def _settings(values: Mapping[str, Any]) -> Iterator[list[_Changes]]:
         yield [{"pipeline_model_parallel_size": size} for size in _divisors(values["num_gpus"]) if size > stages]
 
 
-def _fewest_together(values: Mapping[str, Any], settings: Sequence[Sequence[_Changes]]) -> list[Remedy]:
+def _fewest_together(
+    plan: Callable[..., Recipe], values: Mapping[str, Any], settings: Sequence[Sequence[_Changes]]
+) -> list[Remedy]:
     """Return these settings without those that are not needed, each with the nearest value that suffices."""
 
     def fitting(chosen: Sequence[_Changes]) -> list[Remedy]:
-        return _first_that_fits(values, [{name: value for each in chosen for name, value in each.items()}])
+        return _first_that_fits(plan, values, [{name: value for each in chosen for name, value in each.items()}])
 
     chosen: list[_Changes] = [choices[-1] for choices in settings]
     remedy = fitting(chosen)
@@ -539,10 +546,14 @@ def _fewest_together(values: Mapping[str, Any], settings: Sequence[Sequence[_Cha
     return remedy
 
 
-def _first_that_fits(values: Mapping[str, Any], choices: Sequence[_Changes]) -> list[Remedy]:
-    """Return the first of these changes with which the recipe fits; an empty list if none does."""
+def _first_that_fits(
+    plan: Callable[..., Recipe], values: Mapping[str, Any], choices: Sequence[_Changes]
+) -> list[Remedy]:
+    """Return the first of these changes with which the plan fits; an empty list if none does."""
     for changes in choices:
-        for recipe in filter(fits, valid_pipelines(**{**values, **changes}, must_exist=False)):
+        for recipe in filter(fits, _valid(plan, [{**values, **changes}])):
+            if changes.get("host_memory_gb", 0) is None:
+                changes = {**changes, "host_memory_gb": math.ceil(node_bytes(recipe) / 1e9)}
             return [(changes, recipe)]
     return []
 
