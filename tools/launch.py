@@ -7,6 +7,7 @@ Takes torchrun's flags. The exit code is that of the first rank that failed, or 
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from torch.distributed import run
@@ -16,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 def main() -> int:
     """Run torchrun's agent; return the exit code."""
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # the line is enough
     try:
         run.run(run.parse_args(sys.argv[1:]))
     except KeyboardInterrupt:  # before the agent has handlers
@@ -23,10 +25,11 @@ def main() -> int:
     except SignalException as stopped:
         return 128 + stopped.sigval
     except ChildFailedError as failed:
-        _, failure = failed.get_first_failure()
+        rank, failure = failed.get_first_failure()
         # the rank's own line (megatron.bcd.runtime.exit), or torchrun's report of a rank that crashed
         line = failure.message["message"] if isinstance(failure.message, dict) else failed
-        print(line, file=sys.stderr, flush=True)
+        if line is failed or rank != failure.local_rank:  # otherwise rank 0, which is on this node, has printed it
+            print(line, file=sys.stderr, flush=True)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0
 

@@ -527,7 +527,8 @@ def _memory(estimate: Estimate) -> str:
     names, rows = [name for name in _MEMORY if name != "pieces" or has_pieces], []
     for rank in sorted(ranks, key=lambda rank: (rank.stage, rank.block)):
         figures = (*(getattr(rank, name) for name in names), rank.total)
-        rows.append((str(rank.stage), str(rank.block), *(f"{figure / GIB:.2f}" for figure in figures)))
+        block = str(rank.block) if estimate.recipe.partition.num_blocks > 1 else "all"
+        rows.append((str(rank.stage), block, *(f"{figure / GIB:.2f}" for figure in figures)))
     columns = ("stage", "block", *(name.replace("_", " ") for name in names), "peak")
     lines = [table(columns, rows, num_left=0)]
     if len(ranks) < len(estimate.ranks):
@@ -540,7 +541,7 @@ def _memory(estimate: Estimate) -> str:
     saving = f"a node needs {estimate.saving_bytes / GIB:.1f} more to save"
     lines.append(f"host memory per rank: {estimate.host_bytes / GIB:.1f} GiB; {saving}")
     largest, peak = estimate.largest_micro_batch, estimate.peak
-    where = f"{peak.total / GIB:.1f} GiB on stage {peak.stage} in the phase of block {peak.block}"
+    where = f"{peak.total / GIB:.1f} GiB on stage {peak.stage}{phase_of(estimate)}"
     if estimate.fits:
         lines.append(f"fits: {where}; the largest micro-batch that fits is {largest}")
     elif more := host_misfit(estimate.recipe):
@@ -549,6 +550,11 @@ def _memory(estimate: Estimate) -> str:
         what = f"micro-batch {largest} would fit" if largest else "no micro-batch fits"
         lines.append(f"does NOT fit: {where}; {what}")
     return "\n".join(lines)
+
+
+def phase_of(estimate: Estimate) -> str:
+    """Return in which phase the peak is; an empty text in a run without blocks, which has one phase."""
+    return f" in the phase of block {estimate.peak.block}" if estimate.recipe.partition.num_blocks > 1 else ""
 
 
 def memory_here() -> int:
@@ -569,7 +575,8 @@ def _time(estimate: Estimate) -> str:
     rows, phases = [], estimate.phases
     for phase in phases[:: -(-len(phases) // _MOST_ROWS)]:
         seconds = (phase.pipeline, phase.optimizer, phase.reductions, phase.total)
-        rows.append((str(phase.block), *(f"{1e3 * second:,.0f}" for second in seconds), _percent(phase.bubble)))
+        block = str(phase.block) if len(phases) > 1 else "all"
+        rows.append((block, *(f"{1e3 * second:,.0f}" for second in seconds), _percent(phase.bubble)))
     rows.append(("mean", "", "", "", f"{1e3 * estimate.iteration_seconds:,.0f}", _percent(estimate.bubble)))
     if exchange := estimate.exchange:
         mean = exchange.seconds / exchange.interval

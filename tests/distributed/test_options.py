@@ -111,6 +111,8 @@ def test_rates_on_a_ramp(world1: World, text_data: str) -> None:
     flags |= {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 3, "rampup_batch_size": (2, 2, 24)}
     [outcome] = world1.run(worlds.train_run, worlds.run_config(**flags))
     rates = [line["learning_rate"] for line in outcome["metrics"]]
+    used = [step["learning_rate"] for step in outcome["steps"]]
+    assert [line["step_learning_rate"] for line in outcome["metrics"]] == used and used[1:] == rates[:-1]
     assert max(rates[:3]) < 1e-2 and rates[3:9] == pytest.approx([1e-2] * 6), "warm after four iterations"
     assert 1e-2 > rates[9] > rates[10] > rates[11], "three of decay"
 

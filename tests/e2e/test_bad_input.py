@@ -86,12 +86,10 @@ def test_as_a_user_runs_it(repo_root: Path, workplace: Path) -> None:
 
 
 def test_the_launcher_ends_with_the_error(repo_root: Path, workplace: Path) -> None:
-    """An error above a page of torchrun's traceback, an exit code that says nothing, or a library's line before it."""
+    """A mistake is one line, printed once: without torchrun's report, and with an exit code that says something."""
     write_dataset(workplace / "data" / "text_document", good_documents(largest=300))
     before = digests(workplace)
     launcher = (str(repo_root / "tools" / "launch.py"), "--standalone", "--nproc-per-node", "2")
     done = started(repo_root, workplace, *launcher, str(repo_root / PROG), *command_line(num_ranks=2))
-    lines = done.stderr.splitlines()
-    assert (done.returncode, lines[-1]) == (2, lines[0]) and "token 300" in lines[0], done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 2 and "token 300" in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert (done.stdout, digests(workplace)) == ("", before)

@@ -369,6 +369,7 @@ def outcome(run: RecordedRun) -> dict[str, Any]:
                 "loss": record.loss,
                 "grad_norm": record.grad_norm,
                 "learning_rate": record.learning_rate,
+                "step_learning_rate": record.step_learning_rate,
                 "global_batch_size": record.global_batch_size,
                 "params_norm": record.params_norm,
                 "router_losses": record.router_losses,

@@ -4,6 +4,7 @@ reported."""
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -327,3 +328,25 @@ def test_chunks_of_a_stage(words: tuple[str, ...], layout: str, num_chunks: int)
     assert gathered.config.ddp.overlap_param_gather == gathered.config.optimizer.overlap_param_gather
     assert gathered.config.ddp.overlap_param_gather == (num_chunks == 1)
     assert ("--overlap-param-gather" in "".join(gathered.notes)) == (num_chunks > 1)
+
+
+def test_advice_does_not_contradict_itself() -> None:
+    """A conflict is reported once, by the flags that were given, without what a flag to leave out would need."""
+    flags = ("--bcd-preset", "paper", "--fp8-format", "hybrid", "--bcd-layers-on", "host")
+    with pytest.raises(ConfigurationError) as raised:
+        parse(*flags)
+    conflict, *others = raised.value.problems
+    assert conflict == "--bcd-layers-on host and --fp8-format cannot be combined. Leave one of them out."
+    assert all(other.endswith("Leave it out.") for other in others)
+
+
+def _notes(*flags: str) -> Sequence[str]:
+    return read_command_line([*WORDS, *flags], prog="test", world_size=2).notes
+
+
+def test_chunks_that_are_not_kept_are_named() -> None:
+    """--num-layers-per-virtual-pipeline-stage that the blocks do not allow is named with what happens in its place."""
+    flags = ("--num-layers", "8", "--pipeline-model-parallel-size", "2", LAYERS, "2")
+    notes = _notes(*flags)
+    assert [note for note in notes if note.startswith(f"{LAYERS} 2 is not kept: 3 chunks on every pipeline stage")]
+    assert not [note for note in _notes(*flags, "--bcd-num-blocks", "2") if LAYERS in note]

@@ -70,6 +70,13 @@ def test_what_people_write(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["bill"]["tokens"] == 2.5e12
 
 
+def test_a_plan_without_blocks_speaks_of_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only a plan with several blocks names the block of its largest phase."""
+    flags = ("--model", "G-1.6B", "--gpu", "a100", "--num-gpus", "1")
+    assert "block 0" not in output(capsys, *flags, "--method", "full", "--recompute", "auto")
+    assert "in the phase of block 0; " in output(capsys, *flags, "--method", "bcd", "--recompute", "auto")
+
+
 def test_nothing_fits_anywhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A search for a remedy without an end, or a command for none."""
     table = (plan.ROOT + "/examples/clusters.csv", tmp_path / "clusters.csv")

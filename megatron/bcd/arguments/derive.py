@@ -51,7 +51,12 @@ def derive_values(
     chunks = _derive_chunks(values, given=given)
     if chunks is not None and chunks != values["num_virtual_stages_per_pipeline_rank"]:
         rounded = values["num_virtual_stages_per_pipeline_rank"]
-        lines.append(f"{rounded} chunks on every pipeline stage in place of {chunks}: a multiple of the blocks")
+        number, per_chunk = values["bcd_num_blocks"], given.get("num_layers_per_virtual_pipeline_stage")
+        flag = "" if per_chunk is None else f"--num-layers-per-virtual-pipeline-stage {per_chunk} is not kept: "
+        lines.append(
+            f"{flag}{rounded} chunks on every pipeline stage in place of {chunks}, a multiple of --bcd-num-blocks "
+            f"{DEFAULT_NUM_BLOCKS if number is None else number}"
+        )
     ignored += taken_back.values()
     if given.get("overlap_param_gather") and not values["overlap_param_gather"]:
         ignored.append("--overlap-param-gather (chunks are gathered after the step)")

@@ -58,6 +58,7 @@ def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = (
         extras = partition.describe_extras(block.index)
         lines.append(f"  block {block.index}: {', '.join((f'layers {describe_layers(block.layers)}', *extras))}")
     vocabulary = known_vocabulary(config)
+    lines += filter(None, [partition.describe_uneven()])
     padded = padded_vocab_size(vocabulary or 0, config.model.make_vocab_size_divisible_by, config.tensor_size)
     planned = model_state_of(config, partition, padded_vocab_size=padded, num_replicas=data_size * config.context_size)
     lines.append("planned model state of a rank in its largest phase (weights, gradients, optimizer; no activations):")

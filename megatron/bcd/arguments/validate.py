@@ -163,7 +163,7 @@ def find_problems(
         lambda: None if problems else _check_core_accepts(config),  # its messages are less clear
         lambda: _check_outputs(run) if starts else None,
     ]
-    problems += _check_tables(values)
+    problems += _check_tables(values, given)
     for rule in rules:
         try:
             rule()
@@ -195,14 +195,18 @@ def _check_ranges(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: must be {ranges[field].text}"
 
 
-def _check_tables(values: Mapping[str, Any]) -> Iterator[str]:
+def _check_tables(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    derived, conflicting = dict[str, str](), set[str]()
+    if values["bcd_layers_on"] != "device" and "bcd_schedule" not in given:  # name the flag that the user gave
+        derived["--bcd-schedule=breadth-first"] = "--bcd-layers-on"
     pairs = (f"{flag} {other}" for flag, others in CONFLICTS.items() for other in others.split())
     for row in (*AT_MOST_ONE, *pairs):
-        flags = [_describe(values, flag) for flag in row.split() if holds(values, flag)]
+        flags = [_describe(values, derived.get(flag, flag)) for flag in row.split() if holds(values, flag)]
         if len(flags) > 1:
+            conflicting.update(flags)
             yield f"{' and '.join(flags)} cannot be combined. Leave one of them out."
     for flag, needed in NEEDS.items():
-        if holds(values, flag):
+        if holds(values, flag) and _describe(values, flag) not in conflicting:
             missing = [need.replace("=", " ") for need in needed.split() if not holds(values, need)]
             if missing:
                 yield f"{_describe(values, flag)} needs {' and '.join(missing)}"
@@ -593,7 +597,7 @@ def _check_groups(config: RunConfig, run: Run, partition: Partition) -> None:
 def _check_packages(run: Run) -> None:
     require(
         run.fp8 is None or packages.has_transformer_engine(),
-        f"--fp8-format {run.fp8} needs Transformer Engine and a GPU. Give --bf16 alone.",
+        f"--fp8-format {run.fp8} needs Transformer Engine and a GPU. Leave it out.",
     )
     for field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         dtype = getattr(run, field)

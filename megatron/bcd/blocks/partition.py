@@ -6,6 +6,7 @@ into blocks. Layers, stages, submodels and blocks are numbered from 0, in depth 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -308,6 +309,19 @@ class Partition:
             return "head frozen" if "head" in self.frozen else "head always active"
         return (
             f"head part of block {owner.index}" if owner.layers else "head in a phase of its own, with the final norm"
+        )
+
+    def describe_uneven(self) -> str:
+        """Return which number of blocks is even if a block has at least half more layers than another, else ""."""
+        sizes, common = [len(block.layers) for block in self.blocks if block.layers], math.gcd(*self.layers_per_stage)
+        if self.layout in ("stage", "experts") or common == 1 or 2 * max(sizes, default=0) < 3 * min(sizes, default=0):
+            return ""
+        number = len(sizes) // (self.num_stages if self.layout == "submodel" else 1)
+        even = [divisor for divisor in range(2, common + 1) if common % divisor == 0]
+        nearest = [*[each for each in even if each < number][-1:], *[each for each in even if each > number][:1]]
+        return (
+            f"blocks of {', '.join(map(str, sizes))} layers: --bcd-num-blocks {' or '.join(map(str, nearest))} divides "
+            "them evenly"
         )
 
     def describe_untrained(self, visited: Collection[int]) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def step_lines(record: StepMetrics, *, train_iters: int, left: str) -> list[str]
         f"iteration {record.iteration:{len(str(train_iters))}d}/{train_iters}",
         f"block {record.block}",
         f"loss {record.loss:.6E}",
-        f"lr {record.learning_rate:.3E}",
+        f"lr {record.learning_rate if record.step_learning_rate is None else record.step_learning_rate:.3E}",
         f"grad norm {'-' if record.grad_norm is None else f'{record.grad_norm:.4g}'}",
         f"{step_ms:.{0 if step_ms >= 1000 else 1}f} ms/step",
         left,

@@ -19,6 +19,8 @@ class StepMetrics:
     """Mean over the log interval, as in Megatron-LM."""
     learning_rate: float
     """Rate of the next step, as in Megatron-LM; with a phase warm-up or factors per block, of the last step."""
+    step_learning_rate: float | None = None
+    """Rate of the last step, which the log line shows."""
     grad_norm: float | None
     """Norm of the active block's gradient before clipping; None if not computed."""
     step_time_ms: float

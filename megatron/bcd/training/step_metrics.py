@@ -80,6 +80,7 @@ class StepMetricsCollector:
             block=self.block_schedule.block(phase_state),
             loss=statistics.fmean(result.loss for result in stepped or interval),
             learning_rate=learning_rate,
+            step_learning_rate=interval[-1].learning_rate,
             grad_norm=interval[-1].grad_norm,
             step_time_ms=milliseconds,
             tokens_per_second=batch_size * self.config.model.seq_length / milliseconds * 1e3,
