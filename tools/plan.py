@@ -32,7 +32,7 @@ from megatron.bcd.huggingface.architecture import CONFIG, read_architecture
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.estimate import MULTIPLIERS, Estimate, make_estimate
-from megatron.bcd.planner.measured import Finding, finding, learning_rate
+from megatron.bcd.planner.measured import EXPERTS_SOURCE, EXPERTS_TIME, Finding, finding, learning_rate
 from megatron.bcd.planner.memory import fits_on_host, node_bytes
 from megatron.bcd.planner.recipe import DEFAULTS, LORA, METHODS, PRESET_OF, STREAMED, Recipe, flag_of
 from megatron.bcd.planner.search import (
@@ -46,6 +46,7 @@ from megatron.bcd.planner.search import (
     search,
     shortest_that_fits,
     valid_pipelines,
+    with_largest_micro_batch,
 )
 from megatron.bcd.planner.tables import (
     GIB,
@@ -95,7 +96,8 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
         " more does not fit (default: this machine's)"},
     "pipeline_model_parallel_size": _NUMBER | {"help": "(default: the smallest that fits; --search tries all)"},
     "context_parallel_size": _NUMBER | {"help": "(default: 1)"},
-    "micro_batch_size": _NUMBER | {"default": 1, "help": "(default: 1; --search tries powers of two)"},
+    "micro_batch_size": _NUMBER | {"help": "(default: 1, with experts the largest that fits; --search tries powers of"
+        " two)"},
     "global_batch_size": _NUMBER | {"default": DEFAULTS["global_batch_size"], "help": "(default: 64)"},
     "seq_length": _NUMBER | {"help": f"(default: the model's, of a config.json at most {LONGEST_DEFAULT:,})"},
     "recompute": {"choices": ("none", "full", "auto"), "nargs": "?", "const": "full", "default": "none", "help": "auto:"
@@ -293,7 +295,8 @@ def planned(**values: Any) -> Recipe:
     """Return the recipe of these values with the planner's choice of those that are open. Raises Refusal."""
     if values["task"] == "sft" or values["method"] == "finetune":
         return place(**values)
-    return shortest_that_fits(valid_pipelines(**values))
+    recipe = shortest_that_fits(valid_pipelines(**values))
+    return recipe if values["micro_batch_size"] else with_largest_micro_batch(recipe)
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
@@ -583,6 +586,8 @@ def _time(estimate: Estimate) -> str:
         rows.insert(-1, ("exchange", "", "", "", f"{1e3 * mean:,.0f}", ""))
     share = f"{100 * estimate.full_training_share:.1f} % of the GPUs' peak"
     speed = f"{estimate.tokens_per_second:,.0f} tokens/s, which full training would reach at {share}"
+    if estimate.recipe.model.experts:
+        speed = f"the mean is {EXPERTS_TIME:g} times the formulas' with experts, {EXPERTS_SOURCE}\n{speed}"
     if estimate.recipe.is_streamed:
         speed += f"; {_percent(estimate.copy_share)} of the time waits for copies of layers"
     if exchange:

@@ -479,6 +479,26 @@ def test_dropped_main_parameters_need_no_host_memory(capsys: pytest.CaptureFixtu
     assert "--bcd-main-params drop: " in run(capsys, *flags, *factored, code=2)
 
 
+def test_plans_with_experts_have_the_measured_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Time, speed and price are 5 times the formulas', as measured, and the micro-batch is the largest that fits."""
+    model = folder(tmp_path, PUBLISHED["Qwen3-30B-A3B"][0])
+    on_one, on_many = (
+        ("--gpu", "h200", "--num-gpus", "1", "--task", "sft"),
+        ("--gpu", "a100", "--num-gpus", "16", "--bf16"),
+    )
+    for flags, largest in ((on_one, 8), (on_many, 2)):
+        found = json.loads(run(capsys, "--model", model, *flags, "--json"))
+        phases = [phase["total"] for phase in found["time"]["phases"]]
+        seconds = 5 * sum(phases) / len(phases)
+        assert found["time"]["iteration_seconds"] == pytest.approx(seconds)
+        assert found["bill"]["days"] == pytest.approx(found["bill"]["iterations"] * seconds / 86400)
+        assert found["recipe"]["micro_batch_size"] == found["memory"]["largest_micro_batch"] == largest
+        assert "one H200 took for a quarter of Qwen3-30B-A3B; docs/experts.md" in run(capsys, "--model", model, *flags)
+    dense = run(capsys, "--model", "G-1.6B", "--gpu", "a100", "--num-gpus", "1", "--json")
+    time = json.loads(dense)["time"]
+    assert time["iteration_seconds"] == pytest.approx(sum(each["total"] for each in time["phases"]) / 3)
+
+
 def test_speed_is_no_utilisation(capsys: pytest.CaptureFixture[str]) -> None:
     """Arithmetic that blocks leave out is called MFU."""
     text = run(capsys, "--model", "G-5.4B", "--gpu", "rtx4090", "--num-gpus", "4")

@@ -8,6 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
+from megatron.bcd.planner.measured import EXPERTS_TIME
 from megatron.bcd.planner.memory import fits, fits_on_host, host_bytes, peak, rank_memory, saving_bytes
 from megatron.bcd.planner.recipe import LORA, Recipe
 from megatron.bcd.planner.replica_groups import Exchange, exchange_of, waiting_seconds
@@ -67,7 +68,7 @@ class Estimate:
     saving_bytes: int  # more host memory of a node while it saves
     phases: tuple[PhaseTime, ...]
     exchange: Exchange | None  # with other replica groups
-    iteration_seconds: float  # mean over a cycle, exchanges included
+    iteration_seconds: float  # mean over a cycle, exchanges included; with experts EXPERTS_TIME times the phases' mean
     bubble: float  # mean over a cycle
     tokens_per_second: float  # of all replica groups
     copy_share: float  # part of the time that waits for copies of frozen layers
@@ -137,13 +138,14 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
         ValueError: either is out of range.
     """
     phases = cycle_seconds(recipe)
-    computing = sum(phase.total for phase in phases) / len(phases)
+    times = EXPERTS_TIME if recipe.model.experts else 1.0
+    computing = times * sum(phase.total for phase in phases) / len(phases)
     waiting = waiting_seconds(recipe, computing)
     seconds = computing + waiting
     copy_share = 0.0
     if recipe.is_streamed:
         at_once = cycle_seconds(replace(recipe, cluster=replace(recipe.cluster, copy_gb_per_s=1e9)))
-        copy_share = 1 - (sum(phase.total for phase in at_once) / len(phases) + waiting) / seconds
+        copy_share = 1 - (times * sum(phase.total for phase in at_once) / len(phases) + waiting) / seconds
     # full training without recomputation: three passes through layers and head
     flops = 3 * (recipe.model.layers * layer_pass(recipe).flops + head_pass(recipe).flops)
     flops *= recipe.num_microbatches * recipe.num_replicas

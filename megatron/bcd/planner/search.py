@@ -92,6 +92,16 @@ def shortest_that_fits(recipes: Sequence[Recipe]) -> Recipe:
     return next((recipe for recipe in recipes if fits(recipe)), recipes[-1])
 
 
+def with_largest_micro_batch(recipe: Recipe, *, share: float = 1.0) -> Recipe:
+    """Return a recipe with experts with the largest micro-batch that fits: every microbatch launches the same kernels.
+
+    Others do not change.
+    """
+    sizes = _divisors(recipe.global_batch_size // recipe.data_size) if recipe.model.experts else []
+    larger = _valid(recipe.changed, ({"micro_batch_size": size} for size in reversed(sizes)))
+    return next((each for each in larger if fits(each, share=share)), recipe)
+
+
 def with_fewest_blocks(recipe: Recipe) -> Recipe:
     """Return a recipe of preset finetune with the fewest blocks that fit, but at least two, if no number was given.
 
@@ -172,10 +182,18 @@ def _choose_layout(
                     stages = recipe.pipeline_size if by_stage else values.get("pipeline_model_parallel_size")
                     base = recipe.changed(cross_entropy_fusion_impl=values.get("cross_entropy_fusion_impl"))
                     others = layouts(base, stages=stages, recompute=recompute)
-                    fitting = [other for other in others if fits(other, share=share)]
+                    fitting = _largest_with_experts(other for other in others if fits(other, share=share))
                     recipe = min(fitting, key=lambda each: mean_seconds(each, is_rough=True), default=recipe)
-                return with_fewest_blocks(recipe)
+                recipe = with_fewest_blocks(recipe)
+                return recipe if micro_batch_size else with_largest_micro_batch(recipe, share=share)
     return tried[-1]
+
+
+def _largest_with_experts(recipes: Iterable[Recipe]) -> list[Recipe]:
+    """Return the recipes; with experts only those with the largest micro-batch, as their time is that of launches."""
+    every = list(recipes)
+    largest = max((each.micro_batch_size for each in every if each.model.experts), default=0)
+    return [each for each in every if each.micro_batch_size >= largest]
 
 
 def asks_for_blocks(values: Mapping[str, Any]) -> bool:
@@ -192,7 +210,7 @@ def _factored_that_fits(values: Mapping[str, Any], recompute: str | None, size: 
     stages, recipes = values.get("pipeline_model_parallel_size"), list[Recipe]()
     for base in valid_pipelines(**{**values, "bcd_inactive_update": "factored"}, must_exist=False)[:1]:  # none in fp16
         recipes += layouts(base, stages=stages, recompute=recompute, micro_batch_size=size)
-    fitting = [recipe for recipe in recipes if fits(recipe, share=_PLANNED_SHARE)]
+    fitting = _largest_with_experts(recipe for recipe in recipes if fits(recipe, share=_PLANNED_SHARE))
     seconds = [mean_seconds(recipe, is_rough=True) for recipe in fitting]
     within = (recipe for recipe, each in zip(fitting, seconds, strict=True) if each <= _SLOWER * min(seconds))
     return next(within, None)
@@ -365,7 +383,7 @@ def search(
         seconds = mean_seconds(recipe, is_rough=True)
         return training_cost(recipe, seconds, tokens=tokens, multiplier=multiplier).gpu_hours
 
-    by_price = sorted(filter(fits, layouts(base, stages=stages)), key=rough_hours)
+    by_price = sorted(_largest_with_experts(filter(fits, layouts(base, stages=stages))), key=rough_hours)
     if by_price and by_price[0].partition.num_blocks > SEARCHED_BLOCKS[-1]:  # so many phases take long to simulate
         cheapest = by_price[:1]
     else:
