@@ -45,7 +45,7 @@ def test_examples_have_flags_of_today(tool: str, monkeypatch: pytest.MonkeyPatch
         read_flags(tool, words)
 
 
-PLAN = "--model G-5.4B --gpu rtx4090 --num-gpus 4"
+PLAN = "--model G-5.4B --gpu rtx4090 --num-gpus 4 --host-memory-gb 256"
 PIPELINE = "--stages 4 --microbatches 8 --pivot 2"
 
 
