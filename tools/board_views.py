@@ -43,7 +43,7 @@ def bars(estimate: Estimate) -> list[View]:
     if peak.optimizer_work > sum(moving.values()):
         moving = {"temporary memory of the optimizer": peak.optimizer_work}
     parts = {"weights": peak.weights, "gradients": peak.gradients, "optimizer": peak.optimizer, **moving}
-    where = f", stage {peak.stage}{plan.phase_of(estimate)}" * (len(estimate.ranks) > 1)
+    where = f", stage {peak.stage}{estimate.peak_phase}" * (len(estimate.ranks) > 1)
     shown = [_bar(f"{cluster.gpu}{where}", parts | {"framework": peak.framework}, GIB, cluster.memory_gib, "GiB")]
     own = recipe.gpus_per_node * estimate.host_bytes
     parts = {"layers, optimizer state, saved inputs": own, "more while saving": estimate.saving_bytes}

@@ -544,7 +544,7 @@ def _memory(estimate: Estimate) -> str:
     saving = f"a node needs {estimate.saving_bytes / GIB:.1f} more to save"
     lines.append(f"host memory per rank: {estimate.host_bytes / GIB:.1f} GiB; {saving}")
     largest, peak = estimate.largest_micro_batch, estimate.peak
-    where = f"{peak.total / GIB:.1f} GiB on stage {peak.stage}{phase_of(estimate)}"
+    where = f"{peak.total / GIB:.1f} GiB on stage {peak.stage}{estimate.peak_phase}"
     if estimate.fits:
         lines.append(f"fits: {where}; the largest micro-batch that fits is {largest}")
     elif more := host_misfit(estimate.recipe):
@@ -553,11 +553,6 @@ def _memory(estimate: Estimate) -> str:
         what = f"micro-batch {largest} would fit" if largest else "no micro-batch fits"
         lines.append(f"does NOT fit: {where}; {what}")
     return "\n".join(lines)
-
-
-def phase_of(estimate: Estimate) -> str:
-    """Return in which phase the peak is; an empty text in a run without blocks, which has one phase."""
-    return f" in the phase of block {estimate.peak.block}" if estimate.recipe.partition.num_blocks > 1 else ""
 
 
 def memory_here() -> int:

@@ -80,6 +80,11 @@ class Estimate:
         """The rank and phase with the largest peak."""
         return peak(self.ranks)
 
+    @property
+    def peak_phase(self) -> str:
+        """The phase of the peak in words; an empty text in a run without blocks, which has one phase."""
+        return f" in the phase of block {self.peak.block}" if self.recipe.partition.num_blocks > 1 else ""
+
     @cached_property
     def largest_micro_batch(self) -> int | None:
         """The largest micro-batch that fits and divides the batch of a data-parallel rank; None if none does."""
