@@ -83,7 +83,7 @@ def read_prompts(path: str) -> list[str]:
 
 def encode(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> list[int]:
     """Return the token ids of a prompt, formatted as the flags ask. Raises ValueError if it cannot be continued."""
-    from megatron.bcd.data.sft.text import alpaca
+    from megatron.bcd.data.sft.records import alpaca
 
     tokenizer = loaded.tokenizer
     if options.chat:

@@ -149,6 +149,18 @@ def test_an_epoch_has_every_record_once(world1: World, data: str, records: list[
     assert first != second != expected
 
 
+def test_bad_records_are_left_out(world1: World, records: list[dict[str, str]], tmp_path: Path) -> None:
+    """A run with --sft-skip-bad-records trains on the others and reports; without it the stored samples are refused."""
+    bad = {"prompt": "p", "completion": ""}
+    data = fine_tuning.write_records(tmp_path / "data.jsonl", [*records[:9], bad])
+    flags = PLAIN | {"num_layers": 1, "train_iters": 2}
+    (result,) = world1.run(run_of, fine_tuning.config_of(data, **flags, sft_skip_bad_records=True))
+    assert any("1 bad record is left out" in note and "line 10 has an empty answer" in note for note in result["notes"])
+    assert "p" not in {fine_tuning.text_of(sample["ids"]) for step in result["samples"] for sample in step}
+    with pytest.raises(Exception, match="line 10 has an empty answer.*--sft-skip-bad-records"):
+        world1.run(run_of, fine_tuning.config_of(data, **flags))
+
+
 CUTS: dict[str, dict[str, Any]] = {
     "pipeline2": {"pipeline_model_parallel_size": 2},
     "tensor2": {"tensor_model_parallel_size": 2},

@@ -150,6 +150,10 @@ SFT_CASES = (
         prepare=records(RECORD * 3 + b"{"),
     ),
     case(
+        "bad records", *SFT, prepare=records(b"".join((RECORD, b"{\n", RECORD, RECORD.replace(b'"c"', b'" "')))),
+        named=("--data-path records.jsonl, line 2 is not JSON", "; line 4 has an empty answer", "--sft-skip-bad"),
+    ),
+    case(
         "a long answer", *SFT, "--sft-refuse-long", named=("records.jsonl, line 2", "--sft-refuse-long"),
         prepare=records(RECORD + RECORD.replace(b'"c"', b'"' + b"c" * 30 + b'"')),
     ),

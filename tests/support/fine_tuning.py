@@ -32,7 +32,8 @@ def questions(count: int, *, seed: int = 1) -> list[dict[str, str]]:
     records = []
     for number in range(count):
         prompt = f"{number}:" + "".join(draw.choices("abc ", k=draw.randint(1, 16))) + "?"
-        records.append({"prompt": prompt, "completion": "".join(draw.choices("xyz ", k=draw.randint(1, 20)))})
+        completion = "".join(draw.choices("xyz ", k=draw.randint(1, 20)))
+        records.append({"prompt": prompt, "completion": completion if completion.strip() else "x" * len(completion)})
     return records
 
 

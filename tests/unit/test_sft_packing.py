@@ -139,7 +139,37 @@ def test_a_killed_preparation_is_not_used(tmp_path: Path) -> None:
     assert written(root).ids.tolist() == first.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("name", ["ids.bin", "learned.bin", "bounds.npy", "places.npy"])
+def test_bad_records_are_reported(tmp_path: Path) -> None:
+    """All bad records are counted and the first ten named, on reuse too; --sft-skip-bad-records leaves them out."""
+    good, bad = '{"prompt": "p", "completion": "c"}\n', '{"prompt": "p", "completion": ""}\n'
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.json"]
+    paths[0].write_text(good + bad + "{\n" + good)
+    paths[1].write_text(f"[{','.join([good] + [bad] * 10)}]")
+    files = [("--data-path", str(path)) for path in paths]
+    with store.new_folder(str(tmp_path), "one") as folder:
+        store.write(folder, store.tokenize_files(files, ByteLevelTokenizer(), "auto", ()))
+    samples = store.open_samples(str(tmp_path), "one")
+    assert samples is not None and (len(samples), samples.num_bad) == (3, 12)
+    config = fine_tuning.config_of("a.jsonl", split="100,0,0", eval_iters=0)
+    with pytest.raises(ValueError, match="give --sft-skip-bad-records") as caught:
+        plan._members(samples, config, files)
+    for words in (
+        f"{paths[0]}, line 2 has an empty",
+        "; line 3 is not JSON",
+        f"{paths[1]}, entry 2 has",
+        "; entry 9 has",
+    ):
+        assert words in str(caught.value)
+    assert "entry 10" not in str(caught.value) and "; and 2 more bad records. " in str(caught.value)
+    config = fine_tuning.config_of("a.jsonl", split="100,0,0", eval_iters=0, sft_skip_bad_records=True)
+    members, _ = plan._members(samples, config, files)
+    assert len(members[0]) == 3
+    packed = pack_one_each(members[0])
+    prepared = plan._Prepared(samples=samples, splits=(packed, packed, packed), num_omitted=0, files=files)
+    assert any("12 bad records are left out: --data-path" in note for note in plan._notes(config, prepared))
+
+
+@pytest.mark.parametrize("name", ["bad.json", "ids.bin", "learned.bin", "bounds.npy", "places.npy"])
 def test_a_damaged_folder_is_made_again(tmp_path: Path, name: str) -> None:
     """A file that was cut: an index error in training, or zeros for tokens."""
     written(tmp_path)

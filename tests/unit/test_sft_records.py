@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.bcd.data.sft.text import Record, read_records
+from megatron.bcd.data.sft.records import Place, Record, alpaca, parse_record, read_values
 
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "s"},
     {"role": "user", "content": "q"},
     {"role": "assistant", "content": "a"},
@@ -22,17 +23,88 @@ SHARE_GPT = [
     {"from": "gpt", "value": "a"},
     {"from": "human", "value": "unanswered"},
 ]
+SCHEMA = {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "number"}}}}
+TOOLS = [{"type": "function", "function": SCHEMA}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+OPENAI_CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "2"}
+TALK = Record(messages=tuple(MESSAGES[:3]), learned=(2,))
+
+
+def said(*texts: str) -> tuple[dict[str, Any], ...]:
+    """Return messages of the user and the assistant in turn."""
+    return tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts))
+
+
+def pair(question: str, answer: str, prompt: str | None = None, **variables: Any) -> Record:
+    plain = (question if prompt is None else prompt, answer)
+    return Record(messages=said(question, answer), learned=(1,), plain=plain, variables=variables)
+
+
 GOOD: tuple[tuple[dict[str, Any], Record], ...] = (
     (
         {"instruction": "do", "input": "it", "output": "done", "id": 3},
-        Record(prompt="do", context="it", answer="done", is_instruction=True),
+        pair("do\n\nit", "done", alpaca("do", "it"), id=3),
     ),
-    ({"instruction": "do", "output": ""}, Record(prompt="do", is_instruction=True)),
-    ({"instruction": "do", "input": None, "output": "é"}, Record(prompt="do", answer="é", is_instruction=True)),
-    ({"prompt": "p", "completion": "c"}, Record(prompt="p", answer="c")),
-    ({"messages": MESSAGES, "source": "x"}, Record(messages=tuple(MESSAGES[:3]))),
-    ({"conversations": SHARE_GPT, "id": "x"}, Record(messages=tuple(MESSAGES[:3]))),
-    ({"conversations": SHARE_GPT[1:], "system": "s"}, Record(messages=tuple(MESSAGES[:3]))),
+    ({"instruction": "do", "input": None, "output": "é"}, pair("do", "é", alpaca("do"))),
+    ({"prompt": "p", "completion": "c"}, pair("p", "c")),
+    ({"messages": MESSAGES, "source": "x", "tools": None}, replace(TALK, variables={"source": "x"})),
+    ({"conversations": SHARE_GPT}, TALK),
+    ({"conversations": SHARE_GPT[1:], "system": "s"}, TALK),
+    ({"conversations": MESSAGES[1:], "system": "s"}, TALK),
+    (
+        {"instruction": "q2", "input": "", "output": "a2", "system": "s", "history": [["q", "a"]]},
+        Record(messages=(MESSAGES[0], *said("q", "a", "q2", "a2")), learned=(2, 4)),
+    ),
+    ({"prompt": [*said("q")], "completion": [*said("", "a")][1:]}, Record(messages=said("q", "a"), learned=(1,))),
+    (
+        {"prompt": [*said("q", "a", "q2")], "completion": [{"role": "assistant", "content": "a2"}]},
+        Record(messages=said("q", "a", "q2", "a2"), learned=(3,)),
+    ),
+    (
+        {"messages": [*said("q"), {"role": "assistant", "content": "a", "weight": 0}, *said("q2", "a2")]},
+        Record(messages=said("q", "a", "q2", "a2"), learned=(3,)),
+    ),
+    (
+        {"messages": [*said("q"), {"role": "assistant", "content": "a", "weight": 1, "refusal": None}, *said("q2")]},
+        Record(messages=said("q", "a"), learned=(1,)),
+    ),
+    (
+        {
+            "messages": [*said("q"), {"role": "assistant", "content": None, "tool_calls": [OPENAI_CALL]}, RESULT],
+            "tools": TOOLS,
+        },
+        Record(
+            messages=(*said("q"), {"role": "assistant", "tool_calls": [CALL | {"id": "c1"}]}),
+            learned=(1,),
+            variables={"tools": TOOLS},
+        ),
+    ),
+    (
+        {
+            "conversations": [
+                {"from": "human", "value": "q"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"x": 1}}'},
+                {"from": "observation", "value": "2"},
+                {"from": "gpt", "value": "two"},
+            ],
+            "tools": json.dumps([SCHEMA]),
+        },
+        Record(
+            messages=(
+                *said("q"),
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "content": "2"},
+                {"role": "assistant", "content": "two"},
+            ),
+            learned=(1, 3),
+            variables={"tools": TOOLS},
+        ),
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, *said("", "a")[1:]]},
+        Record(messages=said("q", "a"), learned=(1,)),
+    ),
 )
 OK = '{"prompt": "p", "completion": "c"}\n'
 BAD: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -50,6 +122,22 @@ BAD: dict[str, tuple[str, tuple[str, ...]]] = {
     "messages": ('{"messages": "hello"}', ("line 1", "messages")),
     "no_value": ('{"conversations": [{"from": "gpt", "content": "a"}]}', ("line 1", "'value'")),
     "no_role": ('{"messages": [{"content": "a"}]}', ("line 1", "'role'")),
+    "prompt_of_two_kinds": ('{"prompt": "p", "completion": [{"role": "assistant", "content": "c"}]}', ("'prompt'",)),
+    "empty_answer": ('{"prompt": "p", "completion": " "}', ("line 1", "empty answer")),
+    "empty_output": ('{"instruction": "a", "output": ""}', ("line 1", "empty answer")),
+    "empty_message": (json.dumps({"messages": said("q", "a", "q2", "")}), ("line 1", "empty answer")),
+    "history": ('{"instruction": "a", "output": "b", "history": ["q", "a"]}', ("line 1", "'history'")),
+    "weight": (json.dumps({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}), ("weight 0.5",)),
+    "weight_of_user": (json.dumps({"messages": [said("q")[0] | {"weight": 1}, *said("", "a")[1:]]}), ("role user",)),
+    "nothing_is_learned": (json.dumps({"messages": [said("", "a")[1] | {"weight": 0}]}), ("assistant", "weight")),
+    "arguments": (
+        json.dumps(
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}]}
+        ),
+        ("line 1", "arguments"),
+    ),
+    "result_without_call": (json.dumps({"messages": [RESULT, *said("q", "a")]}), ("line 1", "tool_call_id", "c1")),
+    "image": (json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), ("no text",)),
     "no_answer": ('{"messages": [{"role": "user", "content": "a"}]}', ("line 1", "assistant")),
 }
 
@@ -58,6 +146,17 @@ def written(folder: Path, text: str, name: str = "data.jsonl") -> str:
     path = folder / name
     path.write_bytes(text.encode("utf-8", errors="surrogateescape"))
     return str(path)
+
+
+def records_of(path: str) -> list[tuple[Place, Record]]:
+    """Return the records of a file. Raises ValueError with the position of the first bad one."""
+    results = []
+    for place in read_values(path):
+        try:
+            results.append((place, parse_record(place.value)))
+        except ValueError as error:
+            raise ValueError(f"{'line' if place.is_line else 'entry'} {place.number} {error}") from error
+    return results
 
 
 @pytest.mark.parametrize("form", ["lines", "list", "bom", "no_newline"])
@@ -71,12 +170,12 @@ def test_good_records(tmp_path: Path, form: str) -> None:
         "no_newline": "\n\n".join(lines),
     }[form]
     path = written(tmp_path, text)
-    places = list(read_records(path))
-    assert [place.record for place in places] == [record for _, record in GOOD]
+    places, found = zip(*records_of(path), strict=True)
+    assert [*found] == [record for _, record in GOOD]
     first, step = {"lines": (1, 1), "list": (1, 1), "bom": (2, 1), "no_newline": (1, 2)}[form]
     assert [place.number for place in places] == [first + step * i for i in range(len(GOOD))]
     assert {place.is_line for place in places} == {form != "list"}
-    assert places[-1].bytes_read <= len(text.encode()) and places[-1].bytes_read > 0
+    assert 0 < places[0].share < 1 and 0.9 < places[-1].share <= 1
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -84,6 +183,12 @@ def test_bad_records(tmp_path: Path, name: str) -> None:
     """A traceback, a message without the line's number, a record that is left out in silence."""
     text, named = BAD[name]
     with pytest.raises(ValueError) as caught:
-        list(read_records(written(tmp_path, text)))
+        records_of(written(tmp_path, text))
     assert all(word in str(caught.value) for word in named), caught.value
     assert "\n" not in str(caught.value)
+
+
+def test_ignored_keys() -> None:
+    """Keys of --sft-ignore-keys are left out of records and of messages."""
+    messages = [message | {"id": 1} for message in MESSAGES]
+    assert parse_record({"messages": messages, "source": "x", "id": 7}, ignored=("id", "source")) == TALK

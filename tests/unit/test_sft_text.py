@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import transformers
 from support.fine_tuning import CHATML, tokenizer_folder
 
-from megatron.bcd.data.sft.text import ChatTemplate, Record, Renderer, parse_record, tokenize_record
+from megatron.bcd.data.sft.records import Record, parse_record
+from megatron.bcd.data.sft.text import ChatTemplate, Renderer, tokenize_record
 from megatron.bcd.tokenizer import HuggingFaceTokenizer
 
 LLAMA2 = (
@@ -81,7 +84,7 @@ def test_answers_are_learned(tmp_path: Path, name: str) -> None:
     assert samples[-1][0].removesuffix("</s>").rstrip() == theirs.removesuffix("</s>").rstrip()
 
 
-@pytest.mark.parametrize("content", ["<think>\n1+1\n</think>\n\n2", "<think>\n", "2", "", "assistant"])
+@pytest.mark.parametrize("content", ["<think>\n1+1\n</think>\n\n2", "<think>\n", "2", "assistant"])
 def test_an_answer_that_the_prompt_begins(tmp_path: Path, content: str) -> None:
     """A record that is refused because its first words are in the prompt, or in the name of its role."""
     tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, REASONING))
@@ -103,13 +106,11 @@ def test_prompts(tmp_path: Path) -> None:
         "### Response:3</s>"
     )
     assert learned == ["3</s>"]
-    ((text, _),) = learned_texts(chat, parse_record({"instruction": "Hi.", "output": ""}), "text")
-    assert text.endswith("request.\n\n### Instruction:\nHi.\n\n### Response:</s>") and "Input" not in text
+    ((text, _),) = learned_texts(chat, parse_record({"instruction": "Hi.", "output": "Yo."}), "text")
+    assert text.endswith("request.\n\n### Instruction:\nHi.\n\n### Response:Yo.</s>") and "Input" not in text
     ((text, learned),) = learned_texts(chat, with_input)
     assert text == "<|im_start|>user\nAdd.\n\n1, 2<|im_end|>\n<|im_start|>assistant\n3<|im_end|>"
     assert learned == ["3<|im_end|>"]
-    ((text, learned),) = learned_texts(chat, parse_record({"prompt": "p", "completion": ""}))
-    assert learned == ["<|im_end|>"] and text.endswith("assistant\n<|im_end|>")
     assert learned_texts(plain, parse_record({"prompt": "p", "completion": "c"})) == [("<s>pc</s>", ["c</s>"])]
 
 
@@ -133,6 +134,147 @@ def test_what_has_no_text(
     tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template))
     with pytest.raises(ValueError, match=named):
         tokenize_record(parse_record(record), Renderer(tokenizer, prompt_format), tokenizer)
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+TOOL_TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "sun"},
+    {"role": "assistant", "content": "It is sunny."},
+]
+CALLS = CHATML.replace("message['content'] | trim", "(message['content'] or '') | trim").replace(
+    "{{ '<|im_end|>'",
+    "{% for call in message.tool_calls %}{{ call.function.name }}({{ ARGUMENTS }}){% endfor %}{{ '<|im_end|>'",
+)
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CALLS.replace(
+    "ARGUMENTS", "call.function.arguments | tojson"
+)
+# as DeepSeek's
+WITH_TEXT = "{{ tools | tojson }}" + CALLS.replace("ARGUMENTS", "'' + call.function.arguments").replace(
+    "(message['content'] or '')", "('' + message['content'])"
+)
+
+
+def transformers_text(folder: Path, record: dict[str, Any], **more: Any) -> Any:
+    """Return what transformers makes of an OpenAI record, with arguments as objects."""
+    record = json.loads(json.dumps(record).replace('"{\\"city\\": \\"Rome\\"}"', '{"city": "Rome"}'))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return tokenizer.apply_chat_template(record["messages"], tools=record.get("tools"), **more)
+
+
+@pytest.mark.parametrize("template", [WITH_TOOLS, WITH_TEXT], ids=["objects", "text"])
+def test_tool_calls_are_learned(tmp_path: Path, template: str) -> None:
+    """A call is learned in the template's form; tools and results are in the prompt."""
+    tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template))
+    ((text, learned),) = learned_texts(tokenizer, parse_record({"messages": TOOL_TALK, "tools": TOOLS}))
+    assert learned == ['weather({"city": "Rome"})<|im_end|>', "It is sunny.<|im_end|>"]
+    assert text.startswith(json.dumps(TOOLS)) and "<|im_start|>tool\nsun<|im_end|>" in text
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "gemma4", "lfm2_v2", "qwen3_training"])
+def test_tools_in_published_templates(tmp_path: Path, name: str) -> None:
+    """A conversation with tools has transformers' text; of it the calls and the answers are learned."""
+    template = resources.files("trl").joinpath("chat_templates", f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template, bos=True))
+    record = {"messages": TOOL_TALK, "tools": TOOLS}
+    samples = learned_texts(tokenizer, parse_record(record))
+    assert samples[-1][0].rstrip() == transformers_text(tmp_path, record, tokenize=False).rstrip()
+    call, answer = (piece for _, pieces in samples for piece in pieces)
+    assert "weather" in call and "Rome" in call and "It is sunny." in answer
+    assert "Weather?" not in call and "sun<" not in answer
+
+
+MARKED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("name", ["marked", "llama2", "qwen3_training", "gptoss_like"])
+def test_generation_marks_are_transformers_masks(tmp_path: Path, name: str) -> None:
+    """With generation marks, tokens and mask are those of `return_assistant_tokens_mask`."""
+    published = {"marked": MARKED, "llama2": LLAMA2, "gptoss_like": MARKED.replace("'<|im_end|>\n'", "eos_token")}
+    template = published.get(name) or resources.files("trl").joinpath(f"chat_templates/{name}.jinja").read_text()
+    tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template))
+    (tokens,) = tokenize_record(parse_record({"messages": TALK}), Renderer(tokenizer, "auto"), tokenizer)
+    theirs = transformers_text(tmp_path, {"messages": TALK}, return_dict=True, return_assistant_tokens_mask=True)
+    assert tokens.ids.tolist() == theirs["input_ids"]
+    assert tokens.learned.astype(int).tolist() == theirs["assistant_masks"]
+
+
+def test_an_answer_outside_the_marks(tmp_path: Path) -> None:
+    """A record of which nothing is learned is refused."""
+    template = MARKED.replace("== 'assistant'", "== 'model'")
+    tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template))
+    with pytest.raises(ValueError, match="generation marks"):
+        learned_texts(tokenizer, parse_record({"messages": TALK}))
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_weight_0(tmp_path: Path, template: str) -> None:
+    """An answer of weight 0, or one in the prompt, is text but not learned."""
+    tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template))
+    end = "<|im_end|>" * (template == CHATML)
+    messages = [TALK[0], TALK[1] | {"weight": 0}, TALK[2], TALK[3] | {"weight": 1}]
+    for record in ({"messages": messages}, {"prompt": TALK[:3], "completion": TALK[3:]}):
+        ((text, learned),) = learned_texts(tokenizer, parse_record(record))
+        assert learned == ["it=4" + end] and "1+1=2" in text
+
+
+REASONED = CHATML.replace(
+    "message['content'] | trim", "('<think>' + message.reasoning_content + '</think>' "
+    "if message.reasoning_content else '') + message['content']"
+)  # fmt: skip
+LAST_REASONED = REASONED.replace("if message.reasoning_content", "if message.reasoning_content and loop.last")
+
+
+@pytest.mark.parametrize("template", [REASONED, LAST_REASONED], ids=["all", "last"])
+def test_reasoning_is_learned(tmp_path: Path, template: str) -> None:
+    """`reasoning_content` is learned, also where the template shows that of the last answer only."""
+    tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template))
+    reasoned = [TALK[1] | {"reasoning_content": "easy"}, TALK[3] | {"reasoning_content": "hard"}]
+    samples = learned_texts(tokenizer, parse_record({"messages": [TALK[0], reasoned[0], TALK[2], reasoned[1]]}))
+    assert [piece for _, pieces in samples for piece in pieces] == [
+        "<think>easy</think>1+1=2<|im_end|>",
+        "<think>hard</think>it=4<|im_end|>",
+    ]
+
+
+def test_variables_of_a_template(tmp_path: Path) -> None:
+    """Documents and a template's own variables reach the template."""
+    template = "{% if not short %}{{ documents[0].text }}{% endif %}" + CHATML
+    tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template))
+    record = {"messages": TALK, "documents": [{"title": "t", "text": "Facts."}]}
+    ((text, _),) = learned_texts(tokenizer, parse_record(record))
+    assert text.startswith("Facts.<|im_start|>")
+    ((text, _),) = learned_texts(tokenizer, parse_record(record | {"chat_template_kwargs": {"short": True}} | {
+        "documents": None
+    }))  # fmt: skip
+    assert text.startswith("<|im_start|>")
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt_format", "named"),
+    [
+        ({"messages": TALK, "tools": TOOLS}, "auto", "has 'tools', which"),
+        ({"messages": TALK, "documents": [{"text": "t"}], "id": 1}, "auto", "has 'documents', 'id', which"),
+        ({"messages": TOOL_TALK}, "auto", "'tool_calls'"),
+        ({"messages": [TALK[0], TALK[1] | {"reasoning_content": "r"}]}, "auto", "'reasoning_content'"),
+        ({"messages": [TALK[0] | {"name": "Ann"}, TALK[1]]}, "auto", "has 'name' of user, which"),
+        ({"messages": TALK, "add_generation_prompt": True}, "auto", "'add_generation_prompt'"),
+        ({"instruction": "a", "output": "b", "text": "c"}, "text", "has 'text', which .*--sft-ignore-keys"),
+        ({"instruction": "a", "output": "b", "system": "c"}, "text", "--sft-prompt-format text"),
+    ],
+)
+def test_a_key_that_would_be_lost(tmp_path: Path, record: dict[str, Any], prompt_format: str, named: str) -> None:
+    """A key that neither the template nor the loader uses is refused by name."""
+    template = CHATML.replace("message['content']", "(message['content'] or '')")
+    tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template))
+    with pytest.raises(ValueError, match=named):
+        learned_texts(tokenizer, parse_record(record), prompt_format)
 
 
 def test_the_template_sees_no_date(tmp_path: Path) -> None:

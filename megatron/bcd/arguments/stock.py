@@ -281,7 +281,8 @@ BELONG_TO = {
     "--dataloader-type=cyclic": "data_sharding",
     "--eval-iters!=0": "eval_fixed full_validation",
     "--no-mock-data": "full_validation",
-    "--sft": "sft_prompt_format sft_packing sft_drop_long sft_refuse_long num_epochs",
+    "--sft": "sft_prompt_format sft_ignore_keys sft_skip_bad_records sft_packing sft_drop_long sft_refuse_long "
+    "num_epochs",
     "--profile": "use_pytorch_profiler profile_step_start profile_step_end profile_ranks",
     "--timing-log-level": "log_timers_to_tensorboard",
     "--context-parallel-size": "cp_comm_type",

@@ -532,6 +532,12 @@ class DataConfig:
         choices=("auto", "chat", "text"),
         group=FINE_TUNING,
     )
+    sft_ignore_keys: tuple[str, ...] | None = option(
+        None, "keys of records and messages to leave out, such as id", metavar="KEY", group=FINE_TUNING
+    )
+    sft_skip_bad_records: bool = option(
+        False, "leave out malformed records and report them, instead of ending with an error", group=FINE_TUNING
+    )
     sft_packing: bool = option(
         True, "put several records into a sequence, without attention between them", group=FINE_TUNING
     )

@@ -19,8 +19,8 @@ from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import num_samples
 from megatron.bcd.data.sft.permutation import Permutation
+from megatron.bcd.data.sft.records import describe_place
 from megatron.bcd.data.sft.store import Files, Samples, tokenized_samples
-from megatron.bcd.data.sft.text import describe_place
 from megatron.bcd.data.splits import DataPlan, Splits, stage_needs_data
 from megatron.bcd.tokenizer import Tokenizer
 
@@ -173,13 +173,15 @@ class _Prepared:
     samples: Samples
     splits: tuple[Packed, Packed, Packed]
     num_omitted: int
+    files: Files = ()
 
 
 def _prepare(config: RunConfig, tokenizer: Tokenizer) -> _Prepared:
     """Collective. Tokenize the files, unless an earlier run has, and pack the samples into sequences.
 
     Raises:
-        ValueError: as `tokenized_samples`; or a sample does not fit, or a split that is needed has none.
+        ValueError: as `tokenized_samples`; or a record is bad, a sample does not fit, or a split that is needed has
+            none.
     """
     data = config.data
     split_paths = {
@@ -196,11 +198,16 @@ def _prepare(config: RunConfig, tokenizer: Tokenizer) -> _Prepared:
         pack(split, lengths[split], config.model.seq_length) if data.sft_packing else pack_one_each(split)
         for split in members
     )
-    return _Prepared(samples=samples, splits=(train, valid, test), num_omitted=num_omitted)
+    return _Prepared(samples=samples, splits=(train, valid, test), num_omitted=num_omitted, files=files)
 
 
 def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[Indices], int]:
     """Return the samples of each split, and the number of omitted samples. Raises ValueError like `_prepare`."""
+    if samples.num_bad and not config.data.sft_skip_bad_records:
+        raise ValueError(
+            f"{samples.describe_bad(files)}. Correct {'it' if samples.num_bad == 1 else 'them'}, or give "
+            "--sft-skip-bad-records."
+        )
     keeps = _which_fit(samples, config, files)
     shares = config.data.split_shares
     if config.data.data_path:
@@ -269,6 +276,9 @@ def _notes(config: RunConfig, prepared: _Prepared) -> tuple[str, ...]:
     lines = ["; ".join(parts)]
     if num_long:
         lines.append(f"{num_long:,} samples are longer than --seq-length {length} and were cut at their end")
+    if samples.num_bad:
+        count = f"{samples.num_bad:,} bad records are" if samples.num_bad > 1 else "1 bad record is"
+        lines.append(f"{count} left out: {samples.describe_bad(prepared.files)}")
     if prepared.num_omitted:
         lines.append(f"{prepared.num_omitted:,} samples are omitted, because their answers do not fit")
     return tuple(f"fine-tuning: {line}" for line in lines)

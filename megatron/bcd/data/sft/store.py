@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -22,11 +23,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.data.sft.text import Renderer, Tokens, describe_place, read_records, tokenize_record
+from megatron.bcd.data.sft.records import describe_place, parse_record, read_values
+from megatron.bcd.data.sft.text import Renderer, Tokens, tokenize_record
 from megatron.bcd.runtime import atomic_io, collectives
 from megatron.bcd.tokenizer import Tokenizer
 
-_FORMAT = 2
+_FORMAT = 3
+_MOST_REASONS = 10
 _FLUSH_TOKENS = 1 << 20
 _ABANDONED_SECONDS = 24 * 3600.0
 """Age of the last write after which a temporary folder must be the remains of a killed job."""
@@ -43,6 +46,8 @@ _TOKENIZER_FILES = (
 )
 Files = Sequence[tuple[str, str]]
 """Pairs of a flag and the path that it names."""
+Position = tuple[int, int, int]
+"""Number of the file, number of the record in it, and 1 for a line or 0 for an entry of a list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +61,10 @@ class Samples:
     bounds: numpy.typing.NDArray[numpy.int64]
     """[R + 1]; start of each sample in `ids`."""
     places: numpy.typing.NDArray[numpy.int64]
-    """[R, 3]; number of the file, number of the record in it, and 1 for a line or 0 for an entry of a list."""
+    """[R, 3]; see `Position`."""
+    bad: tuple[tuple[Position, str], ...]
+    """The first bad records, which have no sample, and why they are bad."""
+    num_bad: int
     digest: str
     """Hash of all sources."""
 
@@ -68,6 +76,16 @@ class Samples:
         """[R]; number of tokens of each sample."""
         return numpy.diff(self.bounds)
 
+    def describe_bad(self, files: Files) -> str:
+        """Return places and reasons of the first bad records, and the number of the others."""
+        lines, last = [], -1
+        for (number, place, is_line), reason in self.bad:
+            where = "" if number == last else f"{' '.join(files[number])}, "
+            lines.append(f"{where}{describe_place(place, is_line=bool(is_line))} {reason.rstrip('.')}")
+            last = number
+        more = self.num_bad - len(lines)
+        return "; ".join([*lines, *[f"and {more:,} more bad records"] * (more > 0)])
+
 
 def tokenized_samples(
     config: RunConfig, tokenizer: Tokenizer, files: Files, *, check: Callable[[Samples], object]
@@ -77,15 +95,14 @@ def tokenized_samples(
     `check` may reject new samples with a ValueError before they are written.
 
     Raises:
-        ValueError: a file is not readable, a record is malformed, or the samples can't be written. Nothing is left on
-            disk then.
+        ValueError: a file is not readable, or the samples can't be written. Nothing is left on disk then.
     """
     for flag, path in files:
         if not os.path.isfile(path):
             what = "is a folder" if os.path.isdir(path) else "does not exist"
             raise ValueError(f"{flag} {path}: {what}. With --sft give files of records, .jsonl or .json.")
-    prompt_format = config.data.sft_prompt_format
-    digest = collectives.on_rank_0(lambda: data_digest(files, tokenizer, prompt_format))
+    prompt_format, ignored = config.data.sft_prompt_format, config.data.sft_ignore_keys or ()
+    digest = collectives.on_rank_0(lambda: data_digest(files, tokenizer, prompt_format, ignored))
     beside = os.path.join(os.path.dirname(os.path.abspath(files[0][1])), "cache")
     roots = [config.data.data_cache_path or beside]
     if config.data.data_cache_path is None:  # the data's folder is often read-only
@@ -95,11 +112,18 @@ def tokenized_samples(
     for root in roots:
         if collectives.on_rank_0(lambda: open_samples(root, digest) is not None):  # noqa: B023
             return _open_everywhere(root, digest)
-    renderer = Renderer(tokenizer, prompt_format)
+
+    def prepare(root: str) -> None:
+        with new_folder(root, digest) as folder:
+            write(folder, tokenize_files(files, tokenizer, prompt_format, ignored))
+            written = open_samples(*os.path.split(folder))
+            assert written is not None
+            check(written)
+
     errors = []
     for root in roots:
         try:
-            collectives.long_on_rank_0(lambda: _prepare(root, digest, renderer, tokenizer, files, check))  # noqa: B023
+            collectives.long_on_rank_0(lambda: prepare(root))  # noqa: B023
             return _open_everywhere(root, digest)
         except OSError as error:
             errors.append(f"{root}: {error.strerror}")
@@ -108,47 +132,36 @@ def tokenized_samples(
     )
 
 
-def _prepare(
-    root: str,
-    digest: str,
-    renderer: Renderer,
-    tokenizer: Tokenizer,
-    files: Files,
-    check: Callable[[Samples], object],
-) -> None:
-    """Tokenize into a new folder. Show a progress bar on a terminal."""
-    with (
-        new_folder(root, digest) as folder,
-        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress,
-    ):
-        write(folder, _tokenized(files, renderer, tokenizer, progress))
-        written = open_samples(*os.path.split(folder))
-        assert written is not None
-        check(written)
+Row = tuple[Position, Tokens | str]
+"""A sample, or the reason why a record is bad."""
 
 
-def _tokenized(
-    files: Files, renderer: Renderer, tokenizer: Tokenizer, progress: Progress
-) -> Iterator[tuple[tuple[int, int, int], Tokens]]:
-    for number, (flag, path) in enumerate(files):
-        task = progress.add_task(f"tokenizing {os.path.basename(path)}", total=os.path.getsize(path))
-        try:
-            for place in read_records(path):
-                try:
-                    samples = tokenize_record(place.record, renderer, tokenizer)
-                except ValueError as error:
-                    raise ValueError(f"{describe_place(place.number, is_line=place.is_line)} {error}") from error
-                for tokens in samples:
-                    yield (number, place.number, int(place.is_line)), tokens
-                progress.update(task, completed=place.bytes_read)
-        except ValueError as error:
-            separator = "" if str(error).startswith(("is ", "can't ")) else ","
-            raise ValueError(f"{flag} {path}{separator} {error}") from error
+def tokenize_files(files: Files, tokenizer: Tokenizer, prompt_format: str, ignored: tuple[str, ...]) -> Iterator[Row]:
+    """Yield the samples and the bad records of all files in order. Show a progress bar on a terminal.
+
+    Raises:
+        ValueError: a file is not readable, or the format needs a chat template that the tokenizer has not.
+    """
+    renderer = Renderer(tokenizer, prompt_format)
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+        for number, (flag, path) in enumerate(files):
+            task = progress.add_task(f"tokenizing {os.path.basename(path)}", total=1.0)
+            try:
+                for place in read_values(path):
+                    position = (number, place.number, int(place.is_line))
+                    try:
+                        for tokens in tokenize_record(parse_record(place.value, ignored=ignored), renderer, tokenizer):
+                            yield position, tokens
+                    except ValueError as error:
+                        yield position, str(error)
+                    progress.update(task, completed=place.share)
+            except ValueError as error:
+                raise ValueError(f"{flag} {path}: {error}") from error
 
 
-def data_digest(files: Files, tokenizer: Tokenizer, prompt_format: str) -> str:
+def data_digest(files: Files, tokenizer: Tokenizer, prompt_format: str, ignored: tuple[str, ...] = ()) -> str:
     """Return a hash of the files' and the tokenizer's content, 32 hexadecimal digits. Raises ValueError."""
-    digest = hashlib.sha256(f"{_FORMAT} {prompt_format}".encode())
+    digest = hashlib.sha256(f"{_FORMAT} {prompt_format} {sorted(ignored)}".encode())
     for flag, path in files:
         digest.update(_file_digest(flag, path))
     for name, value in tokenizer.unique_identifiers.items():
@@ -175,6 +188,8 @@ def open_samples(root: str, digest: str) -> Samples | None:
         os.listdir(root)  # an NFS client may answer a look-up by name from a stale cache
         bounds = numpy.load(os.path.join(folder, "bounds.npy"))
         places = numpy.load(os.path.join(folder, "places.npy"))
+        with open(os.path.join(folder, "bad.json"), encoding="utf-8") as file:
+            num_bad, bad = json.load(file)
         num_tokens = int(bounds[-1])
         ids, learned = (os.path.join(folder, name) for name in ("ids.bin", "learned.bin"))
         if (os.path.getsize(ids), os.path.getsize(learned)) != (4 * num_tokens, num_tokens):
@@ -184,6 +199,8 @@ def open_samples(root: str, digest: str) -> Samples | None:
             learned=numpy.memmap(learned, dtype=numpy.bool_, mode="r"),
             bounds=bounds,
             places=places,
+            bad=tuple((tuple(position), reason) for position, reason in bad),
+            num_bad=num_bad,
             digest=digest,
         )
     except (OSError, ValueError, EOFError, IndexError):
@@ -241,19 +258,24 @@ def _publish(folder: str, root: str, digest: str) -> None:
             os.rename(folder, target)
 
 
-def write(folder: str, samples: Iterable[tuple[tuple[int, int, int], Tokens]]) -> None:
-    """Write samples and their places (see `Samples.places`). Raises OSError."""
-    bounds, places = [0], []
+def write(folder: str, rows: Iterable[Row]) -> None:
+    """Write samples, their positions and the bad records. Raises OSError."""
+    bounds, places, bad = [0], [], []
     with (
         open(os.path.join(folder, "ids.bin"), "wb", buffering=_FLUSH_TOKENS) as ids,
         open(os.path.join(folder, "learned.bin"), "wb", buffering=_FLUSH_TOKENS) as learned,
     ):
-        for place, tokens in samples:
+        for place, tokens in rows:
+            if isinstance(tokens, str):
+                bad.append((place, tokens))
+                continue
             ids.write(tokens.ids.tobytes())
             learned.write(tokens.learned.tobytes())
             bounds.append(bounds[-1] + len(tokens.ids))
             places.append(place)
-    for name in ("ids.bin", "learned.bin"):
+    with open(os.path.join(folder, "bad.json"), "w", encoding="utf-8") as file:
+        json.dump([len(bad), bad[:_MOST_REASONS]], file)
+    for name in ("ids.bin", "learned.bin", "bad.json"):
         atomic_io.sync(os.path.join(folder, name))
     numpy.save(os.path.join(folder, "places.npy"), numpy.array(places, dtype=numpy.int64).reshape(-1, 3))
     numpy.save(os.path.join(folder, "bounds.npy"), numpy.array(bounds, dtype=numpy.int64))

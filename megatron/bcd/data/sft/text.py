@@ -1,4 +1,4 @@
-"""Records of supervised fine-tuning (lines of a JSONL file, or entries of a JSON list) as text and as tokens.
+"""Records of supervised fine-tuning as text and as tokens.
 
 Only the assistant's messages, and the tokens that end them, contribute to the loss.
 """
@@ -7,167 +7,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
 import numpy
 import numpy.typing
 
+from megatron.bcd.data.sft.records import EMPTY, Message, Record
 from megatron.bcd.tokenizer import HuggingFaceTokenizer, Tokenizer
 
-SHAPES = (
-    "{instruction, input, output}, {prompt, completion}, {messages: [{role, content}, ...]} or "
-    "{conversations: [{from, value}, ...]}"
-)
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "function_call": "assistant"}
-_ROLES |= {"observation": "tool"}
-"""Roles of ShareGPT and ours; other names stay unchanged."""
-Message = dict[str, str]
-_BOM = b"\xef\xbb\xbf"
-
-
-# --- records
-
-
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """One example: a prompt and its answer, or a conversation."""
-
-    prompt: str = ""
-    context: str = ""
-    """The `input` of an instruction."""
-    answer: str = ""
-    is_instruction: bool = False
-    messages: tuple[Message, ...] = ()
-    """The conversation up to the assistant's last message; empty for a prompt and its answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """A record and its position in a file."""
-
-    record: Record
-    number: int
-    """Number of the line, or of the entry in a list, from 1."""
-    is_line: bool
-    bytes_read: int
-    """Bytes of the file up to the end of this record."""
-
-
-def describe_place(number: int, *, is_line: bool) -> str:
-    """Return the name of a record's position for messages."""
-    return f"line {number}" if is_line else f"entry {number}"
-
-
-def read_records(path: str) -> Iterator[Place]:
-    """Yield the records of a JSONL file, or of one JSON list, in order. Skip blank lines.
-
-    Raises:
-        ValueError: the file is not readable or empty, or a record is malformed. The message starts with the record's
-            number and does not name the file.
-    """
-    try:
-        with open(path, "rb") as file:
-            is_line = file.read(4096).removeprefix(_BOM).lstrip()[:1] != b"["
-        is_empty = True
-        for number, value, bytes_read in _lines(path) if is_line else _list_entries(path):
-            is_empty = False
-            try:
-                record = parse_record(value)
-            except ValueError as error:
-                raise ValueError(f"{describe_place(number, is_line=is_line)} {error}") from None
-            yield Place(record=record, number=number, is_line=is_line, bytes_read=bytes_read)
-    except OSError as error:
-        raise ValueError(f"can't be read ({error.strerror})") from None
-    if is_empty:
-        raise ValueError(f"is empty. Give a file with records {SHAPES}.")
-
-
-def _lines(path: str) -> Iterator[tuple[int, Any, int]]:
-    bytes_read = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            bytes_read += len(line)
-            text = line.removeprefix(_BOM) if number == 1 else line
-            if text.strip():
-                try:
-                    yield number, json.loads(text), bytes_read
-                except (ValueError, RecursionError) as error:
-                    raise ValueError(
-                        f"line {number} is not JSON ({_reason(error)}). Give one record per line."
-                    ) from None
-
-
-def _list_entries(path: str) -> Iterator[tuple[int, Any, int]]:
-    size = os.path.getsize(path)
-    with open(path, encoding="utf-8-sig") as file:
-        try:
-            entries = json.load(file)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"is not JSON ({_reason(error)}). Give a list of records, or one record per line."
-            ) from None
-    for number, entry in enumerate(entries, start=1):
-        yield number, entry, size * number // len(entries)
-
-
-def _reason(error: Exception) -> str:
-    return "it is not UTF-8" if isinstance(error, UnicodeError) else " ".join(str(error).split())[:100]
-
-
-def parse_record(value: Any) -> Record:
-    """Return the record of a JSON value. Raises ValueError, with a message to follow the record's position."""
-    if not isinstance(value, dict):
-        raise ValueError(f"is no object but {type(value).__name__}. A record is {SHAPES}.")
-    if "messages" in value:
-        return Record(messages=_conversation(value["messages"]))
-    if "conversations" in value:
-        return Record(messages=_conversation(value["conversations"], role="from", content="value", first=value))
-    if {"instruction", "output"} <= value.keys():
-        return Record(
-            prompt=_text(value, "instruction"),
-            context=_text(value, "input") if value.get("input") is not None else "",
-            answer=_text(value, "output"),
-            is_instruction=True,
-        )
-    if {"prompt", "completion"} <= value.keys():
-        return Record(prompt=_text(value, "prompt"), answer=_text(value, "completion"))
-    keys = ", ".join(sorted(map(str, value))[:6]) or "no key"
-    raise ValueError(f"has {keys}. A record is {SHAPES}.")
-
-
-def _conversation(
-    messages: Any, *, role: str = "role", content: str = "content", first: Mapping[str, Any] | None = None
-) -> tuple[Message, ...]:
-    """Return the messages of a conversation up to its last answer. `role` and `content` are the keys in the file.
-
-    A "system" entry in `first` becomes the first message.
-    """
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f'has messages that are no list of {{"{role}": ..., "{content}": ...}}')
-    turns = [{"role": _text(message, role), "content": _text(message, content)} for message in messages]
-    if first is not None:
-        turns = [message | {"role": _ROLES.get(message["role"], message["role"])} for message in turns]
-        if first.get("system"):
-            turns.insert(0, {"role": "system", "content": _text(first, "system")})
-    while turns and turns[-1]["role"] != "assistant":  # drop messages without an answer
-        turns.pop()
-    if not turns:
-        raise ValueError("has no message of the role assistant, so there is nothing to learn")
-    return tuple(turns)
-
-
-def _text(values: Mapping[str, Any], key: str) -> str:
-    text = values.get(key)
-    if not isinstance(text, str):
-        raise ValueError(f"has {key!r} that is {'missing' if key not in values else 'no text'}. Give a string.")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"has {key!r} with half of a surrogate pair, which is no character") from None
-    return text
+Span = tuple[int, int]
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of an answer's reasoning, which transformers treats alike."""
+_PLAIN = "a plain answer"
+_USED = {("tool", "tool_call_id"), ("tool", "name"), ("user", "content"), ("assistant", "content")}
+"""Role and key of what `parse_record` compares with the calls, and of content that every template renders."""
 
 
 # --- chat templates
@@ -181,22 +39,62 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
         """Raises ValueError: there are several templates and no default one."""
-        self._engine = tokenizer.engine
-        self._source = "{% set strftime_now = undefined %}\n" + self._engine.get_chat_template()
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, for_answer: bool = False) -> str:
+        self._engine, self._render = tokenizer.engine, render_jinja_template
+        self._engine.get_chat_template()
+
+    def render(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, for_answer: bool = False
+    ) -> str:
         """Return the text of a conversation. With `for_answer`, append the beginning of the assistant's next message.
+
+        Args:
+            variables: tools, documents and whatever else the template uses.
 
         Raises:
             ValueError: the template rejects the conversation.
         """
-        try:
-            texts = self._engine.apply_chat_template(
-                [list(messages)], chat_template=self._source, tokenize=False, add_generation_prompt=for_answer
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ValueError(f"is refused by the tokenizer's chat template ({' '.join(str(error).split())})") from error
-        return str(texts[0])
+        return self.render_marked(messages, variables or {}, for_answer=for_answer)[0]
+
+    def render_marked(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], *, for_answer: bool = False
+    ) -> tuple[str, list[Span] | None]:
+        """Return the text, and the characters inside the template's generation marks; None if it has no marks."""
+        # a folder may have another template for conversations with tools
+        source = "{% set strftime_now = undefined %}\n" + self._engine.get_chat_template(tools=variables.get("tools"))
+        has_marks = bool(_MARK.search(source))
+        values = self._engine.special_tokens_map | dict(variables) | {"add_generation_prompt": for_answer}
+        refusal: Exception | None = None
+        for form in _forms(messages):
+            try:
+                # what `apply_chat_template` calls; only this returns the marks of a text that is not tokenized
+                texts, spans = self._render(
+                    conversations=[form], chat_template=source, return_assistant_tokens_mask=has_marks, **values
+                )
+                return str(texts[0]), [*spans[0]] if has_marks else None
+            except (jinja2.TemplateError, TypeError, ValueError) as error:
+                refusal = refusal or error
+        raise ValueError(f"is refused by the tokenizer's chat template ({' '.join(str(refusal).split())})") from refusal
+
+
+def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield the messages in the forms in which templates expect tool calls, the usual one first.
+
+    Some templates fail if a call comes without content, and some join arguments to text as OpenAI writes them.
+    """
+    yield [*messages]
+    if any("tool_calls" in message for message in messages):
+        yield (filled := [{"content": "", **message} for message in messages])
+        yield [
+            message | {key: [*map(_with_text, message[key])] for key in message if key == "tool_calls"}
+            for message in filled
+        ]
+
+
+def _with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 # --- text
@@ -207,7 +105,7 @@ class Rendered:
     """A text that ends with an answer."""
 
     text: str
-    answers: tuple[tuple[int, int], ...]
+    answers: tuple[Span, ...]
     """Start and end of each part of the text that contributes to the loss, in characters."""
     needs_end: bool
     """Whether the text itself does not end the answer, so that an end-of-document token must be added and learned."""
@@ -216,9 +114,8 @@ class Rendered:
 class Renderer:
     """Renders records in a --sft-prompt-format.
 
-    `chat` uses the tokenizer's chat template. `text` uses Alpaca's prompt for instructions (Stanford Alpaca, 2023) and
-    leaves other prompts unchanged. `auto` uses `chat` for conversations, or if the tokenizer has a template, else
-    `text`.
+    `chat` uses the tokenizer's chat template. `text` uses Alpaca's prompt for instructions and leaves other prompts
+    unchanged. `auto` uses `chat` for conversations, or if the tokenizer has a template, else `text`.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_format: str) -> None:
@@ -238,20 +135,21 @@ class Renderer:
         It has several samples if the template shortens earlier answers when a later one follows.
 
         Raises:
-            ValueError: there is no template, or it rejects the record. The message follows the record's position.
+            ValueError: there is no template, it rejects the record, or it leaves out a part. The message follows the
+                record's position.
         """
-        if record.messages and self._format == "text":
-            raise ValueError("has messages, but --sft-prompt-format text supports only prompts. Give auto.")
-        if self._template is None:
-            if record.messages:
-                raise ValueError(f"has messages, and {_NO_TEMPLATE}")
-            question = alpaca(record.prompt, record.context) if record.is_instruction else record.prompt
-            prompt = self._start + question
-            text = prompt + record.answer
-            return [Rendered(text=text, answers=((len(prompt), len(text)),), needs_end=True)]
-        question = "\n\n".join(part for part in (record.prompt, record.context) if part)
-        pair = ({"role": "user", "content": question}, {"role": "assistant", "content": record.answer})
-        return _chat_samples(self._template, record.messages or pair)
+        if self._template is not None:
+            turns = [_turn(self._template, record, index) for index in record.learned]
+            _refuse(_unused_keys(self._template, record, turns))
+            return _merged(turns)
+        if record.plain is None:
+            text_only = "--sft-prompt-format text supports only prompts. Give auto."
+            reason = text_only if self._format == "text" else _NO_TEMPLATE
+            raise ValueError(f"has messages or a system text, and {reason}")
+        _refuse([*map(repr, record.variables)])
+        prompt = self._start + record.plain[0]
+        text = prompt + record.plain[1]
+        return [Rendered(text=text, answers=((len(prompt), len(text)),), needs_end=True)]
 
 
 _NO_TEMPLATE = (
@@ -260,42 +158,79 @@ _NO_TEMPLATE = (
 )
 
 
-def alpaca(instruction: str, context: str = "") -> str:
-    """Return Stanford Alpaca's prompt."""
-    task = "Below is an instruction that describes a task"
-    more = ", paired with an input that provides further context" if context else ""
-    inputs = f"### Input:\n{context}\n\n" if context else ""
-    return (
-        f"{task}{more}. Write a response that appropriately completes the request.\n\n"
-        f"### Instruction:\n{instruction}\n\n{inputs}### Response:"
-    )
+def _merged(turns: list[Rendered]) -> list[Rendered]:
+    """Return one sample if each answer looks the same in the whole conversation, else one per answer.
 
-
-def _chat_samples(template: ChatTemplate, messages: Sequence[Message]) -> list[Rendered]:
-    turns = [_turn(template, messages, i) for i, message in enumerate(messages) if message["role"] == "assistant"]
+    Templates shorten earlier answers, for example by removing their reasoning.
+    """
     whole = turns[-1]
-    # One sample suffices if each answer looks the same in the whole conversation. Templates that shorten earlier
-    # answers, for example by removing their reasoning, need one sample per answer.
-    if all(whole.text.startswith(turn.text) for turn in turns):
-        answers = tuple(answer for turn in turns for answer in turn.answers)
-        return [Rendered(text=whole.text, answers=answers, needs_end=whole.needs_end)]
-    return turns
+    if not all(whole.text.startswith(turn.text) for turn in turns):
+        return turns
+    answers = tuple(answer for turn in turns for answer in turn.answers)
+    return [Rendered(text=whole.text, answers=answers, needs_end=whole.needs_end)]
 
 
-def _turn(template: ChatTemplate, messages: Sequence[Message], index: int) -> Rendered:
+def _turn(template: ChatTemplate, record: Record, index: int) -> Rendered:
     """Return the conversation up to one of the assistant's messages. Only that message is learned."""
-    text = template.render(messages[: index + 1])
+    *before, message = record.messages[: index + 1]
+    text, marks = template.render_marked([*before, message], record.variables)
     # some templates begin a prompt with words that they omit from a finished message
-    start = len(os.path.commonprefix((template.render(messages[:index], for_answer=True), text)))
-    content = messages[index]["content"].strip()
+    prompts = [template.render(before, record.variables, for_answer=is_begun) for is_begun in (True, False)]
+    start, earliest = (len(os.path.commonprefix((prompt, text))) for prompt in prompts)
+    content = message.get("content", "").strip()
+    parts = [("tool_calls", call["function"]["name"]) for call in message.get("tool_calls", ())]
+    parts += [(key, str(message.get(key, "")).strip()) for key in ("content", *_REASONING)]
+    if lost := [key for key, part in parts if part not in text[earliest:]]:
+        raise ValueError(f"has {lost[0]!r} in an answer, which the tokenizer's chat template leaves out")
     first = text.find(content, start)
     if first < 0:  # the prompt may end with the answer's first words, such as "<think>"
-        first = text.find(content, len(os.path.commonprefix((template.render(messages[:index]), text))))
-    if first < 0:
-        raise ValueError("has an answer that the tokenizer's chat template leaves out")
-    is_ended = bool(text[first + len(content) :].strip())
-    end = len(text.rstrip()) if is_ended else len(text)
-    return Rendered(text=text[:end], answers=((start, end),), needs_end=not is_ended)
+        first = text.find(content, earliest)
+    if marks is not None:
+        answers = tuple(span for span in marks if span[1] > max(start, span[0]))
+        return Rendered(text=text, answers=answers, needs_end=False)
+    end = text[first + len(content) :]
+    if message.keys() - {"role", "content"}:  # which may follow the content: see how a plain answer ends
+        plain = template.render([*before, {"role": "assistant", "content": _PLAIN}], record.variables)
+        end = plain.rpartition(_PLAIN)[2]
+    is_ended = bool(end.strip())
+    last = len(text.rstrip()) if is_ended else len(text)
+    return Rendered(text=text[:last], answers=((start, last),), needs_end=not is_ended)
+
+
+def _unused_keys(template: ChatTemplate, record: Record, turns: list[Rendered]) -> list[str]:
+    """Return the names of keys without which every text would be the same, so that they would be lost."""
+
+    def is_used(changed: Record) -> bool:
+        try:
+            return not all(
+                template.render(changed.messages[: index + 1], changed.variables).startswith(turn.text)
+                for index, turn in reversed([*zip(record.learned, turns, strict=True)])
+            )
+        except ValueError:
+            return True
+
+    names = []
+    for key in record.variables:
+        variables = {name: item for name, item in record.variables.items() if name != key}
+        if not is_used(replace(record, variables=variables)):
+            names.append(repr(key))
+    keys = {(message["role"], key) for message in record.messages for key, item in message.items() if item not in EMPTY}
+    for role, key in sorted(keys - _USED):
+        messages = [
+            {name: item for name, item in message.items() if name != key or message["role"] != role}
+            for message in record.messages
+        ]
+        if key != "role" and not is_used(replace(record, messages=tuple(messages))):
+            names.append(f"{key!r} of {role}")
+    return names
+
+
+def _refuse(names: Sequence[str]) -> None:
+    if names:
+        raise ValueError(
+            f"has {', '.join(names)}, which neither the chat template nor --sft uses. Remove it, or name it in "
+            "--sft-ignore-keys."
+        )
 
 
 # --- tokens
@@ -318,9 +253,12 @@ def tokenize_record(record: Record, renderer: Renderer, tokenizer: Tokenizer) ->
         ValueError: the record can't be rendered or tokenized. The message follows the record's position.
     """
     try:
-        return [tokenize_sample(sample, tokenizer) for sample in renderer.samples(record)]
+        samples = [tokenize_sample(sample, tokenizer) for sample in renderer.samples(record)]
     except UnicodeError as error:
         raise ValueError(f"can't be tokenized ({error})") from error
+    if not all(sample.learned.any() for sample in samples):
+        raise ValueError("has an answer of which no token is learned: it is outside the template's generation marks")
+    return samples
 
 
 def tokenize_sample(sample: Rendered, tokenizer: Tokenizer) -> Tokens:
