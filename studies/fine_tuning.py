@@ -202,7 +202,7 @@ def _with_records(arguments: argparse.Namespace, size: Size, *, folder: Path, to
     counted = folder / f"counted-{digest}-{arguments.num_epochs:g}-{size.global_batch}-{split}.json"
     if not counted.is_file():
         words = ["studies/peer.py", "--count", "--sft", "--load-hf", folder / "model", "--data-path", path, "--split",
-                 arguments.split, "--data-cache-path", folder / "cache", "--sft-drop-long",
+                 arguments.split, "--data-cache-path", folder / "cache", "--sft-drop-long", "--sft-skip-bad-records",
                  *tokenizer_flags(folder, tokenizer), "--seq-length", size.seq_length, "--micro-batch-size",
                  size.micro_batch, "--global-batch-size", size.global_batch, "--lr", 1e-3,
                  "--num-epochs", arguments.num_epochs]  # fmt: skip
@@ -238,8 +238,9 @@ def build_study(arguments: argparse.Namespace, prepared: Prepared) -> Study:
     flags = (
         f"--sft --load-hf {{data}}/model --data-path {{data}}/{prepared.records.name} --split {arguments.split} "
         f"--data-cache-path {{data}}/cache {' '.join(tokenizer_flags('{data}', prepared.tokenizer))} "
-        f"--seq-length {size.seq_length} --sft-drop-long --micro-batch-size {size.micro_batch} --global-batch-size "
-        f"{size.global_batch} --train-iters {{steps}} --lr-decay-style cosine --min-lr {{lr/10}} --lr-warmup-iters "
+        f"--seq-length {size.seq_length} --sft-drop-long --sft-skip-bad-records "
+        f"--micro-batch-size {size.micro_batch} --global-batch-size {size.global_batch} "
+        f"--train-iters {{steps}} --lr-decay-style cosine --min-lr {{lr/10}} --lr-warmup-iters "
         f"{{steps/30}} {'--bf16 ' if arguments.bf16 else ''}--weight-decay 0.01 --clip-grad 1 --hidden-dropout 0 "
         f"--attention-dropout 0 --num-workers 0 --log-interval 1 --eval-interval "
         f"{max(1, prepared.steps // EVALUATIONS)} --full-validation --eval-iters {prepared.test_iters} "

@@ -140,3 +140,20 @@ def test_the_command_of_the_readme(repo_root: Path) -> None:
     )
     config = parse_run_config(shlex.split(command), prog=PROG, world_size=2)
     assert config.checkpoint.save == config.checkpoint.load is not None
+
+
+def test_records_are_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A dry run of --sft counts the records, and ends with 2 and the report of bad ones; it writes nothing."""
+    path = tmp_path / "records.jsonl"
+    words = [*WORDS, "--sft", "--data-path", str(path)]
+    assert dry_run(*words, ranks=1) == 0
+    assert f"records: not counted, because {path} does not exist here" in capsys.readouterr().out
+    good = [{"prompt": "p" * 4, "completion": "c" * 4}] * 5 + [{"prompt": "p", "completion": "c" * 50}]
+    path.write_text("\n".join(json.dumps(record) for record in [*good, {"prompt": "p", "completion": ""}]))
+    assert dry_run(*words, ranks=1) == 2
+    counts = "records: 6 examples, 97 tokens in 3 sequences of 32; longest 52, 1 longer than a sequence, 1 bad\n"
+    said = capsys.readouterr()
+    assert counts in said.out and "line 7 has an empty answer" in said.err and said.err.count("\n") == 1
+    assert dry_run(*words, "--sft-skip-bad-records", ranks=1) == 0
+    assert counts in capsys.readouterr().out
+    assert [*tmp_path.iterdir()] == [path]

@@ -370,7 +370,12 @@ def read_command_line(
         text = _print_config(command.config, flags=flags, given=given, ranks=world_size, prog=prog)
         run_plan.exit_with(0, [text])
     if is_dry:
-        run_plan.exit_with(0, run_plan.describe_run(command.config, world_size=world_size, notes=command.notes))
+        lines = run_plan.describe_run(command.config, world_size=world_size, notes=command.notes)
+        records, problem = run_plan.describe_records(command.config) if command.config.data.sft else ([], None)
+        if problem:
+            run_plan.print_once([*lines, *records])
+            run_plan.exit_with(2, [f"{prog}: error: {' '.join(problem.split())}"])
+        run_plan.exit_with(0, [*lines, *records])
     return command
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from megatron.bcd.blocks.partition import describe_layers, partition_from_config
 from megatron.bcd.config import RunConfig
@@ -46,7 +46,7 @@ def with_balanced_cut(config: RunConfig, *, reads_files: bool = True) -> RunConf
 
 
 def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = ()) -> list[str]:
-    """Return the lines of --dry-run: ranks, blocks and planned memory. Reads no file and needs no GPU."""
+    """Return the lines of --dry-run on ranks, blocks and planned memory. Reads no file and needs no GPU."""
     partition = partition_from_config(config)
     data_size = world_size // config.model_size
     lines = [
@@ -77,8 +77,30 @@ def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = (
     return [*lines, *notes]
 
 
+def describe_records(config: RunConfig) -> tuple[list[str], str | None]:
+    """Return the lines of --dry-run about the records of --sft, and what is wrong with them.
+
+    Reads and tokenizes them, if they are on this machine.
+    """
+    from megatron.bcd.data.sft.counts import count_run, files_of  # it imports what other dry runs do not need
+
+    if absent := [path for _, path in files_of(config) if not os.path.exists(path)]:
+        return [f"records: not counted, because {absent[0]} does not exist here"], None
+    try:
+        counts = count_run(config, build_tokenizer(**vars(config.tokenizer)))
+    except ValueError as error:
+        return [], str(error)
+    problem = f"{counts.report}. Correct them, or give --sft-skip-bad-records."
+    return [f"records: {counts}"], problem if counts.bad and not config.data.sft_skip_bad_records else None
+
+
+def print_once(lines: Sequence[str], *, file: TextIO | None = None) -> None:
+    """Print the lines on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(lines), file=file, flush=True)
+
+
 def exit_with(code: int, lines: Sequence[str]) -> NoReturn:
     """End the process after rank 0 has printed the lines, to stderr if the code is not 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print("\n".join(lines), file=sys.stderr if code else sys.stdout, flush=True)
+    print_once(lines, file=sys.stderr if code else None)
     raise SystemExit(code)

@@ -176,13 +176,8 @@ class _Prepared:
     files: Files = ()
 
 
-def _prepare(config: RunConfig, tokenizer: Tokenizer) -> _Prepared:
-    """Collective. Tokenize the files, unless an earlier run has, and pack the samples into sequences.
-
-    Raises:
-        ValueError: as `tokenized_samples`; or a record is bad, a sample does not fit, or a split that is needed has
-            none.
-    """
+def files_of(config: RunConfig) -> Files:
+    """Return the files of records of a run, with the flags that name them."""
     data = config.data
     split_paths = {
         "--train-data-path": data.train_data_path,
@@ -190,12 +185,22 @@ def _prepare(config: RunConfig, tokenizer: Tokenizer) -> _Prepared:
         "--test-data-path": data.test_data_path,
     }
     paths = {"--data-path": data.data_path} if data.data_path else split_paths
-    files = [(flag, path) for flag, its_paths in paths.items() for path in its_paths or ()]
+    return [(flag, path) for flag, its_paths in paths.items() for path in its_paths or ()]
+
+
+def _prepare(config: RunConfig, tokenizer: Tokenizer) -> _Prepared:
+    """Collective. Tokenize the files, unless an earlier run has, and pack the samples into sequences.
+
+    Raises:
+        ValueError: as `tokenized_samples`; or a record is bad, a sample does not fit, or a split that is needed has
+            none.
+    """
+    files = files_of(config)
     samples = tokenized_samples(config, tokenizer, files, check=lambda samples: _members(samples, config, files))
     members, num_omitted = _members(samples, config, files)
     lengths = numpy.minimum(samples.lengths - 1, config.model.seq_length)
     train, valid, test = (
-        pack(split, lengths[split], config.model.seq_length) if data.sft_packing else pack_one_each(split)
+        pack(split, lengths[split], config.model.seq_length) if config.data.sft_packing else pack_one_each(split)
         for split in members
     )
     return _Prepared(samples=samples, splits=(train, valid, test), num_omitted=num_omitted, files=files)

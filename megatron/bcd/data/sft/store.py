@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import numpy.typing
@@ -195,8 +196,8 @@ def open_samples(root: str, digest: str) -> Samples | None:
         if (os.path.getsize(ids), os.path.getsize(learned)) != (4 * num_tokens, num_tokens):
             return None
         return Samples(
-            ids=numpy.memmap(ids, dtype=numpy.int32, mode="r"),
-            learned=numpy.memmap(learned, dtype=numpy.bool_, mode="r"),
+            ids=_mapped(ids, numpy.int32),
+            learned=_mapped(learned, numpy.bool_),
             bounds=bounds,
             places=places,
             bad=tuple((tuple(position), reason) for position, reason in bad),
@@ -205,6 +206,11 @@ def open_samples(root: str, digest: str) -> Samples | None:
         )
     except (OSError, ValueError, EOFError, IndexError):
         return None
+
+
+def _mapped(path: str, kind: type) -> numpy.typing.NDArray[Any]:
+    # numpy can't map an empty file, which is written if all records are bad
+    return numpy.memmap(path, dtype=kind, mode="r") if os.path.getsize(path) else numpy.empty(0, dtype=kind)
 
 
 def _open_everywhere(root: str, digest: str) -> Samples:
