@@ -89,14 +89,14 @@ def _upper(weight: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def join(weight: torch.Tensor, low_bits: torch.Tensor, squares: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the fp32 value of a bf16 weight and its int16 low bits, in the same shape.
-
-    Read as integers, the value is the weight in the upper half plus the signed low bits.
-    """
-    bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low_bits)
+    """Return the fp32 value of a bf16 weight and its int16 low bits, in the same shape."""
+    value = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    low, high = _halves(value)
+    low.copy_(low_bits)
+    torch.add(weight.view(torch.int16), low_bits >> 15, out=high)  # a half is below the weight
     if squares is not None and squares.is_floating_point():
-        bits.add_(torch.signbit(squares).to(torch.int32), alpha=0x10000)
-    return bits.view(torch.float32)
+        high.add_(torch.signbit(squares))
+    return value
 
 
 @torch.no_grad()
@@ -104,13 +104,25 @@ def split(
     value: torch.Tensor, *, weight: torch.Tensor, low_bits: torch.Tensor | None, squares: torch.Tensor | None = None
 ) -> None:
     """Write fp32 `value` into `weight` (bf16), `low_bits` (int16; None drops them) and signs of the second moment."""
-    bits = _bits(value)
-    low = bits.to(torch.int16) if low_bits is None else low_bits.copy_(bits)  # wraps around: the signed lower half
-    weight.view(torch.int16).copy_((bits - low).bitwise_right_shift_(16))
+    low, high = _halves(value.contiguous())
+    torch.sub(high, low >> 15, out=weight.view(torch.int16))
+    if low_bits is not None:
+        low_bits.copy_(low)
     if low_bits is not None and squares is not None:
         weight.copy_(value)
-        is_above = (low == -0x8000) & (weight.view(torch.int16) == bits >> 16)
+        is_above = (low == -0x8000) & (weight.view(torch.int16) == high)
         if squares.is_floating_point():
             squares.copy_(torch.where(is_above, -squares, squares))
         else:
             low_bits.masked_fill_(is_above, 0x7FFF)
+
+
+def _halves(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int16 views of the lower and the upper half of fp32 values, on a little-endian machine.
+
+    Read as a signed number, the lower half is the difference between the value and its nearest weight. If it is
+    negative, the value is below the weight, so the upper half is the weight minus one. `lower >> 15` is -1 then, and 0
+    otherwise: the weight is the upper half minus this sign.
+    """
+    halves = value.view(torch.int16).unflatten(-1, (-1, 2))
+    return halves[..., 0], halves[..., 1]

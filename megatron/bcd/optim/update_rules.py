@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from megatron.bcd.optim import bf16
 from megatron.bcd.runtime.compat.pytorch import compiled
 
 ORTHOGONAL, FACTORED, ADAM = "orthogonal", "factored", "adam"
@@ -321,14 +320,19 @@ def subtract(
     decay: torch.Tensor,
 ) -> None:
     """Multiply the weights by `decay` and subtract `rate` x `direction`, unless `is_skipped`. To be compiled."""
-    before = weight if low_bits is None else bf16.join(weight, low_bits)
+    before = weight
+    if low_bits is not None:  # as `bf16.join` and `split`, whose 16-bit views the compiler could not fuse
+        before = ((weight.view(torch.int16).to(torch.int32) << 16) + low_bits).view(torch.float32)
     value = before * decay - rate * direction
     if is_skipped is not None:
         value = torch.where(is_skipped, before, value)
     if low_bits is None:
         weight.copy_(value)
     else:
-        bf16.split(value, weight=weight, low_bits=low_bits)
+        bits = value.view(torch.int32)
+        low = bits.to(torch.int16)  # wraps around
+        weight.view(torch.int16).copy_((bits - low) >> 16)
+        low_bits.copy_(low)
 
 
 def _parts(matrix_KMN: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
