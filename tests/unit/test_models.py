@@ -8,6 +8,8 @@ import types
 
 import pytest
 import torch
+import torch._dynamo
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from support.command_line import parse
@@ -18,6 +20,7 @@ from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.builder import PlainNorm, get_frozen_weights
 from megatron.bcd.model.implementation import choose_implementation
 from megatron.bcd.runtime import device, packages
+from megatron.bcd.runtime.compat import megatron_core, pytorch
 from megatron.bcd.training.resolve import resolve_num_blocks
 
 
@@ -157,3 +160,16 @@ def test_resolved_number_of_blocks(flags: str, number: int | None) -> None:
     """A run resumed with layout stage on other stages is told that it changed --bcd-num-blocks."""
     config = parse("--pipeline-model-parallel-size", "2", "--num-layers", "6", *flags.split(), world_size=2)
     assert resolve_num_blocks(config, partition_from_config(config)) == number
+
+
+def test_a_compiled_rotation_serves_all_lengths() -> None:
+    """A compiled rotary embedding is Megatron Core's within bf16, also of a part of each head, and sequences of any
+    length share its code: generation during a run has a new length at each token."""
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    rotate = pytorch.compiled(megatron_core._rotate, has_dynamic_shapes=True)
+    for length in range(3, 12):
+        for heads, size in ((4, 16), (2, 16), (4, 8)):
+            x, angles = torch.randn(length, 2, heads, 16, dtype=torch.bfloat16), torch.randn(length, 1, 1, size)
+            expected = rope_utils._apply_rotary_pos_emb_bshd(x, angles)
+            torch.testing.assert_close(rotate(x, angles), expected, rtol=2e-2, atol=5e-2)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs <= 3

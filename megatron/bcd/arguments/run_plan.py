@@ -82,7 +82,8 @@ def describe_records(config: RunConfig) -> tuple[list[str], str | None]:
 
     Reads and tokenizes them, if they are on this machine.
     """
-    from megatron.bcd.data.sft.counts import count_run, files_of  # it imports what other dry runs do not need
+    from megatron.bcd.data.sft.counts import count_run  # other dry runs import no torch
+    from megatron.bcd.data.sft.dataset import files_of
 
     if absent := [path for _, path in files_of(config) if not os.path.exists(path)]:
         return [f"records: not counted, because {absent[0]} does not exist here"], None

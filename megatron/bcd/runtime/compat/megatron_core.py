@@ -76,11 +76,15 @@ def clear_router_losses() -> None:
 
 @functools.cache
 def patch_rotary_embedding() -> None:
-    """Give --no-rope-fusion's opposite a compiled function where Megatron Core only has Transformer Engine's."""
+    """Provide a compiled rotary embedding for `apply_rope_fusion`. Megatron Core has Transformer Engine's only.
+
+    Evaluation and generation have other lengths than training, so their shapes are dynamic.
+    """
     from megatron.core.models.common.embeddings import rope_utils
 
     if rope_utils.fused_apply_rotary_pos_emb is None:
-        rope_utils.fused_apply_rotary_pos_emb = lambda x, freqs, interleaved=False: pytorch.compiled(_rotate)(x, freqs)
+        rotate = pytorch.compiled(_rotate, has_dynamic_shapes=True)
+        rope_utils.fused_apply_rotary_pos_emb = lambda x, freqs, interleaved=False: rotate(x, freqs)
 
 
 def _rotate(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:

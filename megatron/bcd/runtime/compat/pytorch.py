@@ -48,10 +48,13 @@ def share_gloo_device() -> None:
 
 
 @functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function compiled for each combination of shapes, or itself where torch.compile is off."""
+def compiled(function: Callable[..., Any], *, has_dynamic_shapes: bool = False) -> Callable[..., Any]:
+    """Return a compiled function: one for all shapes, or by default one for each combination of shapes.
+
+    Where torch.compile is off, or after 64 combinations, it runs eager.
+    """
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # a model has some ten shapes
-    return torch.compile(function, dynamic=False, fullgraph=True)
+    return torch.compile(function, dynamic=has_dynamic_shapes)
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
