@@ -31,10 +31,17 @@ from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.huggingface.architecture import CONFIG, read_architecture
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
-from megatron.bcd.planner.estimate import MULTIPLIERS, Estimate, make_estimate
-from megatron.bcd.planner.measured import EXPERTS_SOURCE, EXPERTS_TIME, Finding, finding, learning_rate
+from megatron.bcd.planner.estimate import EQUAL_STEPS, MULTIPLIERS, SMALL_MULTIPLIERS, Estimate, make_estimate
+from megatron.bcd.planner.measured import (
+    EXPERTS_SOURCE,
+    EXPERTS_TIME,
+    LARGE_STEP,
+    finding,
+    learning_rate,
+    whole_rules,
+)
 from megatron.bcd.planner.memory import fits_on_host, node_bytes
-from megatron.bcd.planner.recipe import DEFAULTS, LORA, METHODS, PRESET_OF, STREAMED, Recipe, flag_of
+from megatron.bcd.planner.recipe import DEFAULTS, METHODS, PRESET_OF, STREAMED, WHOLE, Recipe, flag_of
 from megatron.bcd.planner.search import (
     BLOCK_FLAGS,
     COMPARED,
@@ -64,6 +71,7 @@ MODELS = os.path.join(ROOT, "examples", "models.csv")
 CLUSTERS = os.path.join(ROOT, "examples", "clusters.csv")
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _WIDTH = 120
+SMALL = "measured on 0.7 to 3.3 M parameters only and not counted: docs/learning.md"
 _MOST_ROWS = 12
 """The most rows of the tables of ranks and phases."""
 _MEMORY = ("weights", "gradients", "optimizer", "pieces", "activations", "optimizer_work", "communication", "framework")
@@ -82,8 +90,9 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
     "bcd_frozen": {},
     "bcd_always_active": {},
     "bcd_head_phase": {},
-    "bcd_inactive_update": {"choices": ("none", "factored"), "help": "with method finetune: factored = every layer in"
-        " every step, none = blocks (default: factored if it fits and no flag asks for blocks)"},
+    "bcd_inactive_update": {"choices": ("none", *WHOLE.values()), "help": "with method finetune: orthogonal, factored ="
+        " every layer in every step, none = blocks (default: if no flag asks for blocks the first that fits, orthogonal"
+        f" only with {LARGE_STEP:,} tokens a step or more)"},
     "adam_moments_dtype": {},
     "bcd_layers_on": {"choices": ("device", "host"), "help": "where inactive layers are (default: device)"},
     "bcd_resident_layers": {},
@@ -146,10 +155,9 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add = group.add_argument
     add("--tokens", type=token_count, metavar="N", help="tokens that full training would read, such as 300M, 1B or 1e9"
         " (default: 20 per parameter)")  # fmt: skip
-    (paper, _), (pretrain, _) = MULTIPLIERS["bcd"], MULTIPLIERS["pretrain"]
     add("--bf-multiplier", type=float, metavar="K", help="iterations of BCD with three blocks over those of full"
         " training to the same loss; with --compare that of pretrain"
-        f" (default: {paper}; method pretrain: {pretrain})")  # fmt: skip
+        f" (default: {MULTIPLIERS['bcd'][0]}; method pretrain: 1)")  # fmt: skip
     if task == "sft":
         parser.set_defaults(**SFT_DEFAULTS)
     return parser
@@ -286,7 +294,8 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
         values |= {"recompute": "none", "micro_batch_size": arguments.micro_batch_size or 1}
         if values["method"] == "finetune" and values["bcd_inactive_update"] is None:
             has_blocks = asks_for_blocks(values) or values["precision"] == "fp16"
-            values["bcd_inactive_update"] = "none" if has_blocks else "factored"
+            tokens = values["global_batch_size"] * (values["seq_length"] or values["model"].sequence)
+            values["bcd_inactive_update"] = "none" if has_blocks else whole_rules(tokens)[0]
         return valid_pipelines(**values)[0]
     return planned(**values)
 
@@ -326,9 +335,10 @@ def answer_to(arguments: argparse.Namespace) -> Answer:
     if arguments.compare or arguments.search:
         find = search if is_one_method else compare
         estimates = find(recipe, stages=arguments.pipeline_model_parallel_size, **cost)
-        if not estimates and recipe.is_factored and arguments.bcd_inactive_update is None:
-            recipe = recipe.changed(bcd_inactive_update="none")
-            estimates = find(recipe, stages=arguments.pipeline_model_parallel_size, **cost)
+        for rule in ("factored", "none") if recipe.is_whole and arguments.bcd_inactive_update is None else ():
+            if not estimates:
+                recipe = recipe.changed(bcd_inactive_update=rule)
+                estimates = find(recipe, stages=arguments.pipeline_model_parallel_size, **cost)
         return answer_search(arguments, recipe, estimates)
     if arguments.timeline:
         write_timeline(arguments.timeline, recipe)
@@ -352,12 +362,11 @@ def answer_search(arguments: argparse.Namespace, recipe: Recipe, estimates: Sequ
     text = show_search(recipe, estimates, ratios)
     if arguments.compare:
         return text, rows, 0
-    # nothing is known of the loss of a method that was not measured, and LoRA has no command here
-    plannable = [each for each in estimates if each.recipe.method != LORA]
-    known = [each for each in plannable if each.cost.is_to_full_loss or finding(each.recipe).loss] or plannable
+    # nothing is known of the loss of a method that was not measured
+    known = [each for each in estimates if each.cost.is_to_full_loss or finding(each.recipe).loss] or estimates
     best = next((each for each in known if each.recipe.num_gpus == recipe.num_gpus), None)
     if best is None:
-        first = (known or estimates)[0].recipe
+        first = known[0].recipe
         changes = {"num_gpus": first.num_gpus, "global_batch_size": first.global_batch_size}
         command = f"{changed_command(arguments, changes)} --search"
         text = f"{text}\n\nno method fits on {recipe.num_gpus} GPUs; plan the best with\n{command}"
@@ -433,7 +442,7 @@ def sentence(estimate: Estimate, arguments: argparse.Namespace) -> str:
     recipe, number, host = estimate.recipe, estimate.recipe.num_gpus, node_bytes(estimate.recipe)
     cards = f"{'one' if number == 1 else number} {recipe.cluster.gpu}{'s' * (number > 1)}"
     what, blocks = "every layer trained", recipe.partition.num_blocks
-    if recipe.is_factored:
+    if recipe.is_whole:
         what += " in every step"
     elif recipe.has_blocks and blocks > 1:
         what += f", one of {blocks} blocks at a time"
@@ -449,12 +458,16 @@ def sentence(estimate: Estimate, arguments: argparse.Namespace) -> str:
 
 
 def quality(estimate: Estimate) -> tuple[str, str]:
-    """Return whether a method reaches full training's loss, or after how many iterations, and who measured it."""
+    """Return a method's loss or number of iterations beside full training's, and where it was measured."""
     result, cost = finding(estimate.recipe), estimate.cost
+    if cost.multiplier_source == EQUAL_STEPS:
+        return EQUAL_STEPS, f"{SMALL_MULTIPLIERS[estimate.recipe.method]:.2f} of them to its loss, {SMALL}"
     if cost.is_to_full_loss:
         return f"{cost.multiplier:.2f} x full training's iterations to its loss", cost.multiplier_source
-    source = "; ".join(filter(None, (result.runs, result.model, result.source)))
-    return f"full training's loss {to_full(estimate, None)}", source if result.loss else ""
+    if not result.loss:
+        return "loss not measured", ""
+    loss, _, source = result.describe_loss(estimate.recipe).partition(", ")
+    return f"loss {loss}", source
 
 
 # ---------------------------------------------------------------- text
@@ -513,7 +526,7 @@ def _layout(recipe: Recipe) -> str:
         resident = config.bcd.bcd_resident_layers
         what = "layers" if config.is_breadth_first else "frozen layers"
         parts.append(f"{what} in host memory" + f", {resident} stay on the device" * (resident > 0))
-    if recipe.has_blocks and not recipe.is_factored and (head := partition.describe_head()):
+    if recipe.has_blocks and not recipe.is_whole and (head := partition.describe_head()):
         dtype = config.training.adam_moments_dtype
         parts.append(head + f", moments in {dtype}" * (dtype != "fp32"))
     parts.append(f"micro-batch {recipe.micro_batch_size}")
@@ -599,18 +612,21 @@ def _percent(share: float) -> str:
 
 def _cost(estimate: Estimate) -> str:
     cost, cluster = estimate.cost, estimate.recipe.cluster
-    more = ""
+    more = loss = ""
     if not cost.is_to_full_loss:
-        more = f", equal epochs; loss {_loss(finding(estimate.recipe))}"
+        more = ", equal epochs"
+        loss = f"\nloss {finding(estimate.recipe).describe_loss(estimate.recipe)}"
     elif cost.multiplier != 1.0:
         more = f" x B-F multiplier {cost.multiplier:.2f} ({cost.multiplier_source})"
+    elif cost.multiplier_source == EQUAL_STEPS:
+        more = f", {EQUAL_STEPS} (to its loss {SMALL_MULTIPLIERS[estimate.recipe.method]:.2f} of them, {SMALL})"
     hours, dollars = f"{cost.gpu_hours:,.{cost.gpu_hours < 100:d}f}", price(estimate)
     if cluster.usd_per_gpu_hour:
         dollars += f" (${cluster.usd_per_gpu_hour:g} per GPU hour)"
     else:
         dollars += f" (usd_per_gpu_hour of {cluster.name} is 0)"
     steps = f"{cost.iterations:,} iterations, {duration(estimate)}"
-    return f"{amount(cost.tokens)} tokens{more}:\n{steps}, {hours} GPU hours, {dollars}"
+    return f"{amount(cost.tokens)} tokens{more}:\n{steps}, {hours} GPU hours, {dollars}{loss}"
 
 
 def amount(tokens: float) -> str:
@@ -632,24 +648,12 @@ def price(estimate: Estimate) -> str:
     return f"${cost.dollars:,.{2 * (cost.gpu_hours < 100)}f}"
 
 
-def _loss(result: Finding) -> str:
-    """Return the measured loss of a method that costs equal epochs, and its source."""
-    if not result.loss:
-        return "not measured"
-    page = f"; {result.source}" if result.source else ""
-    return f"{result.loss_text} beside full training's ({result.runs}, {result.model}{page})"
-
-
 def to_full(estimate: Estimate, ratio: float | None) -> str:
-    """Return the cost relative to full training's, or whether equal epochs reach its loss."""
+    """Return the cost relative to full training's, or the measured loss after equal epochs."""
     result = finding(estimate.recipe)
     if estimate.cost.is_to_full_loss:
         return "-" if ratio is None else f"{ratio:.2f}"
-    if not result.loss:
-        return "not measured"
-    missed = "not always " if min(result.loss) <= 0 else "not "
-    reached = "reached" if result.always_reaches_full else f"{missed}reached"
-    return f"{reached} (measured: {result.loss_text})"
+    return f"loss {result.loss_text} at {result.place_text}" if result.loss else "not measured"
 
 
 def show_search(recipe: Recipe, estimates: Sequence[Estimate], ratios: Sequence[float | None]) -> str:
@@ -661,9 +665,13 @@ def show_search(recipe: Recipe, estimates: Sequence[Estimate], ratios: Sequence[
         partition, size = layout.partition, layout.config.bcd.bcd_layers_per_pass
         blocks = f"{partition.num_blocks} {partition.layout}"
         figures = (each.peak.total / GIB, each.host_bytes / GIB, each.iteration_seconds)
+        multiplier = f"{cost.multiplier:.2f}" if cost.is_to_full_loss else "-"
         if not cost.is_to_full_loss:
-            sources[name] = f"{name}, at equal epochs: loss {_loss(finding(layout))}"
-        elif layout.method in MULTIPLIERS:
+            sources[name] = f"{name}, at equal epochs: loss {finding(layout).describe_loss(layout)}"
+        elif cost.multiplier_source == EQUAL_STEPS:
+            multiplier = f"({SMALL_MULTIPLIERS[layout.method]:.2f})"
+            sources[EQUAL_STEPS] = f"B-F multipliers in brackets: {SMALL}; days and dollars are those of {EQUAL_STEPS}"
+        elif layout.method in (*MULTIPLIERS, *SMALL_MULTIPLIERS):
             sources[name] = f"B-F multiplier of {name}: {cost.multiplier_source}"
         rows.append(
             (
@@ -674,20 +682,21 @@ def show_search(recipe: Recipe, estimates: Sequence[Estimate], ratios: Sequence[
                 str(layout.micro_batch_size),
                 f"pieces of {size}" if layout.config.is_breadth_first else layout.recompute,
                 *map(format, figures, (".1f", ".0f", ".2f")),
-                f"{cost.multiplier:.2f}" if cost.is_to_full_loss else "-",
-                f"{cost.days:,.1f}",
-                f"{cost.gpu_hours:,.0f}",
-                f"{cost.dollars:,.0f}" if cost.dollars else "unknown",
+                multiplier,
+                f"{cost.days:,.{1 + (cost.days < 10)}f}",
+                f"{cost.gpu_hours:,.{cost.gpu_hours < 100:d}f}",
+                price(each).strip("$").removesuffix(" price"),
                 to_full(each, ratio),
             )
         )
     title = (
         f"{recipe.model.name} on {recipe.num_gpus} x {recipe.cluster.gpu}, {recipe.precision}, sequence "
-        f"{recipe.tokens:,}, global batch {recipe.global_batch_size}: the cheapest layouts, best first"
+        f"{recipe.tokens:,}, global batch {recipe.global_batch_size}: the fastest layouts, best first"
     )
     notes = [
         "GPUs: the number given, and the fewest that fit; host: GiB of host memory per GPU",
-        "to full: cost to full training's loss over the least of full training; methods that reach it come first",
+        "order: on the given GPUs first; there by days, methods that are not known to reach full training's loss last",
+        "to full: GPU hours over the least of full training",
         *sources.values(),
         "blocks, layout and chunks decide which layers learn together, and so change the loss",
         "times, multipliers and losses are estimates with errors: docs/planner.md, docs/fine_tuning.md",

@@ -12,6 +12,8 @@ from typing import Any
 import plan
 import pytest
 
+from megatron.bcd.planner.recipe import METHODS
+
 STAGES = ("--pipeline-model-parallel-size", "2")
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 EXAMPLE = ("--model", "G-5.4B", "--gpu", "rtx4090", "--num-gpus", "4")
@@ -123,9 +125,10 @@ def test_number_of_blocks_for_fine_tuning(
 @pytest.mark.parametrize(
     ("model", "num_gpus", "more", "reason"),
     [
-        ("L-1.5B", 1, (), "which fits: no blocks"),
-        ("llama-7b", 4, (), "which fits: no blocks"),
-        ("llama-7b", 1, (), "6 layers at a time; in host memory: weights and low bits"),
+        ("L-1.5B", 1, (), "by the orthogonal update, which fits: no blocks"),
+        ("L-1.5B", 1, ("--global-batch-size", "1"), "by the factored update, which fits: no blocks"),
+        ("llama-7b", 4, ("--bcd-inactive-update", "factored"), "which fits: no blocks"),
+        ("llama-7b", 1, (), "3 layers at a time; in host memory: weights and low bits"),
         ("L-1.5B", 1, ("--bcd-num-blocks", "6"), "blocks, as the flags ask"),
         ("L-1.5B", 1, ("--precision", "fp16"), "blocks: the factored update cannot be combined"),
     ],
@@ -140,8 +143,9 @@ def test_every_layer_where_it_fits(
     text = capsys.readouterr().out
     assert reason in text
     rule = "none" if reason.startswith("blocks") else "factored --bcd-num-blocks 0"
+    rule = "orthogonal --bcd-num-blocks 0" if not more else rule
     assert f"--bcd-preset finetune --bcd-inactive-update {rule}" in text.replace("\\\n    ", "")
-    if num_gpus == 1 and reason.endswith("no blocks"):
+    if num_gpus == 1 and "factored" in reason and reason.endswith("no blocks"):
         found = json.loads(output(capsys, *words, "--json"))
         [rank] = found["memory"]["ranks"]
         assert rank["model_state"] == pytest.approx(6 * found["model"]["parameters"], rel=0.01)
@@ -157,7 +161,8 @@ def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     found = [row for row in found if row not in streamed]
     rows = {(row["recipe"]["method"], row["recipe"]["num_gpus"]): row for row in found}
     assert len(rows) == len(found) and {method for method, _ in rows} == {"full", "muon", "offload", "bcd", "pretrain"}
-    assert [row["bill"]["dollars"] for row in found] == sorted(row["bill"]["dollars"] for row in found)
+    order = [(row["recipe"]["num_gpus"] != 4, row["bill"]["days"]) for row in found]
+    assert order == sorted(order)
     assert all(row["memory"]["fits"] for row in found)
     assert rows["full", 5]["cost_ratio"] == 1
     for row in rows.values():
@@ -176,7 +181,31 @@ def test_search_over_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
     assert best["recipe"]["num_gpus"] == 4
     rows = {(row["recipe"]["name"], row["recipe"]["num_gpus"]): row for row in data["methods"]}
     assert best["bill"] == rows[best["recipe"]["name"], 4]["bill"]
-    assert planned(capsys, *flags, "--bf-multiplier", "1.2")["best"]["recipe"]["method"] == "muon"
+    assert planned(capsys, *flags, "--bf-multiplier", "0.9")["best"]["recipe"]["method"] == "pretrain"
+
+
+def test_ratios_of_small_models_do_not_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """Muon and preset pretrain cost as many steps as full training: a ratio of models of 3 million parameters is shown
+    in brackets, and changes neither days nor order."""
+    flags = ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "4", "--compare")
+    rows = json.loads(output(capsys, *flags, "--json"))
+    steps = {row["recipe"]["method"]: row["bill"]["iterations"] for row in rows}
+    assert steps["muon"] == steps["pretrain"] == steps["full"] < steps["bcd"]
+    text = output(capsys, *flags)
+    for line in text.splitlines():
+        assert line.startswith(("muon", "pretrain")) == ("  (0.5" in line), line
+    assert "0.7 to 3.3 M parameters only and not counted" in text
+    methods = plan.plan_view(plan.parse_arguments(flags[:-1]))["methods"]
+    said = {quality[0] for each, _, quality, _ in methods if each.recipe.method == "muon"}
+    assert said == {"full training's steps"}, "no promise of its loss"
+
+
+def test_every_compared_method_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row of --compare names a --method that has a plan."""
+    for task in ("pretrain", "sft"):
+        flags = ("--task", task, "--model", "L-1.5B", "--gpu", "rtx4090", "--num-gpus", "1")
+        rows = json.loads(output(capsys, *flags, "--compare", "--json"))
+        assert {row["recipe"]["method"] for row in rows if "method" in row["recipe"]} <= {*METHODS}
 
 
 def test_search_keeps_the_pipeline_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:

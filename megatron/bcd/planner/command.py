@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 
 from megatron.bcd.planner.measured import learning_rate
-from megatron.bcd.planner.recipe import METHOD_FLAGS, Recipe, flag_of
+from megatron.bcd.planner.recipe import METHOD_FLAGS, WITH_ORTHOGONAL, Recipe, flag_of
 
 SCRIPTS = {"gpt": "pretrain_gpt_bcd.py", "llama": "pretrain_llama_bcd.py"}
 """The training script by model family. Each script has its family's flags as defaults."""
@@ -95,6 +95,8 @@ def _method_flags(recipe: Recipe) -> Iterator[str]:
     words = [_word(name, value) for name, value in method.items()]
     if recipe.method == "finetune":
         words.append(_word("bcd_inactive_update", bcd.bcd_inactive_update))
+        if bcd.bcd_inactive_update == "orthogonal":
+            yield " ".join(_word(name, getattr(bcd, name)) for name in WITH_ORTHOGONAL)
     if bcd.bcd_layout != "stage":
         words.append(f"--bcd-num-blocks {recipe.num_blocks_flag}")
     words.append(_word("bcd_layout", bcd.bcd_layout))

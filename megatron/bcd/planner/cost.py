@@ -134,14 +134,6 @@ def pass_products(shape: ModelShape, *, sequence: int) -> tuple[int, int]:
     return matrices, 2 * sequence * shape.query_size
 
 
-def adapter_elements(shape: ModelShape, rank: int) -> int:
-    """Return the number of elements of LoRA adapters on every matrix of a layer, as peft adds them to a LLaMA."""
-    up = 1 + shape.gated
-    inputs = (3 + up) * shape.hidden_size + shape.query_size + shape.ffn_hidden_size
-    outputs = shape.query_size + 2 * shape.key_value_size + 2 * shape.hidden_size + up * shape.ffn_hidden_size
-    return rank * (inputs + outputs)
-
-
 def head_passes(shape: ModelShape, *, sequence: int, padded_vocabulary: int) -> float:
     """Return the cost of one pass of the output head, in passes of a layer."""
     return shape.hidden_size * padded_vocabulary / sum(pass_products(shape, sequence=sequence))

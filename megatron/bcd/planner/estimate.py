@@ -7,10 +7,9 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.planner.measured import EXPERTS_TIME
 from megatron.bcd.planner.memory import fits, fits_on_host, host_bytes, peak, rank_memory, saving_bytes
-from megatron.bcd.planner.recipe import LORA, Recipe
+from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.replica_groups import Exchange, exchange_of, waiting_seconds
 from megatron.bcd.planner.state import RankMemory
 from megatron.bcd.planner.step_time import PhaseTime, cycle_seconds, head_pass, layer_pass
@@ -21,12 +20,14 @@ EQUAL_EPOCHS = "equal epochs"
 MULTIPLIERS = {
     # Adam and three blocks, 2.78 and 2.09 (table 2 of the paper)
     "bcd": (2.44, "the paper's two GPT-2 runs"),
-    # the largest number of steps to full Adam's loss in this project's studies
-    "pretrain": (0.53, "models of 0.7 to 3.3 M parameters, docs/learning.md; none larger measured"),
-    "muon": (0.52, "models of 0.7 to 3.3 M parameters, docs/learning.md; none larger measured"),
 }
 """The B-F multiplier of a method at three blocks, and its source: iterations to full training's loss over full
 training's. In fine-tuning the cost is that of equal epochs, after which the losses differ (`measured.FINE_TUNING`)."""
+SMALL_MULTIPLIERS = {"pretrain": 0.53, "muon": 0.52}
+"""B-F multipliers that do not count, because they come from models below 10 million parameters: the largest number of
+steps to full Adam's loss in this project's studies, of 0.7 to 3.3 million parameters. The cost is that of full
+training's steps, after which models of up to 124 million parameters had a lower loss than full Adam's."""
+EQUAL_STEPS = "full training's steps"
 _SHOWN = (
     "method", "num_gpus", "num_nodes", "pipeline_size", "data_size", "precision", "micro_batch_size",
     "global_batch_size", "num_microbatches", "recompute",
@@ -199,15 +200,14 @@ def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multi
 
 def multiplier_of(method: str, num_blocks: int, override: float | None = None) -> tuple[float, str]:
     """Return the B-F multiplier at ``num_blocks``, and its source. ``override`` is the one at three blocks."""
-    if method not in (*MULTIPLIERS, "finetune", LORA):
+    if method not in (*MULTIPLIERS, *SMALL_MULTIPLIERS, "finetune"):
         return 1.0, "full training"
-    value, source = MULTIPLIERS.get(method, (1.0, EQUAL_EPOCHS)) if override is None else (override, "--bf-multiplier")
+    usual = 1.0, EQUAL_STEPS if method in SMALL_MULTIPLIERS else EQUAL_EPOCHS
+    value, source = MULTIPLIERS.get(method, usual) if override is None else (override, "--bf-multiplier")
     if method == "bcd" and num_blocks > 1:
         # The paper has 2.22, 2.78 and 3.33 at two, three and four blocks (table 11, Adam). A small GPT here had 2.24,
         # 2.89 and more than 5 at two, three and six blocks (studies/gpt_subsets.md). This formula gives 4.6 at six.
         value = value * (num_blocks + 2) / 5
     elif method == "bcd":
         value = 1.0
-    elif method == "pretrain" and override is None and num_blocks != DEFAULT_NUM_BLOCKS:
-        source += "; measured with three blocks"
     return value, source

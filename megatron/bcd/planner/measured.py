@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from megatron.bcd.planner.recipe import FACTORED, LORA, Recipe
+from megatron.bcd.planner.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,10 @@ class Finding:
     """Final loss above full Adam's in percent: lowest and highest, or a single number. Empty: not measured."""
     runs: str = ""
     """The runs with this loss."""
+    parameters: float = 135e6
+    """The size of their model."""
+    tokens: tuple[int, ...] = ()
+    """Their tokens a step: least and most, or a single number."""
     model: str
     """The model of the learning rate, and of the loss."""
     source: str = ""
@@ -31,6 +35,19 @@ class Finding:
     def loss_text(self) -> str:
         """The loss as text, such as "+1 to +31 %"."""
         return f"{' to '.join(f'{number:+g}' for number in self.loss)} %"
+
+    @property
+    def place_text(self) -> str:
+        """The size of the model and of the steps as text, such as "135M, 256 to 512 tokens a step"."""
+        return f"{_size(self.parameters)}, {' to '.join(f'{number:,}' for number in self.tokens)} tokens a step"
+
+    def describe_loss(self, recipe: Recipe) -> str:
+        """Return the loss beside full training's, where it was measured, and the size of the recipe."""
+        if not self.loss:
+            return "not measured"
+        yours = f"yours: {_size(recipe.shape.num_parameters)}, {recipe.step_tokens:,}"
+        source = "; ".join(filter(None, (self.runs, self.source)))
+        return f"{self.loss_text} beside full training's, measured at {self.place_text} ({source}); {yours}"
 
     @property
     def always_reaches_full(self) -> bool:
@@ -45,15 +62,29 @@ FINE_TUNING = {
         loss=(-3.1, 0.4),
         runs="a new language, 500 steps, and instructions: one seed each",
         model="SmolLM2-135M",
+        tokens=(512, 1024),
         source="studies/fine_tuning.md",
     ),
     "finetune": Finding(
-        rate=None, loss=(1, 31), runs="2 to 30 blocks, instructions; 6, a new language", model="SmolLM2-135M"
+        rate=None,
+        loss=(1, 31),
+        runs="2 to 30 blocks, instructions; 6, a new language",
+        tokens=(512, 1024),
+        model="SmolLM2-135M",
     ),
-    FACTORED: Finding(
+    "finetune, orthogonal": Finding(
+        rate=2,
+        loss=(-1.7, 2.2),
+        runs="a new language, 500 steps, and instructions: one seed each",
+        tokens=(512, 1024),
+        model="SmolLM2-135M",
+        source="studies/fine_tuning.md",
+    ),
+    "finetune, factored": Finding(
         rate=1,
         loss=(-1.6, -0.2),
         runs="a new language, 200 steps, and instructions: three seeds each, at the best rate",
+        tokens=(256, 512),
         model="SmolLM2-135M",
         source="studies/fine_tuning.md",
     ),
@@ -62,13 +93,26 @@ FINE_TUNING = {
         rate=1,
         loss=(2.3,),
         runs="the update of inactive layers in preset finetune",
+        parameters=11e6,
+        tokens=(512,),
         model="11 M parameters, one rate",
-    ),
-    LORA: Finding(
-        rate=10, loss=(-0.1, 11), runs="peft, rank 16, instructions and a new language", model="SmolLM2-135M"
     ),
 }
 """The results of --task sft. Source: docs/fine_tuning.md, Side by side."""
+LARGE_STEP = 2048
+"""Tokens a step from which LARGE_STEPS count."""
+LARGE_STEPS = {
+    name: Finding(
+        rate=rate,
+        loss=(loss,),
+        runs="a new language, 125 steps, one seed",
+        tokens=(4096,),
+        model="SmolLM2-135M in steps of 4,096 tokens",
+        source="studies/fine_tuning.md",
+    )
+    for name, rate, loss in (("muon", 4, -5.8), ("finetune, orthogonal", 8, -7.1), ("finetune, factored", 1, 0.8))
+}
+"""The results of --task sft with larger steps. Source: studies/fine_tuning.md, a_language_of_500_steps."""
 PRETRAINING = {
     "full": Finding(rate=1, model="3 M parameters"),
     "muon": Finding(rate=3, model="3 M parameters: 2 for a LLaMA, 4 for a GPT"),
@@ -99,7 +143,14 @@ def finding(recipe: Recipe) -> Finding:
     """Return the results of the recipe's method."""
     name = recipe.name.partition(", streamed")[0]
     name = "full" if name == "offload" else name
-    return (PRETRAINING if recipe.task == "pretrain" and name in PRETRAINING else FINE_TUNING)[name]
+    if recipe.task == "pretrain" and name in PRETRAINING:
+        return PRETRAINING[name]
+    return (FINE_TUNING | (LARGE_STEPS if recipe.step_tokens >= LARGE_STEP else {}))[name]
+
+
+def whole_rules(step_tokens: int) -> tuple[str, ...]:
+    """Return the rules of --bcd-inactive-update for preset finetune without blocks, best first."""
+    return ("orthogonal", "factored") if step_tokens >= LARGE_STEP else ("factored",)
 
 
 def learning_rate(recipe: Recipe) -> LearningRate:
@@ -139,6 +190,11 @@ def _rate_of_blocks(number: int) -> float:
     share = min(1.0, math.log(number / low) / math.log(high / low))
     rate: float = _RATE_OF_BLOCKS[low] * (_RATE_OF_BLOCKS[high] / _RATE_OF_BLOCKS[low]) ** share
     return rate
+
+
+def _size(parameters: float) -> str:
+    """Return a number of parameters as text, such as 135M or 8.0B."""
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
 
 
 def _short(rate: float) -> str:

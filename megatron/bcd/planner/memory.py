@@ -7,16 +7,12 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from megatron.bcd.planner import cost
 from megatron.bcd.planner.activations import Recomputed
 from megatron.bcd.planner.cost import OFFLOADED_BYTES
-from megatron.bcd.planner.recipe import LORA, Recipe
+from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.replica_groups import exchange_of
 from megatron.bcd.planner.state import ModelState, RankMemory
 from megatron.bcd.planner.tables import GIB
-
-LORA_RANK = 16
-"""The rank of the adapters in a comparison."""
 
 
 def rank_memory(recipe: Recipe, *, replica: int = 0) -> tuple[RankMemory, ...]:
@@ -24,27 +20,8 @@ def rank_memory(recipe: Recipe, *, replica: int = 0) -> tuple[RankMemory, ...]:
     choices, framework, ranks = recomputation(recipe), int(recipe.cluster.framework_gib * GIB), []
     for stage, block in product(range(recipe.pipeline_size), range(recipe.partition.num_blocks)):
         rank = recipe.memory.rank(stage, block, choice=choices[stage][block], replica=replica)
-        if recipe.method == LORA:
-            rank = _with_adapters(recipe, rank)
         ranks.append(replace(rank, framework=framework))
     return tuple(ranks)
-
-
-def _with_adapters(recipe: Recipe, rank: RankMemory) -> RankMemory:
-    """Return the state of a rank that trains only adapters. peft's optimizer is not sharded."""
-    budget, elements = recipe.state.budget, adapter_elements(recipe, rank.stage)
-    return replace(
-        rank,
-        weights=rank.weights + budget.weight * elements,
-        gradients=budget.gradient * elements,
-        optimizer=int(budget.optimizer * elements),
-        optimizer_work=0,
-    )
-
-
-def adapter_elements(recipe: Recipe, stage: int) -> int:
-    """Return the elements of the stage's adapters."""
-    return cost.adapter_elements(recipe.shape, LORA_RANK) * len(recipe.partition.stage_layers(stage))
 
 
 @lru_cache(maxsize=256)

@@ -25,10 +25,10 @@ PRESET_OF = {"bcd": "paper", "pretrain": "pretrain", "finetune": "finetune"}
 METHODS = ("bcd", "pretrain", "finetune", "full", "offload", "muon")
 """Block coordinate descent as published, or with preset pretrain or finetune; full training; full training with the
 optimizer on the host, or with Muon."""
-LORA = "lora"
-"""Adapters as peft trains them. A method for comparisons only: this project does not train them."""
-FACTORED = "finetune, factored"
-"""The name of method finetune without blocks."""
+WHOLE = {f"finetune, {rule}": rule for rule in ("orthogonal", "factored")}
+"""Method finetune without blocks: names, and rules of --bcd-inactive-update."""
+WITH_ORTHOGONAL = {"bcd_embedding_update": "adam", "bcd_inactive_lr_ratio": 0.4}
+"""The flags with which the orthogonal rule was measured in fine-tuning (studies/fine_tuning.md)."""
 _MUON = {name: value for name, value in PRESETS["pretrain"].items() if name == "optimizer" or name.startswith("muon_")}
 _STOCK = {"bcd_num_blocks": 1, "bcd_schedule": "stock"}
 METHOD_FLAGS: Mapping[str, Mapping[str, Any]] = {
@@ -38,7 +38,6 @@ METHOD_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "full": _STOCK,
     "offload": _STOCK | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
     "muon": _STOCK | _MUON,
-    LORA: _STOCK | {"bcd_frozen": "embedding,head"},
 }
 """The flags that a method sets, by field name."""
 DEFAULTS: dict[str, Any] = {
@@ -129,9 +128,9 @@ class Recipe:
         return DEFAULT_NUM_BLOCKS if number is None else number
 
     @property
-    def is_factored(self) -> bool:
-        """Whether every layer is trained in every step, by the factored update."""
-        return self.config.bcd.bcd_inactive_update == "factored"
+    def is_whole(self) -> bool:
+        """Whether preset finetune trains every layer in every step, without blocks."""
+        return self.method == "finetune" and self.config.bcd.bcd_inactive_update != "none"
 
     @property
     def is_streamed(self) -> bool:
@@ -143,7 +142,9 @@ class Recipe:
         """The name of the method for people: a preset's, where it has one."""
         if self.is_streamed and not self.has_blocks:
             return f"{self.method}, streamed"
-        return FACTORED if self.is_factored else PRESET_OF.get(self.method, self.method)
+        if self.is_whole:
+            return f"finetune, {self.config.bcd.bcd_inactive_update}"
+        return PRESET_OF.get(self.method, self.method)
 
     @property
     def tokens(self) -> int:
@@ -191,6 +192,11 @@ class Recipe:
     def gpus_per_node(self) -> int:
         """The GPUs that are used on each node."""
         return self.num_gpus // self.num_nodes
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of an iteration of one replica group."""
+        return self.global_batch_size * self.tokens
 
     @property
     def bytes_per_element(self) -> int:
@@ -269,18 +275,18 @@ class Recipe:
     def _faults_of_method(self) -> Iterator[str]:
         number, rule, bcd = self.flag("bcd_num_blocks"), self.flag("bcd_inactive_update"), self.config.bcd
         blocks, method = f"--bcd-num-blocks {number}", f"--method {self.method}"
-        has_own_rule = self.config.is_muon or self.is_factored or (self.is_streamed and not self.has_blocks)
+        has_own_rule = self.config.is_muon or self.is_whole or (self.is_streamed and not self.has_blocks)
         if self.precision == "fp16" and has_own_rule:
             yield f"--precision fp16: {method} has no loss scale. Give bf16 or fp32."
         if rule is not None and self.method != "finetune":
             yield f"--bcd-inactive-update {rule}: needs --method finetune, not {self.method}. Leave it out."
         if bcd.bcd_main_params == "drop" and (self.config.is_muon or bcd.bcd_inactive_update != "none"):
             yield f"--bcd-main-params drop: the updates of {self.name} keep main parameters. Leave it out."
-        if self.is_factored:
+        if self.is_whole:
             for field in ("bcd_num_blocks", "bcd_layout", "bcd_head_phase", "num_virtual_stages_per_pipeline_rank"):
                 if self.flag(field):
-                    yield f"{flag_of(field)}: --bcd-inactive-update factored has no blocks. Leave one of them out."
-        if self.method in ("bcd", "finetune") and number == 0 and not self.is_factored:
+                    yield f"{flag_of(field)}: --bcd-inactive-update {rule} has no blocks. Leave one of them out."
+        if self.method in ("bcd", "finetune") and number == 0 and not self.is_whole:
             yield f"{blocks}: nothing would be trained. Give at least 1, or --bcd-preset pretrain."
         if self.method == "pretrain" and number == 1:
             yield f"{blocks}: with {method} no layer would be inactive. Give at least 2, or 0."
@@ -351,6 +357,8 @@ def _build_config(
     values |= {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "use_precision_aware_optimizer": False}
     if preset := METHOD_FLAGS[method].get("bcd_preset"):
         values |= preset_values(preset, user_flags)
+    if method == "finetune" and user_flags.get("bcd_inactive_update") == "orthogonal":
+        values |= WITH_ORTHOGONAL
     values |= user_flags
     if method in STREAMED.values() and values["bcd_layers_on"] == "host":
         values["bcd_schedule"] = "breadth-first"

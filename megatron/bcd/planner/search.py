@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, Refusal
 from megatron.bcd.planner.estimate import Estimate, make_estimate, training_cost
-from megatron.bcd.planner.measured import finding
+from megatron.bcd.planner.measured import LARGE_STEP, finding, whole_rules
 from megatron.bcd.planner.memory import fits, node_bytes, peak, rank_memory
-from megatron.bcd.planner.recipe import DEFAULTS, FACTORED, LORA, MAX_GPUS, PRESET_OF, STREAMED, Recipe, make_recipe
+from megatron.bcd.planner.recipe import DEFAULTS, MAX_GPUS, PRESET_OF, STREAMED, WHOLE, Recipe, make_recipe
 from megatron.bcd.planner.step_time import mean_seconds
 from megatron.bcd.planner.tables import GIB, Cluster, Model, Placement
 
@@ -48,10 +48,10 @@ _HEADS: tuple[_Changes, ...] = (
 head comes last, because some model lost by it (docs/fine_tuning.md, The head)."""
 COMPARED = {
     "pretrain": ("full", "muon", *STREAMED, "offload", "bcd", "pretrain"),
-    "sft": ("full", *STREAMED, "offload", FACTORED, "finetune", "bcd", "pretrain", LORA),
+    "sft": ("full", *STREAMED, "offload", *WHOLE, "finetune", "bcd", "pretrain"),
 }
 """The compared methods by task."""
-_OTHER_METHODS = {"pretrain": ("pretrain", "bcd", "offload"), "sft": (FACTORED, "finetune", "offload")}
+_OTHER_METHODS = {"pretrain": ("pretrain", "bcd", "offload"), "sft": (*WHOLE, "finetune", "offload")}
 """The methods that are offered if a plan does not fit."""
 
 # ---------------------------------------------------------------- a pipeline that fits
@@ -110,7 +110,7 @@ def with_fewest_blocks(recipe: Recipe) -> Recipe:
     must not become much longer. If no number fits, the recipe has one layer a block.
     """
     has_number = recipe.flag("bcd_num_blocks") is not None or recipe.flag("bcd_layout") == "stage"
-    if recipe.method != "finetune" or recipe.is_factored or has_number:
+    if recipe.method != "finetune" or recipe.is_whole or has_number:
         return recipe
     if recipe.recompute == "auto" and not recipe.is_streamed:  # one layer a block leaves most memory to activations
         return recipe
@@ -167,8 +167,8 @@ def _choose_layout(
     """Return the first layout that fits in _PLANNED_SHARE of the memory, else the first that fits, else the last."""
     values |= {"micro_batch_size": micro_batch_size or 1, "memory_share": _PLANNED_SHARE}
     if values["method"] == "finetune" and values.get("bcd_inactive_update") is None:
-        if not asks_for_blocks(values) and (factored := _factored_that_fits(values, recompute, micro_batch_size)):
-            return factored
+        if not asks_for_blocks(values) and (whole := _whole_that_fits(values, recompute, micro_batch_size)):
+            return whole
         values["bcd_inactive_update"] = "none"
     tried: list[Recipe] = []
     smallest = {"bcd_layers_per_pass": values.get("bcd_layers_per_pass") or 1}
@@ -198,28 +198,45 @@ def _largest_with_experts(recipes: Iterable[Recipe]) -> list[Recipe]:
 
 def asks_for_blocks(values: Mapping[str, Any]) -> bool:
     """Return whether a flag asks preset finetune for blocks."""
-    return any(values.get(name) not in (None, 0, "factored", "host") for name in BLOCK_FLAGS[:-5])
+    return any(values.get(name) not in (None, 0, *WHOLE.values()) for name in BLOCK_FLAGS[:-5])
 
 
-def _factored_that_fits(values: Mapping[str, Any], recompute: str | None, size: int | None) -> Recipe | None:
+def _is_whole(values: Mapping[str, Any]) -> bool:
+    """Return whether these values make preset finetune train every layer in every step."""
+    return values.get("bcd_inactive_update") in WHOLE.values()
+
+
+def _whole_that_fits(values: Mapping[str, Any], recompute: str | None, size: int | None) -> Recipe | None:
     """Return the layout of preset finetune without blocks, with micro-batches of `size` if given. None if none fits.
 
-    Of those within _PLANNED_SHARE of the memory it is the first that takes at most _SLOWER times the fastest's time, so
-    layers leave the device, and pieces grow, only for a gain.
+    It has the first of `whole_rules` that fits. Of its layouts within _PLANNED_SHARE of the memory it is the first that
+    takes at most _SLOWER times the fastest's time, so layers leave the device, and pieces grow, only for a gain.
     """
-    stages, recipes = values.get("pipeline_model_parallel_size"), list[Recipe]()
     for base in valid_pipelines(**{**values, "bcd_inactive_update": "factored"}, must_exist=False)[:1]:  # none in fp16
-        recipes += layouts(base, stages=stages, recompute=recompute, micro_batch_size=size)
-    fitting = _largest_with_experts(recipe for recipe in recipes if fits(recipe, share=_PLANNED_SHARE))
-    seconds = [mean_seconds(recipe, is_rough=True) for recipe in fitting]
-    within = (recipe for recipe, each in zip(fitting, seconds, strict=True) if each <= _SLOWER * min(seconds))
-    return next(within, None)
+        for rule in whole_rules(base.step_tokens):
+            stages = values.get("pipeline_model_parallel_size")
+            recipes = layouts(
+                base.changed(bcd_inactive_update=rule), stages=stages, recompute=recompute, micro_batch_size=size
+            )
+            fitting = _largest_with_experts(recipe for recipe in recipes if fits(recipe, share=_PLANNED_SHARE))
+            seconds = [mean_seconds(recipe, is_rough=True) for recipe in fitting]
+            within = (recipe for recipe, each in zip(fitting, seconds, strict=True) if each <= _SLOWER * min(seconds))
+            if first := next(within, None):
+                return first
+    return None
 
 
 def reason_for_rule(recipe: Recipe) -> str:
     """Return in one line why a plan of preset finetune has blocks or not."""
-    if recipe.is_factored:
-        return f"every layer in every step by the factored update, which fits: no blocks{_describe_places(recipe)}"
+    if recipe.is_whole:
+        rule, why = recipe.config.bcd.bcd_inactive_update, ""
+        if recipe.step_tokens >= LARGE_STEP:
+            why = f"\n{recipe.step_tokens:,} tokens a step: from {LARGE_STEP:,} on the orthogonal update "
+            if rule == "orthogonal":
+                why += "learns more; --bcd-inactive-update factored has shorter steps and forgets less"
+            else:
+                why += "learns more, but needs more memory and longer steps"
+        return f"every layer in every step by the {rule} update, which fits: no blocks{_describe_places(recipe)}{why}"
     changes: _Changes = dict.fromkeys(BLOCK_FLAGS) | {"bcd_inactive_update": "factored"}
     changes |= {"micro_batch_size": 1, "cross_entropy_fusion_impl": "linear"}
     on_host = {"recompute": "none", "bcd_layers_on": "host"}
@@ -261,7 +278,7 @@ def _savings(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Chan
     """
     schedule, on_host = values.get("bcd_schedule"), values.get("bcd_layers_on") == "host"
     updates_all = values["method"] in ("pretrain", *STREAMED.values())
-    updates_all |= values.get("bcd_inactive_update") == "factored"
+    updates_all |= _is_whole(values)
     if schedule == "breadth-first" or (updates_all and on_host):
         yield from _breadth_first_savings(values)
         return
@@ -289,7 +306,7 @@ def _breadth_first_savings(values: Mapping[str, Any]) -> Iterator[_Changes]:
 
 def _savings_with_blocks(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Changes]:
     place, loss = values.get("bcd_layers_on"), values.get("cross_entropy_fusion_impl")
-    is_sft, has_blocks = values["task"] == "sft", values.get("bcd_inactive_update") != "factored"
+    is_sft, has_blocks = values["task"] == "sft", not _is_whole(values)
     can_stream = values["method"] in CAN_STREAM and has_blocks and recompute in (None, "none")
     can_stream &= values.get("bcd_layout") in (None, "interleaved")  # breadth-first has no other on several stages
     places = (None, "host") if is_sft and place is None and can_stream else (place,)
@@ -313,7 +330,7 @@ def _savings_with_blocks(values: Mapping[str, Any], recompute: str | None) -> It
 
 def _heads(values: Mapping[str, Any]) -> Sequence[_Changes]:
     """Return those of _HEADS that the user has left open."""
-    has_blocks = values["method"] == "finetune" and values.get("bcd_inactive_update") != "factored"
+    has_blocks = values["method"] == "finetune" and not _is_whole(values)
     is_given = any(values.get(name) is not None for name in ("bcd_head_phase", "bcd_frozen", "bcd_always_active"))
     if not has_blocks or is_given or values["model"].is_tied or values.get("bcd_num_blocks") == 0:
         return _HEADS[:1]
@@ -361,7 +378,7 @@ def _variants(recipe: Recipe) -> Iterator[Recipe]:
     if recipe.pipeline_size == 1:
         return
     choices: list[_Changes] = [{}]
-    if recipe.flag("bcd_layout") is None and recipe.method in ("bcd", "finetune") and not recipe.is_factored:
+    if recipe.flag("bcd_layout") is None and recipe.method in ("bcd", "finetune") and not recipe.is_whole:
         choices.append({"bcd_layout": "submodel"})  # strided blocks have next to no prefix: never faster than spread
         if recipe.num_microbatches >= recipe.pipeline_size:
             number = recipe.partition.num_blocks  # with twice as many chunks a block is two parts of the model
@@ -397,8 +414,8 @@ def search(
 
 def _changes_to(method: str, *, keeps_blocks: bool) -> _Changes:
     """Return the changes that turn a recipe into a method of COMPARED. With `keeps_blocks` the blocks stay."""
-    if method == FACTORED:
-        return dict.fromkeys(BLOCK_FLAGS) | {"method": "finetune", "bcd_inactive_update": "factored"}
+    if method in WHOLE:
+        return dict.fromkeys(BLOCK_FLAGS) | {"method": "finetune", "bcd_inactive_update": WHOLE[method]}
     if method in STREAMED:
         streamed: _Changes = {"bcd_layers_on": "host", "bcd_schedule": "breadth-first"}
         moments = {"adam_moments_dtype": "int8"}
@@ -436,7 +453,8 @@ def fewest_gpus(base: Recipe, *, stages: int | None = None, below: int | None = 
 
 
 def compare(base: Recipe, *, stages: int | None = None, **cost: float | None) -> list[Estimate]:
-    """Estimate the methods of the task, and sort them by cost. Methods known to reach full training's loss come first.
+    """Estimate the methods of the task. Sort them by time: first on the given number of GPUs, then on others; there
+    first methods that are known to reach full training's loss.
 
     Each is estimated on the given number of GPUs, and on the fewest on which it fits. ``cost`` is passed to
     `make_estimate`; its multiplier is pretrain's. Raises ValueError if nothing fits, or a flag is out of range.
@@ -457,7 +475,11 @@ def compare(base: Recipe, *, stages: int | None = None, **cost: float | None) ->
             f"--model {base.model.name}: no method fits on any number of {base.cluster.gpu}{pipeline}. "
             "Take a smaller model or a GPU with more memory."
         )
-    return sorted(estimates, key=lambda each: (not reaches_full_loss(each), each.cost.gpu_hours))
+
+    def order(each: Estimate) -> tuple[bool, bool, float]:
+        return each.recipe.num_gpus != base.num_gpus, not reaches_full_loss(each), each.cost.days
+
+    return sorted(estimates, key=order)
 
 
 def reaches_full_loss(estimate: Estimate) -> bool:
@@ -477,6 +499,8 @@ def remedies(values: Mapping[str, Any], plan: Callable[..., Recipe]) -> list[Rem
 
     They are settings that help alone, the fewest others that help together, another method, and more GPUs.
     """
+    if values["method"] == "finetune" and values.get("bcd_inactive_update") is None:
+        values = {**values, "bcd_inactive_update": "none"}  # `place` has tried the others
     first_that_fits, helpful, others = partial(_first_that_fits, plan), list[Remedy](), list[list[_Changes]]()
     for choices in filter(None, _settings(values)):
         alone = first_that_fits(values, choices)
@@ -507,9 +531,9 @@ def _settings(values: Mapping[str, Any]) -> Iterator[list[_Changes]]:
 
     A --host-memory-gb of None is as much as the plan needs.
     """
-    method, number, rule = values["method"], values.get("bcd_num_blocks"), values.get("bcd_inactive_update")
-    has_blocks = method in PRESET_OF and rule != "factored"
-    if rule == "factored":
+    method, number, is_whole = values["method"], values.get("bcd_num_blocks"), _is_whole(values)
+    has_blocks = method in PRESET_OF and not is_whole
+    if is_whole:
         yield [{"bcd_inactive_update": "none", "bcd_num_blocks": None}]
     yield [{"micro_batch_size": size} for size in reversed(_divisors(values.get("micro_batch_size") or 1)[:-1])]
     if values.get("cross_entropy_fusion_impl") != "linear":
@@ -523,7 +547,7 @@ def _settings(values: Mapping[str, Any]) -> Iterator[list[_Changes]]:
         yield [{"adam_moments_dtype": "int8"}]
     if values["precision"] == "fp32":
         yield [{"precision": "bf16"}]
-    if rule == "factored" or method == "pretrain":
+    if is_whole or method == "pretrain":
         on_device: _Changes = {"bcd_schedule": "breadth-first"} | no_recompute
         yield [on_device, on_device | {"bcd_layers_on": "host", "bcd_saved_inputs": "host"}]
     elif method in CAN_STREAM and values.get("bcd_layers_on") != "host":

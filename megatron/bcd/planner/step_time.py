@@ -13,8 +13,8 @@ from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.pipeline.simulate import ActionCosts, simulate
 from megatron.bcd.planner.cost import pass_products
-from megatron.bcd.planner.memory import adapter_elements, recomputation
-from megatron.bcd.planner.recipe import LORA, Recipe
+from megatron.bcd.planner.memory import recomputation
+from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.state import ADAM_PASSES, MatrixShare
 
 _SIMULATED_BLOCKS = 5
@@ -84,7 +84,7 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> Phas
     ranks = range(len(buffers[0].stored))
     shares = [[recipe.state.share(stage, block, rank) for rank in ranks] for stage in range(len(buffers))]
     steps = [
-        (_step_seconds(recipe, _stepped_elements(recipe, stage, stored), share), share)
+        (_step_seconds(recipe, stored, share), share)
         for stage, buffer in enumerate(buffers)
         for stored, share in zip(buffer.stored, shares[stage], strict=True)
     ]
@@ -98,16 +98,10 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> Phas
         optimizer=step,
         orthogonalization=_orthogonalization_seconds(recipe, slowest),
         reductions=max(
-            _reduction_seconds(recipe, _stepped_elements(recipe, stage, buffer.size), shares[stage][0].messages)
-            for stage, buffer in enumerate(buffers)
+            _reduction_seconds(recipe, buffer.size, shares[stage][0].messages) for stage, buffer in enumerate(buffers)
         ),
         bubble=bubble,
     )
-
-
-def _stepped_elements(recipe: Recipe, stage: int, elements: int) -> int:
-    """Return how many elements a rank steps: `elements`, or for LoRA all elements of the adapters."""
-    return adapter_elements(recipe, stage) if recipe.method == LORA else elements
 
 
 def cycle_seconds(recipe: Recipe) -> tuple[PhaseTime, ...]:
@@ -146,7 +140,7 @@ def _costs(recipe: Recipe, block: int) -> ActionCosts:
         chunk, stage = divmod(virtual, partition.num_stages)
         layers = partition.chunk_layers(stage, chunk)
         num_layers, num_inputs = len(layers), len(partition.behind_prefix[virtual][block])
-        num_updated = sum(partition.trains_matrices(index, block) for index in layers) * (recipe.method != LORA)
+        num_updated = sum(partition.trains_matrices(index, block) for index in layers)
         choice = choices[stage][block]
         recomputed = choice.num_whole(chunk)
         forward.append(num_layers * (layer + exchange))
