@@ -27,7 +27,7 @@
 #   SAVE                       folder of the checkpoints; metrics go to SAVE.jsonl (out/MODEL-METHOD-CLUSTER)
 #   TRAIN_ITERS                steps (default: the estimate's, 20 tokens per parameter times the B-F multiplier)
 #   MICRO_BATCH, GLOBAL_BATCH  sequences (1 and 64)
-#   PRECISION, RECOMPUTE       fp32, bf16 or fp16 (fp32, as the paper); auto, full or none (auto only where needed).
+#   PRECISION, RECOMPUTE       bf16, fp32 (as the paper) or fp16 (bf16); auto, full or none (auto only where needed).
 #                              These and NUM_GPUS can be given as flags too, as to tools/plan.py
 #   REPLICA_GROUPS, LIGHTHOUSE, REPLICA_ID   so many groups of NUM_GPUS each, joined at the lighthouse's HOST:PORT, and the
 #                              name of this one (the node's): start this once a group (docs/replica_groups.md)

@@ -188,6 +188,7 @@ class Paper:
             num_gpus=gpus,
             pipeline_model_parallel_size=gpus,
             method=method,
+            precision="fp32",
             bcd_num_blocks=num_blocks if method == "bcd" else None,
             global_batch_size=1,
             unfused_attention=True,

@@ -69,9 +69,9 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(code)
 
 
-def add_precision(group: Any, choices: Sequence[str], *, more: str = "") -> None:
-    """Add --precision and the scripts' --bf16 and --fp16. `more` is appended to the default in --help."""
-    group.add_argument("--precision", choices=choices, default="fp32", help=f"(default: fp32{more})")
+def add_precision(group: Any, choices: Sequence[str]) -> None:
+    """Add --precision and the scripts' --bf16 and --fp16."""
+    group.add_argument("--precision", choices=choices, default="bf16", help="(default: bf16)")
     for name in choices:
         if name != "fp32":
             text = f"the same as --precision {name}"

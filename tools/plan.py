@@ -12,6 +12,7 @@ which you can edit. See docs/planner.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
@@ -40,7 +41,7 @@ from megatron.bcd.planner.measured import (
     learning_rate,
     whole_rules,
 )
-from megatron.bcd.planner.memory import fits_on_host, node_bytes
+from megatron.bcd.planner.memory import fits, fits_on_host, node_bytes
 from megatron.bcd.planner.recipe import DEFAULTS, METHODS, PRESET_OF, STREAMED, WHOLE, Recipe, flag_of
 from megatron.bcd.planner.search import (
     BLOCK_FLAGS,
@@ -77,9 +78,7 @@ _MOST_ROWS = 12
 _MEMORY = ("weights", "gradients", "optimizer", "pieces", "activations", "optimizer_work", "communication", "framework")
 LONGEST_DEFAULT = 2048
 """The default length of sequences is config.json's, but at most this."""
-SFT_DEFAULTS = {"precision": "bf16", "seq_length": 1024, "global_batch_size": 8} | dict.fromkeys(
-    ("recompute", "micro_batch_size")
-)
+SFT_DEFAULTS = {"seq_length": 1024, "global_batch_size": 8} | {"micro_batch_size": None}
 """The defaults of --task sft. None: `search.place` chooses."""
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 RECIPE_FLAGS: dict[str, dict[str, Any]] = {
@@ -109,8 +108,9 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
         " two)"},
     "global_batch_size": _NUMBER | {"default": DEFAULTS["global_batch_size"], "help": "(default: 64)"},
     "seq_length": _NUMBER | {"help": f"(default: the model's, of a config.json at most {LONGEST_DEFAULT:,})"},
-    "recompute": {"choices": ("none", "full", "auto"), "nargs": "?", "const": "full", "default": "none", "help": "auto:"
-        " on each stage and in each phase the least that fits; the bare flag means full (--search tries none, auto)"},
+    "recompute": {"choices": ("none", "full", "auto"), "nargs": "?", "const": "full", "help": "auto: on each"
+        " stage and in each phase the least that fits; the bare flag means full (default: none, without a method the"
+        " least that fits; --search tries none, auto)"},
     "cross_entropy_fusion_impl": {"choices": ("native", "linear"), "help": "linear: logits of a few tokens at a time"
         " (default: a loss that is not fused)"},
     "pipeline_cut": {"help": "auto: the head counts as layers (default: even; --search tries both)"},
@@ -143,12 +143,13 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     group = parser.add_argument_group("recipe", "same names as the training script's flags")
     add = group.add_argument
     add("--task", choices=tuple(COMPARED), default="pretrain", help="sft: fine-tune a published model on records; by"
-        " default with method finetune, bf16, packed sequences of 1,024 tokens, global batch 8, three epochs of Alpaca,"
+        " default with method finetune, packed sequences of 1,024 tokens, global batch 8, three epochs of Alpaca,"
         " and whatever saves memory if needed: recomputation, a linear loss, frozen layers in host memory, a head in"
         " phases of its own, 8-bit moments, a frozen head (default: pretrain)")  # fmt: skip
     add("--method", choices=METHODS, help="bcd: block coordinate descent as in the paper; pretrain, finetune: with that"
         " --bcd-preset; full: full training; offload: full training with the optimizer on the host; muon: full training"
-        " with Muon (default: bcd)")  # fmt: skip
+        " with Muon (default: muon if it fits and no flag asks for blocks, else pretrain; with --task sft finetune)"
+        )  # fmt: skip
     add("--bcd-preset", choices=tuple(PRESETS), help="the method of that name; paper is --method bcd")
     add_recipe_flags(group)
     group = parser.add_argument_group("cost")
@@ -176,7 +177,7 @@ def add_recipe_flags(group: Any) -> None:
             words = ({"metavar": "N"} if kind == "int" else {}) | known | words
         names = (flag_of(name), *(("--bcd-frozen-weights",) if name == "bcd_layers_on" else ()))
         group.add_argument(*names, **words)
-    add_precision(group, PRECISIONS, more="; with --task sft bf16")
+    add_precision(group, PRECISIONS)
     add = group.add_argument
     add("--models", metavar="FILE", help="your own rows, which win over those of examples/models.csv")
     add("--clusters", metavar="FILE", default=CLUSTERS, help="the cluster table")
@@ -199,15 +200,28 @@ def token_count(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text} is not a number. Give one such as 300M, 1B or 1e9.") from None
 
 
-def method_of(arguments: argparse.Namespace) -> str:
-    """Return --method, or the method of --bcd-preset. Raises ValueError if they differ."""
+def is_open(arguments: argparse.Namespace) -> bool:
+    """Return whether the planner chooses what saves memory: in fine-tuning, and where no method is given."""
+    return arguments.task == "sft" or not (arguments.method or arguments.bcd_preset)
+
+
+def methods_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return --method, the method of --bcd-preset, or the methods to try by default. Raises ValueError if they
+    differ."""
     method, preset = arguments.method, arguments.bcd_preset
+    if method is None and preset is None:
+        if arguments.task == "sft":
+            return ("finetune",)
+        if arguments.precision == "fp16":  # stateless updates and Muon have no loss scale
+            return ("bcd",)
+        is_given = any(getattr(arguments, name) is not None for name in BLOCK_FLAGS[:-5])
+        return ("pretrain",) if is_given else ("muon", "pretrain")
     if preset is None:
-        return method or ("finetune" if arguments.task == "sft" else "bcd")
+        return (method,)
     # --method bcd also goes with every preset
     if method not in (None, "bcd") and PRESET_OF.get(method) != preset:
         raise ValueError(f"--bcd-preset {preset}: cannot be combined with --method {method}. Give one of them.")
-    return next(name for name, known in PRESET_OF.items() if known == preset)
+    return (next(name for name, known in PRESET_OF.items() if known == preset),)
 
 
 def named_model(name: str, *, models: str | None) -> Model:
@@ -289,22 +303,27 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     for name in ("model", "gpu", "num_gpus"):
         if getattr(arguments, name) is None:
             raise ValueError(f"{flag_of(name)}: is required")
-    values = recipe_values(arguments, method_of(arguments))
+    *others, method = methods_of(arguments)
     if arguments.search or arguments.compare:
+        values = recipe_values(arguments, "bcd" if others else method)
         values |= {"recompute": "none", "micro_batch_size": arguments.micro_batch_size or 1}
         if values["method"] == "finetune" and values["bcd_inactive_update"] is None:
             has_blocks = asks_for_blocks(values) or values["precision"] == "fp16"
             tokens = values["global_batch_size"] * (values["seq_length"] or values["model"].sequence)
             values["bcd_inactive_update"] = "none" if has_blocks else whole_rules(tokens)[0]
         return valid_pipelines(**values)[0]
-    return planned(**values)
+    for other in others:
+        with contextlib.suppress(ValueError):  # a flag that this method has not
+            if fits(recipe := place(**recipe_values(arguments, other))):
+                return recipe
+    return planned(is_placed=is_open(arguments), **recipe_values(arguments, method))
 
 
-def planned(**values: Any) -> Recipe:
+def planned(*, is_placed: bool = False, **values: Any) -> Recipe:
     """Return the recipe of these values with the planner's choice of those that are open. Raises Refusal."""
-    if values["task"] == "sft" or values["method"] == "finetune":
+    if is_placed or values["task"] == "sft" or values["method"] == "finetune":
         return place(**values)
-    recipe = shortest_that_fits(valid_pipelines(**values))
+    recipe = shortest_that_fits(valid_pipelines(**values | {"recompute": values["recompute"] or "none"}))
     return recipe if values["micro_batch_size"] else with_largest_micro_batch(recipe)
 
 
@@ -345,9 +364,21 @@ def answer_to(arguments: argparse.Namespace) -> Answer:
     estimate = make_estimate(recipe, **cost)
     data = estimate.as_dict()
     if estimate.fits:
-        return show_estimate(estimate), data | {"command": command_of(estimate)}, 0
+        return (
+            reason_for_method(arguments, recipe) + show_estimate(estimate),
+            data | {"command": command_of(estimate)},
+            0,
+        )
     text, others = what_fits(arguments)
     return f"{show_figures(estimate)}\n\n{text}", data | {"command": None, "what_fits": others}, 1
+
+
+def reason_for_method(arguments: argparse.Namespace, recipe: Recipe) -> str:
+    """Return in a line why a plan without --method is full Muon or has blocks."""
+    reasons = {"muon": "full Muon, which fits", "pretrain": "blocks: full Muon does not fit, or flags ask for blocks"}
+    if arguments.task == "sft" or not is_open(arguments) or recipe.method not in reasons:
+        return ""
+    return f"{reasons[recipe.method]} (README, Which method for whom; --method chooses another)\n"
 
 
 def answer_search(arguments: argparse.Namespace, recipe: Recipe, estimates: Sequence[Estimate]) -> Answer:
@@ -378,8 +409,10 @@ def answer_search(arguments: argparse.Namespace, recipe: Recipe, estimates: Sequ
 
 def what_fits(arguments: argparse.Namespace) -> tuple[str, list[dict[str, str]]]:
     """Return changed flags with which the plan fits, and the planner's command for each."""
+    values = recipe_values(arguments, methods_of(arguments)[-1])
+    values["recompute"] = arguments.recompute or ("auto" if is_open(arguments) else "none")
     rows, data = [], []
-    for changes, recipe in remedies(recipe_values(arguments, method_of(arguments)), planned):
+    for changes, recipe in remedies(values, planned):
         if "method" in changes:
             changes["bcd_preset"] = None
         flags, command = " ".join(words_of(changes)), changed_command(arguments, changes)

@@ -16,6 +16,7 @@ from megatron.bcd.planner.recipe import METHODS
 
 STAGES = ("--pipeline-model-parallel-size", "2")
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
+PAPER = ("--method", "bcd", "--precision", "fp32")
 EXAMPLE = ("--model", "G-5.4B", "--gpu", "rtx4090", "--num-gpus", "4")
 
 
@@ -33,15 +34,15 @@ def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "flags, first",
     [
-        ((*EXAMPLE, "--method", "full"), "--method offload"),
-        (("--model", "LLaMA-7B", "--gpu", "4090", "--num-gpus", "4"), "--recompute auto"),
-        (("--model", "L-11B", "--gpu", "4090", "--num-gpus", "4", "--recompute"), "--bcd-num-blocks 4"),
+        ((*EXAMPLE, "--method", "full", "--precision", "fp32"), "--method offload"),
+        (("--model", "LLaMA-7B", "--gpu", "4090", "--num-gpus", "4", *PAPER), "--recompute auto"),
+        (("--model", "L-11B", "--gpu", "4090", "--num-gpus", "4", "--recompute", *PAPER), "--bcd-num-blocks 4"),
         (
-            ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "1", "--micro-batch-size", "16"),
+            ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "1", "--micro-batch-size", "16", *PAPER),
             "--micro-batch-size 2",
         ),
-        ((*EXAMPLE, "--pipeline-model-parallel-size", "1"), "--pipeline-model-parallel-size 4"),
-        ((*EXAMPLE[:5], "1", "--search", "--bcd-preset", "paper"), "--num-gpus 4"),
+        ((*EXAMPLE, "--pipeline-model-parallel-size", "1", *PAPER), "--pipeline-model-parallel-size 4"),
+        ((*EXAMPLE[:5], "1", "--search", *PAPER), "--num-gpus 4"),
         pytest.param(
             ("--model", "L-11B", *EXAMPLE[2:5], "1", "--search", "--host-memory-gb", "64"), None, marks=pytest.mark.long
         ),
@@ -154,7 +155,7 @@ def test_every_layer_where_it_fits(
 
 def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     """A method that is shown on GPUs on which it does not fit; a ratio to other GPUs' prices."""
-    found = json.loads(output(capsys, *EXAMPLE, "--compare", "--json"))
+    found = json.loads(output(capsys, *EXAMPLE, "--precision", "fp32", "--compare", "--json"))
     streamed = [row for row in found if row["recipe"]["name"].endswith(", streamed")]
     assert {row["recipe"]["method"] for row in streamed} == {"full", "muon"}
     assert all(row["memory"]["host_bytes"] > 0 for row in streamed)
@@ -170,7 +171,7 @@ def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["cost_ratio"] == pytest.approx(dollars / rows["full", 5]["bill"]["dollars"])
     assert min(gpus for method, gpus in rows if method == "pretrain") == 1, "layers in host memory"
     few = min(gpus for method, gpus in rows if method == "bcd")
-    assert few < 4 and plan.main([*EXAMPLE[:5], str(few // 2), "--search", "--method", "bcd"]) == 1
+    assert few < 4 and plan.main([*EXAMPLE[:5], str(few // 2), "--search", *PAPER]) == 1
 
 
 def test_search_over_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,6 +183,26 @@ def test_search_over_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {(row["recipe"]["name"], row["recipe"]["num_gpus"]): row for row in data["methods"]}
     assert best["bill"] == rows[best["recipe"]["name"], 4]["bill"]
     assert planned(capsys, *flags, "--bf-multiplier", "0.9")["best"]["recipe"]["method"] == "pretrain"
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "method"),
+    [
+        ("L-1.5B", (), "muon"),
+        ("G-5.4B", (), "pretrain"),
+        ("LLaMA-7B", ("--bcd-layers-on", "host", "--host-memory-gb", "128"), "muon"),
+        ("L-1.5B", ("--bcd-num-blocks", "4"), "pretrain"),
+        ("L-1.5B", ("--fp16",), "bcd"),
+    ],
+)
+def test_the_method_that_the_readme_recommends(
+    capsys: pytest.CaptureFixture[str], model: str, more: tuple[str, ...], method: str
+) -> None:
+    """Without --method a plan is full Muon if that fits, else preset pretrain, in bf16."""
+    found = planned(capsys, "--model", model, *EXAMPLE[2:5], "1", *more)
+    assert (found["recipe"]["method"], found["memory"]["fits"]) == (method, True)
+    assert found["recipe"]["precision"] == ("fp16" if "--fp16" in more else "bf16")
+    assert ("--bf16" in found["command"]) == ("--fp16" not in more)
 
 
 def test_ratios_of_small_models_do_not_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,7 +251,7 @@ def test_flags_of_blocks_leave_full_training_alone(capsys: pytest.CaptureFixture
         return [row["time"] for row in rows if row["recipe"]["method"] in ("full", "offload")]
 
     assert full(*ours) == full() and full()
-    large = ("--model", "LLaMA-7B", "--gpu", "rtx4090", "--num-gpus", "4", "--json", "--bcd-frozen", "norms")
+    large = ("--model", "LLaMA-7B", "--gpu", "rtx4090", "--num-gpus", "4", "--json", "--bcd-frozen", "norms", *PAPER)
     assert plan.main([*large, "--bcd-layout", "interleaved", "--num-virtual-stages-per-pipeline-rank", "3"]) == 1
     commands = [each["command"] for each in json.loads(capsys.readouterr().out)["what_fits"]]
     assert any("--method offload" in command for command in commands)
@@ -264,7 +285,7 @@ def test_the_command_is_the_recipes(capsys: pytest.CaptureFixture[str], repo_roo
         check=True,
     ).stdout
     theirs = shlex.split(recipe.partition("command\n")[2].partition("\n\n")[0].replace("\\\n", ""))
-    ours = shlex.split(planned(capsys, *EXAMPLE)["command"].replace("\\\n", ""))
+    ours = shlex.split(planned(capsys, *EXAMPLE, "--method", "bcd")["command"].replace("\\\n", ""))
     for flag in ("--train-iters", "--lr", "--lr-decay-style", "--lr-warmup-fraction", "--weight-decay", "--clip-grad",
                  "--save", "--load", "--save-interval", "--keep-last-checkpoints"):  # fmt: skip
         assert ours[ours.index(flag) + 1] == theirs[theirs.index(flag) + 1], flag

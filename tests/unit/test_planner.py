@@ -43,7 +43,7 @@ SMALL = Model(
 
 def recipe(model: str | Model = SMALL, gpu: str = "rtx4090", **fields: Any) -> Recipe:
     named = MODELS[model] if isinstance(model, str) else model
-    return make_recipe(model=named, cluster=CLUSTERS[gpu], **({"num_gpus": 1} | fields))
+    return make_recipe(model=named, cluster=CLUSTERS[gpu], **({"num_gpus": 1, "precision": "fp32"} | fields))
 
 
 @st.composite

@@ -47,7 +47,7 @@ def test_where_a_recipe_runs() -> None:
             found = planned_for(words, environment)
             assert (found.num_nodes, found.gpus_per_node, found.pipeline_size) == (nodes, per_node, nodes * per_node)
     for words, recompute in ((SMALL, "none"), (("G-5.4B", "full", "rtx4090"), "auto")):
-        found = planned_for(words, {})
+        found = planned_for(words, {"PRECISION": "fp32"})
         assert fits(replace(found, recompute="none")) and found.recompute == recompute
     by_stage = ("--bcd-layout", "stage")
     for words, num_gpus, stages in (
@@ -61,6 +61,15 @@ def test_where_a_recipe_runs() -> None:
         tiny = recipe.scaled_down(found)
         assert tiny.partition.num_blocks == (2 if "stage" in words else 3)
     assert recipe.scaled_down(planned_for(SMALL, {"NNODES": "4", "GPUS_PER_NODE": "1"})).num_nodes == 1
+
+
+def test_recipes_are_in_bf16() -> None:
+    """A recipe is in bf16 unless PRECISION names fp32, as the comparison with the paper does."""
+    for words in (SMALL, ("L-11B", "full", "rtx4090"), ("LLaMA-7B", "finetune", "rtx4090", "--num-gpus", "1")):
+        assert planned_for(words, {}).precision == "bf16"
+        made = recipe.as_bash(*recipe.request_of(words, {}))
+        assert " --bf16" in next(line for line in made.splitlines() if line.startswith("LAYOUT_ARGS="))
+    assert planned_for(SMALL, {"PRECISION": "fp32"}).precision == "fp32"
 
 
 def test_what_would_fit_does() -> None:

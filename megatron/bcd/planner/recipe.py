@@ -82,7 +82,7 @@ class Recipe:
     num_gpus: int
     method: str = "bcd"
     task: str = "pretrain"  # pretrain: train on text; sft: fine-tune on records
-    precision: str = "fp32"
+    precision: str = "bf16"
     recompute: str = "none"  # none; full; auto: on each stage and in each phase the least that fits
     flags: frozenset[tuple[str, Any]] = frozenset()
     """The flags of the training script that were given, by field name, without those that are None."""
