@@ -523,7 +523,8 @@ def test_plans_with_experts_have_the_measured_time(capsys: pytest.CaptureFixture
 
 def test_speed_is_no_utilisation(capsys: pytest.CaptureFixture[str]) -> None:
     """Arithmetic that blocks leave out is called MFU."""
-    text = run(capsys, "--model", "G-5.4B", "--gpu", "rtx4090", "--num-gpus", "4")
+    paper = ("--method", "bcd", "--precision", "fp32")
+    text = run(capsys, "--model", "G-5.4B", "--gpu", "rtx4090", "--num-gpus", "4", *paper)
     assert "MFU" not in text and "tokens/s, which full training would reach at 42.2 % of the GPUs' peak" in text
 
 

@@ -142,7 +142,7 @@ BAD_FLAGS = [
     ("plan", f"{PLAN} --context-parallel-size 4 --seq-length 44", "--seq-length"),
     ("plan", f"{PLAN} --pipeline-model-parallel-size 1 --global-batch-size 6", "--global-batch-size"),
     ("plan", f"{PLAN} --micro-batch", "--micro-batch"),
-    ("plan", f"{PLAN} --bcd-num-blocks 0", "--bcd-num-blocks"),
+    ("plan", f"{PLAN} --method bcd --bcd-num-blocks 0", "--bcd-num-blocks"),
     ("plan", f"{PLAN} --bcd-num-blocks 99", "--bcd-num-blocks"),
     ("plan", f"{PLAN} --method full --bcd-preset paper", "--bcd-preset"),
     ("plan", f"{PLAN} --method full --bcd-num-blocks 3", "--bcd-num-blocks"),
