@@ -166,10 +166,10 @@ def _choose_layout(
 ) -> Recipe:
     """Return the first layout that fits in _PLANNED_SHARE of the memory, else the first that fits, else the last."""
     values |= {"micro_batch_size": micro_batch_size or 1, "memory_share": _PLANNED_SHARE}
-    if values["method"] == "finetune" and values.get("bcd_inactive_update") is None:
+    if values["method"] == "finetune" and values.get("bcd_inactive_update") != "none":
         if not asks_for_blocks(values) and (whole := _whole_that_fits(values, recompute, micro_batch_size)):
             return whole
-        values["bcd_inactive_update"] = "none"
+        values["bcd_inactive_update"] = values.get("bcd_inactive_update") or "none"
     tried: list[Recipe] = []
     smallest = {"bcd_layers_per_pass": values.get("bcd_layers_per_pass") or 1}
     for saving in _savings(values | smallest, recompute):
@@ -209,11 +209,14 @@ def _is_whole(values: Mapping[str, Any]) -> bool:
 def _whole_that_fits(values: Mapping[str, Any], recompute: str | None, size: int | None) -> Recipe | None:
     """Return the layout of preset finetune without blocks, with micro-batches of `size` if given. None if none fits.
 
-    It has the first of `whole_rules` that fits. Of its layouts within _PLANNED_SHARE of the memory it is the first that
-    takes at most _SLOWER times the fastest's time, so layers leave the device, and pieces grow, only for a gain.
+    It has the given rule, or the first of `whole_rules` that fits. Of its layouts within _PLANNED_SHARE of the memory
+    it is the first that takes at most _SLOWER times the fastest's time, so layers leave the device, and pieces grow,
+    only for a gain.
     """
-    for base in valid_pipelines(**{**values, "bcd_inactive_update": "factored"}, must_exist=False)[:1]:  # none in fp16
-        for rule in whole_rules(base.step_tokens):
+    given = values.get("bcd_inactive_update")
+    first = {**values, "bcd_inactive_update": given or "factored"}
+    for base in valid_pipelines(**first, must_exist=False)[:1]:  # none in fp16
+        for rule in (given,) if given else whole_rules(base.step_tokens):
             stages = values.get("pipeline_model_parallel_size")
             recipes = layouts(
                 base.changed(bcd_inactive_update=rule), stages=stages, recompute=recompute, micro_batch_size=size
@@ -221,8 +224,8 @@ def _whole_that_fits(values: Mapping[str, Any], recompute: str | None, size: int
             fitting = _largest_with_experts(recipe for recipe in recipes if fits(recipe, share=_PLANNED_SHARE))
             seconds = [mean_seconds(recipe, is_rough=True) for recipe in fitting]
             within = (recipe for recipe, each in zip(fitting, seconds, strict=True) if each <= _SLOWER * min(seconds))
-            if first := next(within, None):
-                return first
+            if fastest := next(within, None):
+                return fastest
     return None
 
 
