@@ -410,7 +410,7 @@ def answer_search(arguments: argparse.Namespace, recipe: Recipe, estimates: Sequ
 def what_fits(arguments: argparse.Namespace) -> tuple[str, list[dict[str, str]]]:
     """Return changed flags with which the plan fits, and the planner's command for each."""
     values = recipe_values(arguments, methods_of(arguments)[-1])
-    values["recompute"] = arguments.recompute or ("auto" if is_open(arguments) else "none")
+    values["recompute"] = arguments.recompute or (None if is_open(arguments) else "none")
     rows, data = [], []
     for changes, recipe in remedies(values, planned):
         if "method" in changes:

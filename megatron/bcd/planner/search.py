@@ -173,7 +173,7 @@ def _choose_layout(
     tried: list[Recipe] = []
     smallest = {"bcd_layers_per_pass": values.get("bcd_layers_per_pass") or 1}
     for saving in _savings(values | smallest, recompute):
-        recipes = valid_pipelines(**values | saving)
+        recipes = valid_pipelines(**values | saving, must_exist=not tried)
         tried += [recipe for recipe in recipes if recipe.pipeline_size > 1 or not by_stage] or recipes
     for share in (_PLANNED_SHARE, 1.0):
         for recipe in tried:
@@ -502,8 +502,6 @@ def remedies(values: Mapping[str, Any], plan: Callable[..., Recipe]) -> list[Rem
 
     They are settings that help alone, the fewest others that help together, another method, and more GPUs.
     """
-    if values["method"] == "finetune" and values.get("bcd_inactive_update") is None:
-        values = {**values, "bcd_inactive_update": "none"}  # `place` has tried the others
     first_that_fits, helpful, others = partial(_first_that_fits, plan), list[Remedy](), list[list[_Changes]]()
     for choices in filter(None, _settings(values)):
         alone = first_that_fits(values, choices)
