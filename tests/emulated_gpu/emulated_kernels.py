@@ -113,7 +113,7 @@ def begin(name, reads, writes=()):
 
 
 def _in_fp32(op, *args, **kwargs):
-    """Multiply matrices of 16 bits as a GPU does, with fp32 sums: a CPU without AVX-512 takes up to 60 times as long."""
+    """Multiply matrices of 16 bits with fp32 sums, as a GPU does. CPUs without AVX-512 take up to 60 times as long."""
     wide = [value.float() if isinstance(value, torch.Tensor) else value for value in args]
     return op(*wide, **kwargs).to(args[0].dtype)
 
