@@ -46,6 +46,8 @@ def planned(form: Any) -> argparse.Namespace:
     """Return the planner's arguments of the form. Raises ValueError as tools/plan.py does."""
     names = ("model", "task", "gpu", "num_gpus", "host_memory_gb", "method")
     words = [f"--{name.replace('_', '-')}={form[name]}" for name in names if form.get(name)]
+    if form.get("task") == "sft" and os.path.isdir(form.get("model", "")) and form.get("--data-path"):
+        words.append(f"--data={form['--data-path']}")  # a row of the model table has no tokenizer to count with
     return plan.parse_arguments([*words, *shlex.split(form.get("plan_flags", ""))])
 
 

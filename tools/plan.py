@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser, add_json, add_precision, command, run_main, table, write_figures
+from _records import EPOCHS, counted, with_records
 from _timeline import write_timeline
 from board_views import View, bars, write_page
 
@@ -156,6 +157,9 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add = group.add_argument
     add("--tokens", type=token_count, metavar="N", help="tokens that full training would read, such as 300M, 1B or 1e9"
         " (default: 20 per parameter)")  # fmt: skip
+    add("--data", metavar="FILE", help="with --task sft: plan three epochs of these records in place of Alpaca's,"
+        " counted with the tokenizer in --model's folder")  # fmt: skip
+    add("--sft-ignore-keys", nargs="*", metavar="KEY", help="keys of --data that the training leaves out")
     add("--bf-multiplier", type=float, metavar="K", help="iterations of BCD with three blocks over those of full"
         " training to the same loss; with --compare that of pretrain"
         f" (default: {MULTIPLIERS['bcd'][0]}; method pretrain: 1)")  # fmt: skip
@@ -188,7 +192,7 @@ def add_recipe_flags(group: Any) -> None:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises ValueError for an unknown or missing flag, or an invalid value."""
     task = build_parser().parse_args(argv).task
-    return build_parser(task).parse_args(argv)
+    return with_records(build_parser(task).parse_args(argv))
 
 
 def token_count(text: str) -> float:
@@ -334,7 +338,8 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
         if value is not None:
             words.append(flag_of(name))
             if value is not True:
-                words.append(f"{value:g}" if isinstance(value, float) else str(value))
+                items = value if isinstance(value, list) else [value]
+                words += [f"{item:g}" if isinstance(item, float) else str(item) for item in items]
     return words
 
 
@@ -435,7 +440,7 @@ def changed_command(arguments: argparse.Namespace, changes: Mapping[str, Any]) -
         for name, value in vars(arguments).items()
         if (value != default(name) or name == "task" and value == "sft")
         and (value is not True or name == "bcd_head_phase")
-        and name not in ("json", "html")
+        and name not in ("json", "html", "tokens" if arguments.data else "")
     }
     return shlex.join(["python", PROG, *words_of({**flags, **changes})])
 
@@ -483,10 +488,12 @@ def sentence(estimate: Estimate, arguments: argparse.Namespace) -> str:
         return f"{recipe.model.name}, {what}: does not fit {cards}."
     memory = f" and {host / 1e9:,.0f} GB of host memory" if host >= 1e9 else ""
     length = f"{amount(estimate.cost.tokens)} tokens"
-    length = "three epochs of Alpaca" if recipe.task == "sft" and arguments.tokens is None else length
+    if recipe.task == "sft" and (arguments.data or arguments.tokens is None):
+        length = f"three epochs of {arguments.data or 'Alpaca'}"
     return (
         f"{recipe.model.name}: {what}, fits {cards}{memory}, {estimate.tokens_per_second:,.0f} tokens/s, "
         f"{duration(estimate)} and {price(estimate)} for {length}."
+        + (f" It has {counted(arguments)}." if arguments.data else "")
     )
 
 
@@ -742,6 +749,8 @@ def main(argv: list[str]) -> int:
     """Print the answer to a command line and return the exit code."""
     arguments = parse_arguments(argv)
     text, values, code = answer_to(arguments)
+    if arguments.data:
+        text += f"\n\n{EPOCHS} epochs of {arguments.data}: {counted(arguments)}"
     if arguments.html:
         write_page(arguments.html, "plan", plan_view(arguments))
     write_figures(arguments.json, values, lambda: print(text))

@@ -15,6 +15,7 @@ import plan
 import pytest
 import recipe
 from plan import named_model
+from support.fine_tuning import tokenizer_folder, write_records
 from support.planned import CLUSTER, RUNS, recipe_of
 
 from megatron.bcd.huggingface.architecture import FAMILIES
@@ -567,3 +568,27 @@ def test_places_that_the_trainer_chooses() -> None:
     assert chosen(on_host, peaks[0]) == ("host", 2, "device") and chosen(on_host, 0) == ("host", 2, "host")
     inputs = flags.changed(bcd_layers_on="auto", bcd_saved_inputs="device").memory
     assert chosen(inputs, peaks[1])[0] == "host"
+
+
+def test_a_plan_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --data a plan takes three epochs of the records' sequences in place of Alpaca's, and prints the counts."""
+    folder = tokenizer_folder(tmp_path / "model", None)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config("llama", 2, 64, (4, 4), 128, 260)))
+    good = [{"prompt": "p" * 20, "completion": "c" * 11, "id": i} for i in range(8)]
+    data = write_records(tmp_path / "data.jsonl", [*good, {"prompt": "p", "completion": ""}])
+    words = ["--task", "sft", "--model", folder, *CARD, "--seq-length", "64", "--global-batch-size", "2"]
+    more = ["--data", data, "--sft-ignore-keys", "id"]
+    assert plan.main([*words, *more]) == 0
+    text = capsys.readouterr().out
+    counts = "8 examples, 256 tokens in 4 sequences of 64; longest 32, 0 longer than a sequence, 1 bad"
+    assert text.splitlines()[-1] == f"3 epochs of {data}: {counts}"
+    assert "6 iterations" in text, "three epochs of four sequences, two a step"
+    for wrong, named in (
+        ([*words, "--data", data], r"line 1 has 'id'.*--data needs at least one good record"),
+        ([*words, *more, "--tokens", "1M"], r"--tokens 1e\+06: --data"),
+        (["--model", "LLaMA-7B", *CARD, "--task", "sft", "--data", data], "--model LLaMA-7B has no tokenizer"),
+        (["--model", folder, *CARD, "--data", data], "--task sft"),
+        ([*words, "--data", "absent"], "--data absent: does not exist"),
+    ):
+        assert plan.main(wrong) == 2
+        assert re.search(named, capsys.readouterr().err)

@@ -82,17 +82,25 @@ def describe_records(config: RunConfig) -> tuple[list[str], str | None]:
 
     Reads and tokenizes them, if they are on this machine.
     """
-    from megatron.bcd.data.sft.counts import count_run  # other dry runs import no torch
+    from megatron.bcd.data.sft.counts import count_records  # other dry runs import no torch
     from megatron.bcd.data.sft.dataset import files_of
 
-    if absent := [path for _, path in files_of(config) if not os.path.exists(path)]:
+    data, files = config.data, files_of(config)
+    if absent := [path for _, path in files if not os.path.exists(path)]:
         return [f"records: not counted, because {absent[0]} does not exist here"], None
     try:
-        counts = count_run(config, build_tokenizer(**vars(config.tokenizer)))
+        counts = count_records(
+            files,
+            build_tokenizer(**vars(config.tokenizer)),
+            seq_length=config.model.seq_length,
+            prompt_format=data.sft_prompt_format,
+            ignored=data.sft_ignore_keys or (),
+            is_packed=data.sft_packing,
+        )
     except ValueError as error:
         return [], str(error)
     problem = f"{counts.report}. Correct them, or give --sft-skip-bad-records."
-    return [f"records: {counts}"], problem if counts.bad and not config.data.sft_skip_bad_records else None
+    return [f"records: {counts}"], problem if counts.bad and not data.sft_skip_bad_records else None
 
 
 def print_once(lines: Sequence[str], *, file: TextIO | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Count the records of a run before it starts (--dry-run)."""
+"""Count the records of fine-tuning before a run (--dry-run, tools/plan.py --data)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy
 
-from megatron.bcd.config import RunConfig
-from megatron.bcd.data.sft.dataset import files_of, pack, pack_one_each
-from megatron.bcd.data.sft.store import open_samples, tokenize_files, write
+from megatron.bcd.data.sft.dataset import pack, pack_one_each
+from megatron.bcd.data.sft.store import Files, open_samples, tokenize_files, write
 from megatron.bcd.tokenizer import Tokenizer
 
 
@@ -37,22 +36,29 @@ class RecordCounts:
         )
 
 
-def count_run(config: RunConfig, tokenizer: Tokenizer) -> RecordCounts:
-    """Tokenize the records of a run and count. Write temporary files only.
+def count_records(
+    files: Files,
+    tokenizer: Tokenizer,
+    *,
+    seq_length: int,
+    prompt_format: str = "auto",
+    ignored: tuple[str, ...] = (),
+    is_packed: bool = True,
+) -> RecordCounts:
+    """Tokenize all files and count. Write temporary files only.
 
     Raises:
         ValueError: as `tokenize_files`.
     """
-    data, seq_length, files = config.data, config.model.seq_length, files_of(config)
     with tempfile.TemporaryDirectory() as folder:
-        write(folder, tokenize_files(files, tokenizer, data.sft_prompt_format, data.sft_ignore_keys or ()))
+        write(folder, tokenize_files(files, tokenizer, prompt_format, ignored))
         samples = open_samples(*os.path.split(folder))
     assert samples is not None
     lengths, every = numpy.minimum(samples.lengths - 1, seq_length), numpy.arange(len(samples))
     return RecordCounts(
         examples=len(numpy.unique(samples.places[:, :2], axis=0)),
         tokens=int(samples.lengths.sum()),
-        sequences=len(pack(every, lengths, seq_length) if data.sft_packing else pack_one_each(every)),
+        sequences=len(pack(every, lengths, seq_length) if is_packed else pack_one_each(every)),
         seq_length=seq_length,
         longest=int(samples.lengths.max(initial=0)),
         cut=int((samples.lengths > seq_length + 1).sum()),

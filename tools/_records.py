@@ -1,0 +1,47 @@
+"""Count the records that tools/plan.py --data names, in place of Alpaca's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from functools import lru_cache
+from typing import Any
+
+EPOCHS = 3
+"""As in the command of the planner."""
+
+
+def with_records(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Set --tokens to what the sequences of three epochs of --data have. Raises ValueError."""
+    path = arguments.data
+    if path is None:
+        return arguments
+    if arguments.task != "sft":
+        raise ValueError(f"--data {path}: plans fine-tuning. Give --task sft too, or --tokens in its place.")
+    if arguments.tokens is not None:
+        raise ValueError(f"--tokens {arguments.tokens:g}: --data {path} sets it. Leave one of them out.")
+    counts = counted(arguments)
+    if not counts.examples:
+        raise ValueError(f"{counts.report}. --data needs at least one good record.")
+    arguments.tokens = float(EPOCHS * counts.sequences * counts.seq_length)
+    return arguments
+
+
+def counted(arguments: argparse.Namespace) -> Any:
+    """Return the counts of --data with the tokenizer of --model. Raises ValueError."""
+    path, model, ignored = arguments.data, arguments.model or "", tuple(arguments.sft_ignore_keys or ())
+    if not os.path.exists(path):
+        raise ValueError(f"--data {path}: does not exist. Give a file of records.")
+    folder = model if os.path.isdir(model) else os.path.dirname(model)
+    if not os.path.isfile(os.path.join(folder, "tokenizer_config.json")):
+        raise ValueError(f"--data {path}: --model {model} has no tokenizer. Give the model's folder with one.")
+    return _count(path, os.stat(path).st_mtime_ns, folder, arguments.seq_length, ignored)
+
+
+@lru_cache(maxsize=16)
+def _count(path: str, changed: int, folder: str, seq_length: int, ignored: tuple[str, ...]) -> Any:
+    from megatron.bcd.data.sft.counts import count_records  # it imports torch, which other plans do not need
+    from megatron.bcd.tokenizer import HuggingFaceTokenizer
+
+    tokenizer = HuggingFaceTokenizer(tokenizer_model=folder)
+    return count_records([("--data", path)], tokenizer, seq_length=seq_length, ignored=ignored)
