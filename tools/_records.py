@@ -33,9 +33,14 @@ def counted(arguments: argparse.Namespace) -> Any:
     if not os.path.exists(path):
         raise ValueError(f"--data {path}: does not exist. Give a file of records.")
     folder = model if os.path.isdir(model) else os.path.dirname(model)
-    if not os.path.isfile(os.path.join(folder, "tokenizer_config.json")):
+    if not has_tokenizer(folder):
         raise ValueError(f"--data {path}: --model {model} has no tokenizer. Give the model's folder with one.")
     return _count(path, os.stat(path).st_mtime_ns, folder, arguments.seq_length, ignored)
+
+
+def has_tokenizer(folder: str) -> bool:
+    """Return whether the records can be counted: rows of the model table have no tokenizer."""
+    return os.path.isfile(os.path.join(folder, "tokenizer_config.json"))
 
 
 @lru_cache(maxsize=16)

@@ -26,6 +26,7 @@ import board_runs
 import plan
 import report
 from _parser import Parser, command, run_main
+from _records import has_tokenizer
 from board_views import render
 
 from megatron.bcd.planner.estimate import make_estimate
@@ -46,8 +47,8 @@ def planned(form: Any) -> argparse.Namespace:
     """Return the planner's arguments of the form. Raises ValueError as tools/plan.py does."""
     names = ("model", "task", "gpu", "num_gpus", "host_memory_gb", "method")
     words = [f"--{name.replace('_', '-')}={form[name]}" for name in names if form.get(name)]
-    if form.get("task") == "sft" and os.path.isdir(form.get("model", "")) and form.get("--data-path"):
-        words.append(f"--data={form['--data-path']}")  # a row of the model table has no tokenizer to count with
+    if form.get("task") == "sft" and form.get("--data-path") and has_tokenizer(form.get("model", "")):
+        words.append(f"--data={form['--data-path']}")
     return plan.parse_arguments([*words, *shlex.split(form.get("plan_flags", ""))])
 
 

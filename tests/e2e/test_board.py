@@ -301,14 +301,13 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_a_plan_of_the_data_file(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan's page takes the records of its data file in place of Alpaca's."""
-    pytest.importorskip("flask", reason="needs pip install -e .[board]")
     monkeypatch.chdir(tmp_path)
-    client, form = board.make_app().test_client(), {"model": model, "gpu": "rtx4090", "num_gpus": "1", "task": "sft"}
+    client, form = signed_in(), {"model": model, "gpu": "rtx4090", "num_gpus": "1", "task": "sft"}
     for changes, wanted in (
         ({}, "for three epochs of Alpaca."),
         ({"--data-path": "records.jsonl"}, "for three epochs of records.jsonl. It has 60 examples, "),
     ):
-        answer = client.get("/plan", base_url="http://127.0.0.1:7860", query_string=form | changes)
+        answer = client.get("/plan", base_url=HERE, query_string=form | changes)
         assert answer.status_code == 200 and wanted in html_text(answer.text)
 
 
