@@ -23,7 +23,7 @@
 # Environment:
 #   MODEL_DIR             the published model: a folder with config.json and safetensors, or a name on the hub (default:
 #                         MODEL, if that is a folder)
-#   DATA                  records, jsonl (docs/fine_tuning.md)
+#   DATA                  records: a file or a folder (docs/fine_tuning.md)
 #   NUM_GPUS              (1); NNODES and GPUS_PER_NODE as in examples/pretrain.sh
 #   HEAD_NODE, MASTER_PORT   rendezvous of several nodes (port 29500)
 #   EPOCHS, LR            (3, the plan's)
@@ -119,10 +119,10 @@ if [ "${DRY_RUN:-}" = 1 ]; then
 fi
 
 # ---------------------------------------------------------------- checks before anything starts
-[ -z "$GIVEN_DATA" ] || [ -f "$GIVEN_DATA" ] || fail "DATA=$GIVEN_DATA: there is no such file"
+[ -z "$GIVEN_DATA" ] || [ -e "$GIVEN_DATA" ] || fail "DATA=$GIVEN_DATA: there is no such file"
 if [ -z "$SCALE" ]; then
     [ -n "${MODEL_DIR:-}" ] || fail "MODEL_DIR is not set: give the folder of the published model, or its name on the hub"
-    [ -n "${DATA:-}" ] || fail "DATA is not set: give a jsonl file of records (docs/fine_tuning.md)"
+    [ -n "${DATA:-}" ] || fail "DATA is not set: give records (docs/fine_tuning.md)"
     [ -z "$MISFIT" ] || [ "${FORCE:-}" = 1 ] || fail "$MISFIT; FORCE=1 starts it anyway"
     [ "$NUM_NODES" -eq 1 ] || [ -n "${HEAD_NODE:-}" ] || fail "HEAD_NODE is not set: $NUM_NODES nodes of" \
         "$GPUS_PER_NODE GPUs meet at one of them; start this on each with its name, or give fewer NUM_GPUS"

@@ -83,12 +83,13 @@ def describe_records(config: RunConfig) -> tuple[list[str], str | None]:
     Reads and tokenizes them, if they are on this machine.
     """
     from megatron.bcd.data.sft.counts import count_records  # other dry runs import no torch
-    from megatron.bcd.data.sft.dataset import files_of
+    from megatron.bcd.data.sft.store import files_of
 
-    data, files = config.data, files_of(config)
-    if absent := [path for _, path in files if not os.path.exists(path)]:
-        return [f"records: not counted, because {absent[0]} does not exist here"], None
+    data = config.data
     try:
+        files = files_of(config)
+        if absent := [path for _, path in files if not os.path.exists(path)]:
+            return [f"records: not counted, because {absent[0]} does not exist here"], None
         counts = count_records(
             files,
             build_tokenizer(**vars(config.tokenizer)),

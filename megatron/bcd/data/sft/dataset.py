@@ -20,7 +20,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import num_samples
 from megatron.bcd.data.sft.permutation import Permutation
 from megatron.bcd.data.sft.records import describe_place
-from megatron.bcd.data.sft.store import Files, Samples, tokenized_samples
+from megatron.bcd.data.sft.store import Files, Samples, files_of, tokenized_samples
 from megatron.bcd.data.splits import DataPlan, Splits, stage_needs_data
 from megatron.bcd.tokenizer import Tokenizer
 
@@ -176,24 +176,12 @@ class _Prepared:
     files: Files = ()
 
 
-def files_of(config: RunConfig) -> Files:
-    """Return the files of records of a run, with the flags that name them."""
-    data = config.data
-    split_paths = {
-        "--train-data-path": data.train_data_path,
-        "--valid-data-path": data.valid_data_path,
-        "--test-data-path": data.test_data_path,
-    }
-    paths = {"--data-path": data.data_path} if data.data_path else split_paths
-    return [(flag, path) for flag, its_paths in paths.items() for path in its_paths or ()]
-
-
 def _prepare(config: RunConfig, tokenizer: Tokenizer) -> _Prepared:
     """Collective. Tokenize the files, unless an earlier run has, and pack the samples into sequences.
 
     Raises:
-        ValueError: as `tokenized_samples`; or a record is bad, a sample does not fit, or a split that is needed has
-            none.
+        ValueError: as `files_of` and `tokenized_samples`; or a record is bad, a sample does not fit, or a split that
+            is needed has none.
     """
     files = files_of(config)
     samples = tokenized_samples(config, tokenizer, files, check=lambda samples: _members(samples, config, files))

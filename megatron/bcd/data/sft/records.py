@@ -7,10 +7,13 @@ transformers' chat templates.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from megatron.bcd.data.sft.tables import is_table, read_rows
 
 SHAPES = (
     "{instruction, input, output}, {prompt, completion}, {messages: [{role, content}, ...]} or "
@@ -43,12 +46,12 @@ class Place:
     """A value of a file and its position."""
 
     value: Any
-    """The JSON value; a ValueError if the line has none."""
+    """The JSON value, or the row of a table; a ValueError if there is none."""
     number: int
     """Number of the line, or of the entry in a list or table, from 1."""
     is_line: bool
     share: float
-    """Share of the file up to the end of this value."""
+    """Share of the file up to the end of this value; 0 in tables."""
 
 
 def describe_place(number: int, *, is_line: bool) -> str:
@@ -57,16 +60,20 @@ def describe_place(number: int, *, is_line: bool) -> str:
 
 
 def read_values(path: str) -> Iterator[Place]:
-    """Yield the values of a JSONL file, or of one JSON list, in order. Skip blank lines.
+    """Yield the values of a JSONL file, a JSON list or a table in order. Skip blank lines.
 
     Raises:
         ValueError: the file is not readable or empty. The message does not name the file.
     """
     place = None
     try:
-        with open(path, "rb") as file:
-            is_line = file.read(4096).removeprefix(_BOM).lstrip()[:1] != b"["
-        for place in _lines(path) if is_line else _entries(_json_list(path)):
+        if is_table(path):
+            places = _entries(read_rows(path))
+        else:
+            with open(path, "rb") as file:
+                is_line = file.read(4096).removeprefix(_BOM).lstrip()[:1] != b"["
+            places = _lines(path) if is_line else _entries(_json_list(path))
+        for place in places:
             yield place
     except OSError as error:
         raise ValueError(f"can't be read ({error.strerror})") from None
@@ -98,9 +105,10 @@ def _json_list(path: str) -> list[Any]:
             ) from None
 
 
-def _entries(rows: Any) -> Iterator[Place]:
+def _entries(rows: Iterable[Any]) -> Iterator[Place]:
+    size = len(rows) if isinstance(rows, list) else math.inf  # tables are streams
     for number, row in enumerate(rows, start=1):
-        yield Place(value=row, number=number, is_line=False, share=number / len(rows))
+        yield Place(value=row, number=number, is_line=False, share=number / size)
 
 
 def _reason(error: Exception) -> str:

@@ -25,6 +25,7 @@ from rich.progress import Progress
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.sft.records import describe_place, parse_record, read_values
+from megatron.bcd.data.sft.tables import expand_folders
 from megatron.bcd.data.sft.text import Renderer, Tokens, tokenize_record
 from megatron.bcd.runtime import atomic_io, collectives
 from megatron.bcd.tokenizer import Tokenizer
@@ -88,6 +89,26 @@ class Samples:
         return "; ".join([*lines, *[f"and {more:,} more bad records"] * (more > 0)])
 
 
+def _paths_of(config: RunConfig) -> Files:
+    data = config.data
+    split_paths = {
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+    }
+    paths = {"--data-path": data.data_path} if data.data_path else split_paths
+    return [(flag, path) for flag, its_paths in paths.items() for path in its_paths or ()]
+
+
+def files_of(config: RunConfig) -> Files:
+    """Return the files of records of a run, with the flags that name them or their folder.
+
+    Raises:
+        ValueError: as `expand_folders`.
+    """
+    return expand_folders(_paths_of(config))
+
+
 def tokenized_samples(
     config: RunConfig, tokenizer: Tokenizer, files: Files, *, check: Callable[[Samples], object]
 ) -> Samples:
@@ -100,11 +121,10 @@ def tokenized_samples(
     """
     for flag, path in files:
         if not os.path.isfile(path):
-            what = "is a folder" if os.path.isdir(path) else "does not exist"
-            raise ValueError(f"{flag} {path}: {what}. With --sft give files of records, .jsonl or .json.")
+            raise ValueError(f"{flag} {path}: is no file. With --sft give records (docs/fine_tuning.md).")
     prompt_format, ignored = config.data.sft_prompt_format, config.data.sft_ignore_keys or ()
     digest = collectives.on_rank_0(lambda: data_digest(files, tokenizer, prompt_format, ignored))
-    beside = os.path.join(os.path.dirname(os.path.abspath(files[0][1])), "cache")
+    beside = os.path.join(os.path.dirname(os.path.abspath(_paths_of(config)[0][1])), "cache")
     roots = [config.data.data_cache_path or beside]
     if config.data.data_cache_path is None:  # the data's folder is often read-only
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
