@@ -93,6 +93,12 @@ def test_samples_of_several_sources(tmp_path: Path) -> None:
     assert store.data_digest(files_of(*map(str, moved)), tokenizer, "text") != digest
 
 
+def test_weights_are_refused(tmp_path: Path) -> None:
+    """Weights before tables or folders are refused as before files: an epoch has every record once."""
+    with pytest.raises(ValueError, match="--data-path 0.7 .* --sft reads .* Leave the weights out"):
+        fine_tuning.config_of("", data_path=("0.7", str(tmp_path), "0.3", "a.csv"))
+
+
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_splits_of_a_folder(tmp_path: Path, is_saved: bool) -> None:
     """The flag chooses the split of a folder; --data-path refuses to mix them or to leave one out."""

@@ -13,10 +13,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 _TABLES = (".csv", ".parquet", ".arrow")
-_SPLITS = {"--valid-data-path": "validation", "--test-data-path": "test"} | dict.fromkeys(
-    ("--train-data-path", "--data"), "train"
-)
-"""Split of a folder for each flag. --data is of tools/plan.py."""
+_SPLITS = {"--train-data-path": "train", "--valid-data-path": "validation", "--test-data-path": "test"}
+_SPLITS["--data"] = "train"  # tools/plan.py
 
 
 def is_table(path: str) -> bool:
