@@ -120,7 +120,8 @@ def in_ddp(is_first: bool, parts: int, settings: dict[str, Any], how: dict[str, 
     ],
 )
 def test_ddp(world2: World, is_first: bool, parts: int, settings: dict[str, Any], how: dict[str, Any]) -> None:
-    """DDP averages what was trainable when it was made: other blocks train apart on every rank, or the run stops."""
+    """Under DDP, wrapped before or after the optimizer is built, a run equals one process and reduces active gradients
+    only."""
     assert_parity(world2.run(in_ddp, is_first, parts, settings, how), alone(**settings))
 
 
@@ -171,8 +172,8 @@ def in_fsdp(settings: dict[str, Any], dtype: torch.dtype, folder: Path) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", ["none", "orthogonal"])
 def test_fsdp2(world2: World, rule: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Directions of a shard for those of its matrix, whole moments on every rank, a resume that loses the shards', or
-    the low bits of their bf16 weights."""
+    """Under FSDP2 a run takes the steps of one process, each rank stores state of its shards only, and a resumed run
+    equals it."""
     settings = {"inactive_update": rule}
     # the ranks' mean gradient rounds to bf16 in another way, so a step of Adam may have another sign
     tolerances = {} if dtype == torch.float32 else {"rel": 0.01, "atol": 0.02}
@@ -197,7 +198,7 @@ def blocks_of_rank() -> list[int]:
 
 
 def test_ranks_switch_together(world2: World) -> None:
-    """A phase that ends on one rank only, or another block on each: the ranks average gradients of different layers."""
+    """All ranks switch at the same step to the same block, even if their seeds and losses differ."""
     first, other = world2.run(blocks_of_rank)
     assert first == other and len(set(first)) == 3
 
@@ -213,6 +214,6 @@ def error_of_step() -> str:
 
 
 def test_gradients_that_nothing_averages_are_refused(world2: World) -> None:
-    """Each rank silently trains another model."""
+    """A step on two ranks without DistributedDataParallel is refused in one line."""
     for error in world2.run(error_of_step):
         assert "DistributedDataParallel" in error and "\n" not in error

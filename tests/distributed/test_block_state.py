@@ -65,7 +65,8 @@ MOMENTS = {"adam": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
     [("one", "fp32"), ("one", "bf16_whole"), ("data2", "fp16"), ("submodel", "bf16"), ("pipeline2", "sgd")],
 )
 def test_host_gives_back_what_was(world1: World, world2: World, text_data: str, cut: str, kind: str) -> None:
-    """A moment, a step count or a low bit of a main parameter that is lost, of another visit, or of another block."""
+    """A block gets back moments, step count and main parameters of its last visit; with policy `reset` main parameters
+    only."""
     reset, host = (
         run_switched(world1, world2, cut, data_path=text_data, **KINDS[kind], **policy) for policy in ({}, HOST)
     )
@@ -96,7 +97,7 @@ def test_host_gives_back_what_was(world1: World, world2: World, text_data: str, 
 
 
 def test_host_memory_does_not_grow(world2: World, text_data: str) -> None:
-    """Host memory that grows from visit to visit."""
+    """Host memory stops growing after the first cycle."""
     ranks = run_switched(world2, world2, "data2", data_path=text_data, bf16=True, train_iters=13, **HOST)
     by_step = [host for *_, host in ranks[0]["metrics"]]
     assert by_step[0] == (0, 0) and 0 < by_step[2][0] < by_step[4][0]
@@ -122,7 +123,7 @@ def in_short_phases(config: RunConfig, *, is_cut: bool) -> list[float]:
 
 
 def test_short_phases_lose_nothing(world1: World, text_data: str) -> None:
-    """12 phases over one block that differ from one long phase in any bit."""
+    """12 phases over one block have the losses of one long phase, bit for bit."""
     flags = {"data_path": text_data, "train_iters": 12, "bcd_steps_per_block": 30, "num_layers": 3, "lr": 1e-3}
     config = worlds.run_config(**flags, **HOST, bf16=True, bcd_always_active="norms")
     long, short = (world1.run(in_short_phases, config, is_cut=is_cut)[0] for is_cut in (False, True))
@@ -141,8 +142,7 @@ def saves_of_a_run(config: RunConfig) -> int:
 
 
 def test_nothing_is_kept_when_the_run_ends(world1: World, text_data: str) -> None:
-    """The end of a run makes copies that are never read and may fail after the last checkpoint, such as main parameters
-    on the host with --optimizer-cpu-offload."""
+    """The end of a run offloads no state, because no phase would read it."""
     flags = {"bcd_optimizer_state": "host", "bf16": True, "train_iters": 3}
     assert world1.run(saves_of_a_run, worlds.run_config(data_path=text_data, **flags)) == [2]
 
@@ -175,7 +175,7 @@ def whole(ranks: list[dict[str, Any]], index: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", thinned(ALWAYS, keep_every=2))
 def test_one_state_for_the_whole_run(world1: World, world2: World, text_data: str, name: str) -> None:
-    """Moments, a step count or a main parameter that a switch drops or mixes up."""
+    """A switch leaves moments, step count and main parameters of always-active parameters as they are."""
     cut, parts, flags = ALWAYS[name]
     ranks = run_switched(world1, world2, cut, data_path=text_data, bcd_always_active=parts, **flags)
     events = ranks[0]["told"]

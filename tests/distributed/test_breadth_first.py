@@ -122,9 +122,7 @@ def tensors_of(world: World, folder: Path, iteration: int) -> dict[str, torch.Te
 
 @pytest.mark.parametrize("case", thinned(CASES, keep_every=6), ids=lambda case: "-".join(case.values()))
 def test_the_same_bits(world1: World, world2: World, world4: World, tmp_path: Path, case: Combination) -> None:
-    """A piece that computes with the weights, gradients or saved inputs of another microbatch, piece or step; an update
-    before the last microbatch or with another rate; a gradient that is clipped without the other pieces' part; state
-    that a checkpoint lacks."""
+    """A breadth-first run and its checkpoint equal those in depth-first order bit for bit."""
     world = {1: world1, 2: world2, 4: world4}[CUTS[case["cut"]][0]]
     left, right = tmp_path / "depth", tmp_path / "breadth"
     depth = world.run(resumed_runs.one_part, config_of(case, save=left))
@@ -211,9 +209,8 @@ def spoilt_steps(config: Any) -> tuple[list[set[int]], list[int], list[bool]]:
 
 @pytest.mark.parametrize(("cut", "place"), [("data", "device"), ("data", "host"), ("pipeline", "host")])
 def test_a_layer_that_is_not_finite_stays(world2: World, tmp_path: Path, cut: str, place: str) -> None:
-    """The whole step is skipped, or a part of the layer is stepped; a step with a loss that is not finite updates the
-    layers that ran before it was known, or those of the first stage, which does not compute it; a skipped layer is
-    counted in later steps, twice or on its stage only, or as a skipped step, or ends the save that follows."""
+    """A layer whose gradient is not finite is skipped and counted once, and the others are stepped. A loss that is not
+    finite skips the whole step on all ranks. The save that follows succeeds."""
     case = {"cut": cut, "method": "finetune", "precision": "bf16", "place": place, "layers": "1"}
     config = config_of(case, **breadth_first(case), global_batch_size=4, swiglu=True, save=tmp_path)
     for rank, (changed, skipped_layers, are_skipped) in enumerate(world2.run(spoilt_steps, config)):
@@ -241,8 +238,7 @@ RESUMED = [
 def test_resumes_with_another_schedule_and_place(
     world1: World, world2: World, tmp_path: Path, name: str, parts: tuple[dict[str, Any], ...]
 ) -> None:
-    """A checkpoint without the low bits of a layer in host memory, with those of an earlier step, or with state that
-    only one schedule or place reads."""
+    """A run that resumes with another schedule or with layers in another place equals the uninterrupted run."""
     case = dict(zip(("cut", "method", "precision"), name.split("-"), strict=True))
     world = (world1, world2)[CUTS[case["cut"]][0] - 1]
     whole = world.run(resumed_runs.with_rounded_norm, config_of(case, train_iters=6))
@@ -264,8 +260,8 @@ def one_part_in_portions(config: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", thinned(["finetune", "pretrain", "adam"], keep_every=3))
 def test_resumes_on_another_number_of_stages(world1: World, world2: World, tmp_path: Path, method: str) -> None:
-    """Low bits, means or momenta of a chunk that a checkpoint stores for another layer; a size of pieces that changes
-    the state of a run without blocks; stages that load unequal numbers of portions wait for each other."""
+    """A run that resumes on another number of stages, in portions, has the losses and the last checkpoint of the
+    uninterrupted run."""
     case = {"cut": "pipeline", "method": method, "precision": "bf16"}
     blocks = {"bcd_layout": "interleaved", "num_virtual_stages_per_pipeline_rank": 6} if method == "pretrain" else {}
     one = {"pipeline_model_parallel_size": 1, "world_size": 1, "num_virtual_stages_per_pipeline_rank": None} | blocks
@@ -284,8 +280,8 @@ def test_resumes_on_another_number_of_stages(world1: World, world2: World, tmp_p
 
 @pytest.mark.parametrize(("cut", "method"), [("one", "pretrain"), ("one", "factored"), ("pipeline", "factored")])
 def test_a_tied_head_differs_by_rounding(world1: World, world2: World, cut: str, method: str) -> None:
-    """The embedding is stepped without the head's part of its gradient, or has no gradient while the head's layers are
-    the active block. The parts of a tied embedding add up in another order than depth-first, except on two stages."""
+    """A tied embedding trains as in depth-first order up to rounding, because the parts of its gradient add up in
+    another order. On two stages it trains bit for bit."""
     case = {"cut": cut, "method": method, "precision": "fp32"}
     tied: dict[str, Any] = {"untie_embeddings_and_output_weights": False, "global_batch_size": 4}
     world = world1 if cut == "one" else world2
@@ -327,8 +323,8 @@ def repeated_outputs(config: Any) -> tuple[list[bool], int]:
 
 @pytest.mark.parametrize(("cut", "numbers"), [("one", [5 * 4]), ("pipeline", [6 * 4, 5 * 4])])
 def test_dropout_is_repeated(world1: World, world2: World, cut: str, numbers: list[int]) -> None:
-    """A piece whose backward pass drops other elements than its forward pass did; inputs of a forward pass that stay on
-    the device beside the saved ones."""
+    """The backward pass of a piece repeats the dropout of its forward pass, and by then only saved inputs are on the
+    device."""
     case = {"cut": cut, "method": "pretrain", "precision": "fp32", "place": "device", "layers": "1"}
     flags = {"hidden_dropout": 0.5, "attention_dropout": 0.5, "train_iters": 1, "eval_iters": 0, "global_batch_size": 4}
     world = world1 if cut == "one" else world2
@@ -353,8 +349,8 @@ pipeline-clipped_muon-bf16 pipeline-muon-fp32-device
     [*STREAMED_RUNS.split(), *(pytest.param(name, marks=pytest.mark.long) for name in LONG_STREAMED_RUNS.split())],
 )
 def test_full_training_by_streaming(world1: World, world2: World, world4: World, tmp_path: Path, name: str) -> None:
-    """State of another layer or step; a gradient in another precision, or of another step; main parameters that round
-    otherwise than Megatron Core's; a checkpoint of other tensors. The parts of the norm add up in another order."""
+    """Full training by streaming and its checkpoint equal those of depth-first training on the device bit for bit.
+    Norms are rounded, because their parts add up in another order."""
     case = dict(zip(("cut", "method", "precision", "place"), name.split("-"), strict=False))
     flags = BREADTH_FIRST if "place" in case else HOST | {"bcd_schedule": None}
     world = {1: world1, 2: world2, 4: world4}[CUTS[case["cut"]][0]]
@@ -378,7 +374,7 @@ def with_first_norm_spoilt(config: Any) -> dict[str, Any]:
 
 
 def test_resumes_after_a_first_step_without_norms(world1: World, tmp_path: Path) -> None:
-    """A save loses the moments of pieces that were stepped, because norms and embedding were not."""
+    """A run resumes after a first step that updated the pieces, but neither norms nor embedding."""
     flags = HOST | {"train_iters": 2, "save": tmp_path, "check_for_nan_in_loss_and_grad": True}
     config = functools.partial(config_of, {"cut": "one", "method": "adam", "precision": "bf16"}, **flags)
     [whole] = world1.run(with_first_norm_spoilt, config(save=None))
@@ -413,8 +409,8 @@ def streamed_steps(config: Any) -> tuple[list[tuple[int, int]], list[float]]:
 
 @pytest.mark.parametrize("method", ["adam", "clipped_adam"])
 def test_copies_and_norms_of_streamed_steps(world1: World, method: str) -> None:
-    """A layer that is copied for each microbatch, or twice in a pass; a norm that lacks a piece, or that counts a piece
-    which was skipped; a step that is clipped by a norm that is not finite."""
+    """A step copies a layer at most once per pass, for any number of microbatches. Its norm includes all pieces, and a
+    norm that is not finite skips a clipped step."""
     flags: dict[str, Any] = {"eval_iters": 0, "check_for_nan_in_loss_and_grad": True}
     case = {"cut": "one", "method": method, "precision": "bf16"}
     [(_, expected)] = world1.run(streamed_steps, config_of(case, **flags))

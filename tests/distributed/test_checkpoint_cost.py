@@ -38,7 +38,7 @@ def needed_bytes(config: Any) -> int:
 
 @pytest.mark.parametrize(("layout", "precision"), [("spread", {"bf16": True}), ("submodel", {})])
 def test_bytes_on_disk(world2: World, text_data: str, tmp_path: Path, layout: str, precision: dict[str, Any]) -> None:
-    """State of frozen layers, a second copy of the weights, or views whose whole storage is written."""
+    """A checkpoint takes at most 5 % more bytes than the weights and the active block's state."""
     untied = {"untie_embeddings_and_output_weights": True}  # a tied head is a copy, and not saved
     config = config_of(text_data, tmp_path, hidden_size=256, bcd_layout=layout, **precision, **untied)
     needed = sum(world2.run(needed_bytes, config))
@@ -80,7 +80,7 @@ def alive_before_and_after(config: Any) -> tuple[dict[str, int], dict[str, int]]
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 def test_nothing_stays_behind(world2: World, text_data: str, tmp_path: Path, async_save: bool) -> None:
-    """A thread, process, file or copy of the weights per save: a long run dies of it, and orphans outlive it."""
+    """Repeated saves leave no thread, process, open file or tensor behind."""
     config = config_of(text_data, tmp_path, async_save=async_save, hidden_size=128)
     for before, after in world2.run(alive_before_and_after, config):
         more = {name: after[name] - before[name] for name in after}

@@ -48,6 +48,6 @@ def long_on_rank_0(error: Exception | None) -> Any:
 
 
 def test_ranks_meet_while_rank_0_works(world2: World) -> None:
-    """One collective around the conversion of a large model, which ends the run after --distributed-timeout-minutes."""
+    """The ranks keep meeting while rank 0 works, and all get its result or its error."""
     assert world2.run(long_on_rank_0, None) == [("done by rank 0", True)] * 2
     assert world2.run(long_on_rank_0, ValueError("no space")) == [("no space", True)] * 2

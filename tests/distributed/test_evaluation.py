@@ -55,7 +55,7 @@ def world_of(world1: World, world2: World, world4: World) -> Callable[[str], Wor
 
 
 def test_fixed_samples(world_of: Callable[[str], World], initial_weights: Flags) -> None:
-    """Curves whose noise is that of the samples; or samples that depend on the length of the run or its layout."""
+    """With --eval-fixed all evaluations use the same samples, for any length, interval and layout of the run."""
     flags = initial_weights(bcd_num_blocks=3) | STILL
     moving, fixed = (
         world_of("one").run(losses, worlds.run_config(**flags, eval_fixed=is_fixed))[0] for is_fixed in (False, True)
@@ -71,8 +71,8 @@ def test_fixed_samples(world_of: Callable[[str], World], initial_weights: Flags)
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_the_whole_split(world_of: Callable[[str], World], initial_weights: Flags, cut: str) -> None:
-    """Samples that are left out because they fill no batch, count twice, or are another number on a stage without
-    data."""
+    """--full-validation averages over each sample of the split once, also if the last batch is not full, in every
+    layout."""
     flags = initial_weights(bcd_num_blocks=3) | STILL | {"full_validation": True, "split": "98.5,1.5,0"}
     mean, num_samples = world_of("one").run(mean_over_split, worlds.run_config(**flags))[0]
     assert 16 < num_samples < 50 and num_samples % 8 and num_samples % 6, "the last batch must not be full"
@@ -84,7 +84,8 @@ def test_the_whole_split(world_of: Callable[[str], World], initial_weights: Flag
 
 @pytest.mark.parametrize("how", ["eval_fixed", "full_validation"])
 def test_evaluation_of_a_checkpoint(world_of: Callable[[str], World], text_data: str, tmp_path: Path, how: str) -> None:
-    """A checkpoint that can't be compared with the run that wrote it: other samples, or iteration 0."""
+    """--skip-train evaluates a checkpoint on the samples of the run that wrote it, at its iteration, in every
+    layout."""
     split = {"eval_fixed": "60,40,0", "full_validation": "98.5,1.5,0"}[how]
     flags = {"data_path": text_data, "eval_iters": 2, "eval_interval": 3, "split": split, how: True}
     saved = {"save": str(tmp_path), "exit_interval": 3}
@@ -99,7 +100,8 @@ def test_evaluation_of_a_checkpoint(world_of: Callable[[str], World], text_data:
 
 
 def test_resuming_with_the_next_samples(world_of: Callable[[str], World], text_data: str, tmp_path: Path) -> None:
-    """Repeated evaluations that count as consumed: a run that resumes without the flag would skip samples."""
+    """Evaluations with --eval-fixed do not count as consumed: a run that resumes without it evaluates the first
+    samples."""
     flags = {"data_path": text_data, "eval_iters": 2, "eval_interval": 3, "split": "60,40,0"}
     whole = world_of("one").run(evaluations, worlds.run_config(**flags))[0]
     world_of("one").run(evaluations, worlds.run_config(**flags, eval_fixed=True, save=str(tmp_path), exit_interval=3))

@@ -60,7 +60,7 @@ def world_of(worlds_by_size: tuple[World, World], cut: str) -> World:
 
 @pytest.mark.parametrize(("cut", "method"), PAIRS)
 def test_the_same_bits(world2: World, world4: World, cut: str, method: str) -> None:
-    """Experts that another expert-parallel rank's overwrite in shared memory, or that only one replica writes back."""
+    """Runs with expert layers in host memory equal runs with layers on the device bit for bit."""
     world = world_of((world2, world4), cut)
     on_device = world.run(worlds.train_run, config_of(cut, method))
     place = {"bcd_layers_on": "auto", "recompute_memory_gib": 2**-20} if "context" in cut else {"bcd_layers_on": "host"}
@@ -79,7 +79,7 @@ def test_the_same_bits(world2: World, world4: World, cut: str, method: str) -> N
     ],
 )
 def test_resumes(world2: World, world4: World, tmp_path: Path, cut: str, method: str, places: tuple[str, str]) -> None:
-    """A checkpoint without an expert's state, or with that of another one."""
+    """A resumed run equals the uninterrupted one bit for bit, wherever the layers are before and after."""
     world, config = world_of((world2, world4), cut), functools.partial(config_of, cut, method)
     whole = world.run(resumed_runs.one_part, config())
     world.run(resumed_runs.one_part, config(save=tmp_path, exit_interval=3, bcd_layers_on=places[0]))
@@ -103,7 +103,7 @@ def allocated(config: Any) -> int:
 
 
 def test_host_memory_is_planned(world2: World) -> None:
-    """A rank whose part of the experts another rank counts, or all of whose experts each rank counts."""
+    """The ranks allocate the planned host memory, within 0.5 %."""
     flags = EXPERTS | worlds.EXPERT2 | METHODS["finetune"] | {"bcd_layers_on": "host", "world_size": 2}
     flags |= {"num_layers": 4, "hidden_size": 256}
     config = worlds.run_config(**flags, mock_data=True, split=None, train_iters=1)
@@ -111,7 +111,7 @@ def test_host_memory_is_planned(world2: World) -> None:
 
 
 def test_resumes_with_other_parts(world2: World, tmp_path: Path) -> None:
-    """An expert's weights or low bits that are loaded for another expert."""
+    """A run resumes without expert parallelism, and its losses differ by rounding only."""
     config = functools.partial(config_of, "expert2", "finetune", bcd_layers_on="host")
     whole = world2.run(resumed_runs.one_part, config())
     world2.run(resumed_runs.one_part, config(save=tmp_path, exit_interval=3))

@@ -37,7 +37,7 @@ def loaded(config: RunConfig, *, has_extra: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("is_saved_with", [False, True])
 def test_other_implementations_read_it(world1: World, text_data: str, tmp_path: str, is_saved_with: bool) -> None:
-    """A checkpoint that only machines with the same packages can read."""
+    """Weights saved with an extra state of the norms load without it, and vice versa, bit for bit."""
     config = worlds.run_config(data_path=text_data, num_layers=3)
     world1.run(saved, config, str(tmp_path), has_extra=is_saved_with)
     [weights] = world1.run(worlds.initial_weights, config)

@@ -82,7 +82,7 @@ def plain_loop(config: RunConfig, result: dict[str, Any], records: list[dict[str
 
 
 def test_one_block_is_a_plain_loop(world1: World, data: str, records: list[dict[str, str]]) -> None:
-    """Attention between samples, positions that go on, a prompt that is learned, an end that is not, another mean."""
+    """Fine-tuning with one block has the losses of a plain loop over padded, unpacked samples."""
     config = fine_tuning.config_of(data, **LLAMA, **PLAIN, train_iters=20)
     (result,) = world1.run(run_of, config)
     expected = plain_loop(config, result, records)
@@ -131,7 +131,7 @@ def packed_and_alone(config: RunConfig) -> list[tuple[str, float]]:
 
 @pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
 def test_packed_is_unpacked(world1: World, data: str, positions: str) -> None:
-    """A neighbour in the same sequence that changes a sample's loss or gradient; a prompt that has a gradient."""
+    """A sample has the same losses and gradients packed and alone, and logits of a prompt have no gradient."""
     flags = {"bcd_num_blocks": 1, "num_layers": 2, "position_embedding_type": positions}
     (result,) = world1.run(packed_and_alone, fine_tuning.config_of(data, **flags))
     assert {name for name, _ in result} == {"masked", "losses", "gradients"}
@@ -140,7 +140,7 @@ def test_packed_is_unpacked(world1: World, data: str, positions: str) -> None:
 
 
 def test_an_epoch_has_every_record_once(world1: World, data: str, records: list[dict[str, str]]) -> None:
-    """A sample that is lost in packing or shuffling, one that comes twice, an order that repeats."""
+    """Each epoch has every record once, in an order of its own."""
     flags = PLAIN | {"num_layers": 1, "global_batch_size": 2, "no_sft_packing": True, "bcd_steps_per_block": 100}
     (result,) = world1.run(run_of, fine_tuning.config_of(data, **flags, train_iters=60))
     texts = [fine_tuning.text_of(sample["ids"]) for step in result["samples"] for sample in step]
@@ -195,7 +195,7 @@ def weights(world1: World, data: str, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_layouts(world1: World, world2: World, data: str, weights: dict[str, Any], cut: str) -> None:
-    """A stage without the mask, a rank that averages over its own tokens, another order of the samples."""
+    """Every layout has the losses, gradient norms and evaluations of one rank."""
     flags = weights | {"lr": 1e-3, "train_iters": 4, "eval_iters": 1, "eval_interval": 3}
     stages = 2 if cut == "pipeline2" else None  # whose blocks the one rank trains
     (expected,) = world1.run(worlds.train_run, fine_tuning.config_of(data, **flags), blocks_of_stages=stages)
@@ -208,7 +208,7 @@ def test_layouts(world1: World, world2: World, data: str, weights: dict[str, Any
 
 
 def test_resumed_in_an_epoch(world2: World, data: str, tmp_path: Path) -> None:
-    """An epoch that starts again, or in another order, where a run resumes; evaluations that begin elsewhere."""
+    """A run that stops inside an epoch and resumes equals the uninterrupted run."""
     flags = {"bcd_num_blocks": 2, "bcd_steps_per_block": 3, "global_batch_size": 4, "train_iters": 8, "eval_iters": 1}
     flags |= {"eval_interval": 4, "pipeline_model_parallel_size": 2, "save": tmp_path}
     config = fine_tuning.config_of(data, world_size=2, **flags)
@@ -216,7 +216,7 @@ def test_resumed_in_an_epoch(world2: World, data: str, tmp_path: Path) -> None:
 
 
 def test_a_cached_prefix(world2: World, data: str, tmp_path: Path) -> None:
-    """Outputs of other sequences, or computed without the mask, where a phase repeats its subset."""
+    """Fine-tuning with a prefix cache equals fine-tuning without it bit for bit."""
     flags = {"bcd_sample_ratio": 0.5, "bcd_num_blocks": 2, "bcd_steps_per_block": 3, "train_iters": 6, "num_layers": 4}
     flags |= {"pipeline_model_parallel_size": 2, "world_size": 2, "position_embedding_type": "rope"}
     computed = world2.run(worlds.train_run, fine_tuning.config_of(data, **flags))

@@ -56,7 +56,7 @@ def changes_of_every_step(config: RunConfig) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("cut", "precision"), CASES)
 def test_only_the_active_block_changes(world1: World, world2: World, text_data: str, cut: str, precision: str) -> None:
-    """A frozen weight that is decayed, gathered or stepped; an active one, or its main parameter, that is not."""
+    """A step changes all main parameters of the active block, and no frozen weight."""
     num_blocks = {"stage": 2, "submodel": 6}.get(cut, 3)
     lengths = {"bcd_steps_per_block": 2, "train_iters": 2 * num_blocks + 2, "weight_decay": 0.1}
     flags = {"data_path": text_data} | lengths | CUTS[cut] | PRECISIONS[precision]
@@ -111,7 +111,8 @@ def run_with_a_fault(config: RunConfig, fault: str, rank: int) -> str:
 def test_the_run_stops_at_a_switch_that_failed(
     world1: World, world2: World, text_data: str, cut: str, fault: str, rank: int, precision: str
 ) -> None:
-    """A self-check that would not have seen the faults it is there for, or that only one rank sees: a hang."""
+    """All ranks stop with the same error if one rank's block does not step or a frozen weight changes after a
+    switch."""
     flags = {"data_path": text_data} | CUTS[cut] | PRECISIONS[precision]
     world = world2 if "world_size" in flags else world1
     first, *others = world.run(run_with_a_fault, worlds.run_config(**flags), fault, rank)
@@ -121,7 +122,7 @@ def test_the_run_stops_at_a_switch_that_failed(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_check_after_a_resume(world1: World, text_data: str, tmp_path: Path, precision: str) -> None:
-    """In 16 bits, main parameters that are loaded after the check has begun count as a change by the first step."""
+    """After a resume, a first step without an update stops the run: loaded main parameters do not count as a change."""
     flags = {"data_path": text_data, "bcd_steps_per_block": 3} | PRECISIONS[precision]
     config = worlds.run_config(**flags)
     world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, save=str(tmp_path), exit_interval=4))
@@ -160,14 +161,14 @@ def checks_of_a_run(config: RunConfig, zero_gradient_at: list[int]) -> list[int]
 
 
 def test_the_check_waits_for_a_step_that_must_change_something(world1: World, text_data: str) -> None:
-    """A check at a step whose learning rate or gradient is zero stops a healthy run; a check every step costs."""
+    """The check runs once a phase, after the first step whose learning rate and gradient are not zero."""
     flags = {"data_path": text_data, "bcd_steps_per_block": 3, "train_iters": 9, "lr_warmup_iters": 2}
     checked = world1.run(checks_of_a_run, worlds.run_config(**flags), [4, 5])[0]
     assert checked == [2, 6, 7], "the first step of the run has learning rate 0, steps 4 and 5 a gradient of 0"
 
 
 def test_the_check_waits_for_a_step_that_was_taken(world1: World, text_data: str) -> None:
-    """A check after an fp16 step that overflowed and was skipped stops a healthy run."""
+    """In fp16 the check runs after the first step of a phase that was not skipped."""
     flags = {"data_path": text_data, "bcd_steps_per_block": 8, "train_iters": 16, "fp16": True}
     scaling = {"initial_loss_scale": 2**20, "hysteresis": 1}
     outcome = world1.run(worlds.train_run, worlds.run_config(**flags, **scaling))[0]

@@ -54,8 +54,7 @@ def what_there_is(config: RunConfig) -> dict[str, Any]:
     ("parts", "precision"), [("embedding", "fp32"), ("embedding,head", "bf16"), ("norms", "bf16"), ("head", "fp32")]
 )
 def test_frozen_parts_have_no_gradient_and_no_state(world1: World, text_data: str, parts: str, precision: str) -> None:
-    """A frozen part that is stepped, decayed, or that costs memory in the phase of the block next to it; a part that
-    stays frozen though it was not named."""
+    """Frozen parts have no gradient and no optimizer state, and do not change; all other parts are trained."""
     flags = {"num_layers": 3, "train_iters": 3, "bf16": precision == "bf16", "weight_decay": 0.1} | UNTIED
     result = world1.run(what_there_is, worlds.run_config(data_path=text_data, bcd_frozen=parts, **flags))[0]
     frozen = {name for name in result["sizes"] if is_named(name, set(parts.split(",")))}
@@ -92,7 +91,7 @@ def inputs_with_a_gradient(config: RunConfig) -> list[tuple[int, list[int], int]
 
 @pytest.mark.parametrize("layout", ["spread", "strided", "submodel"])
 def test_backward_ends_at_the_lowest_active_layer(world1: World, text_data: str, layout: str) -> None:
-    """A backward pass down to a frozen embedding; a block of one layer that trains another layer."""
+    """The backward pass ends at the lowest active parameter, also in the head's phase."""
     flags = {"num_layers": 4, "bcd_num_blocks": 4, "train_iters": 4, "bcd_order": "descending", "bcd_layout": layout}
     runs = {
         parts: world1.run(inputs_with_a_gradient, worlds.run_config(data_path=text_data, bcd_frozen=parts, **flags))[0]
@@ -119,8 +118,7 @@ STATELESS = {"bcd_inactive_update": "factored", "bcd_always_active": "none"}
 def test_resumed_with_another_set(
     world1: World, text_data: str, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    """A checkpoint without the state of a part that is trained now, or whose main parameters another optimizer has
-    saved: an error in the middle of loading."""
+    """A run that resumes with other frozen or stateless parameters warns and restarts the cycle."""
     flags = {"data_path": text_data, "train_iters": 4, "bf16": True}
     flags |= {} if STATELESS in (before, after) else {"bcd_optimizer_state": "host"}
     first, second = (worlds.run_config(**flags, **more) for more in (before, after))
@@ -145,7 +143,8 @@ def host_bytes_and_start(config: RunConfig) -> tuple[list[int], list[bool]]:
 
 
 def test_main_params_that_are_dropped(world1: World, text_data: str) -> None:
-    """Low bits that are kept all the same, or that are lost though they should be kept."""
+    """Low bits are kept in host memory between phases; with --bcd-main-params drop they are not, and phases start from
+    the weights."""
     flags = {"data_path": text_data, "num_layers": 3, "bf16": True, "train_iters": 6, "bcd_frozen": "embedding"}
     kept, starts = world1.run(host_bytes_and_start, worlds.run_config(**flags))[0]
     assert min(kept[3:]) > 0 and not any(starts)

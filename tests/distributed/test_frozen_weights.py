@@ -73,9 +73,7 @@ def config_of(case: Combination, **more: Any) -> Any:
 
 @pytest.mark.parametrize("case", thinned(CASES, keep_every=6), ids=lambda case: "-".join(case.values()))
 def test_the_same_bits(world1: World, world2: World, case: Combination) -> None:
-    """A layer that computes with another one's weights, before its copy or after the next one's; an active layer that
-    is not written back, or by a rank whose weights are not the shared ones; rows of other tokens, or of another rank's
-    part of the vocabulary."""
+    """Runs with layers in host memory equal runs with layers on the device bit for bit."""
     world = (world1, world2)[CUTS[case["cut"]][0] - 1]
     on_device = world.run(worlds.train_run, config_of(case, bcd_resident_layers=0))
     on_host = world.run(worlds.train_run, config_of(case, bcd_layers_on="host"))
@@ -86,7 +84,7 @@ def test_the_same_bits(world1: World, world2: World, case: Combination) -> None:
 
 
 def test_the_same_bits_with_experts_and_sinks(world1: World) -> None:
-    """Biases, sinks or windows of another layer."""
+    """Layers with experts, biases, sinks and windows in host memory train as on the device, bit for bit."""
     flags = {"num_layers": 4, "mock_data": True, "split": None, "bcd_preset": "finetune", "bcd_num_blocks": 2}
     flags |= worlds.GPT_OSS | {"bcd_schedule": "breadth-first"}
     [on_device] = world1.run(worlds.train_run, worlds.run_config(**flags))
@@ -97,7 +95,7 @@ def test_the_same_bits_with_experts_and_sinks(world1: World) -> None:
 
 @pytest.mark.parametrize(("first", "second"), thinned([("host", "device"), ("device", "host")], keep_every=2))
 def test_resumes_in_the_other_place(world2: World, tmp_path: Path, first: str, second: str) -> None:
-    """A checkpoint that holds what lay in a buffer, and not what it belongs to."""
+    """A run that resumes with its layers in the other place equals the uninterrupted run bit for bit."""
     case = {"cut": "data", "layout": "spread", "precision": "bf16", "method": "parts", "recompute": "none"}
     config = functools.partial(config_of, case | {"resident": "0"}, **EMBEDDING_ON_HOST)
     whole = world2.run(resumed_runs.one_part, config())
@@ -126,8 +124,7 @@ def state_bytes(config: Any) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(("resident", "embedding"), [(0, EMBEDDING_ON_HOST), (2, {})])
 def test_bytes(world1: World, resident: int, embedding: dict[str, Any]) -> None:
-    """Weights on the device that nothing needs there: all but the active block, buffers of three and `resident` layers,
-    and an embedding that is trained."""
+    """The device stores the active block, buffers for three and `resident` layers, and an embedding that is trained."""
     case = {"cut": "one", "layout": "spread", "precision": "fp32", "method": "paper", "recompute": "none"}
     flags = {"no_use_distributed_optimizer": True} | embedding
     config = functools.partial(config_of, case | {"resident": "0"}, **flags)
@@ -150,7 +147,7 @@ def choice_of_auto(config: Any) -> tuple[str, int, int]:
 
 
 def test_auto_takes_what_fits(world1: World) -> None:
-    """Layers that stay on the device and do not fit, or that are copied though there is room without the embedding."""
+    """--bcd-layers-on auto keeps more layers on the device the more memory there is, and stays below the limit."""
     case = {"cut": "one", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
     flags = {"bcd_layers_on": "auto"} | EMBEDDING_ON_HOST
     config = functools.partial(config_of, case | {"resident": "0"}, **flags)
@@ -175,8 +172,8 @@ def told_of_auto(config: Any) -> tuple[Any, list[str], list[str], dict[str, Any]
 
 
 def test_auto_in_the_summary_and_on_resume(world1: World, tmp_path: Path) -> None:
-    """A run summary or a logged configuration that has --bcd-layers-on auto as given, not as chosen. A resumed run
-    that warns of a changed flag although a flag was only left out whose default is the same."""
+    """The run summary and the logged configuration have what --bcd-layers-on auto chose. A resumed run may leave out
+    flags that equal their defaults, without a warning."""
     case = {"cut": "one", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
     flags = {"bcd_layers_on": "auto", "recompute_memory_gib": 920 * 2**10 / 2**30} | EMBEDDING_ON_HOST
     flags |= {"save": tmp_path / "run", "load": tmp_path / "run"}
@@ -192,8 +189,8 @@ def test_auto_in_the_summary_and_on_resume(world1: World, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_limits_of_containers(tmp_path: Path, version: int) -> None:
-    """A run that is refused because the model's files, which it has just read, count as used; or that is killed because
-    the machine has more memory than its container."""
+    """A container's limit bounds the available memory, of which cached files are a part; without a limit the machine's
+    memory counts."""
     folder, limit, used, prefix = host_memory._CONTROL_GROUPS[2 - version]
     for name, text in ((limit, "1000000"), (used, "900000"), ("memory.stat", f"{prefix}active_file 400000")):
         (tmp_path / name).write_text(text + f"\n{prefix}inactive_file 300000" * (name == "memory.stat"))
@@ -211,7 +208,7 @@ def with_little_memory(config: Any) -> str:
 
 
 def test_too_little_host_memory(world2: World) -> None:
-    """A run that the system's out-of-memory killer ends, or one rank of which goes on."""
+    """All ranks refuse --bcd-layers-on host if host memory is too small."""
     config = config_of(CASES[0] | {"cut": "data"}, bcd_layers_on="host")
     for error in world2.run(with_little_memory, config):
         assert error.startswith("--bcd-layers-on host: ") and error.endswith("--bcd-layers-on device.")
@@ -234,7 +231,7 @@ def refused(config: Any, case: str) -> str:
 
 @pytest.mark.parametrize(("case", "flag"), [("file size", "-f and -v unlimited"), ("locked memory", "-l unlimited")])
 def test_limits_of_processes(world1: World, case: str, flag: str) -> None:
-    """A traceback, or a run that trains from memory that is not page-locked."""
+    """A run that can't allocate or page-lock shared memory ends with an error that names the ulimit."""
     config = config_of(CASES[0] | {"cut": "one"}, bcd_layers_on="host")
     [error] = world1.run(refused, config, case)
     assert error.startswith("--bcd-layers-on host: ") and f"ulimit {flag}" in error
@@ -315,8 +312,8 @@ def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int, int]:
 def test_async_save_reads_frozen_weights_where_they_lie(
     world1: World, world2: World, tmp_path: Path, cut: str, precision: str
 ) -> None:
-    """A save that holds the model twice, or the main parameters of all blocks; a switch that changes a layer before it
-    is written; elements of another rank's part."""
+    """An asynchronous save copies the layers and main parameters of the active block only, and writes all layers as
+    they were at the save."""
     world = (world1, world2)[CUTS[cut][0] - 1]
     case = {"cut": cut, "layout": "spread", "precision": precision, "method": "paper", "recompute": "none"}
     flags = {"bcd_layers_on": "host", "bcd_steps_per_block": 1, "swiglu": True} | EMBEDDING_ON_HOST
@@ -348,7 +345,7 @@ def kept_elsewhere(config: Any) -> list[str]:
 
 
 def test_low_bits_lie_in_the_arena(world2: World, tmp_path: Path) -> None:
-    """Host memory that torch's allocator rounds up, or that each rank holds for itself."""
+    """The low bits of the layers lie in the arena of their weights."""
     case = {"cut": "data", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
     config = config_of(case | {"resident": "0"}, bcd_layers_on="host")
     assert world2.run(kept_elsewhere, config) == [[], []]

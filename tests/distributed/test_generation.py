@@ -20,7 +20,8 @@ TOKENS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(
 
 @pytest.mark.parametrize("form", ["gpt", "llama"])
 def test_a_checkpoint(world1: World, world2: World, text_data: str, tmp_path: Path, form: str) -> None:
-    """Weights of one tensor-parallel rank, of another pipeline stage or of a padded row; another end token."""
+    """A checkpoint of a parallel run opens with the run's logits, the exported model's weights, and its tokenizer and
+    end token."""
     layout: dict[str, Any] = {"tensor_model_parallel_size": 2} if form == "gpt" else {"pipeline_model_parallel_size": 2}
     flags: dict[str, Any] = {"form": form, "data_path": text_data, "train_iters": 2, "openai_gelu": form == "gpt"}
     saved = {"save": str(tmp_path / "run"), "save_hf": str(tmp_path / "exported")}
