@@ -64,8 +64,7 @@ def write_out(config: Any) -> list[str]:
 
 @pytest.mark.parametrize(("name", "expert"), [*((name, 1) for name in models.SETTINGS), ("qwen3_moe", 2)])
 def test_logits(world1: World, world2: World, text_data: str, tmp_path: Path, name: str, expert: int) -> None:
-    """Rows of another head, gate for up, an epsilon, a rotation, a GELU, a bias, a norm or an expert of another
-    model."""
+    """A model loaded with --load-hf has transformers' logits."""
     source = models.write_model(name, tmp_path / "given")
     tokens = torch.randint(0, models.VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     world = (world1, world2)[expert - 1]
@@ -87,8 +86,7 @@ def logits_of_documents(config: Any, documents: list[torch.Tensor]) -> torch.Ten
 
 
 def test_windows_and_masks(world1: World, text_data: str, tmp_path: Path) -> None:
-    """A window that replaces the mask of packed documents, as Megatron Core's does, or a mask that replaces the
-    window."""
+    """Packed documents have the logits of each document alone, because windows and document masks both apply."""
     config = config_of(models.write_model("gpt_oss", tmp_path / "given"), text_data, reset_attention_mask=True)
     first, second = torch.randint(0, models.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
     [packed] = world1.run(logits_of_documents, config, [first, second])
@@ -113,8 +111,8 @@ MATRIX = [
 def test_there_and_back(
     request: pytest.FixtureRequest, text_data: str, tmp_path: Path, name: str, layout: tuple[int, int, int]
 ) -> None:
-    """A weight of another stage, a slice or an expert of another rank, on the way in from a folder or from a converted
-    checkpoint, or on the way out; a rank that reads what it does not hold."""
+    """A model that is loaded, from a folder or a converted checkpoint, and exported again is unchanged. The stages read
+    disjoint layers from a folder, and nothing where they load a checkpoint."""
     pipeline, tensor, expert = layout
     per_stage = tensor * expert
     source = models.write_model(name, tmp_path / "given", max_shard_size="60KB")
@@ -142,8 +140,8 @@ def test_there_and_back(
 
 
 def test_a_run_writes_what_it_has_trained(world1: World, text_data: str, tmp_path: Path) -> None:
-    """Weights of before the training or of one block only; a model that is not written at its interval; a checkpoint
-    of the run that the tool reads as another network."""
+    """A run exports its trained weights at each interval and at its end. The converter and a resumed run export the
+    same."""
     source = models.write_model("llama_tied", tmp_path / "given")
     config = config_of(source, text_data, save_hf=str(tmp_path / "out"), save_hf_interval=1, save=str(tmp_path / "run"))
     [trained] = world1.run(worlds.train_run, config)
@@ -177,7 +175,8 @@ FROM_SCRATCH: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("family", FROM_SCRATCH)
 def test_a_model_that_was_trained_from_scratch(world1: World, text_data: str, tmp_path: Path, family: str) -> None:
-    """A config.json of another network, padding that stays, a dtype that is not that of the weights."""
+    """A model trained from scratch is exported as its family, without padding, and loads here and in transformers with
+    the same logits."""
     form, flags = FROM_SCRATCH[family]
     sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": LENGTH, "train_iters": 1}
     config = worlds.run_config(
@@ -202,8 +201,8 @@ def refusal(config: Any) -> str | None:
 
 
 def test_a_resumed_run_replaces_its_own_models_alone(world1: World, text_data: str, tmp_path: Path) -> None:
-    """A published model, or that of another run, that a wrong --save-hf overwrites when a run resumes; a folder of the
-    run itself that is refused, also after it was moved."""
+    """A resumed run replaces the models that it exported itself, also after a move, and refuses other folders with
+    models."""
     source = models.write_model("llama_tied", tmp_path / "given")
     other = models.write_model("llama_tied", tmp_path / "other")
     kept = models.tensors_of(source)

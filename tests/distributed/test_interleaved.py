@@ -24,7 +24,7 @@ TENSOR = {"tensor_model_parallel_size": 2}
 
 
 def test_one_block_is_stocks_own_schedule(world2: World, text_data: str) -> None:
-    """A baseline with another order, another sum of gradients, or dropout of another microbatch."""
+    """With one block an interleaved pipeline equals plain Megatron training bit for bit, including dropout."""
     # without clipping: one DDP wrapper sums the squares of the gradients in another order than one for each chunk
     flags = {"data_path": text_data, "bcd_num_blocks": 1, "train_iters": 8, "clip_grad": 0.0} | PIPELINE
     flags |= {VIRTUAL: 3, "attention_dropout": 0.1}
@@ -69,8 +69,7 @@ def whole_names(ranks: list[dict[str, Any]], config: RunConfig) -> dict[str, tor
 
 
 def test_as_one_rank(world1: World, world2: World, initial_weights: Flags) -> None:
-    """A chunk that trains in another block's phase, misses a gradient, or gets another microbatch's; more microbatches
-    than the stages divide."""
+    """An interleaved pipeline takes the steps of one rank, also if the stages do not divide the microbatches."""
     flags = initial_weights(bcd_num_blocks=3) | INTERLEAVED | {"global_batch_size": 10}
     ranks, reference = run(world2, flags | PIPELINE), run(world1, flags)[0]
     assert_same(ranks, reference)
@@ -126,7 +125,7 @@ CHOSEN = [
 
 @pytest.mark.parametrize("chosen", CHOSEN, ids=lambda chosen: "-".join(chosen.values()))
 def test_product(world1: World, world2: World, world4: World, initial_weights: Flags, chosen: dict[str, str]) -> None:
-    """Two options that only fail together; something that looks for its layers, state or gradient on one chunk only."""
+    """With each pair of option values an interleaved pipeline takes the steps of one rank."""
     values: dict[str, Any] = {"num_layers": 12}
     for factor, name in chosen.items():
         values |= FACTORS[factor][name]
@@ -150,7 +149,7 @@ def config_of(flags: dict[str, Any]) -> RunConfig:
 
 
 def test_resume_elsewhere(world1: World, world2: World, initial_weights: Flags, tmp_path: Path) -> None:
-    """A chunk's weights or moments that another layout reads as another's: keys that depend on the chunks."""
+    """One rank resumes from the checkpoint of an interleaved pipeline, with the same losses."""
     flags = initial_weights(bcd_num_blocks=1, num_layers=12) | {"train_iters": 8, "clip_grad": 0.0}
     reference = world1.run(worlds.train_run, worlds.run_config(**flags))[0]["losses"]
     world2.run(worlds.train_run, config_of(flags | PIPELINE | {VIRTUAL: 3, "save": tmp_path, "exit_interval": 5}))

@@ -67,8 +67,7 @@ def assert_alike(
 
 @pytest.mark.parametrize("name", CASES)
 def test_is_megatrons_loss(world1: World, world2: World, text_data: str, name: str) -> None:
-    """A target in another rank's part, a chunk that is not reduced, a loss scale that is taken twice, a head's gradient
-    that the buffer does not get, logits of an evaluation."""
+    """Losses and gradients equal Megatron Core's, in training and in evaluation, under every layout."""
     flags = {"data_path": text_data} | CASES[name]
     world = world2 if "world_size" in flags else world1
     stock = world.run(run_of, worlds.run_config(**flags), chunk=None)
@@ -78,7 +77,7 @@ def test_is_megatrons_loss(world1: World, world2: World, text_data: str, name: s
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_16_bits(world1: World, text_data: str, precision: str) -> None:
-    """Losses or sums over chunks in 16 bits, gradients that underflow."""
+    """In 16 bits, losses equal Megatron Core's within 1e-5 and gradients within 2 %."""
     flags = {"data_path": text_data, precision: True, "initial_loss_scale": 2**12}
     [stock] = world1.run(run_of, worlds.run_config(**flags), chunk=None)
     [linear] = world1.run(run_of, worlds.run_config(**flags, **LINEAR), chunk=24)
@@ -86,7 +85,7 @@ def test_in_16_bits(world1: World, text_data: str, precision: str) -> None:
 
 
 def test_masked_tokens(world1: World, tmp_path: Path) -> None:
-    """Tokens of a prompt that are learned: the gradient is computed before the mask is known."""
+    """Losses and gradients equal Megatron Core's where tokens of a prompt are masked."""
     data = fine_tuning.write_records(tmp_path / "data.jsonl", fine_tuning.questions(60))
     stock = world1.run(run_of, fine_tuning.config_of(data), chunk=None)
     assert_alike(

@@ -46,7 +46,8 @@ def trained(config: RunConfig) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("dtype", "moments"), [("bf16", 4), ("int8", 2 + 8 / 256)])
 def test_training_and_bytes(world1: World, text_data: str, dtype: str, moments: float) -> None:
-    """Moments too coarse to train with; fp32 copies that stay; none in the run summary; an offloaded state of 8 B."""
+    """Low-bit moments train as fp32 moments within 0.5 %, and take the bytes of their dtype on the device, in host
+    memory and in the run summary."""
     flags = {"bcd_optimizer_state": "host"}
     (exact,) = world1.run(trained, small_run(text_data, "fp32", **flags))
     (result,) = world1.run(trained, small_run(text_data, dtype, **flags))
@@ -71,8 +72,8 @@ def second_moments(config: RunConfig) -> dict[str, tuple[int, torch.Tensor]]:
 
 
 def test_chance_is_that_of_the_whole_parameter(world1: World, world2: World, initial_weights: Any) -> None:
-    """A shard that draws as if it were the start of its parameter: tied embeddings whose shards differ drift apart.
-    Gradients are summed in another order, so that few elements are rounded otherwise."""
+    """A shard rounds its moments as the whole parameter does. Gradients are summed in another order, so that few
+    elements are rounded otherwise."""
     flags = initial_weights(bcd_num_blocks=3) | {"adam_moments_dtype": "bf16", "train_iters": 1}
     (whole,) = world1.run(second_moments, worlds.run_config(**flags))
     shards = [
@@ -90,8 +91,8 @@ def resumed_moments(config: RunConfig, folder: str) -> dict[str, tuple[torch.Ten
 
 
 def test_a_resumed_run_may_store_moments_otherwise(world1: World, text_data: str, tmp_path: Path) -> None:
-    """A checkpoint of fp32 moments that an 8-bit run starts without, or a checkpoint in codes that fp32 reads as
-    numbers."""
+    """An 8-bit run resumes from fp32 moments in codes, and an fp32 run resumes from codes as the numbers that they
+    encode."""
     flags = {"data_path": text_data, "bcd_steps_per_block": 9}
     exact, coarse = (worlds.run_config(**flags, adam_moments_dtype=dtype) for dtype in ("fp32", "int8"))
     for config, folder in ((exact, str(tmp_path / "fp32")), (coarse, str(tmp_path / "int8"))):

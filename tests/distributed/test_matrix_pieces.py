@@ -161,7 +161,8 @@ def stepped_both_ways(size: int, options: dict[str, Any]) -> tuple[bool, dict[st
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("rule", ["factored", "orthogonal", "adam"])
 def test_pieces_step_as_a_whole(world1: World, world2: World, size: int, rule: str) -> None:
-    """A piece is reduced or broadcast by half, steps with other factors or low bits, or keeps its gradients."""
+    """Steps by piece equal steps of all matrices at once bit for bit, on every rank, and free the gradients of each
+    piece."""
     world = world1 if size == 1 else world2
     for dtype in (torch.float32, torch.bfloat16):
         for grad_dtype, overlaps in ((torch.float32, False), (torch.bfloat16, True)):
@@ -195,7 +196,7 @@ def compared_with_plain(rule: str) -> list[float]:
 
 @pytest.mark.parametrize("rule", ["factored", "orthogonal"])
 def test_a_plain_loop_has_the_same_weights(world1: World, rule: str) -> None:
-    """Another rate, decay or gradient than the formula's."""
+    """Steps by piece lead to the weights of a plain loop over the rule's formula."""
     assert max(world1.run(compared_with_plain, rule)[0]) < 1e-6
 
 
@@ -224,8 +225,8 @@ def stepped_with_inf(rule: str) -> tuple[list[bool], int, bool]:
 
 @pytest.mark.parametrize("rule", ["factored", "orthogonal", "momentum", "adam"])
 def test_a_piece_that_is_not_finite_stays(world2: World, rule: str) -> None:
-    """A rank steps a piece that another one skips; decay or state of a skipped piece change; all pieces are skipped;
-    the count is a sum over ranks, or of all steps."""
+    """All ranks skip a piece whose gradient is not finite on one rank, count it once in that step only, and step the
+    others."""
     assert world2.run(stepped_with_inf, rule) == [([True, False, True], 1, True)] * 2
 
 
@@ -249,7 +250,7 @@ def gradients_left() -> tuple[int, int]:
 
 
 def test_gradients_of_a_piece_are_freed(world1: World) -> None:
-    """A piece keeps its gradients if the loss was not finite, or if the step was given up."""
+    """The gradients of a piece are freed when it is closed without a step, and after a step that was given up."""
     assert world1.run(gradients_left) == [(0, 0)]
 
 
@@ -283,8 +284,7 @@ def phases_in_both_places(has_places: bool) -> tuple[dict[str, torch.Tensor], bo
 
 
 def test_low_bits_move_between_places(world2: World) -> None:
-    """Low bits are lost between device and host memory, at a switch, or in a group that joins with another place; a
-    rank writes the place of another rank's matrix."""
+    """Low bits move between device and host memory without loss, and only a matrix's owner writes its place."""
     (expected, _), *_ = world2.run(phases_in_both_places, False)
     for values, only_owners_wrote in world2.run(phases_in_both_places, True):
         assert only_owners_wrote and same(values, expected)
@@ -316,6 +316,5 @@ def tied_gradient(overlaps: bool, has_last: bool) -> list[float]:
 
 @pytest.mark.parametrize(("overlaps", "has_last"), [(False, True), (True, True), (False, False)])
 def test_a_tied_embedding_is_open_from_the_head_on(world2: World, overlaps: bool, has_last: bool) -> None:
-    """The head's part of the gradient is lost, also if the last piece has no other gradient, or reduced before the
-    embedding's part is there."""
+    """The gradient of a tied embedding keeps the head's part until the embedding's piece has added its own."""
     assert world2.run(tied_gradient, overlaps, has_last) == [[2.0, 4.0]] * 2

@@ -97,8 +97,7 @@ def memory(request: pytest.FixtureRequest, world1: World, world2: World, text_da
 
 
 def test_nothing_is_left_of_a_phase(memory: list[dict[str, Any]]) -> None:
-    """A wrapper, a gradient, a moment or a main parameter that outlives its phase: memory grows with every switch, or
-    the saving of block coordinate descent is lost after the first cycle."""
+    """Between phases the device stores the weights and little else, and memory does not grow after the first cycle."""
     for rank in memory:
         for _, live in rank["between"]:
             # between phases: the weights, and the padding of Megatron Core's buffers, the current batch, and the last
@@ -112,8 +111,7 @@ def test_nothing_is_left_of_a_phase(memory: list[dict[str, Any]]) -> None:
 
 
 def test_model_state_is_counted_whole(memory: list[dict[str, Any]]) -> None:
-    """Model state that the run holds and does not count: a second gradient, main parameters, a buffer kept by a
-    view."""
+    """The model state that the run counts equals the live bytes within 2 %."""
     for rank in memory:
         other = rank["start"] - rank["weights"]  # generators' states and the like, no model state
         for _, live, counted in rank["in_phase"]:

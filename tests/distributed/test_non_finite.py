@@ -113,7 +113,8 @@ def spoilt_run(config: Any, what: str, steps: tuple[int, ...], *, rank: int) -> 
 def test_a_bad_step_is_skipped_everywhere(
     world2: World, text_data: str, what: str, cut: str, rank: int, precision: dict[str, Any]
 ) -> None:
-    """One rank steps and the others do not, moments are poisoned for ever, or the step is not told."""
+    """If a loss or gradient is not finite on one rank, all ranks skip the step, change no weight or moment, and count
+    it."""
     ranks = world2.run(spoilt_run, config_of(text_data, cut, **precision), what, BAD_STEPS, rank=rank)
     for mine in ranks:
         assert mine["failed"] is None
@@ -128,7 +129,7 @@ def test_a_bad_step_is_skipped_everywhere(
 
 
 def test_too_many_in_a_row(world2: World, text_data: str, tmp_path: Path) -> None:
-    """A run that turns on the spot till its time is over, or ranks that do not agree that it is."""
+    """Too many skipped steps in a row end the run on all ranks, with an error that names the last checkpoint."""
     config = config_of(text_data, "pipeline2", save=tmp_path, save_interval=3, max_skipped_steps=3)
     for mine in world2.run(spoilt_run, config, "gradient", (1, 2, 4, 5, 6), rank=1):
         assert len(mine["losses"]) == 7
@@ -138,7 +139,7 @@ def test_too_many_in_a_row(world2: World, text_data: str, tmp_path: Path) -> Non
 
 
 def test_a_fixed_loss_scale_is_no_search(world1: World, text_data: str) -> None:
-    """Gradients that overflow for ever, taken for fp16's search for a scale: a run that ends without one step."""
+    """With a fixed loss scale in fp16, steps that overflow count and end the run."""
     config = worlds.run_config(data_path=text_data, fp16=True, loss_scale=1e12, max_skipped_steps=3)
     [mine] = world1.run(spoilt_run, config, "loss", (), rank=0)
     assert mine["grad_norms"] == [None] * 3
@@ -146,7 +147,7 @@ def test_a_fixed_loss_scale_is_no_search(world1: World, text_data: str) -> None:
 
 
 def test_the_count_of_skipped_steps_is_resumed(world2: World, text_data: str, tmp_path: Path) -> None:
-    """A run that is restarted again and again would never reach its limit."""
+    """A resumed run continues the count of steps skipped in a row."""
     config = config_of(text_data, "data2", max_skipped_steps=4)
     saving = resumed_runs.with_checkpoints(config, save=str(tmp_path), exit_interval=3)
     assert [part["failed"] for part in world2.run(spoilt_run, saving, "loss", (1, 2, 3, 4, 5), rank=0)] == [None, None]
@@ -156,7 +157,7 @@ def test_the_count_of_skipped_steps_is_resumed(world2: World, text_data: str, tm
 
 
 def test_no_check(world2: World, text_data: str) -> None:
-    """--no-check-for-nan-in-loss-and-grad that skips all the same: runs could not be compared with stock's."""
+    """With --no-check-for-nan-in-loss-and-grad no step is skipped, as in stock Megatron-LM."""
     config = config_of(text_data, "data2", no_check_for_nan_in_loss_and_grad=True)
     for mine in world2.run(spoilt_run, config, "loss", BAD_STEPS, rank=0):
         assert mine["failed"] is None and None not in mine["grad_norms"]

@@ -20,7 +20,7 @@ CUTS["data2_plain_optimizer"] = {"world_size": 2, "no_use_distributed_optimizer"
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_one_block_is_plain_training(world1: World, world2: World, text_data: str, cut: str) -> None:
-    """Anything of block coordinate descent that touches full-parameter training: order, groups, rebuilds, divisors."""
+    """A run with one block has the losses and weights of a plain training loop, bit for bit."""
     flags = {"data_path": text_data, "bcd_num_blocks": 1, "bcd_steps_per_block": 2, "lr_warmup_iters": 2} | CUTS[cut]
     config = worlds.run_config(**flags)
     world = (world1, world2)[flags.get("world_size", 1) - 1]

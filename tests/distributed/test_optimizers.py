@@ -58,7 +58,7 @@ def beside_a_reference(config: RunConfig) -> list[str]:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_it_is_pytorchs(world1: World, text_data: str, kind: str) -> None:
-    """Momentum that is not taken, or weight decay of the other kind."""
+    """SGD and Adam step as PyTorch's do, bit for bit, with and without momentum and with both kinds of weight decay."""
     flags = {"data_path": text_data, "train_iters": 4, "bcd_steps_per_block": 9, "clip_grad": 0, "weight_decay": 0.1}
     config = worlds.run_config(**flags, **OPTIMIZERS[kind], hidden_size=64, lr_warmup_iters=1)
     assert world1.run(beside_a_reference, config) == [[]]

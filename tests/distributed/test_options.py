@@ -45,7 +45,7 @@ def not_recomputed(world: World, text_data: str, cut: str, kind: str) -> list[di
 
 @pytest.mark.parametrize("case", thinned(CASES, keep_every=2), ids=lambda case: "-".join(case.values()))
 def test_recomputation_changes_nothing(world1: World, world2: World, text_data: str, case: Combination) -> None:
-    """Activations that are recomputed with other dropout, not at all, or cut off the graph behind a frozen prefix."""
+    """Recomputation does not change losses, gradient norms or weights by a bit."""
     world, (cut, kind, recomputation) = world1 if case["cut"] == "one" else world2, case.values()
     config = config_of(text_data, cut, kind, **RECOMPUTATION[recomputation])
     plain = not_recomputed(world, text_data, cut, kind)
@@ -71,7 +71,7 @@ def norm_calls(config: RunConfig) -> list[int]:
 
 
 def test_norms_are_recomputed(world1: World, text_data: str) -> None:
-    """--recompute-modules layernorm that is ignored, or that recomputes what has no backward pass."""
+    """--recompute-modules layernorm recomputes the norms of layers that have a backward pass, and no others."""
     norms = RECOMPUTATION["norms"]
     flags: dict[str, Any] = {"data_path": text_data, "train_iters": 1, "bcd_order": "descending"}
     [plain] = world1.run(norm_calls, worlds.run_config(**flags))
@@ -80,8 +80,8 @@ def test_norms_are_recomputed(world1: World, text_data: str) -> None:
 
 
 def test_train_samples_is_train_iters(world1: World, text_data: str) -> None:
-    """A schedule or an end counts samples instead of steps, or steps instead of samples; or a last batch is incomplete,
-    while stock Megatron-LM trains only whole batches."""
+    """A length, warm-up and decay in samples lead to the steps of the same numbers in iterations. As in stock
+    Megatron-LM, an incomplete last batch is not trained."""
     flags = {"data_path": text_data, "lr_decay_style": "cosine", "min_lr": 1e-3}
     by_iters = worlds.run_config(**flags, lr_warmup_iters=2)
     by_samples = worlds.run_config(
@@ -93,7 +93,7 @@ def test_train_samples_is_train_iters(world1: World, text_data: str) -> None:
 
 
 def test_batch_size_ramp(world2: World, text_data: str) -> None:
-    """A ramp that trains on samples twice, leaves some out, or runs out of validation data on its extra steps."""
+    """The batch size grows along a ramp, consumed samples are its sum, and validation data last for all steps."""
     flags = {"data_path": text_data, "train_iters": None, "train_samples": 64, "rampup_batch_size": (2, 2, 24)}
     flags |= worlds.PIPELINE | {"eval_iters": 1, "eval_interval": 1}
     outcome = world2.run(worlds.train_run, worlds.run_config(**flags))[0]
@@ -106,7 +106,8 @@ def test_batch_size_ramp(world2: World, text_data: str) -> None:
 
 
 def test_rates_on_a_ramp(world1: World, text_data: str) -> None:
-    """Warm-up and decay in full batches: iterations are converted to samples, and the ramp's batches have fewer."""
+    """On a ramp, warm-up and decay last the given numbers of iterations, though the ramp's batches have fewer
+    samples."""
     flags = {"data_path": text_data, "train_iters": 12, "lr_warmup_iters": 4, "min_lr": 0.0}
     flags |= {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 3, "rampup_batch_size": (2, 2, 24)}
     [outcome] = world1.run(worlds.train_run, worlds.run_config(**flags))
@@ -118,7 +119,7 @@ def test_rates_on_a_ramp(world1: World, text_data: str) -> None:
 
 
 def test_evaluation_disturbs_nothing(world2: World, text_data: str) -> None:
-    """An evaluation that advances the training data or dropout's generator, or leaves the model in its mode."""
+    """Evaluations leave the losses of training unchanged, and each takes the next samples."""
     flags = {"data_path": text_data} | KINDS["dropout"] | worlds.PIPELINE
     without = world2.run(worlds.train_run, worlds.run_config(**flags))[0]
     evaluated = world2.run(worlds.train_run, worlds.run_config(**flags | {"eval_iters": 2, "eval_interval": 2}))[0]

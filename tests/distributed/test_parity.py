@@ -186,9 +186,7 @@ PAIRS.sort(key=lambda pair: [*CUTS].index(str(pair.values[1])))  # groups of ran
 def test_every_layout_takes_the_same_steps(
     world1: World, world2: World, world4: World, initial_weights: Flags, name: str, cut: str
 ) -> None:
-    """A gradient of one rank that is not reduced, not averaged, or reduced over the wrong group in some block; a stage
-    that trains layers of another block or gets a wrong gradient; a tied copy, a slice or an owner's matrix that is
-    not passed on; a query that misses keys of another rank."""
+    """Every layout has the losses, gradient norms and evaluations of one rank, within the tolerance of fp32 sums."""
     case, (num_ranks, layout) = (CASES | LONG_CASES)[name], CUTS[cut]
     has_own_blocks = "pipeline" in cut and case.flags.get("bcd_layout") != "strided"
     reference = one_rank(world1, initial_weights, name, 2 if has_own_blocks else None)
@@ -221,7 +219,7 @@ def part_and_whole(config: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_sequences_are_put_together_in_order(world2: World, world4: World, size: int) -> None:
-    """Chunks in another order than Megatron Core cuts them, or gradients of one rank only."""
+    """The parts of a sequence are assembled in order, and the gradient of each is the sum over all ranks."""
     config = worlds.run_config(world_size=size, context_parallel_size=size, mock_data=True, split=None)
     for sequence, whole, factor in {2: world2, 4: world4}[size].run(part_and_whole, config):
         assert torch.equal(whole, sequence)

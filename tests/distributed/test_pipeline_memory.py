@@ -180,8 +180,7 @@ def assert_counts(steps: Steps, *, first_trainable_stages: list[int], num_microb
 
 
 def test_a_forward_only_stage_holds_weights_only(runs: dict[tuple[str, int], Steps]) -> None:
-    """A gradient that is sent across the first trainable stage or before it, a graph in the prefix, or state of a
-    frozen stage."""
+    """A forward-only stage stores weights only, and no gradient is sent to it."""
     for number in (FEW, MANY):
         assert_counts(runs["bcd", number], first_trainable_stages=[0, 1, 2, 3], num_microbatches=number)
 
@@ -192,7 +191,7 @@ def peak(steps: Steps, block: int, stage: int) -> int:
 
 
 def test_peak_memory_does_not_grow_with_microbatches(runs: dict[tuple[str, int], Steps]) -> None:
-    """Outputs, inputs or batches of a forward-only stage that are kept until the end of the iteration."""
+    """The peak memory of a forward-only stage does not grow with the number of microbatches."""
     few, many = runs["bcd", FEW], runs["bcd", MANY]
     copies = 4 * backends.is_strict()  # that the strict backend makes: one of each output, two of the input
     for first_trainable in range(1, 4):
@@ -208,7 +207,7 @@ def test_peak_memory_does_not_grow_with_microbatches(runs: dict[tuple[str, int],
 
 
 def test_sends_under_way_are_bounded(runs: dict[tuple[str, int], Steps]) -> None:
-    """A forward-only stage fills its memory with outputs that are not received yet, or waits for each one."""
+    """A forward-only stage has up to two unfinished sends, and no stage has more."""
     for ranks in runs["bcd", MANY]:
         first_trainable = ranks[0]["block"]
         assert [rank["peak_sends"] for rank in ranks[:first_trainable]] == [2] * first_trainable

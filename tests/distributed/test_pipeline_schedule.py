@@ -167,8 +167,8 @@ def assert_same_as_stock(world: World, stock: RunConfig, others: list[RunConfig]
 def test_every_block_learns_as_with_the_stock_schedule(
     world2: World, world4: World, text_data: str, num_stages: int, layout: str, num_microbatches: int
 ) -> None:
-    """A microbatch in another order, or with the gradient, the dropout or the batch of another one; a loss that is
-    divided by another number; weights of before the step in what was run ahead."""
+    """Every block trains as with the stock schedule bit for bit, and stages run ahead as far as --bcd-run-ahead
+    allows."""
     world = world2 if num_stages == 2 else world4
     flags = {"data_path": text_data, "global_batch_size": 2 * num_microbatches}
     flags |= DROPOUT if num_microbatches in (2, 7) else {}
@@ -188,7 +188,7 @@ def test_every_block_learns_as_with_the_stock_schedule(
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(world2: World, text_data: str, option: str) -> None:
-    """A forward-only stage that is left out of what an option asks of every stage, or a recomputed prefix."""
+    """With these options a run equals that of the stock schedule bit for bit."""
     flags = {"data_path": text_data} | OPTIONS[option]
     stock = config_of(2, "submodel", bcd_schedule="stock", **flags)
     ranks = assert_same_as_stock(world2, stock, [config_of(2, "submodel", **flags)])
@@ -199,7 +199,7 @@ def test_options(world2: World, text_data: str, option: str) -> None:
 
 @pytest.mark.parametrize("cut", thinned(PARALLEL, keep_every=3))
 def test_with_tensor_and_data_parallel(world4: World, text_data: str, cut: str) -> None:
-    """A reduction that a stage without gradients leaves out or begins too early, or messages to the wrong replica."""
+    """With tensor and data parallelism a run equals that of the stock schedule bit for bit."""
     layout, more = PARALLEL[cut]
     flags = {"data_path": text_data, "world_size": 4, "global_batch_size": 12} | more
     stock = config_of(2, layout, bcd_schedule="stock", **flags)
@@ -207,7 +207,7 @@ def test_with_tensor_and_data_parallel(world4: World, text_data: str, cut: str) 
 
 
 def test_the_batch_size_ramp(world2: World, text_data: str) -> None:
-    """Run-ahead by as many microbatches as the present iteration has, where the next one has more."""
+    """On a ramp, stages run ahead by up to the next iteration's number of microbatches, which may be larger."""
     ramp = {"train_iters": None, "train_samples": 94, "rampup_batch_size": (2, 2, 48), "bcd_steps_per_block": 4}
     flags, num_stages, layout = {"data_path": text_data} | ramp, 2, "submodel"
     stock = config_of(num_stages, layout, bcd_schedule="stock", **flags)
@@ -237,8 +237,8 @@ def weights_saved(config: RunConfig) -> dict[str, str]:
 def test_evaluations_checkpoints_and_the_end(
     world2: World, world4: World, text_data: str, num_stages: int, layout: str, tmp_path: Any
 ) -> None:
-    """Run-ahead into an evaluation, a checkpoint, the next phase or beyond the end: batches that are read and never
-    used, outputs of old weights, or an evaluation that takes a training microbatch for its own."""
+    """Stages do not run ahead into an evaluation, a checkpoint, the next phase or beyond the end, and the run equals
+    that of the stock schedule."""
     world = world2 if num_stages == 2 else world4
     num_blocks, in_phase, evaluated, saved, num_microbatches = num_blocks_of(num_stages, layout), 5, 4, 7, 3
     iterations = num_blocks * in_phase + 2

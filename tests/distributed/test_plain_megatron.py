@@ -40,7 +40,7 @@ def loss_of(config: Any) -> float:
 def test_plain_megatron_core_reads_our_weights(
     world1: World, world2: World, text_data: str, repo_root: Path, tmp_path: Path
 ) -> None:
-    """A key, a shape or a slice of our own: weights that only this program can read."""
+    """Megatron Core alone loads a checkpoint of two tensor-parallel ranks and computes the run's loss."""
     saved, flags = tmp_path / "saved", FLAGS | {"data_path": text_data}
     world2.run(worlds.train_run, worlds.run_config(save=saved, **flags | worlds.CUTS["tensor2"]))
     (ours,) = world1.run(loss_of, worlds.run_config(**flags, load=saved, finetune=True))

@@ -66,9 +66,8 @@ def counted(config: RunConfig) -> tuple[list[tuple[list[int], list[int]]], list[
 # gpu/test_bytes.py has the runs with offload
 @pytest.mark.parametrize("name", marked([name for name in RUNS if "offload" not in name], LONG))
 def test_planned_is_counted(world1: World, world2: World, text_data: str, name: str) -> None:
-    """A budget that forgets padding, main parameters, step counters, the head's copy or a shard, or activations of a
-    stage: a plan that fits, and a run that does not; a layer that is on no stage or on two. The hidden size 40 is no
-    multiple of any alignment."""
+    """Each phase counts the planned parameters and model state to the byte, and the planned activations within 5 % (10
+    % with divided experts). The hidden size 40 is no multiple of any alignment."""
     flags = {"num_layers": 6, "hidden_size": 40} | RUNS[name]
     recipe = recipe_of(flags)
     state = planned_state(recipe)
@@ -88,7 +87,7 @@ def test_planned_is_counted(world1: World, world2: World, text_data: str, name: 
 
 @pytest.mark.parametrize("name", marked(UNPLANNED, LONG_UNPLANNED))
 def test_summary_is_counted(world1: World, world2: World, world4: World, text_data: str, name: str) -> None:
-    """A tensor-parallel rank that is charged for the whole, padding without a distributed optimizer."""
+    """The run summary has the model state that each rank counts in the second cycle, to the byte."""
     config = worlds.run_config(
         data_path=text_data, **{"num_layers": 6, "hidden_size": 40} | UNPLANNED[name], train_iters=6
     )
@@ -110,7 +109,7 @@ def described(config: RunConfig) -> list[str]:
 
 
 def test_summary_of_a_run_without_blocks(world1: World, text_data: str) -> None:
-    """A run that trains every layer is said to train 0.3 % of the parameters, and to update "all other layers"."""
+    """The summary of a run that trains every layer names all layers and 100 % of the parameters."""
     flags = {"num_layers": 6, "hidden_size": 40} | RUNS["finetune_factored_bf16"]
     [lines] = world1.run(described, worlds.run_config(data_path=text_data, **flags, train_iters=2))
     text = "\n".join(lines)

@@ -42,7 +42,7 @@ IN_OTHERS = ("submodel", "head_stage", "head_interleaved", "strided_chunks")
 def test_cached_is_computed(
     world1: World, world2: World, world4: World, text_data: str, tmp_path: Path, case: str
 ) -> None:
-    """An output that is of another sample, layer or weight, or that is rounded."""
+    """A run that reads its prefix from the cache equals one that computes it, bit for bit, and reads every sample."""
     flags = prefix_runs.FLAGS | {"data_path": text_data} | CASES[case]
     world = {1: world1, 2: world2, 4: world4}[flags.get("world_size", 1)]
     computed = world.run(worlds.train_run, worlds.run_config(**flags | {"bcd_prefix_cache_dtype": None}))
@@ -68,8 +68,7 @@ def test_cached_is_computed(
 def test_a_prefix_runs_once_for_each_sample(
     world2: World, text_data: str, tmp_path: Path, case: str, times: tuple[dict[int, int], ...]
 ) -> None:
-    """A stage, or a chunk, before the first active layer that computes though its output is read, or a fill that
-    computes too much."""
+    """A stage or chunk whose output is read from the cache runs only in the fill, once for each sample."""
     flags = prefix_runs.FLAGS | {"data_path": text_data, "eval_iters": 0, "train_iters": 8} | CASES[case]
     ranks = world2.run(prefix_runs.counted_run, worlds.run_config(**flags, bcd_prefix_cache=tmp_path))
     assert tuple({layer: after[layer] - before[layer] for layer in after} for before, after in ranks) == times

@@ -42,7 +42,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], int]] = {
 def test_what_is_damaged_is_computed_anew(
     world1: World, flags: dict[str, Any], computed: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A damaged cache that is used, or an undamaged one that is filled again."""
+    """A damaged cache is computed anew, and an undamaged one is read."""
     assert served(world1, flags, tmp_path)["num_computed"] == NUM_ENTRIES
     (path,) = tmp_path.glob("prefix_*")
     for damage, (do, num_computed) in DAMAGES.items():
@@ -54,7 +54,7 @@ def test_what_is_damaged_is_computed_anew(
 
 
 def test_other_runs_have_caches_of_their_own(world1: World, flags: dict[str, Any], tmp_path: Path) -> None:
-    """Outputs of other weights, samples, network or precision that are used because a part of the key is missing."""
+    """A run with other weights, samples, network or precision fills a cache of its own."""
     served(world1, flags, tmp_path)
     others: list[dict[str, Any]] = [
         {"seed": 4321},
@@ -74,7 +74,7 @@ def test_other_runs_have_caches_of_their_own(world1: World, flags: dict[str, Any
 def test_a_killed_fill_begins_again(
     world1: World, flags: dict[str, Any], computed: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A run that trusts what a killed fill has not written."""
+    """After a killed fill the next run computes all entries anew."""
     world1.run(prefix_runs.killed_in_fill, worlds.run_config(**flags, bcd_prefix_cache=tmp_path), 3)
     outcome = served(world1, flags, tmp_path)
     assert outcome["losses"] == computed["losses"]
@@ -94,7 +94,7 @@ def read_in_another_order(config: RunConfig) -> str:
 
 
 def test_entries_of_other_samples(world1: World, flags: dict[str, Any], tmp_path: Path) -> None:
-    """Batches whose prefix was read for other samples, because two iterators disagree on the order."""
+    """A run whose cached entries belong to other samples than its batches ends with an error."""
     [error] = world1.run(read_in_another_order, worlds.run_config(**flags, bcd_prefix_cache=tmp_path))
     assert error.startswith(f"--bcd-prefix-cache {tmp_path}: ")
 
@@ -102,7 +102,7 @@ def test_entries_of_other_samples(world1: World, flags: dict[str, Any], tmp_path
 def test_bf16_within_its_rounding(
     world1: World, flags: dict[str, Any], computed: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A bf16 cache of an fp32 model that is read as something else than rounded outputs, or that is not in bf16."""
+    """A bf16 cache of an fp32 model changes the losses of phases with a prefix, by rounding only."""
     outcome = served(world1, flags, tmp_path, bcd_prefix_cache_dtype="bf16")
     assert outcome["losses"][:4] == computed["losses"][:4], "without a prefix"
     assert outcome["losses"][4:] != computed["losses"][4:]
@@ -114,14 +114,14 @@ def test_bf16_within_its_rounding(
 def test_too_large_or_used_too_seldom(
     world1: World, flags: dict[str, Any], tmp_path: Path, other: dict[str, Any]
 ) -> None:
-    """A limit that is passed, or a fill that can't pay."""
+    """A cache that is larger than the limit or read too seldom is not filled."""
     outcome = served(world1, flags, tmp_path, **other)
     assert sum(outcome["hits"]) == outcome["num_computed"] == 0 and not list(tmp_path.glob("prefix_*"))
 
 
 @pytest.mark.parametrize(("fault", "rank"), [("write", 1), ("prepare", 0), ("publish", 0)])
 def test_a_disk_that_refuses(world2: World, flags: dict[str, Any], tmp_path: Path, fault: str, rank: int) -> None:
-    """The other rank waits for ever, or a phase reads a cache that was not written."""
+    """If one rank's disk fails, both ranks warn, train alike, and leave no cache behind."""
     config = worlds.run_config(**flags, world_size=2, bcd_prefix_cache=tmp_path)
     first, second = world2.run(prefix_runs.fault_on_rank, config, rank, fault)
     assert first["losses"] == second["losses"] and first["warnings"] == second["warnings"]
@@ -131,6 +131,6 @@ def test_a_disk_that_refuses(world2: World, flags: dict[str, Any], tmp_path: Pat
 
 @pytest.mark.parametrize("stop", [4, 6])
 def test_resume(world1: World, flags: dict[str, Any], tmp_path: Path, stop: int) -> None:
-    """A phase that goes on with other samples, or without its cache, where it was stopped before it or amid."""
+    """A run that stops before or inside a phase with a cached prefix resumes as the uninterrupted run."""
     config = worlds.run_config(**flags, bcd_prefix_cache=tmp_path / "cache", bcd_prefix_cache_dtype="bf16")
     assert world1.run(resumed_runs.stopped_and_resumed, config, [stop], str(tmp_path / "saved"))[0] == []

@@ -19,7 +19,7 @@ AUTO = {"recompute": "auto"}
 
 
 def test_a_phase_leaves_nothing_in_what_recomputes(world2: World, initial_weights: Flags) -> None:
-    """Layers that keep the wrapper of the first phase: its hooks take the gradients of its next visit."""
+    """With --recompute auto the losses stay the same when a block is visited again."""
     flags = initial_weights(bcd_num_blocks=2) | {"overlap_grad_reduce": True, "bcd_steps_per_block": 1}
     flags |= {"train_iters": 4, "eval_iters": 0}
     plain = world2.run(worlds.train_run, worlds.run_config(world_size=2, **flags))
@@ -50,7 +50,7 @@ def test_probes_recompute_as_their_phase_does(world1: World, text_data: str) -> 
 
 
 def test_the_full_batch_counts(world2: World, text_data: str) -> None:
-    """Activations of the first small batch, taken for those of the whole run: memory that ends later in the ramp."""
+    """On a ramp --recompute auto plans for the full batch from the first step on."""
     flags = {"data_path": text_data, "pipeline_model_parallel_size": 2, "world_size": 2, "bcd_num_blocks": 1} | AUTO
     flags |= {"recompute_memory_gib": 1.1e-3, "train_iters": 1, "micro_batch_size": 2, "global_batch_size": 16}
     configs = (worlds.run_config(**flags, **ramp) for ramp in ({}, {"rampup_batch_size": (2, 2, 64)}))
@@ -60,7 +60,7 @@ def test_the_full_batch_counts(world2: World, text_data: str) -> None:
 
 @pytest.mark.parametrize(("asked", "counted"), [(None, 1), (0, 0), (3, 3), (9, 4)])
 def test_the_run_ahead_counts(asked: int | None, counted: int) -> None:
-    """A stage keeps more run-ahead messages than by default, and they are not counted."""
+    """The planned memory counts the run-ahead messages that --bcd-run-ahead allows, at most those of an iteration."""
     flags = {"pipeline_model_parallel_size": 2, "world_size": 2, "bcd_layout": "stage", "bcd_num_blocks": None}
     config = worlds.run_config(data_path="text", bcd_run_ahead=asked, **flags)
     partition = partition_from_config(config)

@@ -36,7 +36,7 @@ def config_of(text_data: str, **flags: Any) -> Any:
 
 
 def test_change_nothing(world1: World, text_data: str, tmp_path: Path) -> None:
-    """A flag that is ignored, or one that changes a loss."""
+    """Each of these flags has its effect and leaves the losses unchanged."""
     assert memory.release_cached_memory is trainer.memory.release_cached_memory
     [plain] = world1.run(run_of, config_of(text_data))
     assert (plain["released"], plain["reader"]) == (0, "_MMapBinReader")
@@ -79,8 +79,8 @@ TIMED_LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", TIMED_LAYOUTS)
 def test_timers(world2: World, text_data: str, layout: str) -> None:
-    """Timers are missing, count evaluations or only some steps, change a loss, wait for a rank that is not timed, or
-    appear without being requested."""
+    """Timers appear by level and on request only, cover both ranks, and leave losses unchanged. Ranks wait for each
+    other unless --no-barrier-with-level-1-timing is given."""
     flags = {"data_path": text_data, "train_iters": 4, "log_interval": 2, "eval_iters": 1, "eval_interval": 2}
 
     def run(**more: Any) -> list[dict[str, Any]]:
@@ -124,8 +124,8 @@ def straggling_run(config: Any, slow: int) -> dict[str, Any]:
 
 
 def test_a_slow_rank(world2: World, text_data: str) -> None:
-    """--log-straggler names another rank, counts evaluations, or accumulates over log lines; or times appear without
-    being requested, or change a loss."""
+    """--log-straggler shows the slow rank's times of training in each log line, without evaluations. It changes no
+    loss, and no times appear without it."""
     flags = {"data_path": text_data, "train_iters": 5, "log_interval": 2, "eval_iters": 1, "eval_interval": 2}
     flags |= TIMED_LAYOUTS["pipeline"]
     plain = world2.run(straggling_run, worlds.run_config(**flags), 0)
@@ -156,7 +156,7 @@ def broken_run(config: Any, at: int) -> dict[str, Any]:
 
 
 def test_replicas_are_compared(world2: World, text_data: str) -> None:
-    """A wrong bit on one rank that goes on unseen, or a comparison that fails without one."""
+    """A wrong bit on one rank ends the run at the next comparison of replicas, and equal replicas pass."""
     config = config_of(text_data, world_size=2, check_weight_hash_across_dp_replicas_interval=2)
     assert world2.run(broken_run, config, 0)[0]["losses"] == world2.run(broken_run, config, 0)[1]["losses"]
     problem = "iteration 4: decoder.final_layernorm.weight on rank 1 differs from the copy on rank 0"
