@@ -79,15 +79,15 @@ def check(case: Combination, world2: World, text_data: str, folder: Path) -> Non
 
 @by_name(CASES)
 def test_resumed_equals_uninterrupted(world2: World, text_data: str, tmp_path: Path, case: Combination) -> None:
-    """Anything that a run has and a checkpoint lacks: moments of a frozen block, low bits, codes and scales, momenta; a
-    save that disturbs; weights that change while written."""
+    """With each pair of option values, a run that stops, or saves while it goes on, resumes as the uninterrupted run,
+    bit for bit."""
     check(case, world2, text_data, tmp_path)
 
 
 @pytest.mark.long
 @by_name(MORE_CASES)
 def test_more_resumed_runs(world2: World, text_data: str, tmp_path: Path, case: Combination) -> None:
-    """Three options that break together what no two of them break."""
+    """Further combinations of option values, beyond those for each pair, resume bit for bit."""
     check(case, world2, text_data, tmp_path)
 
 
@@ -137,8 +137,7 @@ IN_OTHERS = ("fp16_kept", "factored_no_block", "experts_in_blocks", "experts_muo
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in IN_OTHERS)) for name in RUNS])
 def test_resumed_runs_of_other_kinds(world2: World, text_data: str, tmp_path: Path, name: str) -> None:
-    """A subset that begins again, a choice that is made twice, a mean of losses that is forgotten, state of a frozen
-    part, of a shard that several ranks save, of a chunk."""
+    """Runs with subsets, plateaus, experts and other optimizer state resume as the uninterrupted run, bit for bit."""
     flags = {"data_path": text_data, "micro_batch_size": 4, "hidden_dropout": 0.1, "train_iters": 9, "eval_iters": 1}
     flags |= {"bcd_steps_per_block": 3, "eval_interval": 4, "save": tmp_path} | RUNS[name]
     config = worlds.run_config(**flags)
@@ -146,7 +145,8 @@ def test_resumed_runs_of_other_kinds(world2: World, text_data: str, tmp_path: Pa
 
 
 def test_fp16_goes_on_with_its_loss_scale(world2: World, text_data: str, tmp_path: Path) -> None:
-    """A loss scale, its growth counter or its count of overflows that starts anew: other gradients, other skips."""
+    """An fp16 run resumes with its loss scale, growth counter and count of overflows: the same gradients, the same
+    skips."""
     flags = PIPELINE | {"bcd_layout": "submodel", "data_path": text_data, "bcd_steps_per_block": 3, "save": tmp_path}
     flags |= {"fp16": True, "initial_loss_scale": 2**19, "min_loss_scale": 1, "loss_scale_window": 2, "hysteresis": 2}
     config = worlds.run_config(**flags, micro_batch_size=4, lr_warmup_fraction=0.1, train_iters=9)

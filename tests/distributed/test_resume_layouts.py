@@ -98,7 +98,8 @@ def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 
 @pytest.mark.parametrize(("before", "after"), [*thinned(PAIRS, keep_every=4), *thinned(EXPERT_PAIRS, keep_every=2)])
 def test_another_layout_goes_on_inside_the_phase(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
-    """Slices put together in another order, a gate taken for an up, moments of another layer or none at all."""
+    """Under another layout with the same blocks, a run resumes inside the phase with the same weights and optimizer
+    state."""
     flags = {"bcd_layout": "submodel"} | MODELS[before]
     whole, root = saved.under(before, flags, IN_FIRST_BLOCK)
     resumed = saved.run(resumed_runs.resumed_and_saved_again, after, flags, root, str(tmp_path))
@@ -116,7 +117,8 @@ def test_another_layout_goes_on_inside_the_phase(saved: Saved, tmp_path: Path, b
 
 @pytest.mark.parametrize(("before", "after"), [("one", "pipeline2"), ("pipeline2", "tensor2")])
 def test_where_blocks_differ_the_cycle_begins_again(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
-    """Moments of other layers taken for the block's, or a phase that goes on with a block that never was active."""
+    """Under a layout with other blocks, a run resumes with the same weights and no optimizer state, at the start of the
+    cycle."""
     flags = {"bcd_layout": "spread", "bcd_num_blocks": 2}
     whole, root = saved.under(before, flags, IN_SECOND_BLOCK)
     resumed = saved.run(resumed_runs.resumed_and_saved_again, after, flags, root, str(tmp_path))
@@ -133,7 +135,8 @@ def test_where_blocks_differ_the_cycle_begins_again(saved: Saved, tmp_path: Path
 
 @pytest.mark.parametrize("rule", ["adam", "factored"])
 def test_a_vocabulary_that_is_padded_further(saved: Saved, tmp_path: Path, rule: str) -> None:
-    """The same flags on two tensor-parallel ranks pad to twice the multiple: a run that can't go on, or other rows."""
+    """The same flags on two tensor-parallel ranks pad to twice the multiple: a run resumes with the same rows of all
+    tokens."""
     flags = {"bcd_layout": "submodel", "make_vocab_size_divisible_by": 128} | (FACTORED if rule == "factored" else {})
     whole, root = saved.under("one", flags, IN_FIRST_BLOCK)
     resumed = saved.run(resumed_runs.resumed_and_saved_again, "tensor2", flags, root, str(tmp_path))
@@ -167,8 +170,8 @@ def test_a_vocabulary_that_is_padded_further(saved: Saved, tmp_path: Path, rule:
 def test_second_moments_fit_another_layout(
     saved: Saved, tmp_path: Path, before: str, after: str, network: dict[str, Any]
 ) -> None:
-    """Means by row of a gate taken for those of an up, means by column of one slice, a count of steps that begins
-    anew, the means of another expert."""
+    """Under another layout, factored second moments and their counts of steps are the same for each matrix, slice and
+    expert."""
     flags = {"bcd_layout": "submodel"} | network | {"untie_embeddings_and_output_weights": True} | FACTORED
     whole, root = saved.under(before, flags, IN_FIRST_BLOCK)
     resumed = saved.run(resumed_runs.resumed_and_saved_again, after, flags, root, str(tmp_path))

@@ -47,7 +47,8 @@ def stopped(world2: World, text_data: str, tmp_path_factory: Any) -> dict[str, A
 
 
 def test_no_load_optim(world2: World, stopped: dict[str, Any]) -> None:
-    """Moments that are taken up all the same, or a learning rate that starts anew with them."""
+    """--no-load-optim starts with new moments, and continues with the run's weights, generators, data and learning
+    rate."""
     result = world2.run(resumed, stopped["config"], stopped["root"], load_optim=False)
     assert [rank["adam_steps"] for rank in result] == [[], []]
     for rank, whole in zip(result, stopped["whole"], strict=True):
@@ -62,7 +63,7 @@ def test_no_load_optim(world2: World, stopped: dict[str, Any]) -> None:
 
 
 def test_no_load_rng(world2: World, stopped: dict[str, Any]) -> None:
-    """Generators that go on all the same, or that repeat the masks of the run's beginning."""
+    """--no-load-rng continues the run with other dropout masks."""
     result = world2.run(resumed, stopped["config"], stopped["root"], load_rng=False)
     for rank, whole in zip(result, stopped["whole"], strict=True):
         assert rank["began_at"][0] == STOP
@@ -71,7 +72,7 @@ def test_no_load_rng(world2: World, stopped: dict[str, Any]) -> None:
 
 
 def test_finetune(world2: World, stopped: dict[str, Any]) -> None:
-    """A counter, a phase, moments or a data position that come along with the weights."""
+    """--finetune loads the weights only, and starts at iteration 0 with new moments and the first samples."""
     result = world2.run(resumed, stopped["config"], stopped["root"], finetune=True)
     for rank, weights, whole in zip(result, stopped["weights"], stopped["whole"], strict=True):
         assert rank["began_at"] == (0, 0, 0)
@@ -83,7 +84,7 @@ def test_finetune(world2: World, stopped: dict[str, Any]) -> None:
 
 
 def test_finetune_with_flags_of_another_network(world2: World, stopped: dict[str, Any]) -> None:
-    """Weights of the right shapes that mean something else; a longer sequence that is refused."""
+    """--finetune and --skip-train refuse flags of another network; --finetune accepts another sequence length."""
     config = stopped["config"].replace_section("model", squared_relu=True, position_embedding_type="rope")
     result = "(?s)(?=.*--squared-relu False)(?=.*--position-embedding-type learned_absolute)"
     for way in ({"finetune": True}, {"skip_train": True}):
@@ -110,13 +111,13 @@ def exits_until_the_end(config: Any, root: str) -> list[int]:
 
 
 def test_exit_interval_and_the_same_command_again(world2: World, text_data: str, tmp_path: Path) -> None:
-    """A run that stops again where it began, or that ends without the last steps or the last evaluation."""
+    """The same command, repeated, stops at each exit interval and then at the end, and its parts equal one long run."""
     assert world2.run(exits_until_the_end, config_of(text_data), str(tmp_path)) == [[3, 6, LAST]] * 2
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == str(LAST)
 
 
 def test_ckpt_step(world2: World, text_data: str, tmp_path: Path) -> None:
-    """The newest checkpoint instead of the one that is asked for, or one that is not there taken for no checkpoint."""
+    """--ckpt-step loads the checkpoint of this iteration; if it is absent, the error names those that are there."""
     root = str(tmp_path)
     config = config_of(text_data)
     whole = world2.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, save=root, save_interval=3))
@@ -128,7 +129,8 @@ def test_ckpt_step(world2: World, text_data: str, tmp_path: Path) -> None:
 
 
 def test_weights_only(world2: World, stopped: dict[str, Any], tmp_path: Path) -> None:
-    """State that is written all the same, or whose absence shows as another curve instead of as an error."""
+    """--no-save-optim and --no-save-rng write the weights only, and a resume that asks for more names the flag that it
+    needs."""
     root, config = str(tmp_path), stopped["config"]
     leaving_out = {"save": root, "exit_interval": STOP, "save_optim": False, "save_rng": False}
     saved = world2.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, **leaving_out))
@@ -145,7 +147,7 @@ def test_weights_only(world2: World, stopped: dict[str, Any], tmp_path: Path) ->
 
 
 def test_progress(world2: World, text_data: str, tmp_path: Path) -> None:
-    """A start or a checkpoint that progress.txt does not tell, or tells twice."""
+    """progress.txt has one line for the start and one for each checkpoint."""
     config = resumed_runs.with_checkpoints(config_of(text_data), save=str(tmp_path), save_interval=3, log_progress=True)
     world2.run(resumed_runs.one_part, config)
     lines = [line.split("\t")[2:] for line in (tmp_path / "progress.txt").read_text().splitlines()]
@@ -170,7 +172,8 @@ def kept_after_resuming(config: Any, root: str, **options: Any) -> dict[int, set
 
 
 def test_what_is_taken_of_what_was_kept(world2: World, text_data: str, tmp_path: Path) -> None:
-    """--no-load-optim that takes a frozen block's moments all the same; a run with another policy that takes them."""
+    """Offloaded moments are restored with policy `host`, main parameters also with `reset`, and neither with
+    --no-load-optim."""
     flags = PIPELINE | {"data_path": text_data, "bf16": True, "num_layers": 4}
     host, reset = (worlds.run_config(**flags, train_iters=6, bcd_optimizer_state=item) for item in ("host", "reset"))
     stopping = resumed_runs.with_checkpoints(host, save=str(tmp_path), exit_interval=3)  # blocks 0, 1 and 2 are done

@@ -131,19 +131,20 @@ def assert_only_these(root: Path, iterations: list[int]) -> None:
 def test_a_fault_on_one_rank(
     world2: World, text_data: str, tmp_path: Path, whole: list[dict[str, Any]], name: str
 ) -> None:
-    """The other rank waits for ever, or publishes a checkpoint with a part missing, or the run ends."""
+    """If one rank fails to write a checkpoint, both ranks warn, train on as without the fault, and leave only complete
+    checkpoints."""
     rank, async_save, _ = FAULTS[name]
     check(world2, config_of(text_data, tmp_path, async_save=async_save), name, tmp_path, rank, whole)
 
 
 def test_a_full_disk(world2: World, text_data: str, small_disk: Path, whole: list[dict[str, Any]]) -> None:
-    """A real full disk makes other calls fail than a patched function does, on every rank."""
+    """The same holds on a disk that is really full, where other calls fail than the patched ones."""
     check(world2, config_of(text_data, small_disk, async_save=True), "full disk", small_disk, 0, whole)
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 def test_the_last_one_can_not_be_written(world2: World, text_data: str, small_disk: Path, async_save: bool) -> None:
-    """A run that ends as if all were well, and hours of training that are nowhere."""
+    """A run whose last checkpoint can't be written fails on both ranks, and names the last complete one."""
     config = config_of(text_data, small_disk, async_save=async_save)
     ranks = world2.run(run_with_fault, config, "full disk", str(small_disk), rank=0, for_ever=True)
     assert ranks[0] == ranks[1]

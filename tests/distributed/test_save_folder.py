@@ -25,7 +25,7 @@ def claim(*roots: str) -> str:
 
 
 def test_another_disk_on_one_node(world2: World, tmp_path: Path) -> None:
-    """Every node writes its own shards to its own disk, and no checkpoint of the run is ever whole."""
+    """All ranks refuse a --save folder that is not on the same disk for all of them."""
     roots = [str(tmp_path / "here"), str(tmp_path / "elsewhere")]
     os.mkdir(roots[1])
     first, second = world2.run(claim, *roots)
@@ -35,7 +35,7 @@ def test_another_disk_on_one_node(world2: World, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a_file/saved", "/proc/saved"])
 def test_a_folder_that_can_not_be_made(world2: World, tmp_path: Path, name: str) -> None:
-    """Rank 0 alone sees the error, and the other waits for its word."""
+    """All ranks refuse a folder that can't be made, with the same error."""
     (tmp_path / "a_file").write_text("")
     root = str(tmp_path / name)
     first, second = world2.run(claim, root)

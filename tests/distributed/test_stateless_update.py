@@ -117,7 +117,7 @@ def against_plain_loop(config: Any) -> list[float]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_equals_a_plain_loop(world1: World, text_data: str, method: str) -> None:
-    """A rate, a decay or a clip that reaches the wrong matrices; moments that do not wait for their block's turn."""
+    """After each step the weights are those of a plain loop, within 2e-5."""
     config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS[method])
     [differences] = world1.run(against_plain_loop, config)
     assert len(differences) == 8 and max(differences) < 2e-5, differences
@@ -131,8 +131,8 @@ def final_weights(config: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_loss_that_is_a_sum(world1: World, world2: World, text_data: str, size: int) -> None:
-    """Gradients of matrices that are sums over tokens where the others are means: a larger batch would count more in
-    the second moments. All tokens count here, so both kinds of loss have the same mean gradient."""
+    """A loss that is a sum over tokens leads to the weights of a loss that is a mean. All tokens count here, so both
+    kinds of loss have the same mean gradient."""
     ramp = {"train_iters": None, "train_samples": 40, "rampup_batch_size": (4, 4, 16), "global_batch_size": 12}
     flags = METHODS["factored_no_block"] | ramp | {"micro_batch_size": 2, "bcd_steps_per_block": 2, "lr": 3e-3}
     world = world1 if size == 1 else world2
@@ -164,8 +164,7 @@ def plain_tensors(config: Any) -> dict[str, torch.Tensor]:
 def test_stopped_runs_equal_the_plain_loop(
     world1: World, world2: World, initial_weights: Callable[..., dict[str, Any]], tmp_path: Path, cut: str
 ) -> None:
-    """Means of a slice that count as those of the matrix, of one microbatch or rank; means that begin anew at a switch
-    or after a resume, or that another layout reads in another order."""
+    """A run that stops and resumes has the plain loop's matrices and means of squared gradients, under every layout."""
     network = {"untie_embeddings_and_output_weights": True, "swiglu": True}
     flags = ITERATIONS | METHODS["factored_embedding"] | initial_weights(**network)
     expected = world1.run(plain_tensors, worlds.run_config(**flags))[0]
@@ -198,7 +197,7 @@ def train_overlapped(config: Any) -> tuple[dict[str, Any], list[bool]]:
 def test_overlapped_reductions_change_nothing(
     world2: World, world4: World, text_data: str, cut: str, method: str
 ) -> None:
-    """Gradients of inactive layers that are reduced after the passes, or before their last microbatch, or twice."""
+    """Overlapped reductions of inactive layers' gradients begin during the passes, and change no result by a bit."""
     world = world4 if cut == "pipeline2_data2" else world2
     flags = ITERATIONS | METHODS[method] | worlds.CUTS[cut] | {"data_path": text_data, "micro_batch_size": 1}
     plain = world.run(train_overlapped, worlds.run_config(**flags))
@@ -229,14 +228,14 @@ def spoilt_step(config: Any) -> list[list[str]]:
 
 @pytest.mark.parametrize("cut", ["data2", "pipeline2"])
 def test_a_stateless_gradient_that_is_not_finite_skips_the_step(world2: World, text_data: str, cut: str) -> None:
-    """A step that is skipped for the block and done for inactive layers, or skipped on one rank alone."""
+    """If a stateless gradient is not finite on one rank, all ranks skip the whole step."""
     config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS["adam"] | worlds.CUTS[cut])
     for changed in world2.run(spoilt_step, config):
         assert changed[2] == [] and all(changed[:2] + changed[3:])
 
 
 def test_copies_of_a_tied_embedding_stay_equal(world4: World, text_data: str) -> None:
-    """A gradient that is reduced before the stages have added theirs, or added up in another order on each stage."""
+    """The copies of a tied embedding are equal on all stages and replicas."""
     flags = ITERATIONS | METHODS["factored_embedding"] | worlds.CUTS["pipeline2_data2"] | {"micro_batch_size": 1}
     config = worlds.run_config(**flags, data_path=text_data, bf16=True, overlap_grad_reduce=True)
     weights = [rank["weights"] for rank in world4.run(worlds.train_run, config)]

@@ -53,7 +53,8 @@ def assert_is_stock(metrics: list[dict[str, Any]], evaluations: list[tuple[int, 
 
 
 def test_stock_is_the_same_with_both_versions_of_megatron_core(reference: dict[str, Any], repo_root: Path) -> None:
-    """The reference holds for 0.16.1 only: the file has what the training program of 0.19.2's wheel printed."""
+    """Stock's curves are the same with 0.16.1 and with 0.19.2: the file has what the training program of 0.19.2's wheel
+    printed."""
     curves = json.loads((repo_root / "tests" / "data" / "stock_core_0_19.json").read_text(encoding="utf-8"))
     assert curves.keys() == reference["runs"].keys()
     for run, stock in reference["runs"].items():
@@ -65,7 +66,7 @@ def test_stock_is_the_same_with_both_versions_of_megatron_core(reference: dict[s
 def test_curve_of_the_entry_script(
     text: str, bpe_files: dict[str, Any], reference: dict[str, Any], repo_root: Path, tmp_path: Path
 ) -> None:
-    """Anything between the command line and the metrics file that is not stock: two pipeline stages by torchrun."""
+    """The entry script writes stock's curve to the metrics file, on two pipeline stages by torchrun."""
     flags = flags_of(reference, "gpt_pp2", {"data_path": text, "metrics_file": tmp_path / "m.jsonl"} | bpe_files)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -81,7 +82,7 @@ def test_curve_of_the_entry_script(
 def test_curve(
     world1: World, world2: World, text: str, bpe_files: dict[str, Any], reference: dict[str, Any], run: str
 ) -> None:
-    """Seeds, initialisation, sample order, weight-decay groups, schedule or loss averaging that are not stock's."""
+    """The run has stock's losses within 1e-4, its gradient norms and learning rates, and its evaluations."""
     stock = reference["runs"][run]
     world = (world1, world2)[stock["world_size"] - 1]
     flags = flags_of(reference, run, {"data_path": text} | bpe_files)
@@ -101,7 +102,7 @@ def test_stock_checkpoint(
     tmp_path: Path,
     stages: int,
 ) -> None:
-    """Names, shapes or slices of stock's checkpoint that are read wrongly: a trained model that knows nothing."""
+    """Stock's checkpoint has stock's validation loss here, on one stage and on two."""
     stock = reference["checkpoint"]
     with tarfile.open(repo_root / "tests" / "data" / f"{stock['folder']}.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")

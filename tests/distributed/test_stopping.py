@@ -60,7 +60,8 @@ def stopped(config: Any, root: str, how: str, *, rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("how", "rank"), [("SIGINT", 0), ("SIGUSR1", 1), ("time", 0)])
 def test_one_rank_is_asked_to_stop(world2: World, text_data: str, tmp_path: Path, how: str, rank: int) -> None:
-    """The rank that was asked stops alone and the other waits for its messages, or steps are lost or done twice."""
+    """If one rank is asked to stop, both ranks save and stop after the same step, and the resumed run equals the
+    uninterrupted one."""
     result = world2.run(stopped, config_of(text_data), str(tmp_path), how, rank=rank)
     assert [part["differences"] for part in result] == [[], []]
     # the first stage has run ahead with the step after the one in which it was asked
@@ -94,7 +95,7 @@ def stopped_while_writing(config: Any, root: str) -> dict[str, Any]:
 
 
 def test_sigterm_while_a_checkpoint_is_written(world2: World, text_data: str, tmp_path: Path) -> None:
-    """The checkpoint under way is thrown away, or the new one is written into the same files."""
+    """The checkpoint under way is finished, and the stopped run writes one more."""
     config = config_of(text_data, save=tmp_path, save_interval=3, async_save=True)
     result = world2.run(stopped_while_writing, config, str(tmp_path))
     assert [part["was_writing"] for part in result] == [[True], [True]]
@@ -128,7 +129,8 @@ def stopped_at_a_switch(config: Any, root: str) -> dict[str, Any]:
 
 
 def test_a_signal_before_a_prefix_cache_is_filled(world2: World, text_data: str, tmp_path: Path) -> None:
-    """Minutes of filling before the run saves, or stages that fill on while others have stopped."""
+    """A signal before a prefix cache is filled stops both stages without filling it, and the resumed run equals the
+    whole one."""
     flags = prefix_runs.FLAGS | PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None, "bcd_steps_per_block": 4}
     config = worlds.run_config(data_path=text_data, bcd_prefix_cache=tmp_path / "cache", **flags)
     result = world2.run(stopped_at_a_switch, config, str(tmp_path / "saved"))
@@ -158,7 +160,7 @@ def signalled_while_saving(config: Any) -> dict[str, Any]:
 def test_sigterm_while_a_due_checkpoint_is_written(
     world2: World, text_data: str, tmp_path: Path, async_save: bool
 ) -> None:
-    """A step more, and a second save that takes as long as the first, within the seconds that a scheduler gives."""
+    """A run that gets a signal during a due save stops after it, without another step or save."""
     config = config_of(text_data, save=tmp_path, save_interval=3, async_save=async_save)
     result = world2.run(signalled_while_saving, config)
     assert result == [{"saves": [3], "iteration": 3}] * 2

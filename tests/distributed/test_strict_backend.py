@@ -96,7 +96,7 @@ def read_early() -> list[list[float]]:
 
 
 def test_nothing_is_there_before_it_was_waited_for(strict2: World) -> None:
-    """A wait that is left out: on gloo the data are mostly there anyway."""
+    """An output is NaN until the operation was waited for. On gloo the data are mostly there before."""
     early, late = strict2.run(read_early)[1]
     assert all(math.isnan(value) for value in early) and late == [1.0, 2.0]
 
@@ -200,7 +200,7 @@ def break_rule(name: str) -> None:
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_rules(strict2: World, name: str) -> None:
-    """A rule that is not enforced: what NCCL would hang on, or send garbage for, passes every test on gloo."""
+    """Each broken rule of NCCL ends the ranks with an error that names it."""
     with pytest.raises(RankError) as caught:
         strict2.run(break_rule, name)
     assert re.search(BROKEN[name][1], str(caught.value)), str(caught.value)
@@ -229,7 +229,7 @@ def operations_kept() -> list[bool]:
 
 
 def test_nothing_is_kept_of_an_operation(strict2: World) -> None:
-    """Copies of the last operation that its thread holds: memory that a run seems to need."""
+    """The backend keeps no operation after it was waited for."""
     assert strict2.run(operations_kept) == [[False, False]] * 2
 
 
@@ -250,8 +250,8 @@ def losses_of(config: RunConfig, mutant: str | None = None) -> dict[str, Any]:
 
 
 def test_a_run_keeps_the_rules(one_queue2: World, world2: World, text_data: str, tmp_path: Any) -> None:
-    """A pipeline that works because gloo is patient: phases with run-ahead, evaluations and checkpoints, and phases
-    from the prefix cache, with one queue for all communicators."""
+    """Runs keep the rules with one queue for all communicators: phases with run-ahead, evaluations and checkpoints, and
+    phases from the prefix cache."""
     for name, flags in {"ahead": {}, "cached": prefix_runs.FLAGS}.items():
         flags = PIPELINE | {"eval_iters": 1, "eval_interval": 5, "data_path": text_data} | flags
         more = {"save": str(tmp_path / name), "save_interval": 7}
@@ -262,7 +262,7 @@ def test_a_run_keeps_the_rules(one_queue2: World, world2: World, text_data: str,
 
 @pytest.mark.parametrize("mutant", schedule_mutants.MUTANTS)
 def test_wrong_schedules_are_seen(one_queue2: World, text_data: str, mutant: str) -> None:
-    """Faults of the schedule that gloo lets pass, or turns into a hang without a word."""
+    """A faulty schedule that gloo mostly hides ends with an error or changes the losses."""
     config = worlds.run_config(data_path=text_data, **PIPELINE)
     if mutant == "swapped_sends":  # the messages of two microbatches look alike: another run is the judge
         assert one_queue2.run(losses_of, config, mutant) != one_queue2.run(losses_of, config)

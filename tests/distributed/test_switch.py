@@ -19,8 +19,8 @@ LOSS_SCALING = {"fp16": True, "initial_loss_scale": 2**20, "hysteresis": 1, "los
 
 @pytest.mark.parametrize("cut", ["data2", "tensor2", "pipeline2", "stage", "submodel"])
 def test_every_rank_decides_alike(world2: World, text_data: str, cut: str) -> None:
-    """A rank that skips a step, or ends a phase, when the others do not: main parameters drift apart, or a hang; a loss
-    scale that starts again at every switch: the first steps of each phase overflow and are lost."""
+    """All ranks take and skip the same steps and switch together, and fp16's loss scale follows its rule across
+    switches."""
     flags = {"data_path": text_data, "bcd_steps_per_block": 4, "train_iters": 22} | LOSS_SCALING | worlds.CUTS[cut]
     config = worlds.run_config(no_use_distributed_optimizer=cut in ("tensor2", "stage"), **flags)
     first, second = world2.run(worlds.train_run, config)
@@ -64,7 +64,8 @@ def embeddings_after_every_phase(config: RunConfig) -> list[dict[str, torch.Tens
     ("layout", "precision"), [("pipeline2", {}), ("stage", {"bf16": True}), ("submodel", {"bf16": True})]
 )
 def test_tied_copies_stay_equal(world2: World, text_data: str, layout: str, precision: dict[str, Any]) -> None:
-    """A tied head that is trained apart from the embedding, or by the gradient of one stage alone."""
+    """Copies of a tied embedding are equal after every phase, and change in the phases of the embedding's block
+    only."""
     num_blocks = {"pipeline2": 3, "stage": 2, "submodel": 6}[layout]
     flags = {"data_path": text_data, "bcd_steps_per_block": 2, "train_iters": 2 * num_blocks + 5}
     config = worlds.run_config(**flags, **worlds.CUTS[layout], **precision, lr_warmup_iters=1)
@@ -89,7 +90,7 @@ OVERLAPS = all_combinations(OVERLAP_FACTORS, lambda case: True)
 def test_overlapped_communication_survives_switches(
     world2: World, world4: World, text_data: str, case: Combination
 ) -> None:
-    """Weights that are not gathered when a switch or an evaluation reads them, or gradients of half a bucket."""
+    """Overlapped reductions and gathers leave losses and evaluations unchanged across switches, within rounding."""
     is_bf16 = case["precision"] == "bf16"
     cut = {"world_size": 2} if case["cut"] == "data2" else {"world_size": 4, "pipeline_model_parallel_size": 2}
     flags = {"data_path": text_data, "bcd_steps_per_block": 2, "train_iters": 14, "bcd_layout": case["layout"]}

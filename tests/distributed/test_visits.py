@@ -71,7 +71,8 @@ def untrained(config: RunConfig) -> dict[str, Any]:
 
 @pytest.mark.parametrize("order", ["ascending", "greedy"])
 def test_untrained_layers_are_named(world1: World, text_data: str, order: str) -> None:
-    """Layers that leave a run as they came, and no line that says so before it and after it."""
+    """A run names the layers that it does not train, before it and after it; a run that trains all layers does not
+    warn."""
     flags: dict[str, Any] = {"data_path": text_data, "train_iters": 8, "bcd_order": order}
     (result,) = world1.run(untrained, worlds.run_config(**flags, bcd_steps_per_block=4))
     before, after = result["warnings"]
@@ -90,7 +91,8 @@ PLATEAU |= {"bcd_plateau_min_improvement": 0.05, "bcd_max_steps_per_block": 9}
 
 
 def test_plateau(world2: World, text_data: str) -> None:
-    """Ranks that see different losses, or phases of one length. The rule itself: unit/test_block_schedule.py."""
+    """All ranks end a phase at the same step, and phases differ in length. The rule itself:
+    unit/test_block_schedule.py."""
     config = worlds.run_config(**{"data_path": text_data} | PLATEAU | worlds.CUTS["submodel"])
     ranks = world2.run(worlds.train_run, config)
     assert ranks[0]["steps"] == ranks[1]["steps"]
@@ -105,7 +107,7 @@ def converging(config: RunConfig) -> dict[str, Any]:
 
 
 def test_a_converged_run_ends(world2: World, text_data: str, tmp_path: Path) -> None:
-    """A run that trains on, is not saved, or goes on when it is started again."""
+    """A run that has converged saves and ends, and trains no further step when it is started again."""
     flags = {"data_path": text_data, "train_iters": 40, "eval_iters": 2, "lr": 1e-5, "bcd_steps_per_block": 2}
     flags |= {"bcd_stop_cycle_improvement": 0.5, "save": tmp_path} | worlds.CUTS["data2"]
     first, second = world2.run(converging, worlds.run_config(**flags))
@@ -139,7 +141,8 @@ def learning_rates(config: RunConfig) -> list[tuple[int, set[float], set[float]]
 
 
 def test_learning_rate_of_blocks_and_phases(world1: World, text_data: str) -> None:
-    """A factor that is not applied, applied to what is always active, or left behind for the next step."""
+    """Block multipliers and phase warm-up scale the rate of the block's parameters, and not that of always-active
+    ones."""
     flags = {"bcd_phase_warmup_steps": 1, "bcd_block_lr_multipliers": (1, 0.5, 2), "bcd_always_active": "norms"}
     flags |= {"data_path": text_data, "lr_decay_style": "constant", "bcd_steps_per_block": 2}
     [rates] = world1.run(learning_rates, worlds.run_config(**flags))
@@ -150,7 +153,7 @@ def test_learning_rate_of_blocks_and_phases(world1: World, text_data: str) -> No
 
 
 def test_logged_learning_rate(world1: World, text_data: str) -> None:
-    """A log line that multiplies the next step's rate of the schedule by the last step's warm-up."""
+    """The logged learning rate is the one that the step has used."""
     flags = {"data_path": text_data, "lr_decay_style": "cosine", "bcd_steps_per_block": 2, "bcd_phase_warmup_steps": 1}
     [result] = world1.run(worlds.train_run, worlds.run_config(**flags))
     used = [step["learning_rate"] for step in result["steps"]]
@@ -196,7 +199,7 @@ def samples_of_phases(config: RunConfig) -> dict[str, Any]:
 
 @pytest.mark.parametrize("blend", [False, True], ids=["one", "blend"])
 def test_each_phase_trains_on_its_own_subset(world2: World, text_data: str, blend: bool) -> None:
-    """A sample twice in one pass, another order on another rank, a subset that stays the same."""
+    """Each phase trains on a subset of its own, each sample once per pass, in one order for all ranks."""
     paths = ("3", text_data, "1", text_data) if blend else text_data
     ratio = 0.002 if blend else 0.008
     flags = {"data_path": paths, "bcd_sample_ratio": ratio, "bcd_steps_per_block": 4, "train_iters": 12, "seed": 5}

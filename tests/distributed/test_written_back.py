@@ -34,8 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_equals_layers_on_the_device(world1: World, world2: World, size: int, case: str) -> None:
-    """A layer that computes with another one's weights; an update, or its low bits, that is not written back or that a
-    later copy overwrites; a buffer with the weights before an update."""
+    """Layers in host memory end with the weights and low bits of layers on the device, bit for bit."""
     world, arguments = (world1, world2)[size - 1], {"num_layers": 8} | CASES[case]
     on_device = world.run(streamed_layers.state_at_end, is_on_host=False, **arguments)
     assert world.run(streamed_layers.state_at_end, **arguments) == on_device
@@ -48,7 +47,7 @@ def on_two_nodes(config: Any = None, **arguments: Any) -> Any:
 
 
 def test_two_nodes(world2: World, tmp_path: Path) -> None:
-    """Weights that only one node writes back; low bits of another node's matrices, in steps or in a checkpoint."""
+    """Two nodes without shared memory train, save and resume with the weights and low bits of one node."""
     on_device = world2.run(streamed_layers.state_at_end, is_on_host=False, num_layers=8)
     assert world2.run(on_two_nodes, num_layers=8) == on_device
     flags = {"train_iters": 4} | RULES["pretrain"]
@@ -71,7 +70,8 @@ def copies(**arguments: Any) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("case", "buffers"), [("layers", 3), ("resident", 5), ("pieces", 6)])
 def test_copies_of_a_step(world1: World, case: str, buffers: int) -> None:
-    """A layer that is copied twice in a pass, or though it is still in a buffer where the passes turn."""
+    """A pass copies each layer once, except those that are in buffers where the passes turn, and each is written back
+    once."""
     arguments = {"num_layers": 8} | CASES[case]
     num_layers = arguments["num_layers"]
     [seen] = world1.run(copies, **arguments)
@@ -95,7 +95,7 @@ def failures() -> list[str]:
 
 
 def test_a_failed_copy_names_the_layer(world1: World) -> None:
-    """An error without the layer."""
+    """The error of a failed copy names the layer and where it was to go."""
     [[write_back, load]] = world1.run(failures)
     assert load.endswith("layer 2 can't be copied to the device: CUDA error")
     assert write_back.endswith("layer 1 can't be copied to host memory: CUDA error")
@@ -169,7 +169,8 @@ def loaded_in_portions(config: Any) -> tuple[dict[str, Any], int]:
 
 @pytest.mark.parametrize(("size", "rule"), thinned([(size, rule) for size in (1, 2) for rule in RULES], keep_every=2))
 def test_saves_layers_that_each_step_writes(world1: World, world2: World, tmp_path: Path, size: int, rule: str) -> None:
-    """A checkpoint whose layers a later step has changed; a save, or a resumed run, that holds them twice."""
+    """An asynchronous save has the layers as they were before later steps, without a copy of their weights. A resumed
+    run loads their state in portions."""
     world, flags = (world1, world2)[size - 1], RULES[rule]
     whole = world.run(resumed_runs.one_part, config_of(**flags))
     folder = tmp_path / "run"
