@@ -69,7 +69,8 @@ def run(client: str, folder: Path) -> dict[str, Any]:
 
 
 def test_trainer_and_trl_on_two_ranks(repo_root: Path, tmp_path: Path) -> None:
-    """Ranks that drift apart, a loss or clipping of one rank's rows alone, a checkpoint that only rank 0 can resume."""
+    """On two ranks, transformers' Trainer and TRL's SFTTrainer have the losses and weights of one process, and both
+    ranks resume from a checkpoint."""
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     words = [sys.executable, *launch, __file__, str(tmp_path), "Trainer", "SFTTrainer"]
     environment = {"PYTHONPATH": str(repo_root), "HF_HOME": str(tmp_path)}

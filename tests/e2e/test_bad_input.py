@@ -28,14 +28,14 @@ def with_ranks(tried: tuple[Case, ...]) -> pytest.MarkDecorator:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_good_run(num_ranks: int, runs: ForkedRuns, workplace: Path) -> None:
-    """If BASE itself were refused, or forks did not work, every test below would pass for nothing."""
+    """BASE itself runs in forks. Otherwise every test below would pass for nothing."""
     said(runs.run(command_line(num_ranks=num_ranks), folder=workplace, num_ranks=num_ranks))
     lines = [json.loads(line) for line in (workplace / "metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines if "loss" in line] == [1]
 
 
 def test_two_datasets_without_weights(runs: ForkedRuns, workplace: Path) -> None:
-    """A blend that is refused for the end of a split that the run never reads."""
+    """A blend without weights runs, though its validation and test splits, which the run never reads, are empty."""
     write_dataset(workplace / "data" / "other", good_documents())
     words = command_line("--data-path", "data/text_document", "data/other", "--split", "100,0,0", "--eval-iters", "0")
     (rank,) = runs.run(words, folder=workplace, num_ranks=1)
@@ -44,7 +44,7 @@ def test_two_datasets_without_weights(runs: ForkedRuns, workplace: Path) -> None
 
 @pytest.mark.parametrize("seen_by", [0, 1])
 def test_a_fault_that_one_rank_sees(seen_by: int, runs: ForkedRuns, tmp_path: Path) -> None:
-    """The other rank waits in a barrier: it must neither hang nor be killed by torchrun, and rank 0 speaks."""
+    """A fault that one rank sees ends both ranks with exit code 2, and rank 0 prints it."""
     results = runs.run([str(seen_by)], script="one_rank_refuses", folder=tmp_path, num_ranks=2)
     told = f"one_rank_refuses.py: error: seen by rank {seen_by}\n"
     assert [(rank.code, rank.stderr) for rank in results] == [(2, told), (2, "")]
@@ -52,8 +52,7 @@ def test_a_fault_that_one_rank_sees(seen_by: int, runs: ForkedRuns, tmp_path: Pa
 
 @with_ranks(cases.FLAG_CASES + cases.DATA_CASES + cases.SFT_CASES + cases.TOKENIZER_CASES + cases.OUTPUT_CASES)
 def test_refused(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path) -> None:
-    """Only one rank checks a rule and leaves the others in a collective; a late check comes after writing, or after an
-    hour of training; a library raises another error, or accepts damaged data."""
+    """Every rank refuses bad input with exit code 2, one line names it, and no file is written."""
     case.prepare(workplace)
     before = digests(workplace)
     read_only = workplace / case.read_only if case.read_only else None
@@ -77,7 +76,8 @@ def started(repo_root: Path, workplace: Path, *words: str) -> subprocess.Complet
 
 
 def test_as_a_user_runs_it(repo_root: Path, workplace: Path) -> None:
-    """Forks share one import: only a real start shows a library that writes a line."""
+    """A real start prints one line for a mistake. Forks share one import and would not show a library that writes
+    another line."""
     before = digests(workplace)
     done = started(repo_root, workplace, str(repo_root / PROG), *command_line("--bcd-blocks", "3"))
     assert (done.returncode, done.stdout, digests(workplace)) == (2, "", before)

@@ -28,7 +28,7 @@ def measured(root: Path, folder: Path, *flags: str) -> dict[str, dict[str, Any]]
 
 
 def test_with_peer(repo_root: Path, tmp_path: Path) -> None:
-    """A peer of another size, on other samples, or whose blocks are other layers: its loss would be another one."""
+    """The peer trains the same blocks of the same model on the same samples, so that its loss is ours."""
     rows = measured(repo_root, tmp_path, "--methods", "full,bcd,badam")
     assert list(rows) == ["full", "bcd", "badam"]
     assert rows["bcd"]["loss"] == pytest.approx(rows["badam"]["loss"], rel=1e-5)
@@ -41,7 +41,7 @@ def test_with_peer(repo_root: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("flags", [("--schedule", "--pipeline-model-parallel-size", "2"), ("--prefix-cache",)])
 def test_other_comparisons(repo_root: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """A schedule or a cache that changes what is learned, or one process where two are needed."""
+    """A schedule or a prefix cache does not change the loss, and a pipeline runs in two processes."""
     rows = measured(repo_root, tmp_path, *flags)
     for row in rows.values():
         assert row["processes"] == 1 + ("--pipeline-model-parallel-size" in flags)

@@ -161,7 +161,7 @@ def test_plan_run_stop_resume_watch(browser: Any, serve: Any, model: str, tmp_pa
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_run_that_dies(browser: Any, serve: Any, model: str, tmp_path: Path) -> None:
-    """A page that waits for ever for a run that has died, or does not say why."""
+    """The page shows that a run has failed, and the error of its log."""
     _, address = serve()
     fields = {"model": model, "plan_flags": "--seq-length 64", "--data-path": "records.jsonl", "out": "new"}
     page = new_page(browser, [])
@@ -317,7 +317,7 @@ def html_text(page: str) -> str:
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_static_pages(gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A page whose numbers are not those of the command line, that needs a server, or that lacks what does not fit."""
+    """A static page has the numbers and the command of the command line, loads nothing, and says what does not fit."""
     words = ["--model", "LLaMA-7B", "--task", "sft", "--gpu", "rtx4090", "--num-gpus", str(gpus)]
     words += [] if gpus == 1 else ["--method", "full"]
     code = plan.main([*words, "--html", str(tmp_path / "plan.html"), "--json", str(tmp_path / "plan.json")])
@@ -333,7 +333,7 @@ def test_static_pages(gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_static_pages_fit_a_telephone(browser: Any, tmp_path: Path) -> None:
-    """A page wider than its window, or curves that need a script."""
+    """Static pages are no wider than their window, and show curves without a script."""
     step = {"phase": 0, "step_time_ms": 1.0, "tokens_per_second": 1.0, "model_state_bytes": [1]}
     lines = [json.dumps(step | {"iteration": i, "block": i // 20 % 3, "loss": 9 / i}) for i in range(1, 100)]
     lines += ['{"iteration": 99, "validation_loss": 2.0, "validation_perplexity": 7.4}']

@@ -26,8 +26,8 @@ def checked(root: Path, folder: Path, *words: str, failing: tuple[str, ...] = ()
 
 
 def test_calibrate_without_a_self_test(repo_root: Path, tmp_path: Path) -> None:
-    """A part of this machine that fails, or torch that the tool cannot ask; a flag is ignored in combination with
-    another, or runs start that were not requested."""
+    """--no-self-test --calibrate finds no fault of this machine, asks torch, measures and stores rates, and starts no
+    run."""
     result = checked(repo_root, tmp_path, "--no-self-test", "--calibrate", "--num-ranks", "1")
     assert result["torch"]["figures"]["torch"]
     assert result["rates"]["figures"]["bf16_tflops"] > 0 and "start" not in result
@@ -35,7 +35,7 @@ def test_calibrate_without_a_self_test(repo_root: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_installed(repo_root: Path, tmp_path: Path) -> None:
-    """A tool that needs the package which it is to miss."""
+    """The tool runs without any package, and reports those that are missing."""
     command = [sys.executable, "-S", "tools/check_machine.py", "--output", str(tmp_path)]  # without site-packages
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
     assert done.returncode == 1 and "FAIL package psutil" in done.stderr and "Traceback" not in done.stderr
@@ -45,7 +45,7 @@ def test_nothing_is_installed(repo_root: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_self_test(repo_root: Path, tmp_path: Path, num_ranks: int) -> None:
-    """A part that fails on a machine without a fault."""
+    """No part fails on a machine without a fault."""
     result = checked(repo_root, tmp_path, "--num-ranks", str(num_ranks), "--calibrate")
     verdicts = {part: check["verdict"] for part, check in result.items()}
     after_start = [*verdicts][[*verdicts].index("start") :]

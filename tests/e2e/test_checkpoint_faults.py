@@ -80,7 +80,7 @@ DAMAGED: dict[str, tuple[Damage, str, int]] = {
 def test_the_newest_is_damaged(
     runs: ForkedRuns, copied: Callable[[int], Path], three: dict[int, Path], name: str
 ) -> None:
-    """A run that takes what is left of the newest, that gives up with two good ones there, or that does not say."""
+    """A run names the damaged newest checkpoint, resumes from the one before, and makes the damaged one anew."""
     do, named, num_ranks = DAMAGED[name]
     place = copied(num_ranks)
     do(place / "saved" / f"iter_{SAVED:07d}")
@@ -97,7 +97,7 @@ def test_the_newest_is_damaged(
 
 
 def test_the_only_one_is_damaged(runs: ForkedRuns, copied: Callable[[int], Path]) -> None:
-    """A run that starts afresh where a checkpoint is, and overwrites what could perhaps be repaired."""
+    """A run whose only checkpoint is damaged is refused, and changes no file."""
     place = copied(1)
     for iteration in range(1, SAVED):
         shutil.rmtree(place / "saved" / f"iter_{iteration:07d}")
@@ -134,8 +134,8 @@ def test_a_state_that_does_not_fit(
     flags: tuple[str, ...],
     named: tuple[str, ...],
 ) -> None:
-    """A state that is read as if it were known, an older checkpoint or another model's taken without a word, or a
-    traceback out of the middle of the start."""
+    """A checkpoint of another format, another model or an impossible phase is refused in one line, and no file
+    changes."""
     place = copied(2)
     rewrite_state(place / "saved" / "iter_0000003", changes)
     before = digests(place)
@@ -144,7 +144,8 @@ def test_a_state_that_does_not_fit(
 
 
 def test_two_jobs_in_one_folder(runs: ForkedRuns, copied: Callable[[int], Path]) -> None:
-    """Two jobs that delete each other's unfinished checkpoints; here this process is the first job."""
+    """A second job in a --save folder is refused and changes no file until the first has ended. Here this process is
+    the first job."""
     place = copied(2)
     unfinished = place / "saved" / "iter_0000007.incomplete"
     unfinished.mkdir()
@@ -158,7 +159,8 @@ def test_two_jobs_in_one_folder(runs: ForkedRuns, copied: Callable[[int], Path])
 
 
 def test_a_run_that_blows_up(runs: ForkedRuns, copied: Callable[[int], Path]) -> None:
-    """A traceback in place of advice, another exit code, or a run that turns on the spot till its time is over."""
+    """A run that blows up ends with exit code 1 and one line, which names the last checkpoint and the flags to
+    change."""
     place = copied(2)
     flags = ("--lr", "1e30", "--lr-decay-style", "constant", "--train-iters", "50", "--max-skipped-steps", "4")
     results = resume(runs, place, 2, *flags)

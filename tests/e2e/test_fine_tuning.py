@@ -20,8 +20,8 @@ def metrics_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_conversations_from_model_to_model(runs: ForkedRuns, tmp_path: Path) -> None:
-    """The tokenizer or template differs from the model's, epochs are too short, a cut is not reported, or an answer is
-    not learned."""
+    """Fine-tuning on conversations takes the model's tokenizer and template, reports cut samples, trains whole epochs,
+    and exports a model that has learned an answer."""
     model = huggingface_models.write_model("llama_tied", tmp_path / "model")
     fine_tuning.tokenizer_folder(model, fine_tuning.CHATML, special=fine_tuning.SPECIAL[1:])
     records = [{"messages": TALK}] * 30 + [{"messages": LONG}] * 2

@@ -29,7 +29,7 @@ def metrics_of(repo_root: Path, folder: Path, program: list[str], flags: list[st
 
 
 def test_the_peers_train_on_the_same(repo_root: Path, tmp_path: Path) -> None:
-    """Other samples, masks, means or evaluations on transformers' side, so that its rows compare nothing."""
+    """transformers' loop has our losses, validation losses and test loss, from the same samples, masks and means."""
     from support import huggingface_models as models
 
     model = models.write_model("llama2", tmp_path / "model")
@@ -52,7 +52,7 @@ def test_the_peers_train_on_the_same(repo_root: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft, a pin of requirements.txt")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_tiny_form(repo_root: Path, tmp_path: Path, precision: str) -> None:
-    """A method that does not run, a row without figures, runs that are repeated on the next start."""
+    """Each method runs and has a row with its figures, and the next start repeats no run."""
     text, records = small_text.write_text(tmp_path / "text.txt"), small_text.write_questions(tmp_path / "records.jsonl")
     command = [sys.executable, "studies/fine_tuning.py", "--task", "sft", "--size", "tiny"]
     command += ["--output", str(tmp_path / "out"), "--data", str(records)]

@@ -35,7 +35,7 @@ def run(runs: ForkedRuns, folder: Path, tool: str, *words: object) -> tuple[obje
 
 
 def test_generate(runs: ForkedRuns, model: Path, tmp_path: Path) -> None:
-    """Prompts that are lost, a seed without effect, JSON beside other words."""
+    """Each prompt has an answer, draws depend on the seed alone, and --json prints JSON only."""
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
     words = ["--model", model, *BYTES, "--prompt", "zero", "--prompts", "prompts.txt", "--max-new-tokens", 9]
     code, said, _ = run(runs, tmp_path, "generate", *words)
@@ -57,8 +57,8 @@ TEMPLATE = (
 
 
 def test_chat(runs: ForkedRuns, tmp_path: Path) -> None:
-    """A prompt that is not put into the template, or an instruction that is not in the form that was trained; an answer
-    behind the question, on its line."""
+    """--chat puts the prompt and the system message into the template, and ends at the template's end token. The answer
+    begins a line of its own."""
     folder = models.write_model("llama2", tmp_path / "model")
     vocabulary = {chr(code): code - 31 for code in range(32, 127)} | {"</s>": 0}
     engine = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="</s>"))
@@ -102,14 +102,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("said", REFUSED)
 def test_generate_refuses(runs: ForkedRuns, model: Path, tmp_path: Path, said: str) -> None:
-    """A traceback, or an answer to nothing."""
+    """A mistake is one line that names it, with exit code 2 and without an answer."""
     words = [str(model) if word == "MODEL" else word for word in REFUSED[said]]
     code, printed, error = run(runs, tmp_path, "generate", *words)
     assert (code, printed) == (2, "") and len(error.splitlines()) == 1 and said in error
 
 
 def test_another_tokenizer(runs: ForkedRuns, model: Path, tmp_path: Path) -> None:
-    """A traceback for an id without an embedding."""
+    """A tokenizer with ids beyond the embedding is refused in one line."""
     large = tmp_path / "large"
     fine_tuning.tokenizer_folder(large, None, special=tuple(f"<{i}>" for i in range(9)) + fine_tuning.SPECIAL)
     words = ["--model", model, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", large]
@@ -118,7 +118,7 @@ def test_another_tokenizer(runs: ForkedRuns, model: Path, tmp_path: Path) -> Non
 
 
 def test_text_is_that_of_transformers(runs: ForkedRuns, model: Path, tmp_path: Path) -> None:
-    """A model, a position, or an end token that is not the folder's."""
+    """The answer is that of transformers' greedy generation, up to the end token."""
     words = ["--model", model, *BYTES, "--prompt", "The sky", "--max-new-tokens", 16, "--json"]
     code, said, error = run(runs, tmp_path, "generate", *words)
     assert code == 0, error
@@ -149,7 +149,7 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
     importlib.util.find_spec("lm_eval") is None, reason="needs lm-evaluation-harness: pip install lm_eval"
 )
 def test_lm_evaluation_harness(repo_root: Path, model: Path, tmp_path: Path) -> None:
-    """A model or a tokenizer that lm-evaluation-harness can't use; a file that it reads otherwise than a task."""
+    """lm-evaluation-harness runs with the model and the tokenizer, and a file has the results of the same task."""
     data = tmp_path / "mc.jsonl"
     questions = [
         {"query": f"{i} and {i} is", "choices": [str(i), str(2 * i), "none"], "gold": i % 3} for i in range(12)
@@ -186,7 +186,7 @@ def test_lm_evaluation_harness(repo_root: Path, model: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("words", "said"), [([], "--text"), (["--text", "text.txt"], "lm_eval")])
 def test_evaluate_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A traceback, of the missing package too."""
+    """A mistake or a missing package is one line that names it."""
     with mock.patch("importlib.util.find_spec", lambda name: None):
         assert evaluate.main(["--model", "absent", *words]) == 2
     [line] = capsys.readouterr().err.splitlines()

@@ -20,8 +20,8 @@ def pip(*arguments: str) -> None:
 
 
 def test_the_wheel(tmp_path: Path, repo_root: Path) -> None:
-    """A megatron/__init__.py in the wheel hides megatron.core; a forgotten folder is missed by users only. From another
-    folder the two halves of the namespace must be found in two different places."""
+    """The wheel has all files of the package, and no megatron/__init__.py, which would hide megatron.core. From another
+    folder the two halves of the namespace are in two different places."""
     pytest.importorskip("setuptools", reason="needs setuptools to build the wheel without the network")
     source, site = tmp_path / "source", tmp_path / "site"
     package = shutil.copytree(

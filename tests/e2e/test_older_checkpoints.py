@@ -18,8 +18,8 @@ SAVED = 3
 
 @pytest.mark.parametrize("saved", ["saved", "core_0_19"])
 def test_version_0_1(runs: ForkedRuns, tmp_path: Path, saved: str) -> None:
-    """Users could not resume after an update of this project or of Megatron Core; or the optimizer state, the phase or
-    the random generators were lost."""
+    """A checkpoint of version 0.1 or of Megatron Core 0.19 resumes with the recorded steps, which depend on its
+    optimizer state, phase and random generators. --finetune loads its weights."""
     recorded = json.loads((VERSION_0_1 / "run.json").read_text())
     with tarfile.open(VERSION_0_1 / f"{saved}.tar.gz") as archive:
         archive.extractall(tmp_path / "saved", filter="data")

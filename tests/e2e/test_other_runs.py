@@ -34,7 +34,7 @@ def lines(place: Path) -> list[dict[str, Any]]:
     "flags, num_ranks", [((), 2), (("--load", "another"), 1), (("--load", "saved", "--finetune"), 1)]
 )
 def test_a_save_folder_of_another_run(runs: ForkedRuns, trained: Path, flags: tuple[str, ...], num_ranks: int) -> None:
-    """A run from new weights takes over the folder: the next --load resumes from it, and the older run is lost."""
+    """A run that does not continue the run in its --save folder is refused, and the folder stays as it is."""
     before = digests(trained)
     ways = () if "--finetune" in flags else ("--load saved", "--overwrite-checkpoints")
     results = run(runs, trained, *SAVING, *flags, num_ranks=num_ranks)
@@ -43,7 +43,7 @@ def test_a_save_folder_of_another_run(runs: ForkedRuns, trained: Path, flags: tu
 
 
 def test_overwriting_checkpoints(runs: ForkedRuns, trained: Path) -> None:
-    """Checkpoints of two runs in one folder: a damaged one would be replaced by one of the other run."""
+    """--overwrite-checkpoints removes the checkpoints of the other run, and the folder resumes the new run."""
     (trained / "metrics.jsonl").unlink()
     flags = ("--save-interval", "3", "--exit-interval", "3", "--overwrite-checkpoints")
     said(run(runs, trained, *SAVING, *flags))
@@ -52,7 +52,8 @@ def test_overwriting_checkpoints(runs: ForkedRuns, trained: Path) -> None:
 
 
 def test_the_metrics_file_of_another_run(runs: ForkedRuns, trained: Path) -> None:
-    """A run replaces the curve of another one, or goes on in it. The same run may, repeated or resumed."""
+    """The metrics file of another run is refused. The same run may replace it when repeated, and continue it when
+    resumed."""
     before = digests(trained)
     assert_refused(run(runs, trained, "--lr", "3e-3"), "--metrics-file", "--load")
     assert_refused(run(runs, trained, "--skip-train", "--load", "saved"), "--metrics-file")
@@ -84,7 +85,7 @@ FOLDERS = {
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_load_folder_without_a_checkpoint(runs: ForkedRuns, workplace: Path, name: str) -> None:
-    """Hours of training from random weights, or their evaluation, where weights were meant to be loaded."""
+    """A --load folder without a usable checkpoint is refused in one line, and no step is trained."""
     files, flags, named = FOLDERS[name]
     if files is not None:
         (workplace / "given").mkdir()
@@ -96,7 +97,8 @@ def test_a_load_folder_without_a_checkpoint(runs: ForkedRuns, workplace: Path, n
 
 @pytest.mark.parametrize("files", [None, (), ("log.txt", ".lock")])
 def test_the_first_start_of_a_job(runs: ForkedRuns, workplace: Path, files: tuple[str, ...] | None) -> None:
-    """A job that can't start, or can't start again after it was killed before its first checkpoint."""
+    """A job with one folder for --save and --load starts if it is absent, or has only files of a start that was
+    killed."""
     for name in files or ():
         (workplace / "saved").mkdir(exist_ok=True)
         (workplace / "saved" / name).write_text("")
@@ -113,7 +115,7 @@ def test_the_first_start_of_a_job(runs: ForkedRuns, workplace: Path, files: tupl
     ],
 )
 def test_resuming_with_fewer_samples(runs: ForkedRuns, workplace: Path, flags: tuple[str, ...]) -> None:
-    """A StopIteration at the first evaluation, and again at every restart: more samples are consumed than there are."""
+    """A run that resumes with flags for fewer samples than it has consumed trains and evaluates to its end."""
     saving = (*SAVING, "--load", "saved", "--eval-iters", "3", "--eval-interval", "1", "--global-batch-size", "8")
     said(run(runs, workplace, *saving))
     assert "after iteration 4" in said(run(runs, workplace, *saving, "--train-iters", "6", *flags))
@@ -122,8 +124,7 @@ def test_resuming_with_fewer_samples(runs: ForkedRuns, workplace: Path, flags: t
 
 
 def test_a_run_of_other_tokens_is_not_resumed(runs: ForkedRuns, workplace: Path) -> None:
-    """Weeks of training on top of weights that were trained on mock tokens, or on ids of another meaning, after one
-    warning in the log."""
+    """A checkpoint of mock data or of another tokenizer is not resumed; --finetune loads it."""
     kept = {name: value for name, value in BASE.items() if name not in ("--data-path", "--split", "--tokenizer-type")}
     mock = [word for pair in kept.items() for word in pair] + ["--mock-data", "--save", "saved", "--load", "saved"]
 
@@ -139,7 +140,8 @@ def test_a_run_of_other_tokens_is_not_resumed(runs: ForkedRuns, workplace: Path)
 
 @pytest.mark.parametrize(("num_ranks", "cache", "left"), [(1, "", 0.5), (2, "cache", 0.0)])
 def test_a_half_written_index_cache(runs: ForkedRuns, workplace: Path, num_ranks: int, cache: str, left: float) -> None:
-    """After a kill every start fails for ever with numpy's words, or a traceback, and without a file to delete."""
+    """A half-written index cache is refused in one line that names the file to delete. After that the run writes it
+    again."""
     flags = ("--data-cache-path", cache) if cache else ()
     said(run(runs, workplace, *flags, num_ranks=num_ranks))
     folder = workplace / (cache or "data/text_document/cache/GPTDataset_indices")
@@ -155,7 +157,8 @@ def test_a_half_written_index_cache(runs: ForkedRuns, workplace: Path, num_ranks
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_resumed_learning_rate(keeps: bool, runs: ForkedRuns, workplace: Path) -> None:
-    """--use-checkpoint-opt_param-scheduler that is ignored, or the checkpoint's schedule that is taken without it."""
+    """--use-checkpoint-opt_param-scheduler takes the checkpoint's schedule; without it the flags apply, and the run
+    says so."""
     said(run(runs, workplace, "--save", "saved", "--lr-decay-style", "constant"))
     again = ["--load", "saved", "--train-iters", "3", "--lr", "5e-4", "--lr-decay-style", "cosine", "--min-lr", "1e-5"]
     text = said(run(runs, workplace, *again, *["--use-checkpoint-opt_param-scheduler"] * keeps))
@@ -165,7 +168,7 @@ def test_resumed_learning_rate(keeps: bool, runs: ForkedRuns, workplace: Path) -
 
 
 def test_resumed_phases(runs: ForkedRuns, workplace: Path) -> None:
-    """Phases of another length after a resume with more steps, or a run shorter than a cycle that leaves blocks out."""
+    """A run that resumes with more steps keeps the lengths of its phases."""
     for num_steps in ("7", "14"):
         flags = ("--save", "saved", "--load", "saved", "--bcd-num-blocks", "2", "--train-iters", num_steps)
         text = said(run(runs, workplace, *flags))

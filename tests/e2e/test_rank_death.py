@@ -26,8 +26,8 @@ TIMEOUT_SECONDS = 6  # of a message, where a rank hangs
 
 @pytest.mark.parametrize("hanging", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_hangs(tmp_path: Path, hanging: int) -> None:
-    """A one-way message without a timeout: a forward-only stage that waits for ever in `send` for the receiver of its
-    outputs, or the first trainable stage in `receive` for its inputs."""
+    """One-way messages time out, and the whole job ends: the outputs that a forward-only stage sends, and the inputs
+    that the first trainable stage receives."""
     words = [str(ROOT / "tests" / "support" / "hanging_rank.py"), str(hanging), "40", str(TIMEOUT_SECONDS)]
     with Job(*TORCHRUN, *words, *FLAGS, folder=tmp_path) as job:
         job.wait_for(lambda: f"Timed out waiting {TIMEOUT_SECONDS}000ms" in job.output)
@@ -40,8 +40,7 @@ def test_a_rank_that_hangs(tmp_path: Path, hanging: int) -> None:
 
 @pytest.mark.long  # the error itself: distributed/test_written_back.py
 def test_a_copy_that_fails(tmp_path: Path) -> None:
-    """A rank that waits for ever for one whose frozen layer does not come to the device, or a run that goes on with
-    another layer's weights; a message that does not say which layer it is."""
+    """If a frozen layer can't be copied to the device of a rank, the whole job ends, and the error names the layer."""
     words = [str(ROOT / "tests" / "support" / "failing_copy.py"), "2", *FLAGS, "--bcd-layers-on", "host"]
     with Job(
         *TORCHRUN, *words, "--num-layers", "8", "--bcd-layout", "interleaved", "--bcd-num-blocks", "4", folder=tmp_path

@@ -146,14 +146,15 @@ def value_of(words: list[str], flag: str) -> str:
     "model", [pytest.param(name, marks=[pytest.mark.long] * (name not in IN_DEFAULT)) for name in MODELS]
 )
 def test_every_recipe_is_a_command_that_fits(model: str) -> None:
-    """A combination without a layout, with one that does not fit, or whose flags say otherwise than its plan."""
+    """Every model, method and cluster has a plan that fits, and a command with the plan's configuration."""
     for method in METHODS:
         for cluster in CLUSTERS:
             assert_is_a_command([model, method, cluster], {})
 
 
 def test_16_bit_recipes() -> None:
-    """A flag without which the training script refuses a method in a precision, or sums gradients in 16 bit."""
+    """In 16 bits every method is a command that reduces gradients in fp32, except those with Muon, which refuse
+    fp16."""
     for method, precision in itertools.product(METHODS, ("fp16", "bf16")):
         words, variables = ["G-1.6B", method, "rtx4090"], {"PRECISION": precision}
         if method in ("pretrain", "muon") and precision == "fp16":
@@ -188,7 +189,7 @@ def assert_is_a_command(asked: Sequence[str], variables: Mapping[str, str]) -> N
     ],
 )
 def test_dry_run(words: tuple[str, ...], variables: dict[str, str], stub: Path, tmp_path: Path) -> None:
-    """A dry run that needs torch, or prints a command of other numbers than the plan above it."""
+    """A dry run needs no torch, writes no file, and prints a command with the numbers of the plan above it."""
     (stub / "torch" / "__init__.py").write_text("raise ImportError('a dry run needs no torch')\n")
     done = start(*words, *MUCH, cwd=tmp_path, DRY_RUN="1", PYTHONPATH=str(stub), **variables)
     assert (done.returncode, done.stderr) == (0, "")
@@ -218,7 +219,7 @@ def test_dry_run(words: tuple[str, ...], variables: dict[str, str], stub: Path, 
     ("variables", "nodes"), [({"NUM_GPUS": "4"}, None), ({"NNODES": "2", "GPUS_PER_NODE": "6"}, "2")]
 )
 def test_dry_run_of_fine_tuning(tmp_path: Path, variables: dict[str, str], nodes: str | None) -> None:
-    """A command that is not the plan's, or starts the GPUs of one node of two; a default beside the user's rival."""
+    """A dry run prints the plan's command for the GPUs of all nodes, without defaults that the user's flags replace."""
     flags = ("--train-iters", "4", "--valid-data-path", "v.jsonl") if nodes else ()
     environment = {"DRY_RUN": "1", "DATA": "d.jsonl"} | variables
     done = start("LLaMA-7B", "rtx4090", *flags, cwd=tmp_path, script="finetune.sh", **environment)
@@ -235,7 +236,8 @@ def test_dry_run_of_fine_tuning(tmp_path: Path, variables: dict[str, str], nodes
 
 
 def test_a_model_that_needs_a_setting(tmp_path: Path) -> None:
-    """A config.json that is not planned from, a remedy that the recipe refuses in turn, or one that gets lost."""
+    """A folder with a config.json is planned, and the flags that a note recommends make the plan fit and reach the
+    command once."""
     (tmp_path / "my-8b").mkdir()
     sizes = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
     sizes |= {"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960}
@@ -282,7 +284,7 @@ TUNED = {"MODEL_DIR": "m", "DATA": str(Path(__file__))}
 def test_bad_input_is_one_line(
     script: str, words: tuple[str, ...], variables: dict[str, str], message: str, stub: Path, data: Path
 ) -> None:
-    """A traceback, a run that starts all the same, a message without a remedy, or files left behind."""
+    """Bad input is one line with a remedy and exit code 2, and no run starts or leaves a file."""
     before = sorted(os.listdir(data))
     done = start(*words, cwd=data, script=script, **{"PYTHONPATH": str(stub), "STUB_GPUS": "0"} | variables)
     assert done.returncode == 2, done.stdout + done.stderr
@@ -292,9 +294,8 @@ def test_bad_input_is_one_line(
 
 
 def test_flags_of_the_user(tmp_path: Path) -> None:
-    """A default of the recipe's beside a rival with which it is refused; a word of the user's that the recipe takes as
-    its own; a folder whose name ends in a slash.
-    """
+    """Flags of the user replace the recipe's defaults and reach the command as they are, also if they look like the
+    recipe's own words. A folder may end in a slash."""
     for flags, variables in (
         (["--train-samples", "640", "--lr-warmup-samples=64", "--bcd-switch=plateau"], {}),
         (["--bcd-switch", "plateau", "--lr-warmup-iters", "3"], {"TRAIN_ITERS": "7", "SAVE": "out/x/"}),
@@ -323,7 +324,7 @@ def test_flags_of_the_user(tmp_path: Path) -> None:
 def test_what_is_printed_is_what_is_started(
     words: tuple[str, ...], variables: dict[str, str], stub: Path, data: Path
 ) -> None:
-    """A dry run that shows another command; a signal for the ranks that ends torchrun before they have saved."""
+    """A dry run prints the command that a start runs, and the launcher ignores the signal for the ranks."""
     environment = {"PYTHONPATH": str(stub)} | variables
     printed = start(*words, cwd=data, DRY_RUN="1", **environment)
     started = start(*words, cwd=data, **environment)
@@ -338,8 +339,7 @@ def test_what_is_printed_is_what_is_started(
     "words", [(model, method, "rtx4090") for model in MODELS for method in ("bcd", "pretrain", "full")], ids="-".join
 )
 def test_tiny(words: tuple[str, ...], tmp_path: Path) -> None:
-    """A recipe whose flags the training script refuses, or that trains some of the blocks, or saves nothing, in another
-    pipeline than planned."""
+    """Each recipe trains all of its blocks, evaluates and saves, in the planned pipeline."""
     out = tmp_path / "my recipes"
     done = start(*words, *MUCH, cwd=tmp_path, SCALE="tiny", OUT=str(out), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -359,8 +359,8 @@ def test_tiny(words: tuple[str, ...], tmp_path: Path) -> None:
     "model", ["folder", *(pytest.param(name, marks=pytest.mark.long) for name in ("LLaMA-7B", "L-1.5B"))]
 )
 def test_tiny_fine_tuning(tmp_path: Path, model: str) -> None:
-    """A recipe that ends before the model was trained, exported, asked, or loaded by transformers; one that leaves out
-    the user's records or tokenizer, or writes over them."""
+    """The recipe trains, exports and asks the model, and loads it with transformers. It uses the user's records and
+    tokenizer and leaves them unchanged."""
     flags = (model, "rtx4090", *MUCH, "--train-iters", "6", "--lr-warmup-iters", "1", "--eval-iters", "0")
     given = {"cwd": tmp_path, "script": "finetune.sh", "SCALE": "tiny", "OUT": "out", "CUDA_VISIBLE_DEVICES": ""}
     if model == "folder":
@@ -385,7 +385,7 @@ def test_tiny_fine_tuning(tmp_path: Path, model: str) -> None:
 
 @pytest.mark.parametrize("code, is_signalled, requeued", [(0, True, True), (0, False, False), (3, False, False)])
 def test_slurm(tmp_path: Path, code: int, is_signalled: bool, requeued: bool) -> None:
-    """A job that is requeued for ever, or not at all; a signal that reaches the batch shell only; a lost exit code."""
+    """A job that is signalled lets the ranks save and is requeued, others are not, and the exit code is the run's."""
     for name, body in {
         "srun": f"""echo "$* $SRUN_CPUS_PER_TASK NNODES=$NNODES GPUS_PER_NODE=$GPUS_PER_NODE HEAD_NODE=$HEAD_NODE" >>log
             trap 'echo saved >> log; exit {code}' USR1

@@ -52,8 +52,8 @@ def start(place: Path, *flags: str) -> Job:
 
 @pytest.mark.timeout(900)  # starts of torchrun
 def test_the_same_command_after_every_end(runs: ForkedRuns, tmp_path: Path) -> None:
-    """A signal that kills in place of stopping, an exit code that a scheduler takes for a failure, a step lost or
-    done twice."""
+    """The same command continues after a signal, which ends the job with exit code 0, and after a kill. Metrics and
+    weights are those of a run without an interruption."""
     places = {name: tmp_path / name for name in ("whole", "parts")}
     for place in places.values():
         write_dataset(place / "data" / "text_document", good_documents())
@@ -96,8 +96,8 @@ KILLS = ("a rank", "a rank at a save", "the machine", "SIGTERM to torchrun", "SI
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(4))
 def test_soak(runs: ForkedRuns, tmp_path: Path, seed: int) -> None:
-    """Every kind of end, in any order, at any moment: a checkpoint that is half written, one that is not taken up, a
-    process that outlives its run, a last result that is not the undisturbed run's."""
+    """After every kind of end, in any order, at any moment, checkpoints are complete, no process is left, and the next
+    start resumes from the newest. The last result is that of the undisturbed run."""
     draw, places = random.Random(seed), {name: tmp_path / name for name in ("whole", "parts")}
     for place in places.values():
         write_dataset(place / "data" / "text_document", good_documents())

@@ -43,8 +43,8 @@ def handles(job: Job, number: signal.Signals) -> bool:
 
 
 def test_ctrl_c(start: Callable[..., Job], tmp_path: Path) -> None:
-    """A traceback, and all steps since the last checkpoint lost; readers that die of it end the run before it saves.
-    torchrun forwards the signal: the same Ctrl-C arrives twice."""
+    """Ctrl-C ends a run with a complete checkpoint and without a traceback, also while readers run. torchrun forwards
+    the signal: the same Ctrl-C arrives twice."""
     run = start(*LONG, "--num-workers", "1")
     run.wait_for(lambda: "iteration       5/1000000" in run.output)
     send(run)
@@ -56,7 +56,7 @@ def test_ctrl_c(start: Callable[..., Job], tmp_path: Path) -> None:
 
 
 def test_ctrl_c_under_the_launcher(workplace: Path) -> None:
-    """Lines of the ranks, such as the checkpoint's, above a page of torchrun's traceback."""
+    """Ctrl-C under the launcher saves, and the last line names SIGINT, without torchrun's traceback."""
     words = command_line(*LONG, num_ranks=2)
     launcher = (str(ROOT / "tools" / "launch.py"), "--standalone", "--nproc-per-node", "2")
     with Job(*launcher, str(ROOT / "pretrain_gpt_bcd.py"), *words, folder=workplace) as run:
@@ -69,7 +69,8 @@ def test_ctrl_c_under_the_launcher(workplace: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_an_interrupted_test_session(repo_root: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """Replica groups in separate sessions, some of them stopped, and a lighthouse outlive the tests."""
+    """An interrupted test session ends the processes that its tests have started, also stopped ones in sessions of
+    their own."""
     note = tmp_path / "pid"
     command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--rootdir", str(repo_root)]
     with subprocess.Popen(
@@ -121,7 +122,7 @@ with Requests(CheckpointConfig()).listening():
 
 
 def test_a_second_ctrl_c(repo_root: Path) -> None:
-    """A rank that hangs for ever; or a run that torchrun's copy of the first Ctrl-C ends unsaved."""
+    """A further Ctrl-C ends a rank that hangs, and torchrun's copy of the first one does not."""
     command = [sys.executable, "-c", HANGING]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=repo_root, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as run:
@@ -139,7 +140,7 @@ def test_a_second_ctrl_c(repo_root: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
 def test_while_it_imports(start: Callable[..., Job], tmp_path: Path, number: signal.Signals) -> None:
-    """A traceback out of the middle of a library, or a process that dies without a word."""
+    """A signal during the imports ends the run with one line that names it."""
     run = start(*LONG)
     run.wait_for(lambda: handles(run, signal.SIGUSR1))
     send(run, number)
@@ -148,7 +149,7 @@ def test_while_it_imports(start: Callable[..., Job], tmp_path: Path, number: sig
 
 
 def test_while_it_evaluates(start: Callable[..., Job], tmp_path: Path) -> None:
-    """An evaluation of minutes that goes on after the signal, until the scheduler kills the run before it has saved."""
+    """A signal ends a long evaluation, and the run saves."""
     run = start(*LONG[2:4], "--eval-iters", "1000000", "--eval-interval", "3", "--train-iters", "30")
     run.wait_for(lambda: re.search(r"iteration +3/", run.output))
     time.sleep(0.5)  # the evaluation begins

@@ -21,8 +21,8 @@ PROMPT = "The planner has"
 
 @pytest.mark.parametrize("script", [pytest.param("pretrain_gpt_bcd", marks=pytest.mark.long), "pretrain_llama_bcd"])
 def test_from_text_to_transformers(runs: ForkedRuns, tmp_path: Path, script: str) -> None:
-    """A folder that transformers or generate.py reads with other ids than the checkpoint: the first
-    word's space, an id without an embedding, an end token that ends nothing."""
+    """transformers and generate.py read an exported folder with the checkpoint's ids and end token, and a run that
+    starts from it exports them again."""
 
     def run(script: str, words: str) -> str:
         [result] = runs.run(words.split(), folder=tmp_path, num_ranks=1, script=script)

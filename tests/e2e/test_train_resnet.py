@@ -31,7 +31,7 @@ def run(tmp_path: Path, *more: str) -> list[dict[str, Any]]:
 
 
 def test_a_run_from_the_command_line(repo_root: Path, tmp_path: Path) -> None:
-    """A script that a user's shell cannot start, or metrics without what the study tool reads."""
+    """The script starts from a shell, and its metrics have what the study tool reads."""
     write_cifar(tmp_path, "cifar10", num_train=100, num_test=40)
     words = [sys.executable, "studies/train_resnet.py", *command(tmp_path, "--bcd-steps-per-block", "2")]
     done = subprocess.run(words, cwd=repo_root, capture_output=True, text=True)
@@ -47,7 +47,7 @@ def test_a_run_from_the_command_line(repo_root: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_repeats_and_learns(tmp_path: Path) -> None:
-    """A random number outside of --seed, or a network whose gradient is zeroed before each step."""
+    """A run with the same --seed has the same losses, and the network learns."""
     more = ("--bcd-num-blocks", "1", "--no-augment", "--train-iters", "40")
     first, other = (run(tmp_path / name, *more) for name in ("one", "other"))
     losses = [[line["loss"] for line in lines if "loss" in line] for lines in (first, other)]
@@ -61,7 +61,8 @@ def test_a_run_repeats_and_learns(tmp_path: Path) -> None:
     [("resnet8", 78_042, 3), ("resnet14", 175_258, 6), ("resnet20", 272_474, 9), ("resnet50", 23_520_842, 16)],
 )
 def test_models_are_those_of_the_paper(name: str, parameters: int, layers: int) -> None:
-    """Another width, stem or shortcut: ResNet-14's 175,258 parameters explain the paper's table 10."""
+    """The models have the paper's numbers of parameters and residual blocks: ResNet-14's 175,258 parameters explain the
+    paper's table 10."""
     model = resnet.build_resnet(name, 10)
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert len(resnet.residual_blocks(model)) == layers

@@ -55,16 +55,15 @@ def run(config: Any, *, is_mutant: bool = False) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_late_is_the_same(late: Worlds, gpus: Worlds, case: str) -> None:
-    """An update that reads a gradient before it is reduced or a weight before its copy; weights that are broadcast, or
-    copied to host memory, before they are updated; a gradient that is loaded before it is in host memory, or whose
-    memory is used again too early; a graph that outlives its phase, with hooks of the last optimizer."""
+    """A breadth-first run with layers and saved inputs in host memory, where all copies are late, equals a run with
+    layers on the device bit for bit."""
     depth = gpus(2).run(run, config_of(case))
     for expected, other in zip(depth, late(2).run(run, config_of(case, **HOST)), strict=True):
         assert resumed_runs.differences(expected, [other]) == []
 
 
 def test_a_mutant_fails(late: Worlds, gpus: Worlds) -> None:
-    """The late mode passes although a wait is missing."""
+    """A run that does not wait for copies to the device fails or has other results."""
     depth = gpus(2).run(run, config_of("factored"))
     try:
         broken = late(2).run(run, config_of("factored", **HOST), is_mutant=True)

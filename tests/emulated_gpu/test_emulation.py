@@ -49,13 +49,14 @@ def trained(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_training_step_is_the_cpus(dtype: torch.dtype) -> None:
-    """A replaced kernel computes something else or writes elsewhere, so bits differ from the CPU's."""
+    """A training step has the CPU's losses and weights, bit for bit."""
     for mine, theirs in zip(trained("cuda", dtype), trained("cpu", dtype), strict=True):
         assert torch.equal(mine, theirs)
 
 
 def test_recomputation_repeats_dropout() -> None:
-    """Random numbers do not follow the device's generator, so a recomputed layer has other dropout."""
+    """Random numbers follow the device's generator, so a recomputed layer has the same dropout and the next call
+    another."""
     gradients = []
     for recomputes in (False, True):
         torch.manual_seed(1)
@@ -70,7 +71,7 @@ def test_recomputation_repeats_dropout() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_attention(dtype: torch.dtype) -> None:
-    """Attention kernels that store no scores return outputs or gradients that differ from the formula."""
+    """Fused attention stores no scores, and its outputs and gradients are those of the formula."""
     torch.manual_seed(1)
     query, key, value = (torch.randn(2, 4, 24, 16, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     results = []
@@ -91,7 +92,7 @@ def test_fused_attention(dtype: torch.dtype) -> None:
 
 
 def test_mixed_devices_are_refused() -> None:
-    """A tensor that was forgotten on the host is accepted, while CUDA's kernels reject it."""
+    """An operation on tensors of two devices is refused, as by CUDA's kernels, unless one is a number."""
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(2, device="cuda") + torch.ones(2)
     with pytest.raises(RuntimeError, match="same device"):
@@ -143,7 +144,7 @@ def two() -> World:
 
 
 def test_collectives(two: World) -> None:
-    """A collective adds, gathers or sends the wrong values."""
+    """Collectives and messages give each rank the right values."""
     parts = [0.0, 0, 1, 1, 10, 14]
     mine, theirs = two.run(reduced)
     assert mine == [1, 3, 5, 7, *parts, 2, 4, 6, 8]
@@ -152,6 +153,6 @@ def test_collectives(two: World) -> None:
 
 @pytest.mark.parametrize("kind", ["size", "type", "collective"])
 def test_a_mismatched_message_ends_the_process(two: World, kind: str) -> None:
-    """Ranks disagree about a message, which makes NCCL hang or write beyond the buffer."""
+    """Ranks that disagree about a message end with an error, where NCCL would hang or write beyond the buffer."""
     with pytest.raises(RankError, match="exit code 86(.|\n)*NCCL MISMATCH"):
         two.run(mismatched, kind)

@@ -28,8 +28,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_agree_on_every_communicator(text_data: str, tmp_path: Path, case: str) -> None:
-    """Ranks issue a communicator's collectives in different orders, a send has no receive of its size, or messages wait
-    in a group that also has other kernels, whose waiting blocks may fill the GPU."""
+    """Ranks issue a communicator's collectives in one order, and each send has a receive of its size. Messages that
+    wait have a group without other kernels, because waiting blocks may fill the GPU."""
     flags = {"world_size": 2, "pipeline_model_parallel_size": 2, "num_layers": 4, "data_path": text_data}
     traced = Worlds("nccl", EMU_TRACE=str(tmp_path / "trace"))
     try:
@@ -81,8 +81,8 @@ def without_repeats(issued: list[Any]) -> list[Any]:
 
 
 def test_steps_are_what_the_checker_records(text_data: str, tmp_path: Path) -> None:
-    """The proof that nothing hangs (unit/test_issue_order.py) describes another program: other groups, or another order
-    of collectives and messages."""
+    """Steps issue the collectives and messages that the proof that nothing hangs (unit/test_issue_order.py) records, in
+    the same groups and order."""
     flags = {"world_size": 4, "pipeline_model_parallel_size": 2, "num_layers": 4, "bcd_layout": "stage"}
     flags |= {"bcd_num_blocks": None, "bcd_steps_per_block": 2, "train_iters": 4, "micro_batch_size": 1}
     traced = Worlds("nccl", EMU_TRACE=str(tmp_path / "trace"))

@@ -51,13 +51,13 @@ def sums(*, on_host: bool, mutant: str | None = None) -> list[float]:
 
 
 def test_late_is_the_same(late: Worlds, gpus: Worlds) -> None:
-    """A backward pass that reads an input which is not back yet, or was overwritten before it was saved."""
+    """Inputs come back from host memory as they were saved, though all copies are late."""
     assert late(1).run(sums, on_host=True) == gpus(1).run(sums, on_host=False)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_fails(late: Worlds, gpus: Worlds, mutant: str) -> None:
-    """The late mode passes although a wait is missing."""
+    """The late mode reports a race or has other results if one wait is missing."""
     right = gpus(1).run(sums, on_host=False)
     try:
         results = late(1).run(sums, on_host=True, mutant=mutant)

@@ -88,8 +88,7 @@ def outcomes() -> dict[str, list[Any]]:
 
 
 def test_a_missing_wait_is_reported(late: Worlds) -> None:
-    """A race goes unnoticed: the host reads or writes before a copy, a kernel runs before another stream's, or memory
-    is reused while a late kernel reads it."""
+    """A missing wait is reported as a race, or changes what the host reads or sends."""
     [seen] = late(1).run(outcomes)
     race = "[emulated] RACE"
     assert seen.pop("_copy_to_host")[1] != 8
@@ -146,7 +145,7 @@ def steps_of(config: Any) -> list[Any]:
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("checkpoint")])
 def test_late_is_the_same(late: Worlds, gpus: Worlds, text_data: str, tmp_path: Path, case: str) -> None:
-    """A wait is missing, so a value is read before it is there."""
+    """Runs have the same results though copies and kernels are late."""
     size = CASES[case].get("world_size", 1)
     mine = late(size).run(steps_of, config_of(case, text_data, tmp_path / "mine"))
     assert mine == gpus(size).run(steps_of, config_of(case, text_data, tmp_path / "theirs"))
@@ -154,7 +153,7 @@ def test_late_is_the_same(late: Worlds, gpus: Worlds, text_data: str, tmp_path: 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("checkpoint")])
 def test_late_checkpoint(late: Worlds, text_data: str, tmp_path: Path, case: str) -> None:
-    """A checkpoint is written from incomplete copies, with shards in host memory and NCCL."""
+    """A run that saves from late copies, with shards in host memory and NCCL, resumes as the run without a save."""
     config, size = config_of(case, text_data, tmp_path), CASES[case].get("world_size", 1)
     assert late(size).run(resumed_runs.saved_in_passing, config, 2, str(tmp_path)) == [[]] * size
 
@@ -190,7 +189,7 @@ def mutated(config: Any, mutant: str) -> Any:
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_fails(late: Worlds, gpus: Worlds, text_data: str, tmp_path: Path, mutant: str) -> None:
-    """The late mode passes although a wait of the program is missing."""
+    """The late mode fails or has other results if one wait of the program is missing or wrong."""
     case = MUTANTS[mutant][0]
     size = CASES[case].get("world_size", 1)
     right = gpus(size).run(steps_of, config_of(case, text_data, tmp_path / "theirs"))

@@ -31,8 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_late_is_the_same(late: Worlds, gpus: Worlds, size: int, case: str) -> None:
-    """A layer that computes before its copy or after the next one's; a write-back that is read before it is done, also
-    by another rank, or whose buffer is overwritten."""
+    """Layers that are loaded and written back late have the state of layers on the device, bit for bit."""
     arguments = {"num_layers": 8} | CASES[case]
     on_device = gpus(size).run(streamed_layers.state_at_end, is_on_host=False, **arguments)
     assert late(size).run(streamed_layers.state_at_end, **arguments) == on_device
@@ -101,7 +100,7 @@ def mutated(mutant: str | None, folder: Path, **arguments: Any) -> list[list[int
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_fails(late: Worlds, gpus: Worlds, tmp_path: Path, mutant: str) -> None:
-    """The late mode passes although a wait is missing."""
+    """The late mode reports a race or has other results if one wait is missing."""
     size, arguments, _ = MUTANTS[mutant]
     right = gpus(size).run(streamed_layers.state_at_end, is_on_host=False, **arguments)
     (tmp_path / "right").mkdir()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(1800)
 def test_check_machine(
     repo_root: Path, tmp_path: Path, pytestconfig: pytest.Config, num_gpus: int, num_ranks: int
 ) -> None:
-    """Losses with one block differ from the CPU's, or layouts, resuming, prefix cache or offload fail."""
+    """No part of the check fails: losses as on the CPU, layouts, resuming, prefix cache and offload."""
     if num_ranks > num_gpus:
         pytest.skip(f"needs {num_ranks} CUDA GPUs, here are {num_gpus}")
     is_emulated = "BCD_EMULATED_GPU" in os.environ  # whose times mean nothing; more ranks than cores show no more

@@ -27,7 +27,8 @@ def one_gpu(folder: Path) -> Runner:
 
 @pytest.mark.parametrize("main_on", ["cpu", "cuda"])
 def test_residuals_across_devices(num_gpus: int, main_on: str) -> None:
-    """The weight on the GPU is taken for the neighbour of a main parameter in host memory, as with offload."""
+    """A main parameter is restored bit for bit from the weight on the GPU and its residual, on the GPU and in host
+    memory."""
     main_param = torch.randn(1000, generator=torch.Generator().manual_seed(3)).to(main_on)
     weight = main_param.to("cuda", torch.bfloat16)
     residual = bf16_residual(main_param, weight, out=torch.empty(1000, dtype=torch.int16))
@@ -37,7 +38,7 @@ def test_residuals_across_devices(num_gpus: int, main_on: str) -> None:
 
 
 def test_no_compiler(repo_root: Path, num_gpus: int) -> None:
-    """Without a compiler, a run dies in its first step with torch.compile's traceback on every rank."""
+    """Without a compiler, a run ends with exit code 2 and names --no-bias-gelu-fusion, without a traceback."""
     data = {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 256}
     sizes = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "train_iters": 1}
     batch = {"micro_batch_size": 1, "global_batch_size": 1, "lr": 1e-3, "max_position_embeddings": 64}
@@ -48,8 +49,7 @@ def test_no_compiler(repo_root: Path, num_gpus: int) -> None:
 
 
 def test_weights_across_implementations(num_gpus: int, tmp_path: Path) -> None:
-    """Transformer Engine and the other implementations read each other's weights wrongly, so the first loss after
-    loading differs."""
+    """Transformer Engine and Megatron Core's own layers have the same first loss with each other's weights."""
     pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine", exc_type=ImportError)
     runner = one_gpu(tmp_path)
     for writer in ("transformer_engine", "local"):
@@ -65,11 +65,8 @@ def test_weights_across_implementations(num_gpus: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_apex(num_gpus: int, tmp_path: Path, precision: str) -> None:
-    """Apex's norm or Adam computes something else than PyTorch's, or the run summary names it but the run does not use
-    it.
-
-    Transformer Engine is hidden from these runs, because Megatron Core would prefer its Adam.
-    """
+    """Runs with Apex's norm and Adam, which the run summary names, have the losses of a CPU. Transformer Engine is
+    hidden from these runs, because Megatron Core would prefer its Adam."""
     for module in ("apex.optimizers", "apex.normalization", "amp_C"):
         pytest.importorskip(module, reason="needs Apex", exc_type=ImportError)
     hidden = tmp_path / "transformer_engine"

@@ -120,8 +120,7 @@ def assert_same_run(mine: list[dict[str, Any]], theirs: list[dict[str, Any]], to
 def test_as_on_a_cpu(
     gpus: Worlds, cpus: Worlds, start: dict[str, dict[str, Any]], tmp_path: Path, case: Combination
 ) -> None:
-    """A tensor is on the wrong device, a branch for GPUs computes something else, NCCL orders a collective differently,
-    or a kernel runs before its input is there."""
+    """A run on GPUs has the losses, gradient norms, evaluations and model state of the same run on a CPU."""
     size, weights = (CUTS | FOUR | EXPERTS)[case["cut"]][0], start["experts" if case["cut"] in EXPERTS else "one"]
     mine = gpus(size).run(worlds.train_run, config_of(case, tmp_path / "mine", **weights))
     on_cpu = {"optimizer_cpu_offload": False, "overlap_cpu_optimizer_d2h_h2d": False}
@@ -142,7 +141,7 @@ RESUMED = ({"layout": "spread", "method": "paper", "option": "host_state"},
 def test_the_other_device_goes_on(
     gpus: Worlds, cpus: Worlds, tmp_path: Path, case: Combination, precision: str, first: str
 ) -> None:
-    """The tensors of a checkpoint stay on the device that wrote them, or only that device can read the state."""
+    """A checkpoint of either device resumes on both, with the same losses."""
     case = case | {"cut": "pipeline", "precision": precision}
     places = {"cpu": cpus(2), "gpu": gpus(2)}
     save = {"save": tmp_path / "run", "no_load_rng": True}

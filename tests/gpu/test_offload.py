@@ -30,7 +30,8 @@ def sizes_of(config: Any) -> tuple[list[int], int, int]:
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_the_share_on_the_host(gpus: Worlds, text_data: str, fraction: float) -> None:
-    """--optimizer-offload-fraction is ignored. Whole parameters move, so it holds within the largest of them."""
+    """The share of --optimizer-offload-fraction is in host memory. Whole parameters move, so it holds within the
+    largest of them."""
     config = worlds.run_config(data_path=text_data, optimizer_offload_fraction=fraction, **OFFLOAD)
     [(sizes, on_device, on_host)] = gpus(1).run(sizes_of, config)
     assert fraction * sum(sizes) <= on_host / 16 <= fraction * sum(sizes) + max(sizes)
@@ -40,6 +41,6 @@ def test_the_share_on_the_host(gpus: Worlds, text_data: str, fraction: float) ->
 
 @pytest.mark.parametrize("flags", [{}, {"bf16": True, "overlap_cpu_optimizer_d2h_h2d": True}], ids=["fp32", "bf16"])
 def test_it_goes_on_where_it_was(gpus: Worlds, text_data: str, tmp_path: Path, flags: dict[str, Any]) -> None:
-    """A checkpoint lacks the host's moments, main parameters or step counter, or a resumed run ignores them."""
+    """A run with the optimizer in host memory resumes as the uninterrupted run, bit for bit."""
     config = worlds.run_config(data_path=text_data, world_size=2, **flags, **OFFLOAD)
     assert gpus(2).run(resumed_runs.stopped_and_resumed, config, [2, 3], str(tmp_path / "run")) == [[], []]
