@@ -147,7 +147,8 @@ def choice_of_auto(config: Any) -> tuple[str, int, int]:
 
 
 def test_auto_takes_what_fits(world1: World) -> None:
-    """--bcd-layers-on auto keeps more layers on the device the more memory there is, and stays below the limit."""
+    """--bcd-layers-on auto keeps more layers on the device the more memory there is, and stays below the limit if it
+    keeps any."""
     case = {"cut": "one", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
     flags = {"bcd_layers_on": "auto"} | EMBEDDING_ON_HOST
     config = functools.partial(config_of, case | {"resident": "0"}, **flags)
