@@ -61,7 +61,9 @@ IGNORED_FIELDS = frozenset(
 """Metrics fields that are not compared: times, memory as the allocator or operating system counts it, the run's name,
 which depends on a version's flags, and switches, which older versions lack. Every other field is compared, including
 fields added later."""
-REMOVED = ("eval-generate", "eval-generate-tokens", "bcd-low-rank-layers", "bcd-low-rank-lr-ratio")
+REMOVED = (
+    "eval-generate", "eval-generate-tokens", "bcd-low-rank-layers", "bcd-low-rank-lr-ratio", "bcd-greedy-microbatches"
+)  # fmt: skip
 """Flags that have a value only in versions before their removal."""
 ADDED = {
     "bcd-layers-on": "device",

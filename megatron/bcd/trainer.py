@@ -56,7 +56,6 @@ from megatron.bcd.runtime.activation_meter import ActivationMeter
 from megatron.bcd.training.checks import StepChecks
 from megatron.bcd.training.evaluation import Evaluator
 from megatron.bcd.training.garbage import GarbageCollection
-from megatron.bcd.training.greedy import score_blocks, take_microbatches
 from megatron.bcd.training.outputs import RunOutputs
 from megatron.bcd.training.pieces import PieceUpdates, StepLoss
 from megatron.bcd.training.profiler import StepProfiler
@@ -142,7 +141,6 @@ class Trainer:
         self.train_iters, self.global_batch_size = run.train_iters, run.global_batch_size
         self.source = run.source
         self.state = TrainState(run=run.name)
-        router_losses.clear()  # those of a run before this one in the process, which may have had fewer layers
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
         resumed = None if run.source is None else run.source.state
         self.reporter = reporter or build_reporter(run, start_iteration=resumed.iteration if resumed else 0)
@@ -613,12 +611,8 @@ class Trainer:
         memory.reset_peak_memory()  # a phase's peak includes the allocation of its own state
 
     def _build_block(self) -> None:
-        """Build gradient buffers and optimizer of the block of the present phase. Greedy order selects it first."""
-        state, schedule = self.state, self.block_schedule
-        if schedule.needs_scores(state.phase_state):
-            scores = self._gradient_scores(schedule.candidates(state.phase_state))
-            state.phase_state = schedule.choose_block(state.phase_state, scores)
-        block = schedule.block(state.phase_state)
+        """Build gradient buffers and optimizer of the block of the present phase."""
+        block = self.block_schedule.block(self.state.phase_state)
         self.active.build(block)
         self.recomputation.begin_phase(block)
         self.lr_scheduler.optimizer = self.active.scheduled()
@@ -641,25 +635,6 @@ class Trainer:
         self.pipeline.begin_phase(block, is_prefix_cached=is_served)
         if self.groups is not None:
             self.groups.begin_phase()
-
-    def _gradient_scores(self, candidates: Sequence[int]) -> dict[int, float]:
-        """Measure the candidates of greedy order on the first microbatches of the coming phase."""
-        coming = self.samples.look_ahead(
-            phase=self.state.phase_state.phase,
-            consumed_samples=self.state.consumed_samples,
-            position=self.state.samples_in_phase,
-        )
-        batches = take_microbatches(coming, self.config.bcd.bcd_greedy_microbatches)
-
-        def begin_phase(block: int) -> None:
-            self.recomputation.begin_phase(block)
-            self.pipeline.begin_phase(block)
-
-        def run_passes(batches: Sequence[data.Batch]) -> None:
-            self.module.train()  # recomputation depends on it
-            self.forward_backward(iter(batches), len(batches), forward_only=False)
-
-        return score_blocks(candidates, batches, active=self.active, begin_phase=begin_phase, run_passes=run_passes)
 
     # ---------------------------------------------------------------------------------------------------- exchange
 
@@ -718,7 +693,7 @@ class Trainer:
     def _run_state(self) -> run_state.RunState:
         """Collect the non-tensor part of a checkpoint. It is identical on all ranks."""
         # after the last step of a phase the next block is due, while the present one is still built
-        is_current = self.active.block == self._next_block()
+        is_current = self.active.block == self.block_schedule.block(self.state.phase_state)
         saves_optimizer = self.config.checkpoint.save_optim
         return run_state.RunState(
             **self.state.state_dict(),
@@ -730,11 +705,6 @@ class Trainer:
             flags=run_config_to_dict(self.config),
             versions={name: version(name) for name in ("torch", "megatron-core")} | {"megatron-bcd": __version__},
         )
-
-    def _next_block(self) -> int | None:
-        """Return the block of the coming step, or None if greedy order has not selected it yet."""
-        phase_state = self.state.phase_state
-        return None if self.block_schedule.needs_scores(phase_state) else self.block_schedule.block(phase_state)
 
     # ----------------------------------------------------------------------------------------------------- restore
 
@@ -760,7 +730,8 @@ class Trainer:
             is_same = is_same and run_state.has_same_optimizers(saved, self.config)
             takes_optimizer = self.config.checkpoint.load_optim and is_same
         if source is not None and takes_optimizer:
-            loader.load_offloaded_state(source, self.active, next_block=self._next_block())
+            next_block = self.block_schedule.block(state.phase_state)
+            loader.load_offloaded_state(source, self.active, next_block=next_block)
         memory.release_cached_memory()
         memory.reset_peak_memory()
         gc.freeze()  # modules and data live as long as the run: collections at a switch need not visit them
@@ -784,7 +755,7 @@ class Trainer:
         )
         if warning is not None:
             self.reporter.warning(warning)
-        if self.state.phase_state.to_dict() != saved.phase:
+        if self.state.phase_state != PhaseState.from_dict(saved.phase):
             self.state.samples_in_phase = 0
         self.active.core.remember_loss_scaler(saved.loss_scaler)
         self.lr_scheduler.num_steps = saved.scheduler_steps

@@ -36,7 +36,7 @@ def data(records: list[dict[str, str]], tmp_path_factory: pytest.TempPathFactory
 def run_of(config: RunConfig) -> dict[str, Any]:
     """Return a whole run, its initial weights, and the samples of its steps."""
     with worlds.started(config) as run:
-        batches: Iterator[Any] = run.samples.look_ahead(phase=0, consumed_samples=0, position=0)
+        batches: Iterator[Any] = worlds.first_batches(run)
         steps = range(run.train_iters)
         samples = [
             [sample for _ in range(get_num_microbatches()) for sample in fine_tuning.samples_of(next(batches))]
@@ -96,7 +96,7 @@ def packed_and_alone(config: RunConfig) -> list[tuple[str, float]]:
     They concern its token losses, the gradients of their sum, and the largest gradient of a masked position's logits.
     """
     with worlds.started(config) as run:
-        batch = next(run.samples.look_ahead(phase=0, consumed_samples=0, position=0))
+        batch = next(worlds.first_batches(run))
         model = unwrap_model(run.model)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         logits: list[torch.Tensor] = []

@@ -46,7 +46,7 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "finetune": {"bcd_preset": "finetune", "position_embedding_type": "rope"} | EMBEDDING_ON_HOST,
         "parts": {"bcd_always_active": "norms,biases,head", "bcd_frozen": "none", "bcd_optimizer_state": "host"},
         "frozen": {"bcd_frozen": "norms,embedding,head"},
-        "greedy": {"bcd_order": "greedy"} | EMBEDDING_ON_HOST,
+        "random": {"bcd_order": "random"} | EMBEDDING_ON_HOST,
         "head": {"bcd_head_phase": True, "bcd_order": "descending"} | EMBEDDING_ON_HOST,
     },
     "recompute": {

@@ -86,7 +86,7 @@ def run_of(config: RunConfig) -> dict[str, Any]:
     with worlds.started(config) as run:
         run.active.dispose()
         _draw(run)
-        batches = run.samples.look_ahead(phase=0, consumed_samples=0, position=0)
+        batches = worlds.first_batches(run)
         microbatches = [next(batches) for _ in range(get_num_microbatches())]
         batch = {name: torch.cat([microbatch[name] for microbatch in microbatches]) for name in microbatches[0]}
         weights = {name: pieces(p, p) for name, p in _named(run)}
@@ -95,7 +95,7 @@ def run_of(config: RunConfig) -> dict[str, Any]:
         for block in range(run.partition.num_blocks):
             run.active.build(block)
             run.active.zero_grad()
-            batches = run.samples.look_ahead(phase=0, consumed_samples=0, position=0)
+            batches = worlds.first_batches(run)
             run.forward_backward(batches, get_num_microbatches(), forward_only=False)
             assert all(p.grad is None and p.requires_grad == hasattr(p, "main_grad") for _, p in _named(run))
             gradients.append({name: pieces(p, p.main_grad) for name, p in _named(run) if p.requires_grad})

@@ -44,7 +44,7 @@ def run_of(config: RunConfig, *, chunk: int | None) -> dict[str, Any]:
         for block, is_training in itertools.product(range(run.partition.num_blocks), (True, False)):
             run.active.build(block)
             run.active.zero_grad()
-            batches = run.samples.look_ahead(phase=0, consumed_samples=0, position=0)
+            batches = worlds.first_batches(run)
             reported = run.forward_backward(batches, get_num_microbatches(), forward_only=not is_training)
             losses += [each["lm loss"].tolist() for each in reported]
             for name, parameter in unwrap_model(run.model).named_parameters():

@@ -119,16 +119,3 @@ def test_kept_moments_with_a_scale(world2: World, text_data: str) -> None:
         assert actual["dtypes"]["exp_avg"] == "float16"
         assert not [what for _, what in actual["changed"] if not what.startswith("exp_avg of")]
         assert actual["losses"] == pytest.approx(reference["losses"], rel=5e-3)
-
-
-def test_greedy_order(world1: World, text_data: str) -> None:
-    """Gradients of candidates that are not found, so that block 0 is always chosen."""
-    flags = {"bcd_order": "greedy", "train_iters": 6, "bcd_steps_per_block": 1}
-    orders = [
-        [result["block"] for result in world1.run(train, config_of("one", text_data, **flags, **more))[0]["steps"]]
-        for train, more in (
-            (precision_aware_adam.train_run, {"use_precision_aware_optimizer": True}),
-            (worlds.train_run, {}),
-        )
-    ]
-    assert orders[0] == orders[1] and len(set(orders[0])) > 1

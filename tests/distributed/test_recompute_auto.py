@@ -29,7 +29,7 @@ def test_a_phase_leaves_nothing_in_what_recomputes(world2: World, initial_weight
 
 
 def recomputed(config: RunConfig) -> list[tuple[int | None, int | None]]:
-    """Return the block and the number of recomputed layers of each training pass, including greedy order's probes."""
+    """Return the block and the number of recomputed layers of each training pass."""
     told: list[tuple[int | None, int | None]] = []
 
     def tell(run: worlds.RecordedRun) -> None:
@@ -40,10 +40,9 @@ def recomputed(config: RunConfig) -> list[tuple[int | None, int | None]]:
     return told
 
 
-def test_probes_recompute_as_their_phase_does(world1: World, text_data: str) -> None:
-    """A candidate of greedy order that is measured with another block's recomputation, or none: out of memory."""
-    flags = {"data_path": text_data, "bcd_order": "greedy", "recompute_memory_gib": 1.1e-3} | AUTO
-    [told] = world1.run(recomputed, worlds.run_config(**flags))
+def test_each_block_recomputes_its_own_number_of_layers(world1: World, text_data: str) -> None:
+    """Every phase of a block recomputes the number of layers that was found for it."""
+    [told] = world1.run(recomputed, worlds.run_config(data_path=text_data, recompute_memory_gib=1.1e-3, **AUTO))
     numbers = dict(told[:3])
     assert sorted(numbers) == [0, 1, 2] and len(set(numbers.values())) > 1, "blocks must differ"
     assert all(number == numbers[block] for block, number in told)

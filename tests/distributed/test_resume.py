@@ -103,7 +103,7 @@ EVERYTHING = "norms,embedding,head"
 RUNS: dict[str, dict[str, Any]] = {
     "samples": PIPELINE | {"train_iters": None, "train_samples": 67},
     "random_subset": CUTS["data2"] | {"bcd_order": "random", "bcd_sample_ratio": 0.002},
-    "greedy_large_subset": PIPELINE | {"bcd_layout": "submodel", "bcd_order": "greedy", "bcd_sample_ratio": 0.9},
+    "random_large_subset": PIPELINE | {"bcd_layout": "submodel", "bcd_order": "random", "bcd_sample_ratio": 0.9},
     "plateau_warmup": PIPELINE | {"bcd_layout": "submodel"} | PLATEAU,
     "one_block_subset": CUTS["data2"] | {"bcd_num_blocks": 1, "bcd_sample_ratio": 0.002},
     "fp16_kept": CUTS["tensor2"] | {"fp16": True, "initial_loss_scale": 256, "bcd_optimizer_state": "host"},
@@ -121,7 +121,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "experts_muon": CUTS["tensor2"] | worlds.EXPERTS | MUON | {"moe_token_dispatcher_type": "alltoall"},
     "experts_divided": CUTS["data2"] | FACTORED | worlds.EXPERTS | worlds.EXPERT2,
     "experts_in_blocks": CUTS["data2"] | worlds.EXPERTS | worlds.EXPERT2 | {"bcd_layout": "experts"}
-    | {"bcd_num_blocks": 2, "bf16": True, "bcd_optimizer_state": "host", "bcd_order": "greedy"},
+    | {"bcd_num_blocks": 2, "bf16": True, "bcd_optimizer_state": "host", "bcd_order": "random"},
     "experts_divided_kept": CUTS["tensor2"] | worlds.EXPERTS | worlds.EXPERT2 | {"expert_tensor_parallel_size": 1}
     | {"bf16": True, "bcd_optimizer_state": "host", "adam_moments_dtype": "int8"},
     "gpt_oss": PIPELINE | FINETUNE | worlds.GPT_OSS | {"bcd_num_blocks": 2},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from pathlib import Path
@@ -15,47 +14,6 @@ from support.dist import World
 
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
-from megatron.bcd.runtime import rng
-
-
-def scores_and_choice(config: RunConfig) -> dict[str, Any]:
-    """Return the first choice of greedy order, and the sum of squares of this rank's share of each block's gradient."""
-    squares: dict[int, float] = {}
-    sizes: dict[int, int] = {}
-    generator = torch.random.get_rng_state
-
-    with worlds.started(config) as run:
-        chosen, drawn = run.block, generator()
-        run.active.dispose()
-        batches = [*itertools.islice(run.samples.look_ahead(phase=0, consumed_samples=0, position=0), 4)]
-        run.module.train()
-        for block in range(run.partition.num_blocks):
-            run.build(block)
-            run.active.zero_grad()
-            with rng.preserve_random_generators():
-                run.forward_backward(iter(batches), 4, forward_only=False)
-            named = run.active.parameters.active().items()
-            block_parameters = [p for name, p in named if "norm" not in name and not name.startswith("output_layer")]
-            squares[block] = sum(float(p.main_grad.double().square().sum()) for p in block_parameters)
-            sizes[block] = sum(p.numel() for p in block_parameters)
-            run.active.dispose()
-        return {"chosen": chosen, "squares": squares, "sizes": sizes, "generator": drawn}
-
-
-@pytest.mark.parametrize("cut", ["data2", "pipeline2", "submodel"])
-def test_greedy_takes_the_largest_gradient(world2: World, text_data: str, cut: str) -> None:
-    """A score of one rank's share, of another block's gradient, of what is always active; one per block, not per
-    parameter."""
-    flags = {"data_path": text_data, "hidden_dropout": 0.1, "bcd_always_active": "norms"} | worlds.CUTS[cut]
-    greedy, plain = (worlds.run_config(bcd_order=order, **flags) for order in ("greedy", "ascending"))
-    ranks = world2.run(scores_and_choice, greedy)
-    means = {
-        block: sum(rank["squares"][block] for rank in ranks) / sum(rank["sizes"][block] for rank in ranks)
-        for block in ranks[0]["squares"]
-    }
-    assert ranks[0]["chosen"] == ranks[1]["chosen"] == max(means, key=lambda block: means[block])
-    others = world2.run(scores_and_choice, plain)
-    assert all(torch.equal(a["generator"], b["generator"]) for a, b in zip(ranks, others, strict=True))
 
 
 def untrained(config: RunConfig) -> dict[str, Any]:
@@ -69,7 +27,7 @@ def untrained(config: RunConfig) -> dict[str, Any]:
         return {"layers": sorted(layers), "warnings": run.recorder.warnings}
 
 
-@pytest.mark.parametrize("order", ["ascending", "greedy"])
+@pytest.mark.parametrize("order", ["ascending", "random"])
 def test_untrained_layers_are_named(world1: World, text_data: str, order: str) -> None:
     """A run names the layers that it does not train, before it and after it; a run that trains all layers does not
     warn."""
@@ -78,7 +36,7 @@ def test_untrained_layers_are_named(world1: World, text_data: str, order: str) -
     before, after = result["warnings"]
     first, last = result["layers"]
     assert f"layers {first}-{last}" in after
-    assert f"layers {first}-{last}, final norm" in before or order == "greedy"
+    assert f"layers {first}-{last}" in before and ("final norm" in before) == (last == 5)
     (whole,) = world1.run(untrained, worlds.run_config(**flags, bcd_steps_per_block=None))
     assert whole == {"layers": [], "warnings": []}
     stateless = {"bcd_inactive_update": "orthogonal", "bcd_always_active": "norms,biases,embedding"}

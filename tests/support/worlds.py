@@ -24,6 +24,7 @@ from megatron.bcd.blocks.partition import Block
 from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.checkpoint import loader
 from megatron.bcd.config import RunConfig
+from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
@@ -301,6 +302,12 @@ def started(config: RunConfig, *, freezes: bool = False, **hooks: Hook) -> Itera
     with parallel(config, freezes=freezes):
         yield RecordedRun(config, **hooks)
         device.synchronize()  # a run that ends inside a phase has copies under way
+
+
+def first_batches(run: Trainer) -> Iterator[Any]:
+    """Return this rank's microbatches from the first sample on, read separately from the run's own."""
+    samples = TrainingSamples(run.config, dataset=run.samples.dataset, epoch_samples=run.samples.epoch_samples)
+    return samples.batches(phase=0, consumed_samples=0, position=0)
 
 
 def train_run(config: RunConfig, *, blocks_of_stages: int | None = None) -> dict[str, Any]:

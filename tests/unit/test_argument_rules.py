@@ -12,7 +12,6 @@ from support.command_line import BASE, parse
 
 from megatron.bcd.arguments import read_command_line
 from megatron.bcd.arguments.parse import ConfigurationError
-from megatron.bcd.arguments.stock import REMOVED
 from megatron.bcd.runtime import packages
 
 WORDS = [word for pair in BASE.items() for word in pair]
@@ -73,7 +72,6 @@ BAD_RUNS = {
 --exp-avg-dtype bf16 --bf16 --use-precision-aware-optimizer --bcd-layers-on host --bcd-num-blocks 1
 --bcd-layers-on host --bcd-schedule stock
 --bcd-schedule breadth-first --fp8-format hybrid --bf16
---bcd-schedule breadth-first --bcd-order greedy --bcd-inactive-update orthogonal
 --bcd-schedule breadth-first --bcd-run-ahead 1
 --bcd-schedule breadth-first --optimizer-cpu-offload --bcd-num-blocks 1
 --bcd-prefix-cache c --bcd-schedule breadth-first --bcd-sample-ratio 1 --hidden-dropout 0 --attention-dropout 0
@@ -106,7 +104,6 @@ BAD_RUNS = {
 --lr-wsd-decay-iters 11 --lr-decay-style WSD
 --start-weight-decay 0.2 --weight-decay-incr-style linear --end-weight-decay 0.1
 --fp16 --bf16
---optimizer muon --bcd-order greedy
 --optimizer-cpu-offload
 --optimizer-cpu-offload --bcd-num-blocks 1 --optimizer sgd
 --optimizer-cpu-offload --bcd-num-blocks 1 --fp16
@@ -195,16 +192,23 @@ def test_bad_run(ranks: int, line: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("flag", [*REMOVED])
-def test_removed_flag(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A flag of an older version without effect, or called unknown, so that its user does not learn what to do."""
-    told = "removed. Train every layer with --bcd-preset finetune (6 bytes a parameter), or train LoRA with peft."
+ADAPTERS = "removed. Train every layer with --bcd-preset finetune (6 bytes a parameter), or train LoRA with peft."
+GONE = {f"{flag} 4": f"{flag}: {ADAPTERS}" for flag in ("--bcd-low-rank", "--save-adapters")} | {
+    "--bcd-greedy-microbatches 4": "--bcd-greedy-microbatches: removed with greedy order. Leave it out, and give "
+    "--bcd-order ascending, descending or random.",
+    "--bcd-order greedy": "--bcd-order greedy: removed. Give ascending, descending or random.",
+}
+
+
+@pytest.mark.parametrize("line", [*GONE])
+def test_what_was_removed(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A removed flag or value ends the command with code 2 and one line that says what to use instead."""
     with pytest.raises(ValueError) as error:
-        parse(flag, "4")
-    assert str(error.value) == f"{flag}: {told}"
+        parse(*line.split())
+    assert str(error.value) == GONE[line]
     with pytest.raises(SystemExit) as left:
-        read_command_line([*WORDS, flag, "4", "--dry-run"], prog="test", world_size=1)
-    assert left.value.code == 2 and capsys.readouterr().err == f"test: error: {flag}: {told}\n"
+        read_command_line([*WORDS, *line.split(), "--dry-run"], prog="test", world_size=1)
+    assert left.value.code == 2 and capsys.readouterr().err == f"test: error: {GONE[line]}\n"
 
 
 @pytest.mark.parametrize("flag", [*BASE])

@@ -32,7 +32,7 @@ schedules = st.builds(
     block_schedule,
     num_blocks=st.integers(1, 7),
     steps_per_block=st.integers(1, 12),
-    order=st.sampled_from(["ascending", "descending", "random"]),
+    order=st.sampled_from(ORDERS),
     seed=st.integers(-5, 5),
 )
 plateau_schedules = st.builds(
@@ -50,17 +50,10 @@ plateau_schedules = st.builds(
 losses = st.floats(-4, 4) | st.sampled_from([NAN, INF, 1.0, 1.0, 2.0])
 
 
-def _chosen(schedule: BlockSchedule, state: PhaseState) -> PhaseState:
-    """Choose the block of greedy order by scores that differ from phase to phase."""
-    if not schedule.needs_scores(state):
-        return state
-    return schedule.choose_block(state, {b: (7 * b + 3 * state.phase) % 5 for b in schedule.candidates(state)})
-
-
 def _states(schedule: BlockSchedule, steps: int) -> list[PhaseState]:
-    states = [_chosen(schedule, PhaseState())]
+    states = [PhaseState()]
     for _ in range(steps):
-        states.append(_chosen(schedule, schedule.after_step(states[-1])))
+        states.append(schedule.after_step(states[-1]))
     return states
 
 
@@ -105,31 +98,6 @@ def test_random_order_is_random_and_the_same_everywhere() -> None:
         assert {order[place] for order in orders} == set(range(5))
 
 
-def test_greedy_takes_the_largest_score_that_the_cycle_has_not_visited() -> None:
-    """Exposes the smallest score taken, a visited block taken again, or visits that are kept beyond the cycle."""
-    schedule = block_schedule(num_blocks=3, steps_per_block=1, order="greedy")
-    state, blocks = PhaseState(), []
-    for scores in ({0: 1.0, 1: 3.0, 2: 2.0}, {0: 5.0, 1: 9.0, 2: 6.0}, None, {0: 8.0, 1: 7.0, 2: 6.0}):
-        assert schedule.needs_scores(state) == (scores is not None), "one block is left at a cycle's end"
-        state = state if scores is None else schedule.choose_block(state, scores)
-        assert not schedule.needs_scores(state)
-        blocks.append(schedule.block(state))
-        state = schedule.after_step(state)
-    assert blocks == [1, 2, 0, 0], "a new cycle may begin with any block"
-    assert schedule.candidates(state) == (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("scores", "block"),
-    [([2.0, 2.0, 1.0], 0), ([NAN, 1.0, 2.0], 2), ([0.5, INF, 0.1], 0), ([NAN, NAN, NAN], 0), ([INF, NAN, -INF], 0)],
-)
-def test_greedy_with_ties_and_overflow(scores: Sequence[float], block: int) -> None:
-    """Exposes a choice that depends on the order of a dictionary, or an overflow taken for the largest gradient."""
-    schedule = block_schedule(num_blocks=3, order="greedy")
-    for given_order in (range(3), reversed(range(3))):
-        assert schedule.block(schedule.choose_block(PhaseState(), {b: scores[b] for b in given_order})) == block
-
-
 def _plateau_length(schedule: BlockSchedule, phase_losses: Sequence[float]) -> int | None:
     """Return the number of steps until the phase ends, given all its losses; None if there are too few."""
     settings = schedule.settings
@@ -150,7 +118,7 @@ def _plateau_length(schedule: BlockSchedule, phase_losses: Sequence[float]) -> i
 def test_plateau(schedule: BlockSchedule, phase_losses: list[float]) -> None:
     """Exposes a wrong mean, window, comparison or bound; skipped steps in the mean, or not counted as steps; and a
     phase that ends where it was said that it can't, so that what was run ahead would be thrown away."""
-    state, length = _chosen(schedule, PhaseState()), _plateau_length(schedule, phase_losses)
+    state, length = PhaseState(), _plateau_length(schedule, phase_losses)
     for step, loss in enumerate(phase_losses[:length], start=1):
         may_end = schedule.may_end_with_next_step(state)
         assert may_end == (schedule.after_step(state, loss=NAN).phase == 1), "True only where it can happen"
@@ -165,7 +133,7 @@ def test_going_on_from_json_takes_every_decision_alike(schedule: BlockSchedule, 
     """Exposes a decision that rests on something no checkpoint keeps, or on a rounded number (invariant 7)."""
     state = PhaseState()
     for loss in run:
-        state = _chosen(schedule, schedule.after_evaluation(state, loss))
+        state = schedule.after_evaluation(state, loss)
         as_json = json.loads(json.dumps(state.to_dict(), allow_nan=False))
         assert as_json == state.to_dict(), "what a checkpoint holds is compared with what a run has"
         resumed = PhaseState.from_dict(as_json)
@@ -209,16 +177,6 @@ def test_outer_criterion(validation_losses: list[float], is_converged: bool, num
     assert not schedule.is_converged(PhaseState(phase=state.phase))
     assert not block_schedule(num_blocks=num_blocks, steps_per_block=2).is_converged(state)
     assert len(state.cycle_ends) <= 2, "bounded however long the run"
-
-
-def test_which_states_fit_greedy_order() -> None:
-    """A resumed run switches to greedy order, or away from it, during a cycle."""
-    greedy, ascending = (block_schedule(num_blocks=3, order=order) for order in ("greedy", "ascending"))
-    assert greedy.fits(PhaseState(phase=4, visited=(2,), block=1)) and greedy.fits(PhaseState(phase=3))
-    assert not greedy.fits(PhaseState(phase=4)) and not greedy.fits(PhaseState(phase=3, visited=(1,)))
-    assert not greedy.fits(PhaseState(phase=4, visited=(3,)))
-    assert ascending.fits(PhaseState(phase=4)) and ascending.fits(PhaseState(phase=3))
-    assert not ascending.fits(PhaseState(phase=4, visited=(2,))) and not ascending.fits(PhaseState(phase=3, block=1))
 
 
 @given(st.integers(1, 24), st.integers(1, 1500), st.sampled_from([(), ("--bcd-preset", "finetune")]))

@@ -118,7 +118,7 @@ def _derive_network(values: Values) -> None:
         values["recompute_granularity"] = values["recompute_granularity"] or "selective"
     is_fused = values["bias_gelu_fusion"] and values["add_bias_linear"]
     values["bias_activation_fusion"] = values["bias_swiglu_fusion"] if values["swiglu"] else is_fused
-    # passes outside a step, such as those of --bcd-order greedy, would read outdated weights
+    # passes outside a step, such as those of an evaluation, would read outdated weights
     values["disable_parameter_transpose_cache"] = True if values["fp8"] else None
 
 

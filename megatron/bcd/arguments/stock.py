@@ -288,7 +288,6 @@ BELONG_TO = {
     "--context-parallel-size": "cp_comm_type",
     "--bcd-switch=plateau": "bcd_plateau_window bcd_plateau_min_improvement bcd_min_steps_per_block "
     "bcd_max_steps_per_block",
-    "--bcd-order=greedy": "bcd_greedy_microbatches",
     "--bcd-layers-on=host": "bcd_resident_layers",
     "--bcd-schedule=breadth-first": "bcd_layers_per_pass bcd_saved_inputs",
     "--bcd-inactive-update": "bcd_inactive_lr_ratio bcd_inactive_grad_dtype",
@@ -306,6 +305,7 @@ REPLACED = {
 }
 """Removed flags: accepted with any value and without effect. The run summary names what replaced them."""
 
+_ORDERS = "ascending, descending or random"
 REMOVED = {
     name: f"{name}: removed. Train every layer with --bcd-preset finetune (6 bytes a parameter), or train LoRA with "
     "peft."
@@ -316,6 +316,9 @@ REMOVED = {
         "--bcd-low-rank-lr-ratio",
         "--save-adapters",
     ]
+} | {
+    "--bcd-greedy-microbatches": "--bcd-greedy-microbatches: removed with greedy order. Leave it out, and give "
+    f"--bcd-order {_ORDERS}."
 }
 """The error message of each flag that this program had and no longer accepts."""
 REMOVED_CHOICES = {
@@ -323,7 +326,7 @@ REMOVED_CHOICES = {
     "orthogonal or factored."
     for flag in ("--bcd-inactive-update", "--bcd-resting-update")
     for rule in ("normalized", "sign")
-}
+} | {"--bcd-order: invalid choice: 'greedy'": f"--bcd-order greedy: removed. Give {_ORDERS}."}
 """Messages for removed values, by the start of argparse's message."""
 
 UNSUPPORTED = {

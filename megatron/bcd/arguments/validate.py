@@ -57,8 +57,7 @@ CONFLICTS = {
     "--save-hf": "--skip-train",
     "--num-experts": "--fp8-format --hierarchical-context-parallel-sizes",
     "--bcd-sample-ratio": "--dataloader-type=cyclic",  # each phase draws its own samples
-    # Muon's gradients have no loss scale, and the scores of greedy order do not include them
-    "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss --bcd-order=greedy",
+    "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss",  # its gradients have no loss scale
     "--bcd-embedding-update=factored": "--decoupled-lr",  # only Megatron Core's optimizer supports it
     "--optimizer-cpu-offload": "--optimizer!=adam --no-decoupled-weight-decay --no-use-distributed-optimizer "
     "--adam-moments-dtype --exp-avg-dtype --exp-avg-sq-dtype --bcd-inactive-update",
@@ -74,8 +73,8 @@ CONFLICTS = {
     "--bcd-prefix-cache": "--sequence-parallel --fp8-format",  # a rank that reads the cache would not scale
     "--fp8-format": "--transformer-impl=local",
     # each replica group would decide these by its own samples, or would not divide the samples
-    "--lighthouse": "--skip-train --bcd-order=greedy --bcd-switch=plateau --bcd-stop-cycle-improvement "
-    "--bcd-prefix-cache --dataloader-type=cyclic --rampup-batch-size",
+    "--lighthouse": "--skip-train --bcd-switch=plateau --bcd-stop-cycle-improvement --bcd-prefix-cache "
+    "--dataloader-type=cyclic --rampup-batch-size",
 }
 """The conditions that a flag cannot be combined with."""
 
@@ -554,10 +553,6 @@ def _check_breadth_first(run: Run, partition: Partition, given: Mapping[str, Any
     require(
         run.recompute is None and run.recompute_granularity != "full",
         f"{granularity}: {schedule} recomputes every layer anyway. Leave it out, or give --recompute-activations.",
-    )
-    require(
-        run.bcd_order != "greedy" or run.bcd_inactive_update == "none",
-        f"--bcd-order greedy: {schedule} updates layers while it measures gradients. Give --bcd-inactive-update none.",
     )
     size, stages = run.bcd_layers_per_pass, partition.num_stages
     fits = run.num_layers % size == 0 if stages == 1 else run.num_virtual_stages_per_pipeline_rank is not None

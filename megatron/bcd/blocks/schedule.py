@@ -1,7 +1,7 @@
 """Decide when the active block changes, and which block comes next (arXiv 2506.12037, Algorithm 1). Pure.
 
 Only ``BlockSchedule.block`` decides the order of the blocks, and only ``BlockSchedule._is_over`` the end of a phase.
-Losses and scores must be reduced before they are passed in, so that every rank makes the same decisions.
+Losses must be reduced before they are passed in, so that every rank makes the same decisions.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ class CycleEnd:
     """Mean loss per token; infinite if the loss of the evaluation was not finite."""
 
 
+_OF_GREEDY_ORDER = ("block", "visited")
+"""Entries of the phase state in checkpoints of the versions that had this order."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PhaseState:
     """Position of a run in its phases. It is stored in checkpoints, so that a resumed run makes the same decisions."""
@@ -33,10 +37,6 @@ class PhaseState:
     """Number of the current phase, which is the number of phases that are over."""
     step_in_phase: int = 0
     """Completed steps of the current phase."""
-    block: int | None = None
-    """In greedy order the block that was chosen for this phase, None before the choice. In other orders None."""
-    visited: tuple[int, ...] = ()
-    """In greedy order the blocks of this cycle's earlier phases. In other orders empty."""
     recent_losses: tuple[float, ...] = ()
     """With switch plateau the last finite training losses of this phase, at most one window."""
     best_loss: float | None = None
@@ -49,7 +49,7 @@ class PhaseState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state in JSON types: tuples as lists, and infinity as ``"inf"``."""
-        values = asdict(self) | {"visited": list(self.visited), "recent_losses": list(self.recent_losses)}
+        values = asdict(self) | {"recent_losses": list(self.recent_losses)}
         values["cycle_ends"] = [
             {
                 "cycle": end.cycle,
@@ -61,14 +61,17 @@ class PhaseState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PhaseState:
-        """Return the state that ``to_dict`` wrote. Raises ValueError if an entry is missing or unknown."""
+        """Return the state that ``to_dict`` wrote, or one that names blocks in ``_OF_GREEDY_ORDER``.
+
+        Raises ValueError if an entry is missing or unknown.
+        """
+        values = {name: value for name, value in values.items() if name not in _OF_GREEDY_ORDER}
         if values.keys() != cls.__dataclass_fields__.keys():
             raise ValueError(f"the phase state has the entries {sorted(values)}, and not {sorted(vars(cls()))}")
         ends = (
             CycleEnd(cycle=end["cycle"], validation_loss=float(end["validation_loss"])) for end in values["cycle_ends"]
         )
-        sequences = {name: tuple(values[name]) for name in ("visited", "recent_losses")}
-        return cls(**{**values, **sequences, "cycle_ends": tuple(ends)})
+        return cls(**{**values, "recent_losses": tuple(values["recent_losses"]), "cycle_ends": tuple(ends)})
 
 
 def block_schedule_from_config(
@@ -149,49 +152,17 @@ class BlockSchedule:
         return f"{length}, {settings.bcd_order} order"
 
     def block(self, state: PhaseState) -> int:
-        """Return the number of the active block. In greedy order it must have been chosen before."""
+        """Return the number of the active block."""
         place = state.phase % self.num_blocks
         if self.settings.bcd_order == "ascending":
             return place
         if self.settings.bcd_order == "descending":
             return self.num_blocks - 1 - place
-        if self.settings.bcd_order == "random":
-            return _random_order(self.seed, self.cycle(state), self.num_blocks)[place]
-        assert not self.needs_scores(state), f"phase {state.phase}: no block was chosen"
-        return self.candidates(state)[0] if state.block is None else state.block
+        return _random_order(self.seed, self.cycle(state), self.num_blocks)[place]
 
     def cycle(self, state: PhaseState) -> int:
         """Return the number of the cycle. A cycle visits every block once, in any order."""
         return state.phase // self.num_blocks
-
-    def needs_scores(self, state: PhaseState) -> bool:
-        """Return whether ``choose_block`` must be called before this phase.
-
-        It must in greedy order, with more than one block to choose from.
-        """
-        return self.settings.bcd_order == "greedy" and state.block is None and len(self.candidates(state)) > 1
-
-    def candidates(self, state: PhaseState) -> tuple[int, ...]:
-        """Return the blocks from which greedy order may choose, ascending: those that this cycle has not visited.
-
-        The Gauss-Southwell rule alone may skip a block for ever, if its gradient per parameter is always smaller than
-        others. With one visit per cycle, no block waits longer than two cycles. Convergence proofs of block coordinate
-        descent require this (essentially cyclic order), and a whole cycle improves all blocks. A cycle may start with
-        the last block of the cycle before.
-        """
-        return tuple(block for block in range(self.num_blocks) if block not in state.visited)
-
-    def choose_block(self, state: PhaseState, scores: Mapping[int, float]) -> PhaseState:
-        """Return ``state`` with the highest-scoring candidate as its block; on a tie, the first one.
-
-        ``scores`` maps at least every candidate to the norm of its gradient per parameter. Candidates whose score is
-        not finite (the probe overflowed) come last.
-        """
-        assert self.needs_scores(state), f"phase {state.phase}: there is nothing to choose"
-        ranked = {
-            block: scores[block] if math.isfinite(scores[block]) else -math.inf for block in self.candidates(state)
-        }
-        return replace(state, block=max(ranked, key=lambda block: ranked[block]))
 
     def after_step(self, state: PhaseState, *, loss: float | None = None) -> PhaseState:
         """Return the state after one more step. After the last step of a phase it is step 0 of the next phase.
@@ -199,19 +170,13 @@ class BlockSchedule:
         ``loss`` is the mean training loss per token of that step. Only switch plateau needs it. A loss that is not
         finite (a skipped step) does not enter the mean, but the step counts.
         """
-        block = self.block(state)
         stepped = replace(state, step_in_phase=state.step_in_phase + 1)
         if self.settings.bcd_switch == "plateau":
             assert loss is not None, "--bcd-switch plateau decides on the loss"
             stepped = self._with_loss(stepped, float(loss))
         if not self._is_over(stepped):
             return stepped
-        visited = (*state.visited, block) if self.settings.bcd_order == "greedy" else ()
-        return PhaseState(
-            phase=state.phase + 1,
-            visited=visited if len(visited) < self.num_blocks else (),
-            cycle_ends=state.cycle_ends,
-        )
+        return PhaseState(phase=state.phase + 1, cycle_ends=state.cycle_ends)
 
     def phases_within(self, state: PhaseState, num_steps: int) -> int:
         """Return the maximum number of phases that a run has begun `num_steps` steps after `state`."""
@@ -225,18 +190,12 @@ class BlockSchedule:
         """Return the blocks that have been stepped; all blocks after one cycle."""
         if state.phase >= self.num_blocks:
             return frozenset(range(self.num_blocks))
-        is_greedy = self.settings.bcd_order == "greedy"
-        before = () if is_greedy else (self.block(PhaseState(phase=phase)) for phase in range(state.phase))
-        return frozenset((*state.visited, *before, *([self.block(state)] if state.step_in_phase else [])))
+        num_phases = state.phase + (state.step_in_phase > 0)
+        return frozenset(self.block(PhaseState(phase=phase)) for phase in range(num_phases))
 
     def is_switch(self, before: PhaseState, after: PhaseState) -> bool:
-        """Return whether the active block is rebuilt. If not, the same block continues with its optimizer state.
-
-        Greedy order always rebuilds, because scoring a candidate builds it.
-        """
-        if before.phase == after.phase:
-            return False
-        return self.needs_scores(after) or self.block(before) != self.block(after)
+        """Return whether the active block is rebuilt. If not, the same block continues with its optimizer state."""
+        return self.block(before) != self.block(after)
 
     def may_end_with_next_step(self, state: PhaseState) -> bool:
         """Return whether the next step may be the last one of the phase. If False, it is not, whatever its loss.
@@ -294,17 +253,6 @@ class BlockSchedule:
         if self.num_blocks == 1 or state.step_in_phase >= warmup:
             return multiplier
         return multiplier * (state.step_in_phase + 1) / (warmup + 1)
-
-    def fits(self, state: PhaseState) -> bool:
-        """Return whether a run with this order can resume from ``state``.
-
-        It cannot change to or from greedy order within a cycle. Other orders and seeds are interchangeable, because
-        their states contain no block.
-        """
-        if self.settings.bcd_order != "greedy":
-            return state.block is None and not state.visited
-        blocks = (*state.visited, *(() if state.block is None else (state.block,)))
-        return len(state.visited) == state.phase % self.num_blocks and all(block < self.num_blocks for block in blocks)
 
     def _with_loss(self, state: PhaseState, loss: float) -> PhaseState:
         """Return ``state`` after its last step, with that step's loss included in the mean."""

@@ -189,8 +189,8 @@ def load_weights(source: Source, model: torch.nn.Module) -> None:
     assert not unexpected and all(name.endswith(_EXTRA_STATE) for name in missing), (missing, unexpected)
 
 
-def load_offloaded_state(source: Source, active: ActiveBlock, *, next_block: int | None) -> None:
-    """Load the offloaded state of all blocks except `next_block`, the block that is built next if it is known.
+def load_offloaded_state(source: Source, active: ActiveBlock, *, next_block: int) -> None:
+    """Load the offloaded state of all blocks except `next_block`, the block that is built next.
 
     Call it before that block is built. A collective. Each block is built briefly, so that its state is sharded as in
     its next phase. Raises ValueError like `load_weights`.

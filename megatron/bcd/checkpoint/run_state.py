@@ -31,7 +31,7 @@ _OLDER = {"softmax_type": "vanilla"} | {each.name: each.default for each in fiel
 _MAY_CHANGE_WITHOUT_STATE = ("seq_length", "max_position_embeddings", "bf16", "fp16", "optimizer")
 """Those flags that may change if a run loads only the weights."""
 _REMOVED = ("bcd_resting_layers", "bcd_inactive_layers", "bcd_low_rank", "bcd_low_rank_alpha", "bcd_low_rank_layers",
-            "bcd_low_rank_lr_ratio", "save_adapters")  # fmt: skip
+            "bcd_low_rank_lr_ratio", "save_adapters", "bcd_greedy_microbatches")  # fmt: skip
 """Flags of older versions, which their checkpoints name."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
                "hierarchical_context_parallel_sizes", "world_size", *fields_that_may_change())  # fmt: skip
@@ -319,8 +319,8 @@ def resumed_phase(
             f"{config.bcd.bcd_embedding_update} have other optimizer state than the checkpoint's run, so optimizer "
             "state is not loaded"
         )
-    elif not phases.fits(state):
-        problem = f"--bcd-order {phases.settings.bcd_order} can't resume in the middle of a cycle of another order"
+    elif saved.flags.get("bcd", {}).get("bcd_order") == "greedy":
+        problem = f"--bcd-order {config.bcd.bcd_order} can't resume in the middle of a cycle of greedy order"
     else:
         return state, None
     restarted = PhaseState(phase=cycle * phases.num_blocks)

@@ -16,7 +16,7 @@ DEFAULT_NUM_BLOCKS = 3
 LONGEST_PHASES = {None: 100, "paper": 100, "pretrain": 50, "finetune": 50}
 """The largest number of steps of a phase without --bcd-steps-per-block, by --bcd-preset."""
 LAYOUTS = ("spread", "strided", "stage", "submodel", "interleaved", "experts")
-ORDERS = ("ascending", "descending", "random", "greedy")
+ORDERS = ("ascending", "descending", "random")
 SWITCHES = ("steps", "plateau")
 ALWAYS_ACTIVE = ("norms", "biases", "embedding", "head")
 FROZEN = ("embedding", "head", "norms")
@@ -122,12 +122,8 @@ class BcdConfig:
     )
     bcd_order: str = option(
         "ascending",
-        "order of the blocks in a cycle: random = a new order in each cycle, from --seed; greedy = always the block "
-        "with the largest gradient norm per parameter among those that the cycle has not visited",
+        "order of the blocks in a cycle: random = a new order in each cycle, from --seed",
         choices=ORDERS,
-    )
-    bcd_greedy_microbatches: int = option(
-        4, "microbatches per data-parallel rank on which greedy order measures gradients", range=AT_LEAST_1
     )
     bcd_switch: str = option(
         "steps", "what ends a phase: --bcd-steps-per-block, or a plateau of the training loss", choices=SWITCHES

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core import parallel_state
-
 from megatron.bcd import data
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
@@ -39,7 +37,7 @@ class TrainingSamples:
         `position` is the number of samples that the phase has trained on.
         """
         if self._batches is None:
-            self._batches = self._open(self._config, phase, consumed_samples, position)
+            self._batches = self._open(phase, consumed_samples, position)
         return self._batches
 
     def set_share(self, share: data.GroupShare, *, is_moved: bool = False) -> None:
@@ -47,14 +45,6 @@ class TrainingSamples:
         if is_moved or share != self.share:
             self._batches = None
         self.share = share
-
-    def look_ahead(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
-        """Return the next microbatches of `batches`, read separately; at the end of the data, the last ones."""
-        config = self._config.replace_section("data", num_workers=0)
-        if self.dataset is not None and self.subset is None:
-            batch = config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
-            consumed_samples = min(consumed_samples, max(0, len(self.dataset) - batch))
-        return self._open(config, phase, consumed_samples, position)
 
     def end_phase(self) -> None:
         """Start the next phase's subset with the next batch."""
@@ -72,11 +62,11 @@ class TrainingSamples:
         """
         return min(1.0, (seen_before + self.num_distinct(in_phase)) / max(1, self.epoch_samples))
 
-    def _open(self, config: RunConfig, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
+    def _open(self, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
         if self.dataset is None:
             return data.empty_batches()
         if self.subset is None:
-            return data.batches(self.dataset, config, consumed_samples=consumed_samples, share=self.share)
+            return data.batches(self.dataset, self._config, consumed_samples=consumed_samples, share=self.share)
         return data.subset_batches(
-            self.dataset, config, subset=self.subset, phase=phase, position=position, share=self.share
+            self.dataset, self._config, subset=self.subset, phase=phase, position=position, share=self.share
         )

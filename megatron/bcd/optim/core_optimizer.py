@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
@@ -191,38 +191,12 @@ class CoreOptimizer(StateOwner):
         """Count the zeros in the clipped gradient. Duplicates count as in the norm of a step. A collective."""
         total = 0
         for each in self.optimizers():
-            gradients = _gradients(each, _counted_main_params(each, with_always_active=True))
+            gradients = _gradients(each, _counted_main_params(each))
             on_this_rank = sum(gradient.numel() - int(torch.count_nonzero(gradient)) for gradient in gradients)
             total += _sum_over(each.get_grad_stats_parallel_group(), on_this_rank)
         return total
 
     # ----------------------------------------------------------------------------------------------------------- norms
-
-    @torch.no_grad()
-    def block_gradient_norm(self) -> float:
-        """Return the L2 norm of the gradient of the block's own parameters, unscaled and unclipped.
-
-        A collective over all ranks, for use after a backward pass instead of a step. Like the norm of a step, it counts
-        tensor-parallel duplicates and the tied copy once. inf or NaN if the gradient is not finite.
-        """
-        scaler_state = self.loss_scaler_state()
-        self.optimizer.prepare_grads()
-        if scaler_state is not None:  # no step follows, so an overflow must not change the loss scale
-            self.set_loss_scaler_state(scaler_state)
-        sum_of_squares = 0.0
-        for each in self.optimizers():
-            gradients = _gradients(each, _counted_main_params(each, with_always_active=False))
-            group = each.get_grad_stats_parallel_group()
-            sum_of_squares += get_grad_norm_fp32(gradients, grad_stats_parallel_group=group) ** 2
-        return math.sqrt(sum_of_squares)
-
-    def num_block_parameters(self) -> int:
-        """Count the block's parameters. Duplicates count as in `block_gradient_norm`. A collective."""
-        total = 0
-        for each in self.optimizers():
-            on_this_rank = sum(param.numel() for param in _counted_main_params(each, with_always_active=False))
-            total += _sum_over(each.get_grad_stats_parallel_group(), on_this_rank)
-        return total
 
     @torch.no_grad()
     def params_norm(self) -> float:
@@ -374,10 +348,10 @@ def _gradients(optimizer: Any, stepped: Iterable[torch.Tensor]) -> list[torch.Te
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def _counted_main_params(optimizer: Any, *, with_always_active: bool) -> Iterator[torch.Tensor]:
+def _counted_main_params(optimizer: Any) -> Iterator[torch.Tensor]:
     """Yield the main parameters that the optimizer steps, except those that another rank counts."""
     for group in [] if optimizer.is_stub_optimizer else optimizer.optimizer.param_groups:
-        for main_param in [] if group.get(ALWAYS_ACTIVE) and not with_always_active else group["params"]:
+        for main_param in group["params"]:
             if param_is_not_shared(main_param) and param_is_not_tensor_parallel_duplicate(
                 main_param, getattr(optimizer, "tp_group", None)
             ):

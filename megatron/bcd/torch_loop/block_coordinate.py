@@ -408,11 +408,9 @@ class BlockCoordinate(Optimizer):
                 f"state_dict: its blocks have the layers {state_dict['block_layers']}, but this optimizer's have "
                 f"{mine['block_layers']}. Give the same num_blocks and layout."
             )
-        phase_state = PhaseState.from_dict(state_dict["phase_state"])
-        if not self._schedule.fits(phase_state) or len(state_dict["optimizers"]) != len(self._optimizers):
+        if len(state_dict["optimizers"]) != len(self._optimizers):
             raise ValueError(
-                "state_dict: its order, switch or number of optimizers differs from this BlockCoordinate's. Give the "
-                "same arguments."
+                "state_dict: its number of optimizers differs from this BlockCoordinate's. Give the same arguments."
             )
         # an optimizer converts loaded state to the precision of its parameters, here that of main parameters
         in_bf16 = filter(_is_bf16, self._parameters.values())
@@ -421,7 +419,7 @@ class BlockCoordinate(Optimizer):
                 wrapped.load_state_dict(saved)
         self.param_groups = self._wrapped_groups()
         self._offloaded, self._low_bits = {}, dict(state_dict.get("low_bits", {}))
-        self._phase_state = phase_state
+        self._phase_state = PhaseState.from_dict(state_dict["phase_state"])
         self._enter_phase()
         self._offloaded = {
             name: {key: entry | {"value": _to_host(entry["value"])} for key, entry in state.items()}

@@ -74,15 +74,14 @@ def describe_untrained(
     With 0 steps it is about what the run has left untrained.
     """
     after = PhaseState(phase=schedule.phases_within(state, num_steps)) if num_steps > 0 else state
-    is_unknown = num_steps > 0 and schedule.settings.bcd_order == "greedy"
-    visited = range(min(after.phase, schedule.num_blocks)) if is_unknown else schedule.visited(after)
+    visited = schedule.visited(after)
     parts = partition.describe_untrained(visited)
     if not parts:
         return None
     return (
         f"{len(visited)} of {schedule.num_blocks} blocks are active in {train_iters:,} steps ({schedule.describe()}); "
-        f"{'the other blocks' if is_unknown else ', '.join(parts)} {'will stay' if num_steps > 0 else 'stayed'} as at "
-        "the start: give more steps, fewer blocks or shorter phases"
+        f"{', '.join(parts)} {'will stay' if num_steps > 0 else 'stayed'} as at the start: give "
+        "more steps, fewer blocks or shorter phases"
     )
 
 
