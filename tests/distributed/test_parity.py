@@ -114,14 +114,14 @@ CASES = {
         FACTORED | {"bcd_num_blocks": 0, "overlap_grad_reduce": True},
         ("tensor2",),
     ),
-    "experts_in_blocks": Case(
+    "experts_blocks": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
-        {"bcd_layout": "experts", "bcd_num_blocks": 2, "moe_grouped_gemm": True},
+        {"bcd_num_blocks": 2, "moe_grouped_gemm": True},
         ("pipeline2_data2",),
     ),
-    "experts_in_blocks_factored": Case(
+    "experts_blocks_factored": Case(
         worlds.EXPERTS | {"moe_layer_freq": 2},
-        FACTORED | HOST | {"bcd_layout": "experts", "bcd_num_blocks": 2},
+        FACTORED | HOST | {"bcd_num_blocks": 2},
         ("expert2_data4",),
     ),
     "experts_per_token": Case(worlds.EXPERTS, {"eod_mask_loss": True, "calculate_per_token_loss": True}, ("data2",)),
@@ -148,7 +148,7 @@ stateless-tensor2 stateless-pipeline2 factored-data2 factored-tensor2 factored_t
 experts-data2 experts-tensor2 experts-context2 experts-pipeline2_data2 experts_muon_divided-expert2_data4
 experts_muon_divided-expert2_tensor2_data2_etp1 experts_factored_divided-expert2_data4
 experts_factored_divided-expert2_tensor2_data2 experts_muon-tensor2 experts_factored-data2
-experts_in_blocks-expert2_tensor2_data2 experts_in_blocks_factored-pipeline2_data2
+experts_blocks-expert2_tensor2_data2 experts_blocks_factored-pipeline2_data2
 """
 """Run only with --long, because the default suite has each of both with a similar other."""
 

@@ -26,10 +26,10 @@ UNPLANNED = {
     | worlds.SHARED_EXPERT
     | {"moe_layer_freq": 2, "bcd_preset": "pretrain", "bf16": True},
     "experts_divided": TWO | worlds.EXPERTS | worlds.EXPERT2 | {"bf16": True, "bcd_always_active": "norms"},
-    "experts_in_blocks": TWO
+    "experts_frozen_embedding": TWO
     | worlds.EXPERTS
     | worlds.EXPERT2
-    | {"bcd_layout": "experts", "bcd_num_blocks": 2, "bf16": True, "bcd_frozen": "embedding"},
+    | {"bcd_num_blocks": 2, "bf16": True, "bcd_frozen": "embedding"},
     "experts_divided_pretrain": worlds.EXPERTS
     | worlds.EXPERT2
     | {"world_size": 4, "moe_layer_freq": 2, "bcd_preset": "pretrain", "bf16": True, "global_batch_size": 8},

@@ -120,7 +120,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "experts": PIPELINE | FACTORED | worlds.EXPERTS | worlds.SHARED_EXPERT | {"moe_layer_freq": 2},
     "experts_muon": CUTS["tensor2"] | worlds.EXPERTS | MUON | {"moe_token_dispatcher_type": "alltoall"},
     "experts_divided": CUTS["data2"] | FACTORED | worlds.EXPERTS | worlds.EXPERT2,
-    "experts_in_blocks": CUTS["data2"] | worlds.EXPERTS | worlds.EXPERT2 | {"bcd_layout": "experts"}
+    "experts_random": CUTS["data2"] | worlds.EXPERTS | worlds.EXPERT2
     | {"bcd_num_blocks": 2, "bf16": True, "bcd_optimizer_state": "host", "bcd_order": "random"},
     "experts_divided_kept": CUTS["tensor2"] | worlds.EXPERTS | worlds.EXPERT2 | {"expert_tensor_parallel_size": 1}
     | {"bf16": True, "bcd_optimizer_state": "host", "adam_moments_dtype": "int8"},
@@ -131,7 +131,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-IN_OTHERS = ("fp16_kept", "factored_no_block", "experts_in_blocks", "experts_muon", "experts_divided_kept")
+IN_OTHERS = ("fp16_kept", "factored_no_block", "experts_random", "experts_muon", "experts_divided_kept")
 """Combinations of parts of which each is in another run."""
 
 

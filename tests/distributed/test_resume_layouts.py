@@ -23,11 +23,11 @@ CUTS: dict[str, dict[str, Any]] = {
     "context2": {"world_size": 2, "context_parallel_size": 2, "bcd_num_blocks": 4},
     "expert2": {"world_size": 2, "bcd_num_blocks": 4} | worlds.EXPERT2,
     "expert2_data4": {"world_size": 4, "bcd_num_blocks": 4, "micro_batch_size": 2} | worlds.EXPERT2,
-    "expert2_blocks": {"world_size": 2} | worlds.EXPERT2,
+    "expert2_fp32": {"world_size": 2} | worlds.EXPERT2,
 }
 PAIRS = list(itertools.permutations([cut for cut in CUTS if cut[:5] not in ("conte", "exper")], 2))
 PAIRS += [("context2", "one"), ("one", "context2")]
-EXPERT_PAIRS = [("expert2", "one"), ("expert2", "tensor2"), ("expert2_blocks", "one"), ("expert2_data4", "expert2")]
+EXPERT_PAIRS = [("expert2", "one"), ("expert2", "tensor2"), ("expert2_fp32", "one"), ("expert2_data4", "expert2")]
 # What is saved under each: gate and up lie side by side on every tensor-parallel rank, main parameters have bits of
 # their own, frozen blocks have moments, and what is always active has seen more steps than the block
 MODELS: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "context2": {"bf16": True, "bcd_optimizer_state": "host"},
     "expert2": {"bf16": True, "bcd_optimizer_state": "host"} | worlds.EXPERTS,
     "expert2_data4": {"bf16": True, "bcd_optimizer_state": "host"} | worlds.EXPERTS,
-    "expert2_blocks": {"bcd_layout": "experts", "bcd_num_blocks": 2, "bcd_optimizer_state": "host"} | worlds.EXPERTS,
+    "expert2_fp32": {"bcd_num_blocks": 2, "bcd_optimizer_state": "host"} | worlds.EXPERTS,
 }
 FACTORED = {"bcd_inactive_update": "factored", "bcd_embedding_update": "factored", "bcd_inactive_grad_dtype": "fp32"}
 STEPS_PER_BLOCK = 3

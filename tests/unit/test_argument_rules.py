@@ -35,11 +35,6 @@ BAD_RUNS = {
 --expert-tensor-parallel-size 2 --num-experts 4 --disable-bias-linear
 --moe-layer-freq [0,1] --num-experts 4 --disable-bias-linear
 --bcd-layers-on host --moe-layer-freq 2 --num-experts 4 --disable-bias-linear
---bcd-layout experts
---bcd-layout experts --bcd-num-blocks 2 --num-experts 4 --disable-bias-linear --bcd-schedule breadth-first
---bcd-num-blocks 3 --bcd-layout experts --num-experts 4 --disable-bias-linear
---bcd-head-phase --bcd-layout experts --bcd-num-blocks 2 --num-experts 4 --disable-bias-linear \
---untie-embeddings-and-output-weights
 --moe-expert-capacity-factor 2
 --main-params-dtype fp16
 --lr fast
@@ -141,7 +136,6 @@ BAD_RUNS = {
 --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear --pipeline-model-parallel-size 2
 --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear --bcd-prefix-cache c
 --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear --use-cpu-initialization
---bcd-num-blocks 4 --bcd-layout experts --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear
 --expert-tensor-parallel-size 1 --num-experts 4 --disable-bias-linear --tensor-model-parallel-size 2 --sequence-parallel
 --distribute-saved-activations --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 \
 --tensor-model-parallel-size 2
@@ -197,6 +191,8 @@ GONE = {f"{flag} 4": f"{flag}: {ADAPTERS}" for flag in ("--bcd-low-rank", "--sav
     "--bcd-greedy-microbatches 4": "--bcd-greedy-microbatches: removed with greedy order. Leave it out, and give "
     "--bcd-order ascending, descending or random.",
     "--bcd-order greedy": "--bcd-order greedy: removed. Give ascending, descending or random.",
+    "--bcd-layout experts": "--bcd-layout experts: removed, because blocks of layers learn as much. Give spread, with "
+    "--bcd-inactive-update factored.",
 }
 
 

@@ -33,7 +33,7 @@ def two_stages(layout: str, **parts: Any) -> Partition:
     return partition(num_layers=8, num_stages=2, num_blocks=num_blocks, layout=layout, **parts)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:-1])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("always_active", [(), ("norms",), ("embedding",), ("head",), ("norms", "embedding", "head")])
 def test_agrees_with_the_partition(layout: str, tied: bool, always_active: tuple[str, ...]) -> None:
@@ -54,25 +54,19 @@ def test_agrees_with_the_partition(layout: str, tied: bool, always_active: tuple
                 assert owned.is_always_active or owned.is_active(block) == (block == owned.block)
 
 
-@pytest.mark.parametrize("frozen", [frozenset(), frozenset({"norms"}), frozenset({"embedding"})])
-def test_experts_are_divided_and_the_rest_is_always_active(frozen: frozenset[str]) -> None:
-    """An expert trained in two phases or none, a router or shared expert in one phase only, a frozen part trained."""
-    sizes = {"num_layers": 4, "num_stages": 2, "num_blocks": 2, "experts_on_rank": 4}
-    cut = partition(**sizes, layout="experts", tied=True, frozen=frozen, has_stateless_updates=True)
-    experts = "mlp.experts."
-    layer = ("mlp.router.weight", "mlp.shared_experts.linear_fc1.weight", "pre_mlp_layernorm.weight", *LAYER)
-    for name, block in (("local_experts.3.linear_fc1.weight", 1), ("linear_fc2.weight2", 0)):  # by Transformer Engine
-        owned = ownership(f"decoder.layers.1.{experts}{name}", partition=cut, stage=1)
-        assert (owned.layer, owned.block, owned.stateless_in) == (3, block, {1 - block})
-        assert owned.is_matrix and not owned.is_always_active
-    for name in ("embedding.word_embeddings.weight", *(f"decoder.layers.0.{name}" for name in layer)):
-        owned = ownership(name, partition=cut, stage=0)
-        is_frozen = ("norms" if owned.is_norm else owned.module) in frozen
-        assert (owned.is_always_active, owned.is_frozen) == (not is_frozen, is_frozen), name
-        assert not owned.stateless_in and not owned.is_matrix
+def test_experts_belong_to_their_layer() -> None:
+    """Experts, routers and shared experts are trained in the phase of their layer, and updated without state in others.
+
+    Their matrices are those of modules of their own, or of Transformer Engine's grouped layers."""
+    cut = partition(num_layers=4, num_stages=2, num_blocks=2, layout="spread", tied=True, has_stateless_updates=True)
+    experts = ("experts.local_experts.3.linear_fc1.weight", "experts.linear_fc2.weight2")
+    for name in (*experts, "router.weight", "shared_experts.linear_fc1.weight", "shared_experts.gate_weight"):
+        owned = ownership(f"decoder.layers.1.mlp.{name}", partition=cut, stage=1)
+        assert (owned.layer, owned.block, owned.stateless_in) == (3, 1, {0}), name
+        assert owned.is_matrix and not owned.is_always_active, name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:-1])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("frozen", ["embedding", "head", "norms", "embedding,head"])
 def test_no_phase_trains_what_is_frozen(layout: str, tied: bool, frozen: str) -> None:

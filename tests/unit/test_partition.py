@@ -20,7 +20,7 @@ from megatron.bcd.model.transformer_config import build_transformer_config
 @st.composite
 def partitions(draw: st.DrawFn) -> Partition:
     """Draw any valid partition, with an even or another pipeline cut."""
-    layout = draw(st.sampled_from(LAYOUTS[:-1]))
+    layout = draw(st.sampled_from(LAYOUTS))
     stages = draw(st.integers(1, 5))
     parts = 1 if layout == "stage" else draw(st.integers(1, 4))
     sizes = draw(st.lists(st.integers(parts, parts + 6), min_size=stages, max_size=stages))

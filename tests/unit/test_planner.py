@@ -49,7 +49,7 @@ def recipe(model: str | Model = SMALL, gpu: str = "rtx4090", **fields: Any) -> R
 @st.composite
 def recipes(draw: st.DrawFn) -> Recipe:
     """Small models in every layout."""
-    stages, layout = draw(st.integers(1, 4)), draw(st.sampled_from(LAYOUTS[:-1]))
+    stages, layout = draw(st.integers(1, 4)), draw(st.sampled_from(LAYOUTS))
     blocks = draw(st.integers(1, 4))
     model = Model(
         name="any",

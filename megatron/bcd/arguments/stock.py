@@ -326,7 +326,11 @@ REMOVED_CHOICES = {
     "orthogonal or factored."
     for flag in ("--bcd-inactive-update", "--bcd-resting-update")
     for rule in ("normalized", "sign")
-} | {"--bcd-order: invalid choice: 'greedy'": f"--bcd-order greedy: removed. Give {_ORDERS}."}
+} | {
+    "--bcd-order: invalid choice: 'greedy'": f"--bcd-order greedy: removed. Give {_ORDERS}.",
+    "--bcd-layout: invalid choice: 'experts'": "--bcd-layout experts: removed, because blocks of layers learn as much. "
+    "Give spread, with --bcd-inactive-update factored.",
+}
 """Messages for removed values, by the start of argparse's message."""
 
 UNSUPPORTED = {

@@ -101,9 +101,6 @@ NEEDS = {
 }
 """The flags that have to be given with a flag."""
 
-_NOT_WITH_EXPERT_BLOCKS = "--bcd-schedule=breadth-first --bcd-layers-on!=device --bcd-prefix-cache"
-"""What needs layers that are active or frozen as a whole."""
-
 # only --pipeline-cut auto and --pipeline-model-parallel-layout can cut chunks
 _NOT_WITH_CHUNKS = (
     "--bcd-schedule=stock --bcd-run-ahead --context-parallel-size --decoder-first-pipeline-num-layers "
@@ -288,11 +285,6 @@ def _check_experts(run: Run, world_size: int) -> None:
     experts, tensor = run.num_moe_experts, run.tensor_model_parallel_size
     if experts is None:
         return
-    excluded = [condition for condition in _NOT_WITH_EXPERT_BLOCKS.split() if holds(vars(run), condition)]
-    require(
-        run.bcd_layout != "experts" or not excluded,
-        f"--bcd-layout experts does not work with {', '.join(excluded)}. Omit one of them.",
-    )
     size, pattern = run.expert_model_parallel_size, run.moe_layer_freq
     sliced = run.expert_tensor_parallel_size or tensor
     require(

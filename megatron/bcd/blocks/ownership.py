@@ -23,9 +23,6 @@ _FACTORED = ("embedding.word_embeddings.weight", "output_layer.weight")
 _MATRIX, _BIAS = re.compile(r"\.(gate_)?weight\d*$"), re.compile(r"\.bias\d*$")
 """Transformer Engine numbers the experts' matrices that it multiplies together: weight0, weight1 and so on."""
 
-_EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight)(\d+)")
-"""The number of an expert on its rank: of a module of its own, or of a matrix in Transformer Engine's grouped layer."""
-
 Module = Literal["embedding", "layer", "final_norm", "head"]
 
 
@@ -67,7 +64,7 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
     Raises:
         KeyError: no module of the model has a parameter of that name.
     """
-    layer, chunk, is_expert = None, 0, False
+    layer, chunk = None, 0
     block: int | None
     if name.startswith("chunks."):
         _, number, name = name.split(".", 2)
@@ -87,9 +84,6 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
     elif name.startswith("decoder.layers."):
         module, layer = "layer", partition.chunk_layers(stage, chunk)[int(name.split(".")[2])]
         block = partition.block_of_layer[layer]
-        if partition.layout == "experts" and (expert := _EXPERT.search(name)):
-            is_expert, block = True, int(expert[1]) % partition.num_blocks
-        is_always_active |= not (is_expert or is_norm) and "layers" in partition.always_active
         is_bias = not is_norm and _BIAS.search(name) is not None
         is_always_active |= is_bias and "biases" in partition.always_active
     else:
@@ -109,9 +103,7 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
         stateless_in=frozenset(
             each.index
             for each in partition.blocks
-            if is_outside
-            or (is_in_layer and layer is not None and partition.is_stateless(layer, each.index))
-            or (is_expert and partition.has_stateless_updates and each.index != block)
+            if is_outside or (is_in_layer and layer is not None and partition.is_stateless(layer, each.index))
         ),
     )
 

@@ -16,8 +16,8 @@ from itertools import accumulate, groupby, pairwise
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS, Refusal, RunConfig
 
 _TIED = frozenset({"embedding", "head"})
-_IN_LAYERS = frozenset({"norms", "biases", "layers"})
-"""Always-active parts of every layer. "layers" is all of a layer except its experts, and no value of a flag."""
+_IN_LAYERS = frozenset({"norms", "biases"})
+"""Always-active parts of every layer."""
 
 
 def divide(total: int, parts: int) -> tuple[range, ...]:
@@ -122,8 +122,7 @@ class Partition:
     tied: bool
     """Whether the output head is a copy of the embedding."""
     always_active: frozenset[str] = frozenset()
-    """Parts active in every phase: some of ``norms`` (all), ``biases`` (of layers), ``embedding``, ``head``, and with
-    layout ``experts`` ``layers`` (without experts)."""
+    """Parts active in every phase: some of ``norms`` (all), ``biases`` (of layers), ``embedding``, ``head``."""
     frozen: frozenset[str] = frozenset()
     """Parts that no phase trains: some of ``embedding``, ``head`` (if tied, both or none), ``norms`` (all)."""
     has_stateless_updates: bool = False
@@ -287,11 +286,9 @@ class Partition:
     def describe_extras(self, block: int) -> tuple[str, ...]:
         """Return names of the block's active parts besides layers.
 
-        These are some of ``experts 0 modulo 4`` (every fourth expert of each layer), ``embedding``, ``all norms``,
-        ``all biases``, ``final norm`` and ``head``.
+        These are some of ``embedding``, ``all norms``, ``all biases``, ``final norm`` and ``head``.
         """
         extras = {
-            f"experts {block} modulo {self.num_blocks}": self.layout == "experts",
             "embedding": self.embedding_active(block),
             "all norms": self.norms_always_active,
             "all biases": "biases" in self.always_active,
@@ -314,7 +311,7 @@ class Partition:
     def describe_uneven(self) -> str:
         """Return which number of blocks is even if a block has at least half more layers than another, else ""."""
         sizes, common = [len(block.layers) for block in self.blocks if block.layers], math.gcd(*self.layers_per_stage)
-        if self.layout in ("stage", "experts") or common == 1 or 2 * max(sizes, default=0) < 3 * min(sizes, default=0):
+        if self.layout == "stage" or common == 1 or 2 * max(sizes, default=0) < 3 * min(sizes, default=0):
             return ""
         number = len(sizes) // (self.num_stages if self.layout == "submodel" else 1)
         even = [divisor for divisor in range(2, common + 1) if common % divisor == 0]
@@ -360,7 +357,6 @@ def partition_from_config(config: RunConfig) -> Partition:
         embedding_update=config.bcd.bcd_embedding_update,
         num_parts=config.bcd.num_virtual_stages_per_pipeline_rank,
         head_phase=config.bcd.bcd_head_phase,
-        experts_on_rank=(config.num_experts or 0) // config.expert_size,
     )
 
 
@@ -379,7 +375,6 @@ def partition(
     embedding_update: str = "adam",
     num_parts: int | None = None,
     head_phase: bool = False,
-    experts_on_rank: int = 0,
 ) -> Partition:
     """Divide ``num_layers`` layers on ``num_stages`` pipeline stages into blocks.
 
@@ -391,12 +386,10 @@ def partition(
     assert layout in LAYOUTS and num_layers >= 1 and num_stages >= 1
     frozen = _never_trained(frozen, always_active, tied=tied)
     _check_num_blocks(num_blocks, num_stages, layout, stateless=has_stateless_updates, always_active=always_active)
-    if layout == "experts":
-        always_active = _outside_experts(experts_on_rank, num_blocks) - frozen
     if head_phase:
         _check_head_phase(num_blocks, tied=tied, others={"--bcd-always-active": always_active, "--bcd-frozen": frozen})
     parts = 1 if layout == "stage" else DEFAULT_NUM_BLOCKS if num_blocks is None else max(num_blocks, 1)
-    num_submodels = {"experts": 1, "interleaved": num_parts or parts}.get(layout, parts)
+    num_submodels = (num_parts or parts) if layout == "interleaved" else parts
     if num_layers < num_stages * num_submodels:
         raise Refusal(
             f"--num-layers {num_layers}: --bcd-layout {layout} with {num_submodels} of --bcd-num-blocks or chunks on "
@@ -461,19 +454,6 @@ def _check_num_blocks(
         raise Refusal(f"--bcd-num-blocks 0 has no blocks: leave out --bcd-layout {layout}")
 
 
-def _outside_experts(experts_on_rank: int, num_blocks: int | None) -> frozenset[str]:
-    """Return the parts that layout ``experts`` trains in every phase. Raises Refusal if it does not fit."""
-    parts = DEFAULT_NUM_BLOCKS if num_blocks is None else num_blocks
-    if not experts_on_rank:
-        raise Refusal("--bcd-layout experts: the model has no experts. Give --num-experts, or another layout.")
-    if parts == 0 or experts_on_rank % parts:  # else blocks depend on the number of ranks
-        raise Refusal(
-            f"--bcd-num-blocks {parts}: --bcd-layout experts must divide the {experts_on_rank} experts of a layer on a "
-            "rank (--num-experts over --expert-model-parallel-size). Give a divisor."
-        )
-    return frozenset({"norms", "biases", "embedding", "head", "layers"})
-
-
 def _check_head_phase(num_blocks: int | None, *, tied: bool, others: Mapping[str, frozenset[str]]) -> None:
     if tied:
         raise Refusal("--bcd-head-phase: a tied head is the embedding, which is part of a block; leave it out")
@@ -536,8 +516,6 @@ def _submodels(places: Sequence[tuple[int, range]], *, has_chunks: bool) -> tupl
 
 
 def _group(submodels: tuple[Submodel, ...], *, parts: int, layout: str) -> tuple[Block, ...]:
-    if layout == "experts":  # every block has a part of all layers
-        return tuple(Block(index=index, submodels=submodels) for index in range(parts))
     if layout in ("stage", "submodel"):  # a stage is one submodel in layout `stage`
         return tuple(Block(index=submodel.index, submodels=(submodel,)) for submodel in submodels)
     num_stages = 1 + max(submodel.stage for submodel in submodels)

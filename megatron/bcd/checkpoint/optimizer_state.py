@@ -112,8 +112,7 @@ def sharded_state(
                     entry = _entry(active, name, weights[name], torch.empty(parameter.shape, device="meta"), state_name)
                     entries[f"{state_name}.{name}"] = entry
                     expert = _expert_number(active, name)
-                    has_own_key = active.partition.layout == "experts"
-                    key = entry.key if expert is None or has_own_key else expert_key(entry.key, expert)
+                    key = entry.key if expert is None else expert_key(entry.key, expert)
                     deferred[key] = functools.partial(_read, piece, state_name)
                 continue
             if isinstance(group, FactoredMoments):  # the matrix's owner alone has and saves them
@@ -155,9 +154,7 @@ def _entry(
     """
     if state_name not in (ROW_MEANS, COLUMN_MEANS):
         entry = make_sharded_optimizer_tensor(weight, tensor, f"{PREFIX}.{state_name}")
-        entry = replace(entry, replica_id=(*entry.replica_id[:-1], replica))  # type: ignore[misc]
-        expert = _expert_number(active, name) if active.partition.layout == "experts" else None
-        return entry if expert is None else _separate_expert(entry, expert)
+        return replace(entry, replica_id=(*entry.replica_id[:-1], replica))  # type: ignore[misc]
     # row means [M] or column means [P, N]: sliced over tensor-parallel ranks if rows or columns are
     key, layout = f"{PREFIX}.{state_name}.{weight.key}", active.matrices.matrices[name].layout
     dim = 0 if state_name == ROW_MEANS else 1
@@ -178,21 +175,6 @@ def _entry(
         replica_id=(weight.replica_id[0], 0 if is_sliced else rank, replica),  # type: ignore[index]
         allow_shape_mismatch=getattr(weight, "allow_shape_mismatch", False),
     )
-
-
-def _separate_expert(entry: Entry, expert: int) -> Entry:
-    """Return the entry with a key of its own. With --bcd-layout experts not all experts of a layer have state."""
-
-    def without_axis(part: ShardedTensor) -> ShardedTensor:
-        axes = ("global_shape", "global_offset", "axis_fragmentations")
-        shapes = {name: getattr(part, name)[1:] for name in axes}
-        return replace(part, **shapes, prepend_axis_num=part.prepend_axis_num - 1)
-
-    key = f"{entry.key}.{expert}"
-    if isinstance(entry, ShardedTensor):
-        return replace(without_axis(entry), key=key)
-    build = entry.build_fn
-    return replace(entry, key=key, build_fn=lambda *arguments: [without_axis(part) for part in build(*arguments)])
 
 
 def _read(piece: StatePiece, state_name: str) -> torch.Tensor:

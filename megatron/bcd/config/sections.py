@@ -15,7 +15,7 @@ from megatron.bcd.tokenizer import TOKENIZER_TYPES
 DEFAULT_NUM_BLOCKS = 3
 LONGEST_PHASES = {None: 100, "paper": 100, "pretrain": 50, "finetune": 50}
 """The largest number of steps of a phase without --bcd-steps-per-block, by --bcd-preset."""
-LAYOUTS = ("spread", "strided", "stage", "submodel", "interleaved", "experts")
+LAYOUTS = ("spread", "strided", "stage", "submodel", "interleaved")
 ORDERS = ("ascending", "descending", "random")
 SWITCHES = ("steps", "plateau")
 ALWAYS_ACTIVE = ("norms", "biases", "embedding", "head")
@@ -97,8 +97,7 @@ class BcdConfig:
         "spread",
         "layers of a block: spread = the k-th of M parts of every stage, strided = every M-th layer of every stage, "
         "stage = all of stage k, submodel = one part of one stage, interleaved = the k-th part of the model, of which "
-        "every stage holds a piece (a virtual pipeline), experts = every M-th expert of each layer, "
-        "with all other weights always active",
+        "every stage holds a piece (a virtual pipeline)",
         choices=LAYOUTS,
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
