@@ -82,8 +82,8 @@ def _add_bcd_flags(parser: argparse.ArgumentParser) -> None:
     add("--bcd-optimizer-state", default="reset", choices=CHOICES["keep_state"])
     add("--bcd-always-active", metavar="PARTS", help="none, or any of norms,biases,head (default: none; with "
         "--bcd-inactive-update all of them)")  # fmt: skip
-    add("--bcd-inactive-update", "--bcd-resting-update", default="none", choices=CHOICES["inactive_update"])
-    add("--bcd-inactive-lr-ratio", "--bcd-resting-lr-ratio", type=float, default=0.2)
+    add("--bcd-inactive-update", default="none", choices=CHOICES["inactive_update"])
+    add("--bcd-inactive-lr-ratio", type=float, default=0.2)
 
 
 def build_optimizer(arguments: argparse.Namespace, model: Any) -> BlockCoordinate:

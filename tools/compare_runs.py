@@ -49,10 +49,9 @@ COMMON = (
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 14 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
     "--lr-warmup-iters 2 --seed 1234 --data-cache-path {folder}/index --num-workers 1 --eval-interval 6 --eval-iters 2 "
     "--log-interval 1 --metrics-file {folder}/metrics.jsonl --save {folder}/checkpoints "
-    "--distributed-timeout-minutes 5 --cpu-kernels megatron"
+    "--distributed-timeout-minutes 5"
 )
-"""Flags of every start; a configuration's flags follow and override them. --cpu-kernels turns off the separate CPU
-kernels of older versions; now it has no effect."""
+"""Flags of every start; a configuration's flags follow and override them."""
 DATA = "--tokenizer-type ByteLevelTokenizer --data-path {data} --split 80,10,10"
 IGNORED_FIELDS = frozenset(
     {"step_time_ms", "exchange_ms", "switch_time_ms", "switches", "tokens_per_second"}
@@ -61,9 +60,7 @@ IGNORED_FIELDS = frozenset(
 """Metrics fields that are not compared: times, memory as the allocator or operating system counts it, the run's name,
 which depends on a version's flags, and switches, which older versions lack. Every other field is compared, including
 fields added later."""
-REMOVED = (
-    "eval-generate", "eval-generate-tokens", "bcd-low-rank-layers", "bcd-low-rank-lr-ratio", "bcd-greedy-microbatches"
-)  # fmt: skip
+REMOVED = ("bcd-greedy-microbatches",)
 """Flags that have a value only in versions before their removal."""
 ADDED = {
     "bcd-layers-on": "device",
@@ -72,8 +69,6 @@ ADDED = {
     "bcd-saved-inputs": "auto",
 }
 """The behaviour of versions without a flag, if it is not "off"."""
-RENAMED = {"bcd-frozen-weights": "bcd-layers-on"}
-"""Flags that older versions called otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +331,6 @@ def first_difference(before: Mapping[str, Resolved], after: Mapping[str, Resolve
             continue
         if isinstance(now, str):
             return f"{name} is refused: {now.strip()}"
-        values = {RENAMED.get(flag, flag): value for flag, value in values.items()}
         for flag in values | now:
             old, new = values.get(flag, ADDED.get(flag)), now.get(flag, ADDED.get(flag))
             if flag not in REMOVED and (old or None) != (new or None):

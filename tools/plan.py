@@ -179,8 +179,7 @@ def add_recipe_flags(group: Any) -> None:
             known = {key: option.metadata[key] for key in ("choices", "metavar", "help") if option.metadata[key]}
             words = ({"action": "store_true", "default": None} if kind == "bool" else {"type": types[kind]}) | words
             words = ({"metavar": "N"} if kind == "int" else {}) | known | words
-        names = (flag_of(name), *(("--bcd-frozen-weights",) if name == "bcd_layers_on" else ()))
-        group.add_argument(*names, **words)
+        group.add_argument(flag_of(name), **words)
     add_precision(group, PRECISIONS)
     add = group.add_argument
     add("--models", metavar="FILE", help="your own rows, which win over those of examples/models.csv")
@@ -191,6 +190,8 @@ def add_recipe_flags(group: Any) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises ValueError for an unknown or missing flag, or an invalid value."""
+    if "--bcd-frozen-weights" in (sys.argv if argv is None else argv):
+        raise ValueError("--bcd-frozen-weights: removed. Give --bcd-layers-on.")
     task = build_parser().parse_args(argv).task
     return with_records(build_parser(task).parse_args(argv))
 

@@ -197,30 +197,12 @@ def state_of(flags: dict[str, Any]) -> str:
     return json.dumps(state | {"flags": flags, "format_version": FORMAT_VERSION})
 
 
-def older_state(config: RunConfig, name: str, older_name: str) -> RunState:
-    """Return the state of an older version, and check that its flags are those of today's."""
-    text = state_of(run_config_to_dict(config))
-    older = from_json(text.replace(name, older_name), path="run_state.json")
-    assert older.flags == from_json(text, path="run_state.json").flags
-    return older
-
-
-def test_older_names_of_stateless_updates() -> None:
-    """A script or a checkpoint of an older version that is refused, or whose flags are ignored."""
-    words = "--bcd-inactive-update orthogonal --bcd-inactive-lr-ratio 0.4 --bcd-inactive-grad-dtype fp32"
-    config = parse(*words.split())
-    assert parse(*words.replace("inactive", "resting").split()) == config
-    older = older_state(config, "bcd_inactive", "bcd_resting")
-    bf16 = parse(*words.split(), "--bf16")
-    assert has_same_optimizers(older, bf16) and not has_same_optimizers(older, parse("--bf16"))
-    assert not has_same_optimizers(older, parse(*words.split(), "--bcd-embedding-update", "factored"))
-
-
-def test_older_name_of_the_place_of_layers() -> None:
-    """A script or a checkpoint of an older version that is refused, or that keeps its layers on the device."""
-    config = parse("--bcd-layers-on", "host", "--bcd-resident-layers", "1")
-    assert parse("--bcd-frozen-weights", "host", "--bcd-resident-layers", "1") == config
-    older_state(config, "bcd_layers_on", "bcd_frozen_weights")
+def test_state_that_updates_share() -> None:
+    """A checkpoint's optimizer state is used by runs whose updates have the same kinds of state only."""
+    words = ("--bcd-inactive-update", "orthogonal", "--bcd-inactive-grad-dtype", "fp32")
+    saved = from_json(state_of(run_config_to_dict(parse(*words))), path="run_state.json")
+    assert has_same_optimizers(saved, parse(*words, "--bf16")) and not has_same_optimizers(saved, parse("--bf16"))
+    assert not has_same_optimizers(saved, parse(*words, "--bcd-embedding-update", "factored"))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.bcd.arguments.flags import Flag, holds
-from megatron.bcd.arguments.stock import BELONG_TO, EXPERTS, REPLACED, TRANSFORMER_FIELDS
+from megatron.bcd.arguments.stock import BELONG_TO, EXPERTS, TRANSFORMER_FIELDS
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, DataConfig, TrainingConfig
 from megatron.bcd.config.presets import derive_blocks, derive_schedule
 from megatron.bcd.runtime import packages
@@ -34,7 +34,7 @@ def derive_values(
         values["eval_iters"] = 0
         if not values["mock_data"]:
             lines.append(f"--split {values['split']} leaves no data to evaluate on: there is no evaluation")
-    ignored = [f"{name} ({REPLACED[name]})" if name in REPLACED else name for name in asked if name.startswith("--")]
+    ignored = [name for name in asked if name.startswith("--")]
     derive_schedule(values)
     taken_back = _take_back(values, flags, asked=asked)
     given = {field: value for field, value in given.items() if field not in taken_back}

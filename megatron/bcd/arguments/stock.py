@@ -234,13 +234,10 @@ class StockSwitches:
     recompute_activations: bool = option(False, "--recompute-granularity selective", group=RECOMPUTATION)
 
 
-_INACTIVE = "update lr_ratio grad_dtype"
 ALIASES = {
     "save_interval": ("--persistent-save-interval",),
     "use_checkpoint_opt_param_scheduler": ("--use-checkpoint-opt_param-scheduler",),
     "muon_use_nesterov": ("--muon-nesterov",),
-    "bcd_layers_on": ("--bcd-frozen-weights",),
-    **{f"bcd_inactive_{name}": (f"--bcd-resting-{name.replace('_', '-')}",) for name in _INACTIVE.split()},
 }
 """Further names of flags, by field."""
 
@@ -295,36 +292,25 @@ BELONG_TO = {
 }
 """Conditions (see ``flags.holds``), and the fields whose flags have no effect unless one of them is met."""
 
-_EVERY_LAYER = "all inactive layers are updated, which learned more in every study"
-REPLACED = {
-    "--bcd-inactive-layers": _EVERY_LAYER,
-    "--bcd-resting-layers": _EVERY_LAYER,
-    "--cpu-kernels": "a CPU runs Megatron Core's own functions",
-    "--eval-generate": "tools/generate.py on a folder of --save-hf takes its place",
-    "--eval-generate-tokens": "tools/generate.py on a folder of --save-hf takes its place",
-}
-"""Removed flags: accepted with any value and without effect. The run summary names what replaced them."""
-
 _ORDERS = "ascending, descending or random"
-REMOVED = {
-    name: f"{name}: removed. Train every layer with --bcd-preset finetune (6 bytes a parameter), or train LoRA with "
-    "peft."
-    for name in [
-        "--bcd-low-rank",
-        "--bcd-low-rank-alpha",
-        "--bcd-low-rank-layers",
-        "--bcd-low-rank-lr-ratio",
-        "--save-adapters",
-    ]
-} | {
-    "--bcd-greedy-microbatches": "--bcd-greedy-microbatches: removed with greedy order. Leave it out, and give "
-    f"--bcd-order {_ORDERS}."
+_INSTEAD = {
+    "Train every layer with --bcd-preset finetune (6 bytes a parameter), or train LoRA with peft.": (
+        "--bcd-low-rank --bcd-low-rank-alpha --bcd-low-rank-layers --bcd-low-rank-lr-ratio --save-adapters"
+    ),
+    f"Leave it out, and give --bcd-order {_ORDERS}.": "--bcd-greedy-microbatches",
+    "Leave it out: every inactive layer is updated.": "--bcd-inactive-layers --bcd-resting-layers",
+    "Leave it out: a CPU runs Megatron Core's own functions.": "--cpu-kernels",
+    "Leave it out, and give tools/generate.py a folder of --save-hf.": "--eval-generate --eval-generate-tokens",
+    "Give --bcd-layers-on.": "--bcd-frozen-weights",
+    "Give --bcd-inactive-update.": "--bcd-resting-update",
+    "Give --bcd-inactive-lr-ratio.": "--bcd-resting-lr-ratio",
+    "Give --bcd-inactive-grad-dtype.": "--bcd-resting-grad-dtype",
 }
+REMOVED = {name: f"{name}: removed. {instead}" for instead, names in _INSTEAD.items() for name in names.split()}
 """The error message of each flag that this program had and no longer accepts."""
 REMOVED_CHOICES = {
-    f"{flag}: invalid choice: '{rule}'": f"{flag} {rule}: this rule lost in every study and was removed. Give "
-    "orthogonal or factored."
-    for flag in ("--bcd-inactive-update", "--bcd-resting-update")
+    f"--bcd-inactive-update: invalid choice: '{rule}'": f"--bcd-inactive-update {rule}: this rule lost in every study "
+    "and was removed. Give orthogonal or factored."
     for rule in ("normalized", "sign")
 } | {
     "--bcd-order: invalid choice: 'greedy'": f"--bcd-order greedy: removed. Give {_ORDERS}.",
@@ -412,7 +398,5 @@ def why_unsupported(name: str) -> str | None:
 
 
 def has_no_effect(name: str, values: Sequence[str]) -> bool:
-    """Return whether a flag that sets no field may be ignored: it is a flag of stock, or was removed here."""
-    if name in REPLACED:
-        return True
+    """Return whether a flag that sets no field may be ignored, because it is a flag of stock."""
     return name in stock_flags() and (why_unsupported(name) is None or _HARMLESS.get(name) == list(values))

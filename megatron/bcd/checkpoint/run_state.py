@@ -30,7 +30,7 @@ _OLDER = {"softmax_type": "vanilla"} | {each.name: each.default for each in fiel
 """Values of flags that older versions did not have."""
 _MAY_CHANGE_WITHOUT_STATE = ("seq_length", "max_position_embeddings", "bf16", "fp16", "optimizer")
 """Those flags that may change if a run loads only the weights."""
-_REMOVED = ("bcd_resting_layers", "bcd_inactive_layers", "bcd_low_rank", "bcd_low_rank_alpha", "bcd_low_rank_layers",
+_REMOVED = ("bcd_inactive_layers", "bcd_low_rank", "bcd_low_rank_alpha", "bcd_low_rank_layers",
             "bcd_low_rank_lr_ratio", "save_adapters", "bcd_greedy_microbatches")  # fmt: skip
 """Flags of older versions, which their checkpoints name."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
@@ -116,10 +116,7 @@ def from_json(text: str, *, path: str) -> RunState:
     check_has_no_adapters(values["flags"], source=path)
     for section in ("bcd", "checkpoint"):
         values["flags"][section] = {
-            # as older versions called them
-            name.replace("bcd_resting_", "bcd_inactive_").replace("bcd_frozen_weights", "bcd_layers_on"): value
-            for name, value in values["flags"].get(section, {}).items()
-            if name not in _REMOVED
+            name: value for name, value in values["flags"].get(section, {}).items() if name not in _REMOVED
         }
     return RunState(**values)
 
