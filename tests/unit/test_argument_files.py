@@ -17,7 +17,7 @@ SPLITS = '{"train": "1 a 2 b", "valid": ["c"], "test": null}'
 
 
 def test_data_files(tmp_path: Path) -> None:
-    """A file of paths that is not read, or read as something else than stock does."""
+    """Data paths are read from the files of --data-args-path and --per-split-data-args-path."""
     (tmp_path / "list").write_text("0.3 a\n0.7 b\n")
     (tmp_path / "splits").write_text(SPLITS)
     config = parse("--data-args-path", str(tmp_path / "list"), without=("--data-path",))
@@ -40,7 +40,7 @@ def test_data_files(tmp_path: Path) -> None:
     ],
 )
 def test_bad_data_file(flag: str, content: bytes | None, tmp_path: Path) -> None:
-    """A file that ends in a traceback, or whose fault is found after the run has begun."""
+    """A bad data file is refused in one line that names its flag, before the run begins."""
     file = tmp_path / "file"
     if content is not None:
         file.write_bytes(content)
@@ -50,7 +50,7 @@ def test_bad_data_file(flag: str, content: bytes | None, tmp_path: Path) -> None
 
 
 def test_use_checkpoint_args(tmp_path: Path) -> None:
-    """A flag of the checkpoint's network that is not taken, or one that is given and overridden."""
+    """--use-checkpoint-args takes the checkpoint's network; a given dropout wins, a contradicting flag is refused."""
     network = ("--group-query-attention", "--num-query-groups", "2", "--swiglu", "--disable-bias-linear")
     more = ("--position-embedding-type", "rope", "--rotary-base", "5000", "--hidden-dropout", "0")
     config = parse(*network, *more)

@@ -175,7 +175,7 @@ BAD = [(ranks, line) for ranks, lines in BAD_RUNS.items() for line in lines.stri
 
 @pytest.mark.parametrize(("ranks", "line"), BAD, ids=[f"{ranks}: {line}" for ranks, line in BAD])
 def test_bad_run(ranks: int, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule that is missing, names no flag, speaks in several lines, or comes after writing."""
+    """A bad command line is refused in one line that names the flag, and writes nothing."""
     monkeypatch.chdir(tmp_path)
     words = line.split()
     with pytest.raises(ValueError) as error:
@@ -211,13 +211,13 @@ def test_what_was_removed(line: str, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("flag", [*BASE])
 def test_missing_flag_is_named(flag: str) -> None:
-    """A missing required flag fails later, with an error that does not name it."""
+    """The error names the required flag that is missing."""
     with pytest.raises(ValueError, match=flag):
         parse(without=(flag,))
 
 
 def test_temporary_folder_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data workers whose first sample cannot be sent, so that the run waits for it without end."""
+    """A TMPDIR of 76 characters is refused if there are data workers."""
     folder = "/tmp/" + 71 * "x"
     monkeypatch.setattr(tempfile, "tempdir", folder)
     with pytest.raises(ValueError, match="TMPDIR"):
@@ -228,7 +228,7 @@ def test_temporary_folder_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_all_problems_at_once() -> None:
-    """A command line whose problems come one at a time, or a rule that is broken and not listed."""
+    """All problems of a command line are reported at once."""
     named = ["--mtp-num-layers", "--foo", "--global-batch-size", "--min-lr"]
     with pytest.raises(ConfigurationError) as error:
         parse(*["--mtp-num-layers", "8", "--foo", "--global-batch-size", "3", "--min-lr", "1"])
@@ -257,7 +257,7 @@ WITHOUT_EFFECT = """
 
 @pytest.mark.parametrize("line", WITHOUT_EFFECT.strip("\n").splitlines())
 def test_flag_without_effect(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recipe of stock that is stopped, a flag that changes the run all the same, or one ignored in silence."""
+    """A flag without effect is accepted, leaves the configuration as it is, and is named in a note."""
     monkeypatch.setattr(packages, "has_precision_aware_adam", lambda: False)
     beside, flag = (half.split() for half in line.split("|"))
     with_it = read_command_line([*WORDS, *beside, *flag], prog="test", world_size=1)
@@ -266,7 +266,7 @@ def test_flag_without_effect(line: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_mock_data_have_no_validation_split() -> None:
-    """A recipe of stock that is stopped, or an evaluation without end."""
+    """With --mock-data, --full-validation has no effect and --eval-iters -1 is refused."""
     mock = {"without": ("--data-path",)}
     assert parse("--mock-data", "--full-validation", **mock) == parse("--mock-data", **mock)
     with pytest.raises(ValueError, match="--full-validation"):
@@ -274,8 +274,7 @@ def test_mock_data_have_no_validation_split() -> None:
 
 
 def test_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A precision that is asked for and not what Megatron Core is told; weights of 8 bits that passes outside of a step
-    read although they are outdated."""
+    """The FP8 flags set Megatron Core's configuration and disable its cache of transposed weights."""
     monkeypatch.setattr(packages, "has_transformer_engine", lambda: True)
     words = ("--bf16", "--fp8-format", "hybrid", "--fp8-amax-history-len", "16", "--fp8-amax-compute-algo", "max")
     result = parse(*words).transformer
@@ -289,7 +288,7 @@ def test_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_precision_aware_optimizer(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
-    """Transformer Engine's Adam where it is not, or not where it is; gradients reduced in another precision."""
+    """Transformer Engine's Adam is used where it exists, and --main-grads-dtype sets the precision of the reduction."""
     monkeypatch.setattr(packages, "has_precision_aware_adam", lambda: is_there)
     words = ("--bf16", "--use-precision-aware-optimizer")
     config = parse(*words)
@@ -318,8 +317,7 @@ def test_precision_aware_optimizer(monkeypatch: pytest.MonkeyPatch, is_there: bo
     ],
 )
 def test_chunks_of_a_stage(words: tuple[str, ...], layout: str, num_chunks: int) -> None:
-    """Interleaving that is dropped, a virtual stage as long as the stage that is taken for it, chunks that belong to
-    two blocks, or another number of them, or no overlap of gathers, without being told."""
+    """Flags set the chunks of a stage; notes name a changed number of chunks and an overlap of gathers that is off."""
     overlap = ("--overlap-grad-reduce", "--overlap-param-gather")
     common = [*WORDS, "--pipeline-model-parallel-size", "2", *words]
     command = read_command_line(common, prog="test", world_size=2)

@@ -39,7 +39,7 @@ def values_of(config: RunConfig) -> dict[str, Any]:
 
 
 def test_stock_defaults() -> None:
-    """A default that differs from stock Megatron-LM core_v0.16.1, and so another curve."""
+    """The defaults are those of stock Megatron-LM core_v0.16.1."""
     config = parse()
     transformer = config.transformer
     expected = {
@@ -101,7 +101,7 @@ def test_stock_defaults() -> None:
     ],
 )
 def test_derived_values(extra: list[str], section: str, field: str, value: object) -> None:
-    """A flag that sets one of several fields only, or the wrong one."""
+    """Each flag sets the fields that are derived from it."""
     without = ("--data-path", "--tokenizer-type") if "--mock-data" in extra else ()
     assert values_of(parse(*extra, without=without))[section, field] == value
 
@@ -110,7 +110,7 @@ OURS = {name for flag in generate_flags() for name in (*flag.names, *flag.off_na
 
 
 def test_every_flag_of_stock_is_accepted_or_in_the_table() -> None:
-    """A flag of the list is reported as a typing error, or the table has a flag that does not exist."""
+    """Each stock flag is accepted or refused by name, and each entry of the table matches a flag that exists."""
     for name in sorted(stock_flags() - OURS)[::13]:
         if why_unsupported(name) is None:
             assert parse(name, "1") == parse(), name
@@ -132,13 +132,13 @@ def test_every_flag_of_stock_is_accepted_or_in_the_table() -> None:
     ],
 )
 def test_a_misspelt_flag_is_unknown(name: str, meant: str) -> None:
-    """A typing error that is called an unsupported flag because a flag of stock begins alike."""
+    """A misspelt flag is called unknown, even if a stock flag begins alike."""
     with pytest.raises(ValueError, match=f"^unknown flag {name}; .*{meant}"):
         parse(name, "1")
 
 
 def test_run_config_survives_json() -> None:
-    """A value that is not plain, or a tuple that comes back as a list."""
+    """A configuration survives JSON, and an unknown field is refused."""
     config = parse("--global-batch-size", "4", "--rampup-batch-size", "2", "2", "8", "--data-path", "1", "a", "2", "b")
     assert run_config_from_dict(json.loads(json.dumps(run_config_to_dict(config)))) == config
     broken = run_config_to_dict(config)
@@ -148,7 +148,7 @@ def test_run_config_survives_json() -> None:
 
 
 def test_help_shows_every_flag(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flag without a group or help, or help that fails in a narrow terminal."""
+    """--help shows every flag in narrow and wide terminals, in lines of at most 120 columns."""
     for columns in ("60", "120"):
         monkeypatch.setenv("COLUMNS", columns)
         with pytest.raises(SystemExit) as left:
@@ -160,7 +160,7 @@ def test_help_shows_every_flag(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 def test_the_whole_validation_split_by_its_other_name() -> None:
-    """An evaluation without end, or none."""
+    """--eval-iters -1 means --full-validation, and has no effect without a validation split."""
     assert parse("--eval-iters", "-1") == parse("--full-validation")
     assert parse("--eval-iters", "-1", "--split", "100,0,0") == parse("--split", "100,0,0")
     weighted = ["--train-data-path", "1", "a", "2", "b", "--valid-data-path", "c", "d"]  # of training data alone
@@ -168,7 +168,7 @@ def test_the_whole_validation_split_by_its_other_name() -> None:
 
 
 def test_preset_sets_what_is_not_given() -> None:
-    """A preset that overrules a flag, or that is given up as a whole where one flag differs."""
+    """A preset sets only the flags that are not given."""
     plain, pretrain = parse().bcd, parse("--bcd-preset", "pretrain")
     assert (plain.bcd_preset, plain.bcd_inactive_update) == (None, "none")
     assert pretrain.bcd.bcd_inactive_update == "orthogonal" and pretrain.optimizer.optimizer == "muon"
@@ -181,7 +181,7 @@ def test_preset_sets_what_is_not_given() -> None:
 
 
 def test_rate_of_stateless_updates_fits_their_rule() -> None:
-    """Directions of one rule with the rate of another, also where a preset has chosen that one."""
+    """The default rate of stateless updates is that of their rule, also under a preset."""
     for words, ratio in (
         (("--bcd-inactive-update", "factored"), 1.0),
         (("--bcd-preset", "pretrain", "--bcd-inactive-update", "factored"), 1.0),
@@ -218,7 +218,7 @@ def test_state_that_updates_share() -> None:
     ],
 )
 def test_default_schedule(words: str, schedule: str) -> None:
-    """Layers in host memory whose updates are lost, or runs of older versions that change their order."""
+    """The default schedule is breadth-first where layers may be in host memory, otherwise bcd."""
     config = parse(*words.split())
     assert config.bcd.bcd_schedule == schedule and config.is_breadth_first == (schedule == "breadth-first")
 
@@ -236,8 +236,7 @@ def test_default_schedule(words: str, schedule: str) -> None:
     ],
 )
 def test_pieces_of_several_stages(words: str, chunks: int, size: int, num_blocks: int) -> None:
-    """Pieces that no chunk is built for; a flag of chunks that the default overrides; a preset that freezes layers
-    because a pipeline could not update them in host memory."""
+    """Flags and defaults set the chunks, the layers per pass, the blocks and the layout of a breadth-first pipeline."""
     config = parse("--num-layers", "12", "--pipeline-model-parallel-size", "2", *words.split(), world_size=2)
     assert (config.num_chunks, config.bcd.bcd_layers_per_pass, config.is_breadth_first) == (chunks, size, True)
     blocks = 3 if config.bcd.bcd_num_blocks is None else config.bcd.bcd_num_blocks
@@ -262,8 +261,7 @@ def test_checkpoint_of_the_versions_with_greedy_order() -> None:
 
 
 def test_checkpoint_with_adapters() -> None:
-    """A checkpoint of an older version that is refused without adapters, or fails on their weights and not on its
-    flags."""
+    """A checkpoint with the older adapter flags is accepted if it has no adapters, otherwise refused by their flag."""
     flags = run_config_to_dict(config := parse())
     flags["bcd"] |= {"bcd_low_rank": None, "bcd_low_rank_alpha": None, "bcd_low_rank_layers": "all"}
     flags["checkpoint"] |= {"save_adapters": None}
@@ -341,7 +339,7 @@ def test_checkpoint_without_newer_flags_of_the_network() -> None:
 
 
 def test_paper_preset_is_the_default() -> None:
-    """A changed default that silently changes the published method."""
+    """Preset paper equals the defaults."""
     named = parse("--bcd-preset", "paper")
     assert (
         dataclasses.replace(named, bcd=dataclasses.replace(named.bcd, bcd_preset=None, bcd_always_active=None))
@@ -353,8 +351,8 @@ BLOCKS = ("--bcd-preset", "finetune", "--bcd-inactive-update", "none")
 
 
 def test_preset_finetune_with_blocks() -> None:
-    """A number of blocks that is not the layers of a stage, or that overrules a given one; an active head that is tied
-    to the frozen embedding, or that a given flag freezes."""
+    """Preset finetune with blocks has one block per layer of a stage, and freezes a tied head with its embedding; given
+    flags win."""
     finetune = parse(*BLOCKS, "--num-layers", "8")
     assert finetune.bcd.bcd_num_blocks == 8 and finetune.bcd.frozen == {"embedding", "head"}
     assert finetune.bcd.always_active == set()
@@ -384,7 +382,7 @@ PIPELINE = ("--pipeline-model-parallel-size", "2")
     ],
 )
 def test_preset_finetune(words: tuple[str, ...], embedding_update: str) -> None:
-    """A preset that freezes a part, or asks for a factored embedding that the rules refuse."""
+    """Preset finetune trains every part, and updates the embedding by factored updates unless a flag excludes them."""
     bcd = parse("--bcd-preset", "finetune", *words, world_size=2).bcd
     assert (bcd.bcd_num_blocks, bcd.bcd_inactive_update, bcd.bcd_inactive_lr_ratio) == (0, "factored", 1)
     assert (bcd.frozen, bcd.bcd_embedding_update) == (set(), embedding_update)
@@ -409,19 +407,19 @@ EXCLUDING = (
 
 @pytest.mark.parametrize("words", EXCLUDING)
 def test_preset_finetune_takes_blocks(words: str) -> None:
-    """A command line from before the preset trained every layer, which is refused now, or trains another way."""
+    """A flag that excludes stateless updates makes preset finetune train without them."""
     assert parse("--bcd-preset", "finetune", *words.split(), world_size=4).bcd.bcd_inactive_update == "none"
 
 
 def test_every_conflict_takes_blocks() -> None:
-    """A flag that is refused with stateless updates, and with preset finetune alone too."""
+    """Each flag that conflicts with stateless updates has a case in EXCLUDING."""
     conflicts = [flag for flag, others in CONFLICTS.items() if "--bcd-inactive-update" in others.split()]
     known = {words.split()[0] for words in EXCLUDING}
     assert {re.split("!?=", flag)[0] for flag in (*conflicts, *CONFLICTS["--bcd-inactive-update"].split())} <= known
 
 
 def test_frozen_parts() -> None:
-    """A tied head that stays trained without its embedding; a default of always-active parts that contradicts."""
+    """A tied head is frozen with its embedding, and frozen parts are not always active."""
     tied = parse("--bcd-frozen", "head", "--bcd-inactive-update", "orthogonal").bcd
     assert tied.frozen == {"embedding", "head"} and tied.always_active == {"norms", "biases"}
     untied = parse(

@@ -27,7 +27,7 @@ def turn(*blocks: float) -> Turn:
 
 
 def test_first_steps_do_not_count() -> None:
-    """A step that loads kernels, or pays for the switch; the state of one phase in place of the largest."""
+    """The first two steps of a phase do not count, and the model state is that of the largest phase."""
     lines = [line(0, 0, ms) for ms in (900, 800, 10, 12, 11)]
     lines += [line(1, 1, ms, switch_time_ms=5.0) for ms in (70, 60, 20)]
     result = read_turn([*lines, {"validation_loss": 3.0}])
@@ -39,7 +39,7 @@ def test_first_steps_do_not_count() -> None:
 
 
 def test_ratios_are_those_within_the_rounds() -> None:
-    """A machine that is slower for a round moves a ratio of overall means, or of another round's."""
+    """Ratios are taken within a round, so a slow round does not move them."""
     full, bcd = methods("--bcd-num-blocks", "2")
     slow = (1.0, 5.0, 3.0)
     turns = {"full": [turn(100 * f) for f in slow], "bcd": [turn(80 * f, 40 * f) for f in slow]}

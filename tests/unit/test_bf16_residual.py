@@ -24,7 +24,7 @@ def round_trip(bits: torch.Tensor) -> tuple[torch.Tensor, bf16.Bf16Residual]:
 
 
 def test_ties_edges_and_what_is_not_finite() -> None:
-    """The two main parameters in the middle round to one weight, 65,536 apart; a NaN loses its payload."""
+    """Ties, edges and non-finite values come back bit by bit, even where two ties round to the same weight."""
     bits = torch.tensor(TIES + NON_FINITE + EDGES, dtype=torch.int32)
     assert torch.equal(
         bits[:2].view(torch.float32).to(torch.bfloat16).view(torch.int16), torch.tensor([0x3F80] * 2).short()
@@ -38,7 +38,7 @@ def test_ties_edges_and_what_is_not_finite() -> None:
 
 @pytest.mark.parametrize("chunk", [64, 1 << 22])
 def test_any_bits(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """A lost bit, an index that is counted from the start of its chunk, a long list of exceptions."""
+    """Any bits come back whatever the chunk size, and usual values take less than 2.01 bytes each."""
     monkeypatch.setattr(bf16, "_CHUNK", chunk)
     any_bits = torch.randint(-(2**31), 2**31, (10_001,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
     assert torch.equal(round_trip(any_bits)[0], any_bits)
@@ -55,7 +55,7 @@ def test_any_bits(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     )
 )
 def test_split_loses_no_bit(values: list[float]) -> None:
-    """A value halfway between two bf16 numbers whose rest does not fit 16 bits; a lost sign of zero."""
+    """A split loses no bit, and the weight is within one bf16 step of the value."""
     value = torch.tensor(values, dtype=torch.float32)
     weight, low_bits = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16)
     bf16.split(value, weight=weight, low_bits=low_bits)
@@ -66,8 +66,8 @@ def test_split_loses_no_bit(values: list[float]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_split_with_a_second_moment_rounds_like_torch(dtype: torch.dtype) -> None:
-    """A half above an even weight that comes back below it; a second moment that changes; a half that is lost in 8 bits
-    by more than one fp32 step."""
+    """A split with a second moment rounds like PyTorch and keeps the moment; it joins exactly, in 8 bits within one
+    fp32 step."""
     bits = torch.randint(-(2**31), 2**31, (10_000,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
     bits[::2] = (bits[::2] & -0x10000) | 0x8000
     value = bits.view(torch.float32)

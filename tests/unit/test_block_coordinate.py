@@ -50,7 +50,7 @@ def assert_same_weights(left: nn.Module, other: nn.Module) -> None:
     [(torch.optim.AdamW, {"lr": 0.01}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01})],
 )
 def test_one_block_is_the_wrapped_optimizer(optimizer: Any, settings: dict[str, Any]) -> None:
-    """A step changes anything of full training: it loses a parameter group, or resets state at the end of a phase."""
+    """With one block the steps are those of the wrapped optimizer."""
     plain, model = Net(NUM_LAYERS), Net(NUM_LAYERS)
     alone = optimizer(plain.parameters(), **settings)
     wrapped = BlockCoordinate(model, optimizer, num_blocks=1, steps_per_block=4, **settings)
@@ -114,8 +114,7 @@ NORMS_AND_EMBEDDING = {"embedding.weight"} | {
 def test_steps_of_an_independent_loop(
     layout: str, order: str, keep_state: str, rule: str, always: tuple[str, ...]
 ) -> None:
-    """A block gets another block's layers, its rate lags behind the scheduler's, or moments are lost or kept by
-    mistake."""
+    """The weights equal those of a plain loop with one AdamW per block."""
     plain, model = Net(NUM_LAYERS), Net(NUM_LAYERS)
     optimizer = BlockCoordinate(
         model,
@@ -141,7 +140,7 @@ def test_steps_of_an_independent_loop(
 
 
 def test_a_frozen_parameter_costs_its_weights_only() -> None:
-    """Gradients or moments stay after a switch, which is the memory that block coordinate descent saves."""
+    """Only active parameters change, and only they have gradients and moments after a switch."""
     model = Net(NUM_LAYERS)
     optimizer = BlockCoordinate(model, torch.optim.AdamW, num_blocks=3, steps_per_block=2, always_active=["norms"])
     before: dict[str, torch.Tensor] = {}
@@ -165,7 +164,7 @@ def test_a_frozen_parameter_costs_its_weights_only() -> None:
     ("keep_state", "rule", "stopped_at"), [("reset", "none", 6), ("host", "none", 9), ("host", "orthogonal", 12)]
 )
 def test_resume_is_exact(tmp_path: Path, keep_state: str, rule: str, stopped_at: int) -> None:
-    """The state dict lacks something that decides later steps: moments, the phase, or the random order."""
+    """A resumed run ends with the weights of an uninterrupted one."""
 
     def build() -> tuple[Net, BlockCoordinate, Any]:
         model = Net(NUM_LAYERS)
@@ -243,8 +242,7 @@ def test_a_bf16_model_takes_the_steps_of_an_fp32_one(tmp_path: Path, keep_state:
 
 
 def test_nan_in_a_bf16_model_stays_nan() -> None:
-    """A step that is not finite is seen in the loss. The bits of a GPU's NaN (0x7fffffff) would round to a weight of
-    -0."""
+    """A NaN with a GPU's bits (0x7fffffff) stays NaN, and does not round to a weight of -0."""
 
     class ToNan(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
@@ -258,7 +256,7 @@ def test_nan_in_a_bf16_model_stays_nan() -> None:
 
 
 def test_a_step_that_the_scaler_skips_does_not_count() -> None:
-    """With fp16 an overflow would shorten the phase, or leave a stateless layer with infinite weights."""
+    """A step that the scaler skips ends no phase and changes no weight."""
     model = Net(NUM_LAYERS)
     optimizer = BlockCoordinate(model, torch.optim.AdamW, steps_per_block=1, inactive_update="orthogonal")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -276,7 +274,7 @@ def test_a_step_that_the_scaler_skips_does_not_count() -> None:
 
 
 def test_muon_for_the_blocks_and_adam_for_the_rest() -> None:
-    """Muon refuses vectors, so a model with biases or norms could not be trained with it."""
+    """Muon steps the matrices of the blocks and Adam all other parameters, each at its own rate."""
     model = Net(NUM_LAYERS)
     always = ("norms", "biases", "embedding", "head")
     optimizer = BlockCoordinate(
@@ -302,7 +300,7 @@ def test_muon_for_the_blocks_and_adam_for_the_rest() -> None:
 
 
 def test_what_is_always_active_by_default() -> None:
-    """An embedding or head takes orthogonal steps, which lose most of the gain of stateless updates."""
+    """By default all but the layers' matrices is always active with orthogonal updates, and nothing without."""
     always = {"none": set(), "orthogonal": {"embedding.weight", "head.weight", "head.bias"} | NORMS_AND_EMBEDDING}
     for rule, expected in always.items():
         optimizer = BlockCoordinate(Net(NUM_LAYERS), torch.optim.AdamW, inactive_update=rule)
@@ -312,7 +310,7 @@ def test_what_is_always_active_by_default() -> None:
 
 
 def test_plateau_ends_a_phase() -> None:
-    """A phase never ends, or a step uses an old loss."""
+    """A plateau ends a phase, and a step without a new loss is refused."""
     model = Net(NUM_LAYERS)
     optimizer = BlockCoordinate(model, torch.optim.SGD, lr=0.0, switch="plateau", plateau_window=2)
     inputs, targets = next(batches(1))
@@ -345,7 +343,7 @@ def test_plateau_ends_a_phase() -> None:
     ],
 )
 def test_bad_arguments(settings: dict[str, Any], message: str) -> None:
-    """A run starts with a wrong schedule, which is noticed days later."""
+    """A bad argument is refused by name when the optimizer is built."""
     with pytest.raises(ValueError, match=message):
         BlockCoordinate(Net(NUM_LAYERS), **{"optimizer": torch.optim.AdamW, **settings})
 
@@ -365,7 +363,7 @@ EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8}
     ],
 )
 def test_models_that_megatron_core_is_not_built_for(model_type: str, settings: dict[str, Any]) -> None:
-    """Layers are not found, experts belong to no block, or a phase changes another block or learns nothing."""
+    """A phase changes the layers of its own block only, experts included, and the loss falls."""
     config = transformers.AutoConfig.for_model(model_type, **SIZES | settings)
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -388,7 +386,7 @@ def test_models_that_megatron_core_is_not_built_for(model_type: str, settings: d
 
 
 def test_a_state_of_other_blocks_is_refused() -> None:
-    """One parameter's moments are used for another one, whose shape often fits."""
+    """A state of other blocks or of another optimizer is refused."""
     saved = BlockCoordinate(Net(NUM_LAYERS), torch.optim.AdamW, num_blocks=3).state_dict()
     with pytest.raises(ValueError, match="blocks"):
         BlockCoordinate(Net(NUM_LAYERS), torch.optim.AdamW, num_blocks=2).load_state_dict(saved)
@@ -399,7 +397,7 @@ def test_a_state_of_other_blocks_is_refused() -> None:
 
 
 def test_a_parameter_that_the_user_froze_stays_frozen() -> None:
-    """Fine-tuning with a frozen embedding would train it in the first block's phase."""
+    """A parameter that the user froze stays frozen, and parameter groups cannot be added."""
     model = Net(NUM_LAYERS)
     model.embedding.requires_grad_(False)
     optimizer = BlockCoordinate(model, torch.optim.AdamW, steps_per_block=1, inactive_update="orthogonal")

@@ -69,14 +69,14 @@ def _blocks(schedule: BlockSchedule, phases: int) -> list[int]:
 
 @given(schedule=schedules, iteration=st.integers(0, 120))
 def test_closed_form_equals_stepping(schedule: BlockSchedule, iteration: int) -> None:
-    """Exposes a resume that lands in another phase than the uninterrupted run (invariant 7)."""
+    """The phase in closed form equals the one after stepping (invariant 7)."""
     assert _at(schedule, iteration) == _states(schedule, iteration)[-1]
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @given(num_blocks=st.integers(1, 6))
 def test_a_cycle_visits_every_block_once(order: str, num_blocks: int) -> None:
-    """Exposes a block that starves, in any order."""
+    """A cycle visits every block once, in any order."""
     schedule = block_schedule(num_blocks=num_blocks, steps_per_block=2, order=order)
     states = _states(schedule, 10 * num_blocks - 1)
     for cycle in range(5):
@@ -85,8 +85,7 @@ def test_a_cycle_visits_every_block_once(order: str, num_blocks: int) -> None:
 
 
 def test_random_order_is_random_and_the_same_everywhere() -> None:
-    """Exposes an order that depends on the Python version or on hash randomization: ranks would part, and resumed runs
-    go another way. Also one that ignores seed or cycle, or keeps a block from some place."""
+    """Random order depends only on seed and cycle, never repeats a block, and puts each block in every place."""
     schedule = block_schedule(num_blocks=5, order="random", seed=1234)
     assert _blocks(schedule, 15) == [4, 1, 0, 2, 3, 4, 0, 2, 1, 3, 4, 2, 0, 3, 1]
     cycles = {seed: _blocks(dataclasses.replace(schedule, seed=seed), 500) for seed in (1, 2)}
@@ -116,8 +115,7 @@ def _plateau_length(schedule: BlockSchedule, phase_losses: Sequence[float]) -> i
 
 @given(schedule=plateau_schedules, phase_losses=st.lists(losses, min_size=25, max_size=40))
 def test_plateau(schedule: BlockSchedule, phase_losses: list[float]) -> None:
-    """Exposes a wrong mean, window, comparison or bound; skipped steps in the mean, or not counted as steps; and a
-    phase that ends where it was said that it can't, so that what was run ahead would be thrown away."""
+    """A phase ends by the definition of a plateau, and only where `may_end_with_next_step` is True."""
     state, length = PhaseState(), _plateau_length(schedule, phase_losses)
     for step, loss in enumerate(phase_losses[:length], start=1):
         may_end = schedule.may_end_with_next_step(state)
@@ -130,7 +128,7 @@ def test_plateau(schedule: BlockSchedule, phase_losses: list[float]) -> None:
 
 @given(schedule=plateau_schedules, run=st.lists(losses, max_size=40))
 def test_going_on_from_json_takes_every_decision_alike(schedule: BlockSchedule, run: list[float]) -> None:
-    """Exposes a decision that rests on something no checkpoint keeps, or on a rounded number (invariant 7)."""
+    """A state that passes through JSON takes every later decision alike (invariant 7)."""
     state = PhaseState()
     for loss in run:
         state = schedule.after_evaluation(state, loss)
@@ -170,7 +168,7 @@ def _after_cycles(schedule: BlockSchedule, validation_losses: Sequence[float]) -
 )
 @pytest.mark.parametrize("num_blocks", [1, 3])
 def test_outer_criterion(validation_losses: list[float], is_converged: bool, num_blocks: int) -> None:
-    """Exposes a run that stops, or goes on, for another reason than the last cycle's improvement on the one before."""
+    """A run is converged if its last cycle improved on the one before by less than the given share, and only then."""
     schedule = block_schedule(num_blocks=num_blocks, steps_per_block=2, stop_cycle_improvement=0.125)
     state = _after_cycles(schedule, validation_losses)
     assert schedule.is_converged(state) == is_converged
@@ -181,7 +179,7 @@ def test_outer_criterion(validation_losses: list[float], is_converged: bool, num
 
 @given(st.integers(1, 24), st.integers(1, 1500), st.sampled_from([(), ("--bcd-preset", "finetune")]))
 def test_every_block_is_visited_equally_often(num_blocks: int, num_steps: int, preset: tuple[str, ...]) -> None:
-    """Phases so long that a run ends before its last blocks, or that some are visited once more than others."""
+    """Every block is visited equally often, in phases whose lengths differ by at most one step."""
     flags = ("--num-layers", "24", "--bcd-num-blocks", str(num_blocks), "--train-iters", str(num_steps), *preset)
     config = parse(*flags, without=("--num-layers", "--train-iters"))
     schedule = block_schedule_from_config(config, partition_from_config(config))

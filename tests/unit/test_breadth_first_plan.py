@@ -124,13 +124,13 @@ def _check_stage(plan: Plan, stage: int) -> Iterator[Message]:
 @pytest.mark.parametrize("layers_per_pass", [1, 2, 4, 6])
 @pytest.mark.parametrize("case", _CASES)
 def test_order(case: str, layers_per_pass: int) -> None:
-    """Bug: a pass is missing, comes twice or too early, or an update precedes a gradient or the loss."""
+    """Each pass runs once and after its inputs, and each update follows all gradients and the loss."""
     check_order(_shape(case, layers_per_pass))
 
 
 @pytest.mark.parametrize("clips", [False, True])
 def test_order_of_a_single_block(clips: bool) -> None:
-    """Bug: a piece of the block is not updated, or before the norm of all gradients is known."""
+    """Every piece of a single block is updated once, with clipping after the norm of all gradients."""
     whole = _partition(num_blocks=1)
     by_piece = {"steps_block_by_piece": True, "clips_by_piece": clips}
     shape = breadth_first_shape(whole, 0, virtual_pieces(whole, 2), num_microbatches=4, **by_piece)
@@ -140,8 +140,7 @@ def test_order_of_a_single_block(clips: bool) -> None:
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_several_stages(stages: int) -> None:
-    """Bug: stages wait for each other in a circle, a message has one end, the loss arrives behind the update that needs
-    it, or stages idle although there are enough microbatches."""
+    """Several stages run in order without deadlock, and idle only at the ends if there are enough microbatches."""
     for chunks, number in itertools.product(range(1, 6), range(1, 13)):
         num_virtual = stages * chunks
         check_order(
@@ -169,7 +168,7 @@ def test_several_stages(stages: int) -> None:
 
 
 def test_virtual_pieces() -> None:
-    """Bug: a stage runs or loads another stage's layers, or numbers its own like the model's."""
+    """A stage has only its own pieces, and numbers their layers from its own first one."""
     chunks = _partition(num_layers=12, num_stages=2, layout="interleaved")
     assert virtual_pieces(chunks, 2) == tuple(range(first, first + 2) for first in range(0, 12, 2))
     assert stage_pieces(chunks, 1, 2) == (range(0, 2), range(2, 4), range(4, 6))
@@ -184,7 +183,7 @@ def test_virtual_pieces() -> None:
 
 
 def test_what_is_trained() -> None:
-    """Bug: the backward pass goes too deep, ends too early, or a piece with an active layer is not updated."""
+    """The backward pass reaches exactly the pieces that train, and every piece with a stateless update is updated."""
     blocks = _shape("blocks", 1)
     assert (blocks.first_trainable, blocks.active, any(blocks.updated)) == (
         2,
@@ -204,7 +203,7 @@ def test_what_is_trained() -> None:
 
 
 def test_each_microbatch_is_read_by_every_piece() -> None:
-    """Bug: an evaluation builds a graph, or leaves a piece out."""
+    """An evaluation runs every microbatch through every piece, without a graph."""
     [actions] = build_plan(
         evaluation_shape(num_stages=1, num_chunks=3, num_microbatches=2, is_breadth_first=True)
     ).stages
@@ -214,7 +213,7 @@ def test_each_microbatch_is_read_by_every_piece() -> None:
 
 
 def test_simulated_time() -> None:
-    """Bug: repeated forward passes take no time, or updates count as passes."""
+    """Repeated forward passes take time, and updates take none."""
     shape = _shape("factored", 1)
     costs = ActionCosts(forward=[1.0] * 6, backward=[2.0] * 6, backward_input=[1.0] * 6)
     timeline = simulate(build_plan(shape), costs)

@@ -54,7 +54,7 @@ def self_test(tmp_path: Path, kind: type[Runner] = Recorded, *, num_ranks: int =
 
 @pytest.mark.parametrize(("num_ranks", "num_passed"), [(1, 3), (2, 10)])
 def test_a_machine_that_holds(tmp_path: Path, num_ranks: int, num_passed: int) -> None:
-    """A part that fails whatever it is given, or is not tried; one process of the CPU that is compared with itself."""
+    """A sound machine passes every part that its number of ranks allows, and skips the others."""
     verdicts = [check.verdict for check in self_test(tmp_path, num_ranks=num_ranks)]
     assert (verdicts.count(PASS), verdicts.count(SKIP)) == (num_passed, 11 - num_passed)
 
@@ -71,8 +71,7 @@ BROKEN: dict[str, tuple[str, str, Any]] = {
 
 @pytest.mark.parametrize("part", BROKEN)
 def test_a_broken_part(tmp_path: Path, part: str) -> None:
-    """A comparison that passes whatever a run computes, a run that is compared with itself, or a lost bit, a cache
-    that no sample comes from, which is not seen."""
+    """A run that is wrong fails its own part, and no other."""
     which, field, value = BROKEN[part]
 
     class Wrong(Recorded):
@@ -92,7 +91,7 @@ def test_a_broken_part(tmp_path: Path, part: str) -> None:
     ("version", "package"), [(None, "numpy"), (None, "rich"), ("0.15.3", "megatron-core"), ("0.16.2", "megatron-core")]
 )
 def test_a_package(version: str | None, package: str) -> None:
-    """A missing or wrong package that is first seen as a traceback."""
+    """A missing or wrong package fails under its name, with the version to install."""
     pins = check_machine.pins()
     result = list(check_machine.check_packages(version_of=lambda name: version if name == package else pins[name]))
     check = only_failure(result)
@@ -101,8 +100,7 @@ def test_a_package(version: str | None, package: str) -> None:
 
 
 def test_an_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A self-test that trains and then can't save; a failure without its exit code, or lost from --json, whose folder
-    may be new."""
+    """An unwritable folder skips the self-test and ends with code 1, and --json creates its own folder."""
     monkeypatch.setattr(check_machine, "probe", lambda: PROBED)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
@@ -123,7 +121,7 @@ def test_an_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_a_gpu_machine(monkeypatch: pytest.MonkeyPatch, probed: dict[str, Any], part: str) -> None:
-    """A broken package of kernels that is left out without a word; GPUs that wait for each other."""
+    """A sound GPU machine has no failures, and each broken part fails under its own name."""
     on_gpu = PROBED | {"has_cuda": True, "nccl": "2.28.3", "cuda": "13.0", "gpus": [GPU], "cores": 64}
     monkeypatch.setattr(check_machine, "_output", lambda *_: "580.1")
     assert all(check.verdict != FAIL for check in check_machine.check_torch(on_gpu))
@@ -131,7 +129,7 @@ def test_a_gpu_machine(monkeypatch: pytest.MonkeyPatch, probed: dict[str, Any], 
 
 
 def test_a_slow_link() -> None:
-    """A link that is far slower than its table says, or than any link is."""
+    """A link below its table's rate or the given bound fails and names its ranks; a single rank skips the check."""
     known = check_machine.known_gpu(GPU["name"], read_clusters(TABLE))
     assert check_machine.check_links(RATES, None, least=None).verdict == PASS
     slow = RATES | {"links": {"by_pair": {"0-1": 30.0, "1-2": 0.9}, "all_reduce": 0.5}}
@@ -157,7 +155,7 @@ def test_a_slow_link() -> None:
     ],
 )
 def test_cuda_names_of_the_tables_gpus(name: str, row: str | None) -> None:
-    """An A100 whose link of 1 GB/s passes; the figures of another card; a PCIe card that is expected to have NVLink."""
+    """CUDA's name of a GPU chooses its row of the table, and no row for a card that the table lacks."""
     result = check_machine.known_gpu(name, read_clusters(TABLE))
     assert (result and result.name) == row
     if result is not None:
@@ -165,7 +163,7 @@ def test_cuda_names_of_the_tables_gpus(name: str, row: str | None) -> None:
 
 
 def test_a_row_of_the_cluster_table(tmp_path: Path) -> None:
-    """A row that the planner can't read, or one more of them after each calibration."""
+    """The planner reads a calibrated row, and the next calibration replaces it."""
     like = read_clusters(TABLE)["a100"]
     row = check_machine.cluster_row(RATES, gpu="a CPU", known=None, like=like, num_ranks=2)
     for table in (TABLE, tmp_path / "clusters.csv"):
@@ -178,7 +176,7 @@ def test_a_row_of_the_cluster_table(tmp_path: Path) -> None:
 
 
 def test_a_run_that_hangs(tmp_path: Path) -> None:
-    """A hang, which is what NCCL does with an error, that lasts for ever; processes that stay behind."""
+    """A hanging run ends at its time limit, and a failed run is reported with its exit code and output."""
     sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
     with pytest.raises(CannotRun):
         start(sleeping, tmp_path / "log", seconds=0.2)

@@ -92,7 +92,7 @@ def assert_no_half(root: Path) -> None:
 
 @pytest.mark.parametrize("iteration", [7, 8], ids=["same_number", "next"])
 def test_killed_anywhere(tmp_path: Path, killer: Killer, iteration: int) -> None:
-    """A kill between two calls that leaves no checkpoint, half of one, or leftovers for ever."""
+    """A kill at any call leaves a whole checkpoint, and cleaning removes every leftover."""
     for fatal in range(1, 100):
         root = tmp_path / str(fatal)
         save(root, 6, "older")
@@ -122,7 +122,7 @@ def test_killed_anywhere(tmp_path: Path, killer: Killer, iteration: int) -> None
 
 
 def test_publish_loses_neither_when_renaming_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error in the middle of a replacement would leave the old one under a name that no load looks for."""
+    """A failing rename leaves the old checkpoint in its place."""
     save(tmp_path, 7, "old")
     write(tmp_path, 7, "new")
     rename = os.rename
@@ -139,7 +139,7 @@ def test_publish_loses_neither_when_renaming_fails(tmp_path: Path, monkeypatch: 
 
 
 def test_prune(tmp_path: Path) -> None:
-    """Pruning deletes the newest checkpoint, the one to resume from, or a stock checkpoint of the user."""
+    """Pruning deletes the oldest complete checkpoints, but not stock's, retained ones or those after the tracker's."""
     for iteration in (1, 2, 3, 4, 20):
         save(tmp_path, iteration, "x")
     (tmp_path / "iter_0000000").mkdir()
@@ -156,7 +156,7 @@ def test_prune(tmp_path: Path) -> None:
 
 
 def test_clean_leftovers(tmp_path: Path) -> None:
-    """Cleaning deletes the only copy of a checkpoint, touches other files, or reports nothing."""
+    """Cleaning removes unfinished folders, and keeps the only copy of a checkpoint and all other files."""
     root = str(tmp_path)
     layout.clean_leftovers(str(tmp_path / "absent"))
     save(tmp_path, 7, "old")
@@ -176,7 +176,7 @@ def test_clean_leftovers(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_on_another_disk(tmp_path: Path) -> None:
-    """A link in place of a folder would stop the save that replaces it, after the training."""
+    """A save replaces a linked folder, and the folder behind the link stays whole."""
     root = tmp_path / "root"
     save(root, 7, "old")
     shutil.move(root / "iter_0000007", tmp_path / "elsewhere")
@@ -200,7 +200,7 @@ def test_a_checkpoint_on_another_disk(tmp_path: Path) -> None:
     ],
 )
 def test_candidates(tmp_path: Path, tracker: str | None, expected: list[int]) -> None:
-    """A resume from a run that was given up, from a folder that nothing vouches for, or from none at all."""
+    """Candidates are the checkpoints up to the one that the tracker names, newest first; without a number, all."""
     for iteration in (1, 2, 3, 6):
         save(tmp_path, iteration, "x")
     (tmp_path / "iter_0000005").mkdir()
@@ -240,7 +240,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage(tmp_path: Path, kind: str) -> None:
-    """A file that is not what was written would be trained on, or end the run with a traceback."""
+    """Each kind of damage is reported in one line that names the file."""
     do_damage, named = DAMAGE[kind]
     save(tmp_path, 7, "x")
     checkpoint = tmp_path / "iter_0000007"
@@ -251,7 +251,7 @@ def test_damage(tmp_path: Path, kind: str) -> None:
 
 
 def test_damage_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that all hash everything, or a file that none does."""
+    """Each part hashes its own share of the files, and every part sees a missing one."""
     aside = Path(layout.incomplete_folder(str(tmp_path), 1))
     aside.mkdir()
     sizes = {"a": 100, "b": 60, "c": 50, "d": 5}
@@ -278,7 +278,7 @@ def test_damage_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b"[1]", b'{"pid": "\\u001b", "host": 1, "since": 2}'])
 def test_lock_of_an_unknown_job(tmp_path: Path, content: bytes) -> None:
-    """A damaged lock file would end the refusal with a traceback, or write to the terminal what it likes."""
+    """A lock with damaged content is refused as that of an unknown job."""
     with open(tmp_path / ".lock", "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(content)
@@ -288,7 +288,7 @@ def test_lock_of_an_unknown_job(tmp_path: Path, content: bytes) -> None:
 
 
 def test_no_locks_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network file system without locks would stop every job, and a broken one none."""
+    """A file system without locks gives a warning, and a broken one an error."""
     code = errno.ENOLCK
 
     def flock(file: int, operation: int) -> None:
