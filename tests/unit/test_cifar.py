@@ -16,7 +16,7 @@ from support.unsafe_pickles import TRICKS
 
 @pytest.mark.parametrize(("dataset", "classes"), [("cifar10", 10), ("cifar100", 100)])
 def test_images_and_labels(tmp_path: Path, dataset: str, classes: int) -> None:
-    """Colours as rows, coarse labels of CIFAR-100, or a batch that is left out."""
+    """Images keep their colour planes, labels are the fine ones, and all batches are read."""
     written = write_cifar(tmp_path, dataset, num_train=30, num_test=20)
     for split, count in (("train", 30), ("test", 20)):
         images = cifar.read_split(str(tmp_path), dataset, split)
@@ -27,8 +27,7 @@ def test_images_and_labels(tmp_path: Path, dataset: str, classes: int) -> None:
 
 
 def test_strings_of_python_2_are_read(tmp_path: Path) -> None:
-    """The published files contain strings of Python 2, which Python 3 does not write: a loader that reads only its own
-    files refuses them."""
+    """The published files, which contain strings of Python 2, are read."""
     write_cifar(tmp_path, "cifar10", num_train=20, num_test=10)
     codes = {code.name for code, _, _ in pickletools.genops((tmp_path / "test_batch").read_bytes())}
     assert codes >= {"SHORT_BINSTRING", "BINSTRING"} and not codes & {"BINUNICODE", "SHORT_BINBYTES", "BINBYTES"}
@@ -37,7 +36,7 @@ def test_strings_of_python_2_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trick", TRICKS)
 def test_a_file_that_could_run_code_is_refused(tmp_path: Path, trick: str) -> None:
-    """pickle.load of a folder from the internet runs what it says."""
+    """A file that could run code is refused in one line, and its code does not run."""
     marker = tmp_path / "MARKER"
     body = TRICKS[trick]
     text = f"touch {marker}".encode()
@@ -61,7 +60,7 @@ PIXELS = np.zeros((2, 3072), dtype=np.uint8)
     ],
 )
 def test_other_content_is_refused(tmp_path: Path, content: Any, message: str) -> None:
-    """Training on shifted pixels, or a label outside of the model's classes, ends in an error far from its cause."""
+    """A batch with wrong fields, sizes or labels is refused, and the error names what is wrong."""
     (tmp_path / "test_batch").write_bytes(python2_pickle(content))
     with pytest.raises(ValueError, match=message):
         cifar.read_split(str(tmp_path), "cifar10", "test")

@@ -36,7 +36,7 @@ def difference(tmp_path: Path, before: list[dict[str, Any]], after: list[dict[st
 
 
 def test_what_is_a_difference(tmp_path: Path) -> None:
-    """One differing bit, a new field, or a run that ends early passes as equal; or times count as differences."""
+    """One differing bit, a new field or a missing line is a difference, and times are none."""
     assert difference(tmp_path, [STEP | TIMES, EVALUATION], [dict.fromkeys(TIMES, 7) | STEP, EVALUATION]) is None
     changes = {"loss": 5.500000000000001, "backward_messages": [0, 5], "grad_norm": 0.0, "more": 1}
     for field, value in changes.items():
@@ -55,7 +55,7 @@ def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_last_checkpoints_are_compared(tmp_path: Path) -> None:
-    """Weights after the last step appear in no line of the metrics file, and are not compared."""
+    """The weights of the last checkpoints are compared, with their dtypes."""
     weight = torch.ones(2, 3, dtype=torch.bfloat16)
     other = weight.clone()
     other[1, 2] = 1.0078125  # the next number
@@ -70,7 +70,7 @@ def test_last_checkpoints_are_compared(tmp_path: Path) -> None:
 
 
 def test_nothing_is_not_equal_to_nothing(tmp_path: Path) -> None:
-    """Two runs that wrote nothing pass as equal."""
+    """Runs that wrote nothing cannot be compared."""
     with pytest.raises(CannotRun, match="before"):
         run_difference(tmp_path / "a", tmp_path / "b")
     for content in ("", "{torn\n"):
@@ -105,7 +105,7 @@ def fake_checkout(folder: Path, number: int) -> Path:
 def test_runs_of_both_sides_are_compared(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, number: int, told: str
 ) -> None:
-    """One side's code is run twice, or a run that fails passes as equal."""
+    """Each side runs its own code, and a run that differs or fails is reported."""
     monkeypatch.setattr(compare_runs, "read_checkpoint", lambda folder: {})
     checkouts = {"before": fake_checkout(tmp_path / "a", 1), "after": fake_checkout(tmp_path / "b", number)}
     task = Task(checkouts=checkouts, output=tmp_path / "out", stop=threading.Event())
@@ -115,7 +115,7 @@ def test_runs_of_both_sides_are_compared(
 
 
 def test_a_changed_configuration_is_found(tmp_path: Path) -> None:
-    """A flag that resolves to another value trains something else; a recipe that was refused may be accepted."""
+    """A changed value and a new refusal are differences; a default and a refusal that is gone are none."""
     before = {"a": {"lr": 1e-3, "bf16": False}, "refused": "--lr: must be given"}
     assert compare_runs.first_difference(before, {"a": {"lr": 1e-3}, "refused": {"lr": 1e-3}}) is None
     assert "lr" in str(compare_runs.first_difference(before, {"a": {"lr": 2e-3, "bf16": False}, "refused": "x"}))
@@ -125,7 +125,7 @@ def test_a_changed_configuration_is_found(tmp_path: Path) -> None:
 
 
 def test_every_start_and_recipe_is_resolved(tmp_path: Path) -> None:
-    """A start left out of the comparison of configurations may change unseen."""
+    """Every start and every recipe has a command line, and its flags are resolved."""
     recipes = tmp_path / "recipes.json"
     recipes.write_text(json.dumps([{"name": "mine", "world_size": 1, "flags": GOOD_FLAGS.split()}]))
     configurations = compare_runs.choose_configurations(None)

@@ -46,7 +46,7 @@ def parameters_of(function: ast.AST) -> str:
 
 @pytest.mark.parametrize("line", PRIVATE_APIS)
 def test_private_api(line: str) -> None:
-    """A changed signature, or an attribute that is gone: in the best case an error in the middle of a run."""
+    """Each private API has the signature and the source text that the table lists."""
     api, *markers = line.split(" | ")
     module, _, name = api.partition(":")
     name, has_parameters, parameters = name.partition("(")
@@ -64,6 +64,7 @@ def test_private_api(line: str) -> None:
 
 
 def test_the_table_is_of_the_pinned_versions() -> None:
-    """Look at every line of the table, then at docs/megatron_core_notes.md."""
+    """The installed versions are those of the table. Before changing them, check each of its lines and
+    docs/megatron_core_notes.md."""
     assert CORE in ("0.16.1", "0.19.2")
     assert version("torch")[:5] in ("2.13.", "2.14.")

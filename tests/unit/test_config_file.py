@@ -45,7 +45,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str, form: str = "gpt", 
 def test_round_trip(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, form: str, ranks: int, words: tuple[str, ...]
 ) -> None:
-    """A flag is lost, or YAML reads a value as something else, so that another run starts."""
+    """A printed configuration starts the same run from its file, and is printed alike again."""
     text = printed(capsys, *WORDS, *words, form=form, ranks=ranks)
     file = written(tmp_path, text)
     common = {"prog": PROG, "defaults": FAMILY_DEFAULTS[form], "world_size": ranks}
@@ -54,7 +54,7 @@ def test_round_trip(
 
 
 def test_the_command_line_wins(tmp_path: Path) -> None:
-    """The file overrides a flag that was typed for this run."""
+    """A flag of the command line overrides the file."""
     file = written(tmp_path, FILE | {"swiglu": True, "eval-iters": 7, "bcd-preset": "pretrain"})
     config = parse_run_config(["--lr", "0.5", "--config", file, "--bcd-steps-per-block", "9"], prog=PROG, world_size=1)
     assert (config.optimizer.lr, config.training.eval_iters, config.model.swiglu) == (0.5, 7, True)
@@ -62,8 +62,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
 
 
 def test_switches(tmp_path: Path) -> None:
-    """A false value switches a flag on, or is ignored although the script's default is on; or a switch cannot be
-    undone."""
+    """A false value in the file turns a switch off, and the command line undoes every switch of the file."""
     file = written(tmp_path, FILE | {"swiglu": False, "no-masked-softmax-fusion": False, "log-progress": False})
     config = parse_run_config(["--config", file], prog=PROG, defaults=FAMILY_DEFAULTS["llama"], world_size=1)
     assert config.model.swiglu is False and config.transformer["masked_softmax_fusion"] is True
@@ -92,14 +91,14 @@ def test_switches(tmp_path: Path) -> None:
     ],
 )
 def test_refused(tmp_path: Path, content: object, named: str) -> None:
-    """An error is a traceback, or a line that does not name the file's key."""
+    """A bad file is refused in one line that names the file and, where there is one, the key."""
     with pytest.raises(ValueError, match=rf"run\.yaml.*{named}") as error:
         parse_run_config(["--config", written(tmp_path, content)], prog=PROG, world_size=1)
     assert "\n" not in str(error.value)
 
 
 def test_absent_file() -> None:
-    """A missing path or a folder ends in a traceback."""
+    """A missing file or a folder is refused by its path."""
     for path in ("/absent/run.yaml", "/tmp"):
         with pytest.raises(ValueError, match=path):
             parse_run_config(["--config", path], prog=PROG, world_size=1)

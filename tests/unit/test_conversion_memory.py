@@ -74,7 +74,7 @@ def both_ways(folder: Path, layers: int, hidden: int, shard_bytes: int) -> dict[
 
 @pytest.mark.parametrize("sizes", [(6, 512, 36_000_000), pytest.param((22, 2048, 10**9), marks=pytest.mark.long)])
 def test_peak(repo_root: Path, tmp_path: Path, sizes: tuple[int, int, int]) -> None:
-    """The whole model in memory, a file kept mapped after its tensors are read, copies of a whole file."""
+    """The largest file bounds the memory of a conversion, in both directions."""
     command = [sys.executable, __file__, str(tmp_path), *map(str, sizes)]
     env = {**os.environ, "PYTHONPATH": str(repo_root), **RETURNED_AT_ONCE}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)

@@ -44,7 +44,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.mark.parametrize("name", models.SETTINGS)
 def test_there_and_back(name: str, written: Callable[..., Path], tmp_path: Path) -> None:
-    """A transform that loses or moves a row, padding that stays, a shard or a tied head written twice."""
+    """A model that is converted to a checkpoint and back has the same tensors and files, in several shards or one."""
     source_folder = written(name)
     (source_folder / "tokenizer.json").write_text("not read")
     assert len(list(source_folder.glob("*.safetensors"))) > 1
@@ -63,7 +63,7 @@ def test_there_and_back(name: str, written: Callable[..., Path], tmp_path: Path)
 def test_large_vocabularies_are_written_in_parts(
     written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of an embedding that are put together in another order, or padding inside of a part."""
+    """A vocabulary that is written in parts comes back without a change."""
     monkeypatch.setattr("megatron.bcd.huggingface.convert._PIECE_BYTES", 32 * 4 * 100)
     assert convert("hf", written("llama2"), tmp_path / "bcd") == 0
     assert convert("bcd", tmp_path / "bcd", tmp_path / "back") == 0
@@ -71,7 +71,7 @@ def test_large_vocabularies_are_written_in_parts(
 
 
 def test_older_files_of_gpt2(written: Callable[..., Path], tmp_path: Path) -> None:
-    """Names without their prefix, saved masks, and a copy of the tied head: what the hub's first GPT-2 files hold."""
+    """The hub's first GPT-2 files are converted: names without prefix, saved masks, and a copy of the tied head."""
     tensors = models.tensors_of(written("gpt2"))
     older = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     older |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8), "lm_head.weight": older["wte.weight"].clone()}
@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
 def test_what_is_refused(
     case: str, written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model that is converted wrongly, a traceback, or an output folder that looks like a checkpoint."""
+    """A model that cannot be converted is refused in one line that names the cause, and no output folder remains."""
     name, edit, message = REFUSED[case]
     shutil.copytree(written(name), tmp_path / "given")
     edit(tmp_path / "given")
@@ -159,7 +159,7 @@ def test_what_is_refused(
 def test_outputs_and_checkpoints_that_are_refused(
     written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model that is overwritten; a checkpoint converted as one of another network, or while it is damaged."""
+    """An existing output, a checkpoint of another network and a damaged one are refused, and no output is written."""
     source_folder = written("llama2")
     assert convert("hf", source_folder, tmp_path / "bcd") == 0
     capsys.readouterr()
@@ -189,7 +189,7 @@ def test_outputs_and_checkpoints_that_are_refused(
 def test_names_on_the_hub(
     written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A name that is read as a folder, code that is downloaded, or a traceback where the hub can't be reached."""
+    """A name is downloaded from the hub without code; an unreachable hub and a missing folder are refused by name."""
     asked: list[Any] = []
 
     def download(name: str, *, allow_patterns: list[str]) -> str:
@@ -219,7 +219,7 @@ def disk_for(num_bytes: int) -> Iterator[None]:
 
 
 def test_a_full_disk(written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The library's own error, which is no OSError, as a traceback; half of a checkpoint or a model that is left."""
+    """A full disk ends with code 2 and one line, and no half of a checkpoint or model remains."""
     source_folder = written("qwen2")
     with disk_for(5000):
         assert convert("hf", source_folder, tmp_path / "bcd") == 2
@@ -234,7 +234,7 @@ def test_a_full_disk(written: Callable[..., Path], tmp_path: Path, capsys: pytes
 
 
 def test_what_a_killed_conversion_leaves(written: Callable[..., Path], tmp_path: Path) -> None:
-    """A tool that refuses its own unfinished folder, or writes over a whole checkpoint."""
+    """A conversion replaces the unfinished folder of a killed one, and refuses to write over a whole checkpoint."""
     source_folder = written("qwen2")
     leftover = tmp_path / "bcd" / "iter_0000000.incomplete"
     (leftover / "huggingface").mkdir(parents=True)

@@ -18,7 +18,8 @@ def cut_of(*, layers: int, stages: int = 1, blocks: int | None = 3, layout: str 
 
 @given(layout=st.sampled_from(LAYOUTS), stages=st.integers(1, 4), extra=st.integers(0, 7), padding=st.integers(0, 127))
 def test_stage_parameters_sum_to_the_model(layout: str, stages: int, extra: int, padding: int) -> None:
-    """A head's copy or a padding row counted wrong; an active part of a stage that has none."""
+    """The stages' parameters add up to the model's, copies and padding, and only stages with active layers have active
+    ones."""
     cut = cut_of(layers=3 * stages + extra, stages=stages, blocks=None, layout=layout)
     shape = shape_of(layers=cut.num_layers, hidden=8, vocabulary=257, positions=16)
     held, copies = stage_parameters(shape, cut, padded=257 + padding), int(stages > 1)
@@ -35,7 +36,7 @@ def test_stage_parameters_sum_to_the_model(layout: str, stages: int, extra: int,
     ("prefix_cached", "ninths"), [(False, (7, 6, 5)), (True, (7, 5, 3))], ids=["computed", "cached"]
 )
 def test_compute_bound_on_one_stage(prefix_cached: bool, ninths: tuple[int, ...]) -> None:
-    """A benchmark bound that is not that of docs/concepts.md: bottom, middle and top third."""
+    """The compute bounds of the bottom, middle and top third are those of docs/concepts.md."""
     cut = cut_of(layers=12)
     for block, expected in enumerate(ninths):
         assert compute_ratio(cut, block, prefix_cached=prefix_cached) == pytest.approx(expected / 9)
@@ -43,7 +44,7 @@ def test_compute_bound_on_one_stage(prefix_cached: bool, ninths: tuple[int, ...]
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_compute_bound_of_spread_over_stages(stages: int) -> None:
-    """A bound that forgets the slowest stage: 7/9 for it, a mean of (7 - 1/S)/9 for the sum."""
+    """The bound of layout spread is that of the slowest stage: 7/9 for it, a mean of (7 - 1/S)/9 for the sum."""
     cut = cut_of(layers=6 * stages, stages=stages)
     assert [compute_ratio(cut, block) for block in range(3)] == pytest.approx([7 / 9] * 3)
     work = sum(sum(layer_work(cut, block)) for block in range(3))
@@ -53,7 +54,7 @@ def test_compute_bound_of_spread_over_stages(stages: int) -> None:
 
 
 def test_work_of_layout_stage_by_stage() -> None:
-    """Prefix stages charged for D, or suffix stages for W."""
+    """Stages before the active one only run forward, and stages after it compute no weight gradients."""
     cut = cut_of(layers=8, stages=4, blocks=None, layout="stage")
     works = [layer_work(cut, 1, stage=stage) for stage in range(4)]
     assert [sum(work) for work in works] == [2, 6, 4, 4] and sum(layer_work(cut, 1)) == 16
@@ -63,12 +64,12 @@ def test_work_of_layout_stage_by_stage() -> None:
 
 
 def test_stateless_updates_compute_weight_gradients() -> None:
-    """A W that is not counted for them."""
+    """Weight gradients of all layers are counted with stateless updates."""
     cut = partition(num_layers=6, num_stages=2, num_blocks=3, layout="strided", tied=True, has_stateless_updates=True)
     assert [layer_work(cut, block)[2] for block in range(3)] == [6, 6, 6]
 
 
 def test_operations_of_an_orthogonalisation() -> None:
-    """A product that is left out, or the larger dimension taken for the smaller; by hand for 3 x 5: X X^T 90, its
-    square 54, their sum times X 90, five times."""
+    """The operations of an orthogonalisation equal those by hand for 3 x 5: X X^T 90, its square 54, their sum times X
+    90, five times."""
     assert newton_schulz_flops(3, 5) == newton_schulz_flops(5, 3) == 5 * (90 + 54 + 90)

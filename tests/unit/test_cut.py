@@ -36,7 +36,7 @@ def slowest(one: Partition, sizes: tuple[int, ...], head: float) -> float:
 @pytest.mark.parametrize(("tied", "head_phase"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize(("layers", "stages", "head"), [(28, 4, 1.0), (13, 4, 3.0), (64, 8, 0.5), (12, 4, 40.0)])
 def test_no_slower_than_an_even_cut(layers: int, stages: int, head: float, tied: bool, head_phase: bool) -> None:
-    """A head that counts on the wrong stage, or a part that loses its last layer."""
+    """A balanced cut is no slower than an even one, and faster where a layer can move away from the head."""
     one = even_cut(num_layers=layers, num_stages=stages, tied=tied, head_phase=head_phase)
     sizes = balanced_cut(one, head=head)
     even = tuple(len(part) for part in divide(layers, stages))
@@ -48,7 +48,7 @@ def test_no_slower_than_an_even_cut(layers: int, stages: int, head: float, tied:
 
 @pytest.mark.parametrize("head", [0.0, 1.0, 5.0, 20.0])
 def test_two_stages_are_cut_as_well_as_they_can_be(head: float) -> None:
-    """A head of many layers, of which only two move away."""
+    """The cut of two stages is the fastest of all cuts."""
     one = even_cut(num_layers=24, num_stages=2)
     best = min(slowest(one, (24 - last, last), head) for last in range(one.num_blocks, 24 - one.num_blocks + 1))
     assert slowest(one, balanced_cut(one, head=head), head) == best
@@ -57,7 +57,7 @@ def test_two_stages_are_cut_as_well_as_they_can_be(head: float) -> None:
 @pytest.mark.parametrize("head_phase", [False, True])
 @pytest.mark.parametrize("num_chunks", [3, 6])
 def test_chunks_keep_their_layers(num_chunks: int, head_phase: bool) -> None:
-    """A layer that a cut moves into another block."""
+    """A cut keeps the layers of each chunk, and the last stage has the fewest."""
     sizes = balanced_cut(even_cut(layout="interleaved", num_parts=num_chunks, head_phase=head_phase), head=1.0)
     even = divide_into_pieces(28, parts=num_chunks, stages=4)
     for chunk, pieces in enumerate(even):
@@ -69,7 +69,7 @@ def test_chunks_keep_their_layers(num_chunks: int, head_phase: bool) -> None:
 
 @pytest.mark.parametrize("needed", range(8))
 def test_least_recomputation(needed: int) -> None:
-    """More layers than necessary, too few, or those whose activations are freed first."""
+    """Recomputation takes the least number of layers that fits, from the first chunks on."""
     numbers = (0, 2, 3)
 
     def fits(choice: Recomputed) -> bool:
@@ -83,6 +83,6 @@ def test_least_recomputation(needed: int) -> None:
 
 @pytest.mark.parametrize(("core_share", "expected"), [(0.1, "selective"), (0.3, "full")])
 def test_the_core_of_attention_is_cheaper_or_not(core_share: float, expected: str) -> None:
-    """Attention that is recomputed in five layers where one whole layer is less work."""
+    """Attention alone is recomputed only if that is less work than whole layers."""
     choice = least_recomputation((5,), lambda one: one != Recomputed(), core_share=core_share)
     assert choice.granularity == expected

@@ -31,7 +31,7 @@ def dry_run(*words: str, ranks: int) -> int:
 
 
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """The plan has the parameters of another layout. distributed/test_planned_bytes.py tests planned bytes."""
+    """The plan has the parameters of the run's layout. distributed/test_planned_bytes.py tests planned bytes."""
     assert dry_run(*WORDS, "--tensor-model-parallel-size", "2", "--log-energy", ranks=4) == 0
     text = capsys.readouterr().out
     assert "--log-energy" in text.splitlines()[-1]
@@ -41,7 +41,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A dry run reads tokenizer or data, or creates a folder."""
+    """A dry run reads no tokenizer and no data, and creates no folder."""
     absent = str(tmp_path / "absent")
     words = [*WORDS, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", absent, "--data-path", absent]
     assert dry_run(*words, "--load", absent, "--save", absent, "--tensorboard-dir", "/proc/absent", ranks=1) == 0
@@ -49,7 +49,7 @@ def test_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
 
 
 def test_versions_that_were_not_tested(repo_root: Path, tmp_path: Path) -> None:
-    """A run with a newer PyTorch or Megatron Core ends in a traceback, or silently trains differently."""
+    """Versions of PyTorch and Megatron Core that were not tested give one warning that names them."""
     for name, version in (("torch", "2.99.0"), ("megatron_core", "0.16.2")):
         (tmp_path / f"{name}-{version}.dist-info").mkdir()
         (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
@@ -61,7 +61,7 @@ def test_versions_that_were_not_tested(repo_root: Path, tmp_path: Path) -> None:
 
 
 def test_a_line_for_all_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank prints the same line, or prints it although all versions were tested."""
+    """Rank 0 alone warns, and only if a version was not tested."""
     monkeypatch.setitem(versions.TESTED, "Python", [("3.11", "3.99")])
     versions.warn_if_untested(prog=PROG)
     assert capsys.readouterr().err == ""
@@ -73,7 +73,7 @@ def test_a_line_for_all_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def test_tested_versions_are_the_pins(repo_root: Path) -> None:
-    """The pins are new, and every run says that they were not tested."""
+    """The pinned versions count as tested, and others do not."""
     lines = (repo_root / "requirements.txt").read_text(encoding="utf-8").splitlines()
     pins = [line.split(";")[0].split("==") for line in lines if line.startswith(("torch==", "megatron-core=="))]
     assert len(pins) == 3
@@ -85,7 +85,7 @@ def test_tested_versions_are_the_pins(repo_root: Path) -> None:
 
 @pytest.mark.parametrize("script", ["pretrain_gpt_bcd.py", "pretrain_llama_bcd.py"])
 def test_imports_what_it_needs(repo_root: Path, script: str) -> None:
-    """A dry run spends seconds importing a compiler, a trainer or transformers that it does not use."""
+    """A dry run imports no compiler, TensorBoard, transformers or trainer."""
     if importlib.util.find_spec("transformer_engine") is not None:
         pytest.skip("Transformer Engine imports them")
     program = "import runpy, sys; sys.argv = sys.argv[1:]\n"
@@ -99,7 +99,7 @@ def test_imports_what_it_needs(repo_root: Path, script: str) -> None:
 
 
 def test_balanced_cut_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A dry run of --pipeline-cut auto reads a tokenizer, or does not say that it cut evenly."""
+    """A dry run of --pipeline-cut auto reads no tokenizer, and names the flag where it cannot balance the cut."""
     words = [*WORDS, "--pipeline-model-parallel-size", "2", "--num-layers", "12", "--pipeline-cut", "auto"]
     bpe = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "absent.json", "--merge-file", "absent.txt"]
     assert dry_run(*words, *bpe, ranks=2) == 0
@@ -112,14 +112,14 @@ def test_balanced_cut_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_world_size(capsys: pytest.CaptureFixture[str]) -> None:
-    """A world size without ranks ends in a traceback."""
+    """A world size without ranks is refused by its flag."""
     assert dry_run(*WORDS, ranks=0) == 2
     assert "--dry-run-world-size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ACCEPTED)
 def test_stock_recipes(kind: str, repo_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A recipe's harmless flag is refused, a refusal names no flag, or recipes are missing."""
+    """The expected number of stock recipes pass with three blocks, and each refusal names a flag."""
     recipes = json.loads((repo_root / "tests" / "data" / "recipes" / f"{kind}.json").read_text())
     refused = {}
     for recipe in recipes:
@@ -133,7 +133,7 @@ def test_stock_recipes(kind: str, repo_root: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_command_of_the_readme(repo_root: Path) -> None:
-    """The README's first command does not parse, or stores nothing."""
+    """The README's first command parses, and stores its checkpoints where it loads them."""
     readme = (repo_root / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
     (command,) = re.findall(
         r"^python tools/launch.py --nproc-per-node 2 pretrain_gpt_bcd.py (.*)$", readme, re.MULTILINE
