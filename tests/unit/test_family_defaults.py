@@ -39,7 +39,7 @@ def parse_as(form: str, *words: str) -> RunConfig:
 
 @pytest.mark.parametrize("other", OTHER_FLAGS)
 def test_gpt_with_llamas_flags_is_llama(other: str) -> None:
-    """A flag that one script reads in another way, or a default of LLaMA's that no flag of the GPT script gives."""
+    """The GPT script with LLaMA's flags has the configuration of the LLaMA script."""
     flags = [on for on, _ in WORDS.values()]
     assert parse_as("gpt", *flags, other) == parse_as("llama", other) == parse_as("llama", *flags, other)
     assert not other or parse_as("llama", other) != parse_as("llama")
@@ -47,7 +47,7 @@ def test_gpt_with_llamas_flags_is_llama(other: str) -> None:
 
 @pytest.mark.parametrize("field", WORDS)
 def test_each_default_can_be_undone(field: str) -> None:
-    """A default of LLaMA's that stays whatever is given, or that takes another one along."""
+    """Each default of LLaMA's can be undone alone."""
     undone = parse_as("llama", WORDS[field][1])
     assert undone == parse_as("gpt", *(on for name, (on, _) in WORDS.items() if name != field))
     assert undone != parse_as("llama")
@@ -75,7 +75,7 @@ def activation(*words: str) -> tuple[Any, bool, str]:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
 def test_gelu(words: tuple[str, ...], on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other form than was asked for, a fusion that Megatron Core refuses, or the other form in the run summary."""
+    """GELU has the form and the fusion that were asked for, and the run summary names its form."""
     for has_gpu, said in ((False, on_cpu), (True, on_gpu)):
         monkeypatch.setattr(device, "has_cuda", lambda has_gpu=has_gpu: has_gpu)
         monkeypatch.setattr(packages, "has_transformer_engine", lambda: False)
@@ -88,7 +88,7 @@ def test_gelu(words: tuple[str, ...], on_cpu: str, on_gpu: str, monkeypatch: pyt
 
 
 def test_a_slow_width() -> None:
-    """Matrices for which a GPU has slow kernels only, of which the run summary says nothing; or a false alarm."""
+    """The run summary names a width in 16 bits that is slow on GPUs, and no other."""
     for flags, is_slow in (("170 --bf16", True), ("170", False), ("168 --bf16", False), ("172 --fp16", True)):
         config = parse("--ffn-hidden-size", *flags.split())
         built = build_transformer_config(config, available_implementation(config))
@@ -96,7 +96,7 @@ def test_a_slow_width() -> None:
 
 
 def test_the_run_summary_names_the_schedule() -> None:
-    """The run summary calls breadth-first order with chunks `bcd: interleaved`, or depth-first order something else."""
+    """The run summary names breadth-first and depth-first order, each with its number of chunks."""
     flags = ["--pipeline-model-parallel-size", "2", "--num-layers", "8", "--bcd-num-blocks", "2"]
     for schedule, said in (("breadth-first", "breadth-first: 4 chunks"), ("bcd", "bcd: interleaved, 2 chunks")):
         config = parse(*flags, "--bcd-layout", "interleaved", "--bcd-schedule", schedule, world_size=2)

@@ -18,7 +18,7 @@ def row(*runs: Trained, full: Trained | None = None) -> Row:
 
 
 def test_cost_is_time_to_the_best_of_full_training() -> None:
-    """Iterations for time, the last loss for the best one, or a method that never gets there shown as cheap."""
+    """The cost is the time to the best loss of full training with the same seed, or none if it is not reached."""
     full = run(3.0, 2.0, 2.5)
     assert full.best == (20, 2.0)
     assert row(full, full=full).cost == 1
@@ -30,7 +30,7 @@ def test_cost_is_time_to_the_best_of_full_training() -> None:
 
 
 def test_equal_time() -> None:
-    """A slower method's last loss, which it reached after more time."""
+    """The loss at equal time is interpolated at the end of full training, or is the last of a run that ended."""
     full = run(3.0, 2.0, step_ms=10.0)
     assert row(run(3.0, 2.0, 1.0, step_ms=10.0), full=full).at_full_time == 2.0
     assert row(run(3.0, 2.0, step_ms=13.0), full=full).at_full_time == pytest.approx(3 - (200 / 13 - 10) / 10)

@@ -44,7 +44,7 @@ def job(name: str, program: str, **values: Any) -> Job:
 
 
 def test_a_recorded_job_is_not_run_again(run_jobs: Callable[..., gpu_hour.Runner], tmp_path: Path) -> None:
-    """Minutes of a GPU would go into what has been measured already."""
+    """A recorded job is not run again."""
     mark = tmp_path / "mark"
     counting = job("counts", f"open({str(mark)!r}, 'a').write('x')", kind="plain")
     run_jobs(counting)
@@ -53,7 +53,7 @@ def test_a_recorded_job_is_not_run_again(run_jobs: Callable[..., gpu_hour.Runner
 
 
 def test_records_have_metrics_command_and_hardware(run_jobs: Callable[..., gpu_hour.Runner], tmp_path: Path) -> None:
-    """A number without its command, commit and device can't go into a document."""
+    """A record has the metrics, the command, the commit and the versions of its job."""
     run_jobs(job("trains", WRITES_METRICS, about={"method": "paper", "lr": 0.1}))
     record = gpu_hour.read_results(tmp_path / "results", "speed")["trains"]
     assert record["metrics"] == [{"iteration": 1, "loss": 2.0}] and record["failure"] == ""
@@ -66,7 +66,7 @@ def test_records_have_metrics_command_and_hardware(run_jobs: Callable[..., gpu_h
 
 
 def test_a_failure_and_a_time_limit_are_recorded(run_jobs: Callable[..., gpu_hour.Runner], tmp_path: Path) -> None:
-    """A run that fails or hangs would otherwise stop the rest, or be tried again and again."""
+    """A failure and a time limit are recorded, and the next job runs."""
     runner = run_jobs(
         job("fails", "raise ValueError('bad luck')", kind="plain"),
         job("hangs", "import time; time.sleep(60)", seconds=1, kind="plain"),
@@ -78,13 +78,13 @@ def test_a_failure_and_a_time_limit_are_recorded(run_jobs: Callable[..., gpu_hou
 
 
 def test_nothing_starts_that_could_end_too_late(run_jobs: Callable[..., gpu_hour.Runner], tmp_path: Path) -> None:
-    """A machine that is taken back in the middle of a run leaves no result of it."""
+    """A job that could end after the time limit does not start, and counts as left."""
     runner = run_jobs(job("long", WRITES_METRICS, seconds=100), job("short", WRITES_METRICS, seconds=5), seconds=20)
     assert list(gpu_hour.read_results(tmp_path / "results", "speed")) == ["short"] and runner.num_left == 1
 
 
 def test_an_unfinished_line_of_results_is_ignored(tmp_path: Path) -> None:
-    """A process killed while it writes would make all earlier results unreadable."""
+    """An unfinished line of results is ignored."""
     (tmp_path / "speed.jsonl").write_text('{"job": "a", "failure": ""}\n{"job": "b", "fai')
     assert list(gpu_hour.read_results(tmp_path, "speed")) == ["a"]
 
@@ -102,7 +102,7 @@ def record_of(name: str, loss: float, **values: Any) -> dict[str, Any]:
 
 
 def test_full_adam_gets_a_third_rate_beyond_its_better_one(setting: Setting) -> None:
-    """The baseline would be tuned at an edge, and every method compared with a weak one."""
+    """Full Adam gets a third rate beyond the better one of two."""
     setting.data.mkdir()
     for split in ("train", "valid"):
         (setting.data / f"{split}_text_document.idx").touch()
@@ -115,7 +115,7 @@ def test_full_adam_gets_a_third_rate_beyond_its_better_one(setting: Setting) -> 
 
 
 def test_deciding_methods_get_more_seeds_at_their_best_rate(setting: Setting) -> None:
-    """One seed would decide the preset."""
+    """A deciding method gets two more seeds at its best rate, and none before its rates are measured."""
     table, full = {"full_adam": (1e-4, 2e-4), "six_blocks": (1e-4,)}, replace(setting, is_tiny=False)
     names = lambda results: [job.name for job in gpu_hour_jobs.task_jobs(full, results, "", table)]  # noqa: E731
     assert "full_adam-0.0002-seed2" not in names({})
@@ -124,7 +124,7 @@ def test_deciding_methods_get_more_seeds_at_their_best_rate(setting: Setting) ->
 
 
 def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong columns would put one method's number beside another's name."""
+    """The report shows each method's numbers in their columns beside its name."""
     monkeypatch.setattr(gpu_hour_report, "RESULTS", tmp_path)
     learning = [
         record_of(f"{name}-1", loss, method=name, lr=1e-3) for name, loss in (("paper", 4.0), ("pretrain", 3.0))
@@ -143,7 +143,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_report_compares_schedules() -> None:
-    """The share of copies that is not hidden would be that of another schedule, or of the frozen layers' runs."""
+    """The share of copies that is not hidden compares runs of breadth-first order, without those of frozen layers."""
 
     def record(job: str, milliseconds: float) -> dict[str, Any]:
         line = {"step_time_ms": milliseconds, "tokens_per_second": 1.0, "peak_memory_bytes": [2**30]}
@@ -159,7 +159,7 @@ def test_report_compares_schedules() -> None:
 
 
 def test_the_allocator_is_limited(setting: Setting, tmp_path: Path) -> None:
-    """A run that is said to fit a card of 24 GB would take what the larger one has."""
+    """A run for a card of 24 GB runs its script under a limit of the allocator, and passes on its flags."""
     jobs = {job.name: job for job in gpu_hour_jobs.speed(setting, {})}
     words = jobs["8b_breadth_first_host"].words
     assert words[1:4] == ("-c", gpu_hour_jobs.LIMITED, "22.6") and "--bcd-layers-on" in words

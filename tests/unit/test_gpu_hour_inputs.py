@@ -22,8 +22,7 @@ def texts(path: Path) -> list[str]:
 
 
 def test_tiny_portions_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Portion 1 is usable alone; a portion that arrives later adds its part of the text. A second start must do
-    nothing."""
+    """A portion that arrives later adds its part of the text, and a second start changes nothing."""
     monkeypatch.setattr(gpu_hour_inputs, "TOKENIZER", tmp_path / "missing")  # no model: transformers is slow to import
     portions, output = tmp_path / "portions", tmp_path / "unpacked"
     assert main(["--tiny", "--output", str(portions)]) == 0
@@ -43,7 +42,7 @@ def test_tiny_portions_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_tiny_model_unpacks(tmp_path: Path) -> None:
-    """The folder must be one that transformers and --load-hf read: weights, config.json with the architecture, and the
+    """The unpacked folder is one that transformers reads: weights, config.json with the architecture, and the
     tokenizer."""
     transformers = pytest.importorskip("transformers")
     if not gpu_hour_inputs.TOKENIZER.is_dir():
@@ -70,7 +69,7 @@ def test_a_file_larger_than_a_portion_is_split(tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_text_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LZMA writes late: the part may exceed its limit by what is buffered, and no document may be lost."""
+    """A part of the text exceeds its limit only by what LZMA buffers, and no document is lost."""
     monkeypatch.setattr(gpu_hour_inputs, "PRESET", 0)
     documents = [np.random.default_rng(index).bytes(50_000).hex() for index in range(40)]
     rest = iter(documents)
@@ -127,7 +126,7 @@ class Words:
 
 
 def test_documents_stay_whole() -> None:
-    """A page of which training holds a part would make validation easier."""
+    """Each document is whole in training, validation or English."""
     results = [
         Document("anarchism" if index % 10 == 0 else "other", "plain", f"word{index:03} " * 500) for index in range(200)
     ]

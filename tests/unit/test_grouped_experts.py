@@ -13,7 +13,7 @@ from megatron.bcd.model import grouped_experts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("place", ["apart", "one_buffer", "reversed"])
 def test_one_product_is_that_of_every_expert(place: str, dtype: torch.dtype) -> None:
-    """Matrices are taken from the wrong place of a layer's buffer, or an expert without tokens gets a gradient."""
+    """One product has the outputs and gradients of one per expert, and copies no matrices that lie in one buffer."""
     generator = torch.Generator().manual_seed(1)
     buffer = torch.randn(4 * 2 * 24 * 16, generator=generator).to(dtype).view(8, 24, 16)
     weights = list(buffer[::2])  # others lie between them

@@ -49,15 +49,14 @@ def cases(num_stages: int, numbers: tuple[int, ...], aheads: tuple[int | None, .
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_nothing_hangs(num_stages: int) -> None:
-    """Two ranks that wait for each other, or a stage that trains on another microbatch: gloo hides the first, and
-    equal shapes the second."""
+    """No two ranks wait for each other, and every message reaches the microbatch that needs it."""
     for case in cases(num_stages, (1, 4), (None, MORE_THAN_ALL)):
         check(case)
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_with_tensor_and_data_parallel_collectives(num_stages: int) -> None:
-    """A collective between messages that one rank issues before, and another one after them."""
+    """Nothing hangs if tensor- and data-parallel collectives lie between the messages."""
     events = events_of([0, num_stages - 1])
     case = Case(num_stages=num_stages, num_microbatches=3, events=events, tensor_size=2, data_size=2)
     for overlaps_reduction in (False, True):
@@ -70,7 +69,7 @@ def test_with_tensor_and_data_parallel_collectives(num_stages: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("num_stages", range(2, 9))
 def test_every_layout(num_stages: int) -> None:
-    """As above: more microbatches and run-ahead, up to eight stages."""
+    """Nothing hangs with more microbatches and run-ahead, on up to eight stages."""
     for case in cases(num_stages, (1, 2, 3, 4, 7, 8, 12), (None, 0, 1, 2, MORE_THAN_ALL)):
         check(case)
 
@@ -78,7 +77,7 @@ def test_every_layout(num_stages: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("num_stages, first", [(stages, first) for stages in range(2, 9) for first in range(stages)])
 def test_every_pair_of_phases(num_stages: int, first: int) -> None:
-    """A phase that finds messages of the one before it: every first trainable stage after every other."""
+    """Nothing hangs if any first trainable stage follows any other."""
     for second in range(num_stages):
         events = events_of([first, second, first])
         case = Case(num_stages=num_stages, num_microbatches=num_stages + 1, events=events)
@@ -88,8 +87,7 @@ def test_every_pair_of_phases(num_stages: int, first: int) -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_interleaved_plans(num_stages: int) -> None:
-    """Messages between two stages, in both directions, in another order at one end; a chunk that computes on the input
-    of another chunk or microbatch."""
+    """Nothing hangs in interleaved plans, and every chunk computes on its own inputs."""
     train = [[Event("train", block)] * 2 for block in (0, 2, 1)]
     served = (Event("fill", 2), *[Event("train", 2, is_served=True)] * 2)
     events = (*train[0], Event("evaluate"), *train[1], Event("checkpoint"), *served, *train[2])
@@ -101,8 +99,7 @@ def test_interleaved_plans(num_stages: int) -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_breadth_first_plans(num_stages: int) -> None:
-    """As above; a loss that is sent before it has arrived, or that a stage never waits for; updates, which are
-    collectives of a stage, between messages that its ranks issue in another order."""
+    """Nothing hangs in breadth-first plans, whose losses and updates lie between messages."""
     events = (Event("train"), Event("train"), Event("evaluate"), Event("train"))
     for num_chunks, num_microbatches in itertools.product((1, 2, 3), (1, 4, 12)):
         case = Case(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks, events=events,
@@ -114,7 +111,7 @@ def test_breadth_first_plans(num_stages: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("num_stages", range(2, 7))
 def test_every_interleaved_plan(num_stages: int) -> None:
-    """As above, with more chunks and microbatches."""
+    """Nothing hangs in interleaved plans with more chunks and microbatches."""
     for num_chunks in (2, 3, 4):
         events = tuple(Event("train", block) for block in range(num_chunks) for _ in range(2))
         for block in range(1, num_chunks):
@@ -126,7 +123,7 @@ def test_every_interleaved_plan(num_stages: int) -> None:
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.parametrize("num_stages, first_trainable", [(2, 1), (4, 2)])
 def test_wrong_schedules_are_seen(name: str, num_stages: int, first_trainable: int) -> None:
-    """A checker that accepts anything."""
+    """The checker accepts the right schedule and refuses each wrong one."""
     case = Case(num_stages=num_stages, num_microbatches=4, events=(Event("train", first_trainable),) * 3)
     check(case)
     with MUTANTS[name](), pytest.raises(OrderError):

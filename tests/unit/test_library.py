@@ -24,7 +24,7 @@ PUBLIC = {
 
 
 def test_public_names() -> None:
-    """A public name that disappears, or gets other parameters."""
+    """The public names are there, with their parameters."""
     assert sorted(megatron.bcd.__all__) == sorted(PUBLIC)
     for name, parameters in PUBLIC.items():
         result = getattr(megatron.bcd, name)
@@ -33,8 +33,8 @@ def test_public_names() -> None:
 
 
 def test_imports_are_light() -> None:
-    """A planner that needs torch because the package imports its public names at once; BlockCoordinate that needs
-    Megatron Core, which users of plain PyTorch don't have."""
+    """The package imports without torch, and BlockCoordinate without Megatron Core, which users of plain PyTorch don't
+    have."""
     for program, package in (
         ("megatron.bcd", "torch"),
         ("megatron.bcd; megatron.bcd.BlockCoordinate", "megatron.core"),
@@ -44,7 +44,7 @@ def test_imports_are_light() -> None:
 
 
 def test_the_example(repo_root: Path, tmp_path: Path) -> None:
-    """An example that does not run, or a second run in one process that meets what the first one left."""
+    """The page's example runs; a second run in its process resumes, and leaves no model and the collector as it was."""
     page = (repo_root / "docs" / "library.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     write_dataset(tmp_path / "my_text_document", good_documents())

@@ -38,7 +38,7 @@ def parse(folder: Path, config: dict[str, Any], *, form: str = "gpt", **flags: A
 
 
 def test_the_model_sets_the_flags(tmp_path: Path) -> None:
-    """A size, a variant or a default of the script in place of the model's."""
+    """The model sets the flags, whatever the script's defaults are."""
     for model, dropout in ((LLAMA, 0.0), (GPT2, 0.25)):
         gpt, llama = (parse(tmp_path / "m", model, form=form) for form in ("gpt", "llama"))
         assert (gpt.transformer, gpt.model) == (llama.transformer, llama.model)
@@ -47,8 +47,8 @@ def test_the_model_sets_the_flags(tmp_path: Path) -> None:
 
 
 def test_flags_win_where_weights_do_not_depend_on_them(tmp_path: Path) -> None:
-    """A dropout or a tokenizer that can't be chosen; a folder's own tokenizer that is not taken; a flag that is refused
-    although the model says the same."""
+    """A flag wins where weights do not depend on it, and one that agrees is accepted; the folder's tokenizer is the
+    default."""
     windows = {"window_size": "7,0", "window_attn_skip_freq": "[1,0]*3"}
     assert parse(tmp_path / "m", GPT_OSS, **windows).transformer == parse(tmp_path / "m", GPT_OSS).transformer
     config = parse(
@@ -88,8 +88,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[2][:30])
 def test_what_is_refused(tmp_path: Path, case: tuple[dict[str, Any], dict[str, Any], str]) -> None:
-    """A model that is built with other flags than its own; a model written over checkpoints, or the other
-    way round."""
+    """An unsupported model, a flag that contradicts the model and a folder with two uses are refused by name."""
     config, flags, message = case
     flags = {name: tmp_path / "m" if value == "{folder}" else value for name, value in flags.items()}
     with pytest.raises(ValueError, match=message):
@@ -97,7 +96,7 @@ def test_what_is_refused(tmp_path: Path, case: tuple[dict[str, Any], dict[str, A
 
 
 def test_a_sliding_window_limits_positions(tmp_path: Path) -> None:
-    """A checkpoint of --save, which holds no config.json, that is evaluated on windows where attention differs."""
+    """A sliding window limits the positions, unless they are given."""
     mistral = LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 64}
     assert parse(tmp_path / "m", mistral).model.max_position_embeddings == 64
     assert parse(tmp_path / "m", mistral | {"sliding_window": 128}).model.max_position_embeddings == 96
@@ -105,8 +104,7 @@ def test_a_sliding_window_limits_positions(tmp_path: Path) -> None:
 
 
 def test_more_positions_are_exported(tmp_path: Path) -> None:
-    """A model trained on longer sequences whose config.json has the old positions, or another RoPE scaling than
-    before; a shorter window that takes positions away."""
+    """The exported config.json has the positions of the run, and all else as in the model's."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaled = LLAMA | {"rope_scaling": scaling | {"original_max_position_embeddings": 8192}, "of_another": "program"}
     for asked, exported in ((128, 128), (96, 96), (None, 96)):
@@ -117,7 +115,7 @@ def test_more_positions_are_exported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_converted", [False, True])
 def test_positions_of_a_checkpoint(tmp_path: Path, is_converted: bool) -> None:
-    """A checkpoint that is trained beyond its positions in silence, or whose export has fewer than it had."""
+    """A checkpoint keeps its positions, and a longer sequence is refused unless more are given."""
     first = parse(tmp_path / "m", LLAMA)
     folder = tmp_path / "saved" / "iter_0000001"
     folder.mkdir(parents=True)
@@ -153,15 +151,14 @@ def test_positions_of_a_checkpoint(tmp_path: Path, is_converted: bool) -> None:
     ],
 )
 def test_an_unsupported_architecture_says_why_and_what_else(model_type: str, reason: str) -> None:
-    """A user who learns neither what the network has that this one lacks, nor that another part trains it."""
+    """An unsupported architecture is refused with the reason, and with the page of the part that trains it."""
     config = transformers.AutoConfig.for_model(model_type).to_dict()
     with pytest.raises(ValueError, match=rf"^config.json: .*{model_type} .*{reason}.*docs/pytorch.md"):
         architecture_from_config(config, source="config.json")
 
 
 def test_flags_that_a_resumed_run_leaves_out(tmp_path: Path) -> None:
-    """A warning that names "no value" where the run had the default, or a warning where the same value is given or left
-    out because it is the default."""
+    """A changed flag is named with its old value, also if that was the default, and an unchanged one is not."""
     absent = {field.name: None for field in dataclasses.fields(RunState) if field.name != "format_version"}
 
     def changes(before: dict[str, int], now: dict[str, int]) -> list[str]:
@@ -178,7 +175,7 @@ def test_flags_that_a_resumed_run_leaves_out(tmp_path: Path) -> None:
     "config", [LLAMA, GPT2, GPT_OSS, FULL_ATTENTION, LLAMA | {"attention_bias": True, "mlp_bias": True}]
 )
 def test_config_json_and_flags_say_the_same(tmp_path: Path, config: dict[str, Any]) -> None:
-    """A config.json made from flags that describes another network than the flags."""
+    """A config.json made from flags describes the network of the flags."""
     network = architecture_from_config(config, source="config.json")
     run = parse(tmp_path / "m", config)
     rebuilt = run_architecture(run, is_on_gpu=False, vocab_size=300)
@@ -188,7 +185,7 @@ def test_config_json_and_flags_say_the_same(tmp_path: Path, config: dict[str, An
 
 
 def test_vocabulary_of_a_run(tmp_path: Path) -> None:
-    """Rows of trained tokens that are cut off; a size that has to be given where the tokenizer says it."""
+    """The exported vocabulary has all trained tokens; its size is required only if no tokenizer says it."""
     run = parse(tmp_path / "m", LLAMA, load_hf=None, form="llama", num_layers=6, hidden_size=64, num_attention_heads=4)
     with pytest.raises(ValueError, match="--vocab-size 256"):
         describe_run(run, is_on_gpu=False, vocab_size=256)
@@ -201,8 +198,7 @@ def test_vocabulary_of_a_run(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_that_is_exported(tmp_path: Path) -> None:
-    """Files of the model's own tokenizer beside a model that was trained with another; those of the model that are
-    lost, or lose the begin token that its texts have; a run from scratch whose texts get one."""
+    """The tokenizer of the training is exported, from scratch without begin token; ids keep the model's files."""
     tokenizer_folder(tmp_path / "m", None, bos=True)
     (tmp_path / "m" / "generation_config.json").write_text("{}")
     original = (tmp_path / "m" / "tokenizer.json").read_bytes()
@@ -224,7 +220,7 @@ def test_the_tokenizer_that_is_exported(tmp_path: Path) -> None:
 
 
 def test_what_transformers_does_not_have(tmp_path: Path) -> None:
-    """A config.json of a near relative, whose logits are others. On a GPU the fused GELU has the tanh form."""
+    """A network that transformers does not have is refused by its flag. On a GPU the fused GELU has the tanh form."""
     sizes = {"load_hf": None, "num_layers": 6, "hidden_size": 64, "num_attention_heads": 4}
     for flags, message in (
         ({"form": "llama", "rotary_percent": 0.5}, "--rotary-percent 0.5: transformers' llama model has 1.0"),

@@ -19,8 +19,8 @@ def an_outer(num_workers: int = 2, **changes: object) -> tuple[Outer, list[torch
 
 
 def test_the_outer_step_is_sgd_with_nesterov() -> None:
-    """A wrong sign, a mean over the wrong workers or plain momentum would be tuned away by the study, not found; what
-    no worker has changed must stay, and is not sent."""
+    """The outer step is SGD with Nesterov momentum on the workers' mean; what no worker has changed stays and is not
+    sent."""
     outer, models = an_outer()
     weight = torch.nn.Parameter(models[0].weight.detach().clone())
     bias = models[0].bias.detach().clone()
@@ -38,7 +38,7 @@ def test_the_outer_step_is_sgd_with_nesterov() -> None:
 
 
 def test_what_4_bits_lose_is_sent_later() -> None:
-    """Without error feedback small changes beside large ones would never arrive."""
+    """Small changes beside large ones arrive, because what 4 bits lose is sent later."""
     outer, models = an_outer(num_workers=2, outer_lr=1.0, outer_momentum=0.0, compression="4bit")
     change = torch.linspace(-1, 1, 140).view(7, 20)
     before = outer.weights["weight"].clone()
