@@ -31,8 +31,7 @@ def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
 def test_encoding_what_was_decoded_changes_nothing(
     dtype: str, size: int, magnitude: float, decades: int, zeros: float, seed: int
 ) -> None:
-    """A checkpoint in fp32 that does not restore the stored moments: a largest element that is no entry of the table,
-    ratios that round to a neighbour, denormal numbers, a short last block."""
+    """Encoding what was decoded changes no bit, and no value turns positive."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(size, generator=generator) * 10.0 ** -(decades * torch.rand(size, generator=generator))
     values = values * magnitude * (torch.rand(size, generator=generator) >= zeros)
@@ -62,7 +61,7 @@ def independent_codes(values: torch.Tensor, is_signed: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 def test_8_bits_are_the_nearest_of_the_format(name: str) -> None:
-    """A table with a decade, a part or an end missing; a scale of another block."""
+    """8 bits are the nearest of the paper's format, scaled by block."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(5 * BLOCK + 7, generator=generator)
     values *= 10.0 ** -(5 * torch.rand(values.shape, generator=generator))
@@ -76,7 +75,7 @@ def test_8_bits_are_the_nearest_of_the_format(name: str) -> None:
 
 
 def test_a_second_moment_above_0_stays_above_0() -> None:
-    """A step divided by epsilon, because the neighbour's gradient is large."""
+    """A second moment above 0 stays above 0, also beside a far larger one."""
     values = torch.tensor([1e10, 1e-30, 0.0, 1e3])
     decoded = low_bit_adam.decode(low_bit_adam.encode({"exp_avg_sq": values}, "int8"))["exp_avg_sq"]
     assert (decoded > 0).tolist() == [True, True, False, True]
@@ -92,7 +91,7 @@ def adam(
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_first_step_is_pytorchs(dtype: str, decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong bias correction or weight decay, or a chunk that is left out: the first step rounds nothing before it."""
+    """The first step is that of PyTorch's Adam or AdamW."""
     monkeypatch.setattr("megatron.bcd.optim.low_bit_adam.CHUNK", 2 * BLOCK)
     parameter = torch.nn.Parameter(torch.randn(3, 3 * BLOCK, generator=torch.Generator().manual_seed(1)))
     reference = torch.nn.Parameter(parameter.detach().double())
@@ -106,8 +105,8 @@ def test_first_step_is_pytorchs(dtype: str, decoupled: bool, monkeypatch: pytest
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_second_moment_follows_a_gradient_that_shrinks(dtype: str) -> None:
-    """With beta2 0.999 a step changes the second moment by less than rounding does: rounded to the nearest bf16 it
-    would be 1.9 times too large in its root, and steps half as long as they should be."""
+    """With beta2 0.999 a second moment follows a shrinking gradient within 3 % in its root, though rounding is coarser
+    than a step."""
     generator = torch.Generator().manual_seed(4)
     parameter = torch.nn.Parameter(torch.zeros(8 * BLOCK))
     optimizer, expected = adam(parameter, dtype, beta2=0.999), torch.zeros(8 * BLOCK)

@@ -21,8 +21,8 @@ class OneRank:
 
 
 def test_gradients_of_a_tied_head_add_up() -> None:
-    """The embedding's part of a tied weight's gradient that is lost where the head's product has written its own: a
-    fused kernel writes into the buffer, and leaves zeros in the gradient, to which autograd adds the embedding's."""
+    """A tied weight's gradient adds the embedding's part to what the head's fused kernel wrote, and an untied one's
+    does not."""
     rule = MatrixRule(name="factored", scale=1.0, grad_dtype=torch.float32, num_steps=5)
     for is_tied, expected in ((True, 3.0), (False, 2.0)):
         group: Any = OneRank()
@@ -37,7 +37,7 @@ def test_gradients_of_a_tied_head_add_up() -> None:
 
 
 def test_a_partial_gradient_waits() -> None:
-    """A router's gradient is reduced before its parts on the tensor-parallel ranks are summed, and the sum is lost."""
+    """A router's gradient is not reduced before its parts on the tensor-parallel ranks are summed."""
     rule = MatrixRule(name="factored", scale=1.0, grad_dtype=torch.float32, num_steps=5)
     for is_partial in (True, False):
         group: Any = OneRank()
@@ -50,7 +50,7 @@ def test_a_partial_gradient_waits() -> None:
 
 
 def test_the_state_of_one_layer_moves() -> None:
-    """State of another layer moves too, or a momentum, factors or low bits are lost on the way."""
+    """The state of one layer moves to host memory and back without changing a step."""
     names, moved = ["layers.0", "layers.1"], "layers.1"
 
     def train(*, moves: bool) -> list[torch.Tensor]:

@@ -35,7 +35,7 @@ from megatron.bcd.training.resolve import resolve_num_blocks
     ],
 )
 def test_choice(flag: str, machine: dict[str, bool], expected: tuple[str, str, str]) -> None:
-    """Would leave a fast path unused, or name one in the log that is not there."""
+    """The choice takes the fastest parts that the flag and the machine allow, and its description names them."""
     chosen = choose_implementation(
         flag, **{"transformer_engine": False, "apex": False, **machine}, optimizer="PyTorch AdamW"
     )
@@ -44,8 +44,8 @@ def test_choice(flag: str, machine: dict[str, bool], expected: tuple[str, str, s
 
 
 def test_choice_details() -> None:
-    """The choice names Apex's norm for RMSNorm, which Apex does not have, flash attention although unfused was
-    requested, or Transformer Engine's attention across documents, which takes no mask."""
+    """Norm and attention fit the normalization, the precision, the mask and the flags; an absent implementation is
+    refused."""
     absent = {"transformer_engine": False, "optimizer": "PyTorch AdamW"}
     assert choose_implementation("auto", apex=True, normalization="RMSNorm", **absent).norm == "PyTorch RMSNorm"
     engine = {"transformer_engine": True, "apex": False, "optimizer": "Transformer Engine fused Adam"}
@@ -61,7 +61,7 @@ def test_choice_details() -> None:
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_zero_centred_norm_in_bf16(kind: str) -> None:
-    """Would expose 1 + weight rounded to bf16: a weight of 0.001 would do nothing."""
+    """A norm in bf16 adds 1 to its weight in fp32, so a weight of 0.001 counts."""
     config = TransformerConfig(
         num_layers=1, hidden_size=16, num_attention_heads=1, normalization=kind, layernorm_zero_centered_gamma=True
     )
@@ -79,7 +79,7 @@ def test_zero_centred_norm_in_bf16(kind: str) -> None:
 
 
 def test_recomputation_that_never_ends_is_refused() -> None:
-    """Megatron Core's checkpoint around a local feed-forward part with biases: its backward pass recurses for ever."""
+    """Recomputation of a local feed-forward part with biases, whose backward pass never ends, is refused."""
     flags = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp")
     local = choose_implementation("local", transformer_engine=False, apex=False, optimizer="PyTorch AdamW")
     with pytest.raises(ValueError, match="--disable-bias-linear"):
@@ -92,7 +92,7 @@ def test_recomputation_that_never_ends_is_refused() -> None:
     [((), {"--no-bias-gelu-fusion"}), (("--swiglu",), {"--no-bias-swiglu-fusion"}), (("--squared-relu",), set())],
 )
 def test_a_gpu_without_a_compiler(flags: tuple[str, ...], switches: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback of torch.compile in the first step, or flags that do not help."""
+    """A GPU without a compiler or Python.h is refused, with the flags that help."""
     local = choose_implementation("local", transformer_engine=False, apex=False, optimizer="PyTorch AdamW")
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
@@ -120,7 +120,7 @@ def test_a_gpu_without_a_compiler(flags: tuple[str, ...], switches: set[str], mo
     ],
 )
 def test_fused_weight_gradient(flags: tuple[str, ...], is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apex's kernel for gradients in bf16, which takes no fp32 inputs: a crash in the first backward pass."""
+    """Apex's kernel is used unless it would write bf16 gradients from fp32 inputs."""
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     monkeypatch.setattr(packages, "is_importable", lambda name: name == "fused_weight_gradient_mlp_cuda")
     monkeypatch.setattr(packages, "missing_for_compilation", lambda: "")
@@ -133,7 +133,7 @@ def test_fused_weight_gradient(flags: tuple[str, ...], is_fused: bool, monkeypat
 def test_grouped_queries_keep_to_the_fast_kernels(
     dtype: torch.dtype, with_mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, the kernel that keeps the S x S scores: PyTorch's only one for grouped queries in fp32 or masked."""
+    """On a GPU grouped queries go to PyTorch's kernel only in bf16 without a mask, where it is fast."""
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     options: dict[str, object] = {}
 
@@ -150,14 +150,14 @@ def test_grouped_queries_keep_to_the_fast_kernels(
 
 
 def test_a_model_of_another_builder_is_refused() -> None:
-    """A replaced `build_model` that builds its own module ends in an AttributeError."""
+    """A model that another builder built is refused, and the error names the right one."""
     with pytest.raises(ValueError, match="^build_model: .* Call megatron.bcd.model.builder.build_model"):
         get_frozen_weights(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(("flags", "number"), [("--bcd-layout stage", None), ("", 3), ("--bcd-layout submodel", 3)])
 def test_resolved_number_of_blocks(flags: str, number: int | None) -> None:
-    """A run resumed with layout stage on other stages is told that it changed --bcd-num-blocks."""
+    """Layout stage resolves to no number of blocks, and other layouts to three by default."""
     config = parse("--pipeline-model-parallel-size", "2", "--num-layers", "6", *flags.split(), world_size=2)
     assert resolve_num_blocks(config, partition_from_config(config)) == number
 

@@ -37,7 +37,7 @@ def two_stages(layout: str, **parts: Any) -> Partition:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("always_active", [(), ("norms",), ("embedding",), ("head",), ("norms", "embedding", "head")])
 def test_agrees_with_the_partition(layout: str, tied: bool, always_active: tuple[str, ...]) -> None:
-    """A parameter left out of every phase, trained in two, or a tied head that is active without the embedding."""
+    """The owner of each parameter agrees with the partition in every phase."""
     cut = two_stages(layout, tied=tied, always_active=frozenset(always_active))
     for stage in range(2):
         for name in names_of(cut, stage):
@@ -70,7 +70,7 @@ def test_experts_belong_to_their_layer() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("frozen", ["embedding", "head", "norms", "embedding,head"])
 def test_no_phase_trains_what_is_frozen(layout: str, tied: bool, frozen: str) -> None:
-    """A frozen part that is active in its block's phase, or one copy of a tied weight that is."""
+    """A frozen part, also a tied one, is active in no phase, and every other parameter in exactly one."""
     cut = two_stages(layout, tied=tied, frozen=frozenset(frozen.split(",")))
     parts = set(frozen.split(",")) | ({"embedding", "head"} if tied and frozen != "norms" else set())
     for stage in range(2):
@@ -86,7 +86,7 @@ def test_no_phase_trains_what_is_frozen(layout: str, tied: bool, frozen: str) ->
 
 
 def test_unknown_name() -> None:
-    """A module that Megatron Core adds, silently frozen for the whole run."""
+    """A parameter of an unknown module is refused by name."""
     cut = partition(num_layers=6, num_stages=1, num_blocks=3, layout="spread", tied=False)
     with pytest.raises(KeyError, match="mtp"):
         ownership("mtp.layers.0.weight", partition=cut, stage=0)

@@ -38,7 +38,7 @@ def partitions(draw: st.DrawFn) -> Partition:
 
 @given(partitions())
 def test_every_layer_is_in_exactly_one_block(cut: Partition) -> None:
-    """Exposes a layer that no phase ever trains, or that two blocks train."""
+    """Every layer is in exactly one block."""
     assert sorted(chain.from_iterable(block.layers for block in cut.blocks)) == list(range(cut.num_layers))
     has_head_block = cut.num_blocks > cut.num_layer_blocks
     assert sorted(submodel.index for block in cut.blocks for submodel in block.submodels) == list(
@@ -48,7 +48,7 @@ def test_every_layer_is_in_exactly_one_block(cut: Partition) -> None:
 
 @given(partitions())
 def test_embedding_norm_and_head_have_one_owner(cut: Partition) -> None:
-    """Exposes an embedding or head that is never trained, trained twice, or a tied copy trained alone."""
+    """Embedding, final norm and head are active in one block each, a tied head in the embedding's."""
     numbers = range(cut.num_blocks)
     assert [block for block in numbers if cut.embedding_active(block)] == [0]
     last = cut.num_blocks - 1
@@ -62,7 +62,7 @@ def test_embedding_norm_and_head_have_one_owner(cut: Partition) -> None:
 
 @given(partitions())
 def test_the_prefix_is_what_lies_before_the_first_active_layer(cut: Partition) -> None:
-    """Exposes a prefix with active layers, or one that is not before the first trainable stage."""
+    """The prefix is the layers before the first active one, and is empty if the embedding is active."""
     for block in cut.blocks:
         prefix = cut.prefix_layers(block.index)
         assert list(prefix) == list(range(min(block.layers, default=cut.num_layers)))
@@ -77,7 +77,7 @@ def stage_active(cut: Partition, block: int, stage: int) -> bool:
 
 @given(partitions())
 def test_stage_questions_agree_with_layers(cut: Partition) -> None:
-    """Exposes a stage that builds an optimizer for nothing, or a forward-only stage with something active."""
+    """A stage is active if it has active layers or an active head, and forward-only if its layers lie before them."""
     for block in cut.blocks:
         on_stages = [cut.active_layers(block.index, stage) for stage in range(cut.num_stages)]
         assert tuple(chain.from_iterable(on_stages)) == block.layers
@@ -94,7 +94,8 @@ def test_stage_questions_agree_with_layers(cut: Partition) -> None:
 
 @given(partitions())
 def test_number_of_blocks_by_layout(cut: Partition) -> None:
-    """Exposes a layout that is another layout: spread is on every stage, the others on one."""
+    """Layouts spread and interleaved have every block on every stage, submodel and stage on one, and strided takes
+    every n-th layer."""
     blocks = cut.blocks[: cut.num_layer_blocks]
     stages_of = [{submodel.stage for submodel in block.submodels} for block in blocks]
     if cut.layout == "spread":
@@ -119,7 +120,8 @@ def test_number_of_blocks_by_layout(cut: Partition) -> None:
 
 @given(layers=st.integers(4, 40), stages=st.integers(1, 4), blocks=st.integers(1, 4), data=st.data())
 def test_stateless_layers_are_the_others(layers: int, stages: int, blocks: int, data: st.DataObject) -> None:
-    """A layer that is neither active nor stateless, both, or stateless in front of a stage that gets no gradient."""
+    """The stateless layers are all that are not active, on stages that get gradients; without stateless updates there
+    are none."""
     assume(layers >= stages * blocks)
     layout = data.draw(st.sampled_from(["spread", "strided", "submodel"]))
     sizes: Any = {"num_layers": layers, "num_stages": stages, "num_blocks": blocks, "layout": layout, "tied": True}
@@ -143,7 +145,7 @@ def test_stateless_layers_are_the_others(layers: int, stages: int, blocks: int, 
     tied=st.booleans(),
 )
 def test_interleaved(stages: int, blocks: int, times: int, more: int, tied: bool) -> None:
-    """A block of other layers than on one stage, a chunk on the wrong stage, or a stage with far more layers."""
+    """Interleaved blocks have the same layers as on one stage, and stages differ by at most one layer."""
     parts = blocks * times
     arguments = {"num_layers": parts * stages + more, "num_blocks": blocks, "tied": tied, "num_parts": parts}
     cut = partition(num_stages=stages, layout="interleaved", **arguments)
@@ -201,7 +203,7 @@ BAD = {
 
 @pytest.mark.parametrize("words", GOOD)
 def test_split(words: str) -> None:
-    """A stage of another size than the flags say, and than Megatron Core would build."""
+    """The stages have the sizes that the flags say, and that Megatron Core builds."""
     ranks = int(words.split("--pipeline-model-parallel-size ")[1].split()[0])
     config = parse(*words.split(), *ONE_BLOCK, world_size=ranks)
     assert partition_from_config(config).layers_per_stage == GOOD[words]
@@ -216,7 +218,7 @@ def test_split(words: str) -> None:
 
 @pytest.mark.parametrize("words", BAD)
 def test_bad_split(words: str) -> None:
-    """Layers that are left over or counted twice, or a layout that fills the memory, told in one line."""
+    """A split that does not fit the layers or the stages is refused, and the error says what is wrong."""
     ranks = int(words.split("--pipeline-model-parallel-size ")[1].split()[0]) if "--pipeline-" in words[:11] else 1
     with pytest.raises(ValueError, match=BAD[words]):
         parse(*words.split(), *ONE_BLOCK, world_size=ranks)

@@ -94,8 +94,7 @@ def run(capsys: pytest.CaptureFixture[str], *flags: str | Path, code: int = 0) -
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_by_its_config(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
-    """Heads wider than hidden size / heads, a tied head, norms of queries and keys, or Qwen2's biases that a plan
-    leaves out without a word."""
+    """A plan by config.json has the parameters of the published model."""
     content, parameters = PUBLISHED[name]
     where = folder(tmp_path, content, name=name)
     task = "sft" if name == "gpt-oss-20b" else "pretrain"  # only --load-hf has flags for its biases
@@ -105,7 +104,7 @@ def test_a_published_model_by_its_config(capsys: pytest.CaptureFixture[str], tmp
 
 
 def test_a_row_says_what_a_config_says(tmp_path: Path) -> None:
-    """Columns that are read and not used; an older file without them that is refused."""
+    """A row describes the model that its config.json describes, also in an older file; bad cells name their line."""
     where = folder(tmp_path, PUBLISHED["Qwen3-0.6B"][0])
     (tmp_path / "new.csv").write_text(
         f"{COLUMNS},head_dim,tied,biases,qk_norm\nmine,llama,28,1024,16,8,3072,151936,2048,x,128,yes,none,yes\n"
@@ -125,8 +124,7 @@ def test_a_row_says_what_a_config_says(tmp_path: Path) -> None:
 
 
 def test_bad_models_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A traceback for a config.json that is damaged, missing or of another family; a GPT beyond its positions; an error
-    that does not say how else a model can be given, or that lists rows of the table for a folder or a hub's name."""
+    """A model that cannot be planned is refused in one line that says why, or how else to give it."""
     broken = folder(tmp_path, {"architectures": ["T5Model"]})
     gpt = folder(tmp_path, GPT2 | {"n_layer": 6, "n_embd": 64, "n_head": 4, "n_positions": 96}, name="gpt")
     biases = folder(tmp_path, BIASES, name="biases")
@@ -146,8 +144,7 @@ def test_bad_models_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 def test_what_fits_on_one_card(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Only more GPUs offered for what one card holds with frozen layers on the host, a frozen head or moments in 8
-    bits; a setting that does not fit after all, or that another one makes needless."""
+    """What fits on one card is offered beside more GPUs, every offer fits, and none contains another."""
     large = folder(tmp_path, PUBLISHED["Llama-3-8B"][0], name="large")
     middle = folder(tmp_path, config("llama", 32, 4096, (32, 8), 13824, 128256), name="middle")
     seen: set[str] = set()
@@ -164,8 +161,8 @@ def test_what_fits_on_one_card(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 
 def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A published model that is told not to fit; copies that cost nothing, or that more tokens don't hide; memory that
-    is left to micro-batches of one sequence; a node that runs out of memory."""
+    """A model with frozen layers on the host fits one card; copies take time only in short steps, and host memory is
+    counted."""
     large = folder(tmp_path, PUBLISHED["Llama-3-8B"][0], name="large")
     flags = ("--task", "sft", *BLOCKS, "--model", large, *CARD, "--bcd-always-active", "head", "--json")
     plan = json.loads(run(capsys, *flags))
@@ -189,9 +186,7 @@ def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_every_layer_with_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Blocks for a model whose layers fit in host memory, and are all trained; a plan whose saving ends the run; host
-    memory that pays for no low bits; copies that depend on the number of microbatches; the same for what fits no way.
-    """
+    """A 14B model trains every layer if host memory suffices, otherwise blocks; only short steps wait for copies."""
     flags = ("--task", "sft", "--model", folder(tmp_path, LARGE["Qwen2.5-14B"][0]), *CARD, "--json")
     found = json.loads(run(capsys, *flags, "--host-memory-gb", "64"))
     command = found["command"].replace("\\\n    ", "")
@@ -226,7 +221,7 @@ def test_every_layer_with_layers_on_the_host(capsys: pytest.CaptureFixture[str],
 
 
 def test_the_loss_without_logits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Layers that are recomputed for the sake of a large vocabulary's logits, or a plan that does not fit for them."""
+    """The linear loss is chosen where logits cost recomputation, and offered where a plan does not fit."""
     small = folder(tmp_path, PUBLISHED["Qwen3-0.6B"][0])
     flags = ("--task", "sft", *BLOCKS, "--model", small, *CARD, "--seq-length", "2048", "--micro-batch-size")
     native = ("--cross-entropy-fusion-impl", "native")
@@ -252,8 +247,7 @@ def test_the_loss_without_logits(capsys: pytest.CaptureFixture[str], tmp_path: P
 def test_timeline_of_copies(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, more: str, counts: tuple[int, int]
 ) -> None:
-    """Copies that no run makes, or more than it makes; a piece that computes before it is there, or whose buffer is
-    overwritten before it is written back; another time than the planner's."""
+    """The timeline has the copies of a run, no piece computes before its copy, and the time is the planner's."""
     words = ("--task", "sft", "--model", "LLaMA-7B", *CARD, "--adam-moments-dtype", "int8", *more.split())
     flags = (*words, "--json", "--bcd-layers-on", "host", "--micro-batch-size", "1")
     planned = json.loads(run(capsys, *flags, "--timeline", tmp_path / "trace.json"))
@@ -282,8 +276,8 @@ def test_timeline_of_copies(
 
 @pytest.mark.parametrize("name", ["Llama-3-8B", "Qwen2.5-7B", "Qwen3-8B"])
 def test_the_head_is_what_the_card_has_room_for(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
-    """A large vocabulary for which the layers leave the card, a choice that overrules a flag, or a head of another
-    kind in the command than in the plan."""
+    """The plan takes a head phase, moves layers to the host only where that is not enough, and obeys a flag for the
+    head."""
     flags = ("--task", "sft", *BLOCKS, "--model", folder(tmp_path, PUBLISHED[name][0], name=name), *CARD, "--json")
     chosen = json.loads(run(capsys, *flags))
     assert chosen["memory"]["fits"] and ("--bcd-layers-on host" in chosen["command"]) == (name == "Qwen3-8B")
@@ -294,7 +288,7 @@ def test_the_head_is_what_the_card_has_room_for(capsys: pytest.CaptureFixture[st
 
 
 def test_the_documents_rows(repo_root: Path) -> None:
-    """A table that an older planner has printed."""
+    """The rows of the document are those of today's planner."""
     text = (repo_root / "studies" / "large_models.md").read_text()
     for num_gpus in (1, 4):
         assert f"| {' | '.join(large_models.row('Qwen2.5-7B', 'rtx4090', num_gpus))} |" in text
@@ -329,14 +323,14 @@ def planned(capsys: pytest.CaptureFixture[str], *flags: str | Path) -> tuple[str
 def test_learning_rate_of_the_measured_model(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: tuple[str, ...], rate: str
 ) -> None:
-    """One rate for all methods, far below the best one of most of them."""
+    """The learning rate is the one that was measured for the method and the number of blocks."""
     where = folder(tmp_path, PUBLISHED["SmolLM2-135M"][0], name="SmolLM2-135M")
     command, line = planned(capsys, "--model", where, *flags)
     assert f"--lr {rate} " in command.replace("\\\n", "") and "guess" not in line
 
 
 def test_learning_rates_are_those_of_the_studies(repo_root: Path) -> None:
-    """A table that no study supports any more."""
+    """The planner's learning rates are those of the studies."""
     best: dict[tuple[str, str], tuple[float, float]] = {}
     with open(repo_root / "studies" / "fine_tuning.csv", encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -351,14 +345,14 @@ def test_learning_rates_are_those_of_the_studies(repo_root: Path) -> None:
 
 
 def test_blocks_that_would_train_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A plan without an active block, or an error about --bcd-head-phase, which nobody gave."""
+    """Blocks that would train nothing are refused by --bcd-num-blocks 0."""
     where = folder(tmp_path, LARGE["Qwen3-8B"][0])
     nothing = run(capsys, "--task", "sft", *CARD, "--model", where, "--bcd-num-blocks", "0", *BLOCKS, code=2)
     assert nothing.startswith("tools/plan.py: error: --bcd-num-blocks 0: ")
 
 
 def test_the_recipes_rate_is_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    """examples/finetune.sh and pretrain.sh train at another rate than the plan that they print."""
+    """examples/finetune.sh and pretrain.sh train at the rate of the plan that they print."""
     for words in (("LLaMA-7B", "finetune", "rtx4090", "--num-gpus", "1"),
                   ("G-5.4B", "pretrain", "rtx4090"), ("G-5.4B", "paper", "rtx4090")):  # fmt: skip
         made = recipe.as_bash(*recipe.request_of(words, {}))
@@ -372,7 +366,8 @@ def compared(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[list[dict
 
 
 def test_no_cost_to_a_loss_that_was_not_reached(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fine-tuning in blocks is said to reach full training's loss for a fifth of the cost. Methods without a row."""
+    """In fine-tuning only full training has a cost ratio, unless --bf-multiplier is given; each other row names its
+    loss, if measured."""
     rows, text = compared(capsys, "--task", "sft", "--model", "L-1.5B")
     names = {row["recipe"]["name"] for row in rows}
     streamed = {"full, streamed", "muon, streamed"}
@@ -394,7 +389,7 @@ def test_no_cost_to_a_loss_that_was_not_reached(capsys: pytest.CaptureFixture[st
 
 
 def test_losses_are_those_of_the_documents(repo_root: Path) -> None:
-    """A range that the tables do not have."""
+    """The planner's losses are those of the documents."""
     text = (repo_root / "studies" / "fine_tuning.md").read_text(encoding="utf-8")
     ends = {"+1 to +31 %": ("+1.1 %", "+30.8 %"), "-1.7 to +2.2 %": ("-1.7 %", "+2.2 %"), "+2.3 %": ("+2.3 %",),
             "-1.6 to -0.2 %": ("-1.6 %", "-0.2 %"), "-3.1 to +0.4 %": ("-3.1 %", "+0.4 %")}  # fmt: skip
@@ -405,7 +400,7 @@ def test_losses_are_those_of_the_documents(repo_root: Path) -> None:
 
 
 def test_methods_that_reach_the_loss_come_first(capsys: pytest.CaptureFixture[str]) -> None:
-    """Blocks that never reach full training's loss are ranked before the factored update, because they cost less."""
+    """Methods that reach full training's loss come before cheaper ones that do not."""
     rows, text = compared(capsys, "--task", "sft", "--model", "L-1.5B")
     ours = ("full", "full, streamed", "offload", "finetune, orthogonal", "muon, streamed")
     keys = [(row["recipe"]["num_gpus"] != 4, row["recipe"]["name"] not in ours, row["bill"]["days"]) for row in rows]
@@ -432,7 +427,7 @@ def test_a_loss_says_where_it_was_measured(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_finetune_is_the_factored_update_whatever_the_task(capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan of blocks for a command that trains every layer."""
+    """Preset finetune plans a stateless update of every layer whatever the task, and blocks only if flags ask."""
     flags = ("--model", "L-1.5B", *CARD, "--precision", "bf16", "--bcd-preset", "finetune")
     for more in ((), ("--search",)):
         text = run(capsys, *flags, *more).replace("\\\n    ", "")
@@ -444,8 +439,7 @@ def test_finetune_is_the_factored_update_whatever_the_task(capsys: pytest.Captur
 
 
 def test_search_over_pieces_and_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    """Pieces of one layer although larger ones fit, which repeat fewer forward passes; a micro-batch or pieces that
-    overrule the flag; memory that is filled for no gain without --search."""
+    """A search finds larger, faster pieces and micro-batches; given ones win, and without it memory stays free."""
     flags = ("--task", "sft", "--model", "LLaMA-7B", *CARD, "--method", "finetune", "--json")
     found = json.loads(run(capsys, *flags, "--search"))
     command = found["best"]["command"].replace("\\\n    ", "")
@@ -478,7 +472,7 @@ def test_the_host_limit_is_this_machines_memory(
 
 
 def test_what_fits_on_the_same_gpus_comes_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A smaller micro-batch, nearest first, rounded main parameters and more host memory, before more GPUs."""
+    """A smaller micro-batch, more host memory and rounded main parameters are offered before more GPUs."""
     model = folder(tmp_path, PUBLISHED["Llama-3-8B"][0])
     flags = ("--task", "sft", "--model", model, *CARD, "--seq-length", "8192", "--micro-batch-size", "4")
     offered = json.loads(run(capsys, *flags, "--host-memory-gb", "48", "--json", code=1))["what_fits"]
@@ -523,14 +517,14 @@ def test_plans_with_experts_have_the_measured_time(capsys: pytest.CaptureFixture
 
 
 def test_speed_is_no_utilisation(capsys: pytest.CaptureFixture[str]) -> None:
-    """Arithmetic that blocks leave out is called MFU."""
+    """Speed is in tokens per second and as full training's share of the peak, and is not called MFU."""
     paper = ("--method", "bcd", "--precision", "fp32")
     text = run(capsys, "--model", "G-5.4B", "--gpu", "rtx4090", "--num-gpus", "4", *paper)
     assert "MFU" not in text and "tokens/s, which full training would reach at 42.2 % of the GPUs' peak" in text
 
 
 def test_what_the_readme_says_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path, repo_root: Path) -> None:
-    """A card is said to train every layer of a model whose plan has blocks."""
+    """The plan of each model that the README names trains every layer."""
     text = " ".join((repo_root / "README.md").read_text(encoding="utf-8").split())
     [sentence] = re.findall(r"By the planner's estimate,.*?changes no bit\.", text)
     for name in ("Llama-3-8B", "Qwen2.5-7B", "Qwen3-8B", "Qwen2.5-14B"):
@@ -540,13 +534,12 @@ def test_what_the_readme_says_fits(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_rows_of_an_update() -> None:
-    """A plan in which the update of an embedding takes more, or less, than in a run."""
+    """The planner counts the rows of an update as a run takes them."""
     assert state.ROWS_ELEMENTS == update_rules.ROWS_ELEMENTS
 
 
 def test_places_that_the_trainer_chooses() -> None:
-    """Layers that leave the device before saved inputs do, or although all fit; fewer layers on the device than fit; a
-    choice that overrules a flag."""
+    """Saved inputs leave the device before layers do, as many layers stay as fit, and flags win."""
     flags = recipe_of({"num_layers": 12, "hidden_size": 256, "micro_batch_size": 1} | RUNS["breadth_first_streamed"])
     auto = flags.changed(bcd_layers_on="auto", bcd_saved_inputs="auto", bcd_resident_layers=0).memory
 

@@ -51,7 +51,7 @@ def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
 def test_what_does_not_fit_says_what_does(
     capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], first: str | None
 ) -> None:
-    """A command that runs out of memory; exit code 0; a remedy that does not fit either."""
+    """A plan that does not fit exits with 1 and offers a command that fits."""
     assert plan.main(flags) == 1
     text = capsys.readouterr().out
     assert "torchrun" not in text
@@ -66,7 +66,7 @@ def test_what_does_not_fit_says_what_does(
 
 
 def test_what_people_write(capsys: pytest.CaptureFixture[str]) -> None:
-    """A card that is refused for a blank, a unit that is off by a thousand."""
+    """A card with blanks or hyphens and a number of tokens with a unit are read."""
     words = ("--model", "llama 7b", "--gpu", "RTX-4090", "--num-gpus", "6", "--global-batch-size", "66", "--bf16")
     data = planned(capsys, *words, "--tokens", "2.5t")
     assert (data["model"]["name"], data["cluster"]["name"]) == ("LLaMA-7B", "rtx4090")
@@ -81,7 +81,7 @@ def test_a_plan_without_blocks_speaks_of_none(capsys: pytest.CaptureFixture[str]
 
 
 def test_nothing_fits_anywhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A search for a remedy without an end, or a command for none."""
+    """Where nothing fits, the search for a remedy ends and offers no command."""
     table = (plan.ROOT + "/examples/clusters.csv", tmp_path / "clusters.csv")
     table[1].write_text(Path(table[0]).read_text().replace("RTX 4090,23.6", "RTX 4090,1.1"))
     assert plan.main([*EXAMPLE, "--clusters", str(table[1])]) == 1
@@ -108,7 +108,7 @@ BLOCKS = ("--bcd-inactive-update", "none")
 def test_number_of_blocks_for_fine_tuning(
     capsys: pytest.CaptureFixture[str], model: str, num_gpus: int, more: tuple[str, ...], num_blocks: int
 ) -> None:
-    """Memory that is left unused, though larger blocks learn better; a plan with them that does not fit."""
+    """Fine-tuning takes the expected or the given number of blocks, and fits the card."""
     words = ("--task", "sft", "--model", model, "--gpu", "rtx4090", "--num-gpus", str(num_gpus), *more, "--json")
     assert plan.main([*words]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -137,8 +137,7 @@ def test_number_of_blocks_for_fine_tuning(
 def test_every_layer_where_it_fits(
     capsys: pytest.CaptureFixture[str], model: str, num_gpus: int, more: tuple[str, ...], reason: str
 ) -> None:
-    """Blocks, which learn less, on a card that could train every layer; a choice without its reason; moments that are
-    counted."""
+    """A plan trains every layer where that fits, and says why; a factored update stores 6 bytes per parameter."""
     words = ("--task", "sft", "--model", model, "--gpu", "rtx4090", "--num-gpus", str(num_gpus), *more)
     assert plan.main([*words]) == 0
     text = capsys.readouterr().out
@@ -154,7 +153,7 @@ def test_every_layer_where_it_fits(
 
 
 def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    """A method that is shown on GPUs on which it does not fit; a ratio to other GPUs' prices."""
+    """Each method is shown on GPUs on which it fits, with its cost relative to full training's."""
     found = json.loads(output(capsys, *EXAMPLE, "--precision", "fp32", "--compare", "--json"))
     streamed = [row for row in found if row["recipe"]["name"].endswith(", streamed")]
     assert {row["recipe"]["method"] for row in streamed} == {"full", "muon"}
@@ -175,7 +174,7 @@ def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_search_over_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
-    """The cheapest BCD sold as the cheapest."""
+    """A search covers all methods on the given GPUs, and its best plan has the bill of its row."""
     flags = ("--model", "LLaMA-7B", "--gpu", "rtx4090", "--num-gpus", "4", "--precision", "bf16", "--search")
     data = planned(capsys, *flags)
     best = data["best"]
@@ -230,7 +229,7 @@ def test_every_compared_method_can_be_planned(capsys: pytest.CaptureFixture[str]
 
 
 def test_search_keeps_the_pipeline_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
-    """A pipeline size that --search ignores, or the remedies."""
+    """A search keeps the pipeline size that is given, and remedies offer it."""
     flags = ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "4", "--global-batch-size", "16")
     one = (*flags, "--search", "--method", "bcd")
     assert {plan["recipe"]["pipeline_size"] for plan in planned(capsys, *one)["methods"]} != {2}
@@ -241,8 +240,7 @@ def test_search_keeps_the_pipeline_that_was_given(capsys: pytest.CaptureFixture[
 
 
 def test_flags_of_blocks_leave_full_training_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """Full training that is compared with frozen parts or chunks, which its command has not; a remedy that is
-    refused."""
+    """Flags of blocks do not change the times of full training, and every remedy can be planned."""
     flags = ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "4", "--compare", "--json")
     ours = ("--bcd-layout", "interleaved", *CHUNKS, "--bcd-frozen", "head", "--bcd-num-blocks", "2")
 
@@ -261,7 +259,7 @@ def test_flags_of_blocks_leave_full_training_alone(capsys: pytest.CaptureFixture
 
 
 def test_a_gpu_without_a_price(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A division by zero, or plans that are ranked by $0: a calibrated row of a GPU that is not in the table."""
+    """A GPU without a price has the order and ratios of one with a price, and no $ is shown."""
     text = Path(plan.ROOT, "examples", "clusters.csv").read_text(encoding="utf-8")
     priced, free = tmp_path / "priced.csv", tmp_path / "free.csv"
     priced.write_text(text)
@@ -275,7 +273,7 @@ def test_a_gpu_without_a_price(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 
 def test_the_command_is_the_recipes(capsys: pytest.CaptureFixture[str], repo_root: Path) -> None:
-    """A learning rate without a schedule, or a run of weeks that saves nothing; another schedule than the recipe's."""
+    """The command has the learning rate schedule and the checkpoints of the recipe."""
     recipe = subprocess.run(
         ["bash", "examples/pretrain.sh", "G-5.4B", "paper", "rtx4090"],
         cwd=repo_root,

@@ -97,8 +97,7 @@ def built(recipe: Recipe) -> list[dict[str, int]]:
     ],
 )
 def test_every_parameter_is_the_built_models(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planned parameter that no model has, or in another block; a count that is right in sum alone; a printed command
-    that builds another network than the config.json's."""
+    """Every planned parameter is one of the built model, by name, size and stage."""
     monkeypatch.chdir(tmp_path)
     for name, content in CONFIGS.items():
         Path(name).mkdir()

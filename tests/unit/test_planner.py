@@ -81,7 +81,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
 
 @pytest.mark.parametrize("num_ranks", [3, 5, 7])
 def test_ranks_share_a_buffer(num_ranks: int) -> None:
-    """A buffer that ranks cannot share evenly. Of two ranks: distributed/test_planned_bytes.py."""
+    """Ranks share a buffer evenly, with every element once. Of two ranks: distributed/test_planned_bytes.py."""
     one = recipe()
     tensors = stage_tensors(one.shape, one.partition, 0, padded_vocabulary=one.padded_vocabulary)
     buffer = build_buffer(tensors, num_ranks=num_ranks)
@@ -89,7 +89,8 @@ def test_ranks_share_a_buffer(num_ranks: int) -> None:
 
 
 def test_context_parallel_costs_an_exchange() -> None:
-    """Keys and values of the other ranks that come for nothing. Bytes: distributed/test_planned_bytes.py."""
+    """Context parallelism costs an exchange of the other ranks' keys and values. Bytes:
+    distributed/test_planned_bytes.py."""
     size = {"num_gpus": 4, "global_batch_size": 4, "seq_length": 8192, "context_parallel_size": 4}
     split = recipe("G-5.4B", precision="bf16", **size)
     gathered = 2 * 8192 * split.shape.key_value_size * 2
@@ -102,7 +103,7 @@ def test_context_parallel_costs_an_exchange() -> None:
 
 @pytest.mark.parametrize(("method", "phases"), [("bcd", 1), ("pretrain", 3)])
 def test_replica_groups_exchange_what_a_phase_trains(method: str, phases: int) -> None:
-    """Blocks that are sent without having changed, a ring's share or a bill of one group."""
+    """Replica groups exchange what a phase trains, and the exchange counts in time, speed, price and host memory."""
     one = recipe("G-1.6B", method=method, precision="bf16", num_gpus=4, pipeline_model_parallel_size=2)
     groups = one.changed(replica_groups=4, outer_interval=25)
     alone, joined = make_estimate(one), make_estimate(groups)
@@ -123,7 +124,7 @@ def test_replica_groups_exchange_what_a_phase_trains(method: str, phases: int) -
 
 
 def test_offload_moves_the_optimizer_to_the_host() -> None:
-    """State that is counted on both sides, or on none."""
+    """Offload has the optimizer state in host memory only, and takes longer to step."""
     offload = recipe("G-1.6B", method="offload")
     full = recipe("G-1.6B", method="full")
     assert peak(rank_memory(offload)).optimizer == 0
@@ -135,7 +136,7 @@ def test_offload_moves_the_optimizer_to_the_host() -> None:
 
 
 def test_host_memory_of_divided_experts() -> None:
-    """Experts that each rank of a node counts whole, or other weights of ranks that share no memory as shared."""
+    """Ranks share host memory only with ranks of the same experts, also for all other weights."""
     model = replace(SMALL, form="llama", experts=8, expert_ffn=64)
     fields: dict[str, Any] = {"method": "finetune", "precision": "bf16", "bcd_num_blocks": None, "num_gpus": 4}
     fields |= {"bcd_inactive_update": "factored", "bcd_schedule": "breadth-first", "bcd_layers_on": "host"}
@@ -153,7 +154,7 @@ def test_host_memory_of_divided_experts() -> None:
 
 
 def test_one_stage_does_one_thing_after_the_other() -> None:
-    """A pass that is forgotten or counted twice: F everywhere, D behind the prefix, W in the block."""
+    """One stage does one thing after the other: F everywhere, D behind the prefix, W in the block."""
     one = recipe(global_batch_size=3)
     layer, head = layer_pass(one).seconds(one), head_pass(one).seconds(one)
     passes = [(12 + 12 + 4, 3), (12 + 8 + 4, 2), (12 + 4 + 4, 2)]  # the tied head is active with the embedding
@@ -168,8 +169,8 @@ def test_one_stage_does_one_thing_after_the_other() -> None:
 @pytest.mark.parametrize("number", [2, 8, 40])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_breadth_first_on_stages(stages: int, number: int, layers_per_pass: int) -> None:
-    """A forward pass that is not repeated, or is in the last piece; stages that work one after the other; a rough time
-    that prefers fewer microbatches than stages."""
+    """All pieces but the last repeat their forward pass, stages work side by side, and the rough time is close to the
+    exact."""
     flags = {"method": "finetune", "bcd_inactive_update": "factored", "bcd_schedule": "breadth-first"}
     flags |= {"bcd_layers_per_pass": layers_per_pass, "precision": "bf16", "global_batch_size": number}
     one = recipe(**flags, num_gpus=stages, pipeline_model_parallel_size=stages)
@@ -186,8 +187,8 @@ def test_breadth_first_on_stages(stages: int, number: int, layers_per_pass: int)
 
 
 def test_time_of_stateless_updates_and_muon() -> None:
-    """W that is not charged for stateless updates, an orthogonalisation that every data-parallel rank repeats, or one
-    that costs as much in fp32; gradients and weights of matrices that no link carries."""
+    """Stateless updates take W and an orthogonalisation that data-parallel ranks share, as fast in fp32; links carry
+    matrices."""
     one = recipe(method="pretrain", bcd_num_blocks=3)
     full = phase_seconds(recipe(method="full"), 0)
     assert phase_seconds(one, 1).pipeline == pytest.approx(full.pipeline)
@@ -209,7 +210,7 @@ def test_time_of_stateless_updates_and_muon() -> None:
 @settings(max_examples=25)
 @given(recipes(), st.integers(1, 60))
 def test_many_microbatches_go_on_as_some(one: Recipe, number: int) -> None:
-    """Extrapolating from microbatches in which the pipeline still fills."""
+    """Many microbatches take the time that is extrapolated from some, within 3 %."""
     one = one.changed(global_batch_size=number * one.micro_batch_size * one.data_size)
     for block in range(one.partition.num_blocks if one.partition.num_chunks == 1 else 0):
         phase = phase_seconds(one, block)
@@ -220,7 +221,8 @@ def test_many_microbatches_go_on_as_some(one: Recipe, number: int) -> None:
 
 
 def test_what_makes_an_iteration_slow() -> None:
-    """Signs: recomputation, a slow network, a bubble, data-parallel reductions."""
+    """Recomputation and a slow network cost time, more microbatches shrink the bubble, and data parallelism adds
+    reductions."""
     base = recipe("G-5.4B", num_gpus=8, pipeline_model_parallel_size=8, method="full")
     plain, more = make_estimate(base), make_estimate(base.changed(global_batch_size=256))
     assert make_estimate(replace(base, recompute="full")).iteration_seconds > 1.25 * plain.iteration_seconds
@@ -232,7 +234,8 @@ def test_what_makes_an_iteration_slow() -> None:
 
 
 def test_bill() -> None:
-    """Days for one GPU, dollars for one day, a multiplier on full training."""
+    """Days and dollars follow from time, tokens and the multiplier, which is 1 for full training and the paper's for
+    blocks."""
     one = recipe("G-1.6B", bcd_num_blocks=4)
     plan = make_estimate(one, tokens=1e9, multiplier=2.0)
     assert plan.cost.multiplier == pytest.approx(2.4)
@@ -247,7 +250,7 @@ def test_bill() -> None:
 
 
 def test_search_finds_the_cheapest() -> None:
-    """A rough time that ranks layouts otherwise than the plan's, or a layout that is never tried."""
+    """A search finds the cheapest layout within 1 %, in order of price, and keeps a given number of blocks."""
     base = recipe("G-1.6B", num_gpus=2, global_batch_size=8)
     found = search(base)
     every = [make_estimate(each) for each in layouts(base) if fits(each)]
@@ -258,7 +261,7 @@ def test_search_finds_the_cheapest() -> None:
 
 
 def test_fewest_gpus_fit() -> None:
-    """A number on which nothing fits, or twice what is needed."""
+    """The fewest GPUs are enough, half of them are not, and their number need not be a power of two."""
     base = recipe("G-10B", num_gpus=2)
     assert search(base) == []
     number = fewest_gpus(base)
@@ -271,7 +274,7 @@ def test_fewest_gpus_fit() -> None:
 
 
 def test_what_fits_is_the_shortest_pipeline_and_the_largest_micro_batch() -> None:
-    """A default that does not fit where a longer pipeline would; a micro-batch that does not fit, or is left out."""
+    """The largest micro-batch fits and twice as many samples do not; the shortest pipeline that fits is chosen."""
     one = recipe("G-1.6B")
     largest = make_estimate(one).largest_micro_batch
     assert largest is not None and fits(one.changed(micro_batch_size=largest))
@@ -296,7 +299,7 @@ def test_what_fits_is_the_shortest_pipeline_and_the_largest_micro_batch() -> Non
     ],
 )
 def test_a_broken_table_names_its_line(tmp_path: Path, change: tuple[str, str], message: str) -> None:
-    """An edit gone wrong that ends in a KeyError, or is taken for something else."""
+    """A broken table is refused, and the error names the file or the line."""
     text = (ROOT / "examples" / "models.csv").read_text()
     (tmp_path / "models.csv").write_text(text.replace(*change, 1))
     with pytest.raises(ValueError, match=message):
@@ -307,7 +310,7 @@ def test_a_broken_table_names_its_line(tmp_path: Path, change: tuple[str, str], 
     "field, value", [("compute_share", 1.2), ("memory_share", 0.0), ("gpus_per_node", 0), ("memory_gib", float("nan"))]
 )
 def test_a_cluster_that_cannot_be(field: str, value: float) -> None:
-    """A share of 120 %, or a division by zero later."""
+    """A cluster with an impossible value is refused by the field's name."""
     with pytest.raises(ValueError, match=field):
         replace(CLUSTERS["a100"], **{field: value})
 
