@@ -46,7 +46,7 @@ def initialize(tensor_size: int = 1) -> None:
 def test_the_allocator_is_configured_once(
     calls: list[str], monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str | None
 ) -> None:
-    """Memory between segments is lost, or a setting of the user's is."""
+    """The allocator has expandable segments, unless the user has configured it."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "mine")  # undone at the end, also what initialize() sets
         if name != given:
@@ -63,7 +63,7 @@ def test_the_allocator_is_configured_once(
 def test_every_process_takes_its_own_gpu(
     calls: list[str], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], gpu: int
 ) -> None:
-    """Under plain srun: all processes of a node on its first GPU."""
+    """Every process takes the GPU of its own local rank, also under plain srun."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     initialize()
@@ -81,7 +81,7 @@ def test_every_process_takes_its_own_gpu(
 def test_processes_without_a_gpu(
     calls: list[str], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], num_gpus: int, message: str
 ) -> None:
-    """CUDA's "invalid device ordinal", or two processes on one GPU, in place of the reason."""
+    """A process without a GPU of its own is refused with the reason, before it takes one."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
@@ -91,7 +91,7 @@ def test_processes_without_a_gpu(
 
 
 def test_one_queue_to_the_gpu_with_tensor_parallelism(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Communication that does not overlap; or a user's own value that is overwritten."""
+    """With tensor parallelism there is one queue to the GPU, unless the user has set a number."""
     initialize()
     assert distributed.CONNECTIONS not in os.environ
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: calls.append(os.environ[distributed.CONNECTIONS]))
@@ -119,8 +119,7 @@ class Mark:
 
 @pytest.mark.parametrize("receives", [False, True])
 def test_few_messages_are_held(monkeypatch: pytest.MonkeyPatch, receives: bool) -> None:
-    """Waiting for a message does not hold the CPU back under NCCL: a forward-only stage allocates the buffers of all
-    microbatches of an iteration at once."""
+    """The CPU is at most three messages ahead of the GPU, whether it sends or receives."""
     monkeypatch.setattr(Mark, "to_come", [])
     monkeypatch.setattr(Mark, "most_ahead", 0)
     done = SimpleNamespace(wait=lambda: None)
@@ -156,7 +155,7 @@ APEX = ("apex", "apex.optimizers", "apex.normalization", "amp_C")
 def test_packages(
     monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], has_cuda: bool, has_engine: bool, has_apex: bool
 ) -> None:
-    """A traceback where Transformer Engine or Apex is absent; one that is left unused, or used without a GPU."""
+    """Transformer Engine and Apex are used if they are whole and there is a GPU; PyPI's package named apex is not."""
     monkeypatch.setattr(device, "has_cuda", lambda: has_cuda)
     for name in ENGINE + APEX:
         result = types.ModuleType(name) if name in installed else None  # None: "not installed", to an import

@@ -21,7 +21,7 @@ def prepared(root: Path, key: str = "a" * 64) -> PrefixFile:
 
 
 def test_one_whole_file(tmp_path: Path) -> None:
-    """Half a file that is read; files of earlier phases that fill the disk; a user's own file that goes with them."""
+    """Only a whole file is used, it replaces those of other phases, and a user's own file stays."""
     (tmp_path / "prefix_notes.bin").write_text("mine")
     outputs = torch.randn(LENGTH, NUM, HIDDEN, generator=torch.Generator().manual_seed(1))
     prepared(tmp_path).write(ALL[:5], outputs[:, :5])  # and killed

@@ -49,7 +49,7 @@ def expect_error(
 
 
 def test_equals_stock_megatron(tmp_path: Path, bpe_files: dict[str, Path], reference: dict[str, Any]) -> None:
-    """Exposes any byte that differs from stock Megatron-LM's data: tokens, eod, types, index."""
+    """The dataset has stock Megatron-LM's bytes: tokens, eod, types, index."""
     expected = reference["data"]
     flags = (
         *("--tokenizer-type", "GPT2BPETokenizer", "--append-eod"),
@@ -64,7 +64,7 @@ def test_equals_stock_megatron(tmp_path: Path, bpe_files: dict[str, Path], refer
 
 
 def test_text_lines_are_documents(tmp_path: Path) -> None:
-    """Exposes a BOM taken for text, blank lines taken for documents, and white space kept at the ends."""
+    """A line of text is a document, without a BOM at the start of the file, blank lines and white space at the ends."""
     source = tmp_path / "a.txt"
     source.write_bytes(b"\xef\xbb\xbf  first \r\n\n   \t\r\ncaf\xc3\xa9\n\xef\xbb\xbfx")
     preprocess("--input", source, "--output-prefix", tmp_path / "new" / "folder" / "o", *BYTE_LEVEL, "--append-eod")
@@ -79,7 +79,7 @@ BOOK = "\ufeffCall me\nIshmael.\n\n\n  Some years ago,\r\nnever mind.\n \nThe en
 
 
 def test_what_a_document_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exposes paragraphs cut where a batch ends, a last one that is lost, and files that are run together."""
+    """A document is a whole paragraph or a whole file, wherever a batch ends."""
     monkeypatch.setattr(_text_files, "BATCH_BYTES", 8)
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(BOOK, encoding="utf-8", newline="")
@@ -92,7 +92,7 @@ def test_what_a_document_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_jsonl_by_another_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exposes braces and quotes that are trained on; prose that begins with a brace taken for JSON."""
+    """JSONL by another name is read as JSONL with a note, and prose that begins with a brace as text."""
     (tmp_path / "a.txt").write_text('\n{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "b.txt").write_text("{braces}\n")
     (tmp_path / "c.txt").write_text('{"body": "x"}\n')
@@ -109,7 +109,7 @@ def test_jsonl_by_another_name(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_gzip_and_globs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exposes compressed bytes that are tokenized, and files out of order."""
+    """Compressed files are read in the order of their names, and a damaged or missing one leaves nothing behind."""
     lines = [f"line {number} {'x' * 300}" for number in range(40)]
     for part in (3, 1, 2):
         with gzip.open(tmp_path / f"part{part}.txt.gz", "wt") as file:
@@ -135,7 +135,7 @@ def test_gzip_and_globs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_zstandard(tmp_path: Path) -> None:
-    """Exposes a second frame that is left out."""
+    """Every frame of a file is read."""
     zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed")
     frames = [zstandard.compress(f"{part}\n".encode() * 2) for part in ("one", "two")]
     (tmp_path / "a.txt.zst").write_bytes(b"".join(frames))
@@ -144,7 +144,7 @@ def test_zstandard(tmp_path: Path) -> None:
 
 
 def test_parquet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exposes rows out of order, other columns that are read, and a traceback for a missing column or a bad cell."""
+    """Rows are read in order from the named column, and a missing column or a bad cell is refused by its place."""
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     texts = [f"row {number}" for number in range(3000)]
@@ -165,7 +165,7 @@ def test_parquet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_workers_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exposes documents in the order in which workers finish, and lines lost between batches."""
+    """Several workers write the same bytes as one."""
     monkeypatch.setattr(_text_files, "BATCH_BYTES", 64)
     source = tmp_path / "a.txt"
     source.write_text("".join(f"{i} {'x' * (i * 37 % 90)}\n" for i in range(300)), encoding="utf-8")
@@ -177,7 +177,7 @@ def test_workers_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_several_inputs_and_keys(tmp_path: Path) -> None:
-    """Exposes inputs out of order, keys mixed up, and only the last key's index being written."""
+    """Inputs are read in order, and every key has its own dataset."""
     first, second = tmp_path / "a.jsonl", tmp_path / "b.json"
     first.write_text('{"q": "1", "a": ["2", "", "33"]}\n\n', encoding="utf-8")
     second.write_text('\ufeff{"a": "5", "q": "4", "other": 0}\n', encoding="utf-8")
@@ -188,7 +188,7 @@ def test_several_inputs_and_keys(tmp_path: Path) -> None:
 
 
 def test_empty_documents_as_in_stock(tmp_path: Path) -> None:
-    """Exposes eod ids that follow no text; stock keeps an empty document's boundary and nothing else."""
+    """An empty document has its boundary and no eod id, as in stock."""
     source = tmp_path / "a.jsonl"
     source.write_text('{"text": "a"}\n{"text": ""}\n{"text": "b"}\n', encoding="utf-8")
     preprocess("--input", source, "--output-prefix", tmp_path / "o", *BYTE_LEVEL, "--append-eod")
@@ -214,7 +214,7 @@ def test_empty_documents_as_in_stock(tmp_path: Path) -> None:
 def test_bad_input_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str | None, content: bytes, expected: str
 ) -> None:
-    """Exposes tracebacks, partial datasets and stray folders after bad input."""
+    """Bad input is refused in one line that names it, and leaves no file or folder."""
     source = tmp_path / (name or "a.txt")
     if name is not None:
         source.write_bytes(content)
@@ -225,7 +225,7 @@ def test_bad_input_leaves_nothing(
 
 
 def test_failed_run_keeps_the_old_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exposes output that is opened under its own name, so that a failed run destroys the last good one."""
+    """A failed run keeps the old dataset."""
     source = tmp_path / "a.txt"
     source.write_text("good\n", encoding="utf-8")
     arguments = ["--input", source, "--output-prefix", tmp_path / "o", *BYTE_LEVEL]
@@ -241,7 +241,7 @@ def test_failed_run_keeps_the_old_dataset(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exposes a partial dataset that stays because closing it meets the full disk again."""
+    """A full disk is reported in one line, and leaves no part of a dataset."""
     source = tmp_path / "a.txt"
     source.write_text("words and words\n" * 200, encoding="utf-8")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -266,7 +266,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_train_tokenizer_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, flags: tuple[str, ...], expected: str
 ) -> None:
-    """Exposes the trainer's internal messages, and a model file left by a failed run."""
+    """A tokenizer that cannot be trained is refused in one line that says where, and leaves no file."""
     source = tmp_path / "a.txt"
     source.write_bytes(content)
     arguments = ["--input", source, "--output-prefix", tmp_path / "n" / "sp", "--num-threads", "1", *flags]

@@ -59,7 +59,7 @@ def project_files(root: Path) -> Iterator[Path]:
 
 
 def test_setup_py_agrees_with_the_pins(repo_root: Path) -> None:
-    """`pip install .` and requirements.txt would otherwise drift apart, and only one of them is tested."""
+    """setup.py accepts the versions that requirements.txt pins."""
     call = next(
         node
         for node in ast.walk(ast.parse((repo_root / "setup.py").read_text()))
@@ -74,14 +74,14 @@ def test_setup_py_agrees_with_the_pins(repo_root: Path) -> None:
 
 
 def test_torchft_is_imported_where_it_is_asked_for(repo_root: Path) -> None:
-    """Runs without replica groups that need it, or wait for its import."""
+    """No module of the package or the tools imports torchft at its top."""
     for path, tree in trees(repo_root).items():
         imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         assert not any("torchft" in ast.unparse(node) for node in imports), path
 
 
 def test_packages_of_the_image(repo_root: Path) -> None:
-    """The image's own torch replaced by PyPI's, a package that running lacks, or another Megatron Core."""
+    """The image gets all packages for running except torch, and the pinned Megatron Core, and does not run as root."""
     text = (repo_root / "docker" / "Dockerfile").read_text(encoding="utf-8")
     [command] = re.findall(r"sed -E '.*' requirements\.txt", text)
     done = subprocess.run(["bash", "-c", command], cwd=repo_root, capture_output=True, text=True, check=True)
@@ -106,7 +106,7 @@ def pure_modules(root: Path) -> list[str]:
 
 
 def test_pure_modules_need_neither_torch_nor_megatron_core(repo_root: Path) -> None:
-    """One import in a pure module would make planning need an installed torch, and its tests take seconds."""
+    """Pure modules import neither torch nor Megatron Core."""
     program = textwrap.dedent("""
         import importlib, sys
         class Refuse:
@@ -135,7 +135,7 @@ def test_tools_and_studies_import_in_one_direction(repo_root: Path) -> None:
 
 
 def test_only_runtime_says_cuda(repo_root: Path) -> None:
-    """A torch.cuda call or a device="cuda" elsewhere works on the author's GPU and fails on every CPU."""
+    """No module of the package outside of runtime/ says cuda."""
     offenders = []
     for path, tree in trees(repo_root).items():
         if not path.startswith("megatron") or "/runtime/" in path:
@@ -149,7 +149,7 @@ def test_only_runtime_says_cuda(repo_root: Path) -> None:
 
 
 def test_no_path_of_a_machine(repo_root: Path) -> None:
-    """A path of the author's machine in a recipe or a document fails on everybody else's."""
+    """No file of the project has a path of one machine."""
     private = re.compile("|".join(("/ro" + r"ot\b", "/ho" + r"me/\w", "/wo" + r"rk/", "/Us" + r"ers/\w")))
     offenders = []
     for path in project_files(repo_root):
@@ -159,7 +159,7 @@ def test_no_path_of_a_machine(repo_root: Path) -> None:
 
 
 def test_tests_read_only_the_repository(repo_root: Path) -> None:
-    """A test that reads files beside the repository is skipped in a fresh clone, and nobody notices."""
+    """No test reads a file beside the repository."""
     outside = re.compile(r"\.\./" + "shared|" + r"parents\[3\]|skip\(.*beside")
     files = [path for path in project_files(repo_root) if path.is_relative_to(repo_root / "tests")]
     found = [path for path in files if path.suffix == ".py" and outside.search(path.read_text(encoding="utf-8"))]
@@ -167,7 +167,7 @@ def test_tests_read_only_the_repository(repo_root: Path) -> None:
 
 
 def test_the_readme_names_the_commands(repo_root: Path) -> None:
-    """A stranger does not see how to run the tests, or the page grows until nobody reads it."""
+    """The README names the commands to begin with, in at most 100 lines."""
     lines = (repo_root / "README.md").read_text(encoding="utf-8").splitlines()
     for command in ("bash examples/quickstart.sh", "bash tests/run.sh", "python tools/check_machine.py"):
         assert any(line.startswith(command) for line in lines), command
@@ -175,7 +175,7 @@ def test_the_readme_names_the_commands(repo_root: Path) -> None:
 
 
 def test_functions_are_short(repo_root: Path) -> None:
-    """A function that no reader sees whole."""
+    """No function has more than 60 lines."""
     lengths = {
         f"{path} {node.name}": (node.end_lineno or 0) - node.lineno + 1
         for path, tree in trees(repo_root).items()
@@ -222,7 +222,7 @@ def broken_links(document: Path) -> list[str]:
 
 
 def test_links_of_the_documents(repo_root: Path) -> None:
-    """A file or a heading that was renamed: a reader who follows the link finds nothing."""
+    """Every link of the documents leads to a file and a heading that exist."""
     documents = [repo_root / "README.md", repo_root / "CONTRIBUTING.md", *sorted((repo_root / "docs").glob("*.md"))]
     broken = {path.name: broken_links(path) for path in documents if path.exists()}
     assert {name: links for name, links in broken.items() if links} == {}
@@ -241,7 +241,7 @@ def missing_files(text: str, files: Sequence[str]) -> set[str]:
 
 
 def test_files_named_in_the_documents(repo_root: Path) -> None:
-    """A test or a tool that was renamed: the page sends its reader to a file that is not there."""
+    """Every file that the documents name exists."""
     files = [path.relative_to(repo_root).as_posix() for path in project_files(repo_root)]
     documents = [repo_root / "README.md", repo_root / "CONTRIBUTING.md", *sorted((repo_root / "docs").glob("*.md"))]
     missing = {path.name: missing_files(path.read_text(encoding="utf-8"), files) - NAMES_OF_USERS for path in documents}
@@ -249,7 +249,7 @@ def test_files_named_in_the_documents(repo_root: Path) -> None:
 
 
 def test_commands_of_the_documents_select_tests(repo_root: Path, all_tests: dict[str, bool]) -> None:
-    """A test that was renamed: the command in the page that proves a claim runs nothing."""
+    """Every command of the documents that selects tests selects at least one."""
     pages = [repo_root / "README.md", repo_root / "CONTRIBUTING.md"]
     pages += [*sorted((repo_root / "docs").glob("*.md")), *sorted((repo_root / "tests").glob("*.sh"))]
     command = re.compile(r"(?:run\.sh|emulated_gpu\.sh|pytest)\b([^`$\n]*?) -[km] (\"[^\"]+\"|[\w.]+)")

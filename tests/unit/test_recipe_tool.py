@@ -29,15 +29,14 @@ def planned_for(words: Sequence[str], environment: Mapping[str, str]) -> Recipe:
     ],
 )
 def test_two_numbers_give_the_third(environment: dict[str, str], nodes: int, per_node: int) -> None:
-    """A cluster's default in place of what follows from the numbers that are given."""
+    """Two numbers give the third, and a cluster's default fills in one that is missing."""
     found = planned_for(SMALL, environment)
     assert (found.num_nodes, found.gpus_per_node, found.num_gpus) == (nodes, per_node, nodes * per_node)
 
 
 def test_where_a_recipe_runs() -> None:
-    """A row of the method table that is never read, or not under Slurm; a plan to the last of a GPU's memory;
-    recomputation for nothing; layout stage with one block; a pipeline without a row that is never tried.
-    """
+    """A recipe takes the GPUs of its row in the method table, otherwise those that its flags need, and recomputes where
+    memory is short."""
     for words, nodes, per_node in (
         (("G-20B", "bcd", "rtx4090"), 2, 8),
         (("L-8.0B", "full", "rtx4090"), 2, 6),
@@ -73,7 +72,7 @@ def test_recipes_are_in_bf16() -> None:
 
 
 def test_what_would_fit_does() -> None:
-    """A remedy that does not fit in turn, or names half of what it takes."""
+    """Every remedy that a recipe names fits."""
     long = ("L-8.0B", "full", "rtx4090", "--seq-length", "16384")
     for words, variables in (
         (SMALL, {"NUM_GPUS": "1"}),
@@ -101,14 +100,13 @@ FINE_TUNING = ("LLaMA-7B", "finetune", "rtx4090")
     [(SMALL, "--kv-channels"), (SMALL, "--optimizer"), (FINE_TUNING, "--data-path"), (FINE_TUNING, "--save")],
 )
 def test_flags_that_the_recipe_sets(words: Sequence[str], flag: str) -> None:  # some of the tables in tools/recipe.py
-    """A command that trains another model, or with another optimizer, than its plan says; a flag beside the recipe's
-    own, which then finds no model, or trains on other records."""
+    """A flag that the recipe sets is refused by name."""
     with pytest.raises(ValueError, match=flag):
         recipe.request_of([*words, f"{flag}=1"], {})
 
 
 def test_flags_that_fine_tuning_leaves_to_the_user() -> None:
-    """A tokenizer, or records for validation, that can't be given."""
+    """The tokenizer, records for validation and the metrics file are left to the user."""
     flags = ("--tokenizer-type", "HuggingFaceTokenizer", "--valid-data-path", "v.jsonl", "--split", "90,10,0")
     assert recipe.request_of([*FINE_TUNING, *flags], {})[2] == [*flags]
     assert recipe.request_of([*SMALL, "--metrics-file", "m"], {})[2] == ["--metrics-file", "m"]

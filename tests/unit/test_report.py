@@ -64,7 +64,7 @@ def metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def test_metrics_lines(tmp_path: Path) -> None:
-    """A missing key, a rounded float, or an evaluation line that carries `loss`."""
+    """A step's line has all keys and exact floats and is flushed at once; an evaluation has the loss of its split."""
     path = tmp_path / "new" / "folder" / "m.jsonl"
     with quiet(metrics_file=str(path)) as reporter:
         reporter.phase(iteration=9, cycle=0, phase=1, block=1, switch_time_ms=12.5)
@@ -89,7 +89,7 @@ def test_metrics_lines(tmp_path: Path) -> None:
 
 
 def test_metrics_stay_json_when_training_diverges(tmp_path: Path) -> None:
-    """NaN or Infinity written as such: not JSON, so strict readers lose the whole file."""
+    """A value that is not finite is null in its JSON, and a step's line names it in `non_finite`."""
     path = tmp_path / "m.jsonl"
     with quiet(metrics_file=str(path)) as reporter:
         reporter.step(collect_step_metrics(loss=math.nan, grad_norm=math.inf))
@@ -101,7 +101,7 @@ def test_metrics_stay_json_when_training_diverges(tmp_path: Path) -> None:
 
 
 def test_a_fresh_run_replaces_the_file_at_its_first_line(tmp_path: Path) -> None:
-    """An old file lost by a run that never started, or mixed with a new run's lines."""
+    """A fresh run replaces the file at its first line, and not before."""
     path = tmp_path / "m.jsonl"
     path.write_text("an older run\n")
     quiet(metrics_file=str(path)).close()
@@ -113,7 +113,7 @@ def test_a_fresh_run_replaces_the_file_at_its_first_line(tmp_path: Path) -> None
 
 
 def test_a_resumed_run_drops_what_it_repeats(tmp_path: Path) -> None:
-    """Iterations that appear twice after a resume, or a torn last line that spoils the file."""
+    """A resumed run drops the lines that it repeats, and a torn last line."""
     path = tmp_path / "m.jsonl"
     with quiet(metrics_file=str(path)) as reporter:
         for iteration in range(1, 8):
@@ -130,7 +130,7 @@ def test_a_resumed_run_drops_what_it_repeats(tmp_path: Path) -> None:
 
 
 def test_metrics_through_a_link_and_to_a_device(tmp_path: Path) -> None:
-    """A new file replaces the link, or is renamed over the device."""
+    """Metrics go through a link and to a device, and both stay."""
     target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
     target.write_text("")
     link.symlink_to(target)
@@ -156,7 +156,7 @@ def scalars_of(tensorboard: mock.Mock) -> dict[str, tuple[float, int]]:
 
 
 def test_tensorboard_tags(tensorboard: mock.Mock) -> None:
-    """Curves under names that Megatron's dashboards do not know, or a resume drawn twice."""
+    """Curves have the names and units of Megatron's dashboards, and a resume purges the steps that it repeats."""
     with quiet(start_iteration=4, tensorboard_dir="tb") as reporter:
         reporter.step(collect_step_metrics())
         reporter.evaluation(eval_record())
@@ -176,7 +176,7 @@ TIMES = {"forward-backward": (80.0, 90.5), "optimizer": (0.0, 3.25), "forward-re
 
 
 def test_timers(tmp_path: Path, tensorboard: mock.Mock) -> None:
-    """Tags that Megatron's dashboards do not know, or milliseconds for seconds."""
+    """Timers have Megatron's tags and are in seconds in TensorBoard, and in milliseconds in the metrics file."""
     with quiet(
         tensorboard_dir="tb",
         metrics_file=str(tmp_path / "m.jsonl"),
@@ -193,7 +193,7 @@ def test_timers(tmp_path: Path, tensorboard: mock.Mock) -> None:
 
 
 def test_stragglers() -> None:
-    """The wrong rank named: fastest and slowest in the forward passes and in waits for a batch, then each end."""
+    """The log names the ranks that are fastest and slowest in the forward passes and in waits for a batch."""
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=False, width=40)
     with Reporter(ReportConfig(straggler_minmax_count=2), train_iters=60, console=console) as reporter:
@@ -202,7 +202,7 @@ def test_stragglers() -> None:
 
 
 def test_wandb_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings that do not reach wandb, or a run that is never finished."""
+    """Settings and metrics reach wandb, and its run is finished."""
     wandb = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with Reporter(
@@ -221,7 +221,7 @@ def test_wandb_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wandb_that_is_absent_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that silently logs nowhere, or that stops with wandb's traceback."""
+    """A wandb that is absent or refuses ends the run with an error that names --wandb-project."""
     for wandb in (None, mock.Mock(init=mock.Mock(side_effect=RuntimeError("no API key\nconfigured")))):
         monkeypatch.setitem(sys.modules, "wandb", wandb)
         with pytest.raises(ValueError, match="--wandb-project"):

@@ -40,7 +40,7 @@ def two_runs(tmp_path: Path) -> list[str]:
 
 
 def test_table_and_ratios(two_runs: list[str], tmp_path: Path) -> None:
-    """The table uses the last phase's state as the maximum, one block's time for all, or the first evaluation."""
+    """The table has the largest state of all phases, the mean time of all blocks and the last evaluation."""
     picture = tmp_path / "pictures" / "loss.png"
     assert tool.main([*two_runs, "--json", str(tmp_path / "new" / "t.json"), "--figure", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG") and [*picture.parent.iterdir()] == [picture]
@@ -82,7 +82,7 @@ def test_calls_without_a_file(two_runs: list[str], tmp_path: Path, capsys: Any) 
 
 
 def test_diverged_and_evaluation_only_runs(tmp_path: Path) -> None:
-    """A NaN in one run removes the others from the picture, or --skip-train runs are refused."""
+    """A run that diverged and one with evaluations only have their rows, and do not stop the picture."""
     diverged = Path(write_run(tmp_path / "nan.jsonl", num_blocks=1, step_ms=(10.0,), state_mib=(20,)))
     with diverged.open("a") as file:
         lost = {"validation_loss": None, "validation_perplexity": None}
@@ -98,7 +98,7 @@ def test_diverged_and_evaluation_only_runs(tmp_path: Path) -> None:
 
 
 def test_resumed_on_other_ranks(two_runs: list[str], tmp_path: Path) -> None:
-    """One resumed run makes the table fail, or figures of different numbers of ranks are mixed."""
+    """A run that was resumed on other ranks has the figures of its last number of ranks."""
     run = tmp_path / "resumed.jsonl"
     lines = [step_line(i, phase=0, block=0, step_ms=5.0, state=[10 * MIB] * 4) for i in range(1, 7)]
     # resumed on two ranks, and once more with another log interval
@@ -128,7 +128,7 @@ STEP = '{"iteration": 1, "phase": 0, "block": 0, "loss": %s, "step_time_ms": 1, 
     ],
 )
 def test_bad_files(tmp_path: Path, capsys: Any, content: str | None, message: str) -> None:
-    """A bad file gives a traceback or exit code 0, or a picture is overwritten."""
+    """A bad file is refused in one line that names it, and an older picture stays."""
     path, picture = tmp_path / "m.jsonl", tmp_path / "p.png"
     picture.write_text("older")
     if content is not None:

@@ -47,8 +47,8 @@ def number_by_rank(store: torch.distributed.Store, *, first: int) -> list[int]:
 
 
 def test_ranks_of_a_restart_meet() -> None:
-    """torchrun keeps its store over restarts, so a rank that arrives before rank 0 would read the address of a dead
-    one. A count per rank, or torchrun's count, would differ forever after a rank dies during its imports."""
+    """The ranks of a restart agree on a new number whichever arrives first, though torchrun keeps its store over
+    restarts."""
     store = torch.distributed.HashStore()
     with pytest.raises(RuntimeError, match="rank 0"):
         distributed.draw_start_number(store, rank=2, world_size=3, timeout=datetime.timedelta(seconds=0.1))
@@ -59,7 +59,7 @@ def test_ranks_of_a_restart_meet() -> None:
 
 
 def test_the_end_is_told_once(tmp_path: Path) -> None:
-    """A run that is killed while it evaluates at the end, or started again when it is through, repeats its lines."""
+    """The file has one final evaluation, also after a restart at the end, and that of an extended run replaces it."""
     path = tmp_path / "metrics.jsonl"
     for start, is_extended in ((0, False), (8, False), (8, True)):
         with Reporter(ReportConfig(metrics_file=str(path)), train_iters=8, start_iteration=start) as reporter:
@@ -74,7 +74,7 @@ def test_the_end_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
-    """Rank 0 alone ending over its metrics, a line that is cut off, or lost though there is room again."""
+    """A full disk gives one warning and does not end the run, and all lines are whole once there is room again."""
     path = tmp_path / "metrics.jsonl"
     screen = io.StringIO()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -94,7 +94,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 def test_a_restart_resumes_all_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun --max-restarts: flags that chose what the first start loads, applied to the run's own checkpoints."""
+    """A restart resumes from the run's own checkpoints if there are any, and otherwise as the flags ask."""
     monkeypatch.setattr(pretrain.layout, "candidates", lambda root: [1] * (root == "new"))
     monkeypatch.setattr(pretrain.collectives, "on_rank_0", lambda function: function())
     flags = ["--load", "base", "--ckpt-step", "500", "--finetune", "--no-load-optim", "--no-load-rng", "--no-save-rng"]
@@ -109,8 +109,7 @@ def test_a_restart_resumes_all_that_was_saved(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_restart_before_the_first_save_starts_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run with --ckpt-step 2, which leaves the checkpoints 4 and 6 behind, is killed before its first save and then
-    resumes from 6; or after its first save every restart begins at 2 again."""
+    """A restart before the first save begins at --ckpt-step again, and a later one at the newest checkpoint."""
     store = torch.distributed.HashStore()
     monkeypatch.setattr(pretrain, "torchrun_store", lambda timeout: store)
     monkeypatch.setattr(pretrain.collectives, "on_rank_0", lambda function: function())
@@ -134,7 +133,7 @@ def test_a_restart_before_the_first_save_starts_as_asked(tmp_path: Path, monkeyp
 
 
 def test_tensorboard_on_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 alone ending over its curves; a warning at every step; metrics lines that end with the curves."""
+    """A full disk for curves gives one warning and ends the curves, but neither the run nor its metrics lines."""
     module = mock.Mock()
     full = OSError(errno.ENOSPC, "No space left on device")
     writer = module.SummaryWriter.return_value
