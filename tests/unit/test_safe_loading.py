@@ -112,7 +112,7 @@ READERS: dict[str, Callable[[str], object]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 def test_metadata_that_runs_code(good: Path, marker: Path, reader: str) -> None:
-    """A reader runs code from .metadata; each way to read it is tested."""
+    """Each way to read .metadata refuses to run its code."""
     content = FileSystemReader(str(good)).read_metadata()
     content.planner_data = Touch(marker)
     (good / ".metadata").write_bytes(pickle.dumps(content))
@@ -125,8 +125,7 @@ def test_metadata_that_runs_code(good: Path, marker: Path, reader: str) -> None:
 
 @pytest.mark.parametrize("where", ["extra", "common"])
 def test_object_that_runs_code(one_rank: None, tmp_path: Path, marker: Path, where: str) -> None:
-    """Would run what is in an item of a .distcp file, which PyTorch's reader loads with weights_only=False; or what is
-    in common.pt, at the mercy of an environment variable."""
+    """Code in an item of a .distcp file or in common.pt is not run, whatever the environment variable says."""
     folder = save(tmp_path / "bad", **{where: Touch(marker)})
     with pytest.raises(REFUSED), only_data():
         READERS["load"](str(folder))
@@ -137,7 +136,8 @@ def test_object_that_runs_code(one_rank: None, tmp_path: Path, marker: Path, whe
 
 @pytest.mark.parametrize("trick", TRICKS)
 def test_trick(tmp_path: Path, marker: Path, trick: str) -> None:
-    """A way around the list of names: another spelling, another opcode, an allowed class turned into something else."""
+    """Each way around the list of names is refused: another spelling, another opcode, an allowed class turned into
+    something else."""
     content = TRICKS[trick].replace(text("touch MARKER"), text(f"touch {marker}")) + b"."
     (tmp_path / ".metadata").write_bytes(content if content.startswith(b"\x80") else b"\x80\x04" + content)
     with pytest.raises(REFUSED), only_data():
@@ -147,7 +147,7 @@ def test_trick(tmp_path: Path, marker: Path, trick: str) -> None:
 
 @pytest.mark.parametrize("name", ["../good/__0_0.distcp", "/dev/zero", "..", "", None, 7])
 def test_data_outside_of_the_folder(good: Path, name: Any) -> None:
-    """Would open any file or device of the machine that a checkpoint names."""
+    """A checkpoint that names data outside of its folder is refused."""
     content = FileSystemReader(str(good)).read_metadata()
     for place in content.storage_data.values():
         place.relative_path = name
@@ -163,8 +163,7 @@ def test_data_outside_of_the_folder(good: Path, name: Any) -> None:
     ids=["numpy", "partial", "plain_data"],
 )
 def test_torch_load(tmp_path: Path, content: object, is_data: bool, is_zip: bool) -> None:
-    """A caller's weights_only=False, or a list of harmless classes that is not (Megatron Core would let numpy's
-    through), would decide what a file may do."""
+    """torch.load reads plain data only, though the caller asks for more, and is as before afterwards."""
     torch.save(content, tmp_path / "file", _use_new_zipfile_serialization=is_zip)
     before = set(map(id, torch.serialization.get_safe_globals())), torch.load, filesystem.pickle
     with contextlib.nullcontext() if is_data else pytest.raises(pickle.UnpicklingError), only_data():

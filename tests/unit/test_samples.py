@@ -37,7 +37,7 @@ NO_STEP: dict[str, Any] = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, 
 def test_an_epoch_reads_every_dataset_of_the_blend_once(
     num_tokens: list[int], weights: list[float] | None, expected: int
 ) -> None:
-    """An epoch after which part of a dataset was never drawn, or which repeats the only one."""
+    """An epoch is as long as it takes to draw every dataset of the blend whole."""
     config = parse("--seq-length", "10", without=("--seq-length",))
     blend = (["prefix"] * len(num_tokens), weights)
     dataset_config: Any = SimpleNamespace(blend=blend, blend_per_split=None)
@@ -49,7 +49,7 @@ def samples(*flags: str, epoch_samples: int = 100) -> TrainingSamples:
 
 
 def test_share_of_the_data_that_was_seen() -> None:
-    """A pass over the same subset that counts again, a phase that counts samples it did not reach."""
+    """The share that was seen counts a sample of a phase once, and only those that the phase reached."""
     subsets, state, result = samples("--bcd-sample-ratio", "0.3"), TrainState(), StepResult.from_dict(NO_STEP)
     shares = []
     for steps in (10, 2, 40):
@@ -69,7 +69,7 @@ def validation_samples(config: RunConfig, train_iters: int) -> int:
 
 
 def test_evaluations_of_cycles_have_their_validation_samples() -> None:
-    """A validation split that is too short for an evaluation after every cycle."""
+    """The validation split has the samples for evaluations at the ends of all cycles."""
     plain = parse("--eval-iters", "2", "--eval-interval", "5", "--global-batch-size", "4")
     cycles = ("--bcd-stop-cycle-improvement", "0.1", "--bcd-steps-per-block", "2")
     more = parse("--eval-iters", "2", "--eval-interval", "5", "--global-batch-size", "4", *cycles)
@@ -81,7 +81,7 @@ def test_evaluations_of_cycles_have_their_validation_samples() -> None:
 
 @pytest.mark.parametrize("micro_batch_size, ratio", [(2, None), (1, None), (2, 0.5)])
 def test_replica_groups_take_turns(micro_batch_size: int, ratio: float | None) -> None:
-    """A sample that two groups read or none does, or a group that reads elsewhere once its reader starts anew."""
+    """Replica groups take turns, so each sample is read once, and a new reader continues at its group's place."""
     subset = None if ratio is None else PhaseSubset(num_samples=96, ratio=ratio, seed=1)
 
     def read(group: int, num_groups: int, start: int, number: int) -> list[int]:
@@ -101,7 +101,7 @@ def test_replica_groups_take_turns(micro_batch_size: int, ratio: float | None) -
 
 @pytest.mark.parametrize("has_shards", [True, False])
 def test_reshuffled_batches(has_shards: bool) -> None:
-    """A sample that an epoch repeats or skips, the same order in two epochs, or a resumed run that goes elsewhere."""
+    """An epoch repeats no sample and has an order of its own, and a resumed run continues in it."""
     common = {"total_samples": 26, "has_shards": has_shards}
     ranks = [BatchSharding(micro_batch_size=2, rank=rank, num_ranks=3) for rank in range(3)]
     per_rank = [list(itertools.islice(reshuffled_indices(rank, consumed_samples=0, **common), 8)) for rank in ranks]

@@ -65,7 +65,7 @@ def repository(repo_root: Path, tmp_path: Path) -> FakeRepository:
 
 
 def test_setup_repairs_what_was_cut_short(repository: FakeRepository, tmp_path: Path) -> None:
-    """A pip that was killed leaves packages that look installed; a moved Python leaves a .venv without interpreter."""
+    """An environment that a killed pip or a moved Python leaves behind is made afresh."""
     (tmp_path / "no-network").touch()
     failed = repository.setup()
     assert failed.returncode == 1
@@ -78,7 +78,7 @@ def test_setup_repairs_what_was_cut_short(repository: FakeRepository, tmp_path: 
 
 
 def test_uv_makes_the_environment(repository: FakeRepository) -> None:
-    """The folder and the interpreter in another order than uv wants them; Debian's Python without ensurepip."""
+    """uv, if it is there, makes the environment, with its arguments in the order that it wants."""
     uv = repository.bin / "uv"
     uv.write_text(f'#!/bin/sh\necho "$1 $5" >> {repository.log}\nexec "$6" -m venv "$7"\n')
     uv.chmod(0o755)
@@ -87,7 +87,7 @@ def test_uv_makes_the_environment(repository: FakeRepository) -> None:
 
 
 def test_setup_uses_the_users_python_and_installs_nothing(repository: FakeRepository) -> None:
-    """BCD_PYTHON is the user's GPU environment, and changing its torch would destroy it."""
+    """With BCD_PYTHON nothing is installed, and missing or other packages for running are refused by name."""
     (repository.root / "requirements.txt").write_text("pytest==1.0\n# tests/run.sh\nno-such-package==1.0\n")
     done = repository.setup(BCD_PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
@@ -114,7 +114,7 @@ def active_environment(folder: Path, **versions: str) -> str:
 
 @pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
 def test_an_active_environment_with_all_pins_is_used(repository: FakeRepository, tmp_path: Path, variable: str) -> None:
-    """Gigabytes of a second torch beside the user's own; or a package that is installed into it."""
+    """An active environment with all pins is used, and nothing is installed."""
     folder = active_environment(tmp_path / "own", torch="2.13.0+cu129", rich="15.0.0")
     done = repository.setup(**{variable: folder})
     assert (done.returncode, repository.calls) == (0, []), done.stderr
@@ -123,7 +123,7 @@ def test_an_active_environment_with_all_pins_is_used(repository: FakeRepository,
 
 
 def test_an_active_environment_without_all_pins(repository: FakeRepository, tmp_path: Path) -> None:
-    """A run uses a torch that was never tested, without being asked to."""
+    """An active environment without all pins is not used, and the setup says which pin it lacks."""
     folder = active_environment(tmp_path / "own", torch="2.4.0", rich="15.0.0")
     done = repository.setup(VIRTUAL_ENV=folder)
     assert done.returncode == 0 and repository.calls[0] == "venv"

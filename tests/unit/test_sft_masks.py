@@ -82,7 +82,7 @@ def forms(question: str, answer: str) -> Iterator[tuple[str, str, str]]:
 def test_learned_tokens_are_those_with_a_part_of_an_answer(
     family: str, bpe_files: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A question's last token that is learned, or an answer's first or last one that is not."""
+    """A token is learned exactly if it has a part of an answer."""
     tokenizer = Pieces(tmp_path) if family == "llama2" else WithSpans(bpe_files, WORDS[family])
     for question, answer in questions():
         for before, learned, after in forms(question, answer) if answer else ():

@@ -22,7 +22,7 @@ from megatron.bcd.tokenizer import ByteLevelTokenizer
 
 @given(lengths=st.lists(st.integers(0, 20), max_size=40))
 def test_every_sample_is_in_one_sequence(lengths: list[int]) -> None:
-    """A sample that is lost or comes twice, a sequence that is too full, a new one where an old one had room."""
+    """Every sample is in one sequence, no sequence is too full, and at most one is half empty."""
     samples = numpy.arange(len(lengths)) * 3
     packed = pack(samples, numpy.array(lengths, dtype=numpy.int64), 20)
     sequences = [packed.sequence_samples(number).tolist() for number in range(len(packed))]
@@ -34,14 +34,14 @@ def test_every_sample_is_in_one_sequence(lengths: list[int]) -> None:
 
 @given(count=st.integers(0, 300), shares=st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(sum))
 def test_splits_share_nothing(count: int, shares: list[int]) -> None:
-    """A record that is trained on and validated on; a share that is another one."""
+    """The splits share nothing, have all records together, and each has its share within one record."""
     splits = divide(count, shares)
     assert sorted(index for split in splits for index in split.tolist()) == list(range(count))
     assert all(abs(len(split) - count * share / sum(shares)) <= 1 for split, share in zip(splits, shares, strict=True))
 
 
 def test_a_record_is_in_one_split(tmp_path: Path) -> None:
-    """An answer that is validated on and trained on in a later prompt; another draw at another --seq-length."""
+    """A record with all its samples is in one split, and in the same one at another --seq-length."""
     rows = [(line, length) for line in range(1, 41) for length in (3, 9 if line % 2 else 4)[: 1 + line % 3]]
     tokens = [Tokens(ids=numpy.arange(n, dtype=numpy.int32), learned=numpy.arange(n) > 0) for _, n in rows]
     with store.new_folder(str(tmp_path), "one") as folder:
@@ -64,8 +64,7 @@ def test_a_record_is_in_one_split(tmp_path: Path) -> None:
     ("flags", "kept"), [({}, [0, 1, 2]), ({"sft_drop_long": True}, [0, 1]), ({"sft_refuse_long": True}, None)]
 )
 def test_answers_that_do_not_fit(tmp_path: Path, flags: dict[str, bool], kept: list[int] | None) -> None:
-    """A long answer that ends the run without being asked to, a sample of which nothing is learned, or a count that no
-    user sees."""
+    """Long answers are kept, dropped or refused as the flags ask, and a note counts the samples that are omitted."""
     answers = [(5, range(2, 5)), (9, range(3, 5)), (12, range(2, 12)), (12, range(9, 12))]
     with store.new_folder(str(tmp_path), "one") as folder:
         rows = [
@@ -109,7 +108,7 @@ def dataset_of(samples: store.Samples, packed: plan.Packed | None = None, **opti
 
 
 def test_datasets_are_told_apart(tmp_path: Path) -> None:
-    """A prefix cache that serves outputs of other records, or of records that were packed otherwise."""
+    """Datasets of other records, packing, order, length or segments have other hashes, and equal ones the same."""
     item, two = written(tmp_path), written(tmp_path, "two")
     datasets = [dataset_of(item), dataset_of(two), dataset_of(item, packed=pack_one_each(numpy.arange(3)))]
     datasets += [dataset_of(item, seed=2), dataset_of(item, seq_length=7), dataset_of(item, has_segments=False)]
@@ -118,7 +117,7 @@ def test_datasets_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_killed_preparation_is_not_used(tmp_path: Path) -> None:
-    """A folder that is read before it is whole, what a killed job left for ever, another job's work that is deleted."""
+    """A killed preparation is not used, what it left is removed, and another job's work stays."""
     root = tmp_path / "cache" / "sft"
     with pytest.raises(KeyboardInterrupt), store.new_folder(str(root), "one"):
         raise KeyboardInterrupt
@@ -171,7 +170,7 @@ def test_bad_records_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bad.json", "ids.bin", "learned.bin", "bounds.npy", "places.npy"])
 def test_a_damaged_folder_is_made_again(tmp_path: Path, name: str) -> None:
-    """A file that was cut: an index error in training, or zeros for tokens."""
+    """A folder with a damaged file is not used, and is made again."""
     written(tmp_path)
     path = tmp_path / "one" / name
     path.write_bytes(path.read_bytes()[:-3])
@@ -180,7 +179,7 @@ def test_a_damaged_folder_is_made_again(tmp_path: Path, name: str) -> None:
 
 
 def test_the_digest_is_of_content(tmp_path: Path) -> None:
-    """Tokens of a file or of a tokenizer that has changed since."""
+    """The digest depends on the content and the format of the files, and not on their names."""
     path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     item, two = ("--data-path", str(path)), ("--data-path", str(other))
     path.write_text("one")

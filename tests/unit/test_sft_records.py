@@ -161,7 +161,7 @@ def records_of(path: str) -> list[tuple[Place, Record]]:
 
 @pytest.mark.parametrize("form", ["lines", "list", "bom", "no_newline"])
 def test_good_records(tmp_path: Path, form: str) -> None:
-    """A kind of record, a blank line or a byte order mark that is not understood; a line that is counted wrongly."""
+    """Records of each kind are read with blank lines and byte order marks, and counted by line or entry."""
     lines = [json.dumps(value, ensure_ascii=False) for value, _ in GOOD]
     text = {
         "lines": "\n".join(lines) + "\n\n",
@@ -180,7 +180,7 @@ def test_good_records(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_records(tmp_path: Path, name: str) -> None:
-    """A traceback, a message without the line's number, a record that is left out in silence."""
+    """A bad record is refused in one line that names its place or its fault."""
     text, named = BAD[name]
     with pytest.raises(ValueError) as caught:
         records_of(written(tmp_path, text))

@@ -57,7 +57,7 @@ def learned_texts(
 @pytest.mark.parametrize("name", ["chatml", "llama2", "bare"])
 @pytest.mark.parametrize("where", ["chat_template.jinja", "text", "list"])
 def test_templates_are_rendered_as_transformers_does(tmp_path: Path, name: str, where: str) -> None:
-    """Blocks that are trimmed otherwise, a special token or a function that templates use and is missing."""
+    """Templates are rendered as transformers renders them."""
     folder = tokenizer_folder(tmp_path / "model", TEMPLATES[name], where=where)
     template = ChatTemplate(HuggingFaceTokenizer(tokenizer_model=folder))
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -76,7 +76,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_answers_are_learned(tmp_path: Path, name: str) -> None:
-    """A question that is learned, an end token that is not, an answer as the model never sees it when it answers."""
+    """Answers are learned with their end tokens, questions are not, and the text is that of transformers."""
     tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, TEMPLATES[name]))
     samples = learned_texts(tokenizer, parse_record({"messages": TALK}))
     assert [pieces for _, pieces in samples] == EXPECTED[name]
@@ -86,7 +86,7 @@ def test_answers_are_learned(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("content", ["<think>\n1+1\n</think>\n\n2", "<think>\n", "2", "assistant"])
 def test_an_answer_that_the_prompt_begins(tmp_path: Path, content: str) -> None:
-    """A record that is refused because its first words are in the prompt, or in the name of its role."""
+    """Of an answer that the prompt begins, the rest is learned."""
     tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, REASONING))
     ((text, learned),) = learned_texts(tokenizer, parse_record({"prompt": "p", "completion": content}))
     assert text == f"<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n{content.strip()}<|im_end|>"
@@ -95,7 +95,8 @@ def test_an_answer_that_the_prompt_begins(tmp_path: Path, content: str) -> None:
 
 
 def test_prompts(tmp_path: Path) -> None:
-    """Alpaca's text with and without input; the token before a text; a template that is not used, or is used anyway."""
+    """A prompt is Alpaca's text after the begin token, or the chat template's where there is one and text is not asked
+    for."""
     plain = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path / "plain", None, bos=True))
     chat = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path / "chat", CHATML, bos=True))
     with_input = parse_record({"instruction": "Add.", "input": "1, 2", "output": "3"})
@@ -130,7 +131,7 @@ def test_prompts(tmp_path: Path) -> None:
 def test_what_has_no_text(
     tmp_path: Path, template: str | None, prompt_format: str, record: dict[str, Any], named: str
 ) -> None:
-    """A template's error as a traceback, a record that loses its answer, a template that gets out of the sandbox."""
+    """A record without a text, and a template that fails or leaves the sandbox, are refused with the reason."""
     tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template))
     with pytest.raises(ValueError, match=named):
         tokenize_record(parse_record(record), Renderer(tokenizer, prompt_format), tokenizer)
@@ -278,7 +279,7 @@ def test_a_key_that_would_be_lost(tmp_path: Path, record: dict[str, Any], prompt
 
 
 def test_the_template_sees_no_date(tmp_path: Path) -> None:
-    """Text, and with it everything that is kept of it, that changes from day to day."""
+    """A template sees no date, so the text is the same every day."""
     source = "{{ strftime_now('%Y') if strftime_now is defined else 'no date' }}"
     template = ChatTemplate(HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, source)))
     assert template.render([{"role": "user", "content": "a"}]) == "no date"

@@ -27,7 +27,7 @@ INTERLEAVED = ("--stages", "4", "--microbatches", "8", "--layout", "interleaved"
 
 
 def test_interleaved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The layout is ignored, a chunk is not drawn, or the picture fails with this shape."""
+    """Interleaved schedules have the known times and a picture, and --chunks draws more chunks."""
     text = output(capsys, *INTERLEAVED, "--figure", str(tmp_path / "x.png"))
     assert iteration_times(text) == ["81", "59"]
     assert (tmp_path / "x.png").stat().st_size > 10_000
@@ -35,7 +35,7 @@ def test_interleaved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 
 def test_flags_are_followed(capsys: pytest.CaptureFixture[str]) -> None:
-    """A flag that is read and ignored."""
+    """Every flag changes the times, and costs of passes that do not happen change nothing."""
 
     def figures(*flags: str) -> list[str]:
         return iteration_times(output(capsys, *EXAMPLE, *flags))

@@ -95,7 +95,7 @@ def rows_of(
     ],
 )
 def test_bad_study_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], key: str) -> None:
-    """A bad study file ends in a traceback, or starts hours of another study."""
+    """A bad study file is refused in one line that names the file and the key."""
     path = written(tmp_path, study_of(tmp_path, **changes))
     assert tool.main([str(path), "--output", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
@@ -103,7 +103,7 @@ def test_bad_study_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], chan
 
 
 def test_grid_grows_at_an_edge_and_says_where_it_ends(tmp_path: Path) -> None:
-    """A rate outside the grid is never tried, or the grid grows for ever, or a worse edge is taken for the best."""
+    """A grid grows at an edge as often as it may, and says whether its best rate lies at an edge."""
     point = next(points(read(tmp_path, extend=2)))
     cases = {0.2: (0.2, False, 3), 0.8: (0.8, False, 5), 5.0: (1.6, True, 5), 0.01: (0.025, True, 5)}
     for best, expected in cases.items():
@@ -116,7 +116,7 @@ def test_grid_grows_at_an_edge_and_says_where_it_ends(tmp_path: Path) -> None:
 
 
 def test_diverged_rates(tmp_path: Path) -> None:
-    """A diverged rate counts as the best one, or ends the study."""
+    """A diverged rate is never the best, and a method without a finite loss has a row that says so."""
     study = read(tmp_path)
     point = next(points(study))
     assert results.grid(study, point, results_by(lambda run: None if run.lr > 0.15 else 1 - run.lr)).best == 0.1
@@ -126,7 +126,7 @@ def test_diverged_rates(tmp_path: Path) -> None:
 
 
 def test_budgets_decide_over_curves(tmp_path: Path) -> None:
-    """A multiplier is read from a curve at a high learning rate, although runs of that length exist."""
+    """A multiplier is read from runs of other budgets if there are any, and not from a curve."""
     study = read(tmp_path, methods={"full": {}, "fast": {"budgets": [0.5, 0.8, 1.25]}}, gpu="rtx4090")
     metric = {("full", 1.0): 2.0, ("fast", 0.5): 4.0, ("fast", 0.8): 2.1, ("fast", 1.0): 1.9, ("fast", 1.25): 1.8}
     lookup = results_by(lambda run: metric[run.point.method.name, run.budget] + abs(run.lr - 0.2))
@@ -144,8 +144,8 @@ def test_budgets_decide_over_curves(tmp_path: Path) -> None:
 
 
 def test_summary_of_metrics() -> None:
-    """The summary uses one rank's or one phase's bytes for all, the wrong direction of accuracy, NaN as a number, or
-    step times of the fastest block or of a busy moment."""
+    """A summary adds the ranks' bytes in the largest phase, makes errors of accuracies, averages over blocks, and has
+    no number for NaN."""
     steps = [{"iteration": i, "block": i % 2, "step_time_ms": ms, "model_state_bytes": state,
               "host_state_bytes": [8, 0]}
              for i, ms, state in ((1, 99.0, [10, 10]), (2, 10.0, [10, 30]), (3, 12.0, [20, 5]))]  # fmt: skip
@@ -187,7 +187,7 @@ def test_whole_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_studies_of_the_project(repo_root: Path, tmp_path: Path) -> None:
-    """A study file is refused after an hour of waiting, or results match no run of their study file."""
+    """Every study file of the project is accepted, and its results have every run that the table uses."""
     paths = sorted((repo_root / "studies").glob("*.yaml"))
     assert paths
     for path in paths:
@@ -211,7 +211,7 @@ def test_studies_of_the_project(repo_root: Path, tmp_path: Path) -> None:
     ],
 )
 def test_arithmetic(flags: str, expected: float | None) -> None:
-    """Weight gradients of inactive layers or orthogonalisation do not count, or a refused method has a figure."""
+    """Weight gradients of inactive layers and orthogonalisation count, and a refused method has no figure."""
     shape = "--num-layers 6 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
     batch = "--micro-batch-size 2 --global-batch-size 4 --train-iters 1 --lr 1e-3 --tokenizer-type ByteLevelTokenizer"
     actual = flags_arithmetic("gpt", f"{shape} {batch} {flags}".split())
@@ -219,7 +219,7 @@ def test_arithmetic(flags: str, expected: float | None) -> None:
 
 
 def test_results_count_if_their_command_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A result with other flags counts for a run that never happened, or runs are repeated in another folder."""
+    """A result counts only if its command is the same, in any output folder."""
     path = written(tmp_path, study_of(tmp_path))
     assert tool.main([str(path), "--output", str(tmp_path / "first")]) == 0
     again = [str(path), "--output", str(tmp_path / "second"), "--list"]
@@ -238,7 +238,7 @@ def test_results_count_if_their_command_is_the_same(tmp_path: Path, capsys: pyte
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_ten_minute_study_gives_its_committed_table(repo_root: Path, tmp_path: Path) -> None:
-    """The code no longer produces the documents' table."""
+    """The ten-minute study gives its committed table."""
     path, results = repo_root / "studies" / "gpt_10_minutes.yaml", tmp_path / "results.csv"
     text = tmp_path / "tinyshakespeare" / "input.txt"
     text.parent.mkdir()
