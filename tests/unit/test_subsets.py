@@ -20,7 +20,7 @@ def subsets(draw: st.DrawFn) -> PhaseSubset:
 
 
 def test_orders_are_the_same_everywhere() -> None:
-    """An order that depends on the machine or on a library's version: a resumed run would see other samples."""
+    """The orders and the size of a subset are the same on every machine."""
     assert PhaseSubset(num_samples=10, ratio=0.4, seed=7).indices(2).tolist() == [7, 1, 5, 4]
     two_passes = PhaseSubset(num_samples=10, ratio=0.9, seed=7).samples(1, numpy.arange(12)).tolist()
     assert two_passes == [7, 3, 5, 9, 2, 6, 4, 8, 1, 3, 1, 5]
@@ -30,7 +30,7 @@ def test_orders_are_the_same_everywhere() -> None:
 @settings(max_examples=25)
 @given(subset=subsets())
 def test_no_sample_is_drawn_twice_before_the_epoch_is_shuffled_anew(subset: PhaseSubset) -> None:
-    """A sample twice in one subset, or again in the next ones though others are left."""
+    """No sample is drawn twice before the epoch is shuffled anew."""
     per_epoch = subset.num_samples // subset.size
     for epoch in range(3):
         drawn = numpy.concatenate([subset.indices(epoch * per_epoch + number) for number in range(per_epoch)])
@@ -41,8 +41,7 @@ def test_no_sample_is_drawn_twice_before_the_epoch_is_shuffled_anew(subset: Phas
 @settings(max_examples=25)
 @given(subset=subsets(), phase=st.integers(0, 30))
 def test_each_pass_takes_the_whole_subset(subset: PhaseSubset, phase: int) -> None:
-    """A pass that leaves samples out, or takes some of another phase's subset; a sample that depends on which others
-    are asked for with it."""
+    """Each pass takes the whole subset of its phase, and a sample does not depend on which others are asked for."""
     samples = subset.samples(phase, numpy.arange(3 * subset.size))
     for one_pass in samples.reshape(3, subset.size):
         assert sorted(one_pass) == sorted(subset.indices(phase))
@@ -52,8 +51,7 @@ def test_each_pass_takes_the_whole_subset(subset: PhaseSubset, phase: int) -> No
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9, 1.0])
 def test_each_pass_and_each_phase_has_its_own_order(ratio: float) -> None:
-    """The same order in every pass, in every phase (ratio 1), or for every seed; an epoch that is cut as the one
-    before: the same samples would always be trained on together."""
+    """Each pass, phase and seed has its own order, and the next epoch is cut anew."""
     subset = PhaseSubset(num_samples=400, ratio=ratio, seed=1)
     first, second = subset.samples(0, numpy.arange(2 * subset.size)).reshape(2, subset.size)
     other_phase = subset.samples(1, numpy.arange(subset.size))
@@ -66,12 +64,12 @@ def test_each_pass_and_each_phase_has_its_own_order(ratio: float) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 97, 3000])
 def test_an_order_of_fine_tuning_has_every_index_once(size: int) -> None:
-    """A sample that is lost or doubled, or an order that is hardly shuffled."""
+    """An order of fine-tuning has every index once, and is shuffled."""
     values = Permutation(size, "key").at(numpy.arange(size))
     assert (numpy.sort(values) == numpy.arange(size)).all()
     assert size < 10 or (values == numpy.arange(size)).mean() < 0.2
 
 
 def test_orders_of_fine_tuning_never_change() -> None:
-    """A resumed run that validates on samples that it was trained on."""
+    """An order of fine-tuning never changes, so a resumed run keeps its splits."""
     assert Permutation(10, "key").at(numpy.arange(10)).tolist() == [2, 1, 4, 9, 7, 0, 8, 3, 5, 6]

@@ -31,7 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("processes, number", [(None, 8), ("2", 4), ("3", 2), ("16", 1)])
 def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch, processes: str | None, number: int) -> None:
-    """Processes that together have more threads than there are cores."""
+    """Processes share the cores, and each has at least one thread."""
     if processes:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     threads.set_threads()
@@ -56,7 +56,7 @@ def test_under_torchrun(monkeypatch: pytest.MonkeyPatch, user: str | None, numbe
 
 @pytest.mark.parametrize("text, cores", [("150000 100000\n", 1), ("400000 100000\n", 4), ("max 100000\n", 6)])
 def test_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, cores: int) -> None:
-    """A thread for each core of the machine, in a container that has two of them."""
+    """The usable cores are those of the container's quota, or of the process without one."""
     monkeypatch.undo()
     (tmp_path / "cpu.max").write_text(text)
     monkeypatch.setattr(threads, "_QUOTA_V2", tmp_path / "cpu.max")

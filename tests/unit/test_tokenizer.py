@@ -76,7 +76,7 @@ def check_contract(tokenizer: Tokenizer, texts: tuple[str, ...] = TEXTS) -> None
 
 
 def test_byte_level() -> None:
-    """Exposes an eod that collides with a byte, and ids beyond the 257 rows of the embedding."""
+    """The eod of the bytes is 256, which no byte has, and all ids are within the 257 rows."""
     tokenizer = build_tokenizer("ByteLevelTokenizer")
     check_contract(tokenizer)
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (257, 256, NO_PAD)
@@ -85,7 +85,7 @@ def test_byte_level() -> None:
 
 
 def test_gpt2_reads_the_end_token_as_text(gpt2: Tokenizer) -> None:
-    """Documents that forge a boundary by spelling the end token out. That ids are stock's: test_preprocess.py."""
+    """The end token in a text is read as text. That ids are stock's: test_preprocess.py."""
     check_contract(gpt2)
     ids = gpt2.tokenize("a<|endoftext|>b")
     assert gpt2.eod not in ids
@@ -95,7 +95,7 @@ def test_gpt2_reads_the_end_token_as_text(gpt2: Tokenizer) -> None:
 
 @pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
 def test_sentencepiece_equals_megatron_core(tokenizer_type: str, sentencepiece_model: Path) -> None:
-    """Exposes a begin-of-sentence id or extra ids that stock Megatron's data does not have."""
+    """Ids, vocabulary size, eod and pad are those of Megatron Core."""
     tokenizer = build_tokenizer(tokenizer_type, tokenizer_model=str(sentencepiece_model))
     check_contract(tokenizer)
     from megatron.core.tokenizers import MegatronTokenizer
@@ -111,7 +111,7 @@ def test_sentencepiece_equals_megatron_core(tokenizer_type: str, sentencepiece_m
 
 
 def test_huggingface_equals_megatron_core(huggingface_folder: Path) -> None:
-    """Exposes truncation and padding saved in the folder, added special tokens, and another eod."""
+    """Ids, eod and pad are those of Megatron Core, and truncation and padding saved in the folder are off."""
     tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(huggingface_folder))
     check_contract(tokenizer)
     from megatron.core.tokenizers import MegatronTokenizer
@@ -125,7 +125,7 @@ def test_huggingface_equals_megatron_core(huggingface_folder: Path) -> None:
 
 
 def test_pad_that_equals_eod_is_none(tmp_path: Path, huggingface_folder: Path) -> None:
-    """Exposes document ends left out of the loss, as folders with pad_token = eos_token would do."""
+    """A pad that equals eod is none, so document ends stay in the loss."""
     (tmp_path / "tokenizer.json").write_bytes((huggingface_folder / "tokenizer.json").read_bytes())
     entries = {"eos_token": "<end>", "pad_token": "<end>"}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(entries), encoding="utf-8")
@@ -147,7 +147,7 @@ def tiktoken_file(path: Path, tokens: list[bytes]) -> str:
 
 
 def test_tiktoken_on_the_command_lines(tmp_path: Path) -> None:
-    """Exposes a flag that training or preprocessing passes over: other ids than those of the data."""
+    """Training and preprocessing follow the flags of TikTokenizer, and have the same ids."""
     pytest.importorskip("tiktoken")
     file = tiktoken_file(tmp_path / "vocab.json", TIKTOKEN)
     words = ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", file, "--vocab-size", "276"]
@@ -183,7 +183,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "files", "named"), REFUSED)
 def test_what_cannot_be_read(tmp_path: Path, kind: str, files: dict[str, Any], named: str) -> None:
-    """A library's error, a traceback or wrong ids, from a flag that is missing or a file that is damaged."""
+    """A missing flag or a damaged file is refused in one line that names the flag."""
     for name, content in files.items():
         if isinstance(content, str):
             (tmp_path / name).write_text(content)
@@ -194,7 +194,7 @@ def test_what_cannot_be_read(tmp_path: Path, kind: str, files: dict[str, Any], n
 
 
 def test_damaged_folders(tmp_path: Path, huggingface_folder: Path) -> None:
-    """A folder that names no end token, or whose files are no tokenizer."""
+    """A folder that names no end token, or whose files are no tokenizer, is refused."""
     (tmp_path / "tokenizer.json").write_bytes((huggingface_folder / "tokenizer.json").read_bytes())
     with pytest.raises(ValueError, match="eos_token"):
         build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))

@@ -82,7 +82,8 @@ def differing(tokenizer: Tokenizer, folder: Path, texts: list[str]) -> list[str]
     [(True, True, True), (True, False, False), (False, True, False), (False, False, True)],
 )
 def test_sentencepiece(tmp_path: Path, kind: str, prefix: bool, fallback: bool, strips: bool) -> None:
-    """A first word without its space, spaces that are lost or kept, bytes as unknowns, ids of tokens spelled out."""
+    """The export has the ids of training for white space, unknown characters and tokens spelled out, up to rounding of
+    scores."""
     tokenizer = sentencepiece_model(
         tmp_path / "sp.model",
         model_type=kind,
@@ -109,8 +110,7 @@ def test_sentencepiece(tmp_path: Path, kind: str, prefix: bool, fallback: bool, 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_symbols_and_replaced_characters(tmp_path: Path, kind: str) -> None:
-    """Symbols of the user's that merges run into; a table of characters that is left out, or line ends that it loses.
-    What the library applies otherwise is said."""
+    """Symbols and replaced characters have the ids of training, and what the library applies otherwise is found."""
     symbols = ["<turn>", "[sep]", "[sep]]"]
     tokenizer = sentencepiece_model(
         tmp_path / "sp.model", model_type=kind, user_defined_symbols=symbols, normalization_rule_name="identity"
@@ -187,8 +187,7 @@ OTHERS = {
      ("tiktoken_v1", "llama"), ("tiktoken_v2", "qwen3"), ("hugging_face_without_json", "llama")],
 )  # fmt: skip
 def test_other_types(tmp_path: Path, kind: str, family: str) -> None:
-    """A class that the family brings along, a begin token that training did not have, a text that is cut, a document
-    end that a text spells out."""
+    """The export of every other type has the ids of training, whatever the model's family."""
     tokenizer = OTHERS[kind](tmp_path / "given")
     folder = exported(tokenizer, tmp_path / "out", family=family)
     assert differing(tokenizer, folder, list(lines(1000))) == []
@@ -196,7 +195,7 @@ def test_other_types(tmp_path: Path, kind: str, family: str) -> None:
 
 
 def test_a_given_tokenizer_keeps_its_chat_template(tmp_path: Path) -> None:
-    """tools/generate.py --chat --tokenizer-model FOLDER that finds no template in FOLDER/chat_template.jinja."""
+    """A tokenizer that is given keeps the chat template of its folder."""
     tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=tokenizer_folder(tmp_path, CHATML))
     reader = in_memory._open_tokenizer("", tokenizer)
     assert "<|im_start|>user" in reader.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)

@@ -37,7 +37,7 @@ def examples(tool: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool not in RUN_AS_TYPED])
 def test_examples_have_flags_of_today(tool: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An example uses a flag that was renamed."""
+    """The flags of every example exist."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -58,7 +58,7 @@ PIPELINE = "--stages 4 --microbatches 8 --pivot 2"
     ],
 )
 def test_as_typed_without_torch(tool: str, words: str, tmp_path: Path) -> None:
-    """A tool runs only from the repository, or needs torch or seconds to print a table."""
+    """A tool runs from any folder, and prints a table without importing torch."""
     prepare(tmp_path)
     program = "import os, runpy, sys; sys.argv = sys.argv[1:]; sys.path[0] = os.path.dirname(sys.argv[0])\n"
     program += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
@@ -88,7 +88,7 @@ def test_examples_run(
     bpe_files: dict[str, Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An example ends in an error."""
+    """Every example ends without an error."""
     monkeypatch.chdir(tmp_path)
     prepare(tmp_path)
     for path in bpe_files.values():
@@ -101,7 +101,7 @@ def test_examples_run(
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_ctrl_c(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C prints a traceback."""
+    """Ctrl-C ends a tool with code 130 and no traceback."""
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
@@ -182,7 +182,7 @@ def test_bad_flags(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A bad flag gives a traceback, a guess, exit code 0, or a line that does not name the flag."""
+    """A bad flag ends with code 2 and one line that names it, and writes nothing."""
     monkeypatch.chdir(tmp_path)
     prepare(tmp_path)
     before = sorted(tmp_path.rglob("*"))

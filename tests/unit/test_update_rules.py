@@ -33,7 +33,7 @@ def gradient(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rms_is_one_whatever_the_gradient(shape: tuple[int, int]) -> None:
-    """A rate that depends on the gradient's size, or on the matrix's shape."""
+    """The RMS of a step is about one, whatever the gradient's size and the matrix's shape, and zeros stay zeros."""
     step = update_rules.orthogonalize(gradient(*shape))
     assert float(step.square().mean().sqrt()) == pytest.approx(1.0, rel=0.2)
     for factor in (1e-6, 1e6):
@@ -43,7 +43,7 @@ def test_rms_is_one_whatever_the_gradient(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_orthogonal_is_near_the_polar_factor(shape: tuple[int, int]) -> None:
-    """An iteration that loses singular vectors, or a transposed result."""
+    """An orthogonal step has the gradient's singular vectors, with singular values near one."""
     g = gradient(*shape)
     u, _, vh = torch.linalg.svd(g, full_matrices=False)
     result = update_rules.orthogonalize(g) / math.sqrt(max(shape))
@@ -55,7 +55,7 @@ def test_orthogonal_is_near_the_polar_factor(shape: tuple[int, int]) -> None:
 
 
 def test_orthogonal_is_pytorchs_muon() -> None:
-    """Other coefficients or another order of products than Muon's."""
+    """An orthogonal step is that of PyTorch's Muon."""
     g = gradient(24, 40)
     weight = torch.nn.Parameter(torch.zeros(24, 40))
     weight.grad = g.clone()
@@ -65,7 +65,7 @@ def test_orthogonal_is_pytorchs_muon() -> None:
 
 
 def test_queries_keys_and_values_apart() -> None:
-    """Rows of one query group that are taken for another's: they are interleaved, [q q k v] for each group."""
+    """Queries, keys and values are orthogonalised apart, though their rows are interleaved, [q q k v] per group."""
     groups, width, hidden = 2, 3, 8
     parts = (2 * width, width, width)
     g = gradient(groups * sum(parts), hidden)
@@ -78,7 +78,7 @@ def test_queries_keys_and_values_apart() -> None:
 
 @pytest.mark.parametrize("factor", [1e-9, 1.0, 1e6])
 def test_factored_rows_without_gradient(factor: float) -> None:
-    """A word that no text has had yet: NaN, or a step without a gradient; a rule that depends on a gradient's size."""
+    """Rows without a gradient get no step, and the steps do not depend on the gradient's size."""
     factors, same = (torch.zeros(2, update_rules.num_factors(6, 5)) for _ in range(2))
     for step in range(4):
         g = gradient(2, 6, 5, seed=step)
@@ -95,7 +95,7 @@ def test_factored_rows_without_gradient(factor: float) -> None:
 
 
 def test_a_large_matrix_is_stepped_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An embedding whose update differs by the rows that fit, or skips the last ones; fp32 copies of all of it."""
+    """A large matrix is stepped some rows at a time, with the step of the whole."""
     whole, factors = torch.zeros(1, 50, 8), torch.zeros(1, update_rules.num_factors(50, 8))
     by_rows, same = whole.clone(), factors.clone()
     for step in range(3):
