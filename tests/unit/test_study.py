@@ -144,8 +144,8 @@ def test_budgets_decide_over_curves(tmp_path: Path) -> None:
 
 
 def test_summary_of_metrics() -> None:
-    """A summary adds the ranks' bytes in the largest phase, makes errors of accuracies, averages over blocks, and has
-    no number for NaN."""
+    """A summary has all ranks' bytes of the largest phase, errors for accuracies, the mean of the blocks' fast steps,
+    and no number for NaN."""
     steps = [{"iteration": i, "block": i % 2, "step_time_ms": ms, "model_state_bytes": state,
               "host_state_bytes": [8, 0]}
              for i, ms, state in ((1, 99.0, [10, 10]), (2, 10.0, [10, 30]), (3, 12.0, [20, 5]))]  # fmt: skip
