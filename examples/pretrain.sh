@@ -74,7 +74,10 @@ eval "$RECIPE"
 . "$ROOT/examples/given.sh"
 
 # ---------------------------------------------------------------- settings that the planner does not choose
+REPLICA_GROUPS=${REPLICA_GROUPS:-1}
+[ -z "$SCALE" ] || REPLICA_GROUPS=1
 [ "$REPLICA_GROUPS" -eq 1 ] || REPLICA_ID=${REPLICA_ID:-$HOSTNAME}
+ITERATIONS=$(((ITERATIONS + REPLICA_GROUPS - 1) / REPLICA_GROUPS))  # the groups share the tokens
 SAVE=${SAVE:-out/$MODEL-$METHOD-$CLUSTER}
 while [[ $SAVE == ?*/ ]]; do SAVE=${SAVE%/}; done
 OUT=${OUT:-out/recipes}
@@ -123,7 +126,9 @@ REPORT_ARGS=(
     --eval-iters "$EVAL_ITERS"
     --metrics-file "$SAVE${REPLICA_ID:+-$REPLICA_ID}.jsonl"
 )
-[ "$REPLICA_GROUPS" -eq 1 ] || EXTRA_ARGS+=(--replica-id "$REPLICA_ID")
+[ "$REPLICA_GROUPS" -eq 1 ] || EXTRA_ARGS+=(
+    --lighthouse "${LIGHTHOUSE:-HOST:29510}" --replica-groups "$REPLICA_GROUPS" --replica-id "$REPLICA_ID"
+)
 LAUNCH_ARGS=(--nproc-per-node "$GPUS_PER_NODE")
 if [ "$NUM_NODES" -gt 1 ]; then
     MEETING=${HEAD_NODE:-HEAD_NODE}:${MASTER_PORT:-29500}

@@ -30,8 +30,7 @@ from megatron.bcd import FAMILY_DEFAULTS, RunConfig, parse_run_config
 from megatron.bcd.data.batches import BatchSharding, consecutive_indices, load_batch
 from megatron.bcd.metrics.reporter import SilentReporter
 from megatron.bcd.model.builder import unwrap_model
-from megatron.bcd.outer.compression import COMPRESSIONS
-from megatron.bcd.runtime import distributed, rng, threads
+from megatron.bcd.runtime import device, distributed, rng, threads
 from megatron.bcd.trainer import Trainer
 from megatron.bcd.training.resolve import resolve_run
 
@@ -58,7 +57,7 @@ METHODS = {
     "full_muon": f"--bcd-num-blocks 1 {MUON}",
     "paper": "--bcd-preset paper",
 }
-BITS = {"fp32": 32.0, "bf16": 16.0, "4bit": 4.125}
+BITS = {"fp32": 32.0, "bf16": 16.0}
 """Bits per exchanged number."""
 COLUMNS = ("model", "method", "workers", "interval", "outer_lr", "outer_momentum", "fragments", "compression", "delay",
            "lr", "seed", "steps", "batch", "test", "test_of_mean", "validation", "bytes_per_step", "peak_bytes",
@@ -68,13 +67,11 @@ FIRST_RESULT = COLUMNS.index("test")
 
 
 class Outer:
-    """The common weights, the outer momentum, and each worker's compression error."""
+    """The common weights and the outer momentum."""
 
     def __init__(self, weights: Tensors, trainers: Sequence[Trainer], args: argparse.Namespace) -> None:
         self.weights, self._trainers, self.args = weights, trainers, args
         self.momentum = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        self.errors: dict[str, list[torch.Tensor]] = {}
-        """Compression errors by parameter name, one per worker."""
         self.bytes_sent, self.peak_bytes = 0.0, 0.0
         """Payload per worker, without the factor 2 (K - 1) / K of a ring all-reduce."""
 
@@ -98,28 +95,15 @@ class Outer:
         for name in names:
             weight, momentum = self.weights[name], self.momentum[name]
             changes = [worker[name] - weight for worker in workers]
-            change = self._mean(name, changes)
+            change = self._mean(changes)
             momentum.mul_(self.args.outer_momentum).add_(change)
             weight.add_(change + self.args.outer_momentum * momentum, alpha=self.args.outer_lr)
         return [{name: self.weights[name] - worker[name] for name in names} for worker in workers]
 
-    def _mean(self, name: str, changes: list[torch.Tensor]) -> torch.Tensor:
-        """Return the mean change after compression, as in `Membership.begin_mean`.
-
-        Each worker averages one share of the tensor, and stores the error that compressing this mean causes.
-        """
-        code, number = COMPRESSIONS[self.args.compression], len(changes)
-        rows = [code.rows(change.flatten(), number) for change in changes]
-        if name in self.errors:
-            rows = [row + error for row, error in zip(rows, self.errors[name], strict=True)]
-        received = [code.decode(code.encode(row)) for row in rows]
-        mean = torch.stack(received).mean(0)
-        result = code.decode(code.encode(mean))
-        if code.keeps_errors:
-            self.errors[name] = [sent - decoded for sent, decoded in zip(rows, received, strict=True)]
-            for k, errors in enumerate(self.errors[name]):
-                errors[k] += number * (mean - result)[k]
-        return result.flatten()[: changes[0].numel()].view_as(changes[0])
+    def _mean(self, changes: list[torch.Tensor]) -> torch.Tensor:
+        """Return the mean change, summed in the precision in which groups send."""
+        dtype = device.DTYPES[self.args.compression]
+        return sum(change.to(dtype) for change in changes).float() / len(changes)
 
     def apply(self, moves: list[Tensors]) -> None:
         """Add each worker's move to its weights. With --delay, workers keep what they have learned meanwhile."""

@@ -28,7 +28,7 @@ from _records import EPOCHS, counted, with_records
 from _timeline import write_timeline
 from board_views import View, bars, write_page
 
-from megatron.bcd.config import BcdConfig, GroupsConfig, TrainingConfig
+from megatron.bcd.config import BcdConfig, TrainingConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.huggingface.architecture import CONFIG, read_architecture
 from megatron.bcd.planner.command import torchrun_command
@@ -115,10 +115,6 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
     "cross_entropy_fusion_impl": {"choices": ("native", "linear"), "help": "linear: logits of a few tokens at a time"
         " (default: a loss that is not fused)"},
     "pipeline_cut": {"help": "auto: the head counts as layers (default: even; --search tries both)"},
-    "replica_groups": {"help": "number of replica groups, each with --num-gpus GPUs (default: 1)"},
-    "outer_interval": {},
-    "outer_delay": {},
-    "outer_compression": {},
     "num_virtual_stages_per_pipeline_rank": {},
 }  # fmt: skip
 """Flags of a recipe. The training script has most of them: its types, choices and help hold where none are here."""
@@ -170,7 +166,7 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
 
 def add_recipe_flags(group: Any) -> None:
     """Add the flags that tools/recipe.py also has: ranks, batch, blocks and memory savings."""
-    options = {each.name: each for kind in (BcdConfig, GroupsConfig, TrainingConfig) for each in fields(kind)}
+    options = {each.name: each for kind in (BcdConfig, TrainingConfig) for each in fields(kind)}
     types = {"int": int, "float": float, "str": str}
     for name, words in RECIPE_FLAGS.items():
         if name in options:
@@ -537,16 +533,11 @@ def show_figures(estimate: Estimate) -> str:
     else:
         settings = textwrap.fill(settings, _WIDTH)
     return (
-        f"{recipe.model.name}: {estimate.parameters:,} parameters, {recipe.name}, on {_groups(recipe)}"
+        f"{recipe.model.name}: {estimate.parameters:,} parameters, {recipe.name}, on "
         f"{recipe.num_gpus} x {recipe.cluster.gpu} ({nodes})\n{settings}\n\n"
         f"memory per rank, GiB (of {recipe.cluster.memory_gib:g})\n{_memory(estimate)}\n\n"
         f"time of an iteration, ms\n{_time(estimate)}\n\n{_cost(estimate)}\n{learning_rate(recipe).text}"
     )
-
-
-def _groups(recipe: Recipe) -> str:
-    number = recipe.config.groups.replica_groups
-    return f"{number} replica groups of " if number > 1 else ""
 
 
 def _layout(recipe: Recipe) -> str:
@@ -630,20 +621,12 @@ def _time(estimate: Estimate) -> str:
         block = str(phase.block) if len(phases) > 1 else "all"
         rows.append((block, *(f"{1e3 * second:,.0f}" for second in seconds), _percent(phase.bubble)))
     rows.append(("mean", "", "", "", f"{1e3 * estimate.iteration_seconds:,.0f}", _percent(estimate.bubble)))
-    if exchange := estimate.exchange:
-        mean = exchange.seconds / exchange.interval
-        rows.insert(-1, ("exchange", "", "", "", f"{1e3 * mean:,.0f}", ""))
     share = f"{100 * estimate.full_training_share:.1f} % of the GPUs' peak"
     speed = f"{estimate.tokens_per_second:,.0f} tokens/s, which full training would reach at {share}"
     if estimate.recipe.model.experts:
         speed = f"the mean is {EXPERTS_TIME:g} times the formulas' with experts, {EXPERTS_SOURCE}\n{speed}"
     if estimate.recipe.is_streamed:
         speed += f"; {_percent(estimate.copy_share)} of the time waits for copies of layers"
-    if exchange:
-        speed += (
-            f"\nevery {exchange.interval} steps a rank exchanges up to {exchange.payload / 1e6:,.0f} MB:"
-            f" {exchange.sent / 1e9:,.2f} GB over a node's link, {exchange.seconds:,.1f} s"
-        )
     return f"{table(('block', 'pipeline', 'optimizer', 'reductions', 'total', 'bubble'), rows)}\n{speed}"
 
 

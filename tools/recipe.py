@@ -40,7 +40,6 @@ _VARIABLES = {
     "GLOBAL_BATCH": "--global-batch-size",
     "PRECISION": "--precision",
     "RECOMPUTE": "--recompute",
-    "REPLICA_GROUPS": "--replica-groups",
 }
 _WORDS = {"--model": "MODEL", "--method": "METHOD", "--gpu": "CLUSTER"}
 """The planner's flags that a recipe has as words."""
@@ -149,7 +148,6 @@ def as_bash(recipe: Recipe, values: Mapping[str, Any], extra: Sequence[str], *, 
         "GPUS_PER_NODE": shown.gpus_per_node,
         "NUM_STAGES": shown.pipeline_size,
         "NUM_BLOCKS": shown.partition.num_blocks,
-        "REPLICA_GROUPS": shown.config.groups.replica_groups,
         "ITERATIONS": estimate.cost.iterations,
         "LEARNING_RATE": learning_rate(recipe).flag,
         "PLAN": show_figures(estimate),
@@ -201,7 +199,6 @@ def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
         bcd_num_blocks=None if recipe.flag("bcd_layout") == "stage" else num_blocks,
         pipeline_model_parallel_size=stages,
         context_parallel_size=1,
-        replica_groups=1,
         seq_length=None,
         micro_batch_size=2,
         global_batch_size=8,

@@ -45,9 +45,6 @@ from megatron.bcd.model.implementation import Implementation, available_implemen
 from megatron.bcd.model.loss import masked_loss, reduce_losses
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
-from megatron.bcd.outer.exchange_schedule import ExchangeSchedule
-from megatron.bcd.outer.groups import ExchangeFailed, ReplicaGroups, RunParts
-from megatron.bcd.outer.membership import check_lighthouse
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.planner.run_state import head_passes
 from megatron.bcd.prefix_cache.controller import PrefixCache
@@ -56,13 +53,15 @@ from megatron.bcd.runtime.activation_meter import ActivationMeter
 from megatron.bcd.training.checks import StepChecks
 from megatron.bcd.training.evaluation import Evaluator
 from megatron.bcd.training.garbage import GarbageCollection
+from megatron.bcd.training.membership import check_lighthouse
 from megatron.bcd.training.outputs import RunOutputs
 from megatron.bcd.training.pieces import PieceUpdates, StepLoss
 from megatron.bcd.training.profiler import StepProfiler
 from megatron.bcd.training.recompute import Recomputation
+from megatron.bcd.training.replica_groups import ReplicaGroups
 from megatron.bcd.training.reporting import build_reporter, describe_untrained, report_source, summarize
 from megatron.bcd.training.resolve import ResolvedRun
-from megatron.bcd.training.state import StepResult, TrainingFailed, TrainState
+from megatron.bcd.training.state import StepResult, TrainState
 from megatron.bcd.training.step_metrics import StepMetricsCollector
 from megatron.bcd.training.stop import StopRequests
 from megatron.bcd.training.timers import StepTimers, Stragglers
@@ -98,7 +97,6 @@ class Trainer:
     evaluator: Evaluator
     metrics: StepMetricsCollector
     groups: ReplicaGroups | None
-    exchanges: ExchangeSchedule
     saver: Saver | None
     outputs: RunOutputs
     checks: StepChecks
@@ -225,13 +223,7 @@ class Trainer:
         self.profiler = StepProfiler(config.report)
         self.garbage = GarbageCollection(config.training)
         self.meter = ActivationMeter(memory.allocated_bytes_function())
-        self.groups = self._build_groups()
-        self.exchanges = ExchangeSchedule(
-            config=config,
-            block_schedule=self.block_schedule,
-            train_iters=self.train_iters,
-            stops_after=self.stop.is_interval_over,
-        )
+        self.groups = None if config.groups.lighthouse is None else ReplicaGroups(self)
         self._metered, self._has_joined = None, False
 
     def _build_watchers(self, run: ResolvedRun, *, is_continued: bool) -> None:
@@ -255,7 +247,6 @@ class Trainer:
             active=self.active,
             pipeline=self.pipeline,
             prefix_cache=self.prefix_cache,
-            groups=self.groups,
             meter=self.meter,
             timers=self.timers,
             stragglers=self.stragglers,
@@ -277,20 +268,6 @@ class Trainer:
             collect_run_state=self._run_state,
         )
         self.checks = StepChecks(config=config, active=self.active, outputs=self.outputs)
-
-    def _build_groups(self) -> ReplicaGroups | None:
-        """Build the connection to other replica groups, if --lighthouse asks for one."""
-        if self.config.groups.lighthouse is None:
-            return None
-        parts = RunParts(
-            counters=self._counters,
-            iteration=lambda: self.state.iteration,
-            should_stop=self.stop.is_signalled,
-            continue_from_peer=self._continue_from,
-        )
-        return ReplicaGroups(
-            self.config, active=self.active, train=self.splits.train, parts=parts, reporter=self.reporter
-        )
 
     # ------------------------------------------------------------------------------------------------------- train
 
@@ -351,8 +328,11 @@ class Trainer:
             self._report_step(state.phase_state)
             if state.iteration > 1:  # as in stock, the first iteration also counts in the first interval
                 state.interval = []
-        if self.groups is not None and self._is_exchange_due(state.iteration) and not self._exchange(self.groups):
-            return state.iteration >= self.train_iters
+        if self.groups is not None and self.groups.is_due(state.iteration, state.phase_state):
+            is_in_step = self.groups.exchange(state.phase_state)
+            self.checks.take_reference()
+            if not is_in_step:
+                return state.iteration >= self.train_iters
         return self._end_step(loss=result.loss)
 
     def _end_step(self, *, loss: float | None) -> bool:
@@ -416,7 +396,7 @@ class Trainer:
             or self.stop.reason is not None
             or self.stop.is_interval_over(after)
             or self.evaluator.is_due(after)
-            or (self.groups is not None and self._is_exchange_due(after))
+            or (self.groups is not None and self.groups.is_due(after, state.phase_state))
             or self.outputs.is_due(after, is_last=is_last)
             or (self.block_schedule.num_blocks > 1 and self.block_schedule.may_end_with_next_step(state.phase_state))
         ):
@@ -638,45 +618,13 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------------------- exchange
 
-    def _is_exchange_due(self, iteration: int) -> bool:
-        """Return whether the groups exchange after `iteration`, a step of the present phase."""
-        pending = None if self.groups is None else self.groups.due
-        return self.exchanges.is_due(iteration, self.state.phase_state, pending=pending)
-
-    def _exchange(self, groups: ReplicaGroups) -> bool:
-        """Exchange with the other groups, see `ReplicaGroups.exchange`. Raises TrainingFailed."""
-        iteration = self.state.iteration
-        try:
-            is_in_step = groups.exchange(waits=self.exchanges.must_wait(iteration, self.state.phase_state))
-        except ExchangeFailed as error:
-            raise TrainingFailed(f"iteration {iteration}: {error}; {self.outputs.where_to_resume()}") from error
-        self._follow_groups(groups)
-        return is_in_step
-
-    def _join(self, groups: ReplicaGroups) -> None:
-        """Meet the other groups. Raises ValueError if this group belongs to another run or can't reach the others."""
-        try:
-            is_in_step = groups.join()
-        except ExchangeFailed as error:
-            raise ValueError(f"--lighthouse {self.config.groups.lighthouse}: {error}") from error
-        self._follow_groups(groups)
-        self._has_joined = is_in_step
-        if is_in_step:
-            self._end_step(loss=None)
-
-    def _follow_groups(self, groups: ReplicaGroups) -> None:
-        """After an exchange, read this group's samples, and start the switch check from the exchanged weights."""
-        self.checks.take_reference()
-        share = data.GroupShare(group=groups.rank, num_groups=groups.size, batch_size=self.global_batch_size)
-        self.samples.set_share(share)
-
-    def _counters(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, Any]:
         """Collect what decides on the next step, beside tensors, for a group that joins."""
         phase = self.state.phase_state.to_dict()
         return {"counters": self.state.counters(), "phase": phase, "scheduler_steps": self.lr_scheduler.num_steps}
 
-    def _continue_from(self, peer: Mapping[str, Any], load: Callable[[Callable[[], None]], None]) -> None:
-        """Continue from another group: adopt its `_counters`, then call `load`, which loads its tensors and calls the
+    def continue_from(self, peer: Mapping[str, Any], load: Callable[[Callable[[], None]], None]) -> None:
+        """Continue from another group: adopt its `counters`, then call `load`, which loads its tensors and calls the
         function that builds the block."""
         if self.saver is not None:
             self.saver.finish()
@@ -743,7 +691,10 @@ class Trainer:
             self.reporter.note(f"resuming from {source.path}, after iteration {saved.iteration}")
         self._begin_phase()
         if self.groups is not None:
-            self._join(self.groups)
+            self._has_joined = self.groups.join()
+            self.checks.take_reference()
+            if self._has_joined:
+                self._end_step(loss=None)
         if self.saver is not None:
             self.saver.log_progress("Starting job")
 

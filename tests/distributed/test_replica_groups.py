@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ import torch
 from support import resumed_runs, worlds
 from support.dist import RankError, World
 from support.pairwise import thinned
-from support.planned import exchanged_bytes, outer_bytes
 
 from megatron.bcd import data
 from megatron.bcd.checkpoint import layout
-from megatron.bcd.outer import groups, membership, outer_step
+from megatron.bcd.training.replica_groups import ReplicaGroups
 
 pytest.importorskip("torchft")
 
@@ -76,19 +75,10 @@ def train(
     its connection had broken at the end. `sleeps`: after which step, and for how many seconds. All numbers start at 1.
     With `reads_same` all groups read the first group's samples.
     """
-    join, mean, agree = groups.ReplicaGroups.join, membership.Membership._mean, membership.Membership.agree
-    change, apply = groups.OuterStep.change, groups.OuterStep.apply
-    number = 0
-    changes: list[torch.Tensor] = []
-    means: list[torch.Tensor] = []
-
-    def changed(target: groups.OuterStep) -> torch.Tensor:
-        changes.append(change(target))
-        return changes[-1]
-
-    def applied(target: groups.OuterStep, mean: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        means.append(mean)
-        apply(target, mean, *args, **kwargs)
+    join, sum_changes, agree, report = (
+        getattr(ReplicaGroups, name) for name in ("join", "_sum_changes", "_agree", "_report")
+    )
+    number, ends = 0, []
 
     def after_step(run: worlds.RecordedRun) -> None:
         if run.iteration + 1 == end_after and end == "kill":
@@ -101,27 +91,22 @@ def train(
         if run.iteration + 1 == sleeps[0]:
             time.sleep(sleeps[1])
 
-    def joining(target: groups.ReplicaGroups) -> bool:
-        least, target._least = target._least, max(target._least, starts_with)
-        is_in_step = join(target)
-        target._least = least
-        return is_in_step
+    def joining(target: ReplicaGroups) -> bool:
+        return join_several(target, join, starts_with)
 
-    def counted_mean(*args: Any, **kwargs: Any) -> Any:
+    def counted_sum(target: ReplicaGroups, size: int) -> Any:
         nonlocal number
-        number += 1
+        number += size > 1
         if number == end_after and end == "kill in exchange":
             os.kill(os.getpid(), signal.SIGKILL)
-        return mean(*args, **kwargs)
+        return sum_changes(target, size)
 
-    def agreeing(target: membership.Membership, *, is_good: bool) -> bool:
+    def agreeing(target: ReplicaGroups, *, is_good: bool) -> bool:
         return agree(target, is_good=is_good and (number == 0 or number != refuses))
 
-    tell, ends = groups.ReplicaGroups._report_exchange, []
-
-    def telling(target: groups.ReplicaGroups, place: Any) -> None:
-        tell(target, place)
-        ends.append(target._parts.iteration())
+    def telling(target: ReplicaGroups, *args: Any, **kwargs: Any) -> None:
+        report(target, *args, **kwargs)
+        ends.append(target._iteration)
 
     sample_number = data.GroupShare.sample_number
 
@@ -130,52 +115,26 @@ def train(
 
     with (
         mock.patch.object(data.GroupShare, "sample_number", first if reads_same else sample_number),
-        mock.patch.object(groups.ReplicaGroups, "join", joining),
-        mock.patch.object(groups.OuterStep, "change", changed),
-        mock.patch.object(groups.OuterStep, "apply", applied),
-        mock.patch.object(membership.Membership, "_mean", counted_mean),
-        mock.patch.object(groups.ReplicaGroups, "_report_exchange", telling),
-        mock.patch.object(membership.Membership, "agree", agreeing),
+        mock.patch.object(ReplicaGroups, "join", joining),
+        mock.patch.object(ReplicaGroups, "_sum_changes", counted_sum),
+        mock.patch.object(ReplicaGroups, "_report", telling),
+        mock.patch.object(ReplicaGroups, "_agree", agreeing),
         worlds.started(config, after_step=after_step) as run,
     ):
         run.train()
         result = worlds.outcome(run)
         if run.groups is not None:
-            result |= {"changes": changes, "means": means, "missed": run.groups._outer.add_errors(torch.zeros(()))[0]}
             run.groups.leave()
         told = {"notes": run.recorder.notes, "exchanges": run.recorder.exchanges, "ends": ends}
-        return result | told | {"traffic": traffic(run)}
+        return result | told | {"trained": sum(weight.numel() for weight in run.active.parameters.active().values())}
 
 
-def traffic(run: worlds.RecordedRun) -> dict[str, Any]:
-    """Return the bytes that all ranks sent in each step, and this rank's host memory at the end: counted and
-    planned."""
-    if run.groups is None:
-        return {}
-    settings, state, tensors = run.config.groups, run.metrics.planned, run.config.tensor_size
-    ranks = range(torch.distributed.get_world_size())
-    places = [(rank // (tensors * state.num_replicas), rank // tensors % state.num_replicas) for rank in ranks]
-    interval, number = settings.outer_interval or 1, settings.replica_groups
-    compression = settings.outer_compression
-    sent = []
-    for before, step in itertools.pairwise(run.results):
-        is_exchanged = step["step"] % interval == 0  # before this step, in whose line it is counted
-        sent.append(
-            [
-                is_exchanged
-                * exchanged_bytes(
-                    state, stage, before["block"], replica, replica_groups=number, compression=compression
-                )
-                for stage, replica in places
-            ]
-        )
-    stage, replica = places[torch.distributed.get_rank()]
-    return {
-        "sent": [list(record.exchanged_bytes) for record in run.recorder.steps[1:]],
-        "planned_sent": sent,
-        "held": run.groups.host_bytes(),
-        "planned_held": outer_bytes(state, stage, run.results[-1]["block"], replica, compression=compression),
-    }
+def join_several(target: ReplicaGroups, join: Callable[[ReplicaGroups], bool], number: int) -> bool:
+    """Join when there are at least `number` groups."""
+    settings = target._settings
+    least = max(settings.min_replica_groups, number)
+    with mock.patch.object(target, "_settings", dataclasses.replace(settings, min_replica_groups=least)):
+        return join(target)
 
 
 def together(
@@ -229,43 +188,23 @@ def test_two_groups_are_data_parallelism(
 
 
 @pytest.mark.parametrize(
-    "cut, preset, compression",
-    thinned(
-        [
-            (cut, preset, compression)
-            for cut in ("data2", "tensor2", "pipeline2")
-            for preset, compression in (("paper", "bf16"), ("paper", "4bit"), ("pretrain", "4bit"))
-        ],
-        keep_every=4,
-    ),
+    "cut, preset",
+    thinned(list(itertools.product(("data2", "tensor2", "pipeline2"), ("paper", "pretrain"))), keep_every=2),
 )
-def test_groups_agree(
-    text_data: str, lighthouse: str, pairs: list[World], cut: str, preset: str, compression: str
-) -> None:
-    """After an exchange some rank's weights differ from those of the same rank of another group; or, where a row is of
-    two parameters, those of a tied weight between stages."""
+def test_groups_agree(text_data: str, lighthouse: str, pairs: list[World], cut: str, preset: str) -> None:
+    """After an exchange each rank has the weights of the same rank of another group, and a tied weight has the same
+    bits on both stages. A rank sends its part of what the phase trains, in bf16."""
     flags = worlds.CUTS[cut] | {"data_path": text_data, "bf16": True, "bcd_preset": preset, "outer_interval": 2}
-    flags |= {"outer_compression": compression}
     first, second = together(pairs, configs(2, lighthouse, **flags))
     for left, right in zip(first, second, strict=True):
         assert left["losses"] != right["losses"]
-        assert left["traffic"]["sent"] == left["traffic"]["planned_sent"] and any(map(any, left["traffic"]["sent"]))
-        assert left["traffic"]["held"] == left["traffic"]["planned_held"]
+        sent = [exchange.sent_bytes for exchange in left["exchanges"]]
+        share = 2 if cut == "data2" else 1
+        assert sent[0] == 0 and sent[-1] == pytest.approx(2 * left["trained"] / share, abs=64)
         assert not worlds.same_bits(left["weights"], right["weights"])
     if cut == "pipeline2":
         tied = first[0]["weights"]["embedding.word_embeddings.weight"], first[1]["weights"]["output_layer.weight"]
         assert not worlds.same_bits({"": tied[0]}, {"": tied[1]})
-
-
-def test_4_bits_lose_nothing_for_good(other_worlds: list[World], text_data: str, lighthouse: str) -> None:
-    """The compression error of a change or a mean is not sent later, is sent by the wrong group, or twice after a
-    failed exchange (the third one here)."""
-    flags = {"data_path": text_data, "bcd_preset": "pretrain", "outer_compression": "4bit", "outer_interval": 2}
-    (first,), (second,) = together(other_worlds, configs(2, lighthouse, **flags), {"refuses": 3}, {"refuses": 3})
-    assert len(first["means"]) == len(first["changes"]) == 6
-    arrived, changed = 2 * sum(first["means"]), sum(first["changes"]) + sum(second["changes"])
-    torch.testing.assert_close(arrived + first["missed"] + second["missed"], changed, rtol=1e-4, atol=1e-6)
-    assert first["missed"].any() and second["missed"].any()
 
 
 def agree(*groups: Any) -> None:
@@ -388,14 +327,10 @@ def idle_after_join(config: Any, *, is_idle: bool) -> str:
         if is_idle:
             run.active.scale_learning_rate(0.0)
 
-    join = groups.ReplicaGroups.join
-
-    def join_both(target: groups.ReplicaGroups) -> bool:
-        with mock.patch.object(target, "_least", 2):
-            return join(target)
+    join = ReplicaGroups.join
 
     with (
-        mock.patch.object(groups.ReplicaGroups, "join", join_both),
+        mock.patch.object(ReplicaGroups, "join", lambda target: join_several(target, join, 2)),
         worlds.started(config, before_build=perturb, after_build=refine, before_step=stop) as run,
     ):
         try:
@@ -473,28 +408,27 @@ def test_a_group_of_another_run(world1: World, other_worlds: list[World], text_d
 DELAYED: dict[str, Any] = {"bcd_steps_per_block": 6, "outer_interval": 3, "outer_delay": 2, "bcd_preset": "pretrain"}
 
 
-def test_a_delayed_result_keeps_the_steps_since() -> None:
-    """The local steps are lost or count twice, or the anchor is not what all groups have reached."""
-    values = mock.Mock(parts=mock.Mock(side_effect=[torch.tensor([1.0]), torch.tensor([1.5])]))
-    outer = outer_step.OuterStep(outer_step.OuterRule(lr=1, momentum=0), mock.Mock())
-    outer.anchor = torch.tensor([0.5])
-    with mock.patch.object(outer, "_trained", lambda: values):
-        assert outer.change() == 0.5
-        outer.apply(torch.tensor([0.25]), is_alone=False, keeps_steps=True)  # the groups reach 0.75
-    values.set_parts.assert_called_once_with(torch.tensor([1.25]))
-    assert outer.anchor == 0.75
-
-
-def test_the_outer_step_of_one_group_alone() -> None:
-    """The outer update is added to the group's own values in place: the steps since count less."""
-    values = mock.Mock(parts=mock.Mock(side_effect=[torch.tensor([1.0]), torch.tensor([1.5])]), sizes={"weight": 1})
-    active = mock.Mock(outer_momenta={})
-    outer = outer_step.OuterStep(outer_step.OuterRule(lr=0.5, momentum=0), active)
-    outer.anchor = torch.tensor([0.5])
-    with mock.patch.object(outer, "_trained", lambda: values):
-        outer.apply(outer.change(), is_alone=True, keeps_steps=True)  # half of the change: 0.75
-    values.set_parts.assert_called_once_with(torch.tensor([1.25]))
-    assert outer.anchor == 0.75
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_delayed_result_keeps_the_steps_since(size: int) -> None:
+    """A group that was at 1.0 when an exchange started and is at 1.5 now goes to 1.25 if the groups reach 0.75; also if
+    it is alone and the outer step reaches 0.75."""
+    weight = torch.nn.Parameter(torch.tensor([1.5]))
+    owner = mock.Mock(main_param=mock.Mock(return_value=weight.data))
+    parameters = mock.Mock(active=lambda: {"weight": weight})
+    active = mock.Mock(parameters=parameters, owner_of=lambda name: owner, outer_momenta={})
+    groups = object.__new__(ReplicaGroups)
+    groups._settings = mock.Mock(outer_lr=0.5 if size == 1 else 1, outer_momentum=0)
+    groups._active, groups.size = active, size
+    groups._anchor, groups._values = {"weight": torch.tensor([0.5])}, {"weight": torch.tensor([1.0])}
+    place = "megatron.bcd.training.replica_groups"
+    with (
+        mock.patch(f"{place}.replicas.shard_slice", lambda number: slice(0, number)),
+        mock.patch(f"{place}.replicas.group"),
+        mock.patch(f"{place}.collectives.join_shards", lambda part, *_, **__: part),
+    ):
+        groups._apply({"weight": torch.tensor([0.5])}, num_trained=size, keeps_steps=True)
+    owner.set_main_param.assert_called_once_with("weight", torch.tensor([1.25]))
+    assert groups._anchor["weight"] == 0.75
 
 
 @pytest.mark.parametrize("cut", thinned(["pipeline2", "data2"], keep_every=2))
@@ -527,4 +461,5 @@ def test_a_group_joins_where_the_result_is_delayed(other_worlds: list[World], te
     first, back = come_back(other_worlds, planned)
     assert first["exchanges"][-2].iteration == 6
     pairs = zip(first["exchanges"][-2:], back["exchanges"], strict=True)
-    assert all(dataclasses.replace(left, group=1) == right for left, right in pairs)
+    same = {"group": 0, "waited_ms": 0}
+    assert all(dataclasses.replace(left, **same) == dataclasses.replace(right, **same) for left, right in pairs)

@@ -9,7 +9,6 @@ from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.planner.cost import ModelShape
 from megatron.bcd.planner.memory import rank_memory, recomputation
 from megatron.bcd.planner.recipe import Recipe, make_recipe
-from megatron.bcd.planner.replica_groups import ERROR_BYTES, ROWS, STORED
 from megatron.bcd.planner.state import ModelState, RankMemory
 from megatron.bcd.planner.tables import Model, read_clusters
 from megatron.bcd.planner.tensors import stage_tensors
@@ -188,26 +187,3 @@ def planned_activations(recipe: Recipe) -> list[list[int]]:
         ]
         for block in range(recipe.partition.num_blocks)
     ]
-
-
-def exchanged_bytes(
-    state: ModelState, stage: int, block: int, replica: int, *, replica_groups: int, compression: str
-) -> int:
-    """Return the bytes that a rank sends in an exchange of the block's phase.
-
-    It sends whole rows of its parts (`runtime.replicas.shard_slice`) to each group, and as many for the mean.
-    """
-    row, row_bytes = ROWS[compression]
-    parts = _parts(state, state.trained(stage, block), replica)
-    return 2 * (replica_groups - 1) * row_bytes * sum(-(-part // (row * replica_groups)) for part in parts)
-
-
-def outer_bytes(state: ModelState, stage: int, block: int, replica: int, *, compression: str) -> int:
-    """Return the bytes of host memory that a rank needs between exchanges, from the second cycle on."""
-    ever, now = (sum(_parts(state, sizes, replica)) for sizes in (state.trained(stage), state.trained(stage, block)))
-    return (STORED + ERROR_BYTES[compression]) * ever + STORED * now
-
-
-def _parts(state: ModelState, sizes: list[int], replica: int) -> list[int]:
-    number = state.num_replicas
-    return [size * (replica + 1) // number - size * replica // number for size in sizes]

@@ -101,28 +101,6 @@ def test_context_parallel_costs_an_exchange() -> None:
     assert phase_seconds(split, 0).pipeline - work == pytest.approx(exchanged, rel=1e-6)
 
 
-@pytest.mark.parametrize(("method", "phases"), [("bcd", 1), ("pretrain", 3)])
-def test_replica_groups_exchange_what_a_phase_trains(method: str, phases: int) -> None:
-    """Replica groups exchange what a phase trains, and the exchange counts in time, speed, price and host memory."""
-    one = recipe("G-1.6B", method=method, precision="bf16", num_gpus=4, pipeline_model_parallel_size=2)
-    groups = one.changed(replica_groups=4, outer_interval=25)
-    alone, joined = make_estimate(one), make_estimate(groups)
-    exchange = joined.exchange
-    assert alone.exchange is None and exchange is not None
-    both = sum(one.state.num_parameters)
-    # one block of three at a time; with pretrain all
-    assert exchange.sent == pytest.approx(2 * 3 / 4 * 2 * both * phases / 3)
-    assert exchange.seconds == pytest.approx(exchange.sent / 6.25e9)
-    assert joined.iteration_seconds == pytest.approx(alone.iteration_seconds + exchange.seconds / 25)
-    delayed = make_estimate(groups.changed(outer_delay=24)).iteration_seconds  # hides all but a phase's last
-    share = 25 / one.config.bcd.mean_steps
-    assert delayed == pytest.approx(alone.iteration_seconds + exchange.seconds / 25 * share)
-    assert joined.tokens_per_second == pytest.approx(4 * 64 * 1024 / joined.iteration_seconds)
-    slower = joined.iteration_seconds / alone.iteration_seconds
-    assert joined.cost.gpu_hours / alone.cost.gpu_hours == pytest.approx(slower, rel=1e-3)
-    assert host_bytes(groups) - host_bytes(one) == exchange.host_bytes > 4 * both / 4
-
-
 def test_offload_moves_the_optimizer_to_the_host() -> None:
     """Offload has the optimizer state in host memory only, and takes longer to step."""
     offload = recipe("G-1.6B", method="offload")

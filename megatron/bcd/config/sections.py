@@ -21,7 +21,6 @@ SWITCHES = ("steps", "plateau")
 ALWAYS_ACTIVE = ("norms", "biases", "embedding", "head")
 FROZEN = ("embedding", "head", "norms")
 BF16_OR_FP32 = ("bf16", "fp32")
-OUTER_COMPRESSIONS = (*BF16_OR_FP32, "4bit")
 
 # groups of --help with fields of several dataclasses
 NETWORK = "network size"
@@ -668,7 +667,7 @@ class GroupsConfig:
         0.7, "learning rate of the outer step by the mean change; 1 with momentum 0 averages the weights", range=ABOVE_0
     )
     outer_momentum: float = option(0.6, "Nesterov momentum of the outer step", range=BELOW_1)
-    outer_compression: str = option("bf16", "precision in which changes are sent", choices=OUTER_COMPRESSIONS)
+    outer_compression: str = option("bf16", "precision in which changes are sent", choices=BF16_OR_FP32)
     outer_timeout_seconds: int = option(
         300, "seconds of an exchange without progress after which it fails", range=AT_LEAST_1
     )

@@ -82,7 +82,7 @@ class Reporter:
             # all switches since the last line
             values = {**dataclasses.asdict(record), "switch_time_ms": self._switch_time_ms}
             values["switches"] = self._switches
-            for name in ("router_losses", "timers_ms", "straggler_ms", "exchanged_bytes", "exchange_ms", "switches"):
+            for name in ("router_losses", "timers_ms", "straggler_ms", "switches"):
                 if not values[name]:
                     del values[name]
             self._write_metrics(values)

@@ -64,10 +64,6 @@ class StepMetrics:
     """Milliseconds per step by timer and rank; 0 if a rank lacks the timer (--timing-log-level)."""
     straggler_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Milliseconds by rank (--log-straggler). `forward`: forward passes of a step. `batch`: longest wait for one."""
-    exchanged_bytes: tuple[int, ...] = ()
-    """By rank: bytes sent to other replica groups since the last log step; empty without replica groups."""
-    exchange_ms: int | None = None
-    """Milliseconds of waiting for exchanges since the last log step, on the rank that waited longest."""
     data_seen: float = 0.0
     """Fraction of one epoch of the training split that the run has trained on, 0 to 1."""
     prefix_cache_hits: int = 0
@@ -102,7 +98,7 @@ class EvalMetrics:
 class ExchangeMetrics:
     """One exchange with other replica groups.
 
-    Groups with the same `lineage` were in the same exchange. Their lines are equal except for `group`.
+    Groups with the same `lineage` were in the same exchange. Their lines are equal except for `group` and `waited_ms`.
     """
 
     iteration: int
@@ -114,6 +110,10 @@ class ExchangeMetrics:
     """Hash of all exchanges of this group up to this one."""
     values: int
     """Hash of the trained parameters after the exchange, over all ranks of this group."""
+    sent_bytes: int
+    """Bytes that rank 0 sent, without the state of groups that join."""
+    waited_ms: int
+    """Milliseconds that training waited."""
 
 
 @dataclass(frozen=True, kw_only=True)

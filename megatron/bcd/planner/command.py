@@ -72,10 +72,6 @@ def layout_flags(recipe: Recipe) -> list[str]:
     elif recipe.recompute == "auto":
         memory = recipe.memory_share * recipe.cluster.memory_gib - recipe.cluster.framework_gib
         lines.append(f"--recompute auto --recompute-memory-gib {memory:g}")
-    if config.groups.replica_groups > 1:
-        names = ["replica_groups", *filter(recipe.flag, ("outer_interval", "outer_delay"))]
-        names += ["outer_compression"] * (config.groups.outer_compression != "bf16")
-        lines.append(f"--lighthouse ${{LIGHTHOUSE:-HOST:29510}} {_words(recipe, names)}")
     return [*lines, *_method_flags(recipe)]
 
 
@@ -127,7 +123,7 @@ def _piece_flags(recipe: Recipe, places: list[str]) -> Iterator[str]:
 def _words(recipe: Recipe, names: Iterable[str]) -> str:
     """Return flags with their values in the configuration."""
     sections = (*recipe.config.transformer.items(), *vars(recipe.config.training).items())
-    values = dict(sections) | vars(recipe.config.groups)
+    values = dict(sections)
     return " ".join(_word(name, values[name]) for name in names)
 
 

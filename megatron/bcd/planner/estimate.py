@@ -10,7 +10,6 @@ from typing import Any
 from megatron.bcd.planner.measured import EXPERTS_TIME
 from megatron.bcd.planner.memory import fits, fits_on_host, host_bytes, peak, rank_memory, saving_bytes
 from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.replica_groups import Exchange, exchange_of, waiting_seconds
 from megatron.bcd.planner.state import RankMemory
 from megatron.bcd.planner.step_time import PhaseTime, cycle_seconds, head_pass, layer_pass
 from megatron.bcd.planner.tables import GIB
@@ -68,10 +67,9 @@ class Estimate:
     host_bytes: int  # per rank
     saving_bytes: int  # more host memory of a node while it saves
     phases: tuple[PhaseTime, ...]
-    exchange: Exchange | None  # with other replica groups
-    iteration_seconds: float  # mean over a cycle, exchanges included; with experts EXPERTS_TIME times the phases' mean
+    iteration_seconds: float  # mean over a cycle; with experts EXPERTS_TIME times the phases' mean
     bubble: float  # mean over a cycle
-    tokens_per_second: float  # of all replica groups
+    tokens_per_second: float
     copy_share: float  # part of the time that waits for copies of frozen layers
     full_training_share: float  # part of the GPUs' peak that full training would achieve at this speed
     cost: TrainingCost
@@ -112,7 +110,6 @@ class Estimate:
                 "sequence": recipe.tokens,
                 "pipeline_cut": recipe.config.training.pipeline_cut,
                 "context_size": recipe.config.context_size,
-                "replica_groups": recipe.config.groups.replica_groups,
                 **{name: getattr(recipe, name) for name in _SHOWN},
             },
             "memory": {
@@ -127,7 +124,6 @@ class Estimate:
             "time": {
                 "phases": [asdict(phase) | {"total": phase.total} for phase in self.phases],
                 **{name: getattr(self, name) for name in _TIMES},
-                "exchange": self.exchange and asdict(self.exchange),
             },
             "bill": asdict(self.cost),
         }
@@ -145,13 +141,11 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
     """
     phases = cycle_seconds(recipe)
     times = EXPERTS_TIME if recipe.model.experts else 1.0
-    computing = times * sum(phase.total for phase in phases) / len(phases)
-    waiting = waiting_seconds(recipe, computing)
-    seconds = computing + waiting
+    seconds = times * sum(phase.total for phase in phases) / len(phases)
     copy_share = 0.0
     if recipe.is_streamed:
         at_once = cycle_seconds(replace(recipe, cluster=replace(recipe.cluster, copy_gb_per_s=1e9)))
-        copy_share = 1 - (times * sum(phase.total for phase in at_once) / len(phases) + waiting) / seconds
+        copy_share = 1 - times * sum(phase.total for phase in at_once) / len(phases) / seconds
     # full training without recomputation: three passes through layers and head
     flops = 3 * (recipe.model.layers * layer_pass(recipe).flops + head_pass(recipe).flops)
     flops *= recipe.num_microbatches * recipe.num_replicas
@@ -162,10 +156,9 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
         host_bytes=host_bytes(recipe),
         saving_bytes=saving_bytes(recipe),
         phases=phases,
-        exchange=exchange_of(recipe),
         iteration_seconds=seconds,
         bubble=sum(phase.bubble for phase in phases) / len(phases),
-        tokens_per_second=recipe.config.groups.replica_groups * recipe.global_batch_size * recipe.tokens / seconds,
+        tokens_per_second=recipe.global_batch_size * recipe.tokens / seconds,
         copy_share=copy_share,
         full_training_share=flops / seconds / (recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)),
         cost=training_cost(recipe, seconds, tokens=tokens, multiplier=multiplier),
@@ -183,10 +176,9 @@ def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multi
     value, source = multiplier_of(recipe.method, recipe.partition.num_blocks, multiplier)
     if multiplier is None and recipe.task == "sft" and recipe.method not in ("full", "offload"):
         value, source = 1.0, EQUAL_EPOCHS
-    groups = recipe.config.groups.replica_groups
-    iterations = -int(-tokens * value // (groups * recipe.global_batch_size * recipe.tokens))
+    iterations = -int(-tokens * value // (recipe.global_batch_size * recipe.tokens))
     hours = iterations * seconds / 3600
-    gpu_hours = hours * recipe.num_gpus * groups
+    gpu_hours = hours * recipe.num_gpus
     return TrainingCost(
         tokens=tokens,
         multiplier=value,

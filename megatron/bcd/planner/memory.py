@@ -10,7 +10,6 @@ from itertools import product
 from megatron.bcd.planner.activations import Recomputed
 from megatron.bcd.planner.cost import OFFLOADED_BYTES
 from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.replica_groups import exchange_of
 from megatron.bcd.planner.state import ModelState, RankMemory
 from megatron.bcd.planner.tables import GIB
 
@@ -46,13 +45,8 @@ def host_bytes(recipe: Recipe) -> int:
 
     Method offload needs weights, gradients and moments. Other methods need offloaded momenta, what 16-bit weights lack
     of their main parameters (--bcd-main-params host), the rank's share of its node's layers in host memory, and saved
-    inputs. Replica groups add the memory of their exchanges.
+    inputs.
     """
-    exchange = exchange_of(recipe)
-    return _offloaded_bytes(recipe) + (exchange.host_bytes if exchange else 0)
-
-
-def _offloaded_bytes(recipe: Recipe) -> int:
     stages = range(recipe.pipeline_size)
     if recipe.method == "offload":
         return OFFLOADED_BYTES * max(max(buffers[0].stored) for buffers in recipe.state.buffers)

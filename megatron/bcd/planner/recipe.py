@@ -238,7 +238,7 @@ class Recipe:
         return self.memory.state
 
     def _faults(self) -> Iterator[str]:
-        config, groups = self.config, self.config.groups
+        config = self.config
         for flag, value, most in (
             ("--num-gpus", self.num_gpus, MAX_GPUS),
             ("--pipeline-model-parallel-size", config.pipeline_size, MAX_GPUS),
@@ -246,14 +246,9 @@ class Recipe:
             ("--global-batch-size", self.global_batch_size, _MAX_BATCH),
             ("--micro-batch-size", self.micro_batch_size, _MAX_BATCH),
             ("--seq-length", self.tokens, _MAX_TOKENS),
-            ("--replica-groups", groups.replica_groups, MAX_GPUS),
-            ("--outer-interval", 1 if groups.outer_interval is None else groups.outer_interval,
-             int(config.bcd.mean_steps)),
-        ):  # fmt: skip
+        ):
             if not 1 <= value <= most:
                 yield f"{flag} {value}: must be 1 to {most}"
-        if not 0 <= groups.outer_delay < (groups.outer_interval or 1):
-            yield f"--outer-delay {groups.outer_delay}: must be 0, or less than an --outer-interval"
         stages, context = config.pipeline_size, config.context_size
         if self.num_gpus % self.num_nodes:
             nodes = f"{self.num_nodes} nodes of at most {self.cluster.gpus_per_node} GPUs"

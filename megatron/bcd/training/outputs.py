@@ -13,8 +13,8 @@ from megatron.bcd.config import CheckpointConfig
 from megatron.bcd.huggingface.run_models import Exporter
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.outer.groups import ExchangeFailed, ReplicaGroups
 from megatron.bcd.pipeline.schedule import PipelineSchedule
+from megatron.bcd.training.replica_groups import ReplicaGroups
 from megatron.bcd.training.state import TrainingFailed
 from megatron.bcd.training.stop import StopRequests
 
@@ -77,8 +77,8 @@ class RunOutputs:
         if is_stopped and self.groups is not None and self.groups.due is not None:
             try:
                 self.groups.finish()  # if it fails, either all other groups have this group's change or none has
-            except ExchangeFailed as error:
-                self.reporter.note(f"iteration {iteration}: {error}")
+            except TrainingFailed as error:
+                self.reporter.note(str(error))
         is_saved = True
         if saver is not None and self.is_writer and (is_end or self._is_save_due(iteration, is_last=is_last)):
             is_saved = self.save()

@@ -15,7 +15,6 @@ from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.metrics.schema import StepMetrics
 from megatron.bcd.model import router_losses
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.outer.groups import ReplicaGroups
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.planner.run_state import phase_flops
 from megatron.bcd.planner.state import ModelState
@@ -37,7 +36,6 @@ class StepMetricsCollector:
     active: ActiveBlock
     pipeline: PipelineSchedule
     prefix_cache: PrefixCache
-    groups: ReplicaGroups | None
     meter: ActivationMeter
     timers: StepTimers
     stragglers: Stragglers
@@ -55,14 +53,13 @@ class StepMetricsCollector:
         stepped = [result for result in interval if not result.skipped]
         milliseconds = statistics.fmean(result.milliseconds for result in interval)
         batch_size = get_current_global_batch_size()
-        group_bytes = 0 if self.groups is None else self.groups.host_bytes()
         # each of these is a tuple by rank
         model_state, gradients, optimizer_state, host_state, peak, reserved, saved, messages, hits, cached = zip(
             *collectives.gather_integers(
                 live.model_state,
                 live.gradients,
                 live.optimizer_state,
-                live.host + group_bytes,
+                live.host,
                 memory.peak_memory_bytes(),
                 memory.reserved_memory_bytes(),
                 self.meter.peak_bytes,
@@ -106,10 +103,6 @@ class StepMetricsCollector:
         """Return the fields that only some flags add."""
         report, active = self.config.report, self.active
         values: dict[str, Any] = {"timers_ms": self.timers.take(), "straggler_ms": self.stragglers.take()}
-        if self.groups is not None:
-            on_this_rank = self.groups.take_sent_bytes(), self.groups.take_waited_ms()
-            sent, waited = zip(*collectives.gather_integers(*on_this_rank), strict=True)
-            values |= {"exchanged_bytes": sent, "exchange_ms": max(waited)}
         if self.config.num_experts:
             values["router_losses"] = router_losses.collect(get_num_microbatches())
         if report.log_params_norm:

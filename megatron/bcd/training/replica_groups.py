@@ -1,0 +1,362 @@
+"""The exchanges of this replica group with the others, and the outer step (DiLoCo, arXiv 2311.08105).
+
+An exchange sums the groups' changes since the last one, and steps the common values by the mean change with Nesterov
+momentum. The values are the fp32 ones that a phase trains: main parameters, or the weights in fp32. The ranks with the
+same weights share the work. Each has the same part of a parameter in all phases, so outer momenta need not move when
+the optimizer shards parameters differently. All groups compute the same bits, because products and sums are separate
+operations, which no CPU fuses.
+
+The remaining groups repeat an exchange that fails, so no step is lost. (torchft's own DiLoCo undoes the steps, and a
+group that joins counts in its mean.) The lineage of a group is a number that identifies all its exchanges. Groups of
+different lineages have different weights, even at the same step: a connection may break when one group has received the
+mean and another has not. Then all groups copy the state of one lineage.
+
+With --outer-delay the sum arrives during the next steps. If it fails, the next exchange includes the change. It follows
+at once, and the groups wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megatron.bcd import data
+from megatron.bcd.blocks.schedule import PhaseState
+from megatron.bcd.metrics.schema import ExchangeMetrics
+from megatron.bcd.optim.switch_check import fingerprint
+from megatron.bcd.runtime import collectives, device, memory, replicas
+from megatron.bcd.training import membership
+from megatron.bcd.training.state import TrainingFailed
+
+_PIECE = 1 << 24
+"""Elements that are summed at once. The time-out applies to each piece."""
+_MAX_FAILURES = 10
+"""Consecutive failures of one exchange that end the run."""
+_PAUSE_SECONDS = 1.0
+
+Parts = dict[str, torch.Tensor]
+"""This rank's parts (`replicas.shard_slice`) of what the phase trains, flat, in host memory, by name."""
+
+
+class ReplicaGroups:
+    """This group's exchanges with the others. Every method is a collective over the ranks of this group."""
+
+    def __init__(self, trainer: Any) -> None:
+        """Connect the group of a `Trainer` to the others. Raises ValueError like `check_lighthouse`."""
+        config = trainer.config
+        self._trainer, self._settings, self._active = trainer, config.groups, trainer.active
+        self._identity = membership.run_identity(config, train=trainer.splits.train)
+        self._received: Any = None
+        self._manager = membership.connect(
+            config.groups,
+            quorum_minutes=config.training.distributed_timeout_minutes,
+            state=self._state,
+            load=functools.partial(setattr, self, "_received"),
+        )
+        self._nonce = collectives.on_rank_0(lambda: secrets.randbits(62))
+        self._lineage = 0
+        self._is_stray = self._is_in_step = False
+        self._anchor: Parts = {}
+        """Values after the last exchange, fp32."""
+        self._values: Parts | None = None
+        """Values whose change since then this group adds to the sum; None if it adds nothing."""
+        self._conclude: Callable[[], bool] | None = None
+        self._waited_seconds = self._started = 0.0
+        self.due: int | None = None
+        """The iteration after which the result of a delayed exchange is applied, or the exchange is repeated."""
+        self.rank, self.size = 0, 1
+        """Rank of this group in the last exchange, and number of groups."""
+
+    def join(self) -> bool:
+        """Meet the other groups before the first step. Returns and raises like `exchange`.
+
+        Raises:
+            ValueError: this group belongs to another run.
+        """
+        weights = collectives.gather_objects(fingerprint(self._active.model.parameters()))
+        self._lineage, self._started = _hash([self._identity, self._iteration, weights]), time.monotonic()
+        return self._exchange(has_trained=False)
+
+    def begin_phase(self) -> None:
+        """Begin to count the changes of a phase, when all groups have the same values."""
+        self._anchor = self._present()
+
+    def is_due(self, iteration: int, phase_state: PhaseState) -> bool:
+        """Return whether an exchange starts or ends after `iteration`, given the phase before that step."""
+        interval = self._settings.outer_interval
+        is_interval_over = interval is not None and (phase_state.step_in_phase + 1) % interval == 0
+        return self._must_wait(iteration, phase_state) or is_interval_over or self.due == iteration
+
+    def _must_wait(self, iteration: int, phase_state: PhaseState) -> bool:
+        """Return whether all groups must hold the same weights after `iteration`."""
+        trainer, checkpoint = self._trainer, self._trainer.config.checkpoint
+        return (
+            iteration == trainer.train_iters
+            or trainer.block_schedule.may_end_with_next_step(phase_state)
+            or any(each and iteration % each == 0 for each in (checkpoint.save_interval, checkpoint.save_hf_interval))
+            or trainer.stop.is_interval_over(iteration)
+        )
+
+    def exchange(self, phase_state: PhaseState) -> bool:
+        """Set all values that the phase trains to the common result of the groups.
+
+        With --outer-delay this only starts an exchange, unless all groups must hold the same weights here. A later call
+        applies the result: --outer-delay steps later, or earlier if that call waits.
+
+        Returns:
+            Whether a step has just been completed: False for a group that has met others before their first step.
+
+        Raises:
+            TrainingFailed: there was no quorum in time, or too many attempts failed.
+        """
+        self._started = time.monotonic()
+        waits, is_pending = self._must_wait(self._iteration, phase_state), self.due is not None
+        if is_pending and self.finish() and not waits:
+            return True
+        is_delayed = self._settings.outer_delay > 0 and not waits and not is_pending
+        self.due = self._iteration + self._settings.outer_delay if is_delayed else None
+        is_in_step = self._exchange(has_trained=True)
+        if self.due is not None:
+            self._waited_seconds = time.monotonic() - self._started
+        return is_in_step
+
+    def finish(self) -> bool:
+        """Wait for the delayed exchange. Return whether it counts. Raises TrainingFailed."""
+        conclude, self._conclude, self.due = self._conclude, None, None
+        try:
+            return conclude is not None and conclude()
+        except ConnectionError as error:
+            self._note_failure(error)
+            return False
+
+    def leave(self) -> None:
+        """Leave, so that the other groups do not wait for this group any more. Not a collective."""
+        self._manager.shutdown(wait=False)
+
+    @property
+    def _iteration(self) -> int:
+        return int(self._trainer.state.iteration)
+
+    def _exchange(self, *, has_trained: bool) -> bool:
+        self._is_in_step = has_trained
+        self._values = self._present() if has_trained else None
+        failures = 0
+        while failures < _MAX_FAILURES:
+            try:
+                if self._attempt():
+                    return self._is_in_step
+                failures = 0
+                if self._trainer.stop.is_signalled():  # without the exchange: there may never be one
+                    return self._is_in_step
+            except ConnectionError as error:
+                failures += 1
+                self._note_failure(error)
+                if self.due is not None:  # all of its groups repeat it then
+                    return self._is_in_step
+        raise self._failure(f"{failures} exchanges with the other replica groups failed one after another")
+
+    def _attempt(self) -> bool:
+        """Try one exchange. Return whether it counts. Raises ConnectionError on all ranks of this group."""
+        self._meet()
+        rank, size = self._manager.participating_rank() or 0, self._manager.num_participants()
+        place = {"iteration": self._iteration, "consumed_samples": self._trainer.state.consumed_samples}
+        # with the samples: groups may have counted different numbers of groups since a delayed exchange failed
+        state = _hash([self._lineage, place["consumed_samples"]])
+        table = torch.zeros(size, 3, dtype=torch.int64)
+        table[rank] = torch.tensor([state, self._nonce, self._values is not None])
+        self._sum([table])()
+        states, _, trained = table.T.tolist()
+        is_enough = size >= self._settings.min_replica_groups
+        self._is_stray = is_enough and state != Counter(states).most_common(1)[0][0]
+        if not is_enough or len(set(states)) > 1:
+            self._agree(is_good=False)
+            time.sleep(_PAUSE_SECONDS)
+            return False
+        (change, wait), keeps_steps = self._sum_changes(size) if any(trained) else ({}, None), self.due is not None
+        self._set_place(rank, size)
+
+        def conclude() -> bool:
+            if wait is not None:
+                wait()
+            if not self._agree(is_good=True):
+                return False
+            self._apply(change, num_trained=sum(trained), keeps_steps=keeps_steps)
+            self._values, self.due = None, None
+            self._lineage = _hash([self._lineage, table.tolist()])
+            self._report(place, sent_bytes=2 * (size - 1) * sum(part.nbytes for part in change.values()) // size)
+            return True
+
+        if self.due is None:
+            return conclude()
+        self._conclude = conclude
+        return True
+
+    def _meet(self) -> None:
+        """Wait for the other groups. Continue from the state of another one that is ahead."""
+        # torchft compares these steps: a group with a lower one receives the state of a group with the highest
+        step = 0 if self._is_stray else self._iteration + 1
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+        try:
+            self._manager.start_quorum()
+        except Exception as error:  # its client raises several types
+            raise self._failure(f"no replica groups met in time ({error})") from error
+        self._raise_errors()
+        if self._received is not None:
+            self._continue_from_peer()
+
+    def _sum_changes(self, size: int) -> tuple[Parts, Callable[[], None] | None]:
+        """Start to sum the changes of all groups. Return the sums by name, and a function that waits for them."""
+        values = self._anchor if self._values is None else self._values
+        change = {name: value - self._anchor[name] for name, value in values.items()}
+        if size == 1:
+            return change, None
+        dtype = device.DTYPES[self._settings.outer_compression]
+        change = {name: value.to(dtype) for name, value in change.items()}
+        # each alone, because the order of a sum depends on the position: a tied weight is in two places
+        return change, self._sum([piece for part in change.values() for piece in part.split(_PIECE)])
+
+    def _sum(self, tensors: list[torch.Tensor]) -> Callable[[], None]:
+        """Start to sum tensors over the groups in place. Return a function that waits for it.
+
+        The function is a collective, and raises ConnectionError on all ranks of this group.
+        """
+        works = [self._manager.allreduce(each, reduce_op=torch.distributed.ReduceOp.SUM) for each in tensors]
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+            self._raise_errors()
+
+        return wait
+
+    @torch.no_grad()
+    def _apply(self, total_change: Parts, *, num_trained: int, keeps_steps: bool) -> None:
+        """Step all values by the mean change. With `keeps_steps` add what this group has trained meanwhile."""
+        momenta, lr, mu = self._active.outer_momenta, self._settings.outer_lr, self._settings.outer_momentum
+        present = self._present() if keeps_steps else {}
+        self._active.leave_buffers()
+        for name, total in total_change.items():
+            mean = total.float() / num_trained
+            values = None if self._values is None else self._values[name]
+            # a group alone rounds nothing
+            reached = values if self.size == 1 and values is not None else self._anchor[name] + mean
+            if (lr, mu) != (1, 0):  # else the new values are the mean of the groups'
+                momenta[name] = momenta[name] * mu + mean if name in momenta else mean
+                reached = reached + ((momenta[name] * mu + mean) * lr - mean)
+            self._anchor[name] = reached
+            part = reached if values is None or not keeps_steps else present[name] + (reached - values)
+            weight = self._active.parameters.active()[name]
+            start = replicas.shard_slice(weight.numel()).start
+            value = collectives.join_shards(part, start, like=weight, group=replicas.group(), rank=None)
+            self._active.owner_of(name).set_main_param(name, value)
+
+    def _present(self) -> Parts:
+        """Return copies of the present values, fp32. A collective over ranks with the same weights."""
+        active = self._active
+        active.leave_buffers()
+        return {
+            name: self._active.owner_of(name)
+            .main_param(name)[replicas.shard_slice(weight.numel())]
+            .to("cpu", copy=True)
+            for name, weight in self._active.parameters.active().items()
+        }
+
+    def _raise_errors(self) -> None:
+        """Raise ConnectionError if a rank of this group has lost the connection. A collective."""
+        problem = self._manager.errored()
+        first = collectives.first_error(None if problem is None else str(problem.original_exception))
+        if first is not None:
+            raise ConnectionError(" ".join(first.split()))
+
+    def _agree(self, *, is_good: bool) -> bool:
+        """Return whether the exchange counts for this group: only if all of its ranks say so."""
+        if not is_good:
+            self._manager.report_error(RuntimeError("this exchange does not count"))
+        try:
+            return bool(self._manager.should_commit())
+        except Exception as error:  # a rank of this group does not answer, or no group has fetched a state
+            raise self._failure(f"the ranks of this group did not agree in time ({error})") from error
+
+    def _failure(self, problem: str) -> TrainingFailed:
+        return TrainingFailed(
+            f"iteration {self._iteration}: {' '.join(problem.split())}; {self._trainer.outputs.where_to_resume()}"
+        )
+
+    def _note_failure(self, error: Exception) -> None:
+        self._trainer.reporter.note(f"iteration {self._iteration}: an exchange failed and is repeated ({error})")
+        self._agree(is_good=False)
+
+    def _set_place(self, rank: int, size: int) -> None:
+        """Read this group's samples from the next batch on."""
+        if (rank, size) != (self.rank, self.size):
+            self._trainer.reporter.note(
+                f"iteration {self._iteration}: {size} replica group{'s' * (size > 1)}, this is number {rank}"
+            )
+        self.rank, self.size = rank, size
+        share = data.GroupShare(group=rank, num_groups=size, batch_size=self._trainer.global_batch_size)
+        self._trainer.samples.set_share(share)
+
+    def _report(self, place: Mapping[str, int], *, sent_bytes: int) -> None:
+        waited, self._waited_seconds = self._waited_seconds + time.monotonic() - self._started, 0.0
+        self._trainer.reporter.exchange(
+            ExchangeMetrics(
+                **place,
+                group=self.rank,
+                groups=self.size,
+                lineage=self._lineage,
+                values=_hash(collectives.gather_objects(fingerprint(self._anchor.values()))),
+                sent_bytes=sent_bytes,
+                waited_ms=round(1e3 * waited),
+            )
+        )
+
+    def _state(self) -> dict[str, Any]:
+        """Return the state of this rank for the same rank of another group, so that its next step is the step of the
+        others. torchft's thread calls it while this thread waits."""
+        active = self._active
+        active.leave_buffers()
+        tensors = {"weights": active.parameters.all(), "outer_momenta": active.outer_momenta, "anchor": self._anchor}
+        return memory.copy_to_host(tensors) | {
+            "owners": [owner.rank_state() for owner in active.owners],
+            "identity": self._identity,
+            "counters": self._trainer.counters(),
+            "lineage": self._lineage,
+            "is_in_step": self._is_in_step,
+        }
+
+    def _continue_from_peer(self) -> None:
+        """Continue from the received state of another group. Raises ValueError if it belongs to another run."""
+        state, self._received = self._received, None
+        problem = membership.difference(self._identity, state["identity"])
+        if problem is not None:
+            self.leave()
+            raise ValueError(f"--lighthouse: this replica group is of another run: {problem}; give the same")
+        self._trainer.continue_from(state["counters"], lambda build: self._load(state, build))
+        self._anchor, self._lineage, self._is_in_step = state["anchor"], state["lineage"], state["is_in_step"]
+        self._is_stray, self._values, self.due = False, None, None
+        self._trainer.reporter.note(
+            f"continuing from the state of another replica group, after iteration {self._iteration}"
+        )
+
+    def _load(self, state: Mapping[str, Any], build: Callable[[], None]) -> None:
+        """Load another group's tensors while no block is active. `build` then activates its block."""
+        for name, parameter in self._active.parameters.all().items():
+            parameter.data.copy_(state["weights"][name])
+        self._active.outer_momenta = dict(state["outer_momenta"])
+        for owner, owner_state in zip(self._active.owners, state["owners"], strict=True):
+            owner.load_rank_state(owner_state)
+        build()
+        self._active.core.load_rank_shards(state["owners"][0])
+
+
+def _hash(values: Any) -> int:
+    """Return a hash of 62 bits."""
+    return int.from_bytes(hashlib.sha256(json.dumps(values).encode()).digest()[:8]) >> 2
