@@ -7,8 +7,8 @@ The words are whole or tiny=N, then MODEL, METHOD and CLUSTER, then flags of the
 ``whole`` prints assignments for bash's eval: flags of the model (MODEL_ARGS), of ranks, batch and method (LAYOUT_ARGS),
 and those that the planner does not have (EXTRA_ARGS); names and numbers; the estimate as text (PLAN). MISFIT is empty,
 or says why the recipe does not fit and what would. ``tiny=N`` scales the flags down to a run of seconds on at most N
-ranks. It comes first, so that it cannot be one of the user's words. NUM_GPUS, MICRO_BATCH, GLOBAL_BATCH, PRECISION,
-RECOMPUTE and REPLICA_GROUPS in the environment are flags of the planner; NNODES and GPUS_PER_NODE say where the GPUs
+ranks. It comes first, so that it cannot be one of the user's words. NUM_GPUS, MICRO_BATCH, GLOBAL_BATCH, PRECISION
+and RECOMPUTE in the environment are flags of the planner; NNODES and GPUS_PER_NODE say where the GPUs
 are. No torch.
 """
 

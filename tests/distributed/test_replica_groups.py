@@ -75,9 +75,7 @@ def train(
     its connection had broken at the end. `sleeps`: after which step, and for how many seconds. All numbers start at 1.
     With `reads_same` all groups read the first group's samples.
     """
-    join, sum_changes, agree, report = (
-        getattr(ReplicaGroups, name) for name in ("join", "_sum_changes", "_agree", "_report")
-    )
+    join, change, agree, report = (getattr(ReplicaGroups, name) for name in ("join", "_change", "_agree", "_report"))
     number, ends = 0, []
 
     def after_step(run: worlds.RecordedRun) -> None:
@@ -94,12 +92,12 @@ def train(
     def joining(target: ReplicaGroups) -> bool:
         return join_several(target, join, starts_with)
 
-    def counted_sum(target: ReplicaGroups, size: int) -> Any:
+    def counted_change(target: ReplicaGroups, size: int) -> Any:
         nonlocal number
         number += size > 1
         if number == end_after and end == "kill in exchange":
             os.kill(os.getpid(), signal.SIGKILL)
-        return sum_changes(target, size)
+        return change(target, size)
 
     def agreeing(target: ReplicaGroups, *, is_good: bool) -> bool:
         return agree(target, is_good=is_good and (number == 0 or number != refuses))
@@ -116,7 +114,7 @@ def train(
     with (
         mock.patch.object(data.GroupShare, "sample_number", first if reads_same else sample_number),
         mock.patch.object(ReplicaGroups, "join", joining),
-        mock.patch.object(ReplicaGroups, "_sum_changes", counted_sum),
+        mock.patch.object(ReplicaGroups, "_change", counted_change),
         mock.patch.object(ReplicaGroups, "_report", telling),
         mock.patch.object(ReplicaGroups, "_agree", agreeing),
         worlds.started(config, after_step=after_step) as run,

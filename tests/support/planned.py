@@ -9,7 +9,7 @@ from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.planner.cost import ModelShape
 from megatron.bcd.planner.memory import rank_memory, recomputation
 from megatron.bcd.planner.recipe import Recipe, make_recipe
-from megatron.bcd.planner.state import ModelState, RankMemory
+from megatron.bcd.planner.state import RankMemory
 from megatron.bcd.planner.tables import Model, read_clusters
 from megatron.bcd.planner.tensors import stage_tensors
 from support import worlds

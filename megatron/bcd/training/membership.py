@@ -8,7 +8,7 @@ import importlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from megatron.bcd.runtime import collectives
 _CONNECT_SECONDS = 10
 _RETRIES = 120
 """Attempts to get a quorum, evenly spread over its time-out. The lighthouse may be down for a while."""
+_MAX_FAILURES = 10
+"""Consecutive failures of an exchange; one more ends the run."""
 _NODE_FLAGS = ("lighthouse", "replica_id", "data_path", "train_data_path", "valid_data_path", "test_data_path",
                "data_args_path", "per_split_data_args_path", "data_cache_path", "num_workers", "tokenizer_model",
                "vocab_file", "merge_file")  # fmt: skip
@@ -50,9 +52,7 @@ def check_lighthouse(address: str) -> tuple[str, int]:
 def connect(config: GroupsConfig, *, quorum_minutes: int, state: Callable[[], Any], load: Callable[[Any], None]) -> Any:
     """Return torchft's manager of this rank, which talks to the same rank of the other groups. A collective.
 
-    Args:
-        state: returns what a group that is behind needs of this rank.
-        load: takes what another group's `state` has returned, if this group is behind.
+    If this group is behind, `load` takes what `state` returns in another group.
     """
     assert config.lighthouse is not None
     host, port = check_lighthouse(config.lighthouse)
@@ -84,6 +84,7 @@ def connect(config: GroupsConfig, *, quorum_minutes: int, state: Callable[[], An
         quorum_timeout=datetime.timedelta(minutes=quorum_minutes),
         connect_timeout=datetime.timedelta(seconds=_CONNECT_SECONDS),
         quorum_retries=_RETRIES,
+        max_retries=_MAX_FAILURES,
         rank=torch.distributed.get_rank(),
         world_size=torch.distributed.get_world_size(),
         store_addr=store_address,
@@ -118,14 +119,6 @@ def run_identity(config: RunConfig, *, train: Any) -> dict[str, str]:
         "megatron-core": version("megatron-core"),
         "the code": f"{megatron.bcd.__version__} {code}",
     }
-
-
-def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """Describe the first difference of two identities; None if they are equal."""
-    for name in [*mine, *theirs]:
-        if (here := mine.get(name, "nothing")) != (there := theirs.get(name, "nothing")):
-            return f"{name} is {here} here and {there} in the groups that train"
-    return None
 
 
 def _digest(*contents: bytes) -> str:

@@ -1,18 +1,14 @@
 """The exchanges of this replica group with the others, and the outer step (DiLoCo, arXiv 2311.08105).
 
 An exchange sums the groups' changes since the last one, and steps the common values by the mean change with Nesterov
-momentum. The values are the fp32 ones that a phase trains: main parameters, or the weights in fp32. The ranks with the
-same weights share the work. Each has the same part of a parameter in all phases, so outer momenta need not move when
-the optimizer shards parameters differently. All groups compute the same bits, because products and sums are separate
-operations, which no CPU fuses.
+momentum. The values are the fp32 ones that a phase trains. The ranks with the same weights share the work: each has the
+same part of a parameter in all phases, so outer momenta need not move. All groups compute the same bits, because
+products and sums are separate operations, which no CPU fuses. torchft's own DiLoCo undoes all steps since the last
+exchange if one fails, and a group that joins counts in its mean; here the remaining groups repeat the exchange.
 
-The remaining groups repeat an exchange that fails, so no step is lost. (torchft's own DiLoCo undoes the steps, and a
-group that joins counts in its mean.) The lineage of a group is a number that identifies all its exchanges. Groups of
-different lineages have different weights, even at the same step: a connection may break when one group has received the
-mean and another has not. Then all groups copy the state of one lineage.
-
-With --outer-delay the sum arrives during the next steps. If it fails, the next exchange includes the change. It follows
-at once, and the groups wait for it.
+The lineage of a group is a number that identifies all its exchanges. Groups of different lineages have different
+weights, even at the same step: a connection may break when one group has received the sum and another has not. Then all
+groups copy the state of one lineage.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,8 +34,6 @@ from megatron.bcd.training.state import TrainingFailed
 
 _PIECE = 1 << 24
 """Elements that are summed at once. The time-out applies to each piece."""
-_MAX_FAILURES = 10
-"""Consecutive failures of one exchange that end the run."""
 _PAUSE_SECONDS = 1.0
 
 Parts = dict[str, torch.Tensor]
@@ -148,20 +142,15 @@ class ReplicaGroups:
     def _exchange(self, *, has_trained: bool) -> bool:
         self._is_in_step = has_trained
         self._values = self._present() if has_trained else None
-        failures = 0
-        while failures < _MAX_FAILURES:
+        while True:
             try:
-                if self._attempt():
-                    return self._is_in_step
-                failures = 0
-                if self._trainer.stop.is_signalled():  # without the exchange: there may never be one
+                # a signal ends it without the exchange: there may never be one
+                if self._attempt() or self._trainer.stop.is_signalled():
                     return self._is_in_step
             except ConnectionError as error:
-                failures += 1
                 self._note_failure(error)
                 if self.due is not None:  # all of its groups repeat it then
                     return self._is_in_step
-        raise self._failure(f"{failures} exchanges with the other replica groups failed one after another")
 
     def _attempt(self) -> bool:
         """Try one exchange. Return whether it counts. Raises ConnectionError on all ranks of this group."""
@@ -172,20 +161,20 @@ class ReplicaGroups:
         state = _hash([self._lineage, place["consumed_samples"]])
         table = torch.zeros(size, 3, dtype=torch.int64)
         table[rank] = torch.tensor([state, self._nonce, self._values is not None])
-        self._sum([table])()
+        self._wait(self._sum([table]))
         states, _, trained = table.T.tolist()
         is_enough = size >= self._settings.min_replica_groups
         self._is_stray = is_enough and state != Counter(states).most_common(1)[0][0]
         if not is_enough or len(set(states)) > 1:
-            self._agree(is_good=False)
             time.sleep(_PAUSE_SECONDS)
             return False
-        (change, wait), keeps_steps = self._sum_changes(size) if any(trained) else ({}, None), self.due is not None
+        change, keeps_steps = self._change(size) if any(trained) else {}, self.due is not None
+        # each alone, because the order of a sum depends on the position: a tied weight is in two places
+        sums = self._sum(piece for part in change.values() for piece in part.split(_PIECE))
         self._set_place(rank, size)
 
         def conclude() -> bool:
-            if wait is not None:
-                wait()
+            self._wait(sums)
             if not self._agree(is_good=True):
                 return False
             self._apply(change, num_trained=sum(trained), keeps_steps=keeps_steps)
@@ -208,34 +197,28 @@ class ReplicaGroups:
             self._manager.start_quorum()
         except Exception as error:  # its client raises several types
             raise self._failure(f"no replica groups met in time ({error})") from error
-        self._raise_errors()
+        self._wait()
         if self._received is not None:
             self._continue_from_peer()
 
-    def _sum_changes(self, size: int) -> tuple[Parts, Callable[[], None] | None]:
-        """Start to sum the changes of all groups. Return the sums by name, and a function that waits for them."""
+    def _change(self, size: int) -> Parts:
+        """Return what this group adds to the sum, in the precision of messages if there is another group."""
+        dtype = device.DTYPES[self._settings.outer_compression if size > 1 else "fp32"]
         values = self._anchor if self._values is None else self._values
-        change = {name: value - self._anchor[name] for name, value in values.items()}
-        if size == 1:
-            return change, None
-        dtype = device.DTYPES[self._settings.outer_compression]
-        change = {name: value.to(dtype) for name, value in change.items()}
-        # each alone, because the order of a sum depends on the position: a tied weight is in two places
-        return change, self._sum([piece for part in change.values() for piece in part.split(_PIECE)])
+        return {name: (value - self._anchor[name]).to(dtype) for name, value in values.items()}
 
-    def _sum(self, tensors: list[torch.Tensor]) -> Callable[[], None]:
-        """Start to sum tensors over the groups in place. Return a function that waits for it.
+    def _sum(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
+        """Start to sum tensors over the groups in place."""
+        return [self._manager.allreduce(each, reduce_op=torch.distributed.ReduceOp.SUM) for each in tensors]
 
-        The function is a collective, and raises ConnectionError on all ranks of this group.
-        """
-        works = [self._manager.allreduce(each, reduce_op=torch.distributed.ReduceOp.SUM) for each in tensors]
-
-        def wait() -> None:
-            for work in works:
-                work.wait()
-            self._raise_errors()
-
-        return wait
+    def _wait(self, sums: Iterable[Any] = ()) -> None:
+        """Wait for sums. Raise ConnectionError on all ranks of this group if one has lost the connection."""
+        for work in sums:
+            work.wait()
+        problem = self._manager.errored()
+        first = collectives.first_error(None if problem is None else str(problem.original_exception))
+        if first is not None:
+            raise ConnectionError(" ".join(first.split()))
 
     @torch.no_grad()
     def _apply(self, total_change: Parts, *, num_trained: int, keeps_steps: bool) -> None:
@@ -263,18 +246,9 @@ class ReplicaGroups:
         active = self._active
         active.leave_buffers()
         return {
-            name: self._active.owner_of(name)
-            .main_param(name)[replicas.shard_slice(weight.numel())]
-            .to("cpu", copy=True)
-            for name, weight in self._active.parameters.active().items()
+            name: active.owner_of(name).main_param(name)[replicas.shard_slice(weight.numel())].to("cpu", copy=True)
+            for name, weight in active.parameters.active().items()
         }
-
-    def _raise_errors(self) -> None:
-        """Raise ConnectionError if a rank of this group has lost the connection. A collective."""
-        problem = self._manager.errored()
-        first = collectives.first_error(None if problem is None else str(problem.original_exception))
-        if first is not None:
-            raise ConnectionError(" ".join(first.split()))
 
     def _agree(self, *, is_good: bool) -> bool:
         """Return whether the exchange counts for this group: only if all of its ranks say so."""
@@ -335,10 +309,14 @@ class ReplicaGroups:
     def _continue_from_peer(self) -> None:
         """Continue from the received state of another group. Raises ValueError if it belongs to another run."""
         state, self._received = self._received, None
-        problem = membership.difference(self._identity, state["identity"])
-        if problem is not None:
-            self.leave()
-            raise ValueError(f"--lighthouse: this replica group is of another run: {problem}; give the same")
+        mine, theirs = self._identity, state["identity"]
+        for name in [*mine, *theirs]:
+            if mine.get(name) != theirs.get(name):
+                self.leave()
+                raise ValueError(
+                    f"--lighthouse: this replica group is of another run: {name} is {mine.get(name)} here and "
+                    f"{theirs.get(name)} in the groups that train. Give the same."
+                )
         self._trainer.continue_from(state["counters"], lambda build: self._load(state, build))
         self._anchor, self._lineage, self._is_in_step = state["anchor"], state["lineage"], state["is_in_step"]
         self._is_stray, self._values, self.due = False, None, None
