@@ -53,12 +53,11 @@ from megatron.bcd.runtime.activation_meter import ActivationMeter
 from megatron.bcd.training.checks import StepChecks
 from megatron.bcd.training.evaluation import Evaluator
 from megatron.bcd.training.garbage import GarbageCollection
-from megatron.bcd.training.membership import check_lighthouse
 from megatron.bcd.training.outputs import RunOutputs
 from megatron.bcd.training.pieces import PieceUpdates, StepLoss
 from megatron.bcd.training.profiler import StepProfiler
 from megatron.bcd.training.recompute import Recomputation
-from megatron.bcd.training.replica_groups import ReplicaGroups
+from megatron.bcd.training.replica_groups import ReplicaGroups, check_lighthouse
 from megatron.bcd.training.reporting import build_reporter, describe_untrained, report_source, summarize
 from megatron.bcd.training.resolve import ResolvedRun
 from megatron.bcd.training.state import StepResult, TrainState
@@ -329,7 +328,10 @@ class Trainer:
             if state.iteration > 1:  # as in stock, the first iteration also counts in the first interval
                 state.interval = []
         if self.groups is not None and self.groups.is_due(state.iteration, state.phase_state):
+            timer = self.timers("exchange", log_level=1)
+            timer.start()
             is_in_step = self.groups.exchange(state.phase_state)
+            timer.stop()
             self.checks.take_reference()
             if not is_in_step:
                 return state.iteration >= self.train_iters

@@ -98,7 +98,7 @@ class EvalMetrics:
 class ExchangeMetrics:
     """One exchange with other replica groups.
 
-    Groups with the same `lineage` were in the same exchange. Their lines are equal except for `group` and `waited_ms`.
+    Groups with the same `lineage` were in the same exchange. Their lines are equal except for `group`.
     """
 
     iteration: int
@@ -110,10 +110,6 @@ class ExchangeMetrics:
     """Hash of all exchanges of this group up to this one."""
     values: int
     """Hash of the trained parameters after the exchange, over all ranks of this group."""
-    sent_bytes: int
-    """Bytes that rank 0 sent, without the state of groups that join."""
-    waited_ms: int
-    """Milliseconds that training waited."""
 
 
 @dataclass(frozen=True, kw_only=True)

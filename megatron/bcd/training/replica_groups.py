@@ -13,28 +13,49 @@ groups copy the state of one lineage.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
+import importlib
 import json
+import logging
+import os
 import secrets
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+import megatron.bcd
 from megatron.bcd import data
 from megatron.bcd.blocks.schedule import PhaseState
+from megatron.bcd.checkpoint import loader
+from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.metrics.schema import ExchangeMetrics
 from megatron.bcd.optim.switch_check import fingerprint
 from megatron.bcd.runtime import collectives, device, memory, replicas
-from megatron.bcd.training import membership
 from megatron.bcd.training.state import TrainingFailed
 
 _PIECE = 1 << 24
 """Elements that are summed at once. The time-out applies to each piece."""
 _PAUSE_SECONDS = 1.0
+_CONNECT_SECONDS = 10
+_RETRIES = 120
+"""Attempts to get a quorum, evenly spread over its time-out. The lighthouse may be down for a while."""
+_MAX_FAILURES = 10
+"""Consecutive failures of an exchange; one more ends the run."""
+_NODE_FLAGS = ("lighthouse", "replica_id", "data_path", "train_data_path", "valid_data_path", "test_data_path",
+               "data_args_path", "per_split_data_args_path", "data_cache_path", "num_workers", "tokenizer_model",
+               "vocab_file", "merge_file")  # fmt: skip
+"""Flags that may differ: places on a node's disk. The contents of these places are compared instead."""
+_EXCHANGE_FLAGS = ("save_interval", "save_hf_interval", "exit_interval")
+"""The only flags compared in the sections `checkpoint` and `report`: they decide when groups exchange."""
 
 Parts = dict[str, torch.Tensor]
 """This rank's parts (`replicas.shard_slice`) of what the phase trains, flat, in host memory, by name."""
@@ -47,14 +68,9 @@ class ReplicaGroups:
         """Connect the group of a `Trainer` to the others. Raises ValueError like `check_lighthouse`."""
         config = trainer.config
         self._trainer, self._settings, self._active = trainer, config.groups, trainer.active
-        self._identity = membership.run_identity(config, train=trainer.splits.train)
+        self._identity = run_identity(config, train=trainer.splits.train)
         self._received: Any = None
-        self._manager = membership.connect(
-            config.groups,
-            quorum_minutes=config.training.distributed_timeout_minutes,
-            state=self._state,
-            load=functools.partial(setattr, self, "_received"),
-        )
+        self._manager, self._store = self._connect(config)
         self._nonce = collectives.on_rank_0(lambda: secrets.randbits(62))
         self._lineage = 0
         self._is_stray = self._is_in_step = False
@@ -63,11 +79,55 @@ class ReplicaGroups:
         self._values: Parts | None = None
         """Values whose change since then this group adds to the sum; None if it adds nothing."""
         self._conclude: Callable[[], bool] | None = None
-        self._waited_seconds = self._started = 0.0
         self.due: int | None = None
         """The iteration after which the result of a delayed exchange is applied, or the exchange is repeated."""
         self.rank, self.size = 0, 1
         """Rank of this group in the last exchange, and number of groups."""
+
+    def _connect(self, config: RunConfig) -> tuple[Any, Any]:
+        """Return torchft's manager of this rank, which talks to the same rank of the other groups, and its store, which
+        must live as long."""
+        host, port = check_lighthouse(config.groups.lighthouse or "")
+        from torchft import Manager, ProcessGroupGloo
+        from torchft.checkpointing.pg_transport import PGTransport
+
+        logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)  # the trainer reports its errors
+        timeout = datetime.timedelta(seconds=config.groups.outer_timeout_seconds)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            # the address that other groups reach: names of rented nodes mean nothing elsewhere
+            address = str(probe.getsockname()[0])
+        for interface, addresses in psutil.net_if_addrs().items():
+            if address in (each.address for each in addresses):  # the node's name may resolve to its loopback
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        # torchrun's store may be visible only on its node
+        store = None
+        if torch.distributed.get_rank() == 0:
+            store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        store_address, store_port = collectives.on_rank_0(lambda: (address, store.port))  # type: ignore[union-attr]
+        processes = ProcessGroupGloo(timeout=timeout)
+        manager = Manager(
+            pg=processes,
+            load_state_dict=functools.partial(setattr, self, "_received"),
+            state_dict=self._state,
+            min_replica_size=1,
+            use_async_quorum=False,
+            timeout=timeout,
+            quorum_timeout=datetime.timedelta(minutes=config.training.distributed_timeout_minutes),
+            connect_timeout=datetime.timedelta(seconds=_CONNECT_SECONDS),
+            quorum_retries=_RETRIES,
+            max_retries=_MAX_FAILURES,
+            rank=torch.distributed.get_rank(),
+            world_size=torch.distributed.get_world_size(),
+            store_addr=store_address,
+            store_port=store_port,
+            lighthouse_addr=f"http://{host}:{port}",
+            hostname=address,
+            replica_id=config.groups.replica_id or socket.gethostname(),
+            checkpoint_transport=PGTransport(processes, timeout, torch.device("cpu")),
+            init_sync=False,
+        )
+        return manager, store
 
     def join(self) -> bool:
         """Meet the other groups before the first step. Returns and raises like `exchange`.
@@ -76,7 +136,7 @@ class ReplicaGroups:
             ValueError: this group belongs to another run.
         """
         weights = collectives.gather_objects(fingerprint(self._active.model.parameters()))
-        self._lineage, self._started = _hash([self._identity, self._iteration, weights]), time.monotonic()
+        self._lineage = _hash([self._identity, self._iteration, weights])
         return self._exchange(has_trained=False)
 
     def begin_phase(self) -> None:
@@ -111,16 +171,12 @@ class ReplicaGroups:
         Raises:
             TrainingFailed: there was no quorum in time, or too many attempts failed.
         """
-        self._started = time.monotonic()
         waits, is_pending = self._must_wait(self._iteration, phase_state), self.due is not None
         if is_pending and self.finish() and not waits:
             return True
         is_delayed = self._settings.outer_delay > 0 and not waits and not is_pending
         self.due = self._iteration + self._settings.outer_delay if is_delayed else None
-        is_in_step = self._exchange(has_trained=True)
-        if self.due is not None:
-            self._waited_seconds = time.monotonic() - self._started
-        return is_in_step
+        return self._exchange(has_trained=True)
 
     def finish(self) -> bool:
         """Wait for the delayed exchange. Return whether it counts. Raises TrainingFailed."""
@@ -180,7 +236,7 @@ class ReplicaGroups:
             self._apply(change, num_trained=sum(trained), keeps_steps=keeps_steps)
             self._values, self.due = None, None
             self._lineage = _hash([self._lineage, table.tolist()])
-            self._report(place, sent_bytes=2 * (size - 1) * sum(part.nbytes for part in change.values()) // size)
+            self._report(place)
             return True
 
         if self.due is None:
@@ -257,7 +313,7 @@ class ReplicaGroups:
         try:
             return bool(self._manager.should_commit())
         except Exception as error:  # a rank of this group does not answer, or no group has fetched a state
-            raise self._failure(f"the ranks of this group did not agree in time ({error})") from error
+            raise self._failure(f"an exchange could not be completed ({error})") from error
 
     def _failure(self, problem: str) -> TrainingFailed:
         return TrainingFailed(
@@ -278,8 +334,7 @@ class ReplicaGroups:
         share = data.GroupShare(group=rank, num_groups=size, batch_size=self._trainer.global_batch_size)
         self._trainer.samples.set_share(share)
 
-    def _report(self, place: Mapping[str, int], *, sent_bytes: int) -> None:
-        waited, self._waited_seconds = self._waited_seconds + time.monotonic() - self._started, 0.0
+    def _report(self, place: Mapping[str, int]) -> None:
         self._trainer.reporter.exchange(
             ExchangeMetrics(
                 **place,
@@ -287,8 +342,6 @@ class ReplicaGroups:
                 groups=self.size,
                 lineage=self._lineage,
                 values=_hash(collectives.gather_objects(fingerprint(self._anchor.values()))),
-                sent_bytes=sent_bytes,
-                waited_ms=round(1e3 * waited),
             )
         )
 
@@ -333,6 +386,42 @@ class ReplicaGroups:
             owner.load_rank_state(owner_state)
         build()
         self._active.core.load_rank_shards(state["owners"][0])
+
+
+def check_lighthouse(address: str) -> tuple[str, int]:
+    """Return the host and port of HOST:PORT. Raises ValueError if torchft is missing or no lighthouse listens there."""
+    os.environ.setdefault("RUST_LOG", "error")  # torchft reads it at the import, and would log every heartbeat
+    host, _, port = address.rpartition(":")
+    try:
+        importlib.import_module("torchft")
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except (ImportError, OSError, OverflowError, ValueError) as error:
+        raise ValueError(
+            f'--lighthouse {address}: {error}. Install torchft (pip install -e ".[elastic]"), start torchft_lighthouse '
+            "--min_replicas 1, and give its HOST:PORT."
+        ) from None
+    return host, int(port)
+
+
+def run_identity(config: RunConfig, *, train: Any) -> dict[str, str]:
+    """Return what groups must have in common to train one model, by flag or part. A collective.
+
+    `train` is this rank's training split, or None.
+    """
+    identity = {}
+    for section, values in run_config_to_dict(config).items():
+        for name, value in values.items():
+            if name in _EXCHANGE_FLAGS if section in ("checkpoint", "report") else name not in _NODE_FLAGS:
+                identity["--" + name.replace("_", "-")] = str(value)
+    first = "" if train is None else f"{len(train)} {train[0]['tokens'].tolist()}"
+    root = Path(os.path.dirname(megatron.bcd.__file__))
+    code = collectives.on_rank_0(lambda: _hash([path.read_text() for path in sorted(root.rglob("*.py"))]))
+    return identity | {
+        "the layout": str(loader.current_layout()),
+        "the training data": " ".join(sorted(set(collectives.gather_objects(str(_hash(first)))))),
+        "the code": f"{megatron.bcd.__version__} {code}",
+        "the version of torch and Megatron Core": f"{version('torch')}, {version('megatron-core')}",
+    }
 
 
 def _hash(values: Any) -> int:
