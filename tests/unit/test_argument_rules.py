@@ -209,6 +209,12 @@ def test_what_was_removed(line: str, capsys: pytest.CaptureFixture[str]) -> None
     assert left.value.code == 2 and capsys.readouterr().err == f"test: error: {GONE[line]}\n"
 
 
+def test_removed_compression() -> None:
+    """--outer-compression 4bit ends with what to give instead."""
+    with pytest.raises(ValueError, match="^--outer-compression 4bit: removed. Give bf16"):
+        parse("--lighthouse", "host:1", "--outer-compression", "4bit")
+
+
 @pytest.mark.parametrize("flag", [*BASE])
 def test_missing_flag_is_named(flag: str) -> None:
     """The error names the required flag that is missing."""

@@ -316,6 +316,8 @@ REMOVED_CHOICES = {
     "--bcd-order: invalid choice: 'greedy'": f"--bcd-order greedy: removed. Give {_ORDERS}.",
     "--bcd-layout: invalid choice: 'experts'": "--bcd-layout experts: removed, because blocks of layers learn as much. "
     "Give spread, with --bcd-inactive-update factored.",
+    "--outer-compression: invalid choice: '4bit'": "--outer-compression 4bit: removed. Give bf16, and --outer-delay if "
+    "steps wait for a slow link.",
 }
 """Messages for removed values, by the start of argparse's message."""
 
