@@ -403,6 +403,19 @@ def test_a_group_of_another_run(world1: World, other_worlds: list[World], text_d
     assert [metric["consumed_samples"] for metric in first["metrics"]] == [16 * (step + 1) for step in range(60)]
 
 
+def test_no_groups_at_the_start(world1: World, text_data: str, lighthouse: str) -> None:
+    """A group whose quorum fails before the first step ends as with a wrong flag: one line that names --lighthouse."""
+    with pytest.raises(RankError, match="ValueError: --lighthouse .*: iteration 0: no replica groups met in time"):
+        world1.run(train_without_quorum, *configs(1, lighthouse, data_path=text_data))
+
+
+def train_without_quorum(config: Any) -> None:
+    from torchft import Manager
+
+    with mock.patch.object(Manager, "start_quorum", side_effect=TimeoutError), worlds.started(config):
+        pass
+
+
 DELAYED: dict[str, Any] = {"bcd_steps_per_block": 6, "outer_interval": 3, "outer_delay": 2, "bcd_preset": "pretrain"}
 
 

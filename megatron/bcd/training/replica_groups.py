@@ -23,6 +23,7 @@ import os
 import secrets
 import socket
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
@@ -92,6 +93,7 @@ class ReplicaGroups:
         from torchft.checkpointing.pg_transport import PGTransport
 
         logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)  # the trainer reports its errors
+        warnings.filterwarnings("ignore", module="torchft.checkpointing.pg_transport")
         timeout = datetime.timedelta(seconds=config.groups.outer_timeout_seconds)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))
@@ -130,14 +132,17 @@ class ReplicaGroups:
         return manager, store
 
     def join(self) -> bool:
-        """Meet the other groups before the first step. Returns and raises like `exchange`.
+        """Meet the other groups before the first step. Returns like `exchange`.
 
         Raises:
-            ValueError: this group belongs to another run.
+            ValueError: this group belongs to another run, or cannot reach the others.
         """
         weights = collectives.gather_objects(fingerprint(self._active.model.parameters()))
         self._lineage = _hash([self._identity, self._iteration, weights])
-        return self._exchange(has_trained=False)
+        try:
+            return self._exchange(has_trained=False)
+        except TrainingFailed as error:
+            raise ValueError(f"--lighthouse {self._settings.lighthouse}: {error}") from error
 
     def begin_phase(self) -> None:
         """Begin to count the changes of a phase, when all groups have the same values."""
