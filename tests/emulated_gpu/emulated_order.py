@@ -18,7 +18,12 @@ import os
 from dataclasses import dataclass, field
 
 import torch
+from torch._utils import CallbackRegistry
 from torch.cuda import _gpu_trace, _sanitizer
+
+for _registry in vars(_gpu_trace).values():
+    if isinstance(_registry, CallbackRegistry):
+        _registry.callback_list.clear()  # of the sanitizer, which takes a stack trace of each allocation once imported
 
 
 @dataclass
