@@ -16,6 +16,9 @@ from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.planner import state
 
 
+pytestmark = pytest.mark.timeout(900)  # a slow CPU takes minutes to start the table's processes
+
+
 @pytest.fixture(scope="module")
 def rows() -> dict[str, dict[str, Any]]:
     return {row["method"]: row for row in table()}
