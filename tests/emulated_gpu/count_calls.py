@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import subprocess
+import multiprocessing
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -92,15 +93,14 @@ def counted(method: str) -> dict[str, dict[str, int]]:
     return max(steps, key=lambda step: sum(step["calls"].values()))
 
 
-def in_a_process(method: str) -> dict[str, dict[str, int]]:
-    """Run `counted` in a new process, because a process can set up only one run."""
-    command = [sys.executable, __file__, "--method", method]
-    return json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout)
-
-
 def table() -> list[dict[str, Any]]:
     """Return one row per method."""
-    steps = {method: in_a_process(method) for method in METHODS}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megatron.bcd.trainer"])
+    # the server must not initialise CUDA, which forks could not use then
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    with context.Pool(1, maxtasksperchild=1) as pool:  # a process can set up only one run
+        steps = dict(zip(METHODS, pool.map(counted, METHODS, chunksize=1), strict=True))
     totals = {method: {name: sum(item.values()) for name, item in step.items()} for method, step in steps.items()}
     return [
         {"method": method, **total, "calls of full": round(total["calls"] / totals["full"]["calls"], 3)}
