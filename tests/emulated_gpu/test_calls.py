@@ -15,7 +15,6 @@ from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.planner import state
 
-
 pytestmark = pytest.mark.timeout(900)  # a slow CPU takes minutes to start the table's processes
 
 
