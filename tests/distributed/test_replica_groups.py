@@ -23,7 +23,7 @@ from support.pairwise import thinned
 
 from megatron.bcd import data
 from megatron.bcd.checkpoint import layout
-from megatron.bcd.training.replica_groups import ReplicaGroups
+from megatron.bcd.training.replica_groups import ReplicaGroups, common_state
 
 pytest.importorskip("torchft")
 
@@ -350,6 +350,27 @@ def test_the_switch_check_of_a_group_that_joins(other_worlds: list[World], text_
         ]
         [healthy], [idle] = [run.result() for run in runs]
     assert idle.startswith("iteration 1, phase 0: block 0 is active, but its weights"), (idle, healthy)
+
+
+def meets(config: Any, lineages: tuple[int, int]) -> bool:
+    """Return whether a group continues from what its ranks receive when it meets others."""
+    target = object.__new__(ReplicaGroups)
+    target._manager, target._trainer, target._is_stray = mock.Mock(errored=lambda: None), mock.Mock(), True
+    target._trainer.state.iteration = 3
+    with worlds.started(config), mock.patch.object(ReplicaGroups, "_continue_from_peer") as continues:
+        target._received = {"lineage": lineages[torch.distributed.get_rank()], "counters": {}}
+        target._meet()
+    return bool(continues.called)
+
+
+def test_a_state_is_of_one_lineage(world2: World, text_data: str) -> None:
+    """A group continues from the states that its ranks receive only if all are of one lineage. All groups take the
+    most frequent state of those with the most steps."""
+    config = worlds.run_config(data_path=text_data, **worlds.CUTS["data2"])
+    assert world2.run(meets, config, (5, 5)) == [True, True]
+    assert world2.run(meets, config, (5, 6)) == [False, False]
+    assert common_state([1, 2, 2, 3], [20, 20, 20, 20]) == 2
+    assert common_state([1, 1, 2, 3], [10, 10, 20, 20]) == 2
 
 
 def test_resume(text_data: str, lighthouse: str, pairs: list[World], tmp_path: Path) -> None:

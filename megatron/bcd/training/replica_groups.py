@@ -25,7 +25,7 @@ import socket
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,6 @@ from megatron.bcd.training.state import TrainingFailed
 
 _PIECE = 1 << 24
 """Elements that are summed at once. The time-out applies to each piece."""
-_PAUSE_SECONDS = 1.0
 _CONNECT_SECONDS = 10
 _RETRIES = 120
 """Attempts to get a quorum, evenly spread over its time-out. The lighthouse may be down for a while."""
@@ -220,14 +219,14 @@ class ReplicaGroups:
         place = {"iteration": self._iteration, "consumed_samples": self._trainer.state.consumed_samples}
         # with the samples: groups may have counted different numbers of groups since a delayed exchange failed
         state = _hash([self._lineage, place["consumed_samples"]])
-        table = torch.zeros(size, 3, dtype=torch.int64)
-        table[rank] = torch.tensor([state, self._nonce, self._values is not None])
+        table = torch.zeros(size, 4, dtype=torch.int64)
+        table[rank] = torch.tensor([state, self._nonce, self._values is not None, self._iteration])
         self._wait(self._sum([table]))
-        states, _, trained = table.T.tolist()
+        states, _, trained, iterations = table.T.tolist()
         is_enough = size >= self._settings.min_replica_groups
-        self._is_stray = is_enough and state != Counter(states).most_common(1)[0][0]
+        self._is_stray = is_enough and state != common_state(states, iterations)
         if not is_enough or len(set(states)) > 1:
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(1.0)
             return False
         change, keeps_steps = self._change(size) if any(trained) else {}, self.due is not None
         # each alone, because the order of a sum depends on the position: a tied weight is in two places
@@ -259,8 +258,11 @@ class ReplicaGroups:
         except Exception as error:  # its client raises several types
             raise self._failure(f"no replica groups met in time ({error})") from error
         self._wait()
-        if self._received is not None:
-            self._continue_from_peer()
+        state, self._received = self._received, None
+        # its ranks receive from several groups, which may be of several lineages: then the next meeting decides
+        received = collectives.gather_objects(state and _hash([state["lineage"], state["counters"]]))
+        if state is not None and len(set(received)) == 1:
+            self._continue_from_peer(state)
 
     def _change(self, size: int) -> Parts:
         """Return what this group adds to the sum, in the precision of messages if there is another group."""
@@ -364,9 +366,8 @@ class ReplicaGroups:
             "is_in_step": self._is_in_step,
         }
 
-    def _continue_from_peer(self) -> None:
-        """Continue from the received state of another group. Raises ValueError if it belongs to another run."""
-        state, self._received = self._received, None
+    def _continue_from_peer(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of another group. Raises ValueError if it belongs to another run."""
         mine, theirs = self._identity, state["identity"]
         for name in [*mine, *theirs]:
             if mine.get(name) != theirs.get(name):
@@ -391,6 +392,12 @@ class ReplicaGroups:
             owner.load_rank_state(owner_state)
         build()
         self._active.core.load_rank_shards(state["owners"][0])
+
+
+def common_state(states: Sequence[int], iterations: Sequence[int]) -> int:
+    """Return the state that all groups take: the most frequent one of the groups with the most steps."""
+    newest = [state for state, number in zip(states, iterations, strict=True) if number == max(iterations)]
+    return Counter(newest).most_common(1)[0][0]
 
 
 def check_lighthouse(address: str) -> tuple[str, int]:
