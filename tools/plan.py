@@ -28,7 +28,7 @@ from _records import EPOCHS, counted, with_records
 from _timeline import write_timeline
 from board_views import View, bars, write_page
 
-from megatron.bcd.config import BcdConfig, TrainingConfig
+from megatron.bcd.config import BcdConfig, Refusal, TrainingConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.huggingface.architecture import CONFIG, read_architecture
 from megatron.bcd.planner.command import torchrun_command
@@ -286,7 +286,7 @@ def recipe_values(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
         is_streamed = method in STREAMED.values() and arguments.bcd_layers_on == "host"
         for name in set(BLOCK_FLAGS[: -5 if is_streamed else None]) - {"bcd_num_blocks"}:
             if (value := getattr(arguments, name)) is not None:
-                raise ValueError(f"{flag_of(name)} {value}: --method {method} has no blocks. Leave it out.")
+                raise Refusal(f"{flag_of(name)} {value}: --method {method} has no blocks. Leave it out.")
     elif (chunks := arguments.num_virtual_stages_per_pipeline_rank) and arguments.bcd_layout != "interleaved":
         flag = flag_of("num_virtual_stages_per_pipeline_rank")
         raise ValueError(f"{flag} {chunks}: needs --bcd-layout interleaved. Give both, or leave it out.")
@@ -314,7 +314,7 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
             values["bcd_inactive_update"] = "none" if has_blocks else whole_rules(tokens)[0]
         return valid_pipelines(**values)[0]
     for other in others:
-        with contextlib.suppress(ValueError):  # a flag that this method has not
+        with contextlib.suppress(Refusal):  # a flag that this method has not
             if fits(recipe := place(**recipe_values(arguments, other))):
                 return recipe
     return planned(is_placed=is_open(arguments), **recipe_values(arguments, method))

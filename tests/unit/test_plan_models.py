@@ -426,7 +426,7 @@ def test_a_loss_says_where_it_was_measured(capsys: pytest.CaptureFixture[str]) -
     assert view["quality"][1].startswith("measured at 135M, ") and view["quality"][1].endswith("yours: 1.6B, 8,192")
 
 
-def test_finetune_is_the_factored_update_whatever_the_task(capsys: pytest.CaptureFixture[str]) -> None:
+def test_finetune_trains_every_layer_whatever_the_task(capsys: pytest.CaptureFixture[str]) -> None:
     """Preset finetune plans a stateless update of every layer whatever the task, and blocks only if flags ask."""
     flags = ("--model", "L-1.5B", *CARD, "--precision", "bf16", "--bcd-preset", "finetune")
     for more in ((), ("--search",)):
