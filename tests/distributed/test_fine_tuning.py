@@ -140,7 +140,7 @@ def test_packed_is_unpacked(world1: World, data: str, positions: str) -> None:
 
 
 def test_an_epoch_has_every_record_once(world1: World, data: str, records: list[dict[str, str]]) -> None:
-    """Each epoch has every record once, in an order of its own."""
+    """Each epoch has every record once, in another order."""
     flags = PLAIN | {"num_layers": 1, "global_batch_size": 2, "no_sft_packing": True, "bcd_steps_per_block": 100}
     (result,) = world1.run(run_of, fine_tuning.config_of(data, **flags, train_iters=60))
     texts = [fine_tuning.text_of(sample["ids"]) for step in result["samples"] for sample in step]

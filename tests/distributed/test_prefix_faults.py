@@ -54,7 +54,7 @@ def test_what_is_damaged_is_computed_anew(
 
 
 def test_other_runs_have_caches_of_their_own(world1: World, flags: dict[str, Any], tmp_path: Path) -> None:
-    """A run with other weights, samples, network or precision fills a cache of its own."""
+    """A run with other weights, samples, network or precision fills another cache."""
     served(world1, flags, tmp_path)
     others: list[dict[str, Any]] = [
         {"seed": 4321},

@@ -157,7 +157,7 @@ def samples_of_phases(config: RunConfig) -> dict[str, Any]:
 
 @pytest.mark.parametrize("blend", [False, True], ids=["one", "blend"])
 def test_each_phase_trains_on_its_own_subset(world2: World, text_data: str, blend: bool) -> None:
-    """Each phase trains on a subset of its own, each sample once per pass, in one order for all ranks."""
+    """Each phase trains on another subset, each sample once per pass, in one order for all ranks."""
     paths = ("3", text_data, "1", text_data) if blend else text_data
     ratio = 0.002 if blend else 0.008
     flags = {"data_path": paths, "bcd_sample_ratio": ratio, "bcd_steps_per_block": 4, "train_iters": 12, "seed": 5}

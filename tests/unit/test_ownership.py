@@ -57,7 +57,7 @@ def test_agrees_with_the_partition(layout: str, tied: bool, always_active: tuple
 def test_experts_belong_to_their_layer() -> None:
     """Experts, routers and shared experts are trained in the phase of their layer, and updated without state in others.
 
-    Their matrices are those of modules of their own, or of Transformer Engine's grouped layers."""
+    Their matrices are those of separate modules, or of Transformer Engine's grouped layers."""
     cut = partition(num_layers=4, num_stages=2, num_blocks=2, layout="spread", tied=True, has_stateless_updates=True)
     experts = ("experts.local_experts.3.linear_fc1.weight", "experts.linear_fc2.weight2")
     for name in (*experts, "router.weight", "shared_experts.linear_fc1.weight", "shared_experts.gate_weight"):

@@ -101,7 +101,7 @@ def test_replica_groups_take_turns(micro_batch_size: int, ratio: float | None) -
 
 @pytest.mark.parametrize("has_shards", [True, False])
 def test_reshuffled_batches(has_shards: bool) -> None:
-    """An epoch repeats no sample and has an order of its own, and a resumed run continues in it."""
+    """An epoch repeats no sample and has another order, and a resumed run continues in it."""
     common = {"total_samples": 26, "has_shards": has_shards}
     ranks = [BatchSharding(micro_batch_size=2, rank=rank, num_ranks=3) for rank in range(3)]
     per_rank = [list(itertools.islice(reshuffled_indices(rank, consumed_samples=0, **common), 8)) for rank in ranks]
