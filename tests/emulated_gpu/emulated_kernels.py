@@ -31,6 +31,7 @@ _TAKE_TWO_DEVICES |= {"index", "index_put", "index_put_", "_index_put_impl_", "_
 _WAIT_FOR_THE_DEVICE = {"nonzero", "masked_select", "_unique2", "unique_dim", "equal"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 _NONDETERMINISTIC = _PRODUCTS | {"addmv", "addbmm"}
+_DIFFER_ON_THE_CPU = {"_fused_rms_norm_backward", "_softmax", "_log_softmax"}
 calls: collections.Counter[str] = collections.Counter()
 waits: collections.Counter[str] = collections.Counter()
 """Calls by operator, and the host's waits for the device by kind."""
@@ -136,6 +137,12 @@ class _Kernel:
         self.returned = [r.alias_info and self.written.get(frozenset(r.alias_info.before_set)) for r in returns]
         """The arguments that the operator returns; None stands for a new tensor."""
 
+    @property
+    def is_plain(self):
+        """Whether plain_kernels.cpp emulates it: its CPU kernel on views of its arguments is all that it needs."""
+        is_other = self.base in _TAKE_TWO_DEVICES | _WAIT_FOR_THE_DEVICE | _NONDETERMINISTIC | _DIFFER_ON_THE_CPU
+        return not (is_other or self.outs or self.is_random)
+
     def given(self, name, args, kwargs):
         place = self.places.get(name, len(args))
         return args[place] if place < len(args) else kwargs.get(name)
@@ -221,11 +228,18 @@ def install():
     warnings.filterwarnings("ignore", message="Warning only once for all operators")
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch._C._cudart.cudaHostRegister, torch._C._cudart.cudaHostUnregister = _register, _unregister
+    is_observed = "EMU_LATE" in os.environ or "EMU_COUNT" in os.environ
     special = {"_local_scalar_dense": _item, **emulated_attention.KERNELS}
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     names = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")}
+    plain = []
     for name in (names | {"copy_"}) - _OWN_KERNELS:
         base, _, overload = name.partition(".")
         with contextlib.suppress(AttributeError, RuntimeError):  # not a function of Python's
             kernel = special.get(name) or _Kernel(getattr(getattr(torch.ops.aten, base), overload or "default"))
-            _LIBRARY.impl(name, kernel, "CUDA", allow_override=True)
+            if is_observed or name in special or not kernel.is_plain:
+                _LIBRARY.impl(name, kernel, "CUDA", allow_override=True)
+            else:
+                plain.append(name)
+    if plain:
+        ctypes.CDLL(os.environ["EMU_PLAIN_KERNELS"]).emulate(" ".join(plain).encode())
