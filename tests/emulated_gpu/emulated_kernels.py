@@ -20,6 +20,7 @@ import torch
 
 _LIBRARY = torch.library.Library("aten", "IMPL")
 _RUNTIME = ctypes.CDLL(None)
+_PLAIN = ctypes.CDLL(os.environ["EMU_PLAIN_KERNELS"])
 _OWN_KERNELS = {"empty.memory_format", "empty_strided", "as_strided", "view", "_reshape_alias", "set_", "resize_"}
 _OWN_KERNELS |= {"set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "is_set_to"}
 _OWN_KERNELS |= {"is_pinned", "_pin_memory", "view_as_real", "view_as_complex", "record_stream", "unfold"}
@@ -228,7 +229,6 @@ def install():
     warnings.filterwarnings("ignore", message="Warning only once for all operators")
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch._C._cudart.cudaHostRegister, torch._C._cudart.cudaHostUnregister = _register, _unregister
-    is_observed = "EMU_LATE" in os.environ or "EMU_COUNT" in os.environ
     special = {"_local_scalar_dense": _item, **emulated_attention.KERNELS}
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     names = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")}
@@ -237,9 +237,13 @@ def install():
         base, _, overload = name.partition(".")
         with contextlib.suppress(AttributeError, RuntimeError):  # not a function of Python's
             kernel = special.get(name) or _Kernel(getattr(getattr(torch.ops.aten, base), overload or "default"))
-            if is_observed or name in special or not kernel.is_plain:
-                _LIBRARY.impl(name, kernel, "CUDA", allow_override=True)
-            else:
+            _LIBRARY.impl(name, kernel, "CUDA", allow_override=True)
+            if isinstance(kernel, _Kernel) and kernel.is_plain:
                 plain.append(name)
-    if plain:
-        ctypes.CDLL(os.environ["EMU_PLAIN_KERNELS"]).emulate(" ".join(plain).encode())
+    if "EMU_LATE" not in os.environ:
+        _PLAIN.emulate(" ".join(plain).encode())
+
+
+def observe():
+    """Let the kernels of this file emulate all operators, so that each call is counted and the order is checked."""
+    _PLAIN.stop()

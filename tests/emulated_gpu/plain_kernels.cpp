@@ -94,14 +94,19 @@ struct PlainKernel : c10::OperatorKernel {
   }
 };
 
+static std::unique_ptr<torch::Library> library;
+
 // Replace the CUDA kernels of these operators, whose names are separated by spaces.
 extern "C" void emulate(const char* names) {
-  static auto& library = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   std::istringstream words(names);
   for (std::string word; words >> word;) {
     size_t dot = word.find('.');
     std::string overload = dot == std::string::npos ? "" : word.substr(dot + 1);
     auto op = c10::Dispatcher::singleton().findSchema({"aten::" + word.substr(0, dot), overload});
-    if (op) library.impl(word.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<PlainKernel>(op->schema())));
+    if (op) library->impl(word.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<PlainKernel>(op->schema())));
   }
 }
+
+// Give the operators back to the kernels that `emulate` replaced.
+extern "C" void stop() { library = nullptr; }
