@@ -129,7 +129,8 @@ class _Kernel:
         self.name = op.name().removeprefix("aten::")
         self.base = self.name.partition(".")[0]
         self.places = {argument.name: place for place, argument in enumerate(arguments)}
-        self.numbers = [place for place, argument in enumerate(arguments) if str(argument.type) == "Tensor"]
+        is_allowed = torch._C._should_allow_numbers_as_tensors(self.base)
+        self.numbers = [i for i, each in enumerate(arguments) if str(each.type) == "Tensor" and not is_allowed]
         self.outs = [argument.name for argument in arguments if argument.is_out]
         self.is_random = "generator" in self.places or self.base == "native_dropout"
         self.written = {
@@ -161,7 +162,7 @@ class _Kernel:
             return args[0]
         on_cpu = [_map(cpu_view, value) for value in args]
         named = {name: _map(cpu_view, value) for name, value in kwargs.items()}
-        for place in self.numbers:  # a number in a tensor's place
+        for place in self.numbers:  # a number in a tensor's place, where PyTorch does not make it one
             if place < len(args) and isinstance(on_cpu[place], (int, float, bool)):
                 on_cpu[place] = torch.tensor(on_cpu[place])
         if self.base == "_fused_rms_norm_backward":  # which the CPU lacks
