@@ -50,6 +50,11 @@ setup() {
     g++ -std=c++20 -O2 -fPIC -shared -isystem "$VENV"/lib/python3*/site-packages/torch/include \
         -Wl,-soname,libnccl.so.2 "$SOURCE/nccl.cpp" -o "$FOLDER/lib/new" -ldl -lpthread
     mv "$FOLDER/lib/new" "$FOLDER/lib/libnccl.so.2"
+    local torch
+    torch=$(echo "$VENV"/lib/python3*/site-packages/torch)
+    g++ -std=c++20 -O1 -fPIC -shared -isystem "$torch/include" -isystem "$torch/include/torch/csrc/api/include" \
+        -L"$torch/lib" "$SOURCE/plain_kernels.cpp" -o "$FOLDER/lib/new" -ltorch_cpu -lc10
+    mv "$FOLDER/lib/new" "$FOLDER/lib/plain_kernels.so"
     mkdir -p "$FOLDER/lib/emulated-1.dist-info"
     printf '[torch.backends]\nemulated = emulated_kernels:install\n' > "$FOLDER/lib/emulated-1.dist-info/entry_points.txt"
     echo "$stamp" > "$mark"
@@ -72,6 +77,7 @@ export FAKEGPU_MODE=simulate FAKEGPU_DEVICE_COUNT=${NGPU:-4} FAKEGPU_PROFILE=${G
 export FAKEGPU_TERMINAL_REPORT=0 FAKEGPU_REPORT_PATH=/dev/null
 export LD_LIBRARY_PATH="$FOLDER/build${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" PATH="$VENV/bin:$PATH"
 export PYTHONPATH="$FOLDER/lib:$SOURCE:$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export EMU_PLAIN_KERNELS=$FOLDER/lib/plain_kernels.so
 export TORCHDYNAMO_DISABLE=1 # compiled kernels are not emulated
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False # nor is virtual memory
 libraries=$FOLDER/lib/libnccl.so.2

@@ -61,6 +61,7 @@ def counted(method: str) -> dict[str, dict[str, int]]:
     from megatron.bcd.training.resolve import resolve_run
 
     emulated_kernels = sys.modules["emulated_kernels"]  # imported by torch, see emulated_gpu.sh
+    emulated_kernels.observe()
     config = parse_run_config([*SIZES.split(), *METHODS[method]], prog="count_calls", world_size=1)
     distributed.initialize(backend=None, timeout_minutes=2, tensor_size=1, pipeline_size=1, context_size=1)
     rng.seed_everything(config.training.seed)

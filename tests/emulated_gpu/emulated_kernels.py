@@ -20,6 +20,7 @@ import torch
 
 _LIBRARY = torch.library.Library("aten", "IMPL")
 _RUNTIME = ctypes.CDLL(None)
+_PLAIN = ctypes.CDLL(os.environ["EMU_PLAIN_KERNELS"])
 _OWN_KERNELS = {"empty.memory_format", "empty_strided", "as_strided", "view", "_reshape_alias", "set_", "resize_"}
 _OWN_KERNELS |= {"set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "is_set_to"}
 _OWN_KERNELS |= {"is_pinned", "_pin_memory", "view_as_real", "view_as_complex", "record_stream", "unfold"}
@@ -31,6 +32,7 @@ _TAKE_TWO_DEVICES |= {"index", "index_put", "index_put_", "_index_put_impl_", "_
 _WAIT_FOR_THE_DEVICE = {"nonzero", "masked_select", "_unique2", "unique_dim", "equal"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 _NONDETERMINISTIC = _PRODUCTS | {"addmv", "addbmm"}
+_DIFFER_ON_THE_CPU = {"_fused_rms_norm_backward", "_softmax", "_log_softmax"}
 calls: collections.Counter[str] = collections.Counter()
 waits: collections.Counter[str] = collections.Counter()
 """Calls by operator, and the host's waits for the device by kind."""
@@ -127,7 +129,8 @@ class _Kernel:
         self.name = op.name().removeprefix("aten::")
         self.base = self.name.partition(".")[0]
         self.places = {argument.name: place for place, argument in enumerate(arguments)}
-        self.numbers = [place for place, argument in enumerate(arguments) if str(argument.type) == "Tensor"]
+        is_allowed = torch._C._should_allow_numbers_as_tensors(self.base)
+        self.numbers = [i for i, each in enumerate(arguments) if str(each.type) == "Tensor" and not is_allowed]
         self.outs = [argument.name for argument in arguments if argument.is_out]
         self.is_random = "generator" in self.places or self.base == "native_dropout"
         self.written = {
@@ -135,6 +138,12 @@ class _Kernel:
         }
         self.returned = [r.alias_info and self.written.get(frozenset(r.alias_info.before_set)) for r in returns]
         """The arguments that the operator returns; None stands for a new tensor."""
+
+    @property
+    def is_plain(self):
+        """Whether plain_kernels.cpp emulates it: its CPU kernel on views of its arguments is all that it needs."""
+        is_other = self.base in _TAKE_TWO_DEVICES | _WAIT_FOR_THE_DEVICE | _NONDETERMINISTIC | _DIFFER_ON_THE_CPU
+        return not (is_other or self.outs or self.is_random)
 
     def given(self, name, args, kwargs):
         place = self.places.get(name, len(args))
@@ -153,7 +162,7 @@ class _Kernel:
             return args[0]
         on_cpu = [_map(cpu_view, value) for value in args]
         named = {name: _map(cpu_view, value) for name, value in kwargs.items()}
-        for place in self.numbers:  # a number in a tensor's place
+        for place in self.numbers:  # a number in a tensor's place, where PyTorch does not make it one
             if place < len(args) and isinstance(on_cpu[place], (int, float, bool)):
                 on_cpu[place] = torch.tensor(on_cpu[place])
         if self.base == "_fused_rms_norm_backward":  # which the CPU lacks
@@ -224,8 +233,18 @@ def install():
     special = {"_local_scalar_dense": _item, **emulated_attention.KERNELS}
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     names = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")}
+    plain = []
     for name in (names | {"copy_"}) - _OWN_KERNELS:
         base, _, overload = name.partition(".")
         with contextlib.suppress(AttributeError, RuntimeError):  # not a function of Python's
             kernel = special.get(name) or _Kernel(getattr(getattr(torch.ops.aten, base), overload or "default"))
             _LIBRARY.impl(name, kernel, "CUDA", allow_override=True)
+            if isinstance(kernel, _Kernel) and kernel.is_plain:
+                plain.append(name)
+    if "EMU_LATE" not in os.environ:
+        _PLAIN.emulate(" ".join(plain).encode())
+
+
+def observe():
+    """Let the kernels of this file emulate all operators, so that each call is counted and the order is checked."""
+    _PLAIN.stop()

@@ -167,6 +167,8 @@ def _serve(connection: Connection, environment: dict[str, str], log: str) -> Non
     """Run the functions that a rank receives and answer, until the world closes the connection."""
     os.setpgid(0, 0)
     os.environ.update(environment)
+    if "EMU_LATE" in environment:
+        sys.modules["emulated_kernels"].observe()
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
