@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from megatron.core import num_microbatches_calculator, parallel_state
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from torch.distributed import distributed_c10d
 
 from megatron.bcd import trainer
@@ -35,6 +36,8 @@ from megatron.bcd.trainer import Trainer
 from megatron.bcd.training.resolve import resolve_run
 from megatron.bcd.training.state import StepResult
 from support import backends, strict_backend
+
+MockGPTLowLevelDataset.size = 1000  # documents; to shuffle the samples of 100,000 took a third of a small run's time
 
 PADDED_VOCABULARY = 264  # of 257 byte-level tokens, on one and on two tensor-parallel ranks
 _SMALL_RUN: dict[str, object] = {
