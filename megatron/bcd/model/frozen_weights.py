@@ -6,7 +6,7 @@ sends the rows of each microbatch.
 
 The schedule (--bcd-schedule breadth-first) loads pieces of consecutive layers to device buffers on a separate CUDA
 stream, with the state (low bits, moments) of the matrices that the phase updates, and has these written back. Training
-is unchanged, bit for bit. See docs/frozen_weights.md.
+is unchanged, bit for bit. See docs/layers_on_host.md.
 """
 
 from __future__ import annotations

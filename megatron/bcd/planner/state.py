@@ -35,7 +35,7 @@ copies of weights, low bits and momentum; and where queries, keys and values are
 _STATELESS_PASSES, _MUON_PASSES, ADAM_PASSES = {"orthogonal": 17, "factored": 16}, 27, 11
 """4-byte elements that a step reads or writes per parameter, outside the products of the orthogonalisation: norm and
 copies of the gradient, scaling, weight decay, update; with a momentum also its update and Nesterov's mean. Those of
-factored hold in bf16 (docs/stateless_updates.md, Cost). Adam: the gradient for norm, clipping (2), step and zeroing;
+factored hold in bf16. Adam: the gradient for norm, clipping (2), step and zeroing;
 the weight (2); both moments (4)."""
 
 
