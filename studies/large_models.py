@@ -1,4 +1,4 @@
-"""Print the table of studies/large_models.md: models from 7B to 70B on RTX 4090s, RTX 5090s and one H100, planned.
+"""Plan models from 7B to 70B on RTX 4090s, RTX 5090s and one H100. studies/large_models.md has most of the rows.
 
     python studies/large_models.py [--model NAME] [--gpu NAME] [--num-gpus N]
 
@@ -49,7 +49,7 @@ PUBLISHED = {
 """Tokens per second of full training in bf16, with random weights of these sizes, measured by LLMQ's authors (arXiv
 2512.15306 and the benchmarks of github.com/IST-DASLab/llmq at b77d969)."""
 HOST_GB = (64, 128, 256)
-COLUMNS = ("model", "GPUs", *METHODS, *PUBLISHED)
+COLUMNS = ("model", "GPUs", *METHODS, f"measured: {'; '.join(PUBLISHED)}")
 _GAIN = 1.02
 """How much faster a plan with more host memory must be to be shown."""
 _SHARE = 0.95
@@ -91,7 +91,7 @@ def row(model: str, gpu: str, num_gpus: int) -> list[str]:
     cells = [cell(model, gpu, num_gpus, method) for method in METHODS]
     published = [cards.get(gpu, {}).get(model, {}).get(num_gpus) for cards in PUBLISHED.values()]
     name = f"{num_gpus} x {gpu.upper().replace('RTX', 'RTX ')}"
-    return [model, name, *cells, *(f"{number:,}" if number else "" for number in published)]
+    return [model, name, *cells, "; ".join(f"{number:,}" for number in published if number)]
 
 
 def main() -> None:

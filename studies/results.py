@@ -11,6 +11,7 @@ import re
 import shlex
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import groupby, pairwise
@@ -70,6 +71,8 @@ class Study:
     learning_rates: tuple[float, ...]
     models: tuple[Variant, ...] = (Variant(name="model"),)
     title: str = ""
+    conclusion: str = ""
+    """Text of the page, before the tables."""
     flags: str = ""
     checkpoint_flags: str = ""
     baseline: str = ""
@@ -593,7 +596,7 @@ class Table:
     def markdown(self, *, timing: Result | None) -> str:
         """Return the page of the study; `timing` is a timing line, for its commit."""
         study = self.study
-        lines = [f"# {study.title or study.name}", "", f"`python studies/study.py studies/{study.name}.yaml`", ""]
+        lines = [f"# {study.title or study.name}", "", *wrapped(study.conclusion), ""]
         for (model, data), group in groupby(self.rows, key=lambda row: (row.model, row.data)):
             rows = list(group)
             number = next(
@@ -609,23 +612,20 @@ class Table:
         commits, cpus = (
             {getattr(result, key) for result in self.used.values() if getattr(result, key)} for key in ("commit", "cpu")
         )
-        rates = ", ".join(f"{rate:g}" for rate in study.learning_rates)
-        others = " (some methods: others)" if any(method.learning_rates for method in study.methods) else ""
         seeds = f"{len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
-        lines += [
-            f"{study.steps:,} steps, {seeds}; learning rates {rates} and up to {study.extend} factor(s) of 2 "
-            f"beyond{others}, tuned on the validation split at seed {study.seeds[0]}. **Bold**: on the Pareto frontier "
-            f"of test {metric_name(study.metric)} and state. *edge*: the best rate is the grid's first or last; "
-            "*n of m rates*: best of those that have run; *n of m seeds* likewise. "
-            "Columns: [docs/learning.md](../docs/learning.md#columns).",
-            "",
-            f"Commit {', '.join(sorted(commits))}; {', '.join(sorted(cpus))}, {study.threads} thread(s) a run.",
-        ]
+        source = (
+            f"`python studies/study.py studies/{study.name}.yaml`, commit {', '.join(sorted(commits))}; "
+            f"{', '.join(sorted(cpus))}, {study.threads} thread(s) a run. {study.steps:,} steps, {seeds}. "
+            "[Columns](../docs/learning.md#columns)."
+        )
         if timing is not None:
-            lines.append(
-                f"Step times: `--step-times {timing.rounds}`, one run at a time, the median; commit {timing.commit}."
-            )
+            source += f" Step times: `--step-times {timing.rounds}` at commit {timing.commit}."
+        lines += wrapped(source)
         return "\n".join(lines) + "\n"
+
+
+def wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _tests(results: Mapping[int, Result]) -> dict[int, float | None]:
@@ -687,19 +687,15 @@ def table_lines(rows: Sequence[Row], *, metric: str) -> list[str]:
         ),
         "to full": lambda row: "-" if row.relative_test is None else f"{100 * (row.relative_test - 1):+.1f} %",
         "B-F multiplier": lambda row: shown(row.multiplier),
-        "state, bytes/parameter": lambda row: shown(row.state, ".2f"),
-        "of full": lambda row: "-" if row.relative_state is None else f"{100 * row.relative_state:.0f} %",
-        "host": lambda row: shown(row.host, ".1f"),
+        "state, bytes/parameter": lambda row: (
+            shown(row.state, ".2f") + (f" ({100 * row.relative_state:.0f} %)" if row.relative_state is not None else "")
+        ),
         "step time": lambda row: shown(row.relative_time, ".2f"),
         "arithmetic": lambda row: shown(row.arithmetic, ".2f"),
-        "cost: time": lambda row: shown(row.multiplier and row.multiplier.times(row.relative_time)),
-        "cost: arithmetic": lambda row: shown(row.multiplier and row.multiplier.times(row.arithmetic)),
         "dollars": lambda row: shown(row.dollars, ".3g"),
     }
-    if not any(row.host for row in rows):
-        del columns["host"]
-    if not any(row.dollars for row in rows):
-        del columns["dollars"]
+    ran = [row for row in rows if not row.failure]
+    columns = {name: cell for name, cell in columns.items() if any(cell(row) != "-" for row in ran)}
     best = frontier(rows)
     lines = ["| " + " | ".join(("method", *columns)) + " |", "|---|" + "---|" * len(columns)]
     for row in rows:
