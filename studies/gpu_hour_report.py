@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -15,7 +16,7 @@ from gpu_hour_jobs import LARGE_STEPS, NETWORKS, PARTS, SCHEDULES, final_loss, r
 from matplotlib.figure import Figure
 from report import RUN_COLOURS, STYLE
 
-from megatron.bcd.planner.tables import GIB, read_clusters
+from megatron.bcd.planner.tables import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "studies" / "gpu_hour"
@@ -32,9 +33,6 @@ NAMES = {
 """Labels of methods."""
 IN_PRETRAINING = "`pretrain`, factored"
 """The label of `factored` in pretraining."""
-
-TEXTS = ("chichewa", "english")
-"""Texts on which fine-tuned models are scored."""
 
 Record = Mapping[str, Any]
 
@@ -60,15 +58,15 @@ def page_lines(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
     for values in sorted({tuple(str(record[key]) for key in keys) for record in records}):
         yield "- {}: PyTorch {}, CUDA {}, Python {}, Megatron Core {}, transformers {}".format(*values)
     commits = ", ".join(sorted({record["commit"] for record in records}))
-    yield f"- `bash studies/gpu_hour.sh` at commit {commits}; this page: `python studies/gpu_hour.py --report`."
-    yield "- Every line of [gpu_hour/](gpu_hour) has the command, the metrics and the last lines of the log of one run."
+    yield f"- `bash studies/gpu_hour.sh` at commit {commits}, this page by `python studies/gpu_hour.py --report`."
+    yield "- [gpu_hour/](gpu_hour) has the command, the metrics and the log of each run."
     tables = {
         "Learning, GPT-2 small": learning,
         "Fine-tuning on a new language, 500 steps of 1,024 tokens": functools.partial(fine_tuning, part="fine_tuning"),
         "The same in 125 steps of 4,096 tokens": functools.partial(fine_tuning, part="fine_tuning", suffix=LARGE_STEPS),
         "Fine-tuning on instructions": functools.partial(fine_tuning, part="instructions"), "Step times": speed,
         "Every layer trained, by schedule": every_layer, "Copies": copies,
-        "Frozen layers in host memory": on_host, "Eight billion parameters on one card": large, "Sanity": sanity,
+        "Eight billion parameters on one card": large, "Sanity": sanity,
     }  # fmt: skip
     for title, table in tables.items():
         rows = list(table(results))
@@ -84,7 +82,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for index, row in enumerate(rows):
         yield f"| {' | '.join(row)} |"
         if index == 0:
-            yield f"|{' --- |' * len(row)}"
+            yield f"|{'---|' * len(row)}"
 
 
 def header(titles: str) -> Iterator[Sequence[str]]:
@@ -114,17 +112,13 @@ def method_name(record: Record) -> str:
 
 
 def learning(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
-    yield from header("method|rate|steps|tokens, millions|validation loss|tokens/s|model state, GiB|peak, GiB")
+    yield from header("method|rate|validation loss|tokens/s|model state, GiB|peak, GiB")
     for record in results["learning"]:
         if record["job"] == "rate" or (loss := final_loss(record)) is None:
             continue
-        last = step_lines(record)[-1]
-        tokens_per_step = typical(record, "tokens_per_second") * typical(record, "step_time_ms")
         yield (
             method_name(record).replace(NAMES["factored"], IN_PRETRAINING),
             f"{record['lr']:g}",
-            f"{last['iteration']:,}",
-            f"{last['iteration'] * tokens_per_step / 1e9:.1f}",
             f"{loss:.3f}",
             f"{typical(record, 'tokens_per_second'):,.0f}",
             f"{maximum_gib(record, 'model_state_bytes'):.2f}",
@@ -133,78 +127,48 @@ def learning(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]
 
 
 def fine_tuning(results: Mapping[str, Sequence[Record]], *, part: str, suffix: str = "") -> Iterator[Sequence[str]]:
-    """Yield one row for each method and rate: means over the seeds. The suffix is that of the jobs' methods."""
-    yield from header("method|rate|seeds|validation|new language|English|model state, MiB")
-    groups: dict[tuple[str, float], list[Record]] = {}
+    """Yield one row for each method, with the mean losses at its rates. The suffix is that of the jobs' methods."""
+    yield from header("method|rate: validation loss (English)|model state, MiB")
+    methods: dict[str, dict[float, list[Record]]] = {}
     for record in results[part]:
         if record.get("method", suffix).endswith(LARGE_STEPS) != bool(suffix):
             continue
         if record["job"] == "before" and not record["failure"]:
-            scores = read_scores(record)
-            yield (NAMES["before"], "", "", "", f"{scores['chichewa']:.3f}", f"{scores['english']:.3f}", "")
+            scores = json.loads(next(line for line in reversed(record["log"]) if line.startswith("{")))
+            yield (NAMES["before"], f"{scores['chichewa']:.3f} ({scores['english']:.2f})", "")
         elif final_loss(record) is not None:
-            groups.setdefault((record["method"], record["lr"]), []).append(record)
-    for (_, lr), runs in groups.items():
-        losses = [loss for run in runs if (loss := final_loss(run)) is not None]
-        scores = [run["scores"] for run in runs if run.get("scores")]
-        yield (
-            method_name(runs[0]),
-            f"{lr:g}",
-            str(len(runs)),
-            f"{statistics.fmean(losses):.3f}" + (f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""),
-            *(f"{statistics.fmean(score[text] for score in scores):.3f}" if scores else "" for text in TEXTS),
-            f"{maximum_gib(runs[0], 'model_state_bytes') * 1024:,.0f}",
-        )
+            methods.setdefault(method_name(record), {}).setdefault(record["lr"], []).append(record)
+    for name, rates in methods.items():
+        cells = (f"{lr:g}: {mean_losses(runs)}" for lr, runs in sorted(rates.items()))
+        state = maximum_gib(next(iter(rates.values()))[0], "model_state_bytes") * 1024
+        yield (name, ", ".join(cells), f"{state:,.0f}")
 
 
-def read_scores(record: Record) -> Mapping[str, float]:
-    import json
-
-    return json.loads(next(line for line in reversed(record["log"]) if line.startswith("{")))
+def mean_losses(runs: Sequence[Record]) -> str:
+    """Return the mean validation loss over the seeds, and in brackets that on English."""
+    losses = [loss for run in runs if (loss := final_loss(run)) is not None]
+    english = [run["scores"]["english"] for run in runs if run.get("scores")]
+    text = f"{statistics.fmean(losses):.3f}" + (f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else "")
+    return text + (f" ({statistics.fmean(english):.2f})" if english else "")
 
 
 def speed(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
-    yield from header("method|ms a step|tokens/s|TFLOP/s|of the peak|model state, GiB|peak, GiB")
-    records = [record for record in results["speed"] if "rows" in record.get("json", {})]
-    for gpu, row in ((record["gpu"], row) for record in records for row in record["json"]["rows"]):
-        peak = peak_tflops(gpu)
+    yield from header("method|ms a step|tokens/s|TFLOP/s|model state, GiB|peak, GiB")
+    for row in (row for record in results["speed"] for row in record.get("json", {}).get("rows", ())):
         yield (
             row["method"],
             f"{row['step_ms']:,.0f}",
             f"{row['tokens_per_second']:,.0f}",
             f"{row['tflops_per_gpu'] or 0:.0f}",
-            f"{100 * (row['tflops_per_gpu'] or 0) / peak:.0f} %" if peak else "",
             f"{row['model_state_bytes'] / GIB:.1f}",
             f"{row['peak_memory_bytes'] / GIB:.1f}",
         )
 
 
-def peak_tflops(gpu: str) -> float | None:
-    """Return the bf16 peak of the cluster table's row for this GPU, None if the table has none."""
-    clusters = read_clusters(ROOT / "examples" / "clusters.csv").values()
-    return next((row.bf16_tflops for row in clusters if row.gpu.split()[0] in gpu.split()), None)
-
-
-def on_host(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
-    """Yield step times by block with the layers on the device and in host memory. The difference is copy time that no
-    kernel hides."""
-    yield from header("model|block|device, ms|host, ms|not hidden|peak on the device|peak with layers on the host")
-    records = {record["job"]: record for record in results["speed"] if not record["failure"]}
-    for model in ("8b", "14b"):
-        device, host = records.get(f"{model}_device"), records.get(f"{model}_host")
-        if device is None or host is None:
-            continue
-        times = [fastest_by_block(record) for record in (device, host)]
-        for block in times[0].keys() & times[1].keys():
-            near, far = times[0][block], times[1][block]
-            peaks = [f"{maximum_gib(record, 'peak_memory_bytes'):.1f} GiB" for record in (device, host)]
-            yield (model, str(block), f"{near:,.0f}", f"{far:,.0f}", f"{100 * (far - near) / far:.0f} %", *peaks)
-
-
 def every_layer(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
     """Yield steps that train every layer, by schedule and place of the layers. What the place adds to a step is copy
     time that no kernel hides."""
-    yield from header("gpu|model|schedule|layers|ms a step|tokens/s|not hidden|peak on the device|reserved|host memory")
+    yield from header("gpu|model|schedule|layers|ms a step|not hidden|peak, GiB|host memory")
     records = {record["job"]: record for record in results["speed"] if not record["failure"]}
     for model, schedule in itertools.product(NETWORKS, SCHEDULES):
         if (record := records.get(f"{model}_{schedule}")) is None:
@@ -218,28 +182,18 @@ def every_layer(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[st
             order.replace("_", "-"),
             place,
             f"{step_ms:,.0f}",
-            f"{typical(record, 'tokens_per_second'):,.0f}",
             f"{100 * (1 - typical(near, 'step_time_ms') / step_ms):.0f} %" if is_compared and near else "",
-            f"{maximum_gib(record, 'peak_memory_bytes'):.1f} GiB",
-            f"{maximum_gib(record, 'reserved_memory_bytes'):.1f} GiB",
-            f"{maximum_gib(record, 'host_state_bytes'):.1f} GiB",
+            f"{maximum_gib(record, 'peak_memory_bytes'):.1f}",
+            f"{maximum_gib(record, 'host_state_bytes'):.1f}",
         )
 
 
 def copies(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
     """Yield the rates of copies between page-locked memory and the GPU."""
-    yield from header("gpu|direction|GB/s")
+    yield from header("gpu|in, GB/s|out|each way at once")
     for record in results["speed"]:
         if record["job"] == "copies" and not record["failure"]:
-            yield from ((record["gpu"], direction, f"{rate:.1f}") for direction, rate in record["json"].items())
-
-
-def fastest_by_block(record: Record) -> dict[int, float]:
-    """Return the fastest step of each block, because a block's first steps compile and fill caches."""
-    times: dict[int, float] = {}
-    for line in step_lines(record):
-        times[line["block"]] = min(line["step_time_ms"], times.get(line["block"], float("inf")))
-    return times
+            yield (record["gpu"], *(f"{rate:.1f}" for rate in record["json"].values()))
 
 
 def large(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
@@ -258,8 +212,9 @@ def large(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
 def sanity(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
     yield from header("check|outcome")
     for record in results["sanity"]:
-        results_seen = [line for line in record["log"] if " passed" in line or "PASS" in line or "FAIL" in line]
-        yield (record["job"], record["failure"] or (results_seen[-1].strip("= ") if results_seen else "passed"))
+        if not record["failure"]:
+            outcomes = [line for line in record["log"] if " passed" in line or "PASS" in line]
+            yield (record["job"], " ".join(outcomes[-1].strip("= ").split()) if outcomes else "passed")
 
 
 # ---------------------------------------------------------------- picture

@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--gpu", choices=CARDS)
     parser.add_argument("--num-gpus", type=int)
     arguments = parser.parse_args()
-    print("\n".join(f"| {' | '.join(line)} |" for line in (COLUMNS, ["---"] * len(COLUMNS))), flush=True)
+    print(f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}", sep="\n", flush=True)
     for model in [arguments.model] if arguments.model else read_models(MODELS):
         for gpu, numbers in CARDS.items():
             for num_gpus in numbers:
