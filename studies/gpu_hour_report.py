@@ -65,8 +65,8 @@ def page_lines(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
         "Fine-tuning on a new language, 500 steps of 1,024 tokens": functools.partial(fine_tuning, part="fine_tuning"),
         "The same in 125 steps of 4,096 tokens": functools.partial(fine_tuning, part="fine_tuning", suffix=LARGE_STEPS),
         "Fine-tuning on instructions": functools.partial(fine_tuning, part="instructions"), "Step times": speed,
-        "Every layer trained, by schedule": every_layer, "Copies": copies,
-        "Eight billion parameters on one card": large, "Sanity": sanity,
+        "Every layer trained, by schedule": every_layer, 
+        "Eight billion parameters on one card": large,
     }  # fmt: skip
     for title, table in tables.items():
         rows = list(table(results))
@@ -112,7 +112,7 @@ def method_name(record: Record) -> str:
 
 
 def learning(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
-    yield from header("method|rate|validation loss|tokens/s|model state, GiB|peak, GiB")
+    yield from header("method|rate|validation loss|tokens/s|peak, GiB")
     for record in results["learning"]:
         if record["job"] == "rate" or (loss := final_loss(record)) is None:
             continue
@@ -121,7 +121,6 @@ def learning(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]
             f"{record['lr']:g}",
             f"{loss:.3f}",
             f"{typical(record, 'tokens_per_second'):,.0f}",
-            f"{maximum_gib(record, 'model_state_bytes'):.2f}",
             f"{maximum_gib(record, 'peak_memory_bytes'):.1f}",
         )
 
@@ -188,14 +187,6 @@ def every_layer(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[st
         )
 
 
-def copies(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
-    """Yield the rates of copies between page-locked memory and the GPU."""
-    yield from header("gpu|in, GB/s|out|each way at once")
-    for record in results["speed"]:
-        if record["job"] == "copies" and not record["failure"]:
-            yield (record["gpu"], *(f"{rate:.1f}" for rate in record["json"].values()))
-
-
 def large(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
     yield from header("method|ms a step|tokens/s|model state, GiB|peak, GiB")
     for record in results["large"]:
@@ -207,14 +198,6 @@ def large(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
                 f"{maximum_gib(record, 'model_state_bytes'):.1f}",
                 f"{maximum_gib(record, 'peak_memory_bytes'):.1f}",
             )
-
-
-def sanity(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
-    yield from header("check|outcome")
-    for record in results["sanity"]:
-        if not record["failure"]:
-            outcomes = [line for line in record["log"] if " passed" in line or "PASS" in line]
-            yield (record["job"], " ".join(outcomes[-1].strip("= ").split()) if outcomes else "passed")
 
 
 # ---------------------------------------------------------------- picture

@@ -543,7 +543,7 @@ class Table:
         theirs = self._results(final_runs(study, baseline, base_lr)[0]) if base_lr is not None else {}
         todo = len(tried.todo)
         note = f" *{len(tried.values)} of {len(tried.values) + todo} rates*" if todo else ""
-        note = " *edge*" if tried.at_edge and len(tried.values) > 1 else note
+        note = " *edge*" if tried.at_edge and len(tried.values) > 2 else note
         state = _median(ours, "state_bytes_per_parameter")
         return replace(
             row,
