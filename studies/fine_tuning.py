@@ -1,4 +1,4 @@
-"""Compare what fine-tuning methods learn: loss at equal steps and equal time, model state, and cost.
+"""Compare what fine-tuning methods learn at equal steps, and their model state.
 
     python studies/fine_tuning.py --peers full,badam,lora --output out/sft
     python studies/fine_tuning.py --base MODEL --variant "six=--bcd-num-blocks 6" --seeds 1,2,3
@@ -6,13 +6,12 @@
 Fine-tunes a LLaMA on records with the BCD preset, in full with Adam, with BAdam (PyPI badam) and LoRA (PyPI peft), and
 with every --variant. Each method's learning rate is tuned. The model is --base, or a small one that is first trained on
 --pretrain-text. Runs, tuning and seeds are those of a study (studies/study.py), so an interrupted comparison continues
-when started again. --output receives table.md, rows.csv and the runs. See docs/fine_tuning.md.
+when started again. --output receives table.md (its columns: docs/learning.md), rows.csv with all runs, and the runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
 import importlib.util
 import json
@@ -20,22 +19,20 @@ import math
 import os
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
-from _parser import Parser, command, cpu_model, run_main
+from _parser import Parser, command, run_main
 from _processes import ROOT, failure_reason
 from filelock import FileLock, Timeout
-from results import NAME, Point, Result, Study, Variant, final_runs, grid, points
+from results import NAME, Study, Table, Variant
 from study import Commands, Runner, make_folder, tell
 
 PROG = "studies/fine_tuning.py"
@@ -268,257 +265,16 @@ def build_study(arguments: argparse.Namespace, prepared: Prepared) -> Study:
         models=(Variant(name=arguments.size),),
         data=(Variant(name="records"),),
         methods=tuple(methods),
+        title="Fine-tuning side by side",
+        conclusion=f"{prepared.about}. Then {prepared.steps:,} steps of {size.global_batch} sequences of "
+        f"{size.seq_length} tokens, {arguments.num_epochs:g} epochs of {prepared.num_records:,} records "
+        f"({arguments.split} into training, validation and test), in {'bf16' if arguments.bf16 else 'fp32'}.",
         baseline=BASELINE if BASELINE in arguments.peers else OURS,
         seeds=arguments.seeds,
         learning_rates=arguments.learning_rates,
         extend=1,
         jobs=1,
     )
-
-
-# ---------------------------------------------------------------- figures
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """One finished run. Training time is the number of steps times the step time, so it excludes evaluations and other
-    work on the machine."""
-
-    seed: int
-    curve: tuple[tuple[int, float], ...]
-    """Iteration and validation loss, ascending; the last entry is the end of the run."""
-    step_ms: float
-    state_bytes: int
-    peak_bytes: int
-    test: float | None
-
-    @property
-    def best(self) -> tuple[int, float]:
-        """Iteration and value of the lowest validation loss."""
-        return min(self.curve, key=lambda point: point[1])
-
-    def at_time(self, milliseconds: float) -> float:
-        """Return the interpolated validation loss after this much training, or the last one if the run was shorter."""
-        step = milliseconds / self.step_ms
-        for (before, start), (after, end) in pairwise(self.curve):
-            if step <= after:
-                return start + max(0.0, (step - before) / (after - before)) * (end - start)
-        return self.curve[-1][1]
-
-    def time_to(self, loss: float) -> float | None:
-        """Return the milliseconds of training until the interpolated validation loss reaches `loss`, or None."""
-        first = self.curve[0]
-        if first[1] <= loss:
-            return first[0] * self.step_ms
-        for (before, above), (after, below) in pairwise(self.curve):
-            if below <= loss:
-                return (before + (above - loss) / (above - below) * (after - before)) * self.step_ms
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One method: means over the seeds, and their spread (largest minus smallest)."""
-
-    method: str
-    label: str
-    failure: str = ""
-    """Why there are no figures; all other fields then have their defaults."""
-    lr: float | None = None
-    lr_at_edge: bool = False
-    rates: tuple[tuple[float, float | None], ...] = ()
-    """Learning rates with the final validation loss of the first seed; None if it is not finite or the run failed."""
-    seeds: tuple[int, ...] = ()
-    best: float = math.nan
-    """Lowest validation loss."""
-    best_spread: float = math.nan
-    last: float = math.nan
-    """Validation loss at the end, after equal epochs."""
-    last_spread: float = math.nan
-    at_full_time: float = math.nan
-    """Validation loss after the time of full training, or at the end of the run if that is earlier."""
-    to_full: float | None = None
-    """Lowest validation loss relative to full training's, minus 1."""
-    cost: float | None = None
-    """Time until full training's lowest validation loss, relative to full training's time."""
-    num_reached: int = 0
-    """Number of seeds that reach it; `cost` is their mean."""
-    test: float | None = None
-    tokens_per_second: float = math.nan
-    """Positions per second, including those without a loss."""
-    step_ms: float = math.nan
-    state_bytes: float = math.nan
-    peak_bytes: float = math.nan
-    """Peak memory of the process, including libraries."""
-
-
-def build_row(runs: Sequence[Trained], full: Mapping[int, Trained], *, tokens: float, **about: Any) -> Row:
-    """Return a method's row, given its runs at the tuned rate (one per seed) and full training's runs by seed."""
-    pairs = [(run, full[run.seed]) for run in runs if run.seed in full]
-    times = [(run.time_to(other.best[1]), other.best[0] * other.step_ms) for run, other in pairs]
-    costs = [ours / theirs for ours, theirs in times if ours is not None and theirs]
-    tests = [run.test for run in runs if run.test is not None]
-    best, last = [run.best[1] for run in runs], [run.curve[-1][1] for run in runs]
-    at_full_time = [run.at_time(other.curve[-1][0] * other.step_ms) for run, other in pairs]
-    return Row(
-        **about,
-        seeds=tuple(run.seed for run in runs),
-        best=statistics.fmean(best),
-        best_spread=max(best) - min(best),
-        last=statistics.fmean(last),
-        last_spread=max(last) - min(last),
-        at_full_time=statistics.fmean(at_full_time or [math.nan]),
-        to_full=statistics.fmean(run.best[1] / other.best[1] - 1 for run, other in pairs) if pairs else None,
-        cost=statistics.fmean(costs) if costs else None,
-        num_reached=len(costs),
-        test=statistics.fmean(tests) if tests else None,
-        tokens_per_second=statistics.fmean(tokens / run.step_ms * 1e3 for run in runs),
-        step_ms=statistics.fmean(run.step_ms for run in runs),
-        state_bytes=max(run.state_bytes for run in runs),
-        peak_bytes=max(run.peak_bytes for run in runs),
-    )
-
-
-def build_rows(runner: Runner, *, tokens: float) -> list[Row]:
-    """Return the rows of all methods that have finished runs, in the study's order."""
-    study = runner.study
-    trained = {point: _trained(runner, point) for point in points(study)}
-    full = {run.seed: run for point, runs in trained.items() if point.method.name == BASELINE for run in runs}
-    rows = []
-    for point, runs in trained.items():
-        tried = grid(study, point, runner.lookup)
-        rates = tuple((lr, value if math.isfinite(value) else None) for lr, value in sorted(tried.values.items()))
-        about: dict[str, Any] = {"method": point.method.name, "label": point.method.label, "rates": rates}
-        if runs:
-            edge = tried.at_edge and len(rates) > 1
-            rows.append(build_row(runs, full, tokens=tokens, lr=tried.best_so_far, lr_at_edge=edge, **about))
-        elif rates:
-            failed = [runner.lookup(point.run(lr, study.seeds[0])) for lr, _ in rates]
-            reason = next((result.failure for result in failed if result and result.failure), "no finite loss")
-            rows.append(Row(failure=reason, **about))
-    return rows
-
-
-def _trained(runner: Runner, point: Point) -> list[Trained]:
-    """Return the method's runs at its best rate so far."""
-    lr = grid(runner.study, point, runner.lookup).best_so_far
-    trained = []
-    for run in [] if lr is None else final_runs(runner.study, point, lr)[0]:
-        result = runner.lookup(run)
-        if result is None or result.validation is None or result.step_ms is None:
-            continue
-        curve = {step: value for step, value in result.curve if value is not None}
-        curve[result.steps or 0] = result.validation
-        trained.append(
-            Trained(
-                seed=run.seed,
-                curve=tuple(sorted(curve.items())),
-                step_ms=runner.step_ms(point) or result.step_ms,
-                state_bytes=round((result.state_bytes_per_parameter or 0) * (result.num_parameters or 0)),
-                peak_bytes=result.peak_bytes or 0,
-                test=result.test,
-            )
-        )
-    return trained
-
-
-def table(rows: Sequence[Row], *, num_seeds: int = 1) -> list[str]:
-    """Return Markdown lines with one row per method; `num_seeds` is the number of seeds that were requested."""
-    base = next((row for row in rows if row.method == BASELINE and not row.failure), None)
-
-    def spread(value: float, row: Row) -> str:
-        return f" ± {value / 2:.4f}" if len(row.seeds) > 1 else ""
-
-    def cost(row: Row) -> str:
-        if row.cost is None:
-            return "not reached" if base else "-"
-        some = "" if row.num_reached == len(row.seeds) else f" ({row.num_reached} of {len(row.seeds)})"
-        return f"{row.cost:.2f}{some}"
-
-    columns = {
-        "learning rate": lambda row: f"{row.lr:g}" + " *edge*" * row.lr_at_edge,
-        "best validation loss": lambda row: (
-            f"{row.best:.4f}"
-            + spread(row.best_spread, row)
-            + (f" *{len(row.seeds)} of {num_seeds} seeds*" if len(row.seeds) < num_seeds else "")
-        ),
-        "to full": lambda row: "-" if row.to_full is None else f"{100 * row.to_full:+.2f} %",
-        "at equal epochs": lambda row: f"{row.last:.4f}" + spread(row.last_spread, row),
-        "at equal time": lambda row: "-" if math.isnan(row.at_full_time) else f"{row.at_full_time:.4f}",
-        "test": lambda row: "-" if row.test is None else f"{row.test:.4f}",
-        "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}",
-        "model state": lambda row: f"{row.state_bytes / 2**20:.1f} MiB",
-        "of full": lambda row: f"{100 * row.state_bytes / base.state_bytes:.0f} %" if base else "-",
-        "peak memory": lambda row: f"{row.peak_bytes / 2**20:,.0f} MiB",
-        "cost to full's best": cost,
-    }
-    lines = ["| " + " | ".join(("method", *columns)) + " |", "|---|" + "---|" * len(columns)]
-    for row in rows:
-        failed = [f"failed: {row.failure.replace('|', '/')}", *[""] * (len(columns) - 1)]
-        cells = failed if row.failure else [cell(row) for cell in columns.values()]
-        lines.append("| " + " | ".join((row.label, *cells)) + " |")
-    return lines
-
-
-def grid_lines(rows: Sequence[Row]) -> list[str]:
-    """Return Markdown lines with the final validation loss at every learning rate."""
-    rates = sorted({rate for row in rows for rate, _ in row.rates})
-    lines = ["| learning rate | " + " | ".join(f"{rate:g}" for rate in rates) + " |", "|---|" + "---|" * len(rates)]
-    for row in rows:
-        known = {rate: "diverged" if value is None else f"{value:.4f}" for rate, value in row.rates}
-        lines.append(f"| {row.label} | " + " | ".join(known.get(rate, "") for rate in rates) + " |")
-    return lines
-
-
-def document(
-    rows: Sequence[Row], arguments: argparse.Namespace, prepared: Prepared, argv: Sequence[str], timing: Result | None
-) -> str:
-    """Return the Markdown page: the table, and how it was measured."""
-    size = chosen_size(arguments)
-    timed = (
-        f"Step times: 60 steps of every method in turn, median of {timing.rounds} rounds."
-        if timing
-        else "Step times are those of the runs, which may have shared the machine."
-    )
-    return "\n".join(
-        [
-            "# Fine-tuning side by side",
-            "",
-            f"`python {PROG} {shlex.join(argv)}`",
-            "",
-            *table(rows, num_seeds=len(arguments.seeds)),
-            "",
-            "Validation loss at the end, by learning rate (first seed):",
-            "",
-            *grid_lines(rows),
-            "",
-            f"{prepared.about}. Then {prepared.steps:,} steps of {size.global_batch} sequences of {size.seq_length} "
-            f"tokens, {arguments.num_epochs:g} epochs of {prepared.num_records:,} records ({arguments.split} into "
-            f"training, validation and test), in {'bf16' if arguments.bf16 else 'fp32'}. Seeds: "
-            f"{', '.join(map(str, arguments.seeds))}; ± is half the range over them, *n of m seeds* means that only n "
-            "have finished. To full: best validation loss, relative. At equal time: after full training's time, or at "
-            "the end of the run if that is earlier. Cost: training time until full Adam's lowest validation loss, "
-            "relative to full Adam's. Times count training steps only. Model state: weights, gradients, moments, "
-            "adapters. Peak memory: the process and its libraries. *edge*: the best rate is the grid's first or last.",
-            "",
-            f"{cpu_model()}, one thread. {timed}",
-            "",
-        ]
-    )
-
-
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write the rows as CSV."""
-
-    def text(value: Any) -> str:
-        if isinstance(value, tuple):
-            return " ".join(":".join(map(text, item)) if isinstance(item, tuple) else text(item) for item in value)
-        return "" if value is None or value != value else str(value)
-
-    names = [field.name for field in fields(Row)]
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([names, *([text(getattr(row, name)) for name in names] for row in rows)])
 
 
 # ---------------------------------------------------------------- command line
@@ -622,18 +378,19 @@ def main(argv: Sequence[str]) -> int:
             runner = Runner(commands, results)
             tell(f"{len(runner.todo()[0])} runs can start now; {prepared.steps} steps each, in {prepared.folder}")
 
-            def report() -> list[Row]:
-                rows = build_rows(runner, tokens=float(size.seq_length * size.global_batch))
-                text = document(rows, arguments, prepared, argv, runner.timing)
+            def report() -> Table:
+                table = Table(study, runner.lookup, arithmetic=lambda point: None, step_ms=runner.step_ms)
+                text = table.markdown(command=f"python {PROG} {shlex.join(argv)}", timing=runner.timing)
                 (folder / "table.md").write_text(text, encoding="utf-8")
-                write_rows(folder / "rows.csv", rows)
-                return rows
+                if results.exists():
+                    shutil.copyfile(results, folder / "rows.csv")
+                return table
 
             runner.run(max_minutes=arguments.max_minutes, finished=report)
-            rows = report()
+            rows = report().rows
             if arguments.step_times and not runner.todo()[0] and not any(row.failure for row in rows):
                 runner.take_times(arguments.step_times)
-                rows = report()
+                report()
     except Timeout:
         raise ValueError(f"--output {folder}: in use by another {PROG}. Wait for it, or give another folder.") from None
     print((folder / "table.md").read_text(encoding="utf-8"))

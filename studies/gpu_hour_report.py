@@ -65,7 +65,7 @@ def page_lines(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
         "Fine-tuning on a new language, 500 steps of 1,024 tokens": functools.partial(fine_tuning, part="fine_tuning"),
         "The same in 125 steps of 4,096 tokens": functools.partial(fine_tuning, part="fine_tuning", suffix=LARGE_STEPS),
         "Fine-tuning on instructions": functools.partial(fine_tuning, part="instructions"), "Step times": speed,
-        "Every layer trained, by schedule": every_layer, 
+        "Every layer trained, by schedule": every_layer,
         "Eight billion parameters on one card": large,
     }  # fmt: skip
     for title, table in tables.items():

@@ -21,10 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.bcd.config.yaml_file import read_yaml
-from megatron.bcd.planner.tables import read_clusters
 
 ROOT = Path(__file__).resolve().parents[1]
-CLUSTERS = str(ROOT / "examples" / "clusters.csv")
 PLACEHOLDER = re.compile(r"\{(\w+)(?:([*/])(\d+(?:\.\d+)?))?\}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 """Pattern of the names of models, texts and methods, which become parts of folder names."""
@@ -51,8 +49,6 @@ class Variant:
     models: tuple[str, ...] = ()
     """The models that it trains; default: all."""
     learning_rates: tuple[float, ...] = ()
-    learning_rate_of: str | None = None
-    """Use the learning rate that was tuned for this method."""
     arithmetic_as: str | None = None
     """A method with the same arithmetic, for programs that the planner does not know."""
     description: str = ""
@@ -80,7 +76,6 @@ class Study:
     tune_on: str | None = None
     extend: int = 1
     metric: str = "loss"
-    gpu: str | None = None
     jobs: int = 2
     threads: int = 1
     minutes: float = 5.0
@@ -163,19 +158,11 @@ def _check(study: Study) -> None:
     _check_choice(study.metric, ("loss", "accuracy"), f"{path}: metric")
     _check_choice(study.baseline, names["methods"], f"{path}: baseline")
     _check_choice(study.tune_on or names["data"][0], names["data"], f"{path}: tune_on")
-    if study.gpu is not None:
-        _check_choice(study.gpu, list(read_clusters(CLUSTERS)), f"{path}: gpu")
     for method in study.methods:
         where = f"{path}: methods: {method.name}"
-        for key in ("learning_rate_of", "arithmetic_as"):
-            _check_choice(getattr(method, key) or method.name, names["methods"], f"{where}: {key}")
+        _check_choice(method.arithmetic_as or method.name, names["methods"], f"{where}: arithmetic_as")
         for model in method.models:
             _check_choice(model, names["models"], f"{where}: models")
-        tuned_with = study.method(method.learning_rate_of or method.name)
-        if tuned_with.models and not set(method.models or names["models"]) <= set(tuned_with.models):
-            raise ValueError(f"{where}: learning_rate_of: {tuned_with.name} does not train all of its models")
-        if method.learning_rate_of and tuned_with.learning_rate_of:
-            raise ValueError(f"{where}: learning_rate_of: {tuned_with.name} is not tuned itself")
     if study.method(study.baseline).steps != 1 or study.method(study.baseline).models:
         raise ValueError(f"{path}: methods: {study.baseline}: the baseline has all steps and trains all models")
     for entry in (study, *study.models, *study.data, *study.methods):
@@ -406,7 +393,7 @@ def points(study: Study, only: str = "*") -> Iterator[Point]:
 def tuning_point(study: Study, point: Point) -> Point:
     """Return the point whose grid determines this one's learning rate."""
     data = next(data for data in study.data if data.name == (study.tune_on or point.data.name))
-    return replace(point, data=data, method=study.method(point.method.learning_rate_of or point.method.name))
+    return replace(point, data=data)
 
 
 def grid(study: Study, point: Point, lookup: Lookup) -> Grid:
@@ -462,10 +449,6 @@ class Multiplier:
     def __str__(self) -> str:
         return {"=": "", "<=": "≤ ", "<": "< ", ">": "> "}[self.relation] + f"{self.value:.2f}"
 
-    def times(self, factor: float | None) -> Multiplier | None:
-        """Return the relative cost of reaching the baseline's metric, if a step costs `factor` of the baseline's."""
-        return None if factor is None else replace(self, value=self.value * factor)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -488,12 +471,9 @@ class Row:
     length: float = 1.0
     state: float | None = None
     """Model state in bytes per parameter."""
-    host: float | None = None
     relative_state: float | None = None
     relative_time: float | None = None
     arithmetic: float | None = None
-    dollars: float | None = None
-    """Price of a run, without its evaluations."""
     num_parameters: int | None = None
 
     @property
@@ -554,7 +534,6 @@ class Table:
             relative_test=ratio(_tests(ours), _tests(theirs)),
             multiplier=self._multiplier(point, ours, budgets, theirs) if theirs else None,
             state=state,
-            host=_median(ours, "host_bytes_per_parameter"),
             relative_state=_over(state, _median(theirs, "state_bytes_per_parameter")),
             num_parameters=next(iter(ours.values())).num_parameters,
         )  # fmt: skip
@@ -584,16 +563,13 @@ class Table:
 
     def _with_costs(self, point: Point, row: Row) -> Row:
         baseline = replace(point, method=self.study.method(self.study.baseline))
-        ms, prices = self._step_ms(point), read_clusters(CLUSTERS)
-        price = prices[self.study.gpu].usd_per_gpu_hour if self.study.gpu else None
         return replace(
             row,
             arithmetic=_over(self._arithmetic(point), self._arithmetic(baseline)),
-            relative_time=_over(ms, self._step_ms(baseline)),
-            dollars=ms * self.study.steps * row.length / 3.6e6 * price if ms and price else None,
+            relative_time=_over(self._step_ms(point), self._step_ms(baseline)),
         )
 
-    def markdown(self, *, timing: Result | None) -> str:
+    def markdown(self, *, command: str, timing: Result | None) -> str:
         """Return the page of the study; `timing` is a timing line, for its commit."""
         study = self.study
         lines = [f"# {study.title or study.name}", "", *wrapped(study.conclusion), ""]
@@ -614,7 +590,7 @@ class Table:
         )
         seeds = f"{len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
         source = (
-            f"`python studies/study.py studies/{study.name}.yaml`, commit {', '.join(sorted(commits))}; "
+            f"`{command}`, commit {', '.join(sorted(commits))}; "
             f"{', '.join(sorted(cpus))}, {study.threads} thread(s) a run. {study.steps:,} steps, {seeds}. "
             "[Columns](../docs/learning.md#columns)."
         )
@@ -692,7 +668,6 @@ def table_lines(rows: Sequence[Row], *, metric: str) -> list[str]:
         ),
         "step time": lambda row: shown(row.relative_time, ".2f"),
         "arithmetic": lambda row: shown(row.arithmetic, ".2f"),
-        "dollars": lambda row: shown(row.dollars, ".3g"),
     }
     ran = [row for row in rows if not row.failure]
     columns = {name: cell for name, cell in columns.items() if any(cell(row) != "-" for row in ran)}

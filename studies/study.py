@@ -409,7 +409,7 @@ def run(arguments: argparse.Namespace) -> int:
         runner.run(max_minutes=arguments.max_minutes)
     arithmetic = functools.cache(functools.partial(step_arithmetic, commands))
     table = Table(study, runner.lookup, arithmetic=arithmetic, step_ms=runner.step_ms)
-    text = table.markdown(timing=runner.timing)
+    text = table.markdown(command=f"python {PROG} studies/{study.name}.yaml", timing=runner.timing)
     results_file.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
     from figures import draw  # matplotlib is slow to import
