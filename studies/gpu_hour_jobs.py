@@ -120,6 +120,7 @@ LEARNING = (
     ("paper", "--bcd-preset paper", 1.2e-3),
     ("factored", "--bcd-preset pretrain --bcd-inactive-update factored", 1.2e-3),
     ("full_adam", "--bcd-num-blocks 1", 6e-4),
+    ("full_adam", "--bcd-num-blocks 1", 3e-4),
 )
 """Method, flags and learning rate, the most informative first."""
 RUN_SECONDS = 90
@@ -144,7 +145,7 @@ def learning(setting: Setting, results: Results) -> list[Job]:
     steps = 8 if setting.is_tiny else steps_within(RUN_SECONDS, results["rate"])
     limit = 240 if setting.is_tiny else 1.5 * RUN_SECONDS + 35
     jobs = []
-    for method, flags, lr in [*LEARNING, *neighbour(results)]:
+    for method, flags, lr in LEARNING:
         length = f"--train-iters {steps} --lr-warmup-iters {max(1, steps // 12)} --lr {lr:g} --min-lr {lr / 10:g}"
         reports = f"--log-interval {max(1, steps // 60)} --eval-interval {max(1, steps // 8)} --eval-iters 3"
         jobs.append(Job(name=f"{method}-{lr:g}", words=python(f"{shared} {flags} {length} {reports}"), seconds=limit,
@@ -186,14 +187,6 @@ def final_loss(record: Mapping[str, Any]) -> float | None:
     return losses[-1] if losses and not record["failure"] else None
 
 
-def neighbour(results: Results) -> Sequence[tuple[str, str, float]]:
-    """Return a third learning rate of full Adam, beyond the better one of the first two."""
-    low, high = (final_loss(results.get(f"full_adam-{lr:g}", {})) for lr in (6e-4, 1.2e-3))
-    if low is None or high is None:
-        return ()
-    return (("full_adam", "--bcd-num-blocks 1", 2.4e-3 if high < low else 3e-4),)
-
-
 # ---------------------------------------------------------------- fine-tuning
 
 LANGUAGE = (
@@ -210,20 +203,13 @@ FINE_TUNING = (
     " --num-workers 0 --log-interval 10 --full-validation"
 )
 FACTORED = "--bcd-inactive-update factored"
-BLOCKS = "--bcd-num-blocks 6 --bcd-steps-per-block 25"
-MUON_BLOCK = "--optimizer muon " + MUON.split("--optimizer muon ")[1]
 METHODS = {
     "full_adam": "--bcd-num-blocks 1",
     "full_adam_8_bit": "--bcd-num-blocks 1 --adam-moments-dtype int8",
     "full_muon": MUON,
-    "six_blocks": f"--bcd-preset finetune --bcd-inactive-update none {BLOCKS}",
+    "six_blocks": "--bcd-preset finetune --bcd-inactive-update none --bcd-num-blocks 6 --bcd-steps-per-block 25",
     "factored": f"--bcd-num-blocks 0 {FACTORED} --bcd-embedding-update factored",
-    "factored_adam_embedding": f"--bcd-num-blocks 0 {FACTORED}",
-    "factored_adam_blocks": f"{FACTORED} --bcd-embedding-update factored {BLOCKS} --bcd-layout strided",
-    "factored_muon_blocks": f"{FACTORED} --bcd-embedding-update factored {BLOCKS} --bcd-layout strided {MUON_BLOCK}",
     "orthogonal": "--bcd-num-blocks 0 --bcd-inactive-update orthogonal --bcd-inactive-lr-ratio 0.4",
-    "orthogonal_muon_blocks": f"--bcd-inactive-update orthogonal --bcd-inactive-lr-ratio 0.4 {BLOCKS}"
-    f" --bcd-layout strided {MUON_BLOCK}",
 }
 LANGUAGE_RATES: Mapping[str, Sequence[float]] = {
     "factored": (1.2e-3, 6e-4, 2.4e-3),
@@ -231,17 +217,12 @@ LANGUAGE_RATES: Mapping[str, Sequence[float]] = {
     "orthogonal": (1.2e-3, 2.4e-3, 6e-4),
     "full_muon": (1.2e-3, 6e-4, 2.4e-3),
     "full_adam_8_bit": (1.2e-3,),
-    "factored_muon_blocks": (6e-4,),
-    "factored_adam_blocks": (6e-4,),
     "six_blocks": (4e-4,),
-    "factored_adam_embedding": (6e-4,),
-    "orthogonal_muon_blocks": (6e-4,),
 }
 """Learning rates by method, the most informative methods first."""
 INSTRUCTION_RATES: Mapping[str, Sequence[float]] = {
     "full_adam": (2.5e-5, 5e-5, 1e-4),
     "factored": (2.5e-5, 5e-5, 1e-4),
-    "factored_muon_blocks": (5e-5, 1e-4),
     "orthogonal": (5e-5, 1e-4),
     "full_muon": (5e-5, 1e-4),
     "six_blocks": (1.5e-4,),
@@ -349,10 +330,6 @@ STEPS = (
     " --log-interval 1 --num-workers 2 --seed 1 --train-iters 6"
 )
 """Steps with random weights."""
-ON_HOST = (
-    "--bcd-preset finetune --bcd-inactive-update none --bcd-head-phase --bcd-steps-per-block 4"
-    " --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear --bcd-layers-on"
-)
 EVERY_LAYER = "--bcd-preset finetune --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear"
 """Every layer is trained in every step."""
 RTX4090_GIB = 22.6
@@ -378,6 +355,10 @@ SCHEDULES = {
     "depth_first_device": "--bcd-schedule bcd",
 }
 NETWORKS = {"8b": LLAMA_8B, "14b": QWEN_14B, "experts": QWEN_30B_A3B}
+COMPILED = ("8b_breadth_first_host", "8b_breadth_first_device", "8b_depth_first_device", "14b_breadth_first_host",
+            "experts_breadth_first_device")  # fmt: skip
+EVERY_SCHEDULE = (*COMPILED, "experts_breadth_first_host", "14b_breadth_first_device")
+"""Runs of every layer. Those in COMPILED are repeated with compiled updates."""
 COPIES = """
 import json, sys, time, torch
 count, streams = 8, [torch.cuda.Stream() for _ in range(2)]
@@ -413,33 +394,22 @@ def speed(setting: Setting, results: Results) -> list[Job]:
     if setting.has_gpu:
         offload = python(f"{benchmark} offload --steps 1")
         jobs.append(Job(name="llama_1_3b_offload", words=offload, seconds=200 if setting.is_tiny else 100, kind="json"))
-    for model, network in {"8b": LLAMA_8B, "14b": QWEN_14B}.items():
-        for place in ("device", "host"):
-            jobs.append(time_steps(setting, f"{model}_{place}", network, f"{ON_HOST} {place}"))
-    every_layer = [
-        time_steps(setting, f"{model}_{schedule}", NETWORKS[model], f"{EVERY_LAYER} {SCHEDULES[schedule]}",
-                   limit="host" in schedule)
-        for model, schedule in (
-            ("8b", "breadth_first_device"), ("8b", "breadth_first_host"), ("14b", "breadth_first_host"),
-            ("8b", "depth_first_device"), ("experts", "breadth_first_host"), ("experts", "breadth_first_device"),
-            ("14b", "breadth_first_device"),
-        )
-    ]  # fmt: skip
-    compiled = [
-        time_steps(setting, f"{model}_{schedule}_compiled", NETWORKS[model], f"{EVERY_LAYER} {SCHEDULES[schedule]}",
-                   limit="host" in schedule)
-        for model, schedule in (
-            ("8b", "breadth_first_host"), ("8b", "breadth_first_device"), ("8b", "depth_first_device"),
-            ("14b", "breadth_first_host"), ("experts", "breadth_first_device"),
-        )
-    ]  # fmt: skip
     flags = f"{LLAMA_8B} {STEPS} {EVERY_LAYER} {SCHEDULES['breadth_first_host']}"
     words = python(f"studies/kernel_kinds.py --json {{metrics}} pretrain_llama_bcd.py {flags}")
     kernels = Job(name="8b_kernels", words=words, seconds=150, kind="json")
     adam = time_steps(setting, "8b_full_adam_8_bit_host", LLAMA_8B, ADAM_ON_HOST, limit=True)
     copies = Job(name="copies", words=(sys.executable, "-c", COPIES, "{metrics}"), seconds=60, kind="json")
     profile = [kernels] if setting.has_gpu and not setting.is_tiny else []
+    compiled = [time_schedule(setting, name, suffix="_compiled") for name in COMPILED]
+    every_layer = [time_schedule(setting, name) for name in EVERY_SCHEDULE]
     return [*compiled, *profile, *([copies] if setting.has_gpu else []), *every_layer, adam, *jobs]
+
+
+def time_schedule(setting: Setting, name: str, *, suffix: str = "") -> Job:
+    """Return the job that trains every layer; `name` joins names of NETWORKS and SCHEDULES."""
+    model, _, schedule = name.partition("_")
+    flags = f"{EVERY_LAYER} {SCHEDULES[schedule]}"
+    return time_steps(setting, name + suffix, NETWORKS[model], flags, limit="host" in schedule)
 
 
 def time_steps(setting: Setting, name: str, network: str, flags: str, *, limit: bool = False) -> Job:

@@ -24,10 +24,10 @@ PICTURE = ROOT / "docs" / "images" / "gpu_hour_learning.png"
 NAMES = {
     "full_adam": "full Adam", "full_adam_8_bit": "full Adam, 8-bit moments", "full_muon": "full Muon, bf16 momentum",
     "pretrain": "`pretrain`", "paper": "`paper`", "lora_64": "LoRA, rank 64", "lora_16": "LoRA, rank 16",
-    "lora_16_embedding": "LoRA, rank 16, embedding trained", "six_blocks": "six Adam blocks, the rest frozen",
+    "six_blocks": "six Adam blocks, the rest frozen",
     "factored": "factored, no block", "factored_adam_embedding": "factored, no block, embedding by Adam",
     "factored_adam_blocks": "factored, six Adam blocks", "factored_muon_blocks": "factored, six Muon blocks",
-    "orthogonal": "orthogonal, no block", "orthogonal_muon_blocks": "orthogonal, six Muon blocks",
+    "orthogonal": "orthogonal, no block",
     "before": "before fine-tuning",
 }  # fmt: skip
 """Labels of methods."""
@@ -85,11 +85,6 @@ def markdown(rows: Sequence[Sequence[str]]) -> Iterator[str]:
             yield f"|{'---|' * len(row)}"
 
 
-def header(titles: str) -> Iterator[Sequence[str]]:
-    """Yield the first row of a table."""
-    yield titles.split("|")
-
-
 def step_lines(record: Record) -> list[Record]:
     return [line for line in record.get("metrics", ()) if "step_time_ms" in line]
 
@@ -112,7 +107,7 @@ def method_name(record: Record) -> str:
 
 
 def learning(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
-    yield from header("method|rate|validation loss|tokens/s|peak, GiB")
+    yield ["method", "rate", "validation loss", "tokens/s", "peak, GiB"]
     for record in results["learning"]:
         if record["job"] == "rate" or (loss := final_loss(record)) is None:
             continue
@@ -127,7 +122,7 @@ def learning(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]
 
 def fine_tuning(results: Mapping[str, Sequence[Record]], *, part: str, suffix: str = "") -> Iterator[Sequence[str]]:
     """Yield one row for each method, with the mean losses at its rates. The suffix is that of the jobs' methods."""
-    yield from header("method|rate: validation loss (English)|model state, MiB")
+    yield ["method", "rate: validation loss (English)", "model state, MiB"]
     methods: dict[str, dict[float, list[Record]]] = {}
     for record in results[part]:
         if record.get("method", suffix).endswith(LARGE_STEPS) != bool(suffix):
@@ -152,7 +147,7 @@ def mean_losses(runs: Sequence[Record]) -> str:
 
 
 def speed(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
-    yield from header("method|ms a step|tokens/s|TFLOP/s|model state, GiB|peak, GiB")
+    yield ["method", "ms a step", "tokens/s", "TFLOP/s", "model state, GiB", "peak, GiB"]
     for row in (row for record in results["speed"] for row in record.get("json", {}).get("rows", ())):
         yield (
             row["method"],
@@ -167,7 +162,7 @@ def speed(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
 def every_layer(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
     """Yield steps that train every layer, by schedule and place of the layers. What the place adds to a step is copy
     time that no kernel hides."""
-    yield from header("gpu|model|schedule|layers|ms a step|not hidden|peak, GiB|host memory")
+    yield ["gpu", "model", "schedule", "layers", "ms a step", "not hidden", "peak, GiB", "host memory"]
     records = {record["job"]: record for record in results["speed"] if not record["failure"]}
     for model, schedule in itertools.product(NETWORKS, SCHEDULES):
         if (record := records.get(f"{model}_{schedule}")) is None:
@@ -188,7 +183,7 @@ def every_layer(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[st
 
 
 def large(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
-    yield from header("method|ms a step|tokens/s|model state, GiB|peak, GiB")
+    yield ["method", "ms a step", "tokens/s", "model state, GiB", "peak, GiB"]
     for record in results["large"]:
         if not record["failure"]:
             yield (

@@ -51,7 +51,6 @@ class Variant:
     learning_rates: tuple[float, ...] = ()
     arithmetic_as: str | None = None
     """A method with the same arithmetic, for programs that the planner does not know."""
-    description: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -381,8 +381,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the study and return the exit code. Raises ValueError for a user's mistake."""
+@command(PROG)
+def main(argv: Sequence[str]) -> int:
+    """Run the study and return the exit code."""
+    arguments = parse_arguments(argv)
     study = read_study(arguments.study)
     check_positive(arguments, "jobs", "step_times")
     study = replace(study, jobs=arguments.jobs or study.jobs)
@@ -427,11 +429,6 @@ def make_folder(path: Path, *, flag: str) -> None:
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise ValueError(f"{flag} {path}: {error.strerror}. Give a folder that can be written.") from None
-
-
-@command(PROG)
-def main(argv: Sequence[str]) -> int:
-    return run(parse_arguments(argv))
 
 
 if __name__ == "__main__":
