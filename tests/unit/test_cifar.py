@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,6 @@ def test_images_and_labels(tmp_path: Path, dataset: str, classes: int) -> None:
         assert images.pixels_NCHW.shape == (count, 3, 32, 32) and images.pixels_NCHW.dtype == torch.uint8
         assert images.labels_N.tolist() == labels and max(labels) > classes // 2
         assert images.pixels_NCHW[3, 1, 2, 5].item() == pixels[3, 1024 + 2 * 32 + 5]
-
-
-def test_strings_of_python_2_are_read(tmp_path: Path) -> None:
-    """The published files, which contain strings of Python 2, are read."""
-    write_cifar(tmp_path, "cifar10", num_train=20, num_test=10)
-    codes = {code.name for code, _, _ in pickletools.genops((tmp_path / "test_batch").read_bytes())}
-    assert codes >= {"SHORT_BINSTRING", "BINSTRING"} and not codes & {"BINUNICODE", "SHORT_BINBYTES", "BINBYTES"}
-    assert len(cifar.read_split(str(tmp_path), "cifar10", "test")) == 10
 
 
 @pytest.mark.parametrize("trick", TRICKS)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import lzma
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import gpu_hour_inputs
 import numpy as np
 import pytest
-from gpu_hour_inputs import dequantized, main, split_file, write_lines
-from gpu_hour_text import Document, divide, is_worth_reading, manual_text, markup_text, paragraphs
-
-ROOT = Path(__file__).resolve().parents[2]
+from gpu_hour_inputs import dequantized, main
+from gpu_hour_text import Document, divide
 
 
 def texts(path: Path) -> list[str]:
@@ -56,30 +52,6 @@ def test_a_tiny_model_unpacks(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer("Mulungu analenga")["input_ids"]) == "Mulungu analenga"
 
 
-def test_a_file_larger_than_a_portion_is_split(tmp_path: Path) -> None:
-    """Every portion stays within the limit, and the parts in order are the file."""
-    write_lines(tmp_path / "2/other", ["x"])
-    data = bytes(range(251))
-    split_file(data, "model/blocks", tmp_path, (2, 3), limit=300)
-    parts = sorted(tmp_path.glob("*/model/blocks.*"))
-    assert [path.parent.parent.name for path in parts] == ["2", "3"]
-    assert b"".join(path.read_bytes() for path in parts) == data
-    with pytest.raises(ValueError, match="does not fit into 2 portions"):
-        split_file(data, "model/again", tmp_path, (2, 3), limit=300)
-
-
-def test_a_part_of_the_text_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of the text exceeds its limit only by what LZMA buffers, and no document is lost."""
-    monkeypatch.setattr(gpu_hour_inputs, "PRESET", 0)
-    documents = [np.random.default_rng(index).bytes(50_000).hex() for index in range(40)]
-    rest = iter(documents)
-    part = b"".join(gpu_hour_inputs.text_part(rest, limit=1_000_000))
-    left = len(list(rest))
-    assert 0 < left < 40 and 1_000_000 <= len(part) < 1_000_000 + gpu_hour_inputs.MARGIN
-    lines = lzma.decompress(part).splitlines()
-    assert [json.loads(line)["text"] for line in lines] == documents[: 40 - left]
-
-
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 def test_blocks_become_weights(kind: str) -> None:
     """GGUF's layout: the low halves of the bytes are the first 16 codes of a block, not every second one."""
@@ -93,29 +65,6 @@ def test_blocks_become_weights(kind: str) -> None:
         rows = np.concatenate([scale.view(np.uint8), codes.astype(np.int8).view(np.uint8)], axis=1)
         expected = codes * scale.astype(np.float32)
     np.testing.assert_array_equal(dequantized(rows.reshape(1, -1), kind), expected.reshape(1, -1).astype(np.float32))
-
-
-def test_markup_and_manual_pages_become_text() -> None:
-    page = """<html><head><title>no</title></head><body><nav>Home</nav><div role="main"><h1>Title</h1>
-    <p>One &amp;
-    two.</p><pre>  x = 1
-  y</pre></div><div class="sphinxsidebar">Next</div></body></html>"""
-    lines = [line.rstrip() for line in markup_text(page).split("\n") if line.strip()]
-    assert lines == ["Title", "One & two.", "  x = 1", "  y"]
-    assert manual_text('.TH LS 1\n.SH "NAME"\nls \\- list\n.B \\-a\nall') == "\nNAME\n\nls - list\n-a\nall"
-
-
-def test_what_teaches_little_is_dropped() -> None:
-    prose = (ROOT / "LICENSE").read_text(encoding="utf-8")[-3000:-1000]
-    assert is_worth_reading(prose, "plain")
-    assert not is_worth_reading(prose[:500], "plain")  # short
-    assert not is_worth_reading("\n".join(prose.split()), "plain")  # a list
-    assert not is_worth_reading(re.sub(r"\b(the|of|and|to|or|that)\b", "", prose), "plain")  # not English
-    assert not is_worth_reading(prose[:300] * 20, "plain")  # repeats itself
-    seen: set[int] = set()
-    text = "The words of page 1 are new, so that paragraph stays; it is longer than eighty characters are."
-    assert paragraphs(f"{text}\n\nCopyright (C) 2001 by us\n\nMenu", "markup", {"Menu"}, seen) == text
-    assert paragraphs(text.replace("1", "2"), "plain", (), seen) == ""
 
 
 class Words:

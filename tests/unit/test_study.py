@@ -1,9 +1,10 @@
-"""studies/study.py: study files, order of runs, tuning and aggregation, with a program that takes no time."""
+"""studies/study.py: study files, tuning, and a whole study with a program that takes no time."""
 
 from __future__ import annotations
 
 import lzma
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 import results
 import study as tool
 import yaml
-from results import Lookup, Multiplier, Result, Row, Run, Study, Table, points, read_results, read_study, summarise
-from study import Commands, Runner, flags_arithmetic
+from results import Lookup, Result, Run, Study, Table, points, read_results, read_study
+from study import Commands, Runner, step_arithmetic
 
 PROGRAM = """
 import argparse, json, pathlib
@@ -36,9 +37,6 @@ with open(given.metrics_file, "w") as file:
     write(iteration=given.steps, validation_loss=loss, is_final=True)
     write(iteration=given.steps, test_loss=loss + 1, is_final=True)
 """
-
-# four 64 x 64 and two 64 x 256 matrices; 5 steps of 4 m^2 n + 2 m^3 operations, over 3 passes of 2 x 64 tokens
-NEWTON_SCHULZ = 5 * (4 * 6 + 2 * (4 * 4 + 2)) * 64**3 / (3 * 2 * 64 * 12 * 64**2)
 
 
 def study_of(tmp_path: Path, **changes: Any) -> dict[str, Any]:
@@ -78,19 +76,12 @@ def results_by(value: Callable[[Run], float | None]) -> Lookup:
     return lookup
 
 
-def rows_of(
-    study: Study, lookup: Lookup, arithmetic: Any = lambda point: 1.0, step_ms: Any = lambda point: None
-) -> list[Row]:
-    return Table(study, lookup, arithmetic=arithmetic, step_ms=step_ms).rows
-
-
 @pytest.mark.parametrize(
     "changes, key",
     [
         ({"learning_rates": [0.1, 0.1]}, "learning_rates"),
         ({"baseline": "ful"}, "baseline"),
         ({"flags": "--steps {step}"}, "{step}"),
-        ({"methods": {"a": {"learning_rate_of": "b"}}}, "learning_rate_of"),
         ({"methods": {"a": {"budgets": [0.5, -1]}}}, "budgets"),
     ],
 )
@@ -115,56 +106,6 @@ def test_grid_grows_at_an_edge_and_says_where_it_ends(tmp_path: Path) -> None:
     assert (fixed.best, fixed.at_edge, len(fixed.values)) == (0.4, True, 3)
 
 
-def test_diverged_rates(tmp_path: Path) -> None:
-    """A diverged rate is never the best, and a method without a finite loss has a row that says so."""
-    study = read(tmp_path)
-    point = next(points(study))
-    assert results.grid(study, point, results_by(lambda run: None if run.lr > 0.15 else 1 - run.lr)).best == 0.1
-    assert results.grid(study, point, results_by(lambda run: None)).best is None
-    row = rows_of(study, results_by(lambda run: None))[0]
-    assert row.failure == "no finite loss" and row.test is None
-
-
-def test_budgets_decide_over_curves(tmp_path: Path) -> None:
-    """A multiplier is read from runs of other budgets if there are any, and not from a curve."""
-    study = read(tmp_path, methods={"full": {}, "fast": {"budgets": [0.5, 0.8, 1.25]}}, gpu="rtx4090")
-    metric = {("full", 1.0): 2.0, ("fast", 0.5): 4.0, ("fast", 0.8): 2.1, ("fast", 1.0): 1.9, ("fast", 1.25): 1.8}
-    lookup = results_by(lambda run: metric[run.point.method.name, run.budget] + abs(run.lr - 0.2))
-    full, fast = rows_of(
-        study,
-        lookup,
-        arithmetic=lambda point: 0.5 if point.method.name == "fast" else 1.0,
-        step_ms=lambda point: {"full": 10.0, "fast": 20.0}[point.method.name],
-    )
-    assert full.multiplier == Multiplier(value=1.0) and full.relative_test == 1
-    assert fast.multiplier is not None and fast.multiplier.relation == "=" and 0.8 < fast.multiplier.value < 1
-    assert fast.relative_test == pytest.approx(1.9 / 2)
-    assert (fast.spread, fast.arithmetic, fast.relative_time) == (0, 0.5, 2)
-    assert full.dollars == pytest.approx(10 * 0.01 / 3600 * 0.29)
-
-
-def test_summary_of_metrics() -> None:
-    """A summary has all ranks' bytes of the largest phase, errors for accuracies, the mean of the blocks' fast steps,
-    and no number for NaN."""
-    steps = [{"iteration": i, "block": i % 2, "step_time_ms": ms, "model_state_bytes": state,
-              "host_state_bytes": [8, 0]}
-             for i, ms, state in ((1, 99.0, [10, 10]), (2, 10.0, [10, 30]), (3, 12.0, [20, 5]))]  # fmt: skip
-    ends = [{"iteration": 1, "validation_accuracy": 0.5}, {"iteration": 3, "validation_accuracy": 0.75},
-            {"iteration": 3, "validation_accuracy": 0.25, "is_final": True},
-            {"iteration": 3, "test_accuracy": 0.9, "is_final": True}]  # fmt: skip
-    result = summarise([*steps, *ends], metric="accuracy", num_parameters=10)
-    assert result["test"] == pytest.approx(0.1) and result["validation"] == 0.5
-    assert result["curve"] == ((1, 0.5), (3, 0.25))
-    assert (result["state_bytes_per_parameter"], result["host_bytes_per_parameter"], result["step_ms"]) == (
-        4.0,
-        0.8,
-        11.0,
-    )
-    assert summarise([*steps, {"iteration": 3, "test_loss": None}], metric="loss", num_parameters=None)["test"] is None
-    with pytest.raises(ValueError, match="test_loss"):
-        summarise(steps, metric="loss", num_parameters=1)
-
-
 def test_whole_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tuning, seeds, table and pictures from end to end; a second start runs nothing; a failure names its reason."""
     methods = {"full": {"flags": "--gain 1"}, "fast": {"flags": "--gain 0.5", "label": "fast one"},
@@ -187,35 +128,18 @@ def test_whole_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_studies_of_the_project(repo_root: Path, tmp_path: Path) -> None:
-    """Every study file of the project is accepted, and its results have every run that the table uses."""
+    """Every study file of the project is accepted, and its page is what its results give."""
     paths = sorted((repo_root / "studies").glob("*.yaml"))
     assert paths
     for path in paths:
-        study, results = read_study(str(path)), read_results(path.with_suffix(".csv"))
+        study = read_study(str(path))
         commands = Commands(study=study, texts={}, data_folder=tmp_path, folder=tmp_path)
-        table = Table(study, Runner(commands, path.with_suffix(".csv")).lookup,
-                      arithmetic=lambda point: None, step_ms=lambda point: None)  # fmt: skip
-        assert table.rows and set(table.used) <= {result.key for result in results}
-
-
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        ("--bcd-num-blocks 3", 2 / 3),
-        ("--bcd-num-blocks 3 --bcd-layout strided", (6 + 5 + 2) / 18),  # prefixes of 0, 1 and 2 layers
-        ("--bcd-num-blocks 3 --bcd-always-active norms", 7 / 9),
-        ("--bcd-num-blocks 3 --bcd-inactive-update factored", 1.0),
-        ("--bcd-num-blocks 3 --bcd-inactive-update orthogonal", 1 + 2 / 3 * NEWTON_SCHULZ),
-        ("--bcd-num-blocks 1 --optimizer muon", 1 + NEWTON_SCHULZ),
-        ("--bcd-num-blocks 7", None),
-    ],
-)
-def test_arithmetic(flags: str, expected: float | None) -> None:
-    """Weight gradients of inactive layers and orthogonalisation count, and a refused method has no figure."""
-    shape = "--num-layers 6 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
-    batch = "--micro-batch-size 2 --global-batch-size 4 --train-iters 1 --lr 1e-3 --tokenizer-type ByteLevelTokenizer"
-    actual = flags_arithmetic("gpt", f"{shape} {batch} {flags}".split())
-    assert actual == pytest.approx(expected) if expected is not None else actual is None
+        runner = Runner(commands, path.with_suffix(".csv"))
+        arithmetic = cache(partial(step_arithmetic, commands))
+        table = Table(study, runner.lookup, arithmetic=arithmetic, step_ms=runner.step_ms)
+        assert table.rows and not any(row.failure for row in table.rows)
+        text = table.markdown(command=f"python studies/study.py studies/{path.name}", timing=runner.timing)
+        assert path.stem == "gpt_10_minutes" or text == path.with_suffix(".md").read_text(encoding="utf-8")
 
 
 def test_results_count_if_their_command_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
