@@ -30,12 +30,11 @@ MODELS = Path(__file__).with_suffix(".csv")
 CARDS = {"rtx4090": (1, 2, 4), "rtx5090": (1, 2, 4), "h100": (1,)}
 METHODS = {
     "factored": ("--bcd-inactive-update", "factored"),
-    "pretrain": ("--bcd-preset", "pretrain", "--bcd-num-blocks", "{layers}", "--adam-moments-dtype", "int8"),
     "full Muon, streamed": ("--method", "muon", "--bcd-layers-on", "host", "--adam-moments-dtype", "int8"),
     "full Adam in 8 bits, streamed": ("--method", "full", "--bcd-layers-on", "host", "--adam-moments-dtype", "int8"),
     "blocks": ("--bcd-inactive-update", "none", "--bcd-layers-on", "host"),
 }
-"""The planner's flags of each planned column, beside --task sft. Pretrain has one layer a block, to save memory."""
+"""The planner's flags of each planned column, beside --task sft."""
 PUBLISHED = {
     "LLMQ": {
         "rtx4090": {"Qwen2.5-7B": {1: 2777, 4: 10900}, "Qwen2.5-14B": {1: 1349, 4: 5260}, "Qwen2.5-32B": {4: 2205}},
@@ -58,7 +57,7 @@ _SHARE = 0.95
 def base_recipe(model: str, gpu: str, num_gpus: int, method: str) -> Recipe:
     words = ["--task", "sft", "--models", str(MODELS), "--model", model, "--gpu", gpu, "--num-gpus", str(num_gpus)]
     words += ["--global-batch-size", "64", "--search"]
-    words += [word.format(layers=read_models(MODELS)[model].layers) for word in METHODS[method]]
+    words += METHODS[method]
     return plan.recipe_of(plan.parse_arguments(words)).changed(memory_share=_SHARE, host_memory_gb=None)
 
 
