@@ -54,9 +54,11 @@ def write_report() -> list[Path]:
 def page_lines(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
     yield from ("# What a GPU measured", "")
     records = [record for part in results.values() for record in part]
-    keys = ("gpu", "torch", "cuda", "python", "megatron_core", "transformers")
+    keys = ("torch", "cuda", "python", "megatron_core", "transformers")
     for values in sorted({tuple(str(record[key]) for key in keys) for record in records}):
-        yield "- {}: PyTorch {}, CUDA {}, Python {}, Megatron Core {}, transformers {}".format(*values)
+        gpus = {record["gpu"] for record in records if tuple(str(record[key]) for key in keys) == values}
+        versions = "PyTorch {}, CUDA {}, Python {}, Megatron Core {}, transformers {}".format(*values)
+        yield f"- {', '.join(sorted(gpus))}: {versions}"
     commits = ", ".join(sorted({record["commit"] for record in records}))
     yield f"- `bash studies/gpu_hour.sh` at commit {commits}, this page by `python studies/gpu_hour.py --report`."
     yield "- [gpu_hour/](gpu_hour) has the command, the metrics and the log of each run."
@@ -127,7 +129,7 @@ def fine_tuning(results: Mapping[str, Sequence[Record]], *, part: str, suffix: s
     for record in results[part]:
         if record.get("method", suffix).endswith(LARGE_STEPS) != bool(suffix):
             continue
-        if record["job"] == "before" and not record["failure"]:
+        if record["job"] == "before" and not suffix:
             scores = json.loads(next(line for line in reversed(record["log"]) if line.startswith("{")))
             yield (NAMES["before"], f"{scores['chichewa']:.3f} ({scores['english']:.2f})", "")
         elif final_loss(record) is not None:

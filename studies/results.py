@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACEHOLDER = re.compile(r"\{(\w+)(?:([*/])(\d+(?:\.\d+)?))?\}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 """Pattern of the names of models, texts and methods, which become parts of folder names."""
+WRAPPER = textwrap.TextWrapper(120, break_long_words=False, break_on_hyphens=False)
 SMALLEST = 1e-9
 """Replaces an error of 0, which has no logarithm."""
 
@@ -571,7 +572,7 @@ class Table:
     def markdown(self, *, command: str, timing: Result | None) -> str:
         """Return the page of the study; `timing` is a timing line, for its commit."""
         study = self.study
-        lines = [f"# {study.title or study.name}", "", *wrapped(study.conclusion), ""]
+        lines = [f"# {study.title or study.name}", "", *WRAPPER.wrap(study.conclusion), ""]
         for (model, data), group in groupby(self.rows, key=lambda row: (row.model, row.data)):
             rows = list(group)
             number = next(
@@ -590,17 +591,13 @@ class Table:
         seeds = f"{len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
         source = (
             f"`{command}`, commit {', '.join(sorted(commits))}; "
-            f"{', '.join(sorted(cpus))}, {study.threads} thread(s) a run. {study.steps:,} steps, {seeds}. "
+            f"{', '.join(sorted(cpus))}. {study.steps:,} steps, {seeds}. "
             "[Columns](../docs/learning.md#columns)."
         )
         if timing is not None:
             source += f" Step times: `--step-times {timing.rounds}` at commit {timing.commit}."
-        lines += wrapped(source)
+        lines += WRAPPER.wrap(source)
         return "\n".join(lines) + "\n"
-
-
-def wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _tests(results: Mapping[int, Result]) -> dict[int, float | None]:
@@ -660,7 +657,7 @@ def table_lines(rows: Sequence[Row], *, metric: str) -> list[str]:
             + (f" ± {row.spread / 2:.4f}" if row.spread is not None else "")
             + (f" *{len(row.tests)} of {row.seeds_wanted} seeds*" if len(row.tests) < row.seeds_wanted else "")
         ),
-        "to full": lambda row: "-" if row.relative_test is None else f"{100 * (row.relative_test - 1):+.1f} %",
+        "to full": lambda row: "" if row.relative_test in (None, 1) else f"{100 * (row.relative_test - 1):+.1f} %",
         "B-F multiplier": lambda row: shown(row.multiplier),
         "state, bytes/parameter": lambda row: (
             shown(row.state, ".2f") + (f" ({100 * row.relative_state:.0f} %)" if row.relative_state is not None else "")
