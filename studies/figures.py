@@ -72,8 +72,10 @@ def _scatter(axes: Axes, places: Iterable[tuple[Row, float]], rows: Sequence[Row
         colour = colours[row.group]
         axes.plot([x, x], [min(row.tests), max(row.tests)], color=colour, linewidth=1.5, zorder=2)
         axes.plot(x, row.test, "o", color=colour, markeredgecolor="white", markersize=8, zorder=3)
-        number = str(rows.index(row) + 1)
-        axes.annotate(number, (x, row.test or 0), (5, 4), textcoords="offset points", color=colour, fontsize=9)
+        number = rows.index(row)
+        corner = ((7, 7), (-7, 7), (7, -7), (-7, -7))[number % 4]  # methods at the same place have different corners
+        axes.annotate(str(number + 1), (x, row.test or 0), corner, textcoords="offset points", color=colour,
+                      fontsize=9, ha="center", va="center")  # fmt: skip
         if row.method == baseline:
             axes.axhline(row.test, color=FAINT, linewidth=0.8, zorder=0)
     axes.grid(color="#b5b5b5", linewidth=0.6, alpha=0.4)
@@ -87,11 +89,11 @@ def _finish(
     """Add titles and the methods by number, and write the file."""
     colours = _colours(rows)
     axes.set_ylabel("test error" if metric == "accuracy" else "test loss (nats per token)")
-    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=22)
-    axes.text(0, 1.015, subtitle, transform=axes.transAxes, fontsize=10, color=FAINT, va="bottom")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    axes.set_title(subtitle, loc="left", fontsize=10, color=FAINT)
     handles = [
         Line2D([], [], marker="o", linestyle="none", color=colours[row.group], label=f"{number} {row.label}")
         for number, row in enumerate(rows, 1)
     ]
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
     figure.savefig(path)
