@@ -1,4 +1,4 @@
-"""Draw the two pictures of studies/study.py: test metric against model state, and against cost."""
+"""Draw the pictures of studies/study.py: test metric against model state."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ COLOURED = ("full training", "paper", "pretrain")
 
 
 def draw(study: Study, rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw both pictures of every model and text as PNG files in `folder`; return their paths."""
+    """Draw a picture of every model and text as PNG files in `folder`; return their paths."""
     paths = []
     cases = [(case, list(group)) for case, group in groupby(rows, key=lambda row: (row.model, row.data))]
     for (model, data), case_rows in cases:
         case = f"{model}, {data}" if len(study.models) > 1 else data
         suffix = f"_{case.replace(', ', '_')}" if len(cases) > 1 else ""
         title = f"{study.title or study.name}" + (f": {case}" if suffix else "")
-        for kind, draw_picture in (("state", draw_state), ("cost", draw_cost)):
-            paths.append(folder / f"{study.name}{suffix}_{kind}.png")
-            draw_picture(paths[-1], case_rows, title=title, metric=study.metric, baseline=study.baseline)
+        paths.append(folder / f"{study.name}{suffix}_state.png")
+        draw_state(paths[-1], case_rows, title=title, metric=study.metric, baseline=study.baseline)
     return paths
 
 
@@ -42,21 +41,17 @@ def draw_state(path: Path, rows: Sequence[Row], *, title: str, metric: str, base
         steps.sort(key=lambda corner: (corner[0], -(corner[1] or 0)))
         axes.plot(*zip(*steps, strict=True), color=FAINT, linewidth=1.4, linestyle=(0, (5, 3)), zorder=1)
         axes.set_xlabel("live model state, bytes per parameter")
+        axes.set_ylabel("test error" if metric == "accuracy" else "test loss (nats per token)")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
         subtitle = "after equal training unless the label gives a length; dashed: Pareto frontier"
-        _finish(figure, axes, rows, path, title=title, subtitle=subtitle, metric=metric)
-
-
-def draw_cost(path: Path, rows: Sequence[Row], *, title: str, metric: str, baseline: str) -> None:
-    """Draw every method by a run's arithmetic and time, relative to the baseline's run (PNG, 1500 x 780 pixels)."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(15, 7.8), dpi=100, layout="constrained")
-        panels = figure.subplots(1, 2, sharey=True)
-        names = {"arithmetic": "arithmetic of the layers", "relative_time": "time on this machine"}
-        for axes, (key, name) in zip(panels, names.items(), strict=True):
-            known = [(row, getattr(row, key) * row.length) for row in rows if getattr(row, key) is not None]
-            _scatter(axes, known, rows, baseline)
-            axes.set_xlabel(f"{name} (full run of the baseline = 1)")
-        _finish(figure, panels[0], rows, path, title=title, subtitle="left and below is better", metric=metric)
+        axes.set_title(subtitle, loc="left", fontsize=10, color=FAINT)
+        colours = _colours(rows)
+        handles = [
+            Line2D([], [], marker="o", linestyle="none", color=colours[row.group], label=f"{number} {row.label}")
+            for number, row in enumerate(rows, 1)
+        ]
+        figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
+        figure.savefig(path)
 
 
 def _colours(rows: Iterable[Row]) -> dict[str, str]:
@@ -81,19 +76,3 @@ def _scatter(axes: Axes, places: Iterable[tuple[Row, float]], rows: Sequence[Row
     axes.grid(color="#b5b5b5", linewidth=0.6, alpha=0.4)
     axes.set_axisbelow(True)
     axes.margins(x=0.12, y=0.08)
-
-
-def _finish(
-    figure: Figure, axes: Axes, rows: Sequence[Row], path: Path, *, title: str, subtitle: str, metric: str
-) -> None:
-    """Add titles and the methods by number, and write the file."""
-    colours = _colours(rows)
-    axes.set_ylabel("test error" if metric == "accuracy" else "test loss (nats per token)")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
-    axes.set_title(subtitle, loc="left", fontsize=10, color=FAINT)
-    handles = [
-        Line2D([], [], marker="o", linestyle="none", color=colours[row.group], label=f"{number} {row.label}")
-        for number, row in enumerate(rows, 1)
-    ]
-    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
-    figure.savefig(path)

@@ -67,7 +67,7 @@ def page_lines(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
         "Fine-tuning on a new language, 500 steps of 1,024 tokens": functools.partial(fine_tuning, part="fine_tuning"),
         "The same in 125 steps of 4,096 tokens": functools.partial(fine_tuning, part="fine_tuning", suffix=LARGE_STEPS),
         "Fine-tuning on instructions": functools.partial(fine_tuning, part="instructions"), "Step times": speed,
-        "Every layer trained, by schedule": every_layer,
+        "Every layer trained, by schedule": every_layer, "Copies": copies,
         "Eight billion parameters on one card": large,
     }  # fmt: skip
     for title, table in tables.items():
@@ -75,9 +75,6 @@ def page_lines(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
         if len(rows) > 1:
             yield from ("", f"## {title}", "")
             yield from markdown(rows)
-    if failures := [record for record in records if record["failure"]]:
-        yield from ("", "## Without a result", "")
-        yield from (f"- `{record['job']}`: {record['failure']}" for record in failures)
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -182,6 +179,14 @@ def every_layer(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[st
             f"{maximum_gib(record, 'peak_memory_bytes'):.1f}",
             f"{maximum_gib(record, 'host_state_bytes'):.1f}",
         )
+
+
+def copies(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
+    """Yield the rates of copies between page-locked memory and the GPU."""
+    yield ["gpu", "in, GB/s", "out", "each way at once"]
+    for record in results["speed"]:
+        if record["job"] == "copies" and not record["failure"]:
+            yield (record["gpu"], *(f"{rate:.1f}" for rate in record["json"].values()))
 
 
 def large(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:

@@ -468,7 +468,6 @@ class Row:
     relative_test: float | None = None
     """Geometric mean of the ratio to the baseline's test metric, over the seeds that both have."""
     multiplier: Multiplier | None = None
-    length: float = 1.0
     state: float | None = None
     """Model state in bytes per parameter."""
     relative_state: float | None = None
@@ -507,7 +506,7 @@ class Table:
         tried = grid(study, point, self._lookup)
         self._results(tuning_point(study, point).run(lr, study.seeds[0]) for lr in tried.values)
         names = {"model": point.model.name, "data": point.data.name, "method": method.name}
-        row = Row(**names, label=method.label or method.name, group=method.group, length=method.steps)
+        row = Row(**names, label=method.label or method.name, group=method.group)
         lr = tried.best_so_far
         seeds, budgets = final_runs(study, point, lr or 0.0)
         ours = self._results(seeds) if lr is not None else {}

@@ -1,4 +1,4 @@
-"""Run a study: models x methods x texts x seeds with tuned learning rates; then write a table and two pictures.
+"""Run a study: models x methods x texts x seeds with tuned learning rates; then write a table and pictures.
 
     python studies/study.py studies/gpt_10_minutes.yaml
     python studies/study.py studies/gpt_frontier_small.yaml --list

@@ -122,7 +122,7 @@ def test_whole_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert full.curve[0] == (1, pytest.approx(1.02))
     assert (tmp_path / "study.md").read_text(encoding="utf-8")
     pictures = sorted(path.name for path in (tmp_path / "out" / "study").glob("*.png"))
-    assert pictures == ["study_cost.png", "study_state.png"]
+    assert pictures == ["study_state.png"]
     assert tool.main([*command, "--only", "f*"]) == 0
     assert "start" not in capsys.readouterr().err
 
