@@ -80,3 +80,19 @@ def test_planned_work_memory(
     expected = by_form[2 if parts else number > 1]
     # a single matrix is not copied, even if it has parts
     assert taken == pytest.approx(by_form[0] if (name, number) == ("factored", 1) else expected, rel=0.06)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+def test_planned_work_memory_of_adam(dtype: str) -> None:
+    """Adam's update of a bf16 matrix takes at most the temporary memory that is planned."""
+    shape = (1024, 256)
+    weight = torch.nn.Parameter(torch.randn(shape, device="cuda", dtype=torch.bfloat16))
+    optimizer = MatrixOptimizer({"matrix": (weight, MatrixLayout())}, group=_OneRank(), max_norm=1.0)
+    adam = {"betas": (0.9, 0.99), "eps": 1e-8, "dtype": dtype, "decoupled_weight_decay": True}
+    rule = MatrixRule(name="adam", grad_dtype=torch.float32, is_by_piece=False, adam=adam)
+    optimizer.begin([(rule, ["matrix"], True)])
+    optimizer.step(norm=2.0)  # fills the tables of low_bit_adam
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step(norm=2.0)
+    assert torch.cuda.max_memory_allocated() - before <= state.MATRIX_WORK * shape[0] * shape[1] + 2**12

@@ -77,6 +77,9 @@ BAD_RUNS = {
 --bcd-layers-per-pass 0 --bcd-schedule breadth-first
 --bcd-inactive-update sign
 --bcd-inactive-update factored --fp16
+--bcd-inactive-update factored --loss-scale 128
+--bcd-inactive-update factored --optimizer sgd
+--exp-avg-dtype bf16 --bf16 --use-precision-aware-optimizer --bcd-inactive-update factored
 --bcd-inactive-lr-ratio 0 --bcd-inactive-update factored
 --bcd-embedding-update factored
 --bcd-embedding-update factored --bcd-always-active head

@@ -62,7 +62,8 @@ CONFLICTS = {
     "--optimizer-cpu-offload": "--optimizer!=adam --no-decoupled-weight-decay --no-use-distributed-optimizer "
     "--adam-moments-dtype --exp-avg-dtype --exp-avg-sq-dtype --bcd-inactive-update",
     "--bcd-main-params=drop": "--optimizer=muon --bcd-inactive-update",  # these keep main parameters on the device
-    "--bcd-inactive-update": "--fp16",  # stateless updates have no loss scale
+    # the optimizer of all matrices has no loss scale, no SGD, and one precision for both moments
+    "--bcd-inactive-update": "--fp16 --loss-scale --optimizer=sgd --exp-avg-dtype --exp-avg-sq-dtype",
     # these write frozen layers, or draw them differently on the ranks that share them
     "--bcd-layers-on!=device": "--data-parallel-random-init --fp8-format",
     # these need all gradients of a step at once, or run passes of their own

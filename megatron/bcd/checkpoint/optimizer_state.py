@@ -28,7 +28,7 @@ from megatron.bcd.optim.state_groups import (
     COLUMN_MEANS,
     ROW_MEANS,
     FactoredMoments,
-    MainParams,
+    OuterMomenta,
     StateGroup,
     StatePart,
     StatePiece,
@@ -100,9 +100,11 @@ def sharded_state(
             rank = index % replicas.size(parameter)  # gathers and saves the parameter
             is_whole = replicas.size(parameter) == 1 or name in joined
             can_wait, saves = False, replicas.rank(parameter) == rank
-            is_streamed = active.config.steps_block_by_piece and name in active.matrices.matrices
-            if is_on_host(parameter) and (isinstance(group, MainParams) or is_streamed):
-                can_wait, saves = True, piece is not None  # on the matrix's owner
+            has_owner = name in active.matrices.matrices and not isinstance(group, OuterMomenta)
+            if has_owner:  # which alone has the state, and saves it
+                saves = piece is not None
+                is_resting = group.block not in (None, active.block) and is_constant(parameter)
+                can_wait = is_resting or (is_on_host(parameter) and not isinstance(group, FactoredMoments))
             elif isinstance(piece, OffloadedShard):
                 can_wait = is_whole and piece.names() >= set(names) and is_constant(parameter)
                 piece = replace(piece, parameter=parameter.detach())  # the parameter may point elsewhere by then
@@ -115,8 +117,9 @@ def sharded_state(
                     key = entry.key if expert is None else expert_key(entry.key, expert)
                     deferred[key] = functools.partial(_read, piece, state_name)
                 continue
-            if isinstance(group, FactoredMoments):  # the matrix's owner alone has and saves them
-                tensors = piece.tensors() if piece else {}
+            if has_owner:
+                shapes = group.shapes(name, names)
+                tensors = {each: _read(piece, each).to("cpu", copy=True).view(shapes[each]) for each in names if piece}
             else:
                 tensors = _gather(piece, names, parameter, rank=rank, is_sharded=active.core.is_sharded(parameter))
             for state_name, tensor in tensors.items():
@@ -132,7 +135,7 @@ def _gather(
     Replicas that all have the same tensors need not communicate.
     """
     tensors = piece.tensors() if piece else {}
-    is_replicated = piece.is_replicated if isinstance(piece, StatePart) else not is_sharded
+    is_replicated = not (is_sharded or isinstance(piece, StatePart))
     whole = {}
     for name in names:
         tensor = tensors.get(name)

@@ -70,9 +70,7 @@ class ActiveBlock:
             keeps_main_params=config.bcd.bcd_main_params == "host",
         )
         self.core = CoreOptimizer(model, config, self.parameters, offloaded=self.offloaded)
-        self.matrices = build_matrix_optimizer(
-            config, model, self.parameters.matrices(), places=self._frozen_weights.places
-        )
+        self.matrices = build_matrix_optimizer(config, model, self.parameters, places=self._frozen_weights.places)
         if config.clips_by_piece:
             self.matrices.keep = self._frozen_weights.keep_gradient
         if config.bcd.bcd_inactive_update != "none" or config.steps_block_by_piece:
@@ -103,8 +101,8 @@ class ActiveBlock:
         return self.core.block
 
     def owner_of(self, name: str) -> StateOwner:
-        """Return the optimizer that steps a parameter in this phase."""
-        return self.matrices if self.matrices.steps(name) else self.core
+        """Return the optimizer that steps a parameter."""
+        return self.matrices if name in self.matrices.matrices else self.core
 
     @property
     def wrapped(self) -> DistributedDataParallel | None:
@@ -128,11 +126,13 @@ class ActiveBlock:
         updated = [parameters[name] for _, names, is_of_block in rules for name in names if by_piece or not is_of_block]
         loaded = [parameters[name] for _, names, is_of_block in rules for name in names if is_of_block and not by_piece]
         self._frozen_weights.begin_phase({*self._in_buffers, *loaded}, updated=updated)
-        self.core.begin(block, without_main_param=self._shared_matrices(block))
+        self.core.begin(block)
         self._connect()
-        self._take_main_params(block)
         self.matrices.begin(
-            rules, piece_of=self._piece_of if self.pieces else None, streamed=self._frozen_weights.streamed_parameters()
+            rules,
+            piece_of=self._piece_of if self.pieces else None,
+            streamed=self._frozen_weights.streamed_parameters(),
+            block=block,
         )
         self._switch_check = SwitchCheck(
             self.owners,
@@ -147,12 +147,11 @@ class ActiveBlock:
 
         At the end of the run no state is saved.
         """
-        assert self.wrapped is not None and self.block is not None, "build() comes first"
+        assert self.wrapped is not None, "build() comes first"
         megatron_core.gather_parameters(self.wrapped)
         if not is_end_of_run:
             self.core.save()
-            self._hand_over_main_params(self.block)
-        self.matrices.end(keeps_momenta=self.offloaded.keeps_moments and not is_end_of_run)
+        self.matrices.end(keeps_moments=self.offloaded.keeps_moments and not is_end_of_run)
         self._disconnect()
         self.core.end()
         self._switch_check = None
@@ -169,30 +168,6 @@ class ActiveBlock:
         if getattr(self.parameters.all()[name], "shared_embedding", False):  # Megatron Core's attribute
             return None
         return piece_of(self.parameters.ownership(name), self.virtual_pieces) // self.partition.num_stages
-
-    def _shared_matrices(self, block: int) -> list[str]:
-        """Return the block's 16-bit matrices that the matrix optimizer steps in the phases of other blocks.
-
-        In the block's own phase Megatron Core's optimizer steps them, which shards their main parameters over the
-        data-parallel ranks. At a switch the main parameters move between both, and no bit is lost.
-        """
-        if self.config.precision == "fp32" or self.config.is_muon or self.config.steps_block_by_piece:
-            return []
-        return [name for name in self.parameters.owned_by(block) if name in self.matrices.matrices]
-
-    def _take_main_params(self, block: int) -> None:
-        """Move the block's main parameters from the matrix optimizer to Megatron Core's optimizer. A collective."""
-        for name in self._shared_matrices(block):
-            value = self.matrices.main_param(name)
-            self.matrices.matrices[name].drop(LOW_BITS)
-            if (shard := self.core.shard(name)) is not None:
-                shard.set_main_param(value[shard.start : shard.end])
-
-    @torch.no_grad()
-    def _hand_over_main_params(self, block: int) -> None:
-        """Move the block's main parameters back to the matrix optimizer. A collective."""
-        for name in self._shared_matrices(block):
-            self.matrices.set_main_param(name, self.core.main_param(name))
 
     def _connect(self) -> None:
         """Set the hooks of Megatron Core's schedule, as Megatron-LM's training loop does."""
@@ -270,15 +245,15 @@ class ActiveBlock:
             L2 norm of the gradient before clipping, the same on every rank; None if the step was skipped.
         """
         if not self.config.clips_by_piece:
-            self._compute_norm(skip_non_finite=skip_non_finite)
+            self._compute_norm(skip_non_finite=skip_non_finite, gradient_scale=gradient_scale)
         if self._norm is not None:
             for owner in self.owners:
                 owner.step(norm=self._norm, gradient_scale=gradient_scale)
         return self._norm
 
-    def _compute_norm(self, *, skip_non_finite: bool) -> None:
+    def _compute_norm(self, *, skip_non_finite: bool, gradient_scale: float = 1.0) -> None:
         self._norm = None
-        self.matrices.reduce_gradients()
+        self.matrices.reduce_gradients(gradient_scale=gradient_scale)
         if not self.core.prepare_step():
             return
         norm, is_finite = self.matrices.add_norm(self.core.gradient_norm())

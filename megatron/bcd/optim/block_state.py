@@ -6,7 +6,7 @@ It also carries the state of always-active parameters through a switch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,14 +128,11 @@ class BlockStateStore:
             return replace(shard, residual=replace(shard.residual, differences=place.copy_(shard.residual.differences)))
         return shard if shard.main_param is None else replace(shard, main_param=place.copy_(shard.main_param))
 
-    def save(self, block: int, shards: Mapping[str, ParamShard], *, without_main_param: Container[str] = ()) -> None:
-        """Copy the state of parameters of the block to host memory, and wait until it is there.
-
-        The main parameters of those in `without_main_param` are stored elsewhere.
-        """
+    def save(self, block: int, shards: Mapping[str, ParamShard]) -> None:
+        """Copy the state of parameters of the block to host memory, and wait until it is there."""
         saved = self._blocks.setdefault(block, {})
         for name, shard in shards.items():
-            has_main_param = self.keeps_main_params and shard.has_own_main_param and name not in without_main_param
+            has_main_param = self.keeps_main_params and shard.has_own_main_param
             if self.keeps_moments or has_main_param:
                 saved[name] = self._save_shard(shard, saved.get(name), has_main_param=has_main_param)
         device.synchronize()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -66,7 +66,6 @@ class CoreOptimizer(StateOwner):
         self._model, self._config, self._parameters = model, config, parameters
         self._optimizer: MegatronOptimizer | None = None
         self._loss_scaler_state: Mapping[str, float] | None = None
-        self._without_main_param: Container[str] = ()
 
     @property
     def optimizer(self) -> MegatronOptimizer:
@@ -97,12 +96,9 @@ class CoreOptimizer(StateOwner):
 
     # ---------------------------------------------------------------------------------------------------------- phase
 
-    def begin(self, block: int, *, without_main_param: Container[str]) -> None:
-        """Build DDP and optimizer for the parameters that require a gradient, and restore their state. A collective.
-
-        The main parameters `without_main_param` are stored elsewhere between the phases of the block.
-        """
-        self.block, self._without_main_param = block, without_main_param
+    def begin(self, block: int) -> None:
+        """Build DDP and optimizer for the parameters that require a gradient, and restore their state. A collective."""
+        self.block = block
         self.wrapped = wrap_model(self._model, self._config)
         always_active = self._parameters.always_active()
         self._optimizer = build_optimizer(self.wrapped, self._config, always_active=always_active.values())
@@ -111,13 +107,14 @@ class CoreOptimizer(StateOwner):
         self.block_parameters = self._parameters.owned_by(block)
         self.block_shards = param_shards(self.optimizers(), self.block_parameters)
         self.always_active_shards = param_shards(self.optimizers(), always_active)
-        self.restore(self.block_shards)
+        self.offloaded.restore(block, self.block_shards)
         self.offloaded.restore_always_active(self.always_active_shards)
 
     def save(self) -> None:
         """Copy the state that outlives the phase to host memory. A collective over the ranks with the same weights."""
         self._loss_scaler_state = self.loss_scaler_state()
-        self.offload(self.block_shards)
+        assert self.block is not None
+        self.offloaded.save(self.block, self.block_shards)
         if always_active := self._parameters.always_active():
             self.offloaded.save_always_active(
                 self.always_active_shards, always_active, group=replicas.group() if self.is_sharded() else None
@@ -136,15 +133,6 @@ class CoreOptimizer(StateOwner):
                     delattr(parameter, name)
         self.wrapped = self._optimizer = self.block = None
         self.block_parameters, self.block_shards, self.always_active_shards = {}, {}, {}
-
-    def offload(self, names: Iterable[str]) -> None:
-        assert self.block is not None
-        shards = {name: self.block_shards[name] for name in names}
-        self.offloaded.save(self.block, shards, without_main_param=self._without_main_param)
-
-    def restore(self, names: Iterable[str]) -> None:
-        assert self.block is not None
-        self.offloaded.restore(self.block, {name: self.block_shards[name] for name in names})
 
     # ------------------------------------------------------------------------------------------------------------ step
 

@@ -50,6 +50,11 @@ class MatrixRule:
         """Whether the gradients are clipped and part of the norm."""
         return self.momentum is not None or self.name == update_rules.ADAM
 
+    @property
+    def has_signed_squares(self) -> bool:
+        """Whether weights round like Megatron Core's, which takes the signs of Adam's second moment (`bf16.split`)."""
+        return self.name == update_rules.ADAM and self.is_by_piece
+
 
 Rules = list[tuple[MatrixRule, Iterable[str], bool]]
 """Rule, names of matrices, and whether the active block owns them."""
@@ -99,20 +104,23 @@ class Matrix:
                 self.offloaded[kind] = place.zero_()
         if rule.momentum is not None:
             self._prepare(MOMENTUM, lambda: self._zeros(self.momentum_dtype))
-        if rule.name == update_rules.ADAM and not self.adam_state():
-            self.state |= low_bit_adam.zeros(self.parameter.numel(), rule.adam["dtype"], device.current())
+        if rule.name == update_rules.ADAM:
+            if not self.adam_state():
+                self.state |= low_bit_adam.zeros(self.parameter.numel(), rule.adam["dtype"], device.current())
+            self._restore(*self.adam_state())
         if rule.name == update_rules.FACTORED:
             self._prepare(FACTORS, self.zero_factors)
         if self.parameter.dtype == torch.bfloat16:
             self._prepare(LOW_BITS, lambda: self._zeros(torch.int16))
 
-    def end(self, *, keeps_momentum: bool) -> None:
-        """End the phase: move its momentum to host memory, or drop it."""
+    def end(self, *, keeps_moments: bool) -> None:
+        """End the phase: move its momentum or Adam's moments to host memory, or drop them."""
         self.parameter.requires_grad_(False)
         self.rule = None
-        if not keeps_momentum:
-            self.state.pop(MOMENTUM, None)
-        self.offload([MOMENTUM, LOW_BITS] if self.offloads_low_bits else [MOMENTUM])
+        moments = [MOMENTUM, *self.adam_state()]
+        for kind in moments if not keeps_moments else ():
+            self.state.pop(kind, None)
+        self.offload([*moments, LOW_BITS] if self.offloads_low_bits else moments)
 
     @property
     def streamed_places(self) -> State:
@@ -121,12 +129,15 @@ class Matrix:
 
     def _prepare(self, kind: str, create: Callable[[], torch.Tensor]) -> None:
         """Restore the state of a kind to the device, or create it there, unless it is streamed."""
-        if kind in self.streamed_places:
-            return
-        if kind in self.offloaded:
-            self.state[kind] = self.offloaded.pop(kind).to(device.current(), copy=kind in self.places)
-        elif kind not in self.state:
+        self._restore(kind)
+        if self.get(kind) is None:
             self.state[kind] = create()
+
+    def _restore(self, *kinds: str) -> None:
+        """Move state of these kinds from host memory to the device, unless it is streamed."""
+        for kind in kinds:
+            if kind in self.offloaded and kind not in self.streamed_places:
+                self.state[kind] = self.offloaded.pop(kind).to(device.current(), copy=kind in self.places)
 
     def _zeros(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros_like(self.parameter, dtype=dtype, device=device.current())
@@ -144,11 +155,6 @@ class Matrix:
         """Return the state of a kind, on the device or in host memory; None if there is none."""
         return self.state.get(kind, self.offloaded.get(kind))
 
-    def drop(self, kind: str) -> None:
-        """Free the state of a kind."""
-        self.state.pop(kind, None)
-        self.offloaded.pop(kind, None)
-
     def zero_factors(self) -> torch.Tensor:
         """Return the factors before the first step, flat."""
         rows, columns = self.parameter.shape
@@ -164,14 +170,22 @@ class Matrix:
         kinds = [name + suffix for name in names or low_bit_adam.MOMENTS for suffix in ("", low_bit_adam.SCALE)]
         return {kind: entry.view(-1) for kind in kinds if (entry := self.get(kind)) is not None}
 
+    def signed_squares(self) -> torch.Tensor | None:
+        """Return Adam's second moment if its signs belong to the fp32 value (`bf16.split`).
+
+        They do in updates by piece. Other matrices keep their value at a switch, where they may lose the moment.
+        """
+        is_signed = self.rule is not None and self.rule.has_signed_squares
+        squares = self.get("exp_avg_sq") if is_signed else None
+        return None if squares is None else squares.view_as(self.parameter)
+
     # ------------------------------------------------------------------------------------------- as checkpoints have it
 
     def main_param_reader(self) -> Callable[[], torch.Tensor]:
         """Return a function that returns the owner's fp32 value, flat, from where weight and low bits are now."""
-        weight, low_bits, squares = self.parameter.detach(), self.get(LOW_BITS), self.get("exp_avg_sq")
+        weight, low_bits, squares = self.parameter.detach(), self.get(LOW_BITS), self.signed_squares()
         if low_bits is None:  # this optimizer has not stepped it yet
             return lambda: weight.float().view(-1)
-        squares = None if squares is None else squares.view_as(weight)
         return lambda: bf16.join(weight, low_bits.to(weight.device), squares).view(-1)
 
     def read_moment(self, name: str) -> torch.Tensor:
@@ -226,11 +240,11 @@ class Matrix:
         for kind, entry in low_bit_adam.encode(moments, self.rule.adam["dtype"]).items() if self.is_owner else ():
             state[kind].copy_(entry)
         if (main_param := tensors.get(MAIN_PARAM)) is not None:
-            main_param, squares = main_param.to(weight.device).view_as(weight), state.get("exp_avg_sq")
-            if squares is None or low_bits is None:
+            main_param = main_param.to(weight.device).view_as(weight)
+            if low_bits is None:
                 weight.copy_(main_param)
             else:
-                bf16.split(main_param, weight=weight, low_bits=low_bits, squares=squares.view_as(weight))
+                bf16.split(main_param, weight=weight, low_bits=low_bits, squares=self.signed_squares())
 
     def set_factors(self, row_means: torch.Tensor, column_means: torch.Tensor, *, num_steps: int) -> None:
         """Set the owner's state of the rule `factored`; shapes as in `update_rules.split_factors`."""

@@ -1,7 +1,8 @@
 """Steps matrices without Megatron Core's optimizer.
 
-These are matrices of inactive layers (--bcd-inactive-update), the active block's with --optimizer muon, the embedding
-and an untied head with --bcd-embedding-update factored, and all matrices of a single block that is stepped by piece.
+In a run with a stateless update, Muon or updates by piece these are all matrices of layers, in every phase, and the
+embedding and an untied head with --bcd-embedding-update factored. Megatron Core's optimizer steps the rest. In other
+runs it steps all parameters.
 
 Each matrix has an owner among the ranks with the same weights (`replicas`). Gradients are reduced to the owner, which
 computes the new weights and broadcasts them. Only the owner keeps state beside weight and gradient: the momentum,
@@ -20,6 +21,7 @@ import contextlib
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +44,7 @@ class MatrixOptimizer(StateOwner):
     Args:
         matrices: parameter and layout of each matrix that some phase steps, by name.
         group: the ranks that hold the same weights, except experts of expert-parallel ranks.
+        blocks: the block of each matrix, if owners are balanced within each block (`ownership.matrix_owners`).
         offloads_low_bits: low bits are in host memory while their matrix is not stepped. For matrices that only the
             phases of one block step.
         momentum_dtype: precision of momenta, on the device and in host memory.
@@ -61,6 +64,7 @@ class MatrixOptimizer(StateOwner):
         matrices: Mapping[str, tuple[torch.nn.Parameter, MatrixLayout]],
         *,
         group: torch.distributed.ProcessGroup,
+        blocks: Mapping[str, int | None] | None = None,
         offloads_low_bits: bool = False,
         momentum_dtype: torch.dtype = torch.float32,
         overlaps_reduction: bool = False,
@@ -81,7 +85,8 @@ class MatrixOptimizer(StateOwner):
         owners = dict[str, int]()
         for each in dict.fromkeys(groups.values()):
             sizes = {name: matrices[name][0].numel() for name in groups if groups[name] is each}
-            owners |= zip(sizes, matrix_owners([*sizes.values()], each.size()), strict=True)
+            block_of_each = [blocks[name] for name in sizes] if blocks else []
+            owners |= zip(sizes, matrix_owners([*sizes.values()], each.size(), block_of_each), strict=True)
         self.matrices = dict[str, Matrix]()
         for name, (parameter, layout) in matrices.items():
             is_owner = owners[name] == groups[name].rank()
@@ -110,8 +115,9 @@ class MatrixOptimizer(StateOwner):
         """Sums of squares of this rank's clipped gradients by piece since the last `zero_grad`, on the device."""
         self.keep: Callable[[torch.nn.Parameter, torch.Tensor], None] | None = None
         """Copies a clipped gradient of a piece to host memory."""
-        self.num_steps = 0
-        """Number of Adam's steps, with those of pieces that were skipped."""
+        self._block = 0
+        self.num_steps = Counter[int]()
+        """Number of Adam's steps of the moments of each block, with those of pieces that were skipped."""
         self._squares: device.HostCopy | None = None
         """Sums of squares of the gradients with and without a momentum, and the number of skipped layers."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -128,10 +134,6 @@ class MatrixOptimizer(StateOwner):
         """Whether any stage steps matrices by piece."""
         return bool(self._pieces) or self._pipeline_group is not None
 
-    def steps(self, name: str) -> bool:
-        """Return whether the present phase steps a matrix of this name."""
-        return name in self.matrices and self.matrices[name].rule is not None
-
     # ---------------------------------------------------------------------------------------------------------- phase
 
     def begin(
@@ -140,6 +142,7 @@ class MatrixOptimizer(StateOwner):
         piece_of: Callable[[str], int | None] | None = None,
         *,
         streamed: Container[torch.nn.Parameter] = (),
+        block: int = 0,
     ) -> None:
         """Begin a phase that steps these matrices.
 
@@ -150,7 +153,9 @@ class MatrixOptimizer(StateOwner):
             piece_of: returns the piece that steps a matrix of a rule with `is_by_piece`, given the matrix's name; None
                 to step it at the end of the step. It has a gradient buffer only while its piece is open.
             streamed: parameters that are in host memory in this phase. Their state stays in its places.
+            block: number of the active block.
         """
+        self._block = block
         self._skipped = torch.zeros(1, device=device.current())
         for rule, names, is_of_block in rules:
             matrices = {name: self.matrices[name] for name in names}
@@ -177,15 +182,17 @@ class MatrixOptimizer(StateOwner):
                 stack.attach()
             self.stacks += stacks
 
-    def end(self, *, keeps_momenta: bool) -> None:
-        """End the phase: free gradients, and move momenta to host memory or drop them."""
+    def end(self, *, keeps_moments: bool) -> None:
+        """End the phase: free gradients, and move momenta and moments to host memory or drop them."""
         self._close_all()
         for stack in self.stacks:
             stack.detach()
         for handle in self._hooks:
             handle.remove()
         for matrix in (matrix for group in self._param_groups for matrix in group["matrices"]):
-            matrix.end(keeps_momentum=keeps_momenta)
+            matrix.end(keeps_moments=keeps_moments)
+        if not keeps_moments:
+            del self.num_steps[self._block]
         self._param_groups, self.stacks, self._pieces, self._hooks = [], [], {}, []
 
     # ------------------------------------------------------------------------------------------------------- gradients
@@ -233,7 +240,7 @@ class MatrixOptimizer(StateOwner):
                 stack.start_reduction()
 
     @torch.no_grad()
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self, *, gradient_scale: float = 1.0) -> None:
         """Average the gradients on the owners and start to sum their squares over all ranks of the run. A collective.
 
         `add_norm` reads the sums when the CPU has waited for the device anyway.
@@ -243,6 +250,7 @@ class MatrixOptimizer(StateOwner):
         self.start_reductions(with_shared=True)
         for stack in self.stacks:
             stack.finish_reduction()
+        _scale(self.stacks, gradient_scale)
         by_kind = ([stack for stack in self.stacks if stack.rule.is_clipped == each] for each in (True, False))
         squares = torch.stack([*map(sum_of_squares, by_kind)])
         if self._piece_squares:
@@ -320,9 +328,7 @@ class MatrixOptimizer(StateOwner):
         for stack in stacks:
             stack.finish_reduction()
         clipped = [stack for stack in stacks if stack.is_owner and stack.rule.is_clipped]
-        for stack in clipped:
-            if stack.rule.name == update_rules.ADAM and gradient_scale != 1.0:  # as Megatron Core scales its buffers
-                stack.gradient *= torch.tensor(gradient_scale, device=stack.gradient.device)
+        _scale(clipped, gradient_scale)
         if clipped:
             self._piece_squares.append(sum_of_squares(clipped))
         if self.keep is not None:
@@ -383,13 +389,13 @@ class MatrixOptimizer(StateOwner):
         A collective over data- and tensor-parallel groups; `reduce_gradients` comes first.
         """
         self._step(self.stacks, clip_coefficient=self._clip_coefficient(norm), gradient_scale=gradient_scale)
-        self.num_steps += 1
+        self.num_steps[self._block] += 1
 
     def _step(self, stacks: Sequence[Stack], *, clip_coefficient: float = 1.0, gradient_scale: float = 1.0) -> None:
         settings: dict[str, Any] = {"clip_coefficient": clip_coefficient, "gradient_scale": gradient_scale}
         for stack in stacks:
             if stack.is_owner:
-                update_stack(stack, **settings, num_steps=self.num_steps, is_compiled=self._is_compiled)
+                update_stack(stack, **settings, num_steps=self.num_steps[self._block], is_compiled=self._is_compiled)
         for stack in stacks:  # after all updates, so that all owners compute at the same time
             stack.broadcast()
 
@@ -407,10 +413,11 @@ class MatrixOptimizer(StateOwner):
 
     def rank_state(self) -> dict[str, Any]:
         states = {name: (matrix.state, matrix.offloaded) for name, matrix in self.matrices.items()}
-        return memory.copy_to_host(states)
+        return {"matrices": memory.copy_to_host(states), "num_steps": self.num_steps.copy()}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        for name, (on_device, offloaded) in state.items():
+        self.num_steps = state["num_steps"].copy()
+        for name, (on_device, offloaded) in state["matrices"].items():
             matrix = self.matrices[name]
             matrix.offloaded = {}
             for kind, tensor in offloaded.items():
@@ -434,3 +441,10 @@ class MatrixOptimizer(StateOwner):
 
     def host_bytes(self) -> int:
         return sum(tensor.nbytes for matrix in self.matrices.values() for tensor in matrix.offloaded.values())
+
+
+def _scale(stacks: Iterable[Stack], gradient_scale: float) -> None:
+    """Scale the gradients of Adam's stacks, as Megatron Core scales its buffers."""
+    for stack in stacks if gradient_scale != 1.0 else ():
+        if stack.rule.name == update_rules.ADAM:
+            stack.gradient *= torch.tensor(gradient_scale, device=stack.gradient.device)

@@ -105,10 +105,11 @@ def _step_adam(stack: Stack, clip_coefficient: float, num_steps: int) -> None:
         for start, weight, gradient, part in parts:
             if clip_coefficient < 1.0:
                 gradient = gradient * clip_coefficient
-            written, squares, bits = [weight, *part.values()], part["exp_avg_sq"], part.get(LOW_BITS)
+            written, bits = [weight, *part.values()], part.get(LOW_BITS)
+            squares = part["exp_avg_sq"] if stack.rule.has_signed_squares else None
             before = [] if stack.is_skipped is None else [tensor.clone() for tensor in written]
             value = weight if bits is None else bf16.join(weight, bits, squares)
-            if squares.is_floating_point():
+            if squares is not None and squares.is_floating_point():
                 squares.abs_()
             low_bit_adam.step_part(value, gradient, part, settings, first=start)
             if bits is not None:

@@ -25,6 +25,7 @@ from megatron.bcd.optim.low_bit_adam import LowBitAdam
 from megatron.bcd.optim.matrix import MatrixRule, Rules
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, chained_optimizers, param_shards
+from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import memory, packages, replicas
 from megatron.bcd.runtime.device import DTYPES
@@ -88,16 +89,17 @@ def build_optimizer(
 def build_matrix_optimizer(
     config: RunConfig,
     model: torch.nn.Module,
-    matrices: Mapping[str, torch.nn.Parameter],
+    parameters: ParametersByBlock,
     *,
     places: Mapping[torch.nn.Parameter, State],
 ) -> MatrixOptimizer:
-    """Build the optimizer of this stage's `matrices`, by name. `places` as for `MatrixOptimizer`."""
+    """Build the optimizer of this stage's matrices. `places` as for `MatrixOptimizer`."""
     if not _has_matrix_optimizer(config):
         return MatrixOptimizer({}, group=replicas.group(), is_used=False)
     model_config, settings = get_model_config(model), config.optimizer
     heads, groups, width = model_config.num_attention_heads, model_config.num_query_groups, model_config.kv_channels
     assert groups is not None and width is not None
+    matrices = parameters.matrices()
     qkv_parts = (heads // groups * width, width, width)
 
     def layout_of(name: str, parameter: torch.nn.Parameter) -> MatrixLayout:
@@ -115,6 +117,7 @@ def build_matrix_optimizer(
     return MatrixOptimizer(
         {name: (parameter, layout_of(name, parameter)) for name, parameter in matrices.items()},
         group=replicas.group(),
+        blocks=None if config.is_muon else {name: parameters.ownership(name).block for name in matrices},
         offloads_low_bits=config.bcd.bcd_inactive_update == "none",  # only Muon's own blocks step the matrices
         momentum_dtype=DTYPES[config.bcd.muon_momentum_dtype],
         overlaps_reduction=config.ddp.overlap_grad_reduce,
@@ -135,8 +138,7 @@ def phase_rules(
 ) -> Rules:
     """Return the matrices that the matrix optimizer steps in a phase, with their rules.
 
-    These are the matrices of `inactive` layers, the embedding and the head with rule `factored`, and with Muon the
-    matrices of the block.
+    These are the matrices of the block and of `inactive` layers, and the embedding and the head with rule `factored`.
     """
     if not _has_matrix_optimizer(config):
         return []
@@ -162,10 +164,15 @@ def phase_rules(
             scale_mode=settings.muon_scale_mode,
         )
         rules.append((muon, block, True))
-    elif config.steps_block_by_piece:
+    else:
         adam = {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps}
         adam |= {"dtype": config.training.adam_moments_dtype, "decoupled_weight_decay": settings.decoupled_weight_decay}
-        rule = MatrixRule(name=update_rules.ADAM, grad_dtype=DTYPES[config.main_grad_dtype], adam=adam)
+        rule = MatrixRule(
+            name=update_rules.ADAM,
+            grad_dtype=DTYPES[config.main_grad_dtype],
+            is_by_piece=config.steps_block_by_piece,
+            adam=adam,
+        )
         rules.append((rule, block, True))
     return rules
 

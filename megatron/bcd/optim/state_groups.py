@@ -38,8 +38,6 @@ class StatePart:
     start: int = 0
     """First element of the flat parameter."""
     num_steps: int = 0
-    is_replicated: bool = False
-    """Whether every rank with the same weights has the same part."""
 
     def names(self) -> set[str]:
         """Return the names of `tensors`."""
@@ -81,7 +79,7 @@ class StateGroup(ABC):
 
         The main parameters of matrices are in a separate group, unless Adam steps them by piece.
         """
-        is_matrix = parameter in self._active.matrices.matrices and not _has_adam(self._active)
+        is_matrix = parameter in self._active.matrices.matrices and not _has_main_params(self._active)
         return [name for name in names if not (is_matrix and name == MAIN_PARAM)]
 
     def joined(self, group: torch.distributed.ProcessGroup) -> Mapping[str, OffloadedShard]:
@@ -120,14 +118,14 @@ class BlockState(StateGroup):
         assert self.block is not None
         active = self._active
         pieces = active.core.block_shards if self._is_active else active.offloaded.blocks.get(self.block, {})
-        if not _has_adam(active):
-            return pieces
-        optimizer, parts = active.matrices, dict[str, StatePiece](pieces)
-        for name, matrix in optimizer.matrices.items():
-            if matrix.is_owner:
-                read = {MAIN_PARAM: matrix.main_param_reader()} if matrix.parameter.dtype == torch.bfloat16 else {}
+        parts = dict[str, StatePiece](pieces)
+        for name, matrix in active.matrices.matrices.items():
+            if name in self.parameters and matrix.adam_state():
+                read: dict[str, Callable[[], torch.Tensor]] = {}
                 read |= {moment: functools.partial(matrix.read_moment, moment) for moment in MOMENTS}
-                parts[name] = StatePart(read=read, num_steps=optimizer.num_steps)
+                if matrix.parameter.dtype == torch.bfloat16 and _has_main_params(active):
+                    read[MAIN_PARAM] = matrix.main_param_reader()
+                parts[name] = StatePart(read=read, num_steps=active.matrices.num_steps[self.block])
         return parts
 
     def joined(self, group: torch.distributed.ProcessGroup) -> Mapping[str, OffloadedShard]:
@@ -138,9 +136,10 @@ class BlockState(StateGroup):
 
     def set(self, parameter: str, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
         assert self._is_active, f"block {self.block} is not active"
+        assert self.block is not None
         optimizer = self._active.matrices
-        if _has_adam(self._active) and parameter in optimizer.matrices:
-            optimizer.num_steps = num_steps
+        if parameter in optimizer.matrices:
+            optimizer.num_steps[self.block] = num_steps
             optimizer.matrices[parameter].set_adam(tensors)
         _set_shard(self._active.core.block_shards.get(parameter), tensors, num_steps)
 
@@ -161,40 +160,25 @@ class AlwaysActiveState(StateGroup):
 
 
 class MainParams(StateGroup):
-    """Main parameters of the bf16 matrices that the matrix optimizer steps in some phase.
-
-    In the phase of their block Megatron Core's optimizer holds them, except Muon's.
-    """
+    """Main parameters of the bf16 matrices that the matrix optimizer steps, unless `BlockState` has them."""
 
     key = "matrices"
 
     def _select(self) -> Parameters:
-        return {} if _has_adam(self._active) else self._active.parameters.matrices()
+        return {} if _has_main_params(self._active) else self._active.parameters.matrices()
 
     def tensor_names(self, parameter: str, names: list[str]) -> list[str]:
         return names
 
-    def _is_in_core(self, parameter: str) -> bool:
-        return not self._active.config.is_muon and parameter in self._active.core.block_parameters
-
     def pieces(self) -> Mapping[str, StatePiece]:
-        core, parts = self._active.core, dict[str, StatePiece]()
-        for name, matrix in self._active.matrices.matrices.items() if self.parameters else ():
-            shard = core.block_shards.get(name)
-            if shard is not None and shard.has_own_main_param:
-                read = {MAIN_PARAM: functools.partial(getattr, shard, "main_param")}
-                parts[name] = StatePart(
-                    read=read, start=shard.start, is_replicated=not core.is_sharded(matrix.parameter)
-                )
-            elif matrix.is_owner and matrix.parameter.dtype == torch.bfloat16 and not self._is_in_core(name):
-                parts[name] = StatePart(read={MAIN_PARAM: matrix.main_param_reader()})
-        return parts
+        return {
+            name: StatePart(read={MAIN_PARAM: matrix.main_param_reader()})
+            for name, matrix in self._active.matrices.matrices.items()
+            if self.parameters and matrix.is_owner and matrix.parameter.dtype == torch.bfloat16
+        }
 
     def set(self, parameter: str, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
-        if self._is_in_core(parameter):
-            _set_shard(self._active.core.block_shards.get(parameter), tensors, num_steps=0)
-        else:
-            self._active.matrices.set_main_param(parameter, tensors[MAIN_PARAM])
+        self._active.matrices.set_main_param(parameter, tensors[MAIN_PARAM])
 
 
 class Momenta(StateGroup):
@@ -296,8 +280,8 @@ def state_groups(active: ActiveBlock) -> dict[str, StateGroup]:
     return {group.key: group for group in groups}
 
 
-def _has_adam(active: ActiveBlock) -> bool:
-    """Return whether the matrix optimizer steps the block with Adam. Checkpoints do not tell who steps it."""
+def _has_main_params(active: ActiveBlock) -> bool:
+    """Return whether the block's matrices have main parameters in `BlockState`, as in a checkpoint of full Adam."""
     return active.config.steps_block_by_piece and not active.config.is_muon
 
 

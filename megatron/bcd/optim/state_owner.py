@@ -1,8 +1,9 @@
 """The interface of an optimizer that steps parameters and owns their state.
 
-`CoreOptimizer` steps the active block and always-active parameters with Megatron Core's optimizer. `MatrixOptimizer`
-steps single matrices. `ActiveBlock`, the switch check, the outer step and joining groups treat both alike. An owner
-without parameters has empty state, so callers need not check.
+`MatrixOptimizer` steps the matrices of layers, in a run with a rule for matrices. `CoreOptimizer` steps all other
+parameters of the active block, and those that are always active, with Megatron Core's optimizer. `ActiveBlock`, the
+switch check, the outer step and joining groups treat both alike. An owner without parameters has empty state, so
+callers need not check.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ STEP_COUNTER_BYTES = 4
 """PyTorch's Adam has a step counter for each parameter of which the rank stores a part."""
 _ARENA_ALIGNMENT = 128
 """Elements to which `model.frozen_weights` aligns tensors."""
-_LOW_BIT_CHUNK, _LOW_BIT_WORK, _PIECE_WORK = 2**22, 28, 44
-"""Elements whose moments `optim.low_bit_adam` decodes at once on a GPU, and the temporary bytes of each; those of an
-update by piece, which may be skipped."""
+_LOW_BIT_CHUNK, _LOW_BIT_WORK, MATRIX_WORK, _PIECE_WORK = 2**22, 28, 36, 44
+"""Elements whose moments `optim.low_bit_adam` decodes at once on a GPU, and the temporary bytes of each; those of a
+matrix, whose fp32 value is one of them; those of an update by piece, which may be skipped."""
 
 ROWS_ELEMENTS = 2**26
 """As in `optim.update_rules`: a larger matrix takes the factored update some rows at a time."""
@@ -191,7 +191,11 @@ class ModelState:
 
     def _steps_matrix(self, tensor: Tensor) -> bool:
         """Return whether a matrix of the active block is stepped without Megatron Core's optimizer."""
-        return bool(tensor.parts) and (self.is_muon or self.steps_block_by_piece)
+        return bool(tensor.parts) and self._has_matrix_optimizer
+
+    @property
+    def _has_matrix_optimizer(self) -> bool:
+        return self.is_muon or self.bcd.bcd_inactive_update != "none" or self.steps_block_by_piece
 
     def _buffer(self, tensors: tuple[Tensor, ...], block: int) -> Buffer:
         stepped = [tensor for tensor in tensors if tensor.is_active(block) and not self._steps_matrix(tensor)]
@@ -262,7 +266,9 @@ class ModelState:
             some = [tensor for tensor in matrices if tensor.is_expert == are_experts]
             places = self._place_of_experts if are_experts else range(self.num_replicas)
             num_owners = self._num_expert_replicas if are_experts else self.num_replicas
-            for tensor, owner in zip(some, matrix_owners([each.size for each in some], num_owners), strict=True):
+            blocks = [] if self.is_muon else [each.owned.block for each in some]
+            numbers = matrix_owners([each.size for each in some], num_owners, blocks)
+            for tensor, owner in zip(some, numbers, strict=True):
                 owners[tensor.name] = [rank for rank, place in enumerate(places) if place == owner]
         return [(tensor, owners[tensor.name]) for tensor in matrices]
 
@@ -314,9 +320,9 @@ class ModelState:
         ]
 
     def largest_rank(self, stage: int, block: int) -> RankMemory:
-        """Return the rank of the stage with the most state. Ranks differ by less than a parameter's shard."""
-        stored = self.buffers[stage][block].stored
-        return self.rank(stage, block, max(range(len(stored)), key=stored.__getitem__))
+        """Return the rank of the stage with the most state."""
+        ranks = (self.rank(stage, block, replica) for replica in range(self.num_replicas))
+        return max(ranks, key=lambda rank: rank.model_state)
 
     def largest_bytes(self, stage: int) -> int:
         """Return the model state of the stage's largest rank in its largest phase."""
@@ -324,7 +330,7 @@ class ModelState:
 
     def share(self, stage: int, block: int, replica: int) -> MatrixShare:
         """Return a rank's share of the matrices that are stepped in the block's phase."""
-        if not self.is_muon and self.bcd.bcd_inactive_update == "none" and not self.steps_block_by_piece:
+        if not self._has_matrix_optimizer:
             return MatrixShare()
         return _shares(self, stage, block)[replica]
 
@@ -344,14 +350,13 @@ class ModelState:
         """The bytes of state of an element that is stepped without Megatron Core's optimizer, beside its low bits."""
         if self.is_muon:
             return DTYPE_BYTES[self.bcd.muon_momentum_dtype]
-        return sum(MOMENT_BYTES[dtype] for dtype in self.budget.moments) if self.steps_block_by_piece else 0
+        return sum(MOMENT_BYTES[dtype] for dtype in self.budget.moments) if self._has_matrix_optimizer else 0
 
     def rank_share(self, stage: int, block: int, rank: int) -> MatrixShare:
         """Compute `share`."""
         bcd = self.bcd
-        muon_gradient, stateless_gradient = DTYPE_BYTES[bcd.muon_grad_dtype], DTYPE_BYTES[bcd.bcd_inactive_grad_dtype]
-        if self.steps_block_by_piece and not self.is_muon:
-            muon_gradient = self.budget.gradient
+        block_gradient = DTYPE_BYTES[bcd.muon_grad_dtype] if self.is_muon else self.budget.gradient
+        stateless_gradient = DTYPE_BYTES[bcd.bcd_inactive_grad_dtype]
         low_bits = 2 if self.precision == "bf16" else 0
         total, updated, by_piece = Counter[str](), [], [0] * len(self.pieces)
         working_by_piece = list(by_piece)
@@ -361,7 +366,7 @@ class ModelState:
             waits = is_active and not self.steps_block_by_piece  # for the end of the step
             pieces = self._open_pieces(tensor) if is_stepped and not waits else ()
             if is_stepped:
-                gradient = muon_gradient if is_active else stateless_gradient
+                gradient = block_gradient if is_active else stateless_gradient
                 total["gradients"] += gradient * tensor.size * (not pieces)
                 for piece in pieces:
                     by_piece[piece] += gradient * tensor.size
@@ -390,8 +395,8 @@ class ModelState:
             if by_form is _WORKING_BYTES["factored"] and len(first.parts) == 1:
                 size = min(size, ROWS_ELEMENTS)
             working = by_form[2 if len(first.parts) > 1 else len(stack) > 1] * size
-            if self.steps_block_by_piece and not self.is_muon:
-                working = _PIECE_WORK * min(first.size, _LOW_BIT_CHUNK)
+            if is_active and not self.is_muon:
+                working = (_PIECE_WORK if pieces else MATRIX_WORK) * min(first.size, _LOW_BIT_CHUNK)
             if pieces:
                 working_by_piece[pieces[0]] = max(working_by_piece[pieces[0]], int(working))
             else:
