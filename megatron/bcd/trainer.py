@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -42,19 +41,19 @@ from megatron.bcd.huggingface.run_models import Exporter
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model import builder, router_losses
 from megatron.bcd.model.implementation import Implementation, available_implementation
-from megatron.bcd.model.loss import masked_loss, reduce_losses
+from megatron.bcd.model.loss import masked_loss
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
+from megatron.bcd.optim.step import Step
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.planner.run_state import head_passes
 from megatron.bcd.prefix_cache.controller import PrefixCache
-from megatron.bcd.runtime import device, memory, replicas, rng
+from megatron.bcd.runtime import device, memory, rng
 from megatron.bcd.runtime.activation_meter import ActivationMeter
 from megatron.bcd.training.checks import StepChecks
 from megatron.bcd.training.evaluation import Evaluator
 from megatron.bcd.training.garbage import GarbageCollection
 from megatron.bcd.training.outputs import RunOutputs
-from megatron.bcd.training.pieces import PieceUpdates, StepLoss
 from megatron.bcd.training.profiler import StepProfiler
 from megatron.bcd.training.recompute import Recomputation
 from megatron.bcd.training.replica_groups import ReplicaGroups, check_lighthouse
@@ -88,7 +87,6 @@ class Trainer:
     splits: data.Splits
     samples: TrainingSamples
     active: ActiveBlock
-    pieces: PieceUpdates
     pipeline: PipelineSchedule
     prefix_cache: PrefixCache
     recomputation: Recomputation
@@ -189,7 +187,6 @@ class Trainer:
         """Build the parts that train the model. The optimizer is not among them: each phase builds its own."""
         config = self.config
         self.active = ActiveBlock(model=self.model, config=config, partition=self.partition, stage=self.stage)
-        self.pieces = PieceUpdates(self.active, reduce_loss=self._reduce_loss, judge_loss=self._judge_loss)
         self.pipeline = PipelineSchedule(
             name=config.bcd.bcd_schedule or "bcd",
             partition=self.partition,
@@ -197,7 +194,6 @@ class Trainer:
             timeout_minutes=config.training.distributed_timeout_minutes,
             head_passes=head_passes(config, padded_vocab_size=run.padded_vocab_size),
             pieces=self.active.virtual_pieces,
-            chunks=self.pieces,
             saves_on_host=config.bcd.bcd_saved_inputs == "host",
             by_piece={name: getattr(config, name) for name in ("steps_block_by_piece", "clips_by_piece")},
         )
@@ -436,60 +432,35 @@ class Trainer:
         `num_microbatches_next` is the number of microbatches of the next step if it follows directly in the same phase.
         Forward-only stages run ahead with them.
         """
-        training, active, phase_state = self.config.training, self.active, self.state.phase_state
+        training, active = self.config.training, self.active
         stopwatch = device.Stopwatch()
         active.zero_grad()
-        learning_rate_factor = self.block_schedule.learning_rate_factor(phase_state)
-        learning_rate = float(self.lr_scheduler.get_lr({})) * learning_rate_factor
-        if self.block_schedule.scales_learning_rate:  # before the passes, which may step pieces of the block
-            self.lr_scheduler.step(0)  # undoes the scaling of a step that was skipped
-            active.scale_learning_rate(learning_rate_factor)
         router_losses.clear()
-        self.pieces.loss = None
-        self.pipeline.prepare_next(num_microbatches_next)
+        block_factor = self.block_schedule.learning_rate_factor(self.state.phase_state)
+        learning_rate = float(self.lr_scheduler.get_lr({})) * block_factor
+        active.set_learning_rate(self.lr_scheduler, block_factor=block_factor)
+        step = Step(active, lambda: self.stop.on_this_rank(is_writing=self.outputs.is_writing))
         with self._metering_once_per_phase(), self.timers.connected(active), self.stragglers.counting():
-            losses = self.forward_backward(batches, get_num_microbatches(), forward_only=False)
+            reported = self.forward_backward(
+                batches, get_num_microbatches(), step, num_microbatches_next=num_microbatches_next
+            )
         if training.empty_unused_memory_level >= 1:
             memory.release_cached_memory()
-        reduced = self.pieces.loss
-        if reduced is None or self.partition.num_stages > 1:
-            reduced = self._reduce_loss(losses)
-        grad_norm = None
+        step.reduce_loss(reported)
         with self.timers.connected(active), self.timers.timing_optimizer():
-            if reduced.is_stepped:
-                skips_non_finite = training.check_for_nan_in_loss_and_grad
-                grad_norm = active.step(skip_non_finite=skips_non_finite, gradient_scale=reduced.gradient_scale)
-        if grad_norm is not None:
-            self.lr_scheduler.step(get_current_global_batch_size())
+            step.finish()
+        if step.grad_norm is not None:
+            self.lr_scheduler.num_steps += get_current_global_batch_size()
         if training.empty_unused_memory_level >= 2:
             memory.release_cached_memory()
         stopwatch.stop()
         return StepResult(
-            loss=reduced.loss,
-            grad_norm=grad_norm,
+            loss=step.loss,
+            grad_norm=step.grad_norm,
             learning_rate=learning_rate,
             duration=stopwatch,
-            skipped_layers=active.skipped_layers,
-            requests=reduced.requests,
-        )
-
-    def _reduce_loss(self, losses: list[dict[str, Any]]) -> StepLoss:
-        """Reduce the loss and the requests to stop over all ranks, by a single all-reduce."""
-        own_requests = self.stop.on_this_rank(is_writing=self.outputs.is_writing)
-        loss_sum, num_tokens, requests = reduce_losses(losses, own_requests)
-        return self._judge_loss(loss_sum, num_tokens, requests)
-
-    def _judge_loss(self, loss_sum: float, num_tokens: float, requests: Sequence[int] = ()) -> StepLoss:
-        """Return the loss of the step, and what it decides."""
-        loss = loss_sum / max(num_tokens, 1.0)
-        # with fp16 the optimizer must see the overflow, to lower the loss scale
-        steps_always = self.config.precision == "fp16" or not self.config.training.check_for_nan_in_loss_and_grad
-        is_sum = get_model_config(self.model).calculate_per_token_loss and num_tokens
-        return StepLoss(
-            loss=loss,
-            requests=tuple(requests),
-            is_stepped=math.isfinite(loss) or steps_always,
-            gradient_scale=replicas.size() / num_tokens if is_sum else 1.0,
+            skipped_layers=step.skipped_layers,
+            requests=step.requests,
         )
 
     @property
@@ -498,10 +469,17 @@ class Trainer:
         return self.active.wrapped or self.model
 
     def forward_backward(
-        self, batches: Iterator[data.Batch], num_microbatches: int, *, forward_only: bool
+        self,
+        batches: Iterator[data.Batch],
+        num_microbatches: int,
+        step: Step | None = None,
+        *,
+        num_microbatches_next: int = 0,
     ) -> list[dict[str, Any]]:
-        """Run all passes of one iteration. On the last stage return what the loss function reported for each
-        microbatch, on other stages an empty list."""
+        """Run all passes of a training step, or without one those of an evaluation. See `PipelineSchedule.__call__`.
+
+        On the last stage return what the loss function reported for each microbatch, on other stages an empty list.
+        """
         return self.pipeline(
             forward_step_func=self.forward_step,
             data_iterator=batches,
@@ -510,7 +488,8 @@ class Trainer:
             seq_length=self.config.model.seq_length,
             micro_batch_size=self.config.training.micro_batch_size,
             decoder_seq_length=self.config.model.seq_length,
-            forward_only=forward_only,
+            step=step,
+            num_microbatches_next=num_microbatches_next,
         )
 
     def forward_step(self, batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
@@ -588,7 +567,6 @@ class Trainer:
         """Free gradients, optimizer and reader threads. Unless the run ends, offload the state of the block that is to
         be restored at its next phase."""
         self.prefix_cache.close()
-        self.lr_scheduler.optimizer = None  # a reference here would keep the old optimizer alive
         self.active.dispose(is_end_of_run=is_end_of_run)
         memory.reset_peak_memory()  # a phase's peak includes the allocation of its own state
 
@@ -597,8 +575,6 @@ class Trainer:
         block = self.block_schedule.block(self.state.phase_state)
         self.active.build(block)
         self.recomputation.begin_phase(block)
-        self.lr_scheduler.optimizer = self.active.scheduled()
-        self.lr_scheduler.step(0)  # sets the present learning rate in the new optimizer's groups
         self.checks.block_is_built()
 
     def _begin_phase(self) -> None:
