@@ -25,12 +25,10 @@ from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     reconfigure_num_microbatches_calculator,
 )
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from megatron.bcd import __version__, data
-from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
+from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.checkpoint import loader, optimizer_state, run_state
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.config import RunConfig, run_config_to_dict
@@ -57,7 +55,7 @@ from megatron.bcd.training.outputs import RunOutputs
 from megatron.bcd.training.profiler import StepProfiler
 from megatron.bcd.training.recompute import Recomputation
 from megatron.bcd.training.replica_groups import ReplicaGroups, check_lighthouse
-from megatron.bcd.training.reporting import build_reporter, describe_untrained, report_source, summarize
+from megatron.bcd.training.reporting import build_reporter, report_source, summarize
 from megatron.bcd.training.resolve import ResolvedRun
 from megatron.bcd.training.state import StepResult, TrainState
 from megatron.bcd.training.step_metrics import StepMetricsCollector
@@ -69,45 +67,6 @@ ModelBuilder = Callable[[RunConfig, int, Implementation], torch.nn.Module]
 
 class Trainer:
     """A run on this rank: `restore` enters its first phase, `train` does the rest."""
-
-    config: RunConfig
-    partition: Partition
-    block_schedule: BlockSchedule
-    train_iters: int
-    global_batch_size: int
-    stage: int
-    """Pipeline stage of this rank."""
-    state: TrainState
-    """All counters; a checkpoint stores them."""
-    source: loader.Source | None
-    """The checkpoint whose weights are loaded."""
-    model: torch.nn.Module
-    """The layers of this stage, without Megatron Core's DDP."""
-    implementation: Implementation
-    splits: data.Splits
-    samples: TrainingSamples
-    active: ActiveBlock
-    pipeline: PipelineSchedule
-    prefix_cache: PrefixCache
-    recomputation: Recomputation
-    lr_scheduler: OptimizerParamScheduler
-    evaluator: Evaluator
-    metrics: StepMetricsCollector
-    groups: ReplicaGroups | None
-    saver: Saver | None
-    outputs: RunOutputs
-    checks: StepChecks
-    reporter: Reporter
-    stop: StopRequests
-    timers: StepTimers
-    stragglers: Stragglers
-    profiler: StepProfiler
-    garbage: GarbageCollection
-    meter: ActivationMeter
-    _metered: tuple[int, int] | None
-    """Phase and number of microbatches for which `meter` has counted."""
-    _has_joined: bool
-    """Whether this replica group joined others at the end of one of their steps."""
 
     # ------------------------------------------------------------------------------------------------------- setup
 
@@ -135,7 +94,9 @@ class Trainer:
         self.partition, self.block_schedule = run.partition, run.block_schedule
         self.train_iters, self.global_batch_size = run.train_iters, run.global_batch_size
         self.source = run.source
+        """The checkpoint whose weights are loaded."""
         self.state = TrainState(run=run.name)
+        """All counters; a checkpoint stores them."""
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
         resumed = None if run.source is None else run.source.state
         self.reporter = reporter or build_reporter(run, start_iteration=resumed.iteration if resumed else 0)
@@ -172,6 +133,7 @@ class Trainer:
         plan = make_plan(config, run.tokenizer, self.train_iters, least_steps_per_cycle=least_steps)
         self.implementation = available_implementation(config)
         self.model = build_model(config, run.padded_vocab_size, self.implementation)
+        """The layers of this stage, without Megatron Core's DDP."""
         if config.training.data_parallel_random_init:
             builder.broadcast_from_first_replica(self.model)
         if self.source is not None:
@@ -219,7 +181,10 @@ class Trainer:
         self.garbage = GarbageCollection(config.training)
         self.meter = ActivationMeter(memory.allocated_bytes_function())
         self.groups = None if config.groups.lighthouse is None else ReplicaGroups(self)
-        self._metered, self._has_joined = None, False
+        self._metered: tuple[int, int] | None = None
+        """Phase and number of microbatches for which `meter` has counted."""
+        self._has_joined = False
+        """Whether this replica group joined others at the end of one of their steps."""
 
     def _build_watchers(self, run: ResolvedRun, *, is_continued: bool) -> None:
         """Build the parts that evaluate, log, check, save and export the model."""
@@ -417,12 +382,16 @@ class Trainer:
 
     def _warn_of_untrained(self, *, num_steps: int) -> None:
         """Warn of layers that will certainly stay untrained for `num_steps` more steps, or with 0 are untrained now."""
-        phase_state, train_iters = self.state.phase_state, self.train_iters
-        warning = describe_untrained(
-            self.partition, self.block_schedule, phase_state, num_steps=num_steps, train_iters=train_iters
-        )
-        if warning is not None:
-            self.reporter.warning(warning)
+        schedule, phase_state = self.block_schedule, self.state.phase_state
+        if num_steps > 0:
+            phase_state = PhaseState(phase=schedule.phases_within(phase_state, num_steps))
+        visited = schedule.visited(phase_state)
+        if parts := self.partition.describe_untrained(visited):
+            self.reporter.warning(
+                f"{len(visited)} of {schedule.num_blocks} blocks are active in {self.train_iters:,} steps "
+                f"({schedule.describe()}); {', '.join(parts)} {'will stay' if num_steps > 0 else 'stayed'} as at the "
+                "start: give more steps, fewer blocks or shorter phases"
+            )
 
     # -------------------------------------------------------------------------------------------------- train_step
 
@@ -487,7 +456,6 @@ class Trainer:
             num_microbatches=num_microbatches,
             seq_length=self.config.model.seq_length,
             micro_batch_size=self.config.training.micro_batch_size,
-            decoder_seq_length=self.config.model.seq_length,
             step=step,
             num_microbatches_next=num_microbatches_next,
         )
@@ -665,7 +633,12 @@ class Trainer:
         if source is not None and saved is not None:
             if takes_optimizer:
                 loader.load_optimizer(source, self.active)
-            self._restore_random_states(source, saved.iteration)
+            loads_states = self.config.checkpoint.load_rng
+            warning = loader.load_random_states(source) if loads_states else None
+            if warning is not None or not loads_states:
+                rng.seed_everything(self.config.training.seed + saved.iteration)
+            if warning is not None:
+                self.reporter.warning(warning)
             self.reporter.note(f"resuming from {source.path}, after iteration {saved.iteration}")
         self._begin_phase()
         if self.groups is not None:
@@ -688,11 +661,3 @@ class Trainer:
             self.state.samples_in_phase = 0
         self.active.core.remember_loss_scaler(saved.loss_scaler)
         self.lr_scheduler.num_steps = saved.scheduler_steps
-
-    def _restore_random_states(self, source: loader.Source, iteration: int) -> None:
-        loads = self.config.checkpoint.load_rng
-        warning = loader.load_random_states(source) if loads else None
-        if warning is not None or not loads:
-            rng.seed_everything(self.config.training.seed + iteration)
-        if warning is not None:
-            self.reporter.warning(warning)
