@@ -110,8 +110,7 @@ class Trainer:
         if config.groups.lighthouse is not None:  # before anything is written
             check_lighthouse(config.groups.lighthouse)
         data_notes = self._build_model_and_data(run, build_model)
-        self._build_parts(run)
-        self._build_watchers(run, is_continued=is_restart or resumed is not None)
+        self._build_parts(run, is_continued=is_restart or resumed is not None)
         self.reporter.run_summary(
             summarize(
                 run,
@@ -145,8 +144,8 @@ class Trainer:
         self.samples = TrainingSamples(config, dataset=self.splits.train, epoch_samples=plan.epoch_samples)
         return plan.notes
 
-    def _build_parts(self, run: ResolvedRun) -> None:
-        """Build the parts that train the model. The optimizer is not among them: each phase builds its own."""
+    def _build_parts(self, run: ResolvedRun, *, is_continued: bool) -> None:
+        """Build the parts that train, evaluate, log, check and save the model. Each phase builds its own optimizer."""
         config = self.config
         self.active = ActiveBlock(model=self.model, config=config, partition=self.partition, stage=self.stage)
         self.pipeline = PipelineSchedule(
@@ -185,10 +184,6 @@ class Trainer:
         """Phase and number of microbatches for which `meter` has counted."""
         self._has_joined = False
         """Whether this replica group joined others at the end of one of their steps."""
-
-    def _build_watchers(self, run: ResolvedRun, *, is_continued: bool) -> None:
-        """Build the parts that evaluate, log, check, save and export the model."""
-        config = self.config
         self.evaluator = Evaluator(
             config,
             splits=self.splits,
