@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +25,10 @@ from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     reconfigure_num_microbatches_calculator,
 )
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from megatron.bcd import __version__, data
-from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
+from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.checkpoint import loader, optimizer_state, run_state
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.config import RunConfig, run_config_to_dict
@@ -42,23 +39,23 @@ from megatron.bcd.huggingface.run_models import Exporter
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model import builder, router_losses
 from megatron.bcd.model.implementation import Implementation, available_implementation
-from megatron.bcd.model.loss import masked_loss, reduce_losses
+from megatron.bcd.model.loss import masked_loss
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
+from megatron.bcd.optim.step import Step
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.planner.run_state import head_passes
 from megatron.bcd.prefix_cache.controller import PrefixCache
-from megatron.bcd.runtime import device, memory, replicas, rng
+from megatron.bcd.runtime import device, memory, rng
 from megatron.bcd.runtime.activation_meter import ActivationMeter
 from megatron.bcd.training.checks import StepChecks
 from megatron.bcd.training.evaluation import Evaluator
 from megatron.bcd.training.garbage import GarbageCollection
 from megatron.bcd.training.outputs import RunOutputs
-from megatron.bcd.training.pieces import PieceUpdates, StepLoss
 from megatron.bcd.training.profiler import StepProfiler
 from megatron.bcd.training.recompute import Recomputation
 from megatron.bcd.training.replica_groups import ReplicaGroups, check_lighthouse
-from megatron.bcd.training.reporting import build_reporter, describe_untrained, report_source, summarize
+from megatron.bcd.training.reporting import build_reporter, report_source, summarize
 from megatron.bcd.training.resolve import ResolvedRun
 from megatron.bcd.training.state import StepResult, TrainState
 from megatron.bcd.training.step_metrics import StepMetricsCollector
@@ -70,46 +67,6 @@ ModelBuilder = Callable[[RunConfig, int, Implementation], torch.nn.Module]
 
 class Trainer:
     """A run on this rank: `restore` enters its first phase, `train` does the rest."""
-
-    config: RunConfig
-    partition: Partition
-    block_schedule: BlockSchedule
-    train_iters: int
-    global_batch_size: int
-    stage: int
-    """Pipeline stage of this rank."""
-    state: TrainState
-    """All counters; a checkpoint stores them."""
-    source: loader.Source | None
-    """The checkpoint whose weights are loaded."""
-    model: torch.nn.Module
-    """The layers of this stage, without Megatron Core's DDP."""
-    implementation: Implementation
-    splits: data.Splits
-    samples: TrainingSamples
-    active: ActiveBlock
-    pieces: PieceUpdates
-    pipeline: PipelineSchedule
-    prefix_cache: PrefixCache
-    recomputation: Recomputation
-    lr_scheduler: OptimizerParamScheduler
-    evaluator: Evaluator
-    metrics: StepMetricsCollector
-    groups: ReplicaGroups | None
-    saver: Saver | None
-    outputs: RunOutputs
-    checks: StepChecks
-    reporter: Reporter
-    stop: StopRequests
-    timers: StepTimers
-    stragglers: Stragglers
-    profiler: StepProfiler
-    garbage: GarbageCollection
-    meter: ActivationMeter
-    _metered: tuple[int, int] | None
-    """Phase and number of microbatches for which `meter` has counted."""
-    _has_joined: bool
-    """Whether this replica group joined others at the end of one of their steps."""
 
     # ------------------------------------------------------------------------------------------------------- setup
 
@@ -137,7 +94,9 @@ class Trainer:
         self.partition, self.block_schedule = run.partition, run.block_schedule
         self.train_iters, self.global_batch_size = run.train_iters, run.global_batch_size
         self.source = run.source
+        """The checkpoint whose weights are loaded."""
         self.state = TrainState(run=run.name)
+        """All counters; a checkpoint stores them."""
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
         resumed = None if run.source is None else run.source.state
         self.reporter = reporter or build_reporter(run, start_iteration=resumed.iteration if resumed else 0)
@@ -151,8 +110,7 @@ class Trainer:
         if config.groups.lighthouse is not None:  # before anything is written
             check_lighthouse(config.groups.lighthouse)
         data_notes = self._build_model_and_data(run, build_model)
-        self._build_parts(run)
-        self._build_watchers(run, is_continued=is_restart or resumed is not None)
+        self._build_parts(run, is_continued=is_restart or resumed is not None)
         self.reporter.run_summary(
             summarize(
                 run,
@@ -174,6 +132,7 @@ class Trainer:
         plan = make_plan(config, run.tokenizer, self.train_iters, least_steps_per_cycle=least_steps)
         self.implementation = available_implementation(config)
         self.model = build_model(config, run.padded_vocab_size, self.implementation)
+        """The layers of this stage, without Megatron Core's DDP."""
         if config.training.data_parallel_random_init:
             builder.broadcast_from_first_replica(self.model)
         if self.source is not None:
@@ -185,11 +144,10 @@ class Trainer:
         self.samples = TrainingSamples(config, dataset=self.splits.train, epoch_samples=plan.epoch_samples)
         return plan.notes
 
-    def _build_parts(self, run: ResolvedRun) -> None:
-        """Build the parts that train the model. The optimizer is not among them: each phase builds its own."""
+    def _build_parts(self, run: ResolvedRun, *, is_continued: bool) -> None:
+        """Build the parts that train, evaluate, log, check and save the model. Each phase builds its own optimizer."""
         config = self.config
         self.active = ActiveBlock(model=self.model, config=config, partition=self.partition, stage=self.stage)
-        self.pieces = PieceUpdates(self.active, reduce_loss=self._reduce_loss, judge_loss=self._judge_loss)
         self.pipeline = PipelineSchedule(
             name=config.bcd.bcd_schedule or "bcd",
             partition=self.partition,
@@ -197,7 +155,6 @@ class Trainer:
             timeout_minutes=config.training.distributed_timeout_minutes,
             head_passes=head_passes(config, padded_vocab_size=run.padded_vocab_size),
             pieces=self.active.virtual_pieces,
-            chunks=self.pieces,
             saves_on_host=config.bcd.bcd_saved_inputs == "host",
             by_piece={name: getattr(config, name) for name in ("steps_block_by_piece", "clips_by_piece")},
         )
@@ -223,11 +180,10 @@ class Trainer:
         self.garbage = GarbageCollection(config.training)
         self.meter = ActivationMeter(memory.allocated_bytes_function())
         self.groups = None if config.groups.lighthouse is None else ReplicaGroups(self)
-        self._metered, self._has_joined = None, False
-
-    def _build_watchers(self, run: ResolvedRun, *, is_continued: bool) -> None:
-        """Build the parts that evaluate, log, check, save and export the model."""
-        config = self.config
+        self._metered: tuple[int, int] | None = None
+        """Phase and number of microbatches for which `meter` has counted."""
+        self._has_joined = False
+        """Whether this replica group joined others at the end of one of their steps."""
         self.evaluator = Evaluator(
             config,
             splits=self.splits,
@@ -421,12 +377,16 @@ class Trainer:
 
     def _warn_of_untrained(self, *, num_steps: int) -> None:
         """Warn of layers that will certainly stay untrained for `num_steps` more steps, or with 0 are untrained now."""
-        phase_state, train_iters = self.state.phase_state, self.train_iters
-        warning = describe_untrained(
-            self.partition, self.block_schedule, phase_state, num_steps=num_steps, train_iters=train_iters
-        )
-        if warning is not None:
-            self.reporter.warning(warning)
+        schedule, phase_state = self.block_schedule, self.state.phase_state
+        if num_steps > 0:
+            phase_state = PhaseState(phase=schedule.phases_within(phase_state, num_steps))
+        visited = schedule.visited(phase_state)
+        if parts := self.partition.describe_untrained(visited):
+            self.reporter.warning(
+                f"{len(visited)} of {schedule.num_blocks} blocks are active in {self.train_iters:,} steps "
+                f"({schedule.describe()}); {', '.join(parts)} {'will stay' if num_steps > 0 else 'stayed'} as at the "
+                "start: give more steps, fewer blocks or shorter phases"
+            )
 
     # -------------------------------------------------------------------------------------------------- train_step
 
@@ -436,60 +396,35 @@ class Trainer:
         `num_microbatches_next` is the number of microbatches of the next step if it follows directly in the same phase.
         Forward-only stages run ahead with them.
         """
-        training, active, phase_state = self.config.training, self.active, self.state.phase_state
+        training, active = self.config.training, self.active
         stopwatch = device.Stopwatch()
         active.zero_grad()
-        learning_rate_factor = self.block_schedule.learning_rate_factor(phase_state)
-        learning_rate = float(self.lr_scheduler.get_lr({})) * learning_rate_factor
-        if self.block_schedule.scales_learning_rate:  # before the passes, which may step pieces of the block
-            self.lr_scheduler.step(0)  # undoes the scaling of a step that was skipped
-            active.scale_learning_rate(learning_rate_factor)
         router_losses.clear()
-        self.pieces.loss = None
-        self.pipeline.prepare_next(num_microbatches_next)
+        block_factor = self.block_schedule.learning_rate_factor(self.state.phase_state)
+        learning_rate = float(self.lr_scheduler.get_lr({})) * block_factor
+        active.set_learning_rate(self.lr_scheduler, block_factor=block_factor)
+        step = Step(active, lambda: self.stop.on_this_rank(is_writing=self.outputs.is_writing))
         with self._metering_once_per_phase(), self.timers.connected(active), self.stragglers.counting():
-            losses = self.forward_backward(batches, get_num_microbatches(), forward_only=False)
+            reported = self.forward_backward(
+                batches, get_num_microbatches(), step, num_microbatches_next=num_microbatches_next
+            )
         if training.empty_unused_memory_level >= 1:
             memory.release_cached_memory()
-        reduced = self.pieces.loss
-        if reduced is None or self.partition.num_stages > 1:
-            reduced = self._reduce_loss(losses)
-        grad_norm = None
+        step.reduce_loss(reported)
         with self.timers.connected(active), self.timers.timing_optimizer():
-            if reduced.is_stepped:
-                skips_non_finite = training.check_for_nan_in_loss_and_grad
-                grad_norm = active.step(skip_non_finite=skips_non_finite, gradient_scale=reduced.gradient_scale)
-        if grad_norm is not None:
-            self.lr_scheduler.step(get_current_global_batch_size())
+            step.finish()
+        if step.grad_norm is not None:
+            self.lr_scheduler.num_steps += get_current_global_batch_size()
         if training.empty_unused_memory_level >= 2:
             memory.release_cached_memory()
         stopwatch.stop()
         return StepResult(
-            loss=reduced.loss,
-            grad_norm=grad_norm,
+            loss=step.loss,
+            grad_norm=step.grad_norm,
             learning_rate=learning_rate,
             duration=stopwatch,
-            skipped_layers=active.skipped_layers,
-            requests=reduced.requests,
-        )
-
-    def _reduce_loss(self, losses: list[dict[str, Any]]) -> StepLoss:
-        """Reduce the loss and the requests to stop over all ranks, by a single all-reduce."""
-        own_requests = self.stop.on_this_rank(is_writing=self.outputs.is_writing)
-        loss_sum, num_tokens, requests = reduce_losses(losses, own_requests)
-        return self._judge_loss(loss_sum, num_tokens, requests)
-
-    def _judge_loss(self, loss_sum: float, num_tokens: float, requests: Sequence[int] = ()) -> StepLoss:
-        """Return the loss of the step, and what it decides."""
-        loss = loss_sum / max(num_tokens, 1.0)
-        # with fp16 the optimizer must see the overflow, to lower the loss scale
-        steps_always = self.config.precision == "fp16" or not self.config.training.check_for_nan_in_loss_and_grad
-        is_sum = get_model_config(self.model).calculate_per_token_loss and num_tokens
-        return StepLoss(
-            loss=loss,
-            requests=tuple(requests),
-            is_stepped=math.isfinite(loss) or steps_always,
-            gradient_scale=replicas.size() / num_tokens if is_sum else 1.0,
+            skipped_layers=step.skipped_layers,
+            requests=step.requests,
         )
 
     @property
@@ -498,10 +433,17 @@ class Trainer:
         return self.active.wrapped or self.model
 
     def forward_backward(
-        self, batches: Iterator[data.Batch], num_microbatches: int, *, forward_only: bool
+        self,
+        batches: Iterator[data.Batch],
+        num_microbatches: int,
+        step: Step | None = None,
+        *,
+        num_microbatches_next: int = 0,
     ) -> list[dict[str, Any]]:
-        """Run all passes of one iteration. On the last stage return what the loss function reported for each
-        microbatch, on other stages an empty list."""
+        """Run all passes of a training step, or without one those of an evaluation. See `PipelineSchedule.__call__`.
+
+        On the last stage return what the loss function reported for each microbatch, on other stages an empty list.
+        """
         return self.pipeline(
             forward_step_func=self.forward_step,
             data_iterator=batches,
@@ -509,8 +451,8 @@ class Trainer:
             num_microbatches=num_microbatches,
             seq_length=self.config.model.seq_length,
             micro_batch_size=self.config.training.micro_batch_size,
-            decoder_seq_length=self.config.model.seq_length,
-            forward_only=forward_only,
+            step=step,
+            num_microbatches_next=num_microbatches_next,
         )
 
     def forward_step(self, batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
@@ -588,7 +530,6 @@ class Trainer:
         """Free gradients, optimizer and reader threads. Unless the run ends, offload the state of the block that is to
         be restored at its next phase."""
         self.prefix_cache.close()
-        self.lr_scheduler.optimizer = None  # a reference here would keep the old optimizer alive
         self.active.dispose(is_end_of_run=is_end_of_run)
         memory.reset_peak_memory()  # a phase's peak includes the allocation of its own state
 
@@ -597,8 +538,6 @@ class Trainer:
         block = self.block_schedule.block(self.state.phase_state)
         self.active.build(block)
         self.recomputation.begin_phase(block)
-        self.lr_scheduler.optimizer = self.active.scheduled()
-        self.lr_scheduler.step(0)  # sets the present learning rate in the new optimizer's groups
         self.checks.block_is_built()
 
     def _begin_phase(self) -> None:
@@ -689,7 +628,12 @@ class Trainer:
         if source is not None and saved is not None:
             if takes_optimizer:
                 loader.load_optimizer(source, self.active)
-            self._restore_random_states(source, saved.iteration)
+            loads_states = self.config.checkpoint.load_rng
+            warning = loader.load_random_states(source) if loads_states else None
+            if warning is not None or not loads_states:
+                rng.seed_everything(self.config.training.seed + saved.iteration)
+            if warning is not None:
+                self.reporter.warning(warning)
             self.reporter.note(f"resuming from {source.path}, after iteration {saved.iteration}")
         self._begin_phase()
         if self.groups is not None:
@@ -712,11 +656,3 @@ class Trainer:
             self.state.samples_in_phase = 0
         self.active.core.remember_loss_scaler(saved.loss_scaler)
         self.lr_scheduler.num_steps = saved.scheduler_steps
-
-    def _restore_random_states(self, source: loader.Source, iteration: int) -> None:
-        loads = self.config.checkpoint.load_rng
-        warning = loader.load_random_states(source) if loads else None
-        if warning is not None or not loads:
-            rng.seed_everything(self.config.training.seed + iteration)
-        if warning is not None:
-            self.reporter.warning(warning)

@@ -111,11 +111,8 @@ def in_short_phases(config: RunConfig, *, is_cut: bool) -> list[float]:
         block = run.active.block
         if run.iteration == 0:
             return
-        run.lr_scheduler.optimizer = None
         run.active.dispose()
         run.build(block)
-        run.lr_scheduler.optimizer = run.active.core.optimizer
-        run.lr_scheduler.step(0)
 
     with worlds.started(config, **({"before_step": freeze_and_return} if is_cut else {})) as run:
         run.train()

@@ -83,7 +83,7 @@ def run_with_a_fault(config: RunConfig, fault: str, rank: int) -> str:
         if run.state.phase_state.phase == 0 or torch.distributed.get_rank() != rank:
             return
         if fault == "idle":
-            run.active.scale_learning_rate(0.0)
+            worlds.stop_block(run)
         else:
             frozen = [parameter for parameter in run.model.parameters() if not parameter.requires_grad]
             with torch.no_grad():

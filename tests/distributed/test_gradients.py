@@ -25,6 +25,7 @@ from megatron.bcd.huggingface.architecture import Architecture, make_config
 from megatron.bcd.huggingface.run_network import run_architecture
 from megatron.bcd.huggingface.tensors import LAYERS, build_rows
 from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.optim.step import Step
 
 SIZES: dict[str, Any] = {"num_layers": 4, "global_batch_size": 4, "train_iters": 2, "bcd_num_blocks": 2, "lr": 1e-3}
 SIZES |= {"max_position_embeddings": 33}  # transformers' own loss takes one token more
@@ -96,7 +97,7 @@ def run_of(config: RunConfig) -> dict[str, Any]:
             run.active.build(block)
             run.active.zero_grad()
             batches = worlds.first_batches(run)
-            run.forward_backward(batches, get_num_microbatches(), forward_only=False)
+            run.forward_backward(batches, get_num_microbatches(), Step(run.active))
             assert all(p.grad is None and p.requires_grad == hasattr(p, "main_grad") for _, p in _named(run))
             gradients.append({name: pieces(p, p.main_grad) for name, p in _named(run) if p.requires_grad})
             run.active.dispose()

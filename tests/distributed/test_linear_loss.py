@@ -16,6 +16,7 @@ from support.planned import LINEAR
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model import linear_loss
 from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.optim.step import Step
 
 LLAMA = {"form": "llama", "max_position_embeddings": None, "make_vocab_size_divisible_by": 132}
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
@@ -45,7 +46,7 @@ def run_of(config: RunConfig, *, chunk: int | None) -> dict[str, Any]:
             run.active.build(block)
             run.active.zero_grad()
             batches = worlds.first_batches(run)
-            reported = run.forward_backward(batches, get_num_microbatches(), forward_only=not is_training)
+            reported = run.forward_backward(batches, get_num_microbatches(), Step(run.active) if is_training else None)
             losses += [each["lm loss"].tolist() for each in reported]
             for name, parameter in unwrap_model(run.model).named_parameters():
                 if is_training and parameter.requires_grad:

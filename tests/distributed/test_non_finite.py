@@ -12,7 +12,7 @@ import torch
 from support import resumed_runs, worlds
 from support.dist import World
 
-from megatron.bcd import trainer
+from megatron.bcd.optim import step
 from megatron.bcd.training.state import TrainingFailed
 
 BAD_STEPS = (2, 3, 5)
@@ -29,7 +29,7 @@ class Spoiler:
     def __init__(self, what: str, steps: tuple[int, ...], *, rank: int) -> None:
         self._what, self._steps = what, steps
         self._is_here = torch.distributed.get_rank() == rank
-        self._original_loss = trainer.reduce_losses
+        self._original_loss = step.reduce_losses
         self._before: dict[str, torch.Tensor] = {}
         self.changed: list[list[str]] = []
         self.scheduler_steps: list[int] = []
@@ -52,11 +52,11 @@ class Spoiler:
     def before_step(self, run: worlds.RecordedRun) -> None:
         self.is_bad = run.iteration in self._steps and self._is_here
         is_loss = self.is_bad and self._what == "loss"
-        trainer.reduce_losses = self._spoilt_losses if is_loss else self._original_loss
+        step.reduce_losses = self._spoilt_losses if is_loss else self._original_loss
         self._before = self._state(run)
 
     def after_step(self, run: worlds.RecordedRun) -> None:
-        trainer.reduce_losses = self._original_loss
+        step.reduce_losses = self._original_loss
         now = self._state(run)
         added = [name for name in now if name not in self._before]
         self.changed.append(added + worlds.same_bits({name: now[name] for name in self._before}, self._before))

@@ -323,7 +323,7 @@ def idle_after_join(config: Any, *, is_idle: bool) -> str:
 
     def stop(run: worlds.RecordedRun) -> None:
         if is_idle:
-            run.active.scale_learning_rate(0.0)
+            worlds.stop_block(run)
 
     join = ReplicaGroups.join
 

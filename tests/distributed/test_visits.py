@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from support.dist import World
 
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
+from megatron.bcd.optim.step import Step
 
 
 def untrained(config: RunConfig) -> dict[str, Any]:
@@ -80,21 +82,21 @@ def test_a_converged_run_ends(world2: World, text_data: str, tmp_path: Path) -> 
 def learning_rates(config: RunConfig) -> list[tuple[int, set[float], set[float]]]:
     """Return by step: the block, and the rates of the block's and of the always-active parameter groups."""
     rates: list[tuple[int, set[float], set[float]]] = []
+    finish = Step.finish
 
     with worlds.started(config) as run:
-        step = run.active.step
 
-        def recording_step(**arguments: Any) -> Any:
+        def recording_finish(step: Step) -> None:
             groups = [group for each in run.active.core.optimizer.chained_optimizers for group in each.param_groups]
             by_kind: tuple[set[float], set[float]] = (set(), set())
             for group in groups:
                 if group["params"]:
                     by_kind["bcd_always_active" in group].add(group["lr"])
             rates.append((run.block, *by_kind))
-            return step(**arguments)
+            finish(step)
 
-        run.active.step = recording_step  # type: ignore[method-assign]
-        run.train()
+        with mock.patch.object(Step, "finish", recording_finish):
+            run.train()
     return rates
 
 

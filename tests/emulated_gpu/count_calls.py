@@ -79,8 +79,6 @@ def counted(method: str) -> dict[str, dict[str, int]]:
     steps = []
     for block in range(trainer.partition.num_blocks):
         trainer.active.build(block)
-        trainer.lr_scheduler.optimizer = trainer.active.core.optimizer
-        trainer.lr_scheduler.step(0)
         trainer.pipeline.begin_phase(block)
         # the first step of a phase measures activations
         trainer.train_step(batches, num_microbatches_next=4)
@@ -89,7 +87,6 @@ def counted(method: str) -> dict[str, dict[str, int]]:
             counter.clear()
         trainer.train_step(batches, num_microbatches_next=4)
         steps.append({name: dict(counter) for name, counter in counters.items()})
-        trainer.lr_scheduler.optimizer = None
         trainer.active.dispose()
     return max(steps, key=lambda step: sum(step["calls"].values()))
 

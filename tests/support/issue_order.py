@@ -238,7 +238,7 @@ class Rank:
             calculate_per_token_loss=False, grad_sync_func=None, no_sync_func=self._no_sync,
             finalize_model_grads_func=self._finalize,
         )  # fmt: skip
-        model = SimpleNamespace(config=config, parameters=lambda: ())
+        model = SimpleNamespace(config=config, parameters=lambda: (), frozen_weights=_FrozenWeights(self))
         blocks = self._partition()
         pipeline = PipelineSchedule(
             name="breadth-first" if case.is_breadth_first else "bcd",
@@ -246,7 +246,6 @@ class Rank:
             run_ahead=case.run_ahead,
             head_passes=case.head_passes,
             pieces=virtual_pieces(blocks, 1) if case.is_breadth_first else (),
-            chunks=_Chunks(self),
         )
         run_plan = pipeline.execute
 
@@ -261,7 +260,7 @@ class Rank:
             if event.what == "train":
                 self._train(pipeline, event, arguments)
             elif event.what == "evaluate":
-                pipeline(forward_only=True, **arguments)
+                pipeline(**arguments)
                 self.collective("losses", "pp")
             elif event.what == "fill":  # up to the first active layer
                 num_stages, num_chunks = event.block + 1, 1
@@ -303,8 +302,8 @@ class Rank:
         if number == 0 or events[number - 1] != event:
             pipeline.begin_phase(event.block, is_prefix_cached=event.is_served)
         is_followed = number + 1 < len(events) and events[number + 1] == event
-        pipeline.prepare_next(self.case.num_microbatches if is_followed else 0)
-        pipeline(**arguments)
+        number_next = self.case.num_microbatches if is_followed else 0
+        pipeline(step=_Step(self), num_microbatches_next=number_next, **arguments)  # type: ignore[arg-type]
         if self.stage == self.case.num_stages - 1:
             self.collective("losses of replicas", "dp")
         self.collective("losses and signals", "world")
@@ -313,16 +312,29 @@ class Rank:
             self.collective("parameters", "dp")
 
 
-class _Chunks:
-    """Stub of `training.pieces`."""
+class _FrozenWeights:
+    """Stub of `model.frozen_weights.FrozenWeights`."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
 
-    def enter(self, chunk: int, *, is_backward: bool) -> None:
+    def load(self, layers: range, *, with_state: bool) -> None:
         pass
 
-    prefetch = enter
+    prefetch = load
+
+    def finish_step(self) -> None:
+        self._rank.collective("copies to host memory", "dp")
+
+
+class _Step:
+    """Stub of `optim.step.Step`."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def open(self, chunk: int) -> None:
+        pass
 
     def reduce_loss(self, reported: list[Any]) -> torch.Tensor:
         self._rank.collective("losses of replicas", "dp")
@@ -335,9 +347,6 @@ class _Chunks:
     def update(self, chunk: int) -> None:
         for group in ("dp", "tp", "dp"):
             self._rank.collective(f"update of chunk {chunk}", group)
-
-    def finish(self) -> None:
-        self._rank.collective("copies to host memory", "dp")
 
 
 _CURRENT: list[Rank] = []
@@ -369,7 +378,10 @@ def _recording() -> Iterator[None]:
             "ProcessGroupCollection": SimpleNamespace(use_mpu_process_groups=lambda names: groups()),
             "get_model_config": lambda model: model.config,
         }),
-        (breadth_first, {"select_chunk": lambda model, chunk: None}),
+        (breadth_first, {
+            "select_chunk": lambda model, chunk: None,
+            "sum_losses": lambda reported: _Step(now[-1]).reduce_loss(reported),
+        }),
         (execute, {
             "select_chunk": lambda model, chunk: setattr(now[-1], "chunk", chunk),
             "forward_step": lambda *args, **others: now[-1].forward(*args, **others),

@@ -30,6 +30,7 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.optim.step import Step
 from megatron.bcd.runtime import device, distributed, rng
 from megatron.bcd.runtime.compat import pytorch
 from megatron.bcd.trainer import Trainer
@@ -197,11 +198,13 @@ class RecordedRun(Trainer):
             super().__init__(resolve_run(config, loader.find(config)), build_model, reporter=self.recorder)
         self.restore()
 
-    def forward_backward(self, *args: Any, forward_only: bool) -> list[dict[str, Any]]:
+    def forward_backward(
+        self, batches: Any, num_microbatches: int, step: Step | None = None, **options: int
+    ) -> list[dict[str, Any]]:
         inner = super().forward_backward
         call = inner if self.wrapper is None else functools.partial(self.wrapper, inner)
-        reported = call(*args, forward_only=forward_only)
-        if not forward_only:
+        reported: list[dict[str, Any]] = call(batches, num_microbatches, step, **options)
+        if step is not None:
             self.call("after_schedule")
         return reported
 
@@ -243,6 +246,16 @@ class RecordedRun(Trainer):
     def block(self) -> int:
         """The block that the schedule says is active."""
         return self.block_schedule.block(self.state.phase_state)
+
+
+def stop_block(run: Trainer) -> None:
+    """Set the learning rate of the block's parameters to 0 on this rank, in all later steps of the phase."""
+    set_learning_rate = run.active.set_learning_rate
+
+    def set_to_zero(scheduler: Any, *, block_factor: float) -> None:
+        set_learning_rate(scheduler, block_factor=0.0 * block_factor)
+
+    run.active.set_learning_rate = set_to_zero  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -169,11 +169,6 @@ class Screen:
         self._task = TaskID(0)
         self._refreshed = 0.0
 
-    def run_summary(self, summary: RunSummary) -> None:
-        """Print the run summary."""
-        for line in summary_lines(summary):
-            self.line(line)
-
     def line(self, text: str, *, style: str = "", block: int | None = None) -> None:
         """Print `text` as one line, neither wrapped nor cut."""
         rich_text = Text(" ".join(text.splitlines()), style=style)
@@ -196,37 +191,31 @@ class Screen:
         if not self._live:
             return
         if self._progress is None:
-            self._progress = self._started_progress()
+            # no refresh thread: it would hold locks while data workers are forked
+            self._progress = Progress(
+                TextColumn("iteration {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.percentage:.0f}%"),
+                TextColumn("{task.fields[doing]}"),
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+                expand=True,
+            )
+            self._task = self._progress.add_task("", total=self._train_iters, completed=self._start, doing="")
+            self._progress.start()
         self._progress.update(self._task, completed=iteration)
         if record is not None:
-            self._progress.update(self._task, doing=self._doing(record))
+            style = _BLOCK_STYLES[record.block % len(_BLOCK_STYLES)]
+            doing = (
+                f"[{style}]block {record.block}[/{style}]  loss [bold]{record.loss:.4f}[/bold]"
+                f"  {record.tokens_per_second:,.0f} tokens/s  [dim]{self._left}[/dim]"
+            )
+            self._progress.update(self._task, doing=doing)
         now = time.monotonic()
         if record is not None or now - self._refreshed >= _REFRESH_SECONDS:
             self._progress.refresh()
             self._refreshed = now
-
-    def _started_progress(self) -> Progress:
-        # no refresh thread: it would hold locks while data workers are forked
-        progress = Progress(
-            TextColumn("iteration {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.percentage:.0f}%"),
-            TextColumn("{task.fields[doing]}"),
-            console=self._console,
-            auto_refresh=False,
-            transient=True,
-            expand=True,
-        )
-        self._task = progress.add_task("", total=self._train_iters, completed=self._start, doing="")
-        progress.start()
-        return progress
-
-    def _doing(self, record: StepMetrics) -> str:
-        style = _BLOCK_STYLES[record.block % len(_BLOCK_STYLES)]
-        return (
-            f"[{style}]block {record.block}[/{style}]  loss [bold]{record.loss:.4f}[/bold]"
-            f"  {record.tokens_per_second:,.0f} tokens/s  [dim]{self._left}[/dim]"
-        )
 
     def close(self) -> None:
         if self._progress is not None:

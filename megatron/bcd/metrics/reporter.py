@@ -10,7 +10,14 @@ from typing import Any
 from rich.console import Console
 
 from megatron.bcd.config import ReportConfig
-from megatron.bcd.metrics.console import Screen, evaluation_line, step_lines, straggler_lines, timer_lines
+from megatron.bcd.metrics.console import (
+    Screen,
+    evaluation_line,
+    step_lines,
+    straggler_lines,
+    summary_lines,
+    timer_lines,
+)
 from megatron.bcd.metrics.schema import EvalMetrics, ExchangeMetrics, RunSummary, StepMetrics
 from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, evaluation_scalars, step_scalars, timer_scalars
 
@@ -66,7 +73,8 @@ class Reporter:
     def run_summary(self, summary: RunSummary) -> None:
         """Print the run summary, and store the blocks' layers for later lines about phases."""
         self._contents = {block.index: block.contents for block in summary.blocks}
-        self._screen.run_summary(summary)
+        for line in summary_lines(summary):
+            self._screen.line(line)
 
     def step(self, record: StepMetrics) -> None:
         """Write one log line, one metrics line and one point of every curve."""

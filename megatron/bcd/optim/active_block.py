@@ -1,10 +1,9 @@
-"""The active block of this rank: its life from one switch to the next, and its steps."""
+"""The active block of this rank: its life from one switch to the next."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,13 +11,14 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.pieces import piece_of, stage_pieces, virtual_pieces
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_frozen_weights
-from megatron.bcd.model.frozen_weights import LOW_BITS, State
+from megatron.bcd.model.frozen_weights import LOW_BITS
 from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
 from megatron.bcd.optim.parameters import ParametersByBlock
@@ -71,8 +71,6 @@ class ActiveBlock:
         )
         self.core = CoreOptimizer(model, config, self.parameters, offloaded=self.offloaded)
         self.matrices = build_matrix_optimizer(config, model, self.parameters, places=self._frozen_weights.places)
-        if config.clips_by_piece:
-            self.matrices.keep = self._frozen_weights.keep_gradient
         if config.bcd.bcd_inactive_update != "none" or config.steps_block_by_piece:
             owned = [matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner]
             self._frozen_weights.set_owned(owned)
@@ -85,9 +83,6 @@ class ActiveBlock:
             self.virtual_pieces = virtual_pieces(partition, config.bcd.bcd_layers_per_pass)
         self.owners: tuple[StateOwner, ...] = (self.core, self.matrices)
         """All that steps parameters and owns their state."""
-        self._norm: float | None = None  # what `step` returns
-        self.skipped_layers = 0
-        """Number of layers that the last step left as they were, because their gradients were not finite."""
         self.outer_momenta: dict[str, torch.Tensor] = {}
         """Momenta of the outer step of replica groups, in host memory: by name, flat, this rank's `shard_slice`."""
         self.config = config
@@ -227,98 +222,21 @@ class ActiveBlock:
 
     def zero_grad(self) -> None:
         """Set the gradient buffers to zero."""
-        self.skipped_layers = 0
         for owner in self.owners:
             owner.zero_grad()
 
-    @torch.no_grad()
-    def step(self, *, skip_non_finite: bool, gradient_scale: float = 1.0) -> float | None:
-        """Clip the gradient and step all parameters that this phase updates. A collective.
+    def set_learning_rate(self, scheduler: OptimizerParamScheduler, *, block_factor: float) -> None:
+        """Set the scheduler's present learning rate and weight decay for the coming step.
 
-        Megatron Core's step skips after an overflow in fp16. With `skip_non_finite` this step also skips if a gradient
-        is not finite.
-
-        If the loss is a sum of tokens, Megatron Core divides the gradients in DDP's buffers by their number. Gradients
-        of matrices are still means over the ranks, so they are multiplied by `gradient_scale`.
-
-        Returns:
-            L2 norm of the gradient before clipping, the same on every rank; None if the step was skipped.
+        `block_factor` multiplies the rate of the block's own parameters. Always-active parameters and inactive layers
+        have the global rate.
         """
-        if not self.config.clips_by_piece:
-            self._compute_norm(skip_non_finite=skip_non_finite, gradient_scale=gradient_scale)
-        if self._norm is not None:
-            for owner in self.owners:
-                owner.step(norm=self._norm, gradient_scale=gradient_scale)
-        return self._norm
-
-    def _compute_norm(self, *, skip_non_finite: bool, gradient_scale: float = 1.0) -> None:
-        self._norm = None
-        self.matrices.reduce_gradients(gradient_scale=gradient_scale)
-        if not self.core.prepare_step():
-            return
-        norm, is_finite = self.matrices.add_norm(self.core.gradient_norm())
-        self.skipped_layers = self.matrices.skipped()
-        if not skip_non_finite or (math.isfinite(norm) and is_finite):
-            self._norm = norm
-
-    # ---------------------------------------------------------------------------------------------------------- pieces
-
-    def load_piece(self, piece: int) -> None:
-        """Make the weights of a piece available to forward passes."""
-        self._frozen_weights.load(self.pieces[piece])
-
-    def open_piece(self, piece: int) -> None:
-        """Prepare the backward passes of a piece: weights, gradient buffers, and state unless updates wait."""
-        waits = self.config.clips_by_piece
-        self._frozen_weights.load(self.pieces[piece], with_state=not waits)
-        self.matrices.open_piece(piece, (lambda _: State()) if waits else self._frozen_weights.state)
-
-    def prefetch_piece(self, piece: int, *, is_backward: bool) -> None:
-        """Start to load what the coming passes of a piece need."""
-        self._frozen_weights.prefetch(self.pieces[piece], with_state=is_backward and not self.config.clips_by_piece)
-
-    def update_piece(self, piece: int, *, gradient_scale: float) -> None:
-        """Step what is stepped by piece, or keep what waits for `update_clipped`, and free gradients. A collective."""
-        self.matrices.step_piece(
-            piece,
-            num_layers=len(self.pieces[piece]),
-            gradient_scale=gradient_scale,
-            skip_non_finite=self.config.training.check_for_nan_in_loss_and_grad,
-        )
-        if not self.config.clips_by_piece:
-            self._frozen_weights.write_back(self.pieces[piece])
-
-    def update_clipped(self, pieces: Sequence[int]) -> None:
-        """Compute the norm of all gradients, and step the pieces whose gradients wait for it. A collective."""
-        self._compute_norm(skip_non_finite=self.config.training.check_for_nan_in_loss_and_grad)
-        for piece, coming in zip(pieces, [*pieces[1:], None], strict=True) if self._norm is not None else ():
-            self._frozen_weights.load(self.pieces[piece], with_state=True)
-            self._frozen_weights.prefetch(() if coming is None else self.pieces[coming], with_state=True)
-            self.matrices.open_piece(piece, self._frozen_weights.state, is_kept=True)
-            self.matrices.step_kept_piece(piece, norm=self._norm)
-            self._frozen_weights.write_back(self.pieces[piece])
-
-    def close_piece(self, piece: int) -> None:
-        """Free the gradients of a piece without a step."""
-        self.matrices.close_piece(piece)
-
-    def finish_pieces(self) -> None:
-        """Order later work behind the copies to host memory. A collective over the ranks with the same weights."""
-        self._frozen_weights.finish_step()
-
-    def scheduled(self) -> SimpleNamespace:
-        """Return the parameter groups of all owners, for the learning-rate scheduler."""
-        return SimpleNamespace(param_groups=[group for owner in self.owners for group in owner.param_groups])
-
-    def scale_learning_rate(self, factor: float) -> None:
-        """Multiply the learning rate of the block's own parameters, for the next step only.
-
-        The scheduler must have set the rates since the last call. Always-active parameters and inactive layers keep the
-        global rate.
-        """
-        for owner in self.owners:
-            for group in owner.block_param_groups():
-                group["lr"] *= factor
+        groups = [group for owner in self.owners for group in owner.param_groups]
+        scheduler.optimizer = SimpleNamespace(param_groups=groups)
+        scheduler.step(0)  # sets the rates without counting a step
+        scheduler.optimizer = None  # a reference would keep the optimizer of this phase alive
+        for group in (group for owner in self.owners for group in owner.block_param_groups()):
+            group["lr"] *= block_factor
 
     def state_bytes(self) -> StateBytes:
         """Count the bytes of the present phase."""

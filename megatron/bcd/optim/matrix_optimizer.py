@@ -113,8 +113,6 @@ class MatrixOptimizer(StateOwner):
         """Number of layers that were not stepped since the last `zero_grad`, on the device."""
         self._piece_squares: list[torch.Tensor] = []
         """Sums of squares of this rank's clipped gradients by piece since the last `zero_grad`, on the device."""
-        self.keep: Callable[[torch.nn.Parameter, torch.Tensor], None] | None = None
-        """Copies a clipped gradient of a piece to host memory."""
         self._block = 0
         self.num_steps = Counter[int]()
         """Number of Adam's steps of the moments of each block, with those of pieces that were skipped."""
@@ -312,12 +310,19 @@ class MatrixOptimizer(StateOwner):
 
     @torch.no_grad()
     def step_piece(
-        self, piece: int, *, num_layers: int = 1, gradient_scale: float = 1.0, skip_non_finite: bool = True
+        self,
+        piece: int,
+        *,
+        num_layers: int = 1,
+        gradient_scale: float = 1.0,
+        skip_non_finite: bool = True,
+        keep: Callable[[torch.nn.Parameter, torch.Tensor], None] | None = None,
     ) -> None:
         """Step the matrices of a piece of `num_layers` layers and free their gradients. A collective over the stage.
 
         With `skip_non_finite` the weights and state of the piece stay as they were, bit for bit, if a gradient is not
-        finite on any rank. The CPU waits for nothing. With `keep` clipped gradients wait for `step_kept_piece`.
+        finite on any rank. The CPU waits for nothing. With `keep`, which copies a gradient to host memory, gradients
+        that are clipped wait there for `step_kept_piece`.
         """
         parts = self._pieces.get(piece, [])
         stacks = [stack for part in parts for stack in part.stacks]
@@ -331,16 +336,16 @@ class MatrixOptimizer(StateOwner):
         _scale(clipped, gradient_scale)
         if clipped:
             self._piece_squares.append(sum_of_squares(clipped))
-        if self.keep is not None:
+        if keep is not None:
             for matrix in (matrix for stack in clipped for matrix in stack.matrices):
-                self.keep(matrix.parameter, matrix.parameter.main_grad)  # type: ignore[attr-defined]
+                keep(matrix.parameter, matrix.parameter.main_grad)  # type: ignore[attr-defined]
             stacks = [stack for stack in stacks if not stack.rule.is_clipped]
         if stacks:
             squares = sum_of_squares(stacks)
             torch.distributed.all_reduce(squares, group=self._stage_group)
             is_skipped = torch.isfinite(squares).logical_not_()
             self._skipped.add_(is_skipped & skip_non_finite, alpha=num_layers)
-            if clipped and self.keep is None:
+            if clipped and keep is None:
                 self._piece_squares[-1].masked_fill_(is_skipped & skip_non_finite, 0.0)
             for stack in stacks:
                 stack.is_skipped = is_skipped if skip_non_finite else None

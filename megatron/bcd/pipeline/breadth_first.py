@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from megatron.bcd.model.builder import select_chunk
+from megatron.bcd.model.builder import get_frozen_weights, select_chunk
+from megatron.bcd.model.loss import sum_losses
+from megatron.bcd.optim.step import Step
 from megatron.bcd.pipeline.execute import Iteration
 from megatron.bcd.pipeline.plan import Action, Kind
 from megatron.bcd.pipeline.saved_inputs import Place, SavedInputs
@@ -18,41 +20,23 @@ _Visit = tuple[int, bool]
 """A chunk, and whether it runs backward."""
 
 
-class Chunks(Protocol):
-    """The optimizer and the layers in host memory, as an iteration calls them."""
-
-    def enter(self, chunk: int, *, is_backward: bool) -> None:
-        """Prepare the coming passes of a chunk: its weights and, if they run backward, its gradients."""
-
-    def prefetch(self, chunk: int, *, is_backward: bool) -> None:
-        """Start to load the weights of the chunk that comes next."""
-
-    def reduce_loss(self, reported: list[Any]) -> torch.Tensor | None:
-        """Reduce what the loss function reported. A collective over the ranks of the last stage.
-
-        The result decides whether `update` steps. With several stages it is returned for `take_loss`.
-        """
-
-    def take_loss(self, loss: torch.Tensor) -> None:
-        """Take the loss that the last stage has reduced, before the first `update`."""
-
-    def update(self, chunk: int) -> None:
-        """Step the chunk, or keep gradients for `update_clipped`, and free them. A collective over the stage."""
-
-    def update_clipped(self, chunks: Sequence[int]) -> None:
-        """Compute the norm of all gradients and step these chunks. A collective."""
-
-    def finish(self) -> None:
-        """Finish an iteration: order later work behind the copies to host memory."""
-
-
 class BreadthFirstIteration(Iteration):
     """One iteration of one stage. If it is the only stage, chunks are pieces of the model (`model.pieces`), and their
-    outputs and gradients are no messages."""
+    outputs and gradients are no messages.
 
-    def __init__(self, *args: Any, chunks: Chunks, saved_inputs: SavedInputs, **kwargs: Any) -> None:
+    It loads the weights of a chunk in host memory before its passes, and lets the training step update it behind them.
+
+    Args:
+        step: the training step; None in an evaluation.
+        layers: the layers of each chunk, by their numbers on this stage.
+    """
+
+    def __init__(
+        self, *args: Any, step: Step | None, layers: Sequence[range], saved_inputs: SavedInputs, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._chunks, self._saved_inputs = chunks, saved_inputs
+        self._step, self._layers, self._saved_inputs = step, layers, saved_inputs
+        self._weights = get_frozen_weights(self._model)
         self._has_messages = self._shape.num_stages > 1
         self._microbatches = list(itertools.islice(self._batches[0], self._shape.num_microbatches))
         self._next_recomputed: dict[Action, Place] = {}
@@ -94,18 +78,27 @@ class BreadthFirstIteration(Iteration):
             self._arrived_loss()
         select_chunk(self._model, None)
         if self._clipped:  # their norm needs all gradients
-            self._chunks.update_clipped(self._clipped)
-        self._chunks.finish()
+            self._training_step.update_clipped(self._clipped)
+        self._weights.finish_step()
         return reported
+
+    @property
+    def _training_step(self) -> Step:
+        assert self._step is not None, "an evaluation runs no backward passes"
+        return self._step
 
     def _enter(self, action: Action) -> None:
         """Prepare a pass, unless the pass before was of the same visit, and prefetch for the next visit."""
         if _visit(action) == self._visit:
             return
         self._visit, *self._visits = self._visits
-        self._chunks.enter(self._visit[0], is_backward=self._visit[1])
+        chunk, is_backward = self._visit
+        self._weights.load(self._layers[chunk], with_state=is_backward and not self._shape.clips_by_piece)
+        if is_backward:
+            self._training_step.open(chunk)
         if self._visits:
-            self._chunks.prefetch(self._visits[0][0], is_backward=self._visits[0][1])
+            chunk, is_backward = self._visits[0]
+            self._weights.prefetch(self._layers[chunk], with_state=is_backward and not self._shape.clips_by_piece)
 
     def _forward_once(self, action: Action, place: Place) -> None:
         """Run the first forward pass, whose output is the input of the next virtual stage."""
@@ -160,7 +153,10 @@ class BreadthFirstIteration(Iteration):
             self._output_gradients[place[0] - 1, place[1]] = self._input_gradients.pop(place)
 
     def _reduce_loss(self, action: Action, place: Place) -> None:
-        self._loss = self._chunks.reduce_loss(self._reported)
+        if self._has_messages:
+            self._loss = sum_losses(self._reported)
+        else:
+            self._training_step.reduce_loss(self._reported)
 
     def _receive_loss(self, action: Action, place: Place) -> None:
         self._loss, self._is_loss_coming = self._messages.receive_loss(), True
@@ -177,12 +173,12 @@ class BreadthFirstIteration(Iteration):
 
     def _update(self, action: Action, place: Place) -> None:
         if self._has_messages and not self._is_loss_taken:
-            self._chunks.take_loss(self._arrived_loss())
+            self._training_step.take_loss(self._arrived_loss())
             self._is_loss_taken = True
         if self._shape.clips_by_piece and action.kind is Kind.UPDATE:
             self._clipped.append(action.chunk)
         else:
-            self._chunks.update(action.chunk)
+            self._training_step.update(action.chunk)
 
 
 def _visit(action: Action) -> _Visit:

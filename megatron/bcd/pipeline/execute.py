@@ -40,10 +40,7 @@ class Iteration:
         data_iterator: Iterator[Any],
         seq_length: int,
         micro_batch_size: int,
-        decoder_seq_length: int | None = None,
         collect_non_loss_data: bool = False,
-        first_val_step: bool | None = None,
-        force_all_reduce: bool = False,
     ) -> None:
         """Prepare the iteration. `inputs_ahead` are inputs that the previous iteration received, by microbatch."""
         self._shape, self._model, self._groups = shape, model, groups
@@ -52,8 +49,7 @@ class Iteration:
         self._actions = build_plan(shape).stages[self._stage]
         self._config = get_model_config(model)
         self._forward_step_func = forward_step_func
-        self._collect_non_loss_data, self._force_all_reduce = collect_non_loss_data, force_all_reduce
-        self._marks_first = shape.is_training or first_val_step is not False
+        self._collect_non_loss_data = collect_non_loss_data
         # every chunk reads every microbatch: the first one its tokens, the last one its labels
         self._batches: list[Iterator[Any]] = list(itertools.tee(data_iterator, shape.num_chunks))
         if shape.is_prefix_cached:  # only one chunk reads the cached output of the prefix
@@ -62,7 +58,7 @@ class Iteration:
         [self._tensor_shape] = get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
+            decoder_seq_length=None,
             config=self._config,
             tp_group=groups.tp,
             cp_group=groups.cp,
@@ -131,7 +127,7 @@ class Iteration:
                 self._config,
                 cp_group_size=self._groups.cp.size(),
                 collect_non_loss_data=self._collect_non_loss_data,
-                is_first_microbatch=self._marks_first and number == 0,
+                is_first_microbatch=number == 0,
                 current_microbatch=number,
                 is_last_stage=virtual == shape.last,
             )
@@ -145,10 +141,17 @@ class Iteration:
         output, gradient = self._outputs.pop(place), self._output_gradients.pop(place, None)
         if gradient is not None:
             self._wait_for_gradient(output, gradient)
-        self._begin_backward(action.chunk)
+        self._num_backwards[action.chunk] -= 1
+        is_last = not self._num_backwards[action.chunk]
+        # as in Megatron Core, without chunks only the first trainable stage reduces its gradients within its last
+        # backward pass; others reduce in the bubble
+        is_first = self._config.grad_sync_func is None or self._stage == self._shape.first_trainable
+        if is_last and (is_first or self._shape.num_chunks > 1):
+            self._allow_gradient_reduction()
         received = self._inputs.pop(place, None)
         input_gradient = backward_step(received, output, gradient, self._config)
-        self._end_backward(action.chunk)
+        if is_last and any(self._num_backwards.values()):
+            self._defer_gradient_reduction()
         if input_gradient is not None:
             self._input_gradients[place] = input_gradient
 
@@ -162,16 +165,6 @@ class Iteration:
     def _wait_for_gradient(self, output: torch.Tensor, gradient: torch.Tensor) -> None:
         self._messages.finish_send(output)  # its storage is freed when sent, which backward_step requires
         self._messages.wait_for(gradient)
-
-    def _begin_backward(self, chunk: int) -> None:
-        """Allow the reduction of the chunk's gradients within its last backward pass."""
-        self._num_backwards[chunk] -= 1
-        if not self._num_backwards[chunk] and self._overlaps_reduction():
-            self._allow_gradient_reduction()
-
-    def _end_backward(self, chunk: int) -> None:
-        if not self._num_backwards[chunk] and any(self._num_backwards.values()):
-            self._defer_gradient_reduction()
 
     def _send_forward(self, action: Action, place: _Place) -> None:
         virtual = self._virtual(action)
@@ -195,14 +188,6 @@ class Iteration:
     def _receive_backward(self, action: Action, place: _Place) -> None:
         self._output_gradients[place] = self._messages.receive_backward(self._tensor_shape)
 
-    def _overlaps_reduction(self) -> bool:
-        """Return whether a chunk's gradient reduction starts within its last backward pass.
-
-        As in Megatron Core, without chunks only the first trainable stage overlaps it; others reduce in the bubble.
-        """
-        shape = self._shape
-        return shape.num_chunks > 1 or self._config.grad_sync_func is None or self._stage == shape.first_trainable
-
     def _defer_gradient_reduction(self) -> None:
         if self._shape.is_training:
             self._no_sync = (self._config.no_sync_func or contextlib.nullcontext)()
@@ -224,7 +209,6 @@ class Iteration:
                 [self._model],
                 self._num_tokens if self._config.calculate_per_token_loss else None,
                 pg_collection=self._groups,
-                force_all_reduce=self._force_all_reduce,
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -11,8 +11,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.pipeline.breadth_first import BreadthFirstIteration, Chunks
+from megatron.bcd.blocks.partition import Partition, consecutive
+from megatron.bcd.optim.step import Step
+from megatron.bcd.pipeline.breadth_first import BreadthFirstIteration
 from megatron.bcd.pipeline.execute import Iteration
 from megatron.bcd.pipeline.p2p import Messages
 from megatron.bcd.pipeline.plan import (
@@ -26,12 +27,20 @@ from megatron.bcd.pipeline.saved_inputs import SavedInputs
 from megatron.bcd.runtime import device, distributed
 
 
+class _Channels(NamedTuple):
+    """What a rank needs to exchange messages with other stages."""
+
+    groups: ProcessGroupCollection
+    messages: Messages
+    prefix_messages: Messages
+    """From stages that only run forward."""
+
+
 class PipelineSchedule:
     """The forward and backward passes of one iteration, limited to those that the active block needs.
 
-    Call it like Megatron Core's forward-backward functions. `begin_phase` sets the active block, and `prepare_next`
-    allows forward-only stages to run ahead. With one pipeline stage, or with `name` "stock", it calls Megatron Core's
-    function, unless `name` is "breadth-first".
+    Call it like Megatron Core's forward-backward functions. `begin_phase` sets the active block. With one pipeline
+    stage, or with `name` "stock", it calls Megatron Core's function, unless `name` is "breadth-first".
     """
 
     def __init__(
@@ -43,7 +52,6 @@ class PipelineSchedule:
         head_passes: float = 1.0,
         timeout_minutes: int | None = None,
         pieces: Sequence[range] = (),
-        chunks: Chunks | None = None,
         saves_on_host: bool = False,
         by_piece: Mapping[str, bool] | None = None,
     ) -> None:
@@ -54,7 +62,6 @@ class PipelineSchedule:
             head_passes: time of a pass through the output head, in passes of a layer. Plans are arranged by it.
             timeout_minutes: timeout of messages between stages of the prefix; None is PyTorch's default.
             pieces: with "breadth-first", the `virtual_pieces`.
-            chunks: with "breadth-first", the weights and updates of the pieces.
             saves_on_host: with "breadth-first", the inputs of pieces are saved in host memory.
             by_piece: with "breadth-first", arguments of `breadth_first_shape`.
         """
@@ -66,14 +73,11 @@ class PipelineSchedule:
         self._timeout_minutes = timeout_minutes
         self._block = 0
         self._is_prefix_cached = False
-        self._num_next = self._done_ahead = 0
+        self._done_ahead = 0
         self._inputs_ahead: dict[int, torch.Tensor] = {}
-        self._groups: ProcessGroupCollection | None = None
-        self._pieces, self._chunks = pieces, chunks
-        self._by_piece = by_piece or {}
+        self._pieces, self._by_piece = pieces, by_piece or {}
         self._saved_inputs = SavedInputs(on_host=saves_on_host)
-        self._messages: Messages | None = None
-        self._prefix_messages: Messages | None = None
+        self._channels: _Channels | None = None
 
     def begin_phase(self, block: int, *, is_prefix_cached: bool = False) -> None:
         """Set the active block.
@@ -84,65 +88,78 @@ class PipelineSchedule:
         assert self._done_ahead == 0, "microbatches that ran ahead belong to the phase before"
         self._block, self._is_prefix_cached = block, is_prefix_cached
 
-    def prepare_next(self, num_microbatches: int) -> None:
-        """Announce that another training iteration of the same phase directly follows the coming one.
-
-        Args:
-            num_microbatches: size of that iteration. 0 if none follows: the phase or the data end, or an evaluation or
-                a checkpoint comes first.
-        """
-        self._num_next = num_microbatches
-
     @property
     def is_ahead(self) -> bool:
         """Whether forward-only stages have started the next iteration. Equal on all ranks."""
         return self._done_ahead > 0
 
-    def __call__(self, *, model: Any, num_microbatches: int, forward_only: bool = False, **arguments: Any) -> list[Any]:
-        """Return the results of the loss function by microbatch on the last stage, elsewhere an empty list."""
+    def __call__(
+        self,
+        *,
+        model: Any,
+        num_microbatches: int,
+        step: Step | None = None,
+        num_microbatches_next: int = 0,
+        **arguments: Any,
+    ) -> list[Any]:
+        """Run the passes of a training step, or without one those of an evaluation.
+
+        Args:
+            step: in breadth-first order it updates pieces as soon as their passes have run.
+            num_microbatches_next: size of the next training iteration if it directly follows in the same phase.
+                Forward-only stages run ahead with it. 0 if the phase or the data end, or an evaluation or a checkpoint
+                comes first.
+            arguments: what Megatron Core's functions take.
+
+        Returns:
+            The results of the loss function by microbatch on the last stage, elsewhere an empty list.
+        """
         num_stages = self._partition.num_stages
-        has_plan = self.name == "breadth-first" or (num_stages > 1 and self.name != "stock")
-        if num_stages > 1 or has_plan:
-            self._set_up(model)
-        if not has_plan:
-            reported: list[Any] = get_forward_backward_func()(
-                model=model, num_microbatches=num_microbatches, forward_only=forward_only, **arguments
+        if self.name == "breadth-first" or (num_stages > 1 and self.name != "stock"):
+            messages, config = self._connect(model).messages, get_model_config(model)
+            messages.num_backward = 0
+            if config.timers is not None:  # Megatron Core's functions start and stop this timer too
+                config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+            if step is None:
+                shape = self._evaluation_shape(num_microbatches)
+            else:
+                shape = self._training_shape(num_microbatches, num_microbatches_next)
+            reported = self.execute(shape, model, step=step, **arguments)
+            if config.timers is not None:
+                config.timers("forward-backward").stop()
+            num_backward = messages.num_backward
+        else:
+            if num_stages > 1:
+                self._connect(model)
+            reported = get_forward_backward_func()(
+                model=model, num_microbatches=num_microbatches, forward_only=step is None, **arguments
             )
             stage = parallel_state.get_pipeline_model_parallel_rank()
             num_backward = num_microbatches * ((stage > 0) + (stage < num_stages - 1))  # one per neighbour
-        else:
-            assert self._messages is not None
-            self._messages.num_backward = 0
-            config = get_model_config(model)
-            if config.timers is not None:  # Megatron Core's functions start and stop this timer too
-                config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-            reported = self.execute(self.shape(num_microbatches, forward_only=forward_only), model, **arguments)
-            if config.timers is not None:
-                config.timers("forward-backward").stop()
-            num_backward = self._messages.num_backward
-        if not forward_only:
+        if step is not None:
             self.backward_messages = num_backward
         return reported
 
-    def execute(self, shape: PlanShape, model: Any, **arguments: Any) -> list[Any]:
+    def execute(self, shape: PlanShape, model: Any, *, step: Step | None = None, **arguments: Any) -> list[Any]:
         """Execute this rank's part of the plan of `shape`."""
-        self._set_up(model)
-        assert self._groups is not None and self._messages is not None and self._prefix_messages is not None
-        arguments |= {
-            "messages": self._messages,
-            "prefix_messages": self._prefix_messages,
-            "inputs_ahead": self._inputs_ahead,
-        }
+        groups, messages, prefix_messages = self._connect(model)
+        arguments |= {"messages": messages, "prefix_messages": prefix_messages, "inputs_ahead": self._inputs_ahead}
         iteration: Iteration
         if shape.is_breadth_first:
-            assert self._chunks is not None
+            pieces = self._pieces[groups.pp.rank() :: shape.num_stages]
             iteration = BreadthFirstIteration(
-                shape, model, self._groups, chunks=self._chunks, saved_inputs=self._saved_inputs, **arguments
+                shape,
+                model,
+                groups,
+                step=step,
+                layers=consecutive([len(layers) for layers in pieces]),
+                saved_inputs=self._saved_inputs,
+                **arguments,
             )
         else:
-            iteration = Iteration(shape, model, self._groups, **arguments)
+            iteration = Iteration(shape, model, groups, **arguments)
         reported = iteration.run()
-        self._done_ahead, self._num_next = shape.run_ahead, 0
+        self._done_ahead = shape.run_ahead
         self._inputs_ahead = iteration.inputs_ahead()
         return reported
 
@@ -153,54 +170,56 @@ class PipelineSchedule:
 
         The last of these stages calls the second return value of the forward step with the output.
         """
-        self._set_up(model)
-        assert self._groups is not None
-        if num_microbatches and self._groups.pp.rank() < num_stages:
+        if num_microbatches and self._connect(model).groups.pp.rank() < num_stages:
             shape = evaluation_shape(num_stages=num_stages, num_chunks=num_chunks, num_microbatches=num_microbatches)
             with torch.no_grad():
                 self.execute(shape, model, collect_non_loss_data=True, **arguments)
 
-    def shape(self, num_microbatches: int, *, forward_only: bool = False) -> PlanShape:
-        """Return the shape of the coming iteration."""
-        partition = self._partition
-        if self.name == "breadth-first" and not forward_only:
+    def _evaluation_shape(self, num_microbatches: int) -> PlanShape:
+        """Return the shape of an iteration that only runs forward."""
+        assert self._done_ahead == 0, "microbatches that ran ahead come first"
+        num_stages = self._partition.num_stages
+        return evaluation_shape(
+            num_stages=num_stages,
+            num_chunks=len(self._pieces) // num_stages or self._partition.num_chunks,
+            num_microbatches=num_microbatches,
+            is_breadth_first=bool(self._pieces),
+        )
+
+    def _training_shape(self, num_microbatches: int, num_next: int) -> PlanShape:
+        """Return the shape of a training iteration, followed by one of `num_next` microbatches."""
+        partition, block = self._partition, self._block
+        if self.name == "breadth-first":
             return breadth_first_shape(
-                partition, self._block, self._pieces, num_microbatches=num_microbatches, **self._by_piece
+                partition, block, self._pieces, num_microbatches=num_microbatches, **self._by_piece
             )
-        if forward_only:
-            assert self._done_ahead == 0, "microbatches that ran ahead come first"
-            return evaluation_shape(
-                num_stages=partition.num_stages,
-                num_chunks=len(self._pieces) // partition.num_stages or partition.num_chunks,
-                num_microbatches=num_microbatches,
-                is_breadth_first=bool(self._pieces),
-            )
-        ahead = 0
-        if not self._is_prefix_cached:
-            ahead = min(microbatches_ahead(partition, self._block, self._run_ahead), self._num_next)
+        ahead = min(microbatches_ahead(partition, block, self._run_ahead), num_next)
         return phase_shape(
             partition,
-            self._block,
+            block,
             num_microbatches=num_microbatches,
             head=self._head_passes,
             is_prefix_cached=self._is_prefix_cached,
             done_ahead=self._done_ahead,
-            run_ahead=ahead,
+            run_ahead=0 if self._is_prefix_cached else ahead,
         )
 
-    def _set_up(self, model: torch.nn.Module) -> None:
-        if self._groups is not None:
-            return
-        self._groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "embd", "pos_embd", "cp", "dp_cp"])
-        group, config = self._groups.pp, get_model_config(model)
-        shape = self.shape(1, forward_only=True)
+    def _connect(self, model: torch.nn.Module) -> _Channels:
+        """Return the channels between stages. The first call creates them; it is a collective."""
+        if self._channels is not None:
+            return self._channels
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "embd", "pos_embd", "cp", "dp_cp"])
+        group, dtype = groups.pp, get_model_config(model).pipeline_dtype
+        max_sends = self._evaluation_shape(1).max_sends
         waiting = group
         if group.size() > 1:
             waiting = distributed.build_waiting_group(group, timeout_minutes=self._timeout_minutes)
-        self._messages = Messages(group, dtype=config.pipeline_dtype, max_sends=shape.max_sends)
-        self._prefix_messages = Messages(
-            waiting, dtype=config.pipeline_dtype, max_sends=shape.max_sends, throttles_cpu=True
+        self._channels = _Channels(
+            groups,
+            Messages(group, dtype=dtype, max_sends=max_sends),
+            Messages(waiting, dtype=dtype, max_sends=max_sends, throttles_cpu=True),
         )
         if self.name == "stock":
             # PyTorch: batched messages among some of the ranks must not be the first operation of a group
             torch.distributed.all_reduce(torch.zeros(1, device=device.current()), group=group)
+        return self._channels

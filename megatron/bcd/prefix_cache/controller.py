@@ -291,7 +291,6 @@ class _Fill:
             forward_step_func=step,
             seq_length=self._length,
             micro_batch_size=self._micro_batch_size,
-            decoder_seq_length=self._length,
         )
 
     def _batch(self, slots: Indices) -> data.Batch:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -20,14 +20,6 @@ from megatron.bcd.training.state import TrainState
 from megatron.bcd.training.stop import StopRequests
 
 
-class ForwardBackward(Protocol):
-    """Runs the passes of one iteration, see `Trainer.forward_backward`."""
-
-    def __call__(
-        self, batches: Iterator[data.Batch], num_microbatches: int, *, forward_only: bool
-    ) -> list[dict[str, Any]]: ...
-
-
 class Evaluator:
     """Evaluates the weights of a run and reports the loss. Every method but the properties is a collective."""
 
@@ -39,7 +31,7 @@ class Evaluator:
         global_batch_size: int,
         state: TrainState,
         active: ActiveBlock,
-        forward_backward: ForwardBackward,
+        forward_backward: Callable[[Iterator[data.Batch], int], list[dict[str, Any]]],
         stop: StopRequests,
         reporter: Reporter,
     ) -> None:
@@ -73,7 +65,7 @@ class Evaluator:
             for _ in range(num_steps):
                 if training.empty_unused_memory_level >= 1:
                     memory.release_cached_memory()
-                losses = self._forward_backward(batches, num_microbatches, forward_only=True)
+                losses = self._forward_backward(batches, num_microbatches)
                 request = self._stop.signal if can_stop else 0
                 step_loss, step_tokens, [is_stopped] = reduce_losses(losses, [request])
                 loss_sum, num_tokens = loss_sum + step_loss, num_tokens + step_tokens

@@ -16,7 +16,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition, describe_layers
 from megatron.bcd.blocks.pieces import virtual_pieces
-from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.checkpoint.loader import Source
 from megatron.bcd.config import CheckpointConfig, RunConfig
@@ -64,25 +63,6 @@ def report_source(checkpoint: CheckpointConfig, source: Source | None, reporter:
         reporter.warning(message)
     if source.state is None:
         reporter.note(f"weights of {source.path} loaded")
-
-
-def describe_untrained(
-    partition: Partition, schedule: BlockSchedule, state: PhaseState, *, num_steps: int, train_iters: int
-) -> str | None:
-    """Return a warning about parameters that will certainly stay untrained for `num_steps` more steps, or None.
-
-    With 0 steps it is about what the run has left untrained.
-    """
-    after = PhaseState(phase=schedule.phases_within(state, num_steps)) if num_steps > 0 else state
-    visited = schedule.visited(after)
-    parts = partition.describe_untrained(visited)
-    if not parts:
-        return None
-    return (
-        f"{len(visited)} of {schedule.num_blocks} blocks are active in {train_iters:,} steps ({schedule.describe()}); "
-        f"{', '.join(parts)} {'will stay' if num_steps > 0 else 'stayed'} as at the start: give "
-        "more steps, fewer blocks or shorter phases"
-    )
 
 
 def summarize(
