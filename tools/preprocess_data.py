@@ -4,8 +4,8 @@
         --tokenizer-type GPT2BPETokenizer --vocab-file encoder.json --merge-file vocab.bpe \\
         --append-eod --workers 8
 
-Flags and output bytes equal those of stock Megatron-LM core_v0.16.1's tool of this name. In addition it reads plain
-text and parquet. Documents keep their order with any number of workers. The files get their names only when they are
+Flags and output bytes equal those of stock Megatron-LM core_v0.16.1's tool of this name. In addition it reads lines of
+text. Documents keep their order with any number of workers. The files get their names only when they are
 complete.
 """
 
@@ -23,7 +23,7 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,17 +33,12 @@ import numpy
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _model_flags import add_tokenizer_flags, tokenizer_options
 from _parser import Parser, check_positive, command, run_main
-from _text_files import Batch, Source, add_input_flags, find_sources, read_batches, read_documents
+from _text_files import Batch, add_input_flags, find_sources, read_batches, read_documents
 
-from megatron.bcd.tokenizer import Tokenizer, build_tokenizer
+from megatron.bcd.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 
 PROG = "tools/preprocess_data.py"
-
-_SHORT_BYTES = 200
-"""Documents shorter than this on average are probably wrapped lines, which have about 70 bytes."""
-_MANY_DOCUMENTS, _FEWEST_DOCUMENTS = 100, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +64,6 @@ class EncodedDocuments:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedBatch:
-    num_text_bytes: int
     num_documents: int
     documents: dict[str, EncodedDocuments]
 
@@ -100,7 +94,6 @@ class Encoder:
                     tokens[key].extend(sequence)
                 lengths[key].append([len(sequence) for sequence in sequences])
         return EncodedBatch(
-            num_text_bytes=sum(len(entry) for _, entry in batch.entries),
             num_documents=num_documents,
             documents={
                 key: EncodedDocuments(tokens=numpy.array(tokens[key], dtype=numpy.int32), lengths=lengths[key])
@@ -231,9 +224,17 @@ class DatasetWriter:
 def build_parser() -> Parser:
     parser = Parser(prog=PROG, description=__doc__)
     add_input_flags(parser)
-    group = parser.add_argument_group("tokenizer")
-    add_tokenizer_flags(group, required=True)
-    group.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's eod id")
+    add = parser.add_argument_group("tokenizer", "same flags as the training scripts").add_argument
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, required=True)
+    add("--vocab-file", metavar="FILE", help="GPT2BPETokenizer: encoder.json")
+    add("--merge-file", metavar="FILE", help="GPT2BPETokenizer: vocab.bpe")
+    add("--tokenizer-model", metavar="PATH", help="SentencePiece model file, local Hugging Face folder, or JSON "
+        "vocabulary of TikTokenizer")  # fmt: skip
+    add("--vocab-size", type=int, metavar="N", help="NullTokenizer: ids 0..N-1, and N ends a document; TikTokenizer: "
+        "all ids (default: 131072)")  # fmt: skip
+    add("--tiktoken-pattern", choices=("v1", "v2"), default="v2", help="TikTokenizer (default: v2)")
+    add("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help="TikTokenizer (default: 1000)")
+    add("--append-eod", action="store_true", help="end every document with the tokenizer's eod id")
     add = parser.add_argument_group("output and running").add_argument
     add("--output-prefix", required=True, metavar="PREFIX", help="folders are created")
     add("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
@@ -245,10 +246,11 @@ def run(args: argparse.Namespace) -> str:
     """Write the dataset and return a summary. Raises ValueError for bad input; then nothing is written."""
     check_positive(args, "workers", "log_interval")
     sources = find_sources(args)
+    names = "vocab_file merge_file tokenizer_model vocab_size tiktoken_pattern tiktoken_num_special_tokens"
     encoder = Encoder(
         EncoderConfig(
             tokenizer_type=args.tokenizer_type,
-            tokenizer_options=tokenizer_options(args),
+            tokenizer_options={name: getattr(args, name) for name in names.split()},
             json_keys=tuple(dict.fromkeys(args.json_keys)),
             append_eod=args.append_eod,
         )
@@ -265,35 +267,16 @@ def run(args: argparse.Namespace) -> str:
                 count["empty"] += documents.lengths.count([])
             num_reported = count["documents"] // args.log_interval
             count["documents"] += batch.num_documents
-            count["bytes"] += batch.num_text_bytes
             if count["documents"] // args.log_interval > num_reported:
                 print(f"{count['documents']:,} documents, {count['tokens']:,} tokens", file=sys.stderr, flush=True)
         if count["tokens"] == 0:
             raise ValueError(f"--input {' '.join(args.input)}: contains no text. Give files with text.")
         writer.publish()
-    for line in input_warnings(count, sources, documents=args.documents):
-        print(f"warning: {line}", file=sys.stderr)
     empty = f" ({count['empty']:,} empty)" if count["empty"] else ""
     return (
         f"{', '.join(writer.prefixes.values())}: {count['documents']:,} documents{empty}, {count['tokens']:,} tokens, "
         f"{count['tokens'] / (time.perf_counter() - start):,.0f} tokens/s"
     )
-
-
-def input_warnings(count: Mapping[str, int], sources: Sequence[Source], *, documents: str) -> Iterator[str]:
-    """Warn if lines or files were read as documents but probably are not."""
-    number = count["documents"]
-    if documents == "file" and number < _FEWEST_DOCUMENTS:
-        yield (
-            f"{number} document(s): --split divides documents, so validation may have none; give more files, or another"
-            " --documents"
-        )
-    is_text = any(source.input_format == "txt" for source in sources) and documents == "line"
-    if is_text and number >= _MANY_DOCUMENTS and count["bytes"] < _SHORT_BYTES * number:
-        yield (
-            f"{number:,} documents of {count['tokens'] / number:.0f} tokens on average, because each line is one; for"
-            " wrapped text give --documents paragraph (blank lines between) or --documents file"
-        )
 
 
 @command(PROG)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import sentencepiece
 from _parser import Parser, check_positive, command, run_main, write_atomically
-from _text_files import Source, add_input_flags, find_sources, read_batches, read_documents
+from _text_files import add_input_flags, find_sources, read_batches, read_documents
 
 PROG = "tools/train_tokenizer.py"
 SEED = 1234
@@ -28,7 +28,7 @@ MAX_LINE_BYTES = 4 * MAX_LINE_CHARACTERS
 """A character has at most four bytes in UTF-8."""
 
 
-def read_lines(sources: Sequence[Source], json_keys: Sequence[str]) -> Iterator[str]:
+def read_lines(sources: Sequence[tuple[str, str]], json_keys: Sequence[str]) -> Iterator[str]:
     """Yield the non-empty lines of all documents, each with at most MAX_LINE_CHARACTERS."""
     for batch in read_batches(sources):
         for _, document in read_documents(batch, json_keys):

@@ -36,7 +36,7 @@ def test_from_text_to_transformers(runs: ForkedRuns, tmp_path: Path, script: str
     run("preprocess_data", f"--input text.txt --output-prefix data --workers 1 --append-eod {tokenizer}")
     flags = f"{SIZES} {ROWS} {RUN} {tokenizer} --data-path data_text_document --split 1,0,0 --num-workers 0"
     run(script, f"{flags} --save run --save-hf out")
-    said = run("convert_checkpoint", "--from bcd --to hf --input run --output back")
+    said = run("convert_checkpoint", "--input run --output back")
     assert len(said.splitlines()) == 1, "no warning"
     ours = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(tmp_path / "sp.model"))
     for folder in ("out", "back"):
