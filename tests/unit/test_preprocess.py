@@ -1,4 +1,4 @@
-"""preprocess_data.py and train_tokenizer.py: stock Megatron-LM's bytes, and nothing left behind on errors."""
+"""preprocess_data.py: stock Megatron-LM's bytes, and nothing left behind on errors."""
 
 import gzip
 import hashlib
@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import _text_files
 import numpy
 import preprocess_data
 import pytest
-import train_tokenizer
 from support import small_text
 
 BYTE_LEVEL = ("--tokenizer-type", "ByteLevelTokenizer")
@@ -35,12 +33,9 @@ def dataset_bytes(prefix: Path) -> tuple[bytes, bytes]:
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 
-def expect_error(
-    capsys: pytest.CaptureFixture[str], arguments: Sequence[str | Path], *, tool: str = "preprocess_data"
-) -> str:
-    """Run a tool that must fail; return its single line of error."""
-    main = {"preprocess_data": preprocess_data.main, "train_tokenizer": train_tokenizer.main}[tool]
-    assert main([str(argument) for argument in arguments]) == 2
+def expect_error(capsys: pytest.CaptureFixture[str], arguments: Sequence[str | Path]) -> str:
+    """Run the tool, which must fail; return its single line of error."""
+    assert preprocess_data.main([str(argument) for argument in arguments]) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.count("\n") == 1
@@ -102,7 +97,7 @@ def test_gzip_and_globs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_workers_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several workers write the same bytes as one."""
-    monkeypatch.setattr(_text_files, "BATCH_BYTES", 64)
+    monkeypatch.setattr(preprocess_data, "BATCH_BYTES", 64)
     source = tmp_path / "a.txt"
     source.write_text("".join(f"{i} {'x' * (i * 37 % 90)}\n" for i in range(300)), encoding="utf-8")
     for num_workers in ("1", "2"):
@@ -193,24 +188,4 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "File too large" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
-
-
-@pytest.mark.parametrize(
-    ("content", "flags", "expected"),
-    [
-        (b"a few words\n", ("--vocab-size", "90000"), "--vocab-size"),
-        (b"a few words\n", ("--vocab-size", "10"), "--vocab-size"),
-        (b"\n", ("--vocab-size", "300"), "--input"),
-        (b"a\n\xff\n", ("--vocab-size", "300"), "a.txt, line 2"),
-    ],
-)
-def test_train_tokenizer_errors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, flags: tuple[str, ...], expected: str
-) -> None:
-    """A tokenizer that cannot be trained is refused in one line that says where, and leaves no file."""
-    source = tmp_path / "a.txt"
-    source.write_bytes(content)
-    arguments = ["--input", source, "--output-prefix", tmp_path / "n" / "sp", "--num-threads", "1", *flags]
-    assert expected in expect_error(capsys, arguments, tool="train_tokenizer")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

@@ -386,10 +386,6 @@ _HARMLESS = {
     "--dataloader-type": ["single"],
     "--rotary-seq-len-interpolation-factor": ["1"],
 }
-    "--main-params-dtype": ["fp32"],
-    "--dataloader-type": ["single"],
-    "--rotary-seq-len-interpolation-factor": ["1"],
-}
 """The value of an unsupported flag that asks for what this program does anyway."""
 
 

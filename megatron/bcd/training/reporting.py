@@ -149,7 +149,7 @@ def warn_of_dominance(shares: Sequence[float], token_share: float) -> tuple[str,
         helps = "more blocks or another --bcd-layout divide the layers more evenly"
     else:
         helps = (
-            f"{token_share:.0%} are the word embedding and the head; a smaller vocabulary (tools/train_tokenizer.py) "
+            f"{token_share:.0%} are the word embedding and the head; a smaller vocabulary (docs/data.md) "
             "or a wider or deeper model makes them a smaller part, and --adam-moments-dtype int8 their optimizer state"
         )
     return (
