@@ -366,6 +366,7 @@ UNSUPPORTED = {
         "--vocab-extra-ids --padded-vocab-size --tokenizer- --tiktoken-special-tokens --allow-ambiguous-pad-tokens "
         "--no-pad-vocab-size --disable-pad-vocab-size --no-tokenizer- --disable-tokenizer- --null-tokenizer-"
     ),
+    "give --pipeline-model-parallel-layout": "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers",
     "give --data-path, or --train-data-path and its relatives": "--data-args-path --per-split-data-args-path",
     "samples are read in the dataset's order; --bcd-sample-ratio draws others in each phase": "--dataloader-type",
     "data are prepared before the run; --sft reads records": (

@@ -48,8 +48,8 @@ CONFLICTS = {
     "--accumulate-allreduce-grads-in-fp32": "--grad-reduce-in-bf16 --main-grads-dtype=bf16",
     "--recompute": "--recompute-granularity",
     "--recompute-activations": "--recompute-granularity=full",
-    "--pipeline-cut=auto": "--pipeline-model-parallel-layout --decoder-first-pipeline-num-layers "
-    "--decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    "--pipeline-cut=auto": "--pipeline-model-parallel-layout --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split",
     # Megatron Core's unfused attention needs the scores of whole sequences
     "--context-parallel-size": "--attention-backend=unfused --softmax-type=learnable --window-size",
     "--sft": "--mock-data --eod-mask-loss --context-parallel-size",
@@ -101,8 +101,8 @@ NEEDS = {
 
 # only --pipeline-cut auto and --pipeline-model-parallel-layout can cut chunks
 _NOT_WITH_CHUNKS = (
-    "--bcd-schedule=stock --bcd-run-ahead --context-parallel-size --decoder-first-pipeline-num-layers "
-    "--decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    "--bcd-schedule=stock --bcd-run-ahead --context-parallel-size --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split"
 )
 
 _MOST = {"num_layers": 10**5, "bcd_num_blocks": 10**5}

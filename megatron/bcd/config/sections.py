@@ -381,16 +381,6 @@ class TrainingConfig:
     distributed_backend: str = option(
         "auto", "auto is nccl on GPUs and gloo on CPUs", choices=("auto", "nccl", "gloo"), group=PARALLELISM
     )
-    decoder_first_pipeline_num_layers: int | None = option(
-        None,
-        "layers of the first pipeline stage; the others share the rest evenly",
-        group=PARALLELISM,
-        range=AT_LEAST_1,
-        may_change=True,
-    )
-    decoder_last_pipeline_num_layers: int | None = option(
-        None, "layers of the last pipeline stage", group=PARALLELISM, range=AT_LEAST_1, may_change=True
-    )
     account_for_embedding_in_pipeline_split: bool = option(
         False, "count the embedding as a layer", group=PARALLELISM, may_change=True
     )
