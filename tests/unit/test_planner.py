@@ -263,7 +263,7 @@ def test_what_fits_is_the_shortest_pipeline_and_the_largest_micro_batch() -> Non
     assert fits(chosen)
     assert not any(fits(each) for each in suited if each.pipeline_size < chosen.pipeline_size)
     [refused] = pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8, bcd_num_blocks=40)
-    assert "--bcd-num-blocks 40" in str(refused.fault) and not fits(refused)
+    assert "--bcd-num-blocks" in str(refused.fault) and not fits(refused)
 
 
 @pytest.mark.parametrize(

@@ -227,8 +227,8 @@ def reason_for_rule(recipe: Recipe) -> str:
             else:
                 why += "learns more, but needs more memory and longer steps"
         return f"every layer in every step by the {rule} update, which fits: no blocks{_describe_places(recipe)}{why}"
-    without_blocks = recipe.varied(**dict.fromkeys(BLOCK_FLAGS), bcd_inactive_update="factored", recompute="none")
-    whole = [*layouts(without_blocks, micro_batch_size=1)]
+    changes: _Changes = dict.fromkeys(BLOCK_FLAGS) | {"bcd_inactive_update": "factored", "recompute": "none"}
+    whole = [*layouts(recipe.varied(**changes), micro_batch_size=1)]
     if not whole:
         return "blocks: the factored update cannot be combined with the given flags"
     if any(fits(each, share=_PLANNED_SHARE) for each in whole):
