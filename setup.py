@@ -57,7 +57,6 @@ setup(
         "board": ["flask>=3"],
         "datasets": ["datasets>=4"],
         "elastic": ["torchft==0.2.*"],
-        "evaluation": ["lm_eval>=0.4.13"],
         "figures": ["matplotlib"],
         "tiktoken": ["tiktoken>=0.14"],
         "wandb": ["wandb"],

@@ -165,8 +165,12 @@ def train_base(folder: Path, size: Size, text: Path) -> None:
     tokenizer, prefix, checkpoint = tokenizer_flags(folder, "tokenizer.model"), folder / "text", folder / "base_run"
     if not (folder / "tokenizer.model").is_file():
         tell("training a tokenizer")
-        words = ["tools/train_tokenizer.py", "--input", text, "--vocab-size", size.vocab_size]
-        call([*words, "--output-prefix", folder / "tokenizer"], folder)
+        rules = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+        rules |= {"input": str(text), "vocab_size": size.vocab_size, "allow_whitespace_only_pieces": True}
+        import sentencepiece
+
+        prefix_of_model = str(folder / "tokenizer")
+        sentencepiece.SentencePieceTrainer.train(model_prefix=prefix_of_model, model_type="bpe", minloglevel=2, **rules)
     if not Path(f"{prefix}_text_document.idx").is_file():
         words = ["tools/preprocess_data.py", "--input", text, "--append-eod", *tokenizer, "--output-prefix", prefix]
         call(words, folder)

@@ -60,7 +60,7 @@ IGNORED_FIELDS = frozenset(
 """Metrics fields that are not compared: times, memory as the allocator or operating system counts it, the run's name,
 which depends on a version's flags, and switches, which older versions lack. Every other field is compared, including
 fields added later."""
-REMOVED = ("bcd-greedy-microbatches",)
+REMOVED = ("bcd-greedy-microbatches", "bcd-prefix-cache-dtype", "dataloader-type", "data-sharding", "sft-refuse-long")
 """Flags that have a value only in versions before their removal."""
 ADDED = {
     "bcd-layers-on": "device",

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _model_flags import add_model_flags, loaded_model
 from _parser import STDOUT, Parser, add_json, check_writable, command, run_main, write_figures
 
 if TYPE_CHECKING:
@@ -33,7 +32,12 @@ PROG = "tools/generate.py"
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the parsed flags. Raises ValueError if a flag is unknown, out of range or missing."""
     parser = Parser(prog=PROG, description=__doc__)
-    add_model_flags(parser)
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="a model in Hugging Face's format (--save-hf), a folder of "
+        "--save (its newest checkpoint is used), or one checkpoint in it")  # fmt: skip
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="precision of weights and arithmetic (default: that of "
+        "the weights)")  # fmt: skip
+    add("--device", help="cuda, cuda:1, cpu, ... (default: the first GPU, or else the CPU)")
     group = parser.add_argument_group("prompts")
     group.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     group.add_argument("--prompts", metavar="FILE", help="one prompt per line; empty lines are skipped")
@@ -102,8 +106,8 @@ def encode(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> lis
         raise ValueError("the prompt has no tokens: give at least a word")
     if max(ids) >= rows:
         raise ValueError(
-            f"the tokenizer produced id {max(ids):,}, but the model's ids are 0 to {rows - 1:,}: give "
-            "--tokenizer-type and the files that the model was trained with"
+            f"the tokenizer produced id {max(ids):,}, but the model's ids are 0 to {rows - 1:,}: give a model with the "
+            "tokenizer that it was trained with"
         )
     if len(ids) >= loaded.positions:
         raise ValueError(
@@ -133,22 +137,31 @@ def end_ids(loaded: LoadedModel) -> list[int]:
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Continue all prompts and return what --json writes. Raises ValueError if a file is missing or damaged, or a
     prompt is too long."""
+    import torch
+
+    from megatron.bcd.huggingface.in_memory import open_model
+
     prompts = [*options.prompt, *(read_prompts(options.prompts) if options.prompts else [])]
     answers = []
-    with loaded_model(options) as loaded:
-        encoded = [encode(loaded, prompt, options) for prompt in prompts]
-        ends = end_ids(loaded)
-        for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
-            new = continuation(loaded, ids, ends, options, seed=options.seed + number)
-            is_ended = bool(new) and new[-1] in ends
-            new = new[:-1] if is_ended else new
-            # Decode with the prompt: without it, the first token may lose its leading space.
-            start = len(loaded.tokenizer.decode(ids, skip_special_tokens=True))
-            text = loaded.tokenizer.decode([*ids, *new], skip_special_tokens=True)[start:]
-            answers.append({"prompt": prompt, "answer": text, "tokens": len(new), "is_ended": is_ended})
-            if options.json != STDOUT:
-                between = "\n" if options.chat or options.instruction else ""
-                print(f"{prompt}{between}{text}\n", flush=True)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    loaded = open_model(options.model, precision=options.precision, device=device)
+    encoded = [encode(loaded, prompt, options) for prompt in prompts]
+    ends = end_ids(loaded)
+    for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
+        new = continuation(loaded, ids, ends, options, seed=options.seed + number)
+        is_ended = bool(new) and new[-1] in ends
+        new = new[:-1] if is_ended else new
+        # Decode with the prompt: without it, the first token may lose its leading space.
+        start = len(loaded.tokenizer.decode(ids, skip_special_tokens=True))
+        text = loaded.tokenizer.decode([*ids, *new], skip_special_tokens=True)[start:]
+        answers.append({"prompt": prompt, "answer": text, "tokens": len(new), "is_ended": is_ended})
+        if options.json != STDOUT:
+            between = "\n" if options.chat or options.instruction else ""
+            print(f"{prompt}{between}{text}\n", flush=True)
     return answers
 
 
@@ -178,7 +191,13 @@ def continuation(
 def main(argv: Sequence[str]) -> None:
     options = parse_arguments(argv)
     check_writable(options.json, flag="--json")
-    write_figures(options.json, run(options), lambda: None)
+    try:
+        answers = run(options)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "out of memory" not in str(error):
+            raise
+        raise ValueError("out of memory: give --precision bf16, or shorter or fewer texts at a time") from None
+    write_figures(options.json, answers, lambda: None)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ which you can edit. See docs/planner.md.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shlex
 import sys
@@ -25,10 +24,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser, add_json, add_precision, command, run_main, table, write_figures
 from _records import EPOCHS, counted, with_records
-from _timeline import write_timeline
 from board_views import View, bars, write_page
 
-from megatron.bcd.config import BcdConfig, Refusal, TrainingConfig
+from megatron.bcd.config import BcdConfig, TrainingConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.huggingface.architecture import CONFIG, read_architecture
 from megatron.bcd.planner.command import torchrun_command
@@ -49,12 +47,12 @@ from megatron.bcd.planner.search import (
     COMPARED,
     asks_for_blocks,
     compare,
+    pipelines,
     place,
     reason_for_rule,
     remedies,
     search,
     shortest_that_fits,
-    valid_pipelines,
     with_largest_micro_batch,
 )
 from megatron.bcd.planner.tables import (
@@ -132,10 +130,7 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add("--search", action="store_true", help="compare all methods, each in its cheapest layouts that fit, and plan the"
         " best; with --method or --bcd-preset compare the layouts of that one")  # fmt: skip
     add("--compare", action="store_true", help="compare all methods, without a plan")
-    add("--timeline", metavar="FILE", help="with --bcd-layers-on host: draw computation and copies of a step"
-        " in the middle block's phase, as a Chrome trace (.json) or a picture (.png, .svg)")  # fmt: skip
     add("--html", metavar="FILE", help="write the plan and all methods side by side as a page (docs/board.md)")
-    add("--verify", action="store_true", help="no effect: tests/unit/test_plan_verify.py compares plans with models")
     add_json(parser)
     group = parser.add_argument_group("recipe", "same names as the training script's flags")
     add = group.add_argument
@@ -215,7 +210,8 @@ def methods_of(arguments: argparse.Namespace) -> tuple[str, ...]:
             return ("finetune",)
         if arguments.precision == "fp16":  # stateless updates and Muon have no loss scale
             return ("bcd",)
-        is_given = any(getattr(arguments, name) is not None for name in BLOCK_FLAGS[:-5])
+        blocks_alone = BLOCK_FLAGS[: -5 if arguments.bcd_layers_on == "host" else None]
+        is_given = any(getattr(arguments, name) is not None for name in blocks_alone)
         return ("pretrain",) if is_given else ("muon", "pretrain")
     if preset is None:
         return (method,)
@@ -286,7 +282,7 @@ def recipe_values(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
         is_streamed = method in STREAMED.values() and arguments.bcd_layers_on == "host"
         for name in set(BLOCK_FLAGS[: -5 if is_streamed else None]) - {"bcd_num_blocks"}:
             if (value := getattr(arguments, name)) is not None:
-                raise Refusal(f"{flag_of(name)} {value}: --method {method} has no blocks. Leave it out.")
+                raise ValueError(f"{flag_of(name)} {value}: --method {method} has no blocks. Leave it out.")
     elif (chunks := arguments.num_virtual_stages_per_pipeline_rank) and arguments.bcd_layout != "interleaved":
         flag = flag_of("num_virtual_stages_per_pipeline_rank")
         raise ValueError(f"{flag} {chunks}: needs --bcd-layout interleaved. Give both, or leave it out.")
@@ -312,19 +308,18 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
             has_blocks = asks_for_blocks(values) or values["precision"] == "fp16"
             tokens = values["global_batch_size"] * (values["seq_length"] or values["model"].sequence)
             values["bcd_inactive_update"] = "none" if has_blocks else whole_rules(tokens)[0]
-        return valid_pipelines(**values)[0]
+        return pipelines(**values)[0].checked()
     for other in others:
-        with contextlib.suppress(Refusal):  # a flag that this method has not
-            if fits(recipe := place(**recipe_values(arguments, other))):
-                return recipe
-    return planned(is_placed=is_open(arguments), **recipe_values(arguments, method))
+        if fits(recipe := place(**recipe_values(arguments, other))):
+            return recipe
+    return planned(is_placed=is_open(arguments), **recipe_values(arguments, method)).checked()
 
 
 def planned(*, is_placed: bool = False, **values: Any) -> Recipe:
-    """Return the recipe of these values with the planner's choice of those that are open. Raises Refusal."""
+    """Return the recipe of these values with the planner's choice of those that are open. It may have a fault."""
     if is_placed or values["task"] == "sft" or values["method"] == "finetune":
         return place(**values)
-    recipe = shortest_that_fits(valid_pipelines(**values | {"recompute": values["recompute"] or "none"}))
+    recipe = shortest_that_fits(pipelines(**values | {"recompute": values["recompute"] or "none"}))
     return recipe if values["micro_batch_size"] else with_largest_micro_batch(recipe)
 
 
@@ -361,8 +356,6 @@ def answer_to(arguments: argparse.Namespace) -> Answer:
                 recipe = recipe.changed(bcd_inactive_update=rule)
                 estimates = find(recipe, stages=arguments.pipeline_model_parallel_size, **cost)
         return answer_search(arguments, recipe, estimates)
-    if arguments.timeline:
-        write_timeline(arguments.timeline, recipe)
     estimate = make_estimate(recipe, **cost)
     data = estimate.as_dict()
     if estimate.fits:

@@ -4,8 +4,8 @@
         --tokenizer-type GPT2BPETokenizer --vocab-file encoder.json --merge-file vocab.bpe \\
         --append-eod --workers 8
 
-Flags and output bytes equal those of stock Megatron-LM core_v0.16.1's tool of this name. In addition it reads plain
-text and parquet. Documents keep their order with any number of workers. The files get their names only when they are
+Flags and output bytes equal those of stock Megatron-LM core_v0.16.1's tool of this name. In addition it reads lines of
+text. Documents keep their order with any number of workers. The files get their names only when they are
 complete.
 """
 
@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
+import gzip
+import json
 import multiprocessing
 import os
 import shutil
@@ -22,8 +25,9 @@ import tempfile
 import threading
 import time
 import warnings
+import zlib
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,17 +37,131 @@ import numpy
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _model_flags import add_tokenizer_flags, tokenizer_options
 from _parser import Parser, check_positive, command, run_main
-from _text_files import Batch, Source, add_input_flags, find_sources, read_batches, read_documents
 
-from megatron.bcd.tokenizer import Tokenizer, build_tokenizer
+from megatron.bcd.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 
 PROG = "tools/preprocess_data.py"
 
-_SHORT_BYTES = 200
-"""Documents shorter than this on average are probably wrapped lines, which have about 70 bytes."""
-_MANY_DOCUMENTS, _FEWEST_DOCUMENTS = 100, 3
+# --- reading
+
+BATCH_BYTES = 1 << 18
+"""Input per worker task: large enough to hide its overhead, small enough to balance the workers."""
+UTF8_BOM = b"\xef\xbb\xbf"
+_ENDINGS = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "txt"}
+OTHER_FORMATS = "Give .jsonl, .json or .txt, also with .gz; the datasets library writes JSONL (docs/data.md)."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Consecutive lines of one input file."""
+
+    path: str
+    input_format: str
+    """jsonl or txt."""
+    entries: list[tuple[int, bytes]]
+    """(number, bytes) of each line, counted from 1."""
+
+
+def add_input_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("input").add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="files and quoted globs, read in this order: .jsonl "
+        "and .json with an object per line, .txt with a document per line, also with .gz")  # fmt: skip
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (default: text)")
+    for flag in ("--input-format", "--documents"):
+        add(flag, type=_removed, help=argparse.SUPPRESS)
+
+
+def _removed(value: str) -> None:
+    raise argparse.ArgumentTypeError(f"{value}: removed. {OTHER_FORMATS}")
+
+
+def find_sources(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return paths and formats of the files of --input in order, sorted within a glob. Raises ValueError if a file is
+    missing, unreadable or of unknown format."""
+    sources = []
+    for path in (path for pattern in args.input for path in _expanded(pattern)):
+        if not os.path.isfile(path):
+            raise ValueError(f"--input {path}: no such file; give files, or a glob such as 'folder/*'")
+        if not os.access(path, os.R_OK):
+            raise ValueError(f"--input {path} cannot be read")
+        ending = os.path.splitext(path.lower().removesuffix(".gz"))[1]
+        if ending not in _ENDINGS:
+            raise ValueError(f"--input {path}: cannot tell its format by its ending. {OTHER_FORMATS}")
+        sources.append((path, _ENDINGS[ending]))
+    return sources
+
+
+def _expanded(pattern: str) -> list[str]:
+    if os.path.exists(pattern) or not glob.has_magic(pattern):
+        return [pattern]
+    paths = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+    if not paths:
+        raise ValueError(f"--input {pattern}: no file matches")
+    return paths
+
+
+def read_batches(sources: Sequence[tuple[str, str]]) -> Iterator[Batch]:
+    """Yield the lines of all files in order. A UTF-8 BOM at a file's start is dropped. Raises ValueError if a file
+    cannot be decompressed or read."""
+    for path, input_format in sources:
+        entries: list[tuple[int, bytes]] = []
+        size = 0
+        try:
+            with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
+                for number, line in enumerate(file, 1):
+                    entries.append((number, line.removeprefix(UTF8_BOM) if number == 1 else line))
+                    size += len(line)
+                    if size >= BATCH_BYTES:
+                        yield Batch(path=path, input_format=input_format, entries=entries)
+                        entries, size = [], 0
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: cannot be read ({error})") from None
+        yield Batch(path=path, input_format=input_format, entries=entries)
+
+
+def read_documents(batch: Batch, json_keys: Sequence[str]) -> Iterator[tuple[int, dict[str, list[str]]]]:
+    """Yield the line number of each document and its texts by key: one text, or several if JSON has a list.
+
+    Blank lines are skipped. Plain text is stripped and returned for every key. Raises ValueError that names file and
+    line if a line is not UTF-8, or not JSON with the requested keys.
+    """
+    for number, entry in batch.entries:
+        try:
+            text = entry.decode("utf-8").strip()
+            if not text:
+                continue
+            if batch.input_format == "txt":
+                yield number, {key: [text] for key in json_keys}
+            else:
+                yield number, _parse_json_document(text, json_keys)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{batch.path}, line {number}: not UTF-8 ({error.reason})") from error
+        except ValueError as error:
+            raise ValueError(f"{batch.path}, line {number}: {error}") from error
+
+
+def _parse_json_document(line: str, json_keys: Sequence[str]) -> dict[str, list[str]]:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg}); each line must be one JSON object") from error
+    if not isinstance(entry, dict):
+        raise ValueError("not a JSON object; each line must be one")
+    document = {}
+    for key in json_keys:
+        if key not in entry:
+            raise ValueError(f'no key "{key}"; --json-keys must name keys that every object has')
+        value = entry[key]
+        texts = value if isinstance(value, list) else [value]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f'key "{key}" must hold text or a list of texts')
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f'key "{key}" holds half of a surrogate pair, which UTF-8 cannot encode') from None
+        document[key] = texts
+    return document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +187,6 @@ class EncodedDocuments:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedBatch:
-    num_text_bytes: int
     num_documents: int
     documents: dict[str, EncodedDocuments]
 
@@ -100,7 +217,6 @@ class Encoder:
                     tokens[key].extend(sequence)
                 lengths[key].append([len(sequence) for sequence in sequences])
         return EncodedBatch(
-            num_text_bytes=sum(len(entry) for _, entry in batch.entries),
             num_documents=num_documents,
             documents={
                 key: EncodedDocuments(tokens=numpy.array(tokens[key], dtype=numpy.int32), lengths=lengths[key])
@@ -231,9 +347,17 @@ class DatasetWriter:
 def build_parser() -> Parser:
     parser = Parser(prog=PROG, description=__doc__)
     add_input_flags(parser)
-    group = parser.add_argument_group("tokenizer")
-    add_tokenizer_flags(group, required=True)
-    group.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's eod id")
+    add = parser.add_argument_group("tokenizer", "same flags as the training scripts").add_argument
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, required=True)
+    add("--vocab-file", metavar="FILE", help="GPT2BPETokenizer: encoder.json")
+    add("--merge-file", metavar="FILE", help="GPT2BPETokenizer: vocab.bpe")
+    add("--tokenizer-model", metavar="PATH", help="SentencePiece model file, local Hugging Face folder, or JSON "
+        "vocabulary of TikTokenizer")  # fmt: skip
+    add("--vocab-size", type=int, metavar="N", help="NullTokenizer: ids 0..N-1, and N ends a document; TikTokenizer: "
+        "all ids (default: 131072)")  # fmt: skip
+    add("--tiktoken-pattern", choices=("v1", "v2"), default="v2", help="TikTokenizer (default: v2)")
+    add("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help="TikTokenizer (default: 1000)")
+    add("--append-eod", action="store_true", help="end every document with the tokenizer's eod id")
     add = parser.add_argument_group("output and running").add_argument
     add("--output-prefix", required=True, metavar="PREFIX", help="folders are created")
     add("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
@@ -245,10 +369,11 @@ def run(args: argparse.Namespace) -> str:
     """Write the dataset and return a summary. Raises ValueError for bad input; then nothing is written."""
     check_positive(args, "workers", "log_interval")
     sources = find_sources(args)
+    names = "vocab_file merge_file tokenizer_model vocab_size tiktoken_pattern tiktoken_num_special_tokens"
     encoder = Encoder(
         EncoderConfig(
             tokenizer_type=args.tokenizer_type,
-            tokenizer_options=tokenizer_options(args),
+            tokenizer_options={name: getattr(args, name) for name in names.split()},
             json_keys=tuple(dict.fromkeys(args.json_keys)),
             append_eod=args.append_eod,
         )
@@ -265,35 +390,16 @@ def run(args: argparse.Namespace) -> str:
                 count["empty"] += documents.lengths.count([])
             num_reported = count["documents"] // args.log_interval
             count["documents"] += batch.num_documents
-            count["bytes"] += batch.num_text_bytes
             if count["documents"] // args.log_interval > num_reported:
                 print(f"{count['documents']:,} documents, {count['tokens']:,} tokens", file=sys.stderr, flush=True)
         if count["tokens"] == 0:
             raise ValueError(f"--input {' '.join(args.input)}: contains no text. Give files with text.")
         writer.publish()
-    for line in input_warnings(count, sources, documents=args.documents):
-        print(f"warning: {line}", file=sys.stderr)
     empty = f" ({count['empty']:,} empty)" if count["empty"] else ""
     return (
         f"{', '.join(writer.prefixes.values())}: {count['documents']:,} documents{empty}, {count['tokens']:,} tokens, "
         f"{count['tokens'] / (time.perf_counter() - start):,.0f} tokens/s"
     )
-
-
-def input_warnings(count: Mapping[str, int], sources: Sequence[Source], *, documents: str) -> Iterator[str]:
-    """Warn if lines or files were read as documents but probably are not."""
-    number = count["documents"]
-    if documents == "file" and number < _FEWEST_DOCUMENTS:
-        yield (
-            f"{number} document(s): --split divides documents, so validation may have none; give more files, or another"
-            " --documents"
-        )
-    is_text = any(source.input_format == "txt" for source in sources) and documents == "line"
-    if is_text and number >= _MANY_DOCUMENTS and count["bytes"] < _SHORT_BYTES * number:
-        yield (
-            f"{number:,} documents of {count['tokens'] / number:.0f} tokens on average, because each line is one; for"
-            " wrapped text give --documents paragraph (blank lines between) or --documents file"
-        )
 
 
 @command(PROG)

@@ -99,7 +99,7 @@ def request_of(words: Sequence[str], environment: Mapping[str, str]) -> tuple[Re
         raise ValueError(f"METHOD {method}: must be one of {known}, bcd (the same as paper)")
     values = recipe_values(arguments, method)
     values["cluster"], values["num_gpus"] = _nodes(values["cluster"], values["num_gpus"], environment)
-    return _placed(**values), values, extra
+    return _placed(**values).checked(), values, extra
 
 
 def _placed(**values: Any) -> Recipe:

@@ -1,7 +1,6 @@
 """Draw the pipeline schedule of one phase: Megatron Core's 1F1B, and BCD's below it.
 
     python tools/show_schedule.py --pipeline-model-parallel-size 4 --microbatches 8 --pivot 2
-    python tools/show_schedule.py --pipeline-model-parallel-size 4 --microbatches 8 --pivot 2 --figure out/schedule.png
     python tools/show_schedule.py --pipeline-model-parallel-size 4 --microbatches 8 --bcd-layout interleaved \\
         --bcd-num-blocks 3 --block 1
 
@@ -17,11 +16,10 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser, command, run_main, write_atomically
+from _parser import Parser, command, run_main
 
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.pipeline.build import build_plan, peak_graphs
@@ -56,7 +54,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         " (default: M); with --schedule breadth-first: pieces of a stage (default: 4)")  # fmt: skip
     add("--schedule", choices=("both", STOCK, BCD, BREADTH_FIRST), default="both",
         help="what to draw (default: both); breadth-first takes --chunks per stage")  # fmt: skip
-    add("--figure", metavar="FILE", help="also draw a picture (.png or .svg)")
     group = parser.add_argument_group("costs", "times in any unit: one number, or one per stage")
     group.add_argument("--forward", type=float, nargs="+", default=[1.0], metavar="TIME", help="(default: 1)")
     group.add_argument("--backward", type=float, nargs="+", default=[2.0], metavar="TIME",
@@ -313,91 +310,13 @@ def show(timelines: Mapping[str, Timeline]) -> str:
     return "\n\n".join([*parts, figures(timelines)])
 
 
-# ---------------------------------------------------------------- as a picture
-
-# Okabe and Ito's colours: distinguishable with any colour vision, and by brightness in print
-FILLS = {
-    Kind.FORWARD_ONLY: "#8fcbee",
-    Kind.FORWARD: "#0072b2",
-    Kind.RECOMPUTE: "#009e73",
-    Kind.BACKWARD: "#d55e00",
-    Kind.BACKWARD_INPUT: "#f2b84b",
-}
-AHEAD_HATCH = "////"
-WIDTH, MARGIN = 13.0, 1.4  # inches
-MIN_FONT, MAX_FONT = 4.5, 11.0  # points; a number that would be smaller is left out
-
-
-def draw(path: str, kind: str, timelines: dict[str, Timeline]) -> None:
-    """Write the picture, one panel per schedule to one scale. `kind` is the format, as `path` is a temporary name."""
-    from matplotlib.figure import Figure  # takes a second to import
-    from matplotlib.patches import Patch
-
-    shown = list(timelines.values())
-    num_stages = shown[0].plan.shape.num_stages
-    panel = num_stages * (0.46 if num_stages <= 16 else 0.25) + 0.9
-    figure = Figure(figsize=(WIDTH, len(shown) * panel + 0.7), dpi=160, layout="constrained")
-    panels = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
-    end = max(timeline.iteration_time for timeline in shown) or 1.0
-    for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
-        shape = timeline.plan.shape
-        axes.set_title(f"{title(name, shape)}; iteration time {timeline.iteration_time:g}", loc="left")
-        axes.set(xlim=(0, end), ylim=(num_stages - 0.5, -0.5))
-        axes.set_yticks(range(num_stages), [f"stage {stage}, {role(shape, stage)}" for stage in range(num_stages)])
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-        _draw_passes(axes, timeline, points_per_unit=(WIDTH - 2 * MARGIN) * 72 / end)
-    panels[-1].set_xlabel("time")
-    kinds = {span.action.kind for span in passes(*shown)}
-    handles = [Patch(facecolor=fill, label=str(pass_kind)) for pass_kind, fill in FILLS.items() if pass_kind in kinds]
-    if any(timeline.plan.shape.run_ahead for timeline in shown):
-        handles.append(Patch(facecolor=FILLS[Kind.FORWARD_ONLY], edgecolor="white", hatch=AHEAD_HATCH,
-                             label="next iteration's (run-ahead)"))  # fmt: skip
-    figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), frameon=False)
-    figure.savefig(path, format=kind)
-
-
-def _draw_passes(axes: object, timeline: Timeline, *, points_per_unit: float) -> None:
-    shape, spans = timeline.plan.shape, passes(timeline)
-
-    def look(span: Span) -> tuple[int, Kind, bool]:
-        return span.stage, span.action.kind, span.action.microbatch >= shape.num_microbatches
-
-    for (stage, kind, is_ahead), same in groupby(sorted(spans, key=look), key=look):
-        places = [(span.start, span.duration) for span in same]
-        axes.broken_barh(  # type: ignore[attr-defined]
-            places, (stage - 0.42, 0.84), facecolor=FILLS[kind], edgecolor="white", zorder=2,
-            linewidth=min(1.2, places[0][1] * points_per_unit / 8), hatch=AHEAD_HATCH if is_ahead else None,
-        )  # fmt: skip
-    numbers = [label(span.action, shape)[1:] for span in spans]  # the colour replaces the letter
-    longest = max(map(len, numbers), default=1)
-    for number, span in zip(numbers, spans, strict=True):
-        size = min(MAX_FONT, span.duration * points_per_unit / (0.62 * longest + 0.4))
-        if size >= MIN_FONT:
-            color = "white" if span.action.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD) else "#2b2b2b"
-            axes.text((span.start + span.end) / 2, span.stage, number, ha="center", va="center_baseline",  # type: ignore[attr-defined]
-                      fontsize=size, color=color, zorder=4)  # fmt: skip
-
-
-def write_figure(path: str, timelines: dict[str, Timeline]) -> None:
-    """Write the picture. Raises ValueError for another kind of file, or if it cannot be written."""
-    kind = os.path.splitext(path)[1][1:].lower()
-    if kind not in ("png", "svg"):
-        raise ValueError(f"--figure {path}: must end in .png or .svg")
-    write_atomically(path, lambda name: draw(name, kind, timelines), flag="--figure")
-
-
 @command(PROG)
 def main(argv: Sequence[str]) -> None:
     arguments = parse_arguments(argv)
     shapes = plan_shapes(arguments)
     names = (STOCK, BCD) if arguments.schedule == "both" else (arguments.schedule,)
     timelines = {name: simulate_plan(shapes[name], arguments) for name in names}
-    if arguments.figure:
-        write_figure(arguments.figure, timelines)
     print(show(timelines))
-    if arguments.figure:
-        print(f"\nwrote {arguments.figure}")
 
 
 if __name__ == "__main__":

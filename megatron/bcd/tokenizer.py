@@ -116,13 +116,12 @@ class SentencePieceTokenizer(Tokenizer):
                 self._model.LoadFromSerializedProto(file.read())
         except RuntimeError as error:
             raise ValueError(
-                f"--tokenizer-model {path}: is not a SentencePiece model. "
-                "Give a .model file, such as tools/train_tokenizer.py writes."
+                f"--tokenizer-model {path}: is not a SentencePiece model. Give a .model file (docs/data.md)."
             ) from error
         if self._model.eos_id() < 0:
             raise ValueError(
                 f"--tokenizer-model {path}: has no end-of-sentence piece to end a document with. "
-                "Train it with one (tools/train_tokenizer.py does)."
+                "Train it with one (docs/data.md)."
             )
         super().__init__(
             vocab_size=self._model.get_piece_size(),

@@ -13,7 +13,6 @@ from support import worlds
 from support.dist import World
 
 from megatron.bcd.huggingface.in_memory import open_model
-from megatron.bcd.tokenizer import build_tokenizer
 
 TOKENS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -37,6 +36,4 @@ def test_a_checkpoint(world1: World, world2: World, text_data: str, tmp_path: Pa
     assert (logits - expected[..., : logits.size(-1)]).abs().max() < 1e-4
     assert loaded.tokenizer.encode("sky") == [*b"sky"] and loaded.tokenizer.eos_token_id == 256
     assert loaded.model.generation_config.eos_token_id == 256
-    bytes_ = build_tokenizer("ByteLevelTokenizer")
-    model = open_model(str(tmp_path / "run"), precision="bf16", tokenizer=bytes_)
-    assert model.model.dtype == torch.bfloat16 and model.tokenizer.encode("sky") == [*b"sky"]
+    assert open_model(str(tmp_path / "run"), precision="bf16").model.dtype == torch.bfloat16

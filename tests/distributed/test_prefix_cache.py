@@ -13,7 +13,7 @@ HEAD = {"bcd_head_phase": True, "untie_embeddings_and_output_weights": True, "bc
 CASES: dict[str, dict[str, Any]] = {
     "one": {},
     "recompute_bf16": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
-    | {"bf16": True, "bcd_prefix_cache_dtype": "bf16"},
+    | {"bf16": True},
     "masks": {"reset_attention_mask": True, "reset_position_ids": True, "position_embedding_type": "rope"},
     "data2": {"world_size": 2},
     "submodel": worlds.PIPELINE | {"bcd_layout": "submodel", "bcd_num_blocks": 2},
@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "head_interleaved": worlds.PIPELINE | HEAD | {"bcd_layout": "interleaved"},
     "strided_chunks": worlds.PIPELINE
     | {"num_virtual_stages_per_pipeline_rank": 6, "num_layers": 12}
-    | {"bf16": True, "bcd_prefix_cache_dtype": "bf16", "reset_attention_mask": True},
+    | {"bf16": True, "reset_attention_mask": True},
     "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2, "micro_batch_size": 4},
     "stages2_context2": worlds.PIPELINE | {"world_size": 4, "context_parallel_size": 2, "micro_batch_size": 4},
 }
@@ -45,7 +45,7 @@ def test_cached_is_computed(
     """A run that reads its prefix from the cache equals one that computes it, bit for bit, and reads every sample."""
     flags = prefix_runs.FLAGS | {"data_path": text_data} | CASES[case]
     world = {1: world1, 2: world2, 4: world4}[flags.get("world_size", 1)]
-    computed = world.run(worlds.train_run, worlds.run_config(**flags | {"bcd_prefix_cache_dtype": None}))
+    computed = world.run(worlds.train_run, worlds.run_config(**flags))
     served = world.run(prefix_runs.served_run, worlds.run_config(**flags, bcd_prefix_cache=tmp_path))
     for mine, other in zip(served, computed, strict=True):
         assert mine["losses"] == other["losses"]

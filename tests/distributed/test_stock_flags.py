@@ -30,7 +30,7 @@ def flags_of(run: str, data_path: str) -> dict[str, Any]:
     return STOCK["flags"] | STOCK["runs"][run]["flags"] | PLATFORM | {"data_path": data_path}
 
 
-LONG = ("tensor2", "data2", "first_stage", "layout", "rope_scaled", "cyclic_data2", "per_token_loss_data2")
+LONG = ("tensor2", "data2", "layout", "rope_scaled", "per_token_loss_data2")
 """Runs whose faults other tests of the default suite would also notice."""
 
 

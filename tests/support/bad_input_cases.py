@@ -153,10 +153,6 @@ SFT_CASES = (
         "bad records", *SFT, prepare=records(b"".join((RECORD, b"{\n", RECORD, RECORD.replace(b'"c"', b'" "')))),
         named=("--data-path records.jsonl, line 2 is not JSON", "; line 4 has an empty answer", "--sft-skip-bad"),
     ),
-    case(
-        "a long answer", *SFT, "--sft-refuse-long", named=("records.jsonl, line 2", "--sft-refuse-long"),
-        prepare=records(RECORD + RECORD.replace(b'"c"', b'"' + b"c" * 30 + b'"')),
-    ),
     case("one record", *SFT, named=("--split 50,50,0", "no record"), prepare=records(RECORD), ranks=(1,)),
 )  # fmt: skip
 TOKENIZER_CASES = (

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.distributed import checkpoint
+
+from megatron.bcd.checkpoint.shard_writer import Writer, write_beside_shards
+from megatron.bcd.huggingface.folder import ModelFolder
 
 FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3_moe", "qwen3", "phi3", "smollm3", "gpt_oss")
 VOCABULARY, LAYERS = 259, 4
@@ -75,6 +79,20 @@ def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, 
     transformers.utils.logging.disable_progress_bar()
     model_of(name).to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def write_checkpoint(source: Path, root: Path) -> Path:
+    """Write the weights of a model folder as a checkpoint without flags, as another program would."""
+    folder, model = root / "iter_0000001", ModelFolder(str(source))
+    layers = range(model.network.num_layers)
+    weights = {
+        row.key: torch.stack([model.read(row, layer) for layer in layers]) if row.is_stacked else model.read(row)
+        for row in model.rows
+    }
+    checkpoint.save(weights, storage_writer=Writer(str(folder)), no_dist=True)
+    write_beside_shards(str(folder), iteration=1)
+    (root / "latest_checkpointed_iteration.txt").write_text("1")
+    return root
 
 
 def tensors_of(folder: Path | str) -> dict[str, torch.Tensor]:

@@ -116,6 +116,9 @@ BAD_RUNS = {
 --recompute-granularity full --recompute-method uniform
 --train-data-path x
 --data-args-path absent
+--dataloader-type cyclic
+--bcd-prefix-cache-dtype bf16
+--sft-refuse-long
 --data-path 0.5 a b c
 --data-path 0 a
 --full-validation --data-path 1 a 2 b
@@ -257,6 +260,7 @@ WITHOUT_EFFECT = """
  | --sequence-parallel
 --bf16 | --use-precision-aware-optimizer
  | --no-data-sharding
+ | --dataloader-type single
 --eval-iters 0 | --eval-fixed
 --split 100,0,0 | --full-validation
 --split 100,0,0 | --eval-iters -1

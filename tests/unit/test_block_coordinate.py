@@ -337,7 +337,6 @@ def test_plateau_ends_a_phase() -> None:
         ({"num_blocks": 0}, "num_blocks 0"),
         ({"order": "greedy"}, "order"),
         ({"inactive_update": "muon"}, "inactive_update"),
-        ({"resting_update": "orthogonal"}, "inactive_update"),
         ({"always_active": ("lm_head*",)}, "always_active"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS"),
     ],

@@ -1,10 +1,10 @@
-"""tools/convert_checkpoint.py: models to checkpoints and back, refused input, and the state after full disks and
-kills."""
+"""Model folders and tools/convert_checkpoint.py: what is read and written, refused input, and full disks."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import resource
 import shutil
 import sys
@@ -20,13 +20,16 @@ import transformers
 from safetensors.torch import save_file
 from support import huggingface_models as models
 
+from megatron.bcd.huggingface import run_network
+from megatron.bcd.huggingface.convert import to_hugging_face
+from megatron.bcd.huggingface.core_format import CoreCheckpoint
+from megatron.bcd.huggingface.folder import ModelFolder, locate
+
 Edit = Callable[[Path], None]
 
 
-def convert(source: str, source_folder: Path, written: Path, *more: str) -> int:
-    target = "hf" if source == "bcd" else "bcd"
-    arguments = ["--from", source, "--to", target, "--input", str(source_folder), "--output", str(written)]
-    return convert_checkpoint.main([*arguments, *more])
+def convert(checkpoint: Path, written: Path, *more: str) -> int:
+    return convert_checkpoint.main(["--input", str(checkpoint), "--output", str(written), *more])
 
 
 @pytest.fixture(scope="module")
@@ -43,35 +46,27 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("name", models.SETTINGS)
-def test_there_and_back(name: str, written: Callable[..., Path], tmp_path: Path) -> None:
-    """A model that is converted to a checkpoint and back has the same tensors and files, in several shards or one."""
+def test_what_is_written(name: str, written: Callable[..., Path], tmp_path: Path) -> None:
+    """A converted checkpoint has the tensors and files of the model that it was made of, in several shards or one."""
     source_folder = written(name)
     (source_folder / "tokenizer.json").write_text("not read")
     assert len(list(source_folder.glob("*.safetensors"))) > 1
-    assert convert("hf", source_folder, tmp_path / "bcd") == 0
-    assert convert("bcd", tmp_path / "bcd", tmp_path / "back", "--max-shard-size", "50KB") == 0
-    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
-    assert models.differing(models.tensors_of(source_folder), models.tensors_of(tmp_path / "back")) == []
+    root = models.write_checkpoint(source_folder, tmp_path / "bcd")
+    assert convert(root, tmp_path / "out", "--config", str(source_folder)) == 0
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
+    assert models.differing(models.tensors_of(source_folder), models.tensors_of(tmp_path / "out")) == []
     for kept in ("config.json", "generation_config.json", "tokenizer.json"):
-        assert (tmp_path / "back" / kept).read_bytes() == (source_folder / kept).read_bytes()
-    assert convert("bcd", tmp_path / "bcd" / "iter_0000000", tmp_path / "again") == 0
-    assert len(list((tmp_path / "again").glob("*.safetensors"))) == 1
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        assert (tmp_path / "out" / kept).read_bytes() == (source_folder / kept).read_bytes()
+    described = run_network.describe_checkpoint(str(root), config_folder=str(source_folder))
+    checkpoint, shards = CoreCheckpoint(str(root / "iter_0000001")), tmp_path / "shards"
+    to_hugging_face(checkpoint, str(shards), described, max_shard_bytes=50_000)
+    assert len(list(shards.glob("*.safetensors"))) > 1
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(shards)
     assert models.differing(loaded.state_dict(), models.model_of(name).state_dict()) == []
 
 
-def test_large_vocabularies_are_written_in_parts(
-    written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A vocabulary that is written in parts comes back without a change."""
-    monkeypatch.setattr("megatron.bcd.huggingface.convert._PIECE_BYTES", 32 * 4 * 100)
-    assert convert("hf", written("llama2"), tmp_path / "bcd") == 0
-    assert convert("bcd", tmp_path / "bcd", tmp_path / "back") == 0
-    assert models.differing(models.tensors_of(written("llama2")), models.tensors_of(tmp_path / "back")) == []
-
-
 def test_older_files_of_gpt2(written: Callable[..., Path], tmp_path: Path) -> None:
-    """The hub's first GPT-2 files are converted: names without prefix, saved masks, and a copy of the tied head."""
+    """The hub's first GPT-2 files are read: names without prefix, saved masks, and a copy of the tied head."""
     tensors = models.tensors_of(written("gpt2"))
     older = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     older |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8), "lm_head.weight": older["wte.weight"].clone()}
@@ -79,9 +74,9 @@ def test_older_files_of_gpt2(written: Callable[..., Path], tmp_path: Path) -> No
     save_file(older, tmp_path / "older" / "model.safetensors")
     config = json.loads((written("gpt2") / "config.json").read_text())
     (tmp_path / "older" / "config.json").write_text(json.dumps(config))
-    assert convert("hf", tmp_path / "older", tmp_path / "bcd") == 0
-    assert convert("bcd", tmp_path / "bcd", tmp_path / "back") == 0
-    assert models.differing(tensors, models.tensors_of(tmp_path / "back")) == []
+    root = models.write_checkpoint(tmp_path / "older", tmp_path / "bcd")
+    assert convert(root, tmp_path / "out", "--config", str(tmp_path / "older")) == 0
+    assert models.differing(tensors, models.tensors_of(tmp_path / "out")) == []
 
 
 # --- refusals
@@ -143,52 +138,46 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(
-    case: str, written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A model that cannot be converted is refused in one line that names the cause, and no output folder remains."""
+def test_what_is_refused(case: str, written: Callable[..., Path], tmp_path: Path) -> None:
+    """A model that cannot be read is refused in one line that names the cause."""
     name, edit, message = REFUSED[case]
     shutil.copytree(written(name), tmp_path / "given")
     edit(tmp_path / "given")
-    assert convert("hf", tmp_path / "given", tmp_path / "bcd") == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert not (tmp_path / "bcd").exists()
+    with pytest.raises(ValueError, match=re.escape(message)) as refusal:
+        ModelFolder(str(tmp_path / "given"))
+    assert len(str(refusal.value).splitlines()) == 1
 
 
 def test_outputs_and_checkpoints_that_are_refused(
     written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An existing output, a checkpoint of another network and a damaged one are refused, and no output is written."""
-    source_folder = written("llama2")
-    assert convert("hf", source_folder, tmp_path / "bcd") == 0
-    capsys.readouterr()
+    source_folder, back = written("llama2"), tmp_path / "back"
+    root = models.write_checkpoint(source_folder, tmp_path / "bcd")
 
-    def refused(source: str, path: Path, output: Path, *more: str) -> str:
-        assert convert(source, path, output, *more) == 2
+    def refused(path: Path, output: Path, *more: str) -> str:
+        assert convert(path, output, *more) == 2
         return capsys.readouterr().err
 
-    assert "--output" in refused("hf", source_folder, tmp_path / "bcd")
-    assert "--output" in refused("bcd", tmp_path / "bcd", source_folder)
-    back = tmp_path / "back"
+    config = ("--config", str(source_folder))
+    assert "--output" in refused(root, source_folder, *config)
     tied, smaller = tmp_path / "tied", tmp_path / "smaller"
     for edited, values in ((tied, {"tie_word_embeddings": True}), (smaller, {"num_hidden_layers": 3})):
         shutil.copytree(source_folder, edited)
         edit_config(**values)(edited)
-    assert "config.json" in refused("bcd", tmp_path / "bcd", back, "--config", str(tied))
-    assert "[4, " in refused("bcd", tmp_path / "bcd", back, "--config", str(smaller))
-    assert str(source_folder) in refused("bcd", source_folder, back)
-    assert "--vocab-size" in refused("hf", source_folder, back, "--vocab-size", "3")
-    assert "--max-shard-size" in refused("bcd", source_folder, back, "--max-shard-size", "many")
-    file = tmp_path / "bcd" / "iter_0000000" / "__2_0.distcp"
+    assert "config.json" in refused(root, back, "--config", str(tied))
+    assert "[4, " in refused(root, back, "--config", str(smaller))
+    assert "--config" in refused(root, back)
+    assert str(source_folder) in refused(source_folder, back)
+    assert "--vocab-size" in refused(root, back, *config, "--vocab-size", "3")
+    assert "--load-hf" in refused(root, back, "--from", "hf")
+    [file] = (root / "iter_0000001").glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-1])
-    assert "__2_0.distcp" in refused("bcd", tmp_path / "bcd", back)
+    assert str(root) in refused(root, back, *config)
     assert not back.exists()
 
 
-def test_names_on_the_hub(
-    written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_on_the_hub(written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A name is downloaded from the hub without code; an unreachable hub and a missing folder are refused by name."""
     asked: list[Any] = []
 
@@ -199,12 +188,12 @@ def test_names_on_the_hub(
         raise ConnectionError("no network")
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
-    assert convert("hf", Path("some/model"), tmp_path / "bcd") == 0
+    assert locate("some/model", flag="--load-hf") == str(written("llama2"))
     assert asked[0][0] == "some/model" and not any(name.endswith((".py", ".bin", "*")) for name in asked[0][1])
-    assert convert("hf", Path("other/model"), tmp_path / "none") == 2
-    assert "other/model" in capsys.readouterr().err
-    assert convert("hf", Path("/no/such/folder"), tmp_path / "none") == 2
-    assert "/no/such/folder" in capsys.readouterr().err and len(asked) == 2
+    for name in ("other/model", "/no/such/folder"):
+        with pytest.raises(ValueError, match=f"--load-hf {name}"):
+            locate(name, flag="--load-hf")
+    assert len(asked) == 2
 
 
 @contextlib.contextmanager
@@ -219,29 +208,11 @@ def disk_for(num_bytes: int) -> Iterator[None]:
 
 
 def test_a_full_disk(written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A full disk ends with code 2 and one line, and no half of a checkpoint or model remains."""
+    """A full disk ends with code 2 and one line, and no half of a model remains."""
     source_folder = written("qwen2")
+    root = models.write_checkpoint(source_folder, tmp_path / "bcd")
     with disk_for(5000):
-        assert convert("hf", source_folder, tmp_path / "bcd") == 2
-    assert not list(tmp_path.iterdir())
-    assert convert("hf", source_folder, tmp_path / "bcd") == 0
-    capsys.readouterr()
-    with disk_for(5000):
-        assert convert("bcd", tmp_path / "bcd", tmp_path / "back") == 2
+        assert convert(root, tmp_path / "back", "--config", str(source_folder)) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "model.safetensors" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bcd"]
-
-
-def test_what_a_killed_conversion_leaves(written: Callable[..., Path], tmp_path: Path) -> None:
-    """A conversion replaces the unfinished folder of a killed one, and refuses to write over a whole checkpoint."""
-    source_folder = written("qwen2")
-    leftover = tmp_path / "bcd" / "iter_0000000.incomplete"
-    (leftover / "huggingface").mkdir(parents=True)
-    (leftover / "__0_0.distcp").write_bytes(b"half")
-    assert convert("hf", source_folder, tmp_path / "bcd") == 0
-    assert convert("bcd", tmp_path / "bcd", tmp_path / "back") == 0
-    assert models.differing(models.tensors_of(source_folder), models.tensors_of(tmp_path / "back")) == []
-    leftover.mkdir()
-    assert convert("hf", source_folder, tmp_path / "bcd") == 2
-    assert (tmp_path / "bcd" / "iter_0000000" / "checksums.json").exists()

@@ -114,7 +114,7 @@ def test_tools(in_empty_folder: Path, seed: int, number: int) -> None:
     """A random command line of a tool ends with code 0, 1 or 2, never with a traceback."""
     draw = random.Random(seed)
     tools = []
-    for name in (*ONLY_COMPUTE, "benchmark", "compare_runs", "preprocess_data", "report", "train_tokenizer"):
+    for name in (*ONLY_COMPUTE, "benchmark", "compare_runs", "preprocess_data", "report"):
         source = (in_empty_folder / "tools" / f"{name}.py").read_text("utf-8")
         names = sorted(set(re.findall(r'"(--[a-z][\w-]+)"', source)))
         whole = importlib.import_module(name).main

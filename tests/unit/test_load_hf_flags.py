@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -113,19 +112,15 @@ def test_more_positions_are_exported(tmp_path: Path) -> None:
         assert config == scaled | {"max_position_embeddings": exported}
 
 
-@pytest.mark.parametrize("is_converted", [False, True])
-def test_positions_of_a_checkpoint(tmp_path: Path, is_converted: bool) -> None:
+def test_positions_of_a_checkpoint(tmp_path: Path) -> None:
     """A checkpoint keeps its positions, and a longer sequence is refused unless more are given."""
     first = parse(tmp_path / "m", LLAMA)
     folder = tmp_path / "saved" / "iter_0000001"
     folder.mkdir(parents=True)
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("1")
     (folder / ".metadata").write_text("")
-    if is_converted:
-        shutil.copytree(tmp_path / "m", folder / "huggingface")
-    else:
-        phase = dict.fromkeys(field.name for field in dataclasses.fields(RunState)) | {"format_version": 2}
-        (folder / "run_state.json").write_text(json.dumps(phase | {"flags": run_config_to_dict(first)}))
+    phase = dict.fromkeys(field.name for field in dataclasses.fields(RunState)) | {"format_version": 2}
+    (folder / "run_state.json").write_text(json.dumps(phase | {"flags": run_config_to_dict(first)}))
     flags = {"load_hf": None, "load": str(tmp_path / "saved"), "finetune": True, "form": "llama", "num_layers": 6}
     flags |= {"hidden_size": 48, "num_attention_heads": 4}
     with pytest.raises(ValueError, match="--seq-length 97"):

@@ -174,12 +174,6 @@ ONE_BLOCK = ("--bcd-num-blocks", "1")
 LOCAL = Implementation(layers="local", attention="", norm="PyTorch LayerNorm", optimizer="")
 GOOD = {
     "--num-layers 10 --pipeline-model-parallel-size 4": (3, 3, 2, 2),
-    "--num-layers 10 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1": (1, 3, 3, 3),
-    "--num-layers 10 --pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 1": (3, 3, 3, 1),
-    "--num-layers 10 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2 "
-    "--decoder-last-pipeline-num-layers 4": (2, 2, 2, 4),
-    "--num-layers 6 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2 "
-    "--decoder-last-pipeline-num-layers 4": (2, 4),
     "--num-layers 10 --pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split "
     "--account-for-loss-in-pipeline-split": (2, 3, 3, 2),
     "--num-layers 11 --pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split": (2, 3, 3, 3),
@@ -189,11 +183,9 @@ GOOD = {
 }
 TWO = "--pipeline-model-parallel-size 2"
 BAD = {
-    "--decoder-first-pipeline-num-layers 2": "--pipeline-model-parallel-size",
-    f"{TWO} --decoder-first-pipeline-num-layers 6": "layers",
-    "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2": "--decoder-first-pipeline-num-layers",
+    f"{TWO} --decoder-first-pipeline-num-layers 2": "--pipeline-model-parallel-layout",
     f"{TWO} --account-for-loss-in-pipeline-split": "--account-for-loss-in-pipeline-split",
-    f"{TWO} --account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 2": "--account-for-loss",
+    f"{TWO} --account-for-loss-in-pipeline-split --pipeline-model-parallel-layout Ettt|tttL": "--account-for-loss",
     f"{TWO} --pipeline-model-parallel-layout Ettt|ttL": "--pipeline-model-parallel-layout",
     f"{TWO} --pipeline-model-parallel-layout Ett|tt|tt|L": "--pipeline-model-parallel-layout",
     f"{TWO} --pipeline-model-parallel-layout Et*6|L": "layers",

@@ -200,7 +200,7 @@ def test_every_layer_with_layers_on_the_host(capsys: pytest.CaptureFixture[str],
     less = json.loads(run(capsys, *flags, "--host-memory-gb", f"{need / 1e9 - 0.1:.1f}"))
     assert "--bcd-inactive-update none" in less["command"], "blocks of which the device stores the head only"
     text = run(capsys, *flags[:-1], "--host-memory-gb", f"{need / 1e9 - 0.1:.1f}")
-    assert "blocks: every layer by the factored update would take 63 GB of a node's host memory" in text
+    assert "blocks: every layer by the factored update does not fit" in text
     wide = (*flags[:-2], "4", "--json", "--bcd-inactive-update", "factored")
     four = json.loads(run(capsys, *wide, "--host-memory-gb", "128"))
     assert "--pipeline-model-parallel-size 4" in four["command"] and "breadth-first" in four["command"]
@@ -217,7 +217,7 @@ def test_every_layer_with_layers_on_the_host(capsys: pytest.CaptureFixture[str],
     assert more["memory"]["host_bytes"] > found["memory"]["host_bytes"], "saved inputs"
     huge = folder(tmp_path, config("llama", 80, 8192, (64, 8), 28672, 128256), name="huge")
     text = run(capsys, *flags[:2], "--model", huge, *CARD)
-    assert re.search(r"factored update would take [23].\.. of 23.6 GiB", text)
+    assert "by the factored update does not fit" in text
 
 
 def test_the_loss_without_logits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -233,45 +233,6 @@ def test_the_loss_without_logits(capsys: pytest.CaptureFixture[str], tmp_path: P
     text = ("--method", "bcd", "--precision", "bf16", *flags[4:], "8")
     offered = json.loads(run(capsys, *text, "--json", code=1))["what_fits"]
     assert any("--cross-entropy-fusion-impl linear" in each["flags"] for each in offered)
-
-
-@pytest.mark.parametrize(
-    ("more", "counts"),
-    [
-        ("--bcd-inactive-update none --bcd-num-blocks 32", (31 + 15 - 3, 0)),
-        ("--bcd-resident-layers 3 --bcd-layers-per-pass 1", (2 * (32 - 6) + 5, 32)),
-        ("--bcd-layers-per-pass 4", (2 * (8 - 3) + 2, 8)),
-        ("--method full", (32 + 29 + 32, 32)),
-    ],
-)
-def test_timeline_of_copies(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, more: str, counts: tuple[int, int]
-) -> None:
-    """The timeline has the copies of a run, no piece computes before its copy, and the time is the planner's."""
-    words = ("--task", "sft", "--model", "LLaMA-7B", *CARD, "--adam-moments-dtype", "int8", *more.split())
-    flags = (*words, "--json", "--bcd-layers-on", "host", "--micro-batch-size", "1")
-    planned = json.loads(run(capsys, *flags, "--timeline", tmp_path / "trace.json"))
-    number = len(planned["time"]["phases"])
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    end = {event["tid"]: 0.0 for event in events}
-    there: dict[str, float] = {}
-    for event in events:
-        assert event["ts"] >= end[event["tid"]] - 1e-6 or event["ts"] <= 0, "one after the other"
-        end[event["tid"]] = event["ts"] + event["dur"]
-        piece = event["name"].partition(", ")[2]
-        if event["cat"] == "load":
-            there[piece] = end[event["tid"]]
-        elif event["cat"] != "write back":
-            assert event["ts"] >= there.get(piece, 0.0) - 1e-6
-    # test_written_back.py counts the same in runs
-    assert tuple(sum(event["cat"] == kind for event in events) for kind in ("load", "write back")) == counts
-    [phase] = [each for each in planned["time"]["phases"] if each["block"] == number // 2]
-    assert end["computation"] == pytest.approx(1e6 * (phase["pipeline"] + phase["optimizer"]), rel=0.05)
-    assert "one pipeline stage" in run(capsys, "--model", "L-1.5B", *CARD, "--timeline", "x.png", code=2)
-    assert ".png" in run(capsys, *flags, "--timeline", tmp_path / "trace.txt", code=2)
-    if "none" in more:
-        run(capsys, *flags, "--timeline", tmp_path / "trace.svg")
-        assert "seconds" in (tmp_path / "trace.svg").read_text()
 
 
 @pytest.mark.parametrize("name", ["Llama-3-8B", "Qwen2.5-7B", "Qwen3-8B"])

@@ -22,11 +22,11 @@ from megatron.bcd.planner.search import (
     compare,
     fewest_gpus,
     layouts,
+    pipelines,
     place,
     remedies,
     search,
     shortest_that_fits,
-    valid_pipelines,
 )
 from megatron.bcd.planner.step_time import head_pass, layer_pass, phase_seconds
 from megatron.bcd.planner.tables import Model, read_clusters, read_models
@@ -258,12 +258,12 @@ def test_what_fits_is_the_shortest_pipeline_and_the_largest_micro_batch() -> Non
     assert largest is not None and fits(one.changed(micro_batch_size=largest))
     assert not fits(one.changed(micro_batch_size=2 * largest))
     assert make_estimate(recipe("G-10B")).largest_micro_batch is None
-    suited = valid_pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8)
+    suited = pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8)
     chosen = shortest_that_fits(suited)
     assert fits(chosen)
     assert not any(fits(each) for each in suited if each.pipeline_size < chosen.pipeline_size)
-    with pytest.raises(ValueError, match="--bcd-num-blocks"):
-        valid_pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8, bcd_num_blocks=40)
+    [refused] = pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8, bcd_num_blocks=40)
+    assert "--bcd-num-blocks" in str(refused.fault) and not fits(refused)
 
 
 @pytest.mark.parametrize(

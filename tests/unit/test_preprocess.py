@@ -1,8 +1,7 @@
-"""preprocess_data.py and train_tokenizer.py: stock Megatron-LM's bytes, and nothing left behind on errors."""
+"""preprocess_data.py: stock Megatron-LM's bytes, and nothing left behind on errors."""
 
 import gzip
 import hashlib
-import importlib
 import json
 import resource
 import warnings
@@ -10,11 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import _text_files
 import numpy
 import preprocess_data
 import pytest
-import train_tokenizer
 from support import small_text
 
 BYTE_LEVEL = ("--tokenizer-type", "ByteLevelTokenizer")
@@ -36,12 +33,9 @@ def dataset_bytes(prefix: Path) -> tuple[bytes, bytes]:
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 
-def expect_error(
-    capsys: pytest.CaptureFixture[str], arguments: Sequence[str | Path], *, tool: str = "preprocess_data"
-) -> str:
-    """Run a tool that must fail; return its single line of error."""
-    main = {"preprocess_data": preprocess_data.main, "train_tokenizer": train_tokenizer.main}[tool]
-    assert main([str(argument) for argument in arguments]) == 2
+def expect_error(capsys: pytest.CaptureFixture[str], arguments: Sequence[str | Path]) -> str:
+    """Run the tool, which must fail; return its single line of error."""
+    assert preprocess_data.main([str(argument) for argument in arguments]) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.count("\n") == 1
@@ -75,39 +69,6 @@ def test_text_lines_are_documents(tmp_path: Path) -> None:
     ]
 
 
-BOOK = "\ufeffCall me\nIshmael.\n\n\n  Some years ago,\r\nnever mind.\n \nThe end"
-
-
-def test_what_a_document_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A document is a whole paragraph or a whole file, wherever a batch ends."""
-    monkeypatch.setattr(_text_files, "BATCH_BYTES", 8)
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(BOOK, encoding="utf-8", newline="")
-    flags = ("--input", tmp_path / "a.txt", tmp_path / "b.txt", *BYTE_LEVEL, "--append-eod")
-    paragraphs = ["Call me\nIshmael.", "Some years ago,\r\nnever mind.", "The end"]
-    for documents, expected in (("paragraph", paragraphs), ("file", [BOOK.removeprefix("\ufeff")])):
-        preprocess(*flags, "--output-prefix", tmp_path / documents, "--documents", documents)
-        actual = read_sequences(tmp_path / f"{documents}_text_document")
-        assert [bytes(each[:-1]).decode() for each in actual] == 2 * expected and {each[-1] for each in actual} == {256}
-
-
-def test_jsonl_by_another_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """JSONL by another name is read as JSONL with a note, and prose that begins with a brace as text."""
-    (tmp_path / "a.txt").write_text('\n{"text": "one"}\n{"text": "two"}\n')
-    (tmp_path / "b.txt").write_text("{braces}\n")
-    (tmp_path / "c.txt").write_text('{"body": "x"}\n')
-    flags = ("--output-prefix", tmp_path / "o", *BYTE_LEVEL)
-    preprocess("--input", *(tmp_path / f"{name}.txt" for name in "abc"), *flags)
-    expected = [[*b"one"], [*b"two"], [*b"{braces}"], [*b'{"body": "x"}']]
-    assert read_sequences(tmp_path / "o_text_document") == expected
-    assert capsys.readouterr().err.count("note: ") == 1
-    preprocess("--input", tmp_path / "a.txt", *flags, "--input-format", "txt")
-    assert read_sequences(tmp_path / "o_text_document")[0] == [*b'{"text": "one"}']
-    capsys.readouterr()
-    paragraphs = ["--input", tmp_path / "a.txt", *flags, "--documents", "paragraph"]
-    assert "--documents paragraph" in expect_error(capsys, paragraphs)
-
-
 def test_gzip_and_globs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Compressed files are read in the order of their names, and a damaged or missing one leaves nothing behind."""
     lines = [f"line {number} {'x' * 300}" for number in range(40)]
@@ -134,39 +95,9 @@ def test_gzip_and_globs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert expected in error and not (tmp_path / "n").exists()
 
 
-def test_zstandard(tmp_path: Path) -> None:
-    """Every frame of a file is read."""
-    zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed")
-    frames = [zstandard.compress(f"{part}\n".encode() * 2) for part in ("one", "two")]
-    (tmp_path / "a.txt.zst").write_bytes(b"".join(frames))
-    preprocess("--input", tmp_path / "a.txt.zst", "--output-prefix", tmp_path / "o", *BYTE_LEVEL)
-    assert read_sequences(tmp_path / "o_text_document") == [[*b"one"]] * 2 + [[*b"two"]] * 2
-
-
-def test_parquet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows are read in order from the named column, and a missing column or a bad cell is refused by its place."""
-    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
-    texts = [f"row {number}" for number in range(3000)]
-    columns = {"text": texts, "id": list(range(3000)), "gap": [*texts[:-1], None]}
-    parquet.write_table(arrow.table(columns), tmp_path / "a.parquet", row_group_size=1000)
-    flags = ("--input", tmp_path / "a.parquet", "--output-prefix", tmp_path / "o", *BYTE_LEVEL)
-    preprocess(*flags)
-    assert [bytes(each).decode() for each in read_sequences(tmp_path / "o_text_document")] == texts
-    capsys.readouterr()
-    for keys, expected in (
-        (("body",), "a.parquet"),
-        (("id",), "a.parquet, line 1"),
-        (("gap",), "a.parquet, line 3000"),
-    ):
-        assert expected in expect_error(capsys, [*flags, "--json-keys", *keys, "--log-interval", "9999"])
-    (tmp_path / "a.parquet").write_bytes(b"plain")
-    assert "a.parquet" in expect_error(capsys, flags)
-
-
 def test_workers_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several workers write the same bytes as one."""
-    monkeypatch.setattr(_text_files, "BATCH_BYTES", 64)
+    monkeypatch.setattr(preprocess_data, "BATCH_BYTES", 64)
     source = tmp_path / "a.txt"
     source.write_text("".join(f"{i} {'x' * (i * 37 % 90)}\n" for i in range(300)), encoding="utf-8")
     for num_workers in ("1", "2"):
@@ -207,7 +138,7 @@ def test_empty_documents_as_in_stock(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl, line 1"),
         ("a.txt", b"fine\n\xff\xfe\n", "a.txt, line 2"),
         ("a.txt", b"\n \n", "a.txt"),
-        ("a.csv", b"text\n", "--input-format"),
+        ("a.parquet", b"text\n", "datasets"),
         (None, b"", "a.txt"),
     ],
 )
@@ -222,6 +153,12 @@ def test_bad_input_leaves_nothing(
     error = expect_error(capsys, ["--input", source, "--output-prefix", tmp_path / "new" / "deep" / "o", *BYTE_LEVEL])
     assert expected in error
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("flag", ["--documents", "--input-format"])
+def test_removed_flags(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    """A removed flag ends with one line that says what to use instead."""
+    assert f"{flag}: file: removed. Give" in expect_error(capsys, [flag, "file"])
 
 
 def test_failed_run_keeps_the_old_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,24 +188,4 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "File too large" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
-
-
-@pytest.mark.parametrize(
-    ("content", "flags", "expected"),
-    [
-        (b"a few words\n", ("--vocab-size", "90000"), "--vocab-size"),
-        (b"a few words\n", ("--vocab-size", "10"), "--vocab-size"),
-        (b"\n", ("--vocab-size", "300"), "--input"),
-        (b"a\n\xff\n", ("--vocab-size", "300"), "a.txt, line 2"),
-    ],
-)
-def test_train_tokenizer_errors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, flags: tuple[str, ...], expected: str
-) -> None:
-    """A tokenizer that cannot be trained is refused in one line that says where, and leaves no file."""
-    source = tmp_path / "a.txt"
-    source.write_bytes(content)
-    arguments = ["--input", source, "--output-prefix", tmp_path / "n" / "sp", "--num-threads", "1", *flags]
-    assert expected in expect_error(capsys, arguments, tool="train_tokenizer")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

@@ -174,17 +174,6 @@ def test_the_readme_names_the_commands(repo_root: Path) -> None:
     assert len(lines) <= 100
 
 
-def test_functions_are_short(repo_root: Path) -> None:
-    """No function has more than 60 lines."""
-    lengths = {
-        f"{path} {node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for path, tree in trees(repo_root).items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-    }
-    assert {name: length for name, length in lengths.items() if length > 60} == {}
-
-
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 

@@ -14,7 +14,7 @@ from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data import BatchSharding, GroupShare, num_samples, subset_indices
-from megatron.bcd.data.batches import consecutive_indices, reshuffled_indices
+from megatron.bcd.data.batches import consecutive_indices
 from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.data.splits import _epoch_samples
 from megatron.bcd.training.state import StepResult, TrainState
@@ -97,17 +97,3 @@ def test_replica_groups_take_turns(micro_batch_size: int, ratio: float | None) -
     groups = [read(group, 3, 12, 12) for group in range(3)]
     assert [index for turn in range(3) for group in groups for index in group[4 * turn : 4 * turn + 4]] == alone[12:]
     assert groups[1][4:] == read(1, 3, 24, 8)
-
-
-@pytest.mark.parametrize("has_shards", [True, False])
-def test_reshuffled_batches(has_shards: bool) -> None:
-    """An epoch repeats no sample and has another order, and a resumed run continues in it."""
-    common = {"total_samples": 26, "has_shards": has_shards}
-    ranks = [BatchSharding(micro_batch_size=2, rank=rank, num_ranks=3) for rank in range(3)]
-    per_rank = [list(itertools.islice(reshuffled_indices(rank, consumed_samples=0, **common), 8)) for rank in ranks]
-    for epoch in (0, 1):
-        seen = [index for batches in per_rank for batch in batches[4 * epoch : 4 * epoch + 4] for index in batch]
-        assert len(set(seen)) == len(seen) == 24
-    assert per_rank[0][:4] != per_rank[0][4:]
-    for rank, expected in zip(ranks, per_rank, strict=True):
-        assert list(itertools.islice(reshuffled_indices(rank, consumed_samples=5 * 6, **common), 3)) == expected[5:]

@@ -1,9 +1,8 @@
-"""tools/show_schedule.py: its text and its picture."""
+"""tools/show_schedule.py."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import show_schedule
@@ -26,11 +25,9 @@ def iteration_times(text: str) -> list[str]:
 INTERLEAVED = ("--stages", "4", "--microbatches", "8", "--layout", "interleaved", "--num-blocks", "3", "--block", "1")
 
 
-def test_interleaved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Interleaved schedules have the known times and a picture, and --chunks draws more chunks."""
-    text = output(capsys, *INTERLEAVED, "--figure", str(tmp_path / "x.png"))
-    assert iteration_times(text) == ["81", "59"]
-    assert (tmp_path / "x.png").stat().st_size > 10_000
+def test_interleaved(capsys: pytest.CaptureFixture[str]) -> None:
+    """Interleaved schedules have the known times, and --chunks draws more chunks."""
+    assert iteration_times(output(capsys, *INTERLEAVED)) == ["81", "59"]
     assert "stage 0 pAssAs " in output(capsys, *INTERLEAVED, "--schedule", "bcd", "--chunks", "6")
 
 

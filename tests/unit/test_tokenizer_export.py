@@ -14,9 +14,8 @@ import pytest
 import sentencepiece
 import tokenizers
 import transformers
-from support.fine_tuning import CHATML, tokenizer_folder
 
-from megatron.bcd.huggingface import in_memory, tokenizer_export
+from megatron.bcd.huggingface import tokenizer_export
 from megatron.bcd.tokenizer import Tokenizer, build_tokenizer
 
 SCRIPTS = (
@@ -192,10 +191,3 @@ def test_other_types(tmp_path: Path, kind: str, family: str) -> None:
     folder = exported(tokenizer, tmp_path / "out", family=family)
     assert differing(tokenizer, folder, list(lines(1000))) == []
     assert tokenizer_export.find_difference(tokenizer, str(folder)) is None
-
-
-def test_a_given_tokenizer_keeps_its_chat_template(tmp_path: Path) -> None:
-    """A tokenizer that is given keeps the chat template of its folder."""
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=tokenizer_folder(tmp_path, CHATML))
-    reader = in_memory._open_tokenizer("", tokenizer)
-    assert "<|im_start|>user" in reader.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)

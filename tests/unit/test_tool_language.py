@@ -168,7 +168,6 @@ BAD_FLAGS = [
     ("show_schedule", f"{PIPELINE} --active 1 2", "--active"),
     ("show_schedule", f"{PIPELINE} --run-ahead 9", "--run-ahead"),
     ("show_schedule", f"{PIPELINE} --forward 1 2", "--forward"),
-    ("show_schedule", f"{PIPELINE} --figure plan.pdf", "--figure"),
     ("show_schedule", f"{PIPELINE} --layout interleaved --num-blocks 3 --block 1", "--pivot"),
 ]
 

@@ -1,8 +1,7 @@
-"""Read values from the files that flags name: lists of data, the model of --load-hf, the checkpoint in --load."""
+"""Read values from the files that flags name: the model of --load-hf, the checkpoint in --load."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,58 +9,8 @@ from typing import Any
 from megatron.bcd.arguments.flags import TOKENIZER, Flag
 from megatron.bcd.arguments.stock import NETWORK
 from megatron.bcd.checkpoint import layout, run_state
-from megatron.bcd.huggingface import convert, folder
+from megatron.bcd.huggingface import folder
 from megatron.bcd.huggingface.architecture import architecture_flags, default_flags
-
-_SPLITS = ("train", "valid", "test")
-_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-
-
-def read_data_files(values: dict[str, Any]) -> None:
-    """Set the data paths in `values` to the contents of --data-args-path or --per-split-data-args-path.
-
-    Raises:
-        ValueError: both a file and a path are given, or a file can't be read.
-    """
-    for field in ("data_args_path", "per_split_data_args_path"):
-        path = values[field]
-        if path is None:
-            continue
-        name = f"--{field.replace('_', '-')} {path}"
-        for given in _PATHS:
-            if values[given]:
-                raise ValueError(f"{name} and --{given.replace('_', '-')} cannot be combined. Leave one of them out.")
-        try:
-            with open(path, encoding="utf-8") as file:
-                text = file.read()
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not text"
-            raise ValueError(
-                f"{name}: can't be read ({reason}). Give a file that lists prefixes of datasets."
-            ) from error
-        if field == "per_split_data_args_path":
-            values.update(_data_by_split(text, name))
-        elif not text.split():
-            raise ValueError(f"{name}: the file is empty. Give one that lists prefixes of datasets.")
-        else:
-            values["data_path"] = tuple(text.split())
-
-
-def _data_by_split(text: str, name: str) -> dict[str, tuple[str, ...] | None]:
-    """Parse stock's JSON object: for each split a list of words, a string of words, or null for no data."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name}: is not JSON ({error}). Give a file with the lists train, valid and test.") from error
-    if not isinstance(content, dict) or set(content) != set(_SPLITS):
-        raise ValueError(f'{name}: must be {{"train": [...], "valid": [...], "test": [...]}}')
-    paths: dict[str, tuple[str, ...] | None] = {}
-    for split, value in content.items():
-        words = value.split() if isinstance(value, str) else value or []
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise ValueError(f"{name}: {split} must be a list of words")
-        paths[f"{split}_data_path"] = tuple(words) or None
-    return paths
 
 
 def values_of_model(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -141,13 +90,8 @@ def positions_of_checkpoint(values: Mapping[str, Any]) -> int | None:
     try:
         saved: int | None = _saved_flags(values)["model"].get("max_position_embeddings")
         return saved
-    except ValueError:  # a converted model
-        iterations = layout.candidates(values["load"]) if values["ckpt_step"] is None else [values["ckpt_step"]]
-    try:
-        carried = os.path.join(layout.iteration_folder(values["load"], iterations[0]), convert.COMPANIONS_FOLDER)
-        return folder.read_architecture(carried).plain_positions
-    except (ValueError, IndexError):
-        return None  # if it matters, loading the weights raises an error
+    except ValueError:  # of another program: if it matters, loading the weights raises an error
+        return None
 
 
 def _saved_flags(values: Mapping[str, Any]) -> Mapping[str, Any]:

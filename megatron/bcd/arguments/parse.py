@@ -293,8 +293,6 @@ def _check(
     values |= {field: value for field, value in given.items() if field in values}
     all_problems = list(problems.values())
     try:
-        if starts:
-            files.read_data_files(values)
         if values["use_checkpoint_args"]:
             files.take_checkpoint_flags(values, flags, given=given)
     except ValueError as error:

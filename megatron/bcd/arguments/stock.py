@@ -275,11 +275,9 @@ BELONG_TO = {
     "--fp8-format": "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
     "--decoupled-lr": "decoupled_min_lr",
     "--weight-decay-incr-style": "start_weight_decay end_weight_decay",
-    "--dataloader-type=cyclic": "data_sharding",
     "--eval-iters!=0": "eval_fixed full_validation",
     "--no-mock-data": "full_validation",
-    "--sft": "sft_prompt_format sft_ignore_keys sft_skip_bad_records sft_packing sft_drop_long sft_refuse_long "
-    "num_epochs",
+    "--sft": "sft_prompt_format sft_ignore_keys sft_skip_bad_records sft_packing sft_drop_long num_epochs",
     "--profile": "use_pytorch_profiler profile_step_start profile_step_end profile_ranks",
     "--timing-log-level": "log_timers_to_tensorboard",
     "--context-parallel-size": "cp_comm_type",
@@ -288,7 +286,6 @@ BELONG_TO = {
     "--bcd-layers-on=host": "bcd_resident_layers",
     "--bcd-schedule=breadth-first": "bcd_layers_per_pass bcd_saved_inputs",
     "--bcd-inactive-update": "bcd_inactive_lr_ratio bcd_inactive_grad_dtype",
-    "--bcd-prefix-cache": "bcd_prefix_cache_dtype bcd_prefix_cache_max_gib",
 }
 """Conditions (see ``flags.holds``), and the fields whose flags have no effect unless one of them is met."""
 
@@ -301,6 +298,10 @@ _INSTEAD = {
     "Leave it out: every inactive layer is updated.": "--bcd-inactive-layers --bcd-resting-layers",
     "Leave it out: a CPU runs Megatron Core's own functions.": "--cpu-kernels",
     "Leave it out, and give tools/generate.py a folder of --save-hf.": "--eval-generate --eval-generate-tokens",
+    "Leave it out: it stores the outputs in the run's precision, and takes at most half of the free disk space.": (
+        "--bcd-prefix-cache-dtype --bcd-prefix-cache-max-gib"
+    ),
+    "Leave it out, to cut long answers, or give --sft-drop-long.": "--sft-refuse-long",
     "Give --bcd-layers-on.": "--bcd-frozen-weights",
     "Give --bcd-inactive-update.": "--bcd-resting-update",
     "Give --bcd-inactive-lr-ratio.": "--bcd-resting-lr-ratio",
@@ -365,6 +366,9 @@ UNSUPPORTED = {
         "--vocab-extra-ids --padded-vocab-size --tokenizer- --tiktoken-special-tokens --allow-ambiguous-pad-tokens "
         "--no-pad-vocab-size --disable-pad-vocab-size --no-tokenizer- --disable-tokenizer- --null-tokenizer-"
     ),
+    "give --pipeline-model-parallel-layout": "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers",
+    "give --data-path, or --train-data-path and its relatives": "--data-args-path --per-split-data-args-path",
+    "samples are read in the dataset's order; --bcd-sample-ratio draws others in each phase": "--dataloader-type",
     "data are prepared before the run; --sft reads records": (
         "--fim-data --finetune- --sft-tokenizer-prompt-format --multiple-validation-sets --validation-set-names "
         "--chat-template --dataloader-inter-document-masking"
@@ -378,7 +382,11 @@ UNSUPPORTED = {
     "give --config, a YAML file of flags": "--yaml-cfg",
 }
 """Flags of stock that would train something else or are not supported: the reason, and how they start."""
-_HARMLESS = {"--main-params-dtype": ["fp32"], "--rotary-seq-len-interpolation-factor": ["1"]}
+_HARMLESS = {
+    "--main-params-dtype": ["fp32"],
+    "--dataloader-type": ["single"],
+    "--rotary-seq-len-interpolation-factor": ["1"],
+}
 """The value of an unsupported flag that asks for what this program does anyway."""
 
 

@@ -37,7 +37,6 @@ AT_MOST_ONE = (
     "--fp16 --bf16",
     "--train-iters --train-samples --num-epochs",
     "--lr-warmup-fraction --lr-warmup-iters --lr-warmup-samples",
-    "--sft-drop-long --sft-refuse-long",
 )
 """Conditions (see ``flags.holds``) of which no two can be combined."""
 CONFLICTS = {
@@ -49,14 +48,13 @@ CONFLICTS = {
     "--accumulate-allreduce-grads-in-fp32": "--grad-reduce-in-bf16 --main-grads-dtype=bf16",
     "--recompute": "--recompute-granularity",
     "--recompute-activations": "--recompute-granularity=full",
-    "--pipeline-cut=auto": "--pipeline-model-parallel-layout --decoder-first-pipeline-num-layers "
-    "--decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    "--pipeline-cut=auto": "--pipeline-model-parallel-layout --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split",
     # Megatron Core's unfused attention needs the scores of whole sequences
     "--context-parallel-size": "--attention-backend=unfused --softmax-type=learnable --window-size",
-    "--sft": "--mock-data --dataloader-type=cyclic --eod-mask-loss --context-parallel-size",
+    "--sft": "--mock-data --eod-mask-loss --context-parallel-size",
     "--save-hf": "--skip-train",
     "--num-experts": "--fp8-format --hierarchical-context-parallel-sizes",
-    "--bcd-sample-ratio": "--dataloader-type=cyclic",  # each phase draws its own samples
     "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss",  # its gradients have no loss scale
     "--bcd-embedding-update=factored": "--decoupled-lr",  # only Megatron Core's optimizer supports it
     "--optimizer-cpu-offload": "--optimizer!=adam --no-decoupled-weight-decay --no-use-distributed-optimizer "
@@ -75,7 +73,7 @@ CONFLICTS = {
     "--fp8-format": "--transformer-impl=local",
     # each replica group would decide these by its own samples, or would not divide the samples
     "--lighthouse": "--skip-train --bcd-switch=plateau --bcd-stop-cycle-improvement --bcd-prefix-cache "
-    "--dataloader-type=cyclic --rampup-batch-size",
+    "--rampup-batch-size",
 }
 """The conditions that a flag cannot be combined with."""
 
@@ -104,8 +102,8 @@ NEEDS = {
 
 # only --pipeline-cut auto and --pipeline-model-parallel-layout can cut chunks
 _NOT_WITH_CHUNKS = (
-    "--bcd-schedule=stock --bcd-run-ahead --context-parallel-size --decoder-first-pipeline-num-layers "
-    "--decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    "--bcd-schedule=stock --bcd-run-ahead --context-parallel-size --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split"
 )
 
 _MOST = {"num_layers": 10**5, "bcd_num_blocks": 10**5}
@@ -226,8 +224,7 @@ def _check_required(run: Run) -> None:
         missing.append("--train-iters (or --train-samples" + (", or --num-epochs)" if run.sft else ")"))
     if run.tokenizer_type is None:
         missing.append("--tokenizer-type")
-    per_split = (run.train_data_path, run.valid_data_path, run.test_data_path, run.per_split_data_args_path)
-    if not any((run.mock_data, run.data_path, run.data_args_path, *per_split)):
+    if not any((run.mock_data, run.data_path, run.train_data_path, run.valid_data_path, run.test_data_path)):
         missing.append("--data-path")
     verb, pronoun = ("is", "it") if len(missing) == 1 else ("are", "them")
     require(not missing, f"{', '.join(missing)} {verb} missing. Give {pronoun}; --help describes every flag.")
@@ -648,7 +645,7 @@ def check_learning_rate(config: RunConfig) -> None:
 
 def _check_data(run: Run) -> None:
     if run.split is not None:
-        require(run.data_path or run.data_args_path or run.mock_data, f"--split {run.split} needs --data-path")
+        require(run.data_path or run.mock_data, f"--split {run.split} needs --data-path")
         assert DataConfig(split=run.split).split_shares
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words = getattr(run, field) or ()

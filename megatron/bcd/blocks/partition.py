@@ -556,13 +556,11 @@ def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
         Refusal: the flags contradict each other or do not fit the model. One line that names them.
     """
     training, num_stages = config.training, config.pipeline_size
-    first, last = training.decoder_first_pipeline_num_layers, training.decoder_last_pipeline_num_layers
     embedding = training.account_for_embedding_in_pipeline_split
     loss = training.account_for_loss_in_pipeline_split
     has_layout = training.pipeline_model_parallel_layout is not None
     are_given = {
         "--pipeline-model-parallel-layout": has_layout,
-        "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers": not first is last is None,
         "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split": embedding or loss,
     }
     flags = [flag for flag, is_given in are_given.items() if is_given]
@@ -572,8 +570,6 @@ def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
         raise Refusal(f"{flags[0]} needs --pipeline-model-parallel-size 2 or more")
     if has_layout:
         return _layout_sizes(config, num_stages=num_stages)
-    if first is not None or last is not None:
-        return _end_sizes(first, last, num_layers=config.num_layers, num_stages=num_stages)
     # embedding and loss count as a layer each, if a flag says so, and then all stages are equal
     total = config.num_layers + embedding + loss
     if flags and total % num_stages:
@@ -585,19 +581,6 @@ def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
     sizes[0] -= embedding
     sizes[-1] -= loss
     return tuple(sizes)
-
-
-def _end_sizes(first: int | None, last: int | None, *, num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return the sizes of stages if the first, the last or both are given. The other stages are equal."""
-    between = num_stages - (first is not None) - (last is not None)
-    left = num_layers - (first or 0) - (last or 0)
-    if left < 0 or (left % between if between else left):
-        raise Refusal(
-            f"--decoder-first-pipeline-num-layers {first} and --decoder-last-pipeline-num-layers {last} leave {left} "
-            f"of --num-layers {num_layers} layers for {between} other stages: must be a multiple"
-        )
-    middle = [left // between] * between if between else []
-    return (*([] if first is None else [first]), *middle, *([] if last is None else [last]))
 
 
 def _layout_sizes(config: RunConfig, *, num_stages: int) -> tuple[int, ...]:

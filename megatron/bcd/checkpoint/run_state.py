@@ -31,7 +31,10 @@ _OLDER = {"softmax_type": "vanilla"} | {each.name: each.default for each in fiel
 _MAY_CHANGE_WITHOUT_STATE = ("seq_length", "max_position_embeddings", "bf16", "fp16", "optimizer")
 """Those flags that may change if a run loads only the weights."""
 _REMOVED = ("bcd_inactive_layers", "bcd_low_rank", "bcd_low_rank_alpha", "bcd_low_rank_layers",
-            "bcd_low_rank_lr_ratio", "save_adapters", "bcd_greedy_microbatches")  # fmt: skip
+            "bcd_low_rank_lr_ratio", "save_adapters", "bcd_greedy_microbatches", "data_args_path",
+            "per_split_data_args_path", "dataloader_type", "data_sharding", "sft_refuse_long", "bcd_prefix_cache_dtype",
+            "bcd_prefix_cache_max_gib", "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers")  # fmt: skip
 """Flags of older versions, which their checkpoints name."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
                "hierarchical_context_parallel_sizes", "world_size", *fields_that_may_change())  # fmt: skip

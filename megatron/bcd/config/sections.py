@@ -214,13 +214,6 @@ class BcdConfig:
         "folder for the outputs of the layers before the active block, so that a phase computes them once per sample "
         "(needs --bcd-sample-ratio, and a disk that all ranks share)",
     )
-    bcd_prefix_cache_dtype: str = option("fp32", "precision of the stored outputs", choices=BF16_OR_FP32)
-    bcd_prefix_cache_max_gib: float | None = option(
-        None,
-        "size limit; a phase that needs more is computed; default: half of the free disk space",
-        metavar="GIB",
-        range=ABOVE_0,
-    )
     bcd_schedule: str | None = option(
         None,
         "order of the microbatches: bcd = stages before the first active layer run forward only and ahead, and receive "
@@ -388,16 +381,6 @@ class TrainingConfig:
     distributed_backend: str = option(
         "auto", "auto is nccl on GPUs and gloo on CPUs", choices=("auto", "nccl", "gloo"), group=PARALLELISM
     )
-    decoder_first_pipeline_num_layers: int | None = option(
-        None,
-        "layers of the first pipeline stage; the others share the rest evenly",
-        group=PARALLELISM,
-        range=AT_LEAST_1,
-        may_change=True,
-    )
-    decoder_last_pipeline_num_layers: int | None = option(
-        None, "layers of the last pipeline stage", group=PARALLELISM, range=AT_LEAST_1, may_change=True
-    )
     account_for_embedding_in_pipeline_split: bool = option(
         False, "count the embedding as a layer", group=PARALLELISM, may_change=True
     )
@@ -494,20 +477,10 @@ class DataConfig:
     train_data_path: tuple[str, ...] | None = option(None, "the same for the training split alone", metavar="PREFIX")
     valid_data_path: tuple[str, ...] | None = option(None, "the same for the validation split alone", metavar="PREFIX")
     test_data_path: tuple[str, ...] | None = option(None, "the same for the test split alone", metavar="PREFIX")
-    data_args_path: str | None = option(None, "file that holds what --data-path would", metavar="FILE")
-    per_split_data_args_path: str | None = option(
-        None, "JSON file with the lists train, valid and test, as --train-data-path and its relatives", metavar="FILE"
-    )
     split: str | None = option(None, "train,validation,test shares of --data-path; default 969, 30, 1", metavar="T,V,E")
     data_cache_path: str | None = option(None, "folder for the index caches; default beside the data", metavar="FOLDER")
     mock_data: bool = option(False, "synthetic tokens instead of --data-path, for speed measurements only")
     mmap_bin_files: bool = option(True, "map data files into memory; without it they are read")
-    dataloader_type: str = option(
-        "single",
-        "order of the samples: single = as the dataset has them, cyclic = shuffled again in every epoch",
-        choices=("single", "cyclic"),
-    )
-    data_sharding: bool = option(True, "with cyclic order: each data-parallel rank shuffles a part of its own")
     num_workers: int = option(2, "reader processes per rank", range=AT_LEAST_0, may_change=True)
     reset_position_ids: bool = option(False, "restart positions after each end-of-document token")
     reset_attention_mask: bool = option(False, "no attention across end-of-document tokens")
@@ -537,9 +510,6 @@ class DataConfig:
     )
     sft_drop_long: bool = option(
         False, "leave out records whose answer does not fit into --seq-length, instead of cutting it", group=FINE_TUNING
-    )
-    sft_refuse_long: bool = option(
-        False, "end with an error if a record's answer does not fit into --seq-length", group=FINE_TUNING
     )
 
     @property

@@ -73,7 +73,7 @@ class BatchSharding:
 
 
 def consecutive_indices(sharding: BatchSharding, *, total_samples: int, consumed_samples: int) -> Iterator[list[int]]:
-    """Yield the indices of this rank's microbatches: consecutive samples (Megatron-LM's `single` order).
+    """Yield the indices of this rank's microbatches: consecutive samples.
 
     A last batch that is too short is dropped.
     """
@@ -98,30 +98,6 @@ def subset_indices(sharding: BatchSharding, *, subset: PhaseSubset, phase: int, 
         yield from subset.samples(phase, positions).reshape(-1, sharding.micro_batch_size).tolist()
 
 
-def reshuffled_indices(
-    sharding: BatchSharding, *, total_samples: int, consumed_samples: int, has_shards: bool
-) -> Iterator[list[int]]:
-    """Yield the indices of this rank's microbatches, reshuffled in every epoch, endlessly (Megatron-LM's `cyclic`).
-
-    The order depends on the epoch's number and the parallel layout. The remainder of an epoch after its last full batch
-    is dropped. With `has_shards` each rank shuffles its own contiguous shard; otherwise all shuffle everything and take
-    turns.
-    """
-    size, num_steps = sharding.micro_batch_size, total_samples // sharding.step
-    epoch, first_step = divmod(consumed_samples // sharding.step, max(1, num_steps))
-    while num_steps:
-        generator = torch.Generator().manual_seed(epoch)
-        if has_shards:
-            part = num_steps * size
-            indices = sharding.rank * part + torch.randperm(part, generator=generator)
-        else:
-            order = torch.randperm(total_samples // size * size, generator=generator)
-            indices = order[sharding.rank :: sharding.num_ranks]
-        for step in range(first_step, num_steps):
-            yield indices[step * size : (step + 1) * size].tolist()
-        epoch, first_step = epoch + 1, 0
-
-
 def _collate(samples: Sequence[dict[str, Any]]) -> Batch:
     return {name: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in samples[0]}
 
@@ -140,13 +116,6 @@ def batches(
     if the embedding is there.
     """
     sharding, total = BatchSharding.from_run(config, share), len(dataset)
-    if config.data.dataloader_type == "cyclic":
-        has_shards = config.data.data_sharding
-        order = reshuffled_indices(
-            sharding, total_samples=total, consumed_samples=consumed_samples, has_shards=has_shards
-        )
-        yield from _loaded(dataset, order, config)
-        return
     for start in itertools.chain([consumed_samples % total], itertools.repeat(0)):
         if start == 0 and total < sharding.step:
             return

@@ -1,4 +1,4 @@
-"""Convert between a model folder in Hugging Face's format and a checkpoint folder, one tensor at a time."""
+"""Convert a checkpoint to a model folder in Hugging Face's format, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -10,122 +10,33 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.bcd.checkpoint import layout
-from megatron.bcd.huggingface import core_format, folder, tensors
+from megatron.bcd.huggingface import folder, tensors
 from megatron.bcd.huggingface.architecture import Architecture
-from megatron.bcd.huggingface.core_format import CoreCheckpoint, Piece
-from megatron.bcd.huggingface.folder import ModelFolder
+from megatron.bcd.huggingface.core_format import CoreCheckpoint
 from megatron.bcd.runtime import atomic_io
 from megatron.bcd.tokenizer import Tokenizer
 
-COMPANIONS_FOLDER = "huggingface"
-"""Folder inside a converted checkpoint with config.json and its companions."""
 MAX_SHARD_BYTES = 5 * 10**9
-_PIECE_BYTES = 16 * 2**20
-_ITERATION = 0
-LEFTOVER = os.path.basename(layout.incomplete_folder("", _ITERATION))
-"""Name of an incomplete conversion to a checkpoint after a crash; `to_core` deletes it."""
 
 
-def check_output(path: str, *, flag: str, leftover: str | None = None) -> None:
+def check_output(path: str, *, flag: str) -> None:
     """Check that a model may be written to `path`, which may be a link to an empty folder.
-
-    The folder may contain the entry `leftover`.
 
     Raises:
         ValueError: `path` is not empty, or its parent is not writable.
     """
-    if os.path.lexists(path) and not (os.path.isdir(path) and set(os.listdir(path)) <= {leftover}):
+    if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
         raise ValueError(f"{flag} {path}: is not empty. Give an empty or a new folder.")
     parent = os.path.realpath(path)
     while not os.path.isdir(parent):
         parent = os.path.dirname(parent)
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"{flag} {path}: {parent} is not writable. Give another folder.")
-
-
-# --- from Hugging Face's format
-
-
-def to_core(source: ModelFolder, root: str, *, padded_vocab_size: int) -> str:
-    """Write `source` as the weights of a checkpoint below `root`, and return the checkpoint's folder.
-
-    Padding rows of the vocabulary are zero. A failed conversion leaves nothing behind. Remains of a killed conversion
-    are deleted.
-
-    Raises:
-        OSError, RuntimeError: a file can't be written.
-        ValueError: a file of the model can't be read.
-    """
-    is_new = not os.path.lexists(root)
-    temporary = layout.incomplete_folder(root, _ITERATION)
-    shutil.rmtree(temporary, ignore_errors=True)
-    os.makedirs(temporary)
-    try:
-        core_format.write(temporary, _files(source, padded_vocab_size))
-        companions = os.path.join(temporary, COMPANIONS_FOLDER)
-        os.mkdir(companions)
-        for name in (folder.CONFIG, *folder.companions(source.folder)):
-            shutil.copyfile(os.path.join(source.folder, name), os.path.join(companions, name))
-        paths = [os.path.join(parent, name) for parent, _, names in os.walk(temporary) for name in names]
-        layout.finish(temporary, {os.path.relpath(path, temporary): layout.file_digest(path) for path in paths})
-        layout.publish(root, _ITERATION)
-    except BaseException:
-        shutil.rmtree(root if is_new else temporary, ignore_errors=True)
-        raise
-    return layout.iteration_folder(root, _ITERATION)
-
-
-def _files(source: ModelFolder, padded_vocab_size: int) -> list[list[Piece]]:
-    """Return the contents of each file: one for embedding, final norm and head, and one per layer."""
-    num_layers = source.network.num_layers
-    outside = [row for row in source.rows if not row.is_stacked]
-    files = [[piece for row in outside for piece in _pieces(source, row, padded_vocab_size)]]
-    for layer in range(num_layers):
-        files.append(
-            [
-                Piece(
-                    key=row.key,
-                    whole=(num_layers, *row.shape),
-                    offsets=(layer, *[0] * len(row.shape)),
-                    shape=(1, *row.shape),
-                    dtype=source.dtype(row, layer),
-                    read=partial(source.read, row, layer),
-                )
-                for row in source.rows
-                if row.is_stacked
-            ]
-        )
-    return files
-
-
-def _pieces(source: ModelFolder, row: tensors.Row, padded_vocab_size: int) -> Iterator[Piece]:
-    """Yield the pieces of a tensor outside the layers. A vocabulary is cut into pieces of at most `_PIECE_BYTES`."""
-    shape, dtype = row.shape, source.dtype(row)
-    if not row.is_vocabulary:
-        offsets = (0,) * len(shape)
-        yield Piece(key=row.key, whole=shape, offsets=offsets, shape=shape, dtype=dtype, read=partial(source.read, row))
-        return
-    step = max(1, _PIECE_BYTES // (shape[1] * dtype.itemsize))
-    for start in range(0, padded_vocab_size, step):
-        stop = min(start + step, padded_vocab_size)
-        yield Piece(
-            key=row.key,
-            whole=(padded_vocab_size, shape[1]),
-            offsets=(start, 0),
-            shape=(stop - start, shape[1]),
-            dtype=dtype,
-            read=partial(source.read_rows, row, start, stop),
-        )
-
-
-# --- to Hugging Face's format
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,95 +1,23 @@
-"""Read and write Megatron Core's distributed checkpoints tensor by tensor in one process, without process groups.
+"""Read Megatron Core's distributed checkpoints tensor by tensor in one process, without process groups.
 
-The format is that of torch.distributed.checkpoint. `_Plan` and `_Target` implement the part of its planner interface
-that its file writer and reader call.
+The format is that of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.bcd.checkpoint.safe_loading import only_data, unreadable
-from megatron.bcd.checkpoint.shard_writer import Writer, write_beside_shards
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A contiguous part of one tensor to write. `read` returns its values when they are needed."""
-
-    key: str
-    whole: tuple[int, ...]
-    """Shape of the whole tensor."""
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
-
-    def item(self) -> WriteItem:
-        offsets, sizes = torch.Size(self.offsets), torch.Size(self.shape)
-        return WriteItem(
-            index=MetadataIndex(self.key, offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
-                properties=TensorProperties(dtype=self.dtype),
-                size=torch.Size(self.whole),
-            ),
-        )
-
-
-class _Plan:
-    """The planner for PyTorch's writer: reads a piece when it is about to be written."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = {(piece.key, torch.Size(piece.offsets)): piece for piece in pieces}
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        piece = self._pieces[write_item.index.fqn, write_item.index.offset or torch.Size(())]
-        return piece.read().reshape(piece.shape)
-
-
-def write(folder: str, files: Sequence[Sequence[Piece]]) -> None:
-    """Write a checkpoint without its ``checksums.json``. Only the pieces of one file are in memory at a time.
-
-    Raises:
-        OSError, RuntimeError: a file can't be written.
-    """
-    writer = Writer(folder)
-    writer.set_up_storage_writer(True)
-    local = [writer.prepare_local_plan(SavePlan([piece.item() for piece in pieces])) for pieces in files]
-    plans, metadata = create_default_global_save_plan(local)
-    results = []
-    for plan, pieces in zip(writer.prepare_global_plan(plans), files, strict=True):
-        results.append(writer.write_data(plan, _Plan(pieces)).wait())  # type: ignore[arg-type]
-    writer.finish(metadata, results)
-    write_beside_shards(folder, iteration=0)
 
 
 class _Target:
-    """The planner for PyTorch's reader: copies everything that is read into one tensor."""
+    """The part of PyTorch's planner that its reader calls: copies everything that is read into one tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

@@ -103,10 +103,6 @@ class ModelFolder:
         self._entries = self._headers()
         self._check()
 
-    def dtype(self, row: tensors.Row, layer: int = 0) -> torch.dtype:
-        """Return the dtype of transformers' tensors for this row."""
-        return self._entries[row.layer_names(layer)[0]].dtype
-
     def read(self, row: tensors.Row, layer: int = 0) -> Tensor:
         """Return Megatron Core's tensor of `row`, without padding and without the axis of layers.
 

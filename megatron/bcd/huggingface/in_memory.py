@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron.bcd.huggingface import convert, folder, run_network, tokenizer_export
+from megatron.bcd.huggingface import convert, folder, run_network
 from megatron.bcd.huggingface.core_format import CoreCheckpoint
 from megatron.bcd.runtime.device import DTYPES
-from megatron.bcd.tokenizer import HuggingFaceTokenizer, Tokenizer, open_tokenizer
+from megatron.bcd.tokenizer import open_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,7 @@ class LoadedModel:
         return int(self.model.config.max_position_embeddings)
 
 
-def open_model(
-    path: str, *, precision: str | None = None, device: str = "cpu", tokenizer: Tokenizer | None = None
-) -> LoadedModel:
+def open_model(path: str, *, precision: str | None = None, device: str = "cpu") -> LoadedModel:
     """Load a model.
 
     Args:
@@ -38,7 +36,6 @@ def open_model(
             checkpoint is used), or one checkpoint.
         precision: a key of `DTYPES`; None for that of the weights.
         device: the device of the model.
-        tokenizer: a tokenizer to use instead of the model's.
 
     Raises:
         ValueError: a file is missing or damaged, or there is no tokenizer. One line.
@@ -49,7 +46,7 @@ def open_model(
     transformers.utils.logging.disable_progress_bar()
     dtype = None if precision is None else DTYPES[precision]
     if os.path.isdir(path) and not os.path.isfile(os.path.join(path, folder.CONFIG)):
-        return _load_checkpoint(run_network.checkpoint_folder(path, flag="--model"), dtype, device, tokenizer)
+        return _load_checkpoint(run_network.checkpoint_folder(path, flag="--model"), dtype, device)
     path = folder.locate(path, flag="--model")
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -57,21 +54,21 @@ def open_model(
         )
     except Exception as error:  # transformers, its models and safetensors can raise many types
         raise ValueError(f"--model {path}: can't be read ({' '.join(str(error).split())[:200]})") from None
-    return LoadedModel(model=model.eval().to(device), tokenizer=_open_tokenizer(path, tokenizer))
+    return LoadedModel(model=model.eval().to(device), tokenizer=_open_tokenizer(path))
 
 
-def _load_checkpoint(path: str, dtype: torch.dtype | None, device: str, tokenizer: Tokenizer | None) -> LoadedModel:
+def _load_checkpoint(path: str, dtype: torch.dtype | None, device: str) -> LoadedModel:
     """Load a checkpoint tensor by tensor, so that only the model needs memory."""
     import transformers
     from transformers.initialization import no_init_weights
 
-    description = run_network.describe_checkpoint(path, tokenizer=tokenizer)
+    description = run_network.describe_checkpoint(path)
     checkpoint = CoreCheckpoint(path)
     convert.check_checkpoint(checkpoint, description)
     with tempfile.TemporaryDirectory() as beside:
         if description.network.num_experts:  # transformers joins a layer's experts in memory, and only it knows how
             convert.to_hugging_face(checkpoint, beside, description)
-            loaded = open_model(beside, device=device, tokenizer=tokenizer)
+            loaded = open_model(beside, device=device)
             return loaded if dtype is None else replace(loaded, model=loaded.model.to(dtype))
         convert.write_description(beside, description)
         config = transformers.AutoConfig.from_pretrained(beside, local_files_only=True)
@@ -80,8 +77,7 @@ def _load_checkpoint(path: str, dtype: torch.dtype | None, device: str, tokenize
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype or checkpoint.dtype(stored))
         if os.path.isfile(os.path.join(beside, folder.GENERATION)):
             model.generation_config = transformers.GenerationConfig.from_pretrained(beside)
-        override = None if description.tokenizer is tokenizer else tokenizer  # else it is in the folder already
-        loaded = LoadedModel(model=model.eval(), tokenizer=_open_tokenizer(beside, override))
+        loaded = LoadedModel(model=model.eval(), tokenizer=_open_tokenizer(beside))
     model.tie_weights()
     weights = model.state_dict()
     for name, tensor in convert.read_tensors(checkpoint, convert.list_units(description.network)):
@@ -89,20 +85,8 @@ def _load_checkpoint(path: str, dtype: torch.dtype | None, device: str, tokenize
     return loaded
 
 
-def _open_tokenizer(path: str, override: Tokenizer | None) -> Any:
-    """Return transformers' tokenizer for a model's folder, or for `override`. Raises ValueError."""
-    if override is not None:
-        with tempfile.TemporaryDirectory() as exported:
-            for name, content in tokenizer_export.export_files(override, adds_special_tokens=True).items():
-                with open(os.path.join(exported, name), "wb") as file:
-                    file.write(content)
-            reader = _open_tokenizer(exported, None)
-        if isinstance(override, HuggingFaceTokenizer):  # its chat template may be in a separate file
-            reader.chat_template = override.engine.chat_template
-        return reader
+def _open_tokenizer(path: str) -> Any:
+    """Return transformers' tokenizer for a model's folder. Raises ValueError."""
     if not folder.has_tokenizer(path):
-        raise ValueError("--model: has no tokenizer that reads text. Give --tokenizer-type and its files.")
-    try:
-        return open_tokenizer(path)
-    except ValueError as error:
-        raise ValueError(f"{error}. Give --tokenizer-type.") from None
+        raise ValueError("--model: has no tokenizer that reads text. Give a folder with the tokenizer's files.")
+    return open_tokenizer(path)

@@ -46,51 +46,36 @@ def checkpoint_folder(path: str, *, flag: str) -> str:
 
 
 def describe_checkpoint(
-    path: str,
-    *,
-    config_folder: str | None = None,
-    vocab_size: int | None = None,
-    tokenizer: Tokenizer | None = None,
+    path: str, *, config_folder: str | None = None, vocab_size: int | None = None
 ) -> convert.Description:
     """Return the description of a checkpoint's model.
 
     Args:
         path: the checkpoint.
-        config_folder: the folder with config.json and companions. Default: the copy in the checkpoint, else the flags
-            of its run.
+        config_folder: the folder with config.json and companions. Default: the flags of its run.
         vocab_size: rows without padding. Default: the value in config.json or of the run's tokenizer.
-        tokenizer: a tokenizer to use instead of the run's.
 
     Raises:
         ValueError: there is no description, or transformers lacks the architecture.
     """
-    companions = os.path.join(path, convert.COMPANIONS_FOLDER)
-    if config_folder is None and os.path.isdir(companions):
-        config_folder = companions
-    if config_folder is not None and vocab_size is not None:
-        raise ValueError(f"--vocab-size {vocab_size}: config.json determines it. Omit the flag.")
+    if config_folder is not None:
+        if vocab_size is not None:
+            raise ValueError(f"--vocab-size {vocab_size}: config.json determines it. Omit the flag.")
+        return convert.describe(config_folder)
     file = os.path.join(path, layout.RUN_STATE)
     if not os.path.isfile(file):
-        if config_folder is not None:
-            return convert.describe(config_folder)
         raise ValueError(
             f"{path}: has no {layout.RUN_STATE} with the architecture. Give tools/convert_checkpoint.py --config."
         )
     with open(file, encoding="utf-8") as stream:
         state = run_state.from_json(stream.read(), path=file)
     config = run_config_from_dict(state.flags)
-    if config_folder is not None:
-        return convert.describe(config_folder)
     is_on_gpu = state.layout.get("device", "cpu") != "cpu"
-    return describe_run(config, is_on_gpu=is_on_gpu, vocab_size=vocab_size, tokenizer=tokenizer)
+    return describe_run(config, is_on_gpu=is_on_gpu, vocab_size=vocab_size)
 
 
-def describe_run(
-    config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None = None, tokenizer: Tokenizer | None = None
-) -> convert.Description:
+def describe_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None = None) -> convert.Description:
     """Return the description of a run's model: that of --load-hf, or a config.json made from the flags.
-
-    `tokenizer` replaces the run's.
 
     Raises:
         ValueError: transformers lacks the architecture, or the size of the vocabulary is unknown.
@@ -98,12 +83,12 @@ def describe_run(
     load_hf = config.checkpoint.load_hf
     if load_hf is not None and vocab_size is not None:
         raise ValueError(f"--vocab-size {vocab_size}: the config.json of --load-hf determines it. Omit the flag.")
-    if tokenizer is None:
-        try:
-            tokenizer = build_tokenizer(**vars(config.tokenizer))
-        except ValueError as error:
-            if load_hf is None and vocab_size is None:
-                raise ValueError(f"--vocab-size: is required, because the tokenizer can't be read ({error})") from None
+    tokenizer: Tokenizer | None = None
+    try:
+        tokenizer = build_tokenizer(**vars(config.tokenizer))
+    except ValueError as error:
+        if load_hf is None and vocab_size is None:
+            raise ValueError(f"--vocab-size: is required, because the tokenizer can't be read ({error})") from None
     if load_hf is not None:
         description = convert.describe(folder.locate(load_hf, flag="--load-hf", weights=False))
         positions = config.model.max_position_embeddings or 0

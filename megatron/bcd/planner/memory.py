@@ -130,9 +130,10 @@ def fits_on_host(recipe: Recipe) -> bool:
 def fits(recipe: Recipe, *, share: float = 1.0) -> bool:
     """Return whether every rank's peak is within this share of its GPU's memory, and `fits_on_host`.
 
-    With --recompute auto the question is whether it fits if all layers are recomputed.
+    A recipe with a fault does not fit. With --recompute auto the question is whether it fits if all layers are
+    recomputed.
     """
-    if not fits_on_host(recipe):
+    if recipe.fault or not fits_on_host(recipe):
         return False
     if recipe.recompute == "auto":
         recipe = replace(recipe, recompute="full")

@@ -73,8 +73,6 @@ class Recipe:
     """A training configuration on a cluster. The formulas read `config`, which follows from the other attributes.
 
     `make_recipe` builds one. Tensor parallelism is not planned.
-
-    Raises Refusal, one line that names the flag, for an invalid combination.
     """
 
     model: Model
@@ -90,18 +88,34 @@ class Recipe:
     memory_share: float = 1.0  # the part of a GPU's memory that --recompute auto may fill
     unfused_attention: bool = False  # whether attention scores are in memory, as in the paper's runs
 
-    def __post_init__(self) -> None:
-        for fault in self._faults():
-            raise Refusal(fault)
-        _ = self.partition  # raises if the layout does not fit the model
+    @cached_property
+    def fault(self) -> str | None:
+        """Why a run does not take these values together, in one line that names the flag; None if it does."""
+        try:
+            for fault in self._faults():
+                return fault
+            _ = self.partition
+        except Refusal as refusal:  # the layout does not fit the model
+            return str(refusal)
+        return None
+
+    def checked(self) -> Recipe:
+        """Return the recipe. Raises Refusal if it has a fault."""
+        if self.fault:
+            raise Refusal(self.fault)
+        return self
 
     def flag(self, field: str) -> Any:
         """Return the value of a flag as it was given, or None."""
         return dict(self.flags).get(field)
 
     def changed(self, **values: Any) -> Recipe:
-        """Return the recipe with other attributes or flags. A flag that is None takes its default."""
-        return make_recipe(**self.values | values)
+        """Return the recipe with other attributes or flags. A flag that is None takes its default. Raises Refusal."""
+        return self.varied(**values).checked()
+
+    def varied(self, **values: Any) -> Recipe:
+        """Return what `changed` returns, also if it has a fault."""
+        return build_recipe(**self.values | values)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -325,10 +339,12 @@ _KNOWN = {each.name for kind in _SECTIONS.values() for each in fields(kind)} | {
 
 
 def make_recipe(**values: Any) -> Recipe:
-    """Build a recipe of these attributes and flags. A flag has its field name in RunConfig; None leaves it out.
+    """Return the recipe of `build_recipe`. Raises Refusal if it has a fault."""
+    return build_recipe(**values).checked()
 
-    Raises Refusal as Recipe does.
-    """
+
+def build_recipe(**values: Any) -> Recipe:
+    """Build a recipe, which may have a fault. A flag has its field name in RunConfig; None leaves it out."""
     attributes = {name: value for name, value in values.items() if name in _ATTRIBUTES}
     flags = {name: value for name, value in values.items() if name not in _ATTRIBUTES}
     if unknown := flags.keys() - _KNOWN:

@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron.bcd.config import DEFAULT_NUM_BLOCKS, Refusal
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.planner.estimate import Estimate, make_estimate, training_cost
 from megatron.bcd.planner.measured import LARGE_STEP, finding, whole_rules
-from megatron.bcd.planner.memory import fits, node_bytes, peak, rank_memory
-from megatron.bcd.planner.recipe import DEFAULTS, MAX_GPUS, PRESET_OF, STREAMED, WHOLE, Recipe, make_recipe
+from megatron.bcd.planner.memory import fits, node_bytes
+from megatron.bcd.planner.recipe import DEFAULTS, MAX_GPUS, PRESET_OF, STREAMED, WHOLE, Recipe, build_recipe
 from megatron.bcd.planner.step_time import mean_seconds
-from megatron.bcd.planner.tables import GIB, Cluster, Model, Placement
+from megatron.bcd.planner.tables import Cluster, Model, Placement
 
 SEARCHED_BLOCKS = (2, 3, 4, 5, 6)
 """Layout submodel tries only the first two, because it has that many blocks on every stage."""
@@ -57,34 +57,15 @@ _OTHER_METHODS = {"pretrain": ("pretrain", "bcd", "offload"), "sft": (*WHOLE, "f
 # ---------------------------------------------------------------- a pipeline that fits
 
 
-def _valid(build: Callable[..., Recipe], choices: Iterable[_Changes], *, must_exist: bool = False) -> Iterator[Recipe]:
-    """Yield what `build` makes of each choice, except those that it refuses, such as more stages than layers.
+def pipelines(**values: Any) -> list[Recipe]:
+    """Return the recipe with every allowed pipeline size, shortest first, or with the given size.
 
-    With `must_exist`, raises the first Refusal if there is no other choice.
+    If no size is allowed, return the first one, whose `fault` says why. ``values`` are those of `build_recipe`.
     """
-    refusals, exists = list[Refusal](), False
-    for choice in choices:
-        try:
-            recipe = build(**choice)
-        except Refusal as refusal:
-            refusals.append(refusal)
-        else:
-            exists = True
-            yield recipe
-    if must_exist and not exists:
-        raise refusals[0]
-
-
-def valid_pipelines(*, must_exist: bool = True, **values: Any) -> list[Recipe]:
-    """Return the recipe with every valid pipeline size, shortest first, or with the given size.
-
-    ``values`` are those of `make_recipe`. Raises the first Refusal if no size is valid, unless `must_exist` is False.
-    """
-    sizes = [values.pop("pipeline_model_parallel_size", None)]
-    if sizes == [None]:
-        sizes = _divisors(min(max(1, values["num_gpus"]), MAX_GPUS))
-    choices = ({"pipeline_model_parallel_size": size} for size in sizes)
-    return [*_valid(partial(make_recipe, **values), choices, must_exist=must_exist)]
+    size = values.pop("pipeline_model_parallel_size", None)
+    sizes = _divisors(min(max(1, values["num_gpus"]), MAX_GPUS)) if size is None else [size]
+    recipes = [build_recipe(**values, pipeline_model_parallel_size=each) for each in sizes]
+    return [recipe for recipe in recipes if not recipe.fault] or recipes[:1]
 
 
 def shortest_that_fits(recipes: Sequence[Recipe]) -> Recipe:
@@ -98,7 +79,7 @@ def with_largest_micro_batch(recipe: Recipe, *, share: float = 1.0) -> Recipe:
     Others do not change.
     """
     sizes = _divisors(recipe.global_batch_size // recipe.data_size) if recipe.model.experts else []
-    larger = _valid(recipe.changed, ({"micro_batch_size": size} for size in reversed(sizes)))
+    larger = (recipe.varied(micro_batch_size=size) for size in reversed(sizes))
     return next((each for each in larger if fits(each, share=share)), recipe)
 
 
@@ -117,7 +98,7 @@ def with_fewest_blocks(recipe: Recipe) -> Recipe:
     longest = _STREAMED_SLOWER * mean_seconds(recipe, is_rough=True) if recipe.is_streamed else math.inf
     per_stage = recipe.model.layers // recipe.pipeline_size
     numbers = sorted({math.ceil(per_stage / size) for size in range(2, per_stage)})
-    for other in _valid(recipe.changed, ({"bcd_num_blocks": number} for number in numbers)):
+    for other in (recipe.varied(bcd_num_blocks=number) for number in numbers):
         if fits(other, share=_PLANNED_SHARE) and mean_seconds(other, is_rough=True) <= longest:
             return other
     return recipe
@@ -134,11 +115,11 @@ def place(
 ) -> Recipe:
     """Return the recipe on ``num_gpus`` GPUs; if None, on those of its row in the method table, or the fewest that fit.
 
-    ``values`` are those of `make_recipe`. A pipeline of None is the row's, or the shortest that fits in 95 % of a GPU's
-    memory (in layout ``stage`` at least two stages). Other open settings are the first of `_savings` with which it
-    fits. A micro-batch of None has one sequence; with frozen weights on the host the fastest size hides the copies. If
-    nothing fits, the recipe has the longest pipeline with recomputation, by default on one node. Raises Refusal as
-    Recipe does.
+    ``values`` are those of `build_recipe`. A pipeline of None is the row's, or the shortest that fits in 95 % of a
+    GPU's memory (in layout ``stage`` at least two stages). Other open settings are the first of `_savings` with which
+    it fits. A micro-batch of None has one sequence; with frozen weights on the host the fastest size hides the copies.
+    If nothing fits, the recipe has the longest pipeline with recomputation, by default on one node. If nothing is
+    allowed, it has a fault.
     """
     rows = {(row.method, row.model, row.cluster): row for row in placements}
     row = rows.get((method, model.name, cluster.name))
@@ -153,12 +134,13 @@ def place(
     if num_gpus is not None:
         return _choose_layout(by_stage=by_stage, num_gpus=num_gpus, **settings)
     fewest = values.get(stages) or (values.get("bcd_num_blocks") or 2 if by_stage else 1)
-    tried, numbers = list[Recipe](), ({"num_gpus": number} for number in _doubled(max(fewest, 1)))
-    for recipe in _valid(partial(place, placements=placements, **settings), numbers, must_exist=True):
-        tried.append(recipe)
-        if fits(recipe):
-            return recipe
-    return next((recipe for recipe in tried if recipe.num_gpus >= cluster.gpus_per_node), tried[-1])
+    tried = list[Recipe]()
+    for number in _doubled(max(fewest, 1)):
+        tried.append(place(placements=placements, num_gpus=number, **settings))
+        if fits(tried[-1]):
+            return tried[-1]
+    allowed = [recipe for recipe in tried if not recipe.fault] or tried[:1]
+    return next((recipe for recipe in allowed if recipe.num_gpus >= cluster.gpus_per_node), allowed[-1])
 
 
 def _choose_layout(
@@ -173,7 +155,11 @@ def _choose_layout(
     tried: list[Recipe] = []
     smallest = {"bcd_layers_per_pass": values.get("bcd_layers_per_pass") or 1}
     for saving in _savings(values | smallest, recompute):
-        recipes = valid_pipelines(**values | saving, must_exist=not tried)
+        recipes = pipelines(**values | saving)
+        if recipes[0].fault:
+            if not tried:
+                return recipes[0]
+            continue
         tried += [recipe for recipe in recipes if recipe.pipeline_size > 1 or not by_stage] or recipes
     for share in (_PLANNED_SHARE, 1.0):
         for recipe in tried:
@@ -215,17 +201,18 @@ def _whole_that_fits(values: Mapping[str, Any], recompute: str | None, size: int
     """
     given = values.get("bcd_inactive_update")
     first = {**values, "bcd_inactive_update": given or "factored"}
-    for base in valid_pipelines(**first, must_exist=False)[:1]:  # none in fp16
-        for rule in (given,) if given else whole_rules(base.step_tokens):
-            stages = values.get("pipeline_model_parallel_size")
-            recipes = layouts(
-                base.changed(bcd_inactive_update=rule), stages=stages, recompute=recompute, micro_batch_size=size
-            )
-            fitting = _largest_with_experts(recipe for recipe in recipes if fits(recipe, share=_PLANNED_SHARE))
-            seconds = [mean_seconds(recipe, is_rough=True) for recipe in fitting]
-            within = (recipe for recipe, each in zip(fitting, seconds, strict=True) if each <= _SLOWER * min(seconds))
-            if fastest := next(within, None):
-                return fastest
+    base, stages = pipelines(**first)[0], values.get("pipeline_model_parallel_size")
+    if base.fault:  # in fp16
+        return None
+    for rule in (given,) if given else whole_rules(base.step_tokens):
+        recipes = layouts(
+            base.varied(bcd_inactive_update=rule), stages=stages, recompute=recompute, micro_batch_size=size
+        )
+        fitting = _largest_with_experts(recipe for recipe in recipes if fits(recipe, share=_PLANNED_SHARE))
+        seconds = [mean_seconds(recipe, is_rough=True) for recipe in fitting]
+        within = (recipe for recipe, each in zip(fitting, seconds, strict=True) if each <= _SLOWER * min(seconds))
+        if fastest := next(within, None):
+            return fastest
     return None
 
 
@@ -240,23 +227,13 @@ def reason_for_rule(recipe: Recipe) -> str:
             else:
                 why += "learns more, but needs more memory and longer steps"
         return f"every layer in every step by the {rule} update, which fits: no blocks{_describe_places(recipe)}{why}"
-    changes: _Changes = dict.fromkeys(BLOCK_FLAGS) | {"bcd_inactive_update": "factored"}
-    changes |= {"micro_batch_size": 1, "cross_entropy_fusion_impl": "linear"}
-    on_host = {"recompute": "none", "bcd_layers_on": "host"}
-    places = ({"recompute": "full"}, on_host, on_host | {"bcd_saved_inputs": "host"})
-    choices = itertools.product(_divisors(recipe.num_gpus // recipe.config.context_size), places)
-    pipelines = (changes | more | {"pipeline_model_parallel_size": size} for size, more in choices)
-    smallest = [*_valid(recipe.changed, pipelines)]
-    if not smallest:
+    changes: _Changes = dict.fromkeys(BLOCK_FLAGS) | {"bcd_inactive_update": "factored", "recompute": "none"}
+    whole = [*layouts(recipe.varied(**changes), micro_batch_size=1)]
+    if not whole:
         return "blocks: the factored update cannot be combined with the given flags"
-    if any(fits(each, share=_PLANNED_SHARE) for each in smallest):
+    if any(fits(each, share=_PLANNED_SHARE) for each in whole):
         return "blocks, as the flags ask; without them every layer by the factored update, which fits"
-    takes, available = "blocks: every layer by the factored update would take", recipe.cluster.memory_gib
-    on_device = [(peak(rank_memory(each)).total / GIB, node_bytes(each)) for each in smallest]
-    if (needed := min(on_device)[0]) > _PLANNED_SHARE * available:
-        return f"{takes} {needed:.1f} of {available:g} GiB"
-    needed = min(host for device, host in on_device if device <= _PLANNED_SHARE * available)
-    return f"{takes} {needed / 1e9:,.0f} GB of a node's host memory"
+    return "blocks: every layer by the factored update does not fit"
 
 
 def _describe_places(recipe: Recipe) -> str:
@@ -351,9 +328,10 @@ def layouts(
     Breadth-first tries all places of layers and all sizes of pieces.
     A given number of blocks, ``stages``, ``recompute`` and ``micro_batch_size`` are kept.
     """
-    choices: Sequence[int | None] = SEARCHED_BLOCKS[: 2 if base.partition.layout == "submodel" else None]
+    layout = base.flag("bcd_layout")
+    choices: Sequence[int | None] = SEARCHED_BLOCKS[: 2 if layout == "submodel" else None]
     number = base.flag("bcd_num_blocks")
-    if not base.has_blocks or base.partition.layout == "stage":
+    if not base.has_blocks or layout == "stage":
         choices = (None,)
     elif number is not None or base.method != "bcd":
         # pretrain has a multiplier for three blocks only; finetune has one layer a block
@@ -369,7 +347,8 @@ def layouts(
             for saving in _savings(base.values | changes, recompute):
                 if is_enough and saving.get("bcd_saved_inputs") == "host" != base.flag("bcd_saved_inputs"):
                     continue  # inputs leave the device only if they must
-                for recipe in _valid(base.changed, [changes | saving]):
+                recipe = base.varied(**changes | saving)
+                if not recipe.fault:
                     yield recipe
                     is_enough = fits(recipe, share=base.memory_share)
                 if is_enough and saving.get("bcd_schedule") != "breadth-first":
@@ -387,7 +366,7 @@ def _variants(recipe: Recipe) -> Iterator[Recipe]:
             number = recipe.partition.num_blocks  # with twice as many chunks a block is two parts of the model
             chunks = "num_virtual_stages_per_pipeline_rank"
             choices += [{"bcd_layout": "interleaved", chunks: times * number} for times in (1, 2)]
-    yield from _valid(partial(recipe.changed, recompute="auto", pipeline_cut="auto"), choices)
+    yield from (recipe.varied(recompute="auto", pipeline_cut="auto", **choice) for choice in choices)
 
 
 def search(
@@ -440,10 +419,8 @@ def fewest_gpus(base: Recipe, *, stages: int | None = None, below: int | None = 
     """
 
     def fits_on(number: int, *, batch: int) -> bool:
-        sizes = ({"pipeline_model_parallel_size": size} for size in _sizes(number, stages))
-        changed = partial(base.changed, num_gpus=number, global_batch_size=batch, micro_batch_size=1)
-        on_these = next(_valid(changed, sizes), None)
-        return on_these is not None and any(map(fits, layouts(on_these, stages=stages, micro_batch_size=1)))
+        on_these = base.varied(num_gpus=number, global_batch_size=batch, micro_batch_size=1)
+        return any(map(fits, layouts(on_these, stages=stages, micro_batch_size=1)))
 
     per_node, batch = base.cluster.gpus_per_node, base.global_batch_size
     for number in _doubled(stages or 1):
@@ -463,7 +440,9 @@ def compare(base: Recipe, *, stages: int | None = None, **cost: float | None) ->
     `make_estimate`; its multiplier is pretrain's. Raises ValueError if nothing fits, or a flag is out of range.
     """
     estimates: list[Estimate] = []
-    for recipe in _valid(base.changed, (_changes_to(method, keeps_blocks=True) for method in COMPARED[base.task])):
+    for recipe in (base.varied(**_changes_to(method, keeps_blocks=True)) for method in COMPARED[base.task]):
+        if recipe.fault:
+            continue
         costs = cost if recipe.method == "pretrain" else cost | {"multiplier": None}
         best = search(recipe, stages=stages, **costs)[:1]
         fewest = fewest_gpus(recipe, stages=stages, below=recipe.num_gpus if best else None)
@@ -594,7 +573,7 @@ def _first_that_fits(
 ) -> list[Remedy]:
     """Return the first of these changes with which the plan fits; an empty list if none does."""
     for changes in choices:
-        for recipe in filter(fits, _valid(plan, [{**values, **changes}])):
+        if fits(recipe := plan(**{**values, **changes})):
             if changes.get("host_memory_gb", 0) is None:
                 changes = {**changes, "host_memory_gb": math.ceil(node_bytes(recipe) / 1e9)}
             return [(changes, recipe)]

@@ -35,7 +35,6 @@ from megatron.bcd.model.implementation import Implementation
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.prefix_cache.store import Indices, NoRoom, PrefixFile, cache_files
 from megatron.bcd.runtime import atomic_io, collectives, device, packages, replicas
-from megatron.bcd.runtime.device import DTYPES
 
 BREAK_EVEN = 1.15
 """Minimum uses of a sample for a cache to pay. Filling it costs about this many forward passes of the prefix."""
@@ -139,12 +138,10 @@ class PrefixCache:
             key=self._key(samples, num_layers),
             samples=samples,
             shape=(self.config.model.seq_length, self.config.hidden_size),
-            dtype=self.config.bcd.bcd_prefix_cache_dtype,
+            dtype=self.config.precision,
         )
-        limit = self.config.bcd.bcd_prefix_cache_max_gib
-        max_bytes = None if limit is None else int(limit * 2**30)
         try:
-            error = collectives.on_rank_0(lambda: atomic_io.capture_error(lambda: file.prepare(max_bytes=max_bytes)))
+            error = collectives.on_rank_0(lambda: atomic_io.capture_error(file.prepare))
         except NoRoom as reason:
             self._note_computing(f"{contents} ({format_bytes(file.num_bytes)}) are {reason}")
             return None
@@ -179,10 +176,9 @@ class PrefixCache:
 
         def key() -> str:
             parts = {
-                "format": 3,
+                "format": 4,
                 "weights": weights,
                 "data": _describe_data(config, self.samples.dataset),
-                "dtype": config.bcd.bcd_prefix_cache_dtype,
                 "transformer": {name: str(value) for name, value in config.transformer.items()},
                 "model": {name: str(value) for name, value in asdict(config.model).items()},
                 "precision": config.precision,
@@ -212,7 +208,7 @@ class PrefixCache:
         assert subset is not None
         sharding = data.BatchSharding.from_run(self.config)
         indices = data.subset_indices(sharding, subset=subset, phase=self._phase, position=position)
-        outputs = _read_ahead(file, indices, DTYPES[self.config.precision])
+        outputs = _read_ahead(file, indices)
         with contextlib.closing(outputs):  # type: ignore[type-var]
             for batch, (samples, on_host) in zip(batches, outputs, strict=True):
                 # a stage in the middle of the pipeline has no samples to compare
@@ -338,12 +334,10 @@ def _output(model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
     return output
 
 
-def _read_ahead(
-    file: PrefixFile, microbatches: Iterable[list[int]], dtype: torch.dtype
-) -> Iterator[tuple[list[int], torch.Tensor]]:
+def _read_ahead(file: PrefixFile, microbatches: Iterable[list[int]]) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Yield the samples of each micro-batch and the input of their first active layer. Two threads read ahead."""
     with ThreadPoolExecutor(2, thread_name_prefix="prefix-cache") as threads:
-        coming = ((samples, threads.submit(file.read, numpy.array(samples), dtype)) for samples in microbatches)
+        coming = ((samples, threads.submit(file.read, numpy.array(samples))) for samples in microbatches)
         ahead = deque(itertools.islice(coming, _MICROBATCHES_AHEAD))
         while ahead:
             samples, entries = ahead.popleft()

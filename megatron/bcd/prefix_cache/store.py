@@ -21,14 +21,13 @@ import torch
 from megatron.bcd.runtime import atomic_io, device
 
 _FILE_NAME = re.compile(r"prefix_[0-9a-f]{32}\.bin(\.incomplete)?")
-_NUMPY = {"fp32": numpy.float32, "bf16": numpy.int16}  # numpy has no bf16, so use its bits
-_TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_NUMPY = {2: numpy.int16, 4: numpy.float32}  # numpy has no bf16, so use its bits
 
 Indices = numpy.typing.NDArray[numpy.int64]
 
 
 class NoRoom(Exception):
-    """The file would exceed a limit, which the text names."""
+    """The file would take more than half of the free disk space, which the text names."""
 
 
 class PrefixFile:
@@ -40,13 +39,13 @@ class PrefixFile:
             key: hexadecimal hash of everything that determines the entries. It names the file.
             samples: dataset indices, ascending.
             shape: [S, H] of an entry.
-            dtype: fp32 or bf16.
+            dtype: precision of the entries, that of the run.
         """
         self.path = os.path.join(root, f"prefix_{key[:32]}.bin")
         self.samples = samples
         self._root, self._incomplete = root, self.path + ".incomplete"
-        self._shape, self._dtype = shape, dtype
-        self._entry_bytes: int = shape[0] * shape[1] * _TORCH[dtype].itemsize
+        self._shape, self._dtype = shape, device.DTYPES[dtype]
+        self._entry_bytes: int = shape[0] * shape[1] * self._dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -55,22 +54,19 @@ class PrefixFile:
     def is_complete(self) -> bool:
         return os.path.isfile(self.path) and os.path.getsize(self.path) == self.num_bytes
 
-    def prepare(self, *, max_bytes: int | None) -> None:
+    def prepare(self) -> None:
         """Remove the files of other phases, and reserve space for this one unless it is complete.
 
-        Without `max_bytes` it may take half of the free space, because checkpoints also need space. Raises NoRoom and
-        OSError.
+        It may take half of the free space, because checkpoints also need space. Raises NoRoom and OSError.
         """
         os.makedirs(self._root, exist_ok=True)
         for path in cache_files(self._root):
             if path != self.path or not self.is_complete():
                 os.unlink(path)
-        if max_bytes is not None and self.num_bytes > max_bytes:
-            raise NoRoom(f"more than --bcd-prefix-cache-max-gib {max_bytes / 2**30:g}")
         if self.is_complete():
             return
         free = shutil.disk_usage(self._root).free
-        if self.num_bytes > (free if max_bytes is not None else free // 2):
+        if self.num_bytes > free // 2:
             raise NoRoom(f"too much for {free / 2**30:,.2f} GiB of free disk space")
         with open(self._incomplete, "wb") as file:
             file.truncate(self.num_bytes)
@@ -97,19 +93,19 @@ class PrefixFile:
 
     def to_entries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return [S, B, H] in the file's precision, in host memory."""
-        return hidden_states.detach().to(_TORCH[self._dtype]).cpu()
+        return hidden_states.detach().to(self._dtype).cpu()
 
-    def read(self, samples: Indices, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, samples: Indices) -> torch.Tensor:
         """Return the entries of dataset indices as [S, B, H] in host memory, page-locked if there is a GPU."""
         entries = torch.from_numpy(self._entries[numpy.searchsorted(self.samples, samples)])
-        by_sample = entries.view(_TORCH[self._dtype]).view(len(samples), *self._shape)
-        batch = torch.empty(by_sample.transpose(0, 1).shape, dtype=dtype, pin_memory=device.has_cuda())
+        by_sample = entries.view(self._dtype).view(len(samples), *self._shape)
+        batch = torch.empty(by_sample.transpose(0, 1).shape, dtype=self._dtype, pin_memory=device.has_cuda())
         return batch.copy_(by_sample.transpose(0, 1))
 
     @functools.cached_property
     def _entries(self) -> Any:
         shape = (len(self.samples), self._shape[0] * self._shape[1])
-        return numpy.memmap(self.path, mode="r", dtype=_NUMPY[self._dtype], shape=shape)
+        return numpy.memmap(self.path, mode="r", dtype=_NUMPY[self._dtype.itemsize], shape=shape)
 
 
 def cache_files(root: str) -> list[str]:

@@ -29,14 +29,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 Factory = Callable[..., Optimizer]
 
 
-def _check_inactive(lr_ratio: float, optimizer_settings: Mapping[str, Any]) -> None:
-    for older, newer in {"resting_update": "inactive_update", "resting_lr_ratio": "inactive_lr_ratio"}.items():
-        if older in optimizer_settings:
-            raise ValueError(f"{older}: was renamed. Give {newer}.")
-    if not 0 < lr_ratio < float("inf"):
-        raise ValueError(f"inactive_lr_ratio {lr_ratio}: is not a positive finite number. Give one, such as 0.2.")
-
-
 def _check_choices(**choices: str) -> None:
     for name, value in choices.items():
         if value not in CHOICES[name]:
@@ -114,7 +106,10 @@ class BlockCoordinate(Optimizer):
         **optimizer_settings: Any,
     ) -> None:
         _check_choices(order=order, layout=layout, keep_state=keep_state, inactive_update=inactive_update)
-        _check_inactive(inactive_lr_ratio, optimizer_settings)
+        if not 0 < inactive_lr_ratio < float("inf"):
+            raise ValueError(
+                f"inactive_lr_ratio {inactive_lr_ratio}: is not a positive finite number. Give one, such as 0.2."
+            )
         if always_active is None:
             always_active = () if inactive_update == "none" else KINDS
         self._parameter_blocks = divide_parameters(

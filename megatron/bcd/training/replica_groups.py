@@ -51,8 +51,7 @@ _RETRIES = 120
 _MAX_FAILURES = 10
 """Consecutive failures of an exchange; one more ends the run."""
 _NODE_FLAGS = ("lighthouse", "replica_id", "data_path", "train_data_path", "valid_data_path", "test_data_path",
-               "data_args_path", "per_split_data_args_path", "data_cache_path", "num_workers", "tokenizer_model",
-               "vocab_file", "merge_file")  # fmt: skip
+               "data_cache_path", "num_workers", "tokenizer_model", "vocab_file", "merge_file")  # fmt: skip
 """Flags that may differ: places on a node's disk. The contents of these places are compared instead."""
 _EXCHANGE_FLAGS = ("save_interval", "save_hf_interval", "exit_interval")
 """The only flags compared in the sections `checkpoint` and `report`: they decide when groups exchange."""

@@ -129,7 +129,7 @@ def warn_of_dominance(shares: Sequence[float], token_share: float) -> tuple[str,
         helps = "more blocks or another --bcd-layout divide the layers more evenly"
     else:
         helps = (
-            f"{token_share:.0%} are the word embedding and the head; a smaller vocabulary (tools/train_tokenizer.py) "
+            f"{token_share:.0%} are the word embedding and the head; a smaller vocabulary (docs/data.md) "
             "or a wider or deeper model makes them a smaller part, and --adam-moments-dtype int8 their optimizer state"
         )
     return (
@@ -344,12 +344,12 @@ def _notes_of_data(config: RunConfig, partition: Partition, samples: PhaseSubset
             f"each phase trains on {samples.size:,} of the {samples.num_samples:,} sequences of an epoch; after "
             f"{math.ceil(samples.num_samples / samples.size):,} phases all have been drawn"
         )
-    root, dtype = config.bcd.bcd_prefix_cache, config.bcd.bcd_prefix_cache_dtype
+    root = config.bcd.bcd_prefix_cache
     if root is not None:
         lengths = [len(partition.prefix_layers(block.index)) for block in partition.blocks]
         why = "there is one block" if partition.has_prefix else _why_no_prefix(config)
         yield (
-            f"prefix cache {root}: layers before the first active one, by block {_listed(lengths)}; kept in {dtype}"
+            f"prefix cache {root}: layers before the first active one, by block {_listed(lengths)}"
             if any(lengths)
             else f"prefix cache: off, no block has a prefix ({why})"
         )

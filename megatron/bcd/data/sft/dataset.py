@@ -19,7 +19,6 @@ from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import num_samples
 from megatron.bcd.data.sft.permutation import Permutation
-from megatron.bcd.data.sft.records import describe_place
 from megatron.bcd.data.sft.store import Files, Samples, files_of, tokenized_samples
 from megatron.bcd.data.splits import DataPlan, Splits, stage_needs_data
 from megatron.bcd.tokenizer import Tokenizer
@@ -180,8 +179,7 @@ def _prepare(config: RunConfig, tokenizer: Tokenizer) -> _Prepared:
     """Collective. Tokenize the files, unless an earlier run has, and pack the samples into sequences.
 
     Raises:
-        ValueError: as `files_of` and `tokenized_samples`; or a record is bad, a sample does not fit, or a split that
-            is needed has none.
+        ValueError: as `files_of` and `tokenized_samples`; or a record is bad, or a split that is needed has none.
     """
     files = files_of(config)
     samples = tokenized_samples(config, tokenizer, files, check=lambda samples: _members(samples, config, files))
@@ -201,7 +199,7 @@ def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[In
             f"{samples.describe_bad(files)}. Correct {'it' if samples.num_bad == 1 else 'them'}, or give "
             "--sft-skip-bad-records."
         )
-    keeps = _which_fit(samples, config, files)
+    keeps = _which_fit(samples, config)
     shares = config.data.split_shares
     if config.data.data_path:
         assert shares is not None  # fine-tuning has a default
@@ -222,14 +220,11 @@ def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[In
     return members, int((~keeps).sum())
 
 
-def _which_fit(samples: Samples, config: RunConfig, files: Files) -> Any:
+def _which_fit(samples: Samples, config: RunConfig) -> Any:
     """Return whether each sample is used, bool [R].
 
     An answer does not fit if it is longer than a sequence or starts beyond its end. Without --sft-drop-long, a sample
     is used if any part of an answer is inside the sequence.
-
-    Raises:
-        ValueError: an answer does not fit, with --sft-refuse-long.
     """
     length = config.model.seq_length
     keeps = numpy.ones(len(samples), dtype=bool)
@@ -238,22 +233,7 @@ def _which_fit(samples: Samples, config: RunConfig, files: Files) -> Any:
         learned = numpy.flatnonzero(samples.learned[first:last])
         longest = max(len(run) for run in numpy.split(learned, numpy.flatnonzero(numpy.diff(learned) > 1) + 1))
         begins = bool(longest) and learned[0] <= length
-        fits = begins and longest <= length
-        keeps[sample] = fits if config.data.sft_drop_long else begins
-        if fits or not config.data.sft_refuse_long:
-            continue
-        number, place, is_line = samples.places[sample].tolist()
-        flag, path = files[number]
-        before = int(learned[0]) if longest else last - first
-        what = (
-            f"has an answer of {longest:,} tokens, longer than --seq-length {length}"
-            if longest > length
-            else f"has a prompt of {before:,} tokens, which leaves none of --seq-length {length} to its answer"
-        )
-        raise ValueError(
-            f"{flag} {path}, {describe_place(place, is_line=bool(is_line))} {what}. Give a larger "
-            "--seq-length, or omit --sft-refuse-long."
-        )
+        keeps[sample] = begins and longest <= length if config.data.sft_drop_long else begins
     return keeps
 
 
@@ -298,7 +278,7 @@ def plan_fine_tuning(
     """Collective. Check the data and plan the splits, like `plan_splits`.
 
     Raises:
-        ValueError: as `tokenized_samples`; or a sample does not fit, or a split that is needed has none.
+        ValueError: as `tokenized_samples`; or a split that is needed has none.
     """
     prepared = _prepare(config, tokenizer)
     sizes = num_samples(config, train_iters, least_steps_per_cycle=least_steps_per_cycle)
