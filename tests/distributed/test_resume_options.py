@@ -160,10 +160,9 @@ def kept_after_resuming(config: Any, root: str, **options: Any) -> dict[int, set
     with worlds.started(resumed_runs.with_checkpoints(config, load=root, **options)) as run:
         run.active.dispose()
         kept_by_rank: list[dict[int, set[str]]] = [{}, {}]
-        mine = {
-            block: set().union(*(part.names() for part in kept.values()))
-            for block, kept in run.active.offloaded.blocks.items()
-        }
+        mine: dict[int, set[str]] = {}
+        for name, part in run.active.offloaded.shards.items():
+            mine.setdefault(run.active.parameters.ownership(name).block, set()).update(part.names())
         torch.distributed.all_gather_object(kept_by_rank, mine)
         return {
             block: set().union(*(rank.get(block, set()) for rank in kept_by_rank))

@@ -17,7 +17,7 @@ from support.pairwise import thinned
 
 from megatron.bcd.checkpoint import optimizer_state
 from megatron.bcd.checkpoint.shard_writer import Planner, ShardWrite
-from megatron.bcd.optim.param_shard import MAIN_PARAM
+from megatron.bcd.optim.state import MAIN_PARAM
 from megatron.bcd.runtime import device, host_memory
 
 CASES: dict[str, dict[str, Any]] = {
