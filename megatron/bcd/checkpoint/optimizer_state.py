@@ -43,7 +43,7 @@ def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummar
         is_over = state.block is not None and state.block == active.block and not is_current
         names, steps, _ = mine.setdefault(state.group, (set(), set(), is_over))
         if state.tensors:
-            names |= state.tensors.keys()
+            names.update(state.tensors)
             steps.add(int(state.num_steps))
     ranks = collectives.gather_objects(mine)
     summaries = {}

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.bcd.checkpoint.safe_loading import only_data, unreadable
-from megatron.bcd.checkpoint.shard_writer import Writer, write_beside_shards
+from megatron.bcd.checkpoint.shard_writer import IndexWriter, write_beside_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def write(folder: str, files: Sequence[Sequence[Piece]]) -> None:
     Raises:
         OSError, RuntimeError: a file can't be written.
     """
-    writer = Writer(folder)
+    writer = IndexWriter(folder)
     writer.set_up_storage_writer(True)
     local = [writer.prepare_local_plan(SavePlan([piece.item() for piece in pieces])) for pieces in files]
     plans, metadata = create_default_global_save_plan(local)
