@@ -202,7 +202,7 @@ def load_optimizer(source: Source, active: ActiveBlock, *, next_block: int) -> N
 def load_random_states(source: Source) -> str | None:
     """Restore this rank's random generators. If the layout differs, return a message instead, the same on all ranks."""
     assert source.state is not None
-    saved = {"context_size": 1} | source.state.layout  # older versions do not write it
+    saved = source.state.layout
     if saved != current_layout():
         return f"random generators are seeded anew: the checkpoint was written with another parallel layout ({saved})"
     rank = torch.distributed.get_rank()
