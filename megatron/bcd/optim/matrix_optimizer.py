@@ -93,25 +93,17 @@ class MatrixOptimizer(StateOwner):
         self._overlaps_reduction, self._max_norm, self._is_used = overlaps_reduction, max_norm, is_used
         self._is_last_microbatch, self._is_compiled = True, is_compiled
         self._stage_group, self._pipeline_group = stage_group, pipeline_group
-        ranks = {  # with the same weights
-            name: replicas.group(parameter) if replicas.is_expert(parameter) else group
-            for name, (parameter, _) in matrices.items()
-        }
-        owners = dict[str, int]()
-        for each in dict.fromkeys(ranks.values()):
-            sizes = {name: matrices[name][0].numel() for name in ranks if ranks[name] is each}
-            block_of_each = [blocks[name] for name in sizes] if blocks else []
-            owners |= zip(sizes, matrix_owners([*sizes.values()], each.size(), block_of_each), strict=True)
+        owners = _owners({name: parameter for name, (parameter, _) in matrices.items()}, group, blocks)
         self.matrices = dict[str, Matrix]()
         for name, (parameter, layout) in matrices.items():
-            is_owner = owners[name] == ranks[name].rank()
-            on_host = places.get(parameter, {}) if is_owner and places is not None else {}
+            ranks, owner = owners[name]
+            on_host = (places or {}).get(parameter, {}) if owner == ranks.rank() else {}
             self.matrices[name] = Matrix(
                 name=name,
                 parameter=parameter,
                 layout=layout,
-                owner=owners[name],
-                group=ranks[name],
+                owner=owner,
+                group=ranks,
                 num_ranks=group.size(),
                 groups=groups[name] if groups else {},
                 momentum_dtype=momentum_dtype,
@@ -491,3 +483,21 @@ def _scale(stacks: Iterable[Stack], gradient_scale: float) -> None:
     for stack in stacks if gradient_scale != 1.0 else ():
         if stack.rule.name == update_rules.ADAM:
             stack.gradient *= torch.tensor(gradient_scale, device=stack.gradient.device)
+
+
+def _owners(
+    parameters: Mapping[str, torch.nn.Parameter],
+    group: torch.distributed.ProcessGroup,
+    blocks: Mapping[str, int | None] | None,
+) -> dict[str, tuple[torch.distributed.ProcessGroup, int]]:
+    """Return the ranks with the same values of each matrix, which are fewer for experts than `group`, and its owner."""
+    by_group = dict[torch.distributed.ProcessGroup, list[str]]()
+    for name, parameter in parameters.items():
+        ranks = replicas.group(parameter) if replicas.is_expert(parameter) else group
+        by_group.setdefault(ranks, []).append(name)
+    result = dict[str, tuple[torch.distributed.ProcessGroup, int]]()
+    for ranks, names in by_group.items():
+        sizes = [parameters[name].numel() for name in names]
+        owners = matrix_owners(sizes, ranks.size(), [blocks[name] for name in names] if blocks else [])
+        result |= {name: (ranks, owner) for name, owner in zip(names, owners, strict=True)}
+    return result
