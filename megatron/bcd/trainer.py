@@ -620,14 +620,12 @@ class Trainer:
             takes_optimizer = self.config.checkpoint.load_optim and is_same
         if source is not None and takes_optimizer:
             next_block = self.block_schedule.block(state.phase_state)
-            loader.load_offloaded_state(source, self.active, next_block=next_block)
+            loader.load_optimizer(source, self.active, next_block=next_block)
         memory.release_cached_memory()
         memory.reset_peak_memory()
         gc.freeze()  # modules and data live as long as the run: collections at a switch need not visit them
         self._build_block()
         if source is not None and saved is not None:
-            if takes_optimizer:
-                loader.load_optimizer(source, self.active)
             loads_states = self.config.checkpoint.load_rng
             warning = loader.load_random_states(source) if loads_states else None
             if warning is not None or not loads_states:

@@ -19,7 +19,7 @@ from megatron.bcd.optim.param_shard import ParamShard
 def copies(parts: dict[str, ParamShard]) -> dict[str, tuple[int, int, int, dict[str, torch.Tensor]]]:
     """Return by parameter: the position of the part, its steps, and its tensors."""
     return {
-        name: (part.start, part.end, part.num_steps, {key: item.clone() for key, item in part.tensors().items()})
+        name: (part.start, part.end, part.num_steps, {key: part.read(key).clone() for key in part.names()})
         for name, part in parts.items()
     }
 
@@ -29,8 +29,9 @@ def switches(config: RunConfig) -> dict[str, Any]:
     told: list[dict[str, Any]] = []
 
     def look(run: worlds.RecordedRun, when: str) -> None:
-        block_state, always = copies(run.active.core.block_shards), copies(run.active.core.always_active_shards)
-        told.append({"when": when, "block": run.active.block, "own": block_state, "always": always})
+        core = run.active.core
+        always = {name: shard for name, shard in core.shards.items() if name not in core.block_parameters}
+        told.append({"when": when, "block": core.block, "own": copies(core.block_shards), "always": copies(always)})
 
     with worlds.started(
         config, before_switch=lambda run: look(run, "end"), after_build=lambda run: look(run, "begin")

@@ -22,7 +22,7 @@ from megatron.bcd.checkpoint.shard_writer import ShardWrite
 from megatron.bcd.model.builder import get_frozen_weights
 from megatron.bcd.optim import block_state
 from megatron.bcd.optim.bf16 import Bf16Residual, bf16_residual
-from megatron.bcd.optim.param_shard import MAIN_PARAM
+from megatron.bcd.optim.state import MAIN_PARAM
 from megatron.bcd.runtime import host_memory
 from megatron.bcd.training import reporting
 from megatron.bcd.training.resolve import resolve_run
@@ -337,11 +337,8 @@ def kept_elsewhere(config: Any) -> list[str]:
     with worlds.started(config) as run:
         run.train()
         frozen = get_frozen_weights(run.model)
-        assert len(run.active.offloaded.blocks) > 1
-        kept = [
-            item for block in run.active.offloaded.blocks.values() for item in block.items() if ".layers." in item[0]
-        ]
-        assert kept
+        kept = [item for item in run.active.offloaded.shards.items() if ".layers." in item[0]]
+        assert len({run.active.parameters.ownership(name).block for name, _ in kept}) > 1
         return [name for name, shard in kept if not frozen.is_on_host(shard.residual.differences)]
 
 

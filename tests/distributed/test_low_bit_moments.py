@@ -87,7 +87,7 @@ def test_chance_is_that_of_the_whole_parameter(world1: World, world2: World, ini
 def resumed_moments(config: RunConfig, folder: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return a resumed run's second moments before its first step, and its checkpoint's in fp32."""
     with worlds.started(resumed_runs.with_checkpoints(config, load=folder)) as run:
-        return {name: shard.moments()["exp_avg_sq"] for name, shard in run.active.core.block_shards.items()}
+        return {name: shard.read("exp_avg_sq") for name, shard in run.active.core.block_shards.items()}
 
 
 def test_a_resumed_run_may_store_moments_otherwise(world1: World, text_data: str, tmp_path: Path) -> None:

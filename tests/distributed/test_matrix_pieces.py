@@ -48,6 +48,7 @@ class Case:
         self.optimizer = MatrixOptimizer(
             {name: (weight, SHAPES[name.split(".")[2]][1]) for name, weight in self.weights.items()},
             group=replicas.group(),
+            has_signed_squares=rule == "adam",
             overlaps_reduction=overlaps,
             places={each: {LOW_BITS: place} for each, place in self.places.items()}
             if has_places and dtype == torch.bfloat16

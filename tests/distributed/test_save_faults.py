@@ -40,8 +40,8 @@ def out_of_memory(*args: Any, **kwargs: Any) -> Any:
 # what fails, on which rank, and whether in a save in the background: there where rank 1 fails, or where rank 0 finishes
 # what all have written
 FAULTS: dict[str, tuple[int, bool, Callable[[], Any]]] = {
-    "shard_0": (0, False, lambda: mock.patch.object(filesystem, "_write_item", fails(errno.ENOSPC))),
-    "shard_1": (1, True, lambda: mock.patch.object(filesystem, "_write_item", fails(errno.ENOSPC))),
+    "shard_0": (0, False, lambda: mock.patch.object(shard_writer, "_write_item", fails(errno.ENOSPC))),
+    "shard_1": (1, True, lambda: mock.patch.object(shard_writer, "_write_item", fails(errno.ENOSPC))),
     "checksum_of_a_shard": (1, True, lambda: mock.patch.object(shard_writer, "file_digest", fails(errno.EIO))),
     "copy_in_host_memory": (1, True, lambda: mock.patch.object(shard_writer.ShardWrite, "_on_host", out_of_memory)),
     "random_states": (0, False, lambda: mock.patch.object(saver.atomic_io, "write", fails(errno.EDQUOT))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from support.pairwise import thinned
 
 from megatron.bcd.checkpoint import optimizer_state
 from megatron.bcd.checkpoint.shard_writer import Planner, ShardWrite
-from megatron.bcd.optim.param_shard import MAIN_PARAM
+from megatron.bcd.optim.state import MAIN_PARAM
 from megatron.bcd.runtime import device, host_memory
 
 CASES: dict[str, dict[str, Any]] = {
@@ -118,13 +119,14 @@ def saved_in_passing(config: Any) -> tuple[dict[str, Any], Counter[str]]:
     """Delay the writing of a run's checkpoints as long as possible. Return its outcome, and bytes of the layers' main
     parameters and weights in all saves: of all, of those that a save copied, and the most at a time while it wrote."""
     on_host, seen = ShardWrite._on_host, Counter[str]()
-    lookup_object, made = Planner.lookup_object, list[torch.Tensor]()
+    lookup_object, made = Planner.lookup_object, list[Any]()
 
     def look_up(self: Planner, index: Any) -> Any:
         result = lookup_object(self, index)
         if ".layers." in index.fqn and index.fqn.startswith(f"optimizer.{MAIN_PARAM}.") and result.dim() > 1:
-            made.append(result.detach())  # as PyTorch's writer does
-            seen["most"] = max(seen["most"], sum(each.untyped_storage().nbytes() for each in made))
+            made.append(weakref.ref(result))
+            alive = [each() for each in made if each() is not None]
+            seen["most"] = max(seen["most"], sum(each.untyped_storage().nbytes() for each in alive))
         return result
 
     def count(self: ShardWrite, part: Any) -> torch.Tensor:

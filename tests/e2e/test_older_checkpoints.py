@@ -1,4 +1,4 @@
-"""The current code resumes from checkpoints of released versions, and of both versions of Megatron Core."""
+"""The current code resumes from checkpoints of the version before, and of both versions of Megatron Core."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from support.forked_runs import ForkedRuns
 
-VERSION_0_1 = Path(__file__).parents[1] / "data" / "checkpoint_v0_1"
-"""Written on a CPU, during a phase, with the optimizer state of two blocks: saved by version 0.1.0 with Megatron Core
-0.16.1, core_0_19 by a later one with 0.19.2. Both versions of Megatron Core continue them with the recorded steps."""
+CHECKPOINT = Path(__file__).parents[1] / "data" / "checkpoint"
+"""Written on a CPU, during a phase, with the optimizer state of two blocks: saved with Megatron Core 0.16.1, core_0_19
+with 0.19.2. Both versions of Megatron Core continue them with the recorded steps."""
 SAVED = 3
 
 
 @pytest.mark.parametrize("saved", ["saved", "core_0_19"])
-def test_version_0_1(runs: ForkedRuns, tmp_path: Path, saved: str) -> None:
-    """A checkpoint of version 0.1 or of Megatron Core 0.19 resumes with the recorded steps, which depend on its
+def test_version_before(runs: ForkedRuns, tmp_path: Path, saved: str) -> None:
+    """A checkpoint of the version before or of Megatron Core 0.19 resumes with the recorded steps, which depend on its
     optimizer state, phase and random generators. --finetune loads its weights."""
-    recorded = json.loads((VERSION_0_1 / "run.json").read_text())
-    with tarfile.open(VERSION_0_1 / f"{saved}.tar.gz") as archive:
+    recorded = json.loads((CHECKPOINT / "run.json").read_text())
+    with tarfile.open(CHECKPOINT / f"{saved}.tar.gz") as archive:
         archive.extractall(tmp_path / "saved", filter="data")
 
     def steps(*flags: str) -> list[list[Any]]:

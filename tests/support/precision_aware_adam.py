@@ -171,7 +171,7 @@ def train_run(config: RunConfig) -> dict[str, Any]:
 def _state(run: worlds.RecordedRun) -> dict[str, dict[str, torch.Tensor]]:
     """Return fp32 copies of the state of the block's parameters."""
     return {
-        name: {what: tensor.clone() for what, tensor in shard.tensors().items()}
+        name: {what: shard.read(what).clone() for what in shard.names()}
         for name, shard in run.active.core.block_shards.items()
     }
 

@@ -86,19 +86,18 @@ def saved_in_passing(config: RunConfig, iteration: int, root: str) -> list[str]:
 def writes_held_back() -> Iterator[threading.Event]:
     """Delay all writes of weights in the background until the event is set, for at most a minute."""
     release = threading.Event()
-    original = shard_writer.FileSystemWriter.write_data
+    write = shard_writer.ShardWrite._write
 
-    def write_later(*args: Any, **kwargs: Any) -> Any:
+    def write_later(self: shard_writer.ShardWrite) -> None:
         if threading.current_thread() is not threading.main_thread():
             release.wait(60)
-        return original(*args, **kwargs)
+        write(self)
 
-    shard_writer.FileSystemWriter.write_data = write_later
-    try:
-        yield release
-    finally:
-        release.set()
-        shard_writer.FileSystemWriter.write_data = original
+    with mock.patch.object(shard_writer.ShardWrite, "_write", write_later):
+        try:
+            yield release
+        finally:
+            release.set()
 
 
 @contextlib.contextmanager

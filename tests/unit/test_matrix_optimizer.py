@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from megatron.bcd.model.frozen_weights import LOW_BITS
-from megatron.bcd.optim.matrix import MOMENTUM, MatrixRule
+from megatron.bcd.optim.matrix import MatrixRule
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
+from megatron.bcd.optim.state import MOMENTUM
 from megatron.bcd.optim.update_rules import MatrixLayout
 
 
@@ -67,10 +68,11 @@ def test_the_state_of_one_layer_moves() -> None:
                 weight.main_grad.copy_(torch.randn(4, 4))
             if moves:
                 optimizer.matrices[moved].offload([MOMENTUM, LOW_BITS])
-                assert not optimizer.matrices[moved].state and len(list(optimizer.device_state())) == 2
-                assert optimizer.host_bytes() == 16 * (4 + 2), "momentum and low bits"
+                assert not optimizer.matrices[moved].state and len(list(optimizer.state_tensors(on_host=False))) == 2
+                moved_bytes = sum(tensor.nbytes for tensor in optimizer.state_tensors(on_host=True))
+                assert moved_bytes == 16 * (4 + 2), "momentum and low bits"
                 optimizer.matrices[moved].begin(rule, is_streamed=False)
-                assert optimizer.host_bytes() == 0
+                assert not list(optimizer.state_tensors(on_host=True))
             optimizer.step()
         return [optimizer.matrices[name].main_param_reader()() for name in names]
 

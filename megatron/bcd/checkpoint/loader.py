@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -13,12 +13,11 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.bcd.checkpoint import layout, optimizer_state, random_states, run_state
-from megatron.bcd.checkpoint.run_state import RunState, StateSummary
+from megatron.bcd.checkpoint.run_state import RunState
 from megatron.bcd.checkpoint.safe_loading import only_data, unreadable
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.optim.state_groups import state_groups
 from megatron.bcd.runtime import collectives, device
 from megatron.bcd.runtime.compat.megatron_core import load_sharded
 
@@ -189,55 +188,26 @@ def load_weights(source: Source, model: torch.nn.Module) -> None:
     assert not unexpected and all(name.endswith(_EXTRA_STATE) for name in missing), (missing, unexpected)
 
 
-def load_offloaded_state(source: Source, active: ActiveBlock, *, next_block: int) -> None:
-    """Load the offloaded state of all blocks except `next_block`, the block that is built next.
+def load_optimizer(source: Source, active: ActiveBlock, *, next_block: int) -> None:
+    """Load the state of all optimizers. Call it before `ActiveBlock.build` of `next_block`, which restores it.
 
-    Call it before that block is built. A collective. Each block is built briefly, so that its state is sharded as in
-    its next phase. Raises ValueError like `load_weights`.
+    A collective. Raises ValueError like `load_weights`.
     """
     assert source.state is not None
-    groups = state_groups(active)
-    for key, summary in source.state.optimizer_state.items():
-        block = groups[key].block if key in groups else None
-        offloaded = optimizer_state.after_phase(summary, active)
-        if block is None or block == next_block or not offloaded["names"]:
-            continue
-        if groups[key].needs_build:
-            active.build(block)
-        _load_state({key: offloaded}, source, active)
-        if groups[key].needs_build:
-            active.dispose()
-
-
-def load_optimizer(source: Source, active: ActiveBlock) -> None:
-    """Load the state of the active block, state that belongs to no single block, and fp16's loss scale.
-
-    Call it after `ActiveBlock.build`. A collective. Raises ValueError like `load_weights`.
-    """
-    assert source.state is not None
-    blocks = {key: group.block for key, group in state_groups(active).items()}
-    summaries = source.state.optimizer_state
-    wanted = {key: summary for key, summary in summaries.items() if blocks.get(key) in (None, active.block)}
-    _load_state(wanted, source, active)
-    if source.state.loss_scaler is not None:
-        active.core.set_loss_scaler_state(source.state.loss_scaler)
+    for portion in optimizer_state.portions(active, source.state.optimizer_state, next_block=next_block):
+        loaded = _load({"optimizer": optimizer_state.requested_state(active, portion)}, source)
+        optimizer_state.set_state(portion, loaded.get("optimizer", {}))
 
 
 def load_random_states(source: Source) -> str | None:
     """Restore this rank's random generators. If the layout differs, return a message instead, the same on all ranks."""
     assert source.state is not None
-    saved = {"context_size": 1} | source.state.layout  # older versions do not write it
+    saved = source.state.layout
     if saved != current_layout():
         return f"random generators are seeded anew: the checkpoint was written with another parallel layout ({saved})"
     rank = torch.distributed.get_rank()
     random_states.restore_random_states(os.path.join(source.path, random_states.file_name(rank)))
     return None
-
-
-def _load_state(summaries: Mapping[str, StateSummary], source: Source, active: ActiveBlock) -> None:
-    for portion in optimizer_state.portions(active, summaries):
-        loaded = _load({"optimizer": optimizer_state.requested_state(active, portion)}, source)
-        optimizer_state.set_state(portion, loaded.get("optimizer", {}))
 
 
 def _load(sharded: dict[str, Any], source: Source) -> dict[str, Any]:

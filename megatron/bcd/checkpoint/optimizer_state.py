@@ -22,18 +22,7 @@ from megatron.bcd.checkpoint.run_state import StateSummary
 from megatron.bcd.checkpoint.shard_writer import expert_key
 from megatron.bcd.model.builder import get_frozen_weights, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.optim.block_state import OffloadedShard
-from megatron.bcd.optim.param_shard import MAIN_PARAM
-from megatron.bcd.optim.state_groups import (
-    COLUMN_MEANS,
-    ROW_MEANS,
-    FactoredMoments,
-    OuterMomenta,
-    StateGroup,
-    StatePart,
-    StatePiece,
-    state_groups,
-)
+from megatron.bcd.optim.state import COLUMN_MEANS, MAIN_PARAM, ROW_MEANS, ParamState
 from megatron.bcd.runtime import collectives, replicas
 
 Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
@@ -49,18 +38,21 @@ def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummar
 
     `is_current` is False if the active block's phase is over. Then only what --bcd-optimizer-state keeps is counted.
     """
-    groups = state_groups(active)
-    mine = {}
-    for key, group in groups.items():
-        pieces = group.pieces().values()
-        mine[key] = {name for piece in pieces for name in piece.names()}, {piece.num_steps for piece in pieces}
+    mine = dict[str, tuple[set[str], set[int], bool]]()
+    for state in active.state():
+        is_over = state.block is not None and state.block == active.block and not is_current
+        names, steps, _ = mine.setdefault(state.group, (set(), set(), is_over))
+        if state.tensors:
+            names.update(state.tensors)
+            steps.add(int(state.num_steps))
     ranks = collectives.gather_objects(mine)
     summaries = {}
-    for key in sorted(groups):
-        names, steps = (set().union(*column) for column in zip(*(rank[key] for rank in ranks), strict=True))
+    for key in sorted(set().union(*ranks)):
+        parts = [rank[key] for rank in ranks if key in rank]
+        names, steps = set().union(*(part[0] for part in parts)), set().union(*(part[1] for part in parts))
         assert len(steps) <= 1, f"parameters of one group, {key}, were stepped {sorted(steps)} times"
         summary: StateSummary = {"names": sorted(names), "num_steps": steps.pop() if steps else 0}
-        if groups[key].block is not None and groups[key].block == active.block and not is_current:
+        if any(is_over for *_, is_over in parts):
             summary = after_phase(summary, active)
         if summary["names"]:
             summaries[key] = summary
@@ -84,68 +76,40 @@ def sharded_state(
     A collective over the replicas.
 
     In bf16 the main parameters of all blocks take twice the bytes of the weights. They are therefore not all created at
-    once: if a weight `is_constant` until it is written, and this rank can read all of its offloaded state, that state
-    is created when it is written. Until then its entry is on the meta device. The owner of a matrix in host memory can
-    read its state.
+    once: if this rank can read the whole state, the weight `is_constant` until it is written, and the state is resting
+    or in host memory, it is created when it is written. Until then its entry is on the meta device. The means of the
+    rule `factored` are small, and not among these.
     """
-    weights, groups = _sharded_weights(active), state_groups(active)
-    is_on_host = get_frozen_weights(active.model).is_on_host
+    weights, is_on_host = _sharded_weights(active), get_frozen_weights(active.model).is_on_host
     entries: dict[str, Entry] = {}
     deferred: Deferred = {}
-    for key, summary in summaries.items():
-        group = groups[key]
-        pieces, joined = group.pieces(), group.joined(replicas.group())
-        for index, (name, parameter) in enumerate(group.parameters.items()):
-            piece, names = joined.get(name) or pieces.get(name), group.tensor_names(name, summary["names"])
-            rank = index % replicas.size(parameter)  # gathers and saves the parameter
-            is_whole = replicas.size(parameter) == 1 or name in joined
-            can_wait, saves = False, replicas.rank(parameter) == rank
-            has_owner = name in active.matrices.matrices and not isinstance(group, OuterMomenta)
-            if has_owner:  # which alone has the state, and saves it
-                saves = piece is not None
-                is_resting = group.block not in (None, active.block) and is_constant(parameter)
-                can_wait = is_resting or (is_on_host(parameter) and not isinstance(group, FactoredMoments))
-            elif isinstance(piece, OffloadedShard):
-                can_wait = is_whole and piece.names() >= set(names) and is_constant(parameter)
-                piece = replace(piece, parameter=parameter.detach())  # the parameter may point elsewhere by then
-            if can_wait:
-                for state_name in names if saves else ():
-                    assert piece is not None
-                    entry = _entry(active, name, weights[name], torch.empty(parameter.shape, device="meta"), state_name)
-                    entries[f"{state_name}.{name}"] = entry
-                    expert = _expert_number(active, name)
-                    key = entry.key if expert is None else expert_key(entry.key, expert)
-                    deferred[key] = functools.partial(_read, piece, state_name)
+    for state in active.state(joins=True):
+        if state.group not in summaries:
+            continue
+        parameter = state.parameter
+        saves = replicas.rank(parameter) == state.saver
+        can_wait = is_constant(parameter) and (state.is_resting or is_on_host(parameter))
+        for name, shape in state.shapes_of(summaries[state.group]["names"]).items():
+            read = state.tensors.get(name)
+            if state.is_divided:
+                shard, group = read and read(), replicas.group(parameter)
+                tensor = collectives.join_shards(
+                    shard, state.start, like=parameter, group=group, rank=state.saver
+                ).cpu()
+            elif not saves:
                 continue
-            if has_owner:
-                shapes = group.shapes(name, names)
-                tensors = {each: _read(piece, each).to("cpu", copy=True).view(shapes[each]) for each in names if piece}
+            elif can_wait and shape == parameter.shape:
+                tensor = torch.empty(shape, device="meta")
             else:
-                tensors = _gather(piece, names, parameter, rank=rank, is_sharded=active.core.is_sharded(parameter))
-            for state_name, tensor in tensors.items():
-                entries[f"{state_name}.{name}"] = _entry(active, name, weights[name], tensor, state_name)
+                tensor = torch.zeros(shape) if read is None else read().to("cpu", copy=True)
+            if saves:
+                entry = _entry(active, state.name, weights[state.name], tensor.view(shape), name)
+                entries[f"{name}.{state.name}"] = entry
+                if tensor.is_meta:
+                    expert = _expert_number(active, state.name)
+                    key = entry.key if expert is None else expert_key(entry.key, expert)
+                    deferred[key] = read or functools.partial(torch.zeros, shape)
     return entries, deferred
-
-
-def _gather(
-    piece: StatePiece | None, names: list[str], parameter: torch.Tensor, *, rank: int, is_sharded: bool
-) -> dict[str, torch.Tensor]:
-    """Return whole tensors of a parameter on one `rank` of the replicas, by name; nothing on the others. A collective.
-
-    Replicas that all have the same tensors need not communicate.
-    """
-    tensors = piece.tensors() if piece else {}
-    is_replicated = not (is_sharded or isinstance(piece, StatePart))
-    whole = {}
-    for name in names:
-        tensor = tensors.get(name)
-        is_joined = tensor is None or (replicas.size(parameter) > 1 and not is_replicated)
-        if is_joined:
-            start, replica_group = 0 if piece is None else piece.start, replicas.group(parameter)
-            tensor = collectives.join_shards(tensor, start, like=parameter, group=replica_group, rank=rank)
-        if replicas.rank(parameter) == rank and tensor is not None:
-            whole[name] = tensor.to("cpu", copy=not is_joined).view(parameter.shape)
-    return whole
 
 
 def _entry(
@@ -180,10 +144,6 @@ def _entry(
     )
 
 
-def _read(piece: StatePiece, state_name: str) -> torch.Tensor:
-    return piece.read[state_name]() if isinstance(piece, StatePart) else piece.tensors()[state_name]
-
-
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.|\.experts\..*weight(\d+)$")
 """An expert's number on this rank, in a parameter's name."""
 
@@ -197,27 +157,28 @@ def _expert_number(active: ActiveBlock, name: str) -> int | None:
     return first + int(match[1] or match[2])
 
 
-Portion: TypeAlias = list[tuple[StateGroup, StateSummary, str]]
-"""Names of parameters, with their groups and the groups' summaries."""
+Portion: TypeAlias = list[tuple[ParamState, StateSummary]]
+"""States to load, with the summaries of their groups."""
 
 
-def portions(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> list[Portion]:
-    """Divide the groups of a checkpoint that this run also has, so that a portion has about `_PORTION` elements.
+def portions(active: ActiveBlock, summaries: Mapping[str, StateSummary], *, next_block: int) -> list[Portion]:
+    """Divide the state of a checkpoint that this run also has, so that a portion has about `_PORTION` elements.
 
-    A collective. Only layers in host memory are divided. Ranks load portions together, so all get equally many, and
-    the last ones may be empty.
+    A collective. Of blocks other than `next_block` only what they keep between phases is loaded. Ranks load portions
+    together, so all get equally many, and the last ones may be empty.
     """
-    groups = state_groups(active)
-    known = [(groups[key], summary) for key, summary in summaries.items() if key in groups]
-    result: list[Portion] = [[]]
-    size, is_divided = 0, get_frozen_weights(active.model).is_used
-    for group, summary in known:
-        for name in group.parameters:
-            result[-1].append((group, summary, name))
-            size += sum(shape.numel() for shape in group.shapes(name, summary["names"]).values())
-            if is_divided and size >= _PORTION:
-                result.append([])
-                size = 0
+    result, size = [Portion()], 0
+    for state in active.state():
+        if (summary := summaries.get(state.group)) is None:
+            continue
+        if state.block not in (None, next_block):
+            summary = after_phase(summary, active)
+        if shapes := state.shapes_of(summary["names"]):
+            result[-1].append((state, summary))
+            size += sum(shape.numel() for shape in shapes.values())
+        if size >= _PORTION:
+            result.append([])
+            size = 0
     [most] = max(collectives.gather_integers(len(result)))
     return result + [[]] * (most - len(result))
 
@@ -226,24 +187,24 @@ def requested_state(active: ActiveBlock, portion: Portion) -> dict[str, Entry]:
     """Return empty whole tensors of this rank's state, for Megatron Core's dist_checkpointing to fill."""
     weights = _sharded_weights(active)
     return {
-        f"{state_name}.{name}": _entry(
+        f"{name}.{state.name}": _entry(
             active,
-            name,
-            weights[name],
+            state.name,
+            weights[state.name],
             torch.empty(shape, dtype=torch.float32),
-            state_name,
-            replica=replicas.rank(group.parameters[name]),
+            name,
+            replica=replicas.rank(state.parameter),
         )
-        for group, summary, name in portion
-        for state_name, shape in group.shapes(name, summary["names"]).items()
+        for state, summary in portion
+        for name, shape in state.shapes_of(summary["names"]).items()
     }
 
 
 def set_state(portion: Portion, loaded: Mapping[str, torch.Tensor]) -> None:
     """Set this rank's share of the state from the tensors that `requested_state` asked for."""
-    for group, summary, name in portion:
-        tensors = {key: loaded[f"{key}.{name}"] for key in group.shapes(name, summary["names"])}
-        group.set(name, tensors, summary["num_steps"])
+    for state, summary in portion:
+        tensors = {name: loaded[f"{name}.{state.name}"] for name in state.shapes_of(summary["names"])}
+        state.set(tensors, summary["num_steps"])
 
 
 def _sharded_weights(active: ActiveBlock) -> dict[str, Any]:

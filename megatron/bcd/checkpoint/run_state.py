@@ -26,16 +26,8 @@ _NETWORK = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads
             "moe_shared_expert_gate", *(each.name for each in fields(ModelConfig) if each.name not in _COMPUTATION),
             "bf16", "fp16", "optimizer")  # fmt: skip
 """Flags that must not change: the weights or the optimizer state would not fit, or mean something else."""
-_OLDER = {"softmax_type": "vanilla"} | {each.name: each.default for each in fields(ModelConfig)}
-"""Values of flags that older versions did not have."""
 _MAY_CHANGE_WITHOUT_STATE = ("seq_length", "max_position_embeddings", "bf16", "fp16", "optimizer")
 """Those flags that may change if a run loads only the weights."""
-_REMOVED = ("bcd_inactive_layers", "bcd_low_rank", "bcd_low_rank_alpha", "bcd_low_rank_layers",
-            "bcd_low_rank_lr_ratio", "save_adapters", "bcd_greedy_microbatches", "data_args_path",
-            "per_split_data_args_path", "dataloader_type", "data_sharding", "sft_refuse_long", "bcd_prefix_cache_dtype",
-            "bcd_prefix_cache_max_gib", "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers")  # fmt: skip
-"""Flags of older versions, which their checkpoints name."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
                "hierarchical_context_parallel_sizes", "world_size", *fields_that_may_change())  # fmt: skip
 """Flags that a resumed run may change without a message, like all of the sections below."""
@@ -43,7 +35,7 @@ _SECTIONS_THAT_MAY_CHANGE = ("checkpoint", "groups", "report")
 
 
 class StateSummary(TypedDict):
-    """The optimizer state of one group of parameters (`optim.state_groups`); the same on every rank."""
+    """The optimizer state of one group of parameters (`optim.state`); the same on every rank."""
 
     names: list[str]
     """Names of each parameter's tensors, such as exp_avg, exp_avg_sq and master."""
@@ -79,7 +71,7 @@ class RunState(Counters):
     scheduler_steps: int
     """The learning-rate scheduler's own count (samples)."""
     optimizer_state: dict[str, StateSummary]
-    """Summaries by the key of the state group (`optim.state_groups`)."""
+    """Summaries by the key of the state group (`optim.state`)."""
     loss_scaler: dict[str, float] | None
     interval: list[dict[str, Any]]
     """Results of the steps since the last log line."""
@@ -88,8 +80,8 @@ class RunState(Counters):
     flags: dict[str, Any]
     """`RunConfig`."""
     versions: dict[str, str] = field(default_factory=dict)
-    run: str = ""
-    """Result of `run_name`. Empty in checkpoints of older versions."""
+    run: str
+    """Result of `run_name`."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -113,24 +105,12 @@ def from_json(text: str, *, path: str) -> RunState:
             f"{path}: format version {version}, but this program reads {FORMAT_VERSION}; use a Megatron-BCD "
             "that reads it, or add --finetune to load the weights only"
         )
-    expected = {each.name for each in fields(RunState)}
-    if set(values) | {"run"} != expected:
-        raise ValueError(f"{path} is damaged (entries {sorted(set(values) ^ expected)} are missing or unknown)")
-    check_has_no_adapters(values["flags"], source=path)
-    for section in ("bcd", "checkpoint"):
-        values["flags"][section] = {
-            name: value for name, value in values["flags"].get(section, {}).items() if name not in _REMOVED
-        }
-    return RunState(**values)
-
-
-def check_has_no_adapters(flags: Mapping[str, Any], *, source: str) -> None:
-    """Raise ValueError if a run with the removed flag --bcd-low-rank wrote the checkpoint."""
-    if flags.get("bcd", {}).get("bcd_low_rank"):
+    if different := sorted(set(values) ^ {each.name for each in fields(RunState)}):
         raise ValueError(
-            f"{source}: the checkpoint has adapters (--bcd-low-rank), which were removed. Merge them with "
-            "tools/convert_checkpoint.py of the version that wrote it, and give the result to --load-hf."
+            f"{path}: entries {different} are missing or unknown; use the Megatron-BCD that wrote it, or add "
+            "--finetune to load the weights only"
         )
+    return RunState(**values)
 
 
 def consumed_samples(text: str) -> int:
@@ -147,7 +127,7 @@ def run_name(config: RunConfig, resumed: RunState | None) -> str:
     The name is a digest of the flags of the first start, without `_SECTIONS_THAT_MAY_CHANGE`. So a start that is killed
     before its first checkpoint and repeated is the same run.
     """
-    if resumed is not None and resumed.run:
+    if resumed is not None:
         return resumed.run
     sections = {
         name: values for name, values in run_config_to_dict(config).items() if name not in _SECTIONS_THAT_MAY_CHANGE
@@ -173,7 +153,6 @@ def check_same_weights(text: str, config: RunConfig, *, source: str) -> None:
         sections = {section: saved[section] for section in ("transformer", "model")}
     except (ValueError, KeyError, TypeError):
         return  # this version wrote other sections; shapes are compared when the weights are loaded
-    check_has_no_adapters(saved, source=source)
     names = [name for name in _NETWORK if name not in _MAY_CHANGE_WITHOUT_STATE]
     check_same_network(sections, config, source=source, names=names)
 
@@ -207,13 +186,13 @@ def check_same_tokens(saved: Mapping[str, Any], config: RunConfig, *, source: st
     """
     remedy = "or other folders for --save and --load (--finetune starts a new run with these weights)"
     now = config.data.mock_data
-    if saved.get("data", {}).get("mock_data", now) != now:
+    if saved["data"]["mock_data"] != now:
         was, again = ("without", "leave it out") if now else ("with", "give it again")
         raise ValueError(f"{source} was written {was} --mock-data: {again}, {remedy}")
-    before = saved.get("tokenizer", {})
+    before = saved["tokenizer"]
     for name in _TOKENIZER:
         value = getattr(config.tokenizer, name)
-        if before.get(name, value) != value:  # older versions did not store every flag
+        if before[name] != value:
             raise ValueError(
                 f"{source} was written with {_flag(name)} {before[name]}, but this run has {value}: give the same "
                 f"value, {remedy}"
@@ -227,7 +206,7 @@ def check_has_loaded_parts(saved: Mapping[str, Any], config: RunConfig, *, sourc
         ValueError: one is missing (--no-save-optim, --no-save-rng).
     """
     for part, what in (("optim", "optimizer state"), ("rng", "random generators")):
-        if getattr(config.checkpoint, f"load_{part}") and not saved["checkpoint"].get(f"save_{part}", True):
+        if getattr(config.checkpoint, f"load_{part}") and not saved["checkpoint"][f"save_{part}"]:
             raise ValueError(
                 f"{source} was written with --no-save-{part} and holds no {what}: give --no-load-{part} to start with "
                 "new ones, or another --load"
@@ -248,8 +227,7 @@ def with_saved_schedule(saved: Mapping[str, Any], config: RunConfig) -> RunConfi
         ValueError: one of the two schedules counts steps and the other one samples.
     """
     if config.bcd.bcd_steps_per_block is None:
-        steps = saved.get("bcd", {}).get("bcd_steps_per_block")
-        config = config.replace_section("bcd", bcd_steps_per_block=steps)
+        config = config.replace_section("bcd", bcd_steps_per_block=saved["bcd"]["bcd_steps_per_block"])
     if not config.checkpoint.use_checkpoint_opt_param_scheduler:
         return config
     if (saved["training"]["train_samples"] is None) != (config.training.train_samples is None):
@@ -257,9 +235,7 @@ def with_saved_schedule(saved: Mapping[str, Any], config: RunConfig) -> RunConfi
             "--use-checkpoint-opt_param-scheduler: one of --train-iters and --train-samples was given to the run that "
             "wrote the checkpoint, the other one to this run: give the same one"
         )
-    known = {field.name for field in fields(config.schedule)}
-    schedule = {name: value for name, value in saved["schedule"].items() if name in known}
-    with_schedule = config.replace_section("schedule", **schedule)
+    with_schedule = config.replace_section("schedule", **saved["schedule"])
     return with_schedule.replace_section("optimizer", **{name: saved["optimizer"][name] for name in _SCHEDULED})
 
 
@@ -270,11 +246,7 @@ def changed_flags(saved: RunState, config: RunConfig) -> list[str]:
     """
     now = run_config_to_dict(config)
     sections = [section for section in now if section not in _SECTIONS_THAT_MAY_CHANGE]
-    before_flat = _network({section: saved.flags.get(section, {}) for section in sections})
-    if before_flat["bcd_num_blocks"] is None:  # older versions did not store the default
-        stages = before_flat["pipeline_model_parallel_size"] if before_flat["bcd_layout"] == "submodel" else 1
-        num_layer_blocks = len(saved.blocks) - bool(before_flat.get("bcd_head_phase"))
-        before_flat["bcd_num_blocks"] = num_layer_blocks // stages
+    before_flat = _network({section: saved.flags[section] for section in sections})
     now_flat = _network({section: now[section] for section in sections})
     return [
         f"{_flag(name)} {_show(value)} (was {_show(before_flat[name])})"
@@ -289,12 +261,11 @@ def has_same_optimizers(saved: RunState, config: RunConfig) -> bool:
     With 16-bit weights a stateless update has separate main parameters. A stateless update of the embedding has no
     moments.
     """
-    before, now = saved.flags.get("bcd", {}), config.bcd
-    is_same = (before.get("bcd_inactive_update", "none") == "none") == (now.bcd_inactive_update == "none")
-    is_same_embedding = before.get("bcd_embedding_update", "adam") == now.bcd_embedding_update
-    if before.get("bcd_inactive_update") == now.bcd_inactive_update == "factored":  # column means by part
-        before_split = saved.flags.get("optimizer", {}).get("muon_split_qkv", config.optimizer.muon_split_qkv)
-        is_same_embedding &= before_split == config.optimizer.muon_split_qkv
+    before, now = saved.flags["bcd"], config.bcd
+    is_same = (before["bcd_inactive_update"] == "none") == (now.bcd_inactive_update == "none")
+    is_same_embedding = before["bcd_embedding_update"] == now.bcd_embedding_update
+    if before["bcd_inactive_update"] == now.bcd_inactive_update == "factored":  # column means by part
+        is_same_embedding &= saved.flags["optimizer"]["muon_split_qkv"] == config.optimizer.muon_split_qkv
     return is_same_embedding and (is_same or config.precision == "fp32")
 
 
@@ -319,7 +290,7 @@ def resumed_phase(
             f"{config.bcd.bcd_embedding_update} have other optimizer state than the checkpoint's run, so optimizer "
             "state is not loaded"
         )
-    elif saved.flags.get("bcd", {}).get("bcd_order") == "greedy":
+    elif saved.flags["bcd"]["bcd_order"] == "greedy":
         problem = f"--bcd-order {config.bcd.bcd_order} can't resume in the middle of a cycle of greedy order"
     else:
         return state, None
@@ -329,7 +300,7 @@ def resumed_phase(
 
 def _network(sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return all flags in one dictionary, with the sizes that Megatron Core derives if no flag gives them."""
-    values = _OLDER | {name: value for section in sections.values() for name, value in section.items()}
+    values = {name: value for section in sections.values() for name, value in section.items()}
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if hidden and heads:
         values["kv_channels"] = values.get("kv_channels") or hidden // heads

@@ -1,8 +1,11 @@
 """Write Megatron Core's distributed checkpoint format inside the training process.
 
 Megatron Core forks writer processes and starts a manager process for their results. If a writer is killed, training
-waits for ever; if a rank is killed, its manager process survives. Here PyTorch's own writer runs in this process, or in
-one of its threads. If a file cannot be written, the error is a value instead of an exception on one rank.
+waits for ever; if a rank is killed, its manager process survives. Here this process writes, or one of its threads. If a
+file cannot be written, the error is a value instead of an exception on one rank.
+
+PyTorch's writer has the same format, but keeps all tensors of a file until its end. Here each tensor is created when
+the one before is written and freed.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -22,13 +25,15 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron.bcd.checkpoint.layout import FileDigest, file_digest
 from megatron.bcd.runtime import atomic_io, collectives
+from megatron.bcd.runtime.compat import pytorch
 
 
-class Writer(FileSystemWriter):
-    """PyTorch's writer without storage metadata."""
+class IndexWriter(FileSystemWriter):
+    """PyTorch's writer of the index, without storage metadata."""
 
     def storage_meta(self) -> StorageMeta:
         """Return empty metadata. PyTorch's contains the folder before its renaming, as a pickled object."""
@@ -57,28 +62,18 @@ class Planner(MCoreSavePlanner):
     def __init__(self, deferred: Mapping[str, Callable[[], torch.Tensor]]) -> None:
         super().__init__(flatten_state_dict=False)
         self._deferred = deferred
-        self._copy = torch.empty(0)
-        """The last tensor that only this object has."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return a tensor. The writer calls this for one tensor after the other, each when it has written the last.
-
-        PyTorch's writer keeps all tensors until the end of the file, and first clones those that are views of more
-        memory. So this returns a clone, and frees the memory of the last one.
-        """
+        """Return a tensor to write."""
         part = super().lookup_object(index)
-        if not torch.is_tensor(part) or (part.untyped_storage().nbytes() == part.nbytes and not part.is_meta):
+        if not torch.is_tensor(part) or not part.is_meta:
             return part
-        if part.is_meta:
-            key = index.fqn
-            if key not in self._deferred:
-                assert index.offset is not None
-                key = expert_key(key, index.offset[0])
-            whole = self._deferred[key]()
-            part = whole.as_strided(part.shape, part.stride(), whole.storage_offset() + part.storage_offset())
-        self._copy.untyped_storage().resize_(0)
-        self._copy = part.detach().clone()
-        return self._copy
+        key = index.fqn
+        if key not in self._deferred:
+            assert index.offset is not None
+            key = expert_key(key, index.offset[0])
+        whole = self._deferred[key]()
+        return whole.as_strided(part.shape, part.stride(), whole.storage_offset() + part.storage_offset())
 
 
 class ShardWrite:
@@ -116,12 +111,10 @@ class ShardWrite:
                         part.data = self._on_host(part)
         except (RuntimeError, MemoryError) as error:  # out of host memory: `finish` reports it to the other ranks
             self._error = atomic_io.describe(error)
-        self._writer = Writer(folder, per_thread_copy_ahead=0)  # so that it writes each tensor before it asks for more
-        self._writer.set_up_storage_writer(is_coordinator=False, rank=self._rank, use_collectives=False)
         self._planner: Planner | None = Planner(deferred or {})
         self._planner.set_up_planner(mcore_to_pyt_state_dict(by_key), is_coordinator=self._rank == 0)
         # a rank's plan does not depend on the others': each shard has one rank that writes it
-        self._plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
+        self._plan = self._planner.create_local_plan()
         self._thread = threading.Thread(target=self._write, name="checkpoint writer", daemon=True)
 
     def _on_host(self, part: ShardedTensor) -> torch.Tensor:
@@ -158,11 +151,14 @@ class ShardWrite:
         planner, self._planner = self._planner, None  # so that the copies are freed
         if self._error is not None or planner is None:
             return
+        name = f"__{self._rank}_0.distcp"
+        path = os.path.join(self._folder, name)
         try:
-            self._results = self._writer.write_data(self._plan, planner).value()
-            for name in os.listdir(self._folder):
-                if name.startswith(f"__{self._rank}_"):
-                    self.digests[name] = file_digest(os.path.join(self._folder, name))
+            with open(path, "wb") as file:
+                self._results = [_write_item(file, name, item, planner) for item in self._plan.items]
+                file.flush()
+                os.fsync(file.fileno())
+            self.digests[name] = file_digest(path)
         except Exception as error:  # described here, because other ranks receive only the text
             self._error = atomic_io.describe(error)
 
@@ -179,6 +175,18 @@ class ShardWrite:
     def _write_index(self, ranks: list[Any]) -> None:
         plans, results, digests = map(list, zip(*ranks, strict=True))
         _, metadata = MCoreSavePlanner(flatten_state_dict=False).create_global_plan(plans)
-        Writer(self._folder).finish(metadata, results)
+        IndexWriter(self._folder).finish(metadata, results)
         self.digests = {name: digest for by_name in digests for name, digest in by_name.items()}
         self.digests[".metadata"] = file_digest(os.path.join(self._folder, ".metadata"))
+
+
+def _write_item(file: BinaryIO, name: str, item: WriteItem, planner: Planner) -> Any:
+    """Append a tensor or an object to the file `name`."""
+    start, data = file.tell(), planner.resolve_data(item)
+    if torch.is_tensor(data):
+        tensor = data.detach().cpu()
+        is_part = tensor.untyped_storage().nbytes() != tensor.nbytes  # of memory that `torch.save` would write whole
+        torch.save(tensor.clone() if is_part else tensor, file)
+    else:
+        file.write(data.getbuffer())
+    return pytorch.write_result(item.index, name, start, file.tell() - start)

@@ -278,13 +278,12 @@ def run_config_to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def run_config_from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """Build the RunConfig that ``run_config_to_dict`` wrote, also after a round trip through JSON. Accepts older
-    versions without replica groups.
+    """Build the RunConfig that ``run_config_to_dict`` wrote, also after a round trip through JSON.
 
     Raises:
         ValueError: a section or a field is unknown, or a section is absent.
     """
-    kinds, values = typing.get_type_hints(RunConfig), {"groups": {}, **values}
+    kinds = typing.get_type_hints(RunConfig)
     if set(values) != set(kinds):
         raise ValueError(f"run configuration: must have the sections {', '.join(kinds)}, not {', '.join(values)}")
     sections: dict[str, Any] = {"transformer": dict(values["transformer"])}

@@ -58,7 +58,7 @@ class MetricsFile:
             try:
                 values = json.loads(line)
                 is_kept = 0 < values["iteration"] <= last and not values.get("is_final")  # the run repeats that
-                run = values.get("run", self._run if last else None)  # older versions wrote no name
+                run = values.get("run")
             except (ValueError, TypeError, KeyError, AttributeError):
                 raise ValueError(
                     f"--metrics-file {self._path}: line {number} is not a line of metrics. Give another file."

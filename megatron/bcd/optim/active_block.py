@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,9 @@ from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
 from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_matrix_optimizer, phase_rules
-from megatron.bcd.optim.state_owner import StateOwner
+from megatron.bcd.optim.state import OUTER_MOMENTUM, ParamState, StateOwner
 from megatron.bcd.optim.switch_check import SwitchCheck
-from megatron.bcd.runtime import memory
+from megatron.bcd.runtime import memory, replicas
 from megatron.bcd.runtime.compat import megatron_core
 
 
@@ -68,6 +69,8 @@ class ActiveBlock:
             are_shared=self._frozen_weights.is_shared_by_all,
             keeps_moments=config.bcd.bcd_optimizer_state == "host",
             keeps_main_params=config.bcd.bcd_main_params == "host",
+            is_distributed=config.training.use_distributed_optimizer,
+            moments_dtype=config.training.adam_moments_dtype,
         )
         self.core = CoreOptimizer(model, config, self.parameters, offloaded=self.offloaded)
         self.matrices = build_matrix_optimizer(config, model, self.parameters, places=self._frozen_weights.places)
@@ -238,16 +241,37 @@ class ActiveBlock:
         for group in (group for owner in self.owners for group in owner.block_param_groups()):
             group["lr"] *= block_factor
 
+    def state(self, *, joins: bool = False) -> Iterator[ParamState]:
+        """Yield the state of all parameters of the stage. With `joins` a collective, as of `CoreOptimizer.state`."""
+        for owner, states in ((self.core, self.core.state(joins=joins)), (self.matrices, self.matrices.state())):
+            yield from (each for each in states if self.owner_of(each.name) is owner)
+        for index, (name, parameter) in enumerate(self.parameters.all().items()):
+            part, momentum = replicas.shard_slice(parameter.numel()), self.outer_momenta.get(name)
+            yield ParamState(
+                group="outer",
+                name=name,
+                parameter=parameter,
+                set=functools.partial(self._set_outer_momentum, name, part),
+                tensors={} if momentum is None else {OUTER_MOMENTUM: momentum.float},
+                start=part.start,
+                is_divided=replicas.size() > 1,
+                saver=index % replicas.size(),
+            )
+
+    def _set_outer_momentum(self, name: str, part: slice, tensors: Mapping[str, torch.Tensor], _: int) -> None:
+        self.outer_momenta[name] = tensors[OUTER_MOMENTUM].reshape(-1)[part].clone()
+
     def state_bytes(self) -> StateBytes:
         """Count the bytes of the present phase."""
         frozen = self._frozen_weights
         weights = [weight for weight in self.model.parameters() if not frozen.is_on_host(weight)]
         weights += frozen.device_tensors()
         gradients = [gradient for owner in self.owners for gradient in owner.gradients()]
-        state = [tensor for owner in self.owners for tensor in owner.device_state()]
+        state = [tensor for owner in self.owners for tensor in owner.state_tensors(on_host=False)]
+        on_host = (tensor.nbytes for owner in self.owners for tensor in owner.state_tensors(on_host=True))
         return StateBytes(
             model_state=memory.storage_bytes([*weights, *self.core.weight_buffers(), *gradients, *state]),
             gradients=memory.storage_bytes(gradients),
             optimizer_state=memory.storage_bytes(state, without=weights),
-            host=frozen.bytes_on_host() + sum(owner.host_bytes() for owner in self.owners),
+            host=frozen.bytes_on_host() + sum(on_host),
         )

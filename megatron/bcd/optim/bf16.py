@@ -36,11 +36,6 @@ class Bf16Residual:
     exception_bits: torch.Tensor
     """int32: the bits of their main parameters."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory."""
-        return self.differences.nbytes + self.exception_indices.nbytes + self.exception_bits.nbytes
-
     @torch.no_grad()
     def restore(self, weight: torch.Tensor, *, main_param: torch.Tensor) -> None:
         """Write the value that `bf16_residual` stored into `main_param` (fp32, flat).

@@ -1,6 +1,7 @@
 """Offloaded state: the optimizer state of each block in host memory between its phases.
 
-It also carries the state of always-active parameters through a switch.
+It also carries state into the next optimizer that is built: of always-active parameters through a switch, and of all
+parameters from a checkpoint or from another replica group.
 """
 
 from __future__ import annotations
@@ -14,46 +15,58 @@ import torch
 
 from megatron.bcd.optim import low_bit_adam
 from megatron.bcd.optim.bf16 import Bf16Residual, bf16_residual
-from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
-from megatron.bcd.runtime import collectives, device, memory
+from megatron.bcd.optim.param_shard import ParamShard
+from megatron.bcd.optim.parameters import Parameters
+from megatron.bcd.optim.state import MAIN_PARAM
+from megatron.bcd.runtime import collectives, device, memory, replicas
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadedShard:
-    """Offloaded state of elements `start` to `end` of a frozen parameter. All tensors are flat, in host memory."""
+    """Offloaded state of elements `start` to `end` of a parameter. All tensors are flat."""
 
-    parameter: torch.nn.Parameter
     start: int
     end: int
     num_steps: int
     moments: dict[str, torch.Tensor]
     """Moments as `ParamShard.stored_moments` returns them."""
-    residual: Bf16Residual | None
+    residual: Bf16Residual | None = None
     """In bf16: the difference between the main parameter and the weight."""
-    main_param: torch.Tensor | None
-    """In fp16: the main parameter."""
+    main_param: torch.Tensor | None = None
+    """Otherwise, in 16-bit precision: the main parameter."""
 
-    def names(self) -> set[str]:
-        """Return the names of `tensors`."""
+    def names(self) -> list[str]:
+        """Return the names of the state's tensors, as of `ParamShard`."""
         has_main_param = self.residual is not None or self.main_param is not None
-        return {*low_bit_adam.names(self.moments), *([MAIN_PARAM] if has_main_param else [])}
+        return [*low_bit_adam.names(self.moments), *([MAIN_PARAM] if has_main_param else [])]
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the moments, and the main parameter unless it is the weight itself, like `ParamShard.tensors`."""
-        tensors = low_bit_adam.decode(self.moments)
-        if self.main_param is not None:
-            tensors[MAIN_PARAM] = self.main_param
+    def read(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the state in fp32, flat, given the flat weight."""
+        if name != MAIN_PARAM:
+            return low_bit_adam.read(self.moments, name)
+        if self.residual is None:
+            assert self.main_param is not None
+            return self.main_param
+        main_param = torch.empty(self.end - self.start, dtype=torch.float32)
+        self.residual.restore(weight[self.start : self.end].cpu(), main_param=main_param)
+        return main_param
+
+    def restore(self, shard: ParamShard) -> None:
+        """Copy the state into the same shard of a new optimizer."""
+        assert (shard.start, shard.end) == (self.start, self.end), "the parameter is sharded differently than before"
         if self.residual is not None:
-            weight = self.parameter.detach().view(-1)[self.start : self.end].cpu()
-            tensors[MAIN_PARAM] = torch.empty(self.end - self.start, dtype=torch.float32)
-            self.residual.restore(weight, main_param=tensors[MAIN_PARAM])
-        return tensors
+            value = shard.main_param
+            self.residual.restore(shard.weight, main_param=value)
+            if shard.stores_low_bits:  # otherwise `value` is the main parameter, written in place
+                shard.set_main_param(value)
+        elif self.main_param is not None:
+            shard.set_main_param(self.main_param)
+        shard.set_stored_moments(self.moments, num_steps=self.num_steps)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory."""
-        tensors = [*self.moments.values(), *([] if self.main_param is None else [self.main_param])]
-        return sum(tensor.nbytes for tensor in tensors) + (0 if self.residual is None else self.residual.num_bytes)
+    def stored(self) -> list[torch.Tensor]:
+        """Return the tensors in memory."""
+        residual = [] if self.residual is None else [*vars(self.residual).values()]
+        return [*self.moments.values(), *([] if self.main_param is None else [self.main_param]), *residual]
 
 
 class BlockStateStore:
@@ -64,6 +77,8 @@ class BlockStateStore:
     Args:
         keeps_moments: --bcd-optimizer-state host.
         keeps_main_params: --bcd-main-params host.
+        is_distributed: the distributed optimizer shards parameters over their replicas.
+        moments_dtype: precision of Adam's moments: fp32, bf16 or int8.
         places: preallocated flat host buffers for the main parameters of whole parameters.
         are_shared: all replicas share the memory of `places`.
     """
@@ -73,178 +88,195 @@ class BlockStateStore:
         *,
         keeps_moments: bool,
         keeps_main_params: bool = True,
+        is_distributed: bool = False,
+        moments_dtype: str = "fp32",
         places: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
         are_shared: bool = False,
     ) -> None:
         self._places, self._are_shared = places or {}, are_shared
+        self._is_distributed, self._moments_dtype = is_distributed, moments_dtype
         self.keeps_moments = keeps_moments
         self.keeps_main_params = keeps_main_params
-        self._blocks: dict[int, dict[str, OffloadedShard]] = {}
-        self._always_active: dict[str, tuple[int, dict[str, torch.Tensor]]] = {}
-        """During a switch: the number of steps and the flat tensors of each always-active parameter, whole, on the
-        device or in host memory."""
-
-    @property
-    def blocks(self) -> Mapping[int, Mapping[str, OffloadedShard]]:
-        """Offloaded shards by block and parameter name. Those of the active block are from the start of its phase."""
-        return self._blocks
+        self.shards: dict[str, OffloadedShard] = {}
+        """This rank's shards by parameter. Those of the active block are from the start of its phase."""
+        self._moved: set[str] = set()
+        """Parameters that the next optimizer shards differently; the same on all replicas."""
+        self._passing: set[str] = set()
+        """Parameters whose state is dropped as soon as an optimizer has it, if the next one steps them."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory of all blocks."""
-        return sum(shard.num_bytes for shards in self._blocks.values() for shard in shards.values())
+        return sum(tensor.nbytes for shard in self.shards.values() for tensor in shard.stored())
 
-    def state(self) -> dict[int, Any]:
-        """Return copies of all offloaded state, in host memory."""
-        return memory.copy_to_host(
-            {
-                block: {name: {**vars(shard), "parameter": None} for name, shard in shards.items()}
-                for block, shards in self._blocks.items()
-            }
-        )
+    def is_sharded(self, parameter: torch.Tensor | None = None) -> bool:
+        """Return whether the distributed optimizer shards a parameter's state over several ranks."""
+        return self._is_distributed and replicas.size(parameter) > 1
 
-    def set_state(self, state: Mapping[int, Any], parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Load the `state` of the same rank of a run with the same layout. `parameters` has all parameters by name."""
-        self._always_active = {}  # the phase's optimizer holds it
-        self._blocks = {
-            block: {
-                name: self._move_to_place(OffloadedShard(**{**shard, "parameter": parameters[name]}))
-                for name, shard in shards.items()
-            }
-            for block, shards in state.items()
-        }
+    def save(self, shards: Mapping[str, ParamShard], always_active: Parameters) -> None:
+        """Save the state at the end of a phase, and wait until it is in host memory.
 
-    def _place(self, shard: OffloadedShard | ParamShard) -> torch.Tensor | None:
-        """Return the preallocated buffer of a shard's main parameter, if there is one."""
-        place = self._places.get(shard.parameter)
-        return None if place is None else place[shard.start : shard.end]
-
-    def _move_to_place(self, shard: OffloadedShard) -> OffloadedShard:
-        """Return the shard with its main parameter in the preallocated buffer, if there is one."""
-        place = self._place(shard)
-        if place is None:
-            return shard
-        if shard.residual is not None:
-            return replace(shard, residual=replace(shard.residual, differences=place.copy_(shard.residual.differences)))
-        return shard if shard.main_param is None else replace(shard, main_param=place.copy_(shard.main_param))
-
-    def save(self, block: int, shards: Mapping[str, ParamShard]) -> None:
-        """Copy the state of parameters of the block to host memory, and wait until it is there."""
-        saved = self._blocks.setdefault(block, {})
+        The state of always-active parameters is not copied, because the next optimizer will have it.
+        """
         for name, shard in shards.items():
             has_main_param = self.keeps_main_params and shard.has_own_main_param
-            if self.keeps_moments or has_main_param:
-                saved[name] = self._save_shard(shard, saved.get(name), has_main_param=has_main_param)
+            if name in always_active:
+                self.shards[name] = _snapshot(shard)
+            elif self.keeps_moments or has_main_param:
+                self.shards[name] = self._copy(
+                    shard.parameter,
+                    slice(shard.start, shard.end),
+                    main_param=shard.main_param if has_main_param else None,
+                    moments=shard.stored_moments() if self.keeps_moments else {},
+                    num_steps=shard.num_steps if self.keeps_moments else 0,
+                    previous=self.shards.get(name),
+                )
         device.synchronize()
+        self._passing = set(always_active)
+        self._moved |= {name for name, parameter in always_active.items() if self.is_sharded(parameter)}
 
-    def joined(
-        self, block: int, parameters: Mapping[str, torch.nn.Parameter], group: torch.distributed.ProcessGroup
-    ) -> Mapping[str, OffloadedShard]:
-        """Return a block's main parameters in shared memory, as the ranks of `group` together wrote them, by name.
+    def set(
+        self, name: str, parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor], num_steps: int
+    ) -> None:
+        """Set this rank's share of a parameter's state from whole tensors. The replicas divide it evenly."""
+        is_sharded = self.is_sharded(parameter)
+        part = replicas.shard_slice(parameter.numel(), parameter) if is_sharded else slice(0, parameter.numel())
+        moments = {key: tensor.reshape(-1)[part] for key, tensor in tensors.items() if key != MAIN_PARAM}
+        # 8-bit codes share scales, and other elements will when they are sharded differently
+        dtype = "fp32" if is_sharded and self._moments_dtype == "int8" else self._moments_dtype
+        main_param = tensors.get(MAIN_PARAM)
+        self.shards[name] = self._copy(
+            parameter,
+            part,
+            main_param=None if main_param is None else main_param.reshape(-1)[part],
+            moments=moments if dtype == "fp32" else low_bit_adam.encode(moments, dtype),
+            num_steps=num_steps,
+        )
+        self._passing.add(name)
+        if is_sharded:
+            self._moved.add(name)
+
+    def restore(self, shards: Mapping[str, ParamShard], parameters: Parameters) -> None:
+        """Copy the offloaded state of `parameters`, if any, into the shards of a new optimizer.
+
+        A collective over the replicas of each parameter that is sharded differently than before.
+        """
+        moved = {name: parameter for name, parameter in parameters.items() if name in self._moved}
+        contents = self._contents(moved)
+        for name in parameters:
+            if name in moved:
+                self._restore_moved(name, parameters[name], shards.get(name), *contents[name])
+            elif name in shards and name in self.shards:
+                self.shards[name].restore(shards[name])
+            if name in self._moved | self._passing:
+                self.shards.pop(name, None)
+        self._moved -= parameters.keys()
+
+    def _contents(self, parameters: Parameters) -> dict[str, tuple[int, list[str]]]:
+        """Return the number of steps and the names of tensors that the replicas have of each parameter."""
+        mine = {
+            name: (self.shards[name].num_steps, self.shards[name].names()) for name in parameters if name in self.shards
+        }
+        ranks = collectives.gather_objects(mine, replicas.group()) if parameters else []
+        return {name: content for rank in ranks for name, content in rank.items()}
+
+    def _restore_moved(
+        self, name: str, parameter: torch.nn.Parameter, shard: ParamShard | None, num_steps: int, names: list[str]
+    ) -> None:
+        offloaded, group, tensors = self.shards.get(name), replicas.group(parameter), {}
+        for each in names:
+            mine = None if offloaded is None else offloaded.read(each, parameter.detach().view(-1))
+            start = 0 if offloaded is None else offloaded.start
+            whole = collectives.join_shards(mine, start, like=parameter, group=group, rank=None)
+            if shard is not None:
+                tensors[each] = whole[shard.start : shard.end].clone()
+        if shard is not None:
+            shard.set(tensors, num_steps=num_steps)
+
+    def joined(self, parameters: Parameters) -> dict[str, OffloadedShard]:
+        """Return the main parameters in shared memory, as the replicas together wrote them, by name.
 
         The shards are whole parameters, although each rank has written only its part. Empty if the ranks also store
-        moments, which are not shared. A collective over the group.
+        moments, which are not shared. A collective over the replicas.
         """
         if self.keeps_moments or not self._are_shared:
             return {}
         exceptions = {
             name: None
-            if (residual := shard.residual) is None
-            else (residual.exception_indices + shard.start, residual.exception_bits)
-            for name, shard in self._blocks.get(block, {}).items()
-            if shard.parameter in self._places
+            if (residual := self.shards[name].residual) is None
+            else (residual.exception_indices + self.shards[name].start, residual.exception_bits)
+            for name, parameter in parameters.items()
+            if name in self.shards and parameter in self._places
         }
         by_name = defaultdict[str, list[Any]](list)
-        for rank in collectives.gather_objects(exceptions, group):
+        for rank in collectives.gather_objects(exceptions, replicas.group()):
             for name, exception in rank.items():
                 by_name[name].append(exception)
+        return {name: _whole_shard(parameters[name], self._places[parameters[name]], by_name[name]) for name in by_name}
+
+    def rank_state(self, live: Mapping[str, ParamShard]) -> dict[str, Any]:
+        """Return copies in host memory of all state. `live` has the shards of the present optimizer."""
+        shards = self.shards | {name: _snapshot(shard) for name, shard in live.items()}
         return {
-            name: _whole_shard(parameters[name], self._places[parameters[name]], exceptions)
-            for name, exceptions in by_name.items()
+            "shards": {name: memory.copy_to_host(vars(shard)) for name, shard in shards.items()},
+            "moved": {*self._moved},
         }
 
-    def restore(self, block: int, shards: Mapping[str, ParamShard]) -> None:
-        """Copy the offloaded state of these parameters of the block, if any, into the shards of a new optimizer."""
-        saved = self._blocks.get(block, {})
-        for name, shard in shards.items():
-            if (offloaded := saved.get(name)) is None:
-                continue
-            is_same = (shard.start, shard.end) == (offloaded.start, offloaded.end)
-            assert is_same, f"{name} is sharded differently than before"
-            if offloaded.residual is not None:
-                value = shard.main_param
-                offloaded.residual.restore(shard.weight, main_param=value)
-                if shard.stores_low_bits:  # otherwise `value` is the main parameter, written in place
-                    shard.set_main_param(value)
-            elif offloaded.main_param is not None:
-                shard.set_main_param(offloaded.main_param)
-            shard.set_stored_moments(offloaded.moments, num_steps=offloaded.num_steps)
+    def load_rank_state(self, state: Mapping[str, Any], parameters: Parameters) -> None:
+        """Load the `rank_state` of the same rank of a run with the same layout and the same weights."""
+        self.shards = {}
+        for name, values in state["shards"].items():
+            shard, parameter = OffloadedShard(**values), parameters[name]
+            has_main_param = MAIN_PARAM in shard.names()
+            self.shards[name] = self._copy(
+                parameter,
+                slice(shard.start, shard.end),
+                main_param=shard.read(MAIN_PARAM, parameter.detach().view(-1)) if has_main_param else None,
+                moments=shard.moments,
+                num_steps=shard.num_steps,
+            )
+        self._moved, self._passing = {*state["moved"]}, set(self.shards)
 
-    def _save_shard(
-        self, shard: ParamShard, previous: OffloadedShard | None, *, has_main_param: bool
+    def _copy(
+        self,
+        parameter: torch.nn.Parameter,
+        part: slice,
+        *,
+        main_param: torch.Tensor | None,
+        moments: Mapping[str, torch.Tensor],
+        num_steps: int,
+        previous: OffloadedShard | None = None,
     ) -> OffloadedShard:
-        """Copy a shard, into the buffers of its previous copy if there is one."""
-        residual = main_param = None
-        flat = shard.main_param
-        place = self._place(shard)
-        if has_main_param and shard.parameter.dtype == torch.bfloat16:
+        """Copy state of a part of a parameter to host memory, into the buffers of its previous copy if there is one."""
+        residual = copy = None
+        place = self._places[parameter][part] if parameter in self._places else None
+        if main_param is not None and parameter.dtype == torch.bfloat16:
             if place is None and previous is not None and previous.residual is not None:
                 place = previous.residual.differences
-            out = _buffer(flat.numel(), torch.int16, place)
-            residual = bf16_residual(flat, shard.weight, out=out)
-        elif has_main_param:
+            out = _buffer(main_param.numel(), torch.int16, place)
+            residual = bf16_residual(main_param, parameter.detach().view(-1)[part], out=out)
+        elif main_param is not None:
             place = previous.main_param if place is None and previous is not None else place
-            main_param = _buffer(flat.numel(), torch.float32, place)
-            main_param.copy_(flat, non_blocking=True)
-        moments = {}
-        for name, moment in shard.stored_moments().items() if self.keeps_moments else ():
-            moments[name] = _buffer(moment.numel(), moment.dtype, previous and previous.moments.get(name))
-            moments[name].copy_(moment, non_blocking=True)
+            copy = _buffer(main_param.numel(), torch.float32, place)
+            copy.copy_(main_param, non_blocking=True)
+        kept = {}
+        for name, moment in moments.items():
+            kept[name] = _buffer(moment.numel(), moment.dtype, previous and previous.moments.get(name))
+            kept[name].copy_(moment, non_blocking=True)
         return OffloadedShard(
-            parameter=shard.parameter,
-            start=shard.start,
-            end=shard.end,
-            num_steps=shard.num_steps if self.keeps_moments else 0,
-            moments=moments,
-            residual=residual,
-            main_param=main_param,
+            start=part.start, end=part.stop, num_steps=num_steps, moments=kept, residual=residual, main_param=copy
         )
 
-    def save_always_active(
-        self,
-        shards: Mapping[str, ParamShard],
-        parameters: Mapping[str, torch.nn.Parameter],
-        *,
-        group: torch.distributed.ProcessGroup | None,
-    ) -> None:
-        """Save the state of the always-active `parameters` for the optimizer of the next block.
 
-        `group` is the data-parallel x context-parallel group if the distributed optimizer shards the state, otherwise
-        None. The next block's optimizer shards it differently, so each rank saves whole parameters. A collective over
-        the group.
-        """
-        states = {name: (shard.num_steps, shard.tensors()) for name, shard in shards.items()}
-        if group is not None:
-            mine = {name: (num_steps, sorted(tensors)) for name, (num_steps, tensors) in states.items()}
-            contents = {name: each for rank in collectives.gather_objects(mine, group) for name, each in rank.items()}
-
-            def whole(name: str, key: str) -> torch.Tensor:
-                shard, start = (states[name][1][key], shards[name].start) if name in shards else (None, 0)
-                return collectives.join_shards(shard, start, like=parameters[name], group=group, rank=None).cpu()
-
-            states = {
-                name: (contents[name][0], {key: whole(name, key) for key in contents[name][1]}) for name in parameters
-            }
-        self._always_active = states
-
-    def restore_always_active(self, shards: Mapping[str, ParamShard]) -> None:
-        """Copy the state that `save_always_active` saved into the shards of a new optimizer, and drop it."""
-        states, self._always_active = self._always_active, {}
-        for name, shard in shards.items():
-            if name in states:
-                num_steps, tensors = states[name]
-                sliced = {key: tensor[shard.start : shard.end] for key, tensor in tensors.items()}
-                shard.set(sliced, num_steps=num_steps)
+def _snapshot(shard: ParamShard) -> OffloadedShard:
+    """Return the state of a shard where it is, without a copy."""
+    return OffloadedShard(
+        start=shard.start,
+        end=shard.end,
+        num_steps=shard.num_steps,
+        moments=shard.stored_moments(),
+        main_param=shard.main_param if shard.has_own_main_param else None,
+    )
 
 
 def _whole_shard(parameter: torch.nn.Parameter, place: torch.Tensor, exceptions: Sequence[Any]) -> OffloadedShard:
@@ -252,15 +284,12 @@ def _whole_shard(parameter: torch.nn.Parameter, place: torch.Tensor, exceptions:
 
     `exceptions` are the indices and bits of a `Bf16Residual`, by rank.
     """
-    residual = None
-    if parameter.dtype == torch.bfloat16:
-        indices, bits = (torch.cat(column) for column in zip(*exceptions, strict=True))
-        residual = Bf16Residual(differences=place, exception_indices=indices, exception_bits=bits)
-    main_param = place if residual is None else None
-    size = parameter.numel()
-    return OffloadedShard(
-        parameter=parameter, start=0, end=size, num_steps=0, moments={}, residual=residual, main_param=main_param
-    )
+    shard = OffloadedShard(start=0, end=parameter.numel(), num_steps=0, moments={})
+    if parameter.dtype != torch.bfloat16:
+        return replace(shard, main_param=place)
+    indices, bits = (torch.cat(column) for column in zip(*exceptions, strict=True))
+    residual = Bf16Residual(differences=place, exception_indices=indices, exception_bits=bits)
+    return replace(shard, residual=residual)
 
 
 def _buffer(num_elements: int, dtype: torch.dtype, previous: torch.Tensor | None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -19,17 +20,11 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_chunks
 from megatron.bcd.optim import bf16
 from megatron.bcd.optim.block_state import BlockStateStore
-from megatron.bcd.optim.param_shard import (
-    ALWAYS_ACTIVE,
-    ParamShard,
-    all_optimizer_params,
-    chained_optimizers,
-    param_shards,
-)
+from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, ParamShard, param_shards
 from megatron.bcd.optim.parameters import Parameters, ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_optimizer, wrap_model
-from megatron.bcd.optim.state_owner import StateOwner
-from megatron.bcd.runtime import collectives, device, memory, replicas
+from megatron.bcd.optim.state import ParamState, StateOwner
+from megatron.bcd.runtime import collectives, device, replicas
 from megatron.bcd.runtime.compat import megatron_core
 
 _CORE_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad")
@@ -57,10 +52,8 @@ class CoreOptimizer(StateOwner):
         self.wrapped: DistributedDataParallel | None = None
         self.block_parameters: Parameters = {}
         """Parameters that only the active block owns, by name."""
-        self.block_shards: dict[str, ParamShard] = {}
-        """This rank's optimizer state of `block_parameters`, by name."""
-        self.always_active_shards: dict[str, ParamShard] = {}
-        """This rank's optimizer state of always-active parameters, by name."""
+        self.shards: dict[str, ParamShard] = {}
+        """This rank's optimizer state of `block_parameters` and of always-active parameters, by name."""
         self.num_zeros: int | None = None
         """--log-num-zeros-in-grad: zeros in the gradient of the last step; None if it was skipped."""
         self._model, self._config, self._parameters = model, config, parameters
@@ -75,11 +68,12 @@ class CoreOptimizer(StateOwner):
 
     def optimizers(self) -> list[Any]:
         """Return the optimizers that Megatron Core chains; none between phases."""
-        return chained_optimizers(self._optimizer)
+        return list(getattr(self._optimizer, "chained_optimizers", []))
 
-    def is_sharded(self, parameter: torch.Tensor | None = None) -> bool:
-        """Return whether the distributed optimizer shards a parameter's state over several ranks."""
-        return self._config.training.use_distributed_optimizer and replicas.size(parameter) > 1
+    @property
+    def block_shards(self) -> dict[str, ParamShard]:
+        """This rank's optimizer state of `block_parameters`, by name."""
+        return {name: shard for name, shard in self.shards.items() if name in self.block_parameters}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -103,22 +97,18 @@ class CoreOptimizer(StateOwner):
         always_active = self._parameters.always_active()
         self._optimizer = build_optimizer(self.wrapped, self._config, always_active=always_active.values())
         if self._loss_scaler_state is not None:
-            self.set_loss_scaler_state(self._loss_scaler_state)
+            state = {name: int(value) for name, value in self._loss_scaler_state.items()}
+            scale = torch.tensor([self._loss_scaler_state["scale"]])
+            for each in self.optimizers():
+                each.grad_scaler.load_state_dict(state | {"scale": scale})
         self.block_parameters = self._parameters.owned_by(block)
-        self.block_shards = param_shards(self.optimizers(), self.block_parameters)
-        self.always_active_shards = param_shards(self.optimizers(), always_active)
-        self.offloaded.restore(block, self.block_shards)
-        self.offloaded.restore_always_active(self.always_active_shards)
+        self.shards = param_shards(self.optimizers(), self.block_parameters | always_active)
+        self.offloaded.restore(self.shards, self.block_parameters | always_active)
 
     def save(self) -> None:
-        """Copy the state that outlives the phase to host memory. A collective over the ranks with the same weights."""
+        """Save the state that outlives the phase."""
         self._loss_scaler_state = self.loss_scaler_state()
-        assert self.block is not None
-        self.offloaded.save(self.block, self.block_shards)
-        if always_active := self._parameters.always_active():
-            self.offloaded.save_always_active(
-                self.always_active_shards, always_active, group=replicas.group() if self.is_sharded() else None
-            )
+        self.offloaded.save(self.shards, self._parameters.always_active())
 
     def end(self) -> None:
         """Free wrapper, optimizer and gradients. The weights stay."""
@@ -132,7 +122,7 @@ class CoreOptimizer(StateOwner):
                 if hasattr(parameter, name):
                     delattr(parameter, name)
         self.wrapped = self._optimizer = self.block = None
-        self.block_parameters, self.block_shards, self.always_active_shards = {}, {}, {}
+        self.block_parameters, self.shards = {}, {}
 
     # ------------------------------------------------------------------------------------------------------------ step
 
@@ -222,8 +212,7 @@ class CoreOptimizer(StateOwner):
         is_offloaded = self._config.optimizer.optimizer_cpu_offload
         if not (self._config.is_precision_aware or is_offloaded):
             return None
-        shards = (*self.block_shards.values(), *self.always_active_shards.values())
-        return {shard.parameter: shard.weight if is_offloaded else shard.main_param for shard in shards}
+        return {shard.parameter: shard.weight if is_offloaded else shard.main_param for shard in self.shards.values()}
 
     # ------------------------------------------------------------------------------------------------------ loss scale
 
@@ -237,26 +226,45 @@ class CoreOptimizer(StateOwner):
         state = scalers[0].state_dict() if scalers and scalers[0] else None
         return {name: float(value) for name, value in state.items()} if state else None
 
-    def set_loss_scaler_state(self, state: Mapping[str, float]) -> None:
-        """Load what `loss_scaler_state` returned."""
-        for each in self.optimizers():
-            each.grad_scaler.load_state_dict(
-                {name: torch.tensor([value]) if name == "scale" else int(value) for name, value in state.items()}
-            )
-
     def remember_loss_scaler(self, state: Mapping[str, float] | None) -> None:
         """Let the next `begin` start from this state of another run."""
         self._loss_scaler_state = state
 
     # ----------------------------------------------------------------------------------------------------------- state
 
-    def shard(self, name: str) -> ParamShard | None:
-        """Return this rank's shard of a parameter, or None if it has none."""
-        return self.block_shards.get(name, self.always_active_shards.get(name))
+    def state(self, *, joins: bool = False) -> Iterator[ParamState]:
+        """Yield the state of all parameters of blocks and of always-active ones, also of those that other owners step.
+
+        With `joins` a collective over the replicas: each reads all that they store in shared memory.
+        """
+        parameters, offloaded = self._parameters.all(), self.offloaded
+        active = self._parameters.always_active() | self.block_parameters
+        whole = (
+            offloaded.joined({name: parameters[name] for name in parameters.keys() - active.keys()}) if joins else {}
+        )
+        for index, (name, parameter) in enumerate(parameters.items()):
+            owned = self._parameters.ownership(name)
+            if owned.block is None and not owned.is_always_active:
+                continue
+            shard = self.shards.get(name) if name in active else whole.get(name, offloaded.shards.get(name))
+            weight = [] if name in active else [parameter.detach().view(-1)]
+            yield ParamState(
+                group="always" if owned.is_always_active else str(owned.block),
+                block=None if owned.is_always_active else owned.block,
+                name=name,
+                parameter=parameter,
+                set=functools.partial(offloaded.set, name, parameter),
+                tensors={each: functools.partial(shard.read, each, *weight) for each in shard.names()} if shard else {},
+                start=shard.start if shard else 0,
+                num_steps=shard.num_steps if shard else 0,
+                is_divided=offloaded.is_sharded(parameter) and name not in whole,
+                saver=index % replicas.size(parameter),
+                is_resting=name not in active,
+            )
 
     def main_param(self, name: str) -> torch.Tensor:
-        shard, weight = self.shard(name), self._parameters.all()[name]
-        if not self.is_sharded(weight):
+        shard, weight = self.shards.get(name), self._parameters.all()[name]
+        if not self.offloaded.is_sharded(weight):
             assert shard is not None, f"no optimizer steps {name}"
             return shard.main_param
         mine, start = (None, 0) if shard is None else (shard.main_param, shard.start)
@@ -269,34 +277,18 @@ class CoreOptimizer(StateOwner):
             bf16.split(value.view(weight.shape), weight=weight, low_bits=None)
         else:
             weight.copy_(value.view(weight.shape))
-        if (shard := self.shard(name)) is not None:
+        if (shard := self.shards.get(name)) is not None:
             shard.set_main_param(value[shard.start : shard.end])
 
     def rank_state(self) -> dict[str, Any]:
-        shards = self.block_shards | self.always_active_shards
-        return {
-            "shards": memory.copy_to_host(
-                {name: (shard.main_param, shard.stored_moments(), shard.num_steps) for name, shard in shards.items()}
-            ),
-            "offloaded": self.offloaded.state(),
-            "loss_scaler": self.loss_scaler_state(),
-        }
+        return self.offloaded.rank_state(self.shards) | {"loss_scaler": self.loss_scaler_state()}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        self.offloaded.set_state(state["offloaded"], self._parameters.all())
+        self.offloaded.load_rank_state(state, self._parameters.all())
         self.remember_loss_scaler(state["loss_scaler"])
 
-    def load_rank_shards(self, state: Mapping[str, Any]) -> None:
-        """Load the rest of another group's `rank_state` once its block is active."""
-        for name, shard in (self.block_shards | self.always_active_shards).items():
-            main_param, moments, num_steps = state["shards"][name]
-            shard.set_stored_moments(moments, num_steps=num_steps)
-            shard.set_main_param(main_param)
-
     def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
-        for param in all_optimizer_params(self._optimizer) if is_of_block else ():
-            if not param.group.get(ALWAYS_ACTIVE):
-                yield param.main_param
+        return (shard.main_param for shard in self.block_shards.values() if is_of_block)
 
     def weight_buffers(self) -> list[torch.Tensor]:
         """Return DDP's flat buffers of weights."""
@@ -309,24 +301,20 @@ class CoreOptimizer(StateOwner):
         yield from (buffer.grad_data for buffer in self._buffers() if buffer.grad_data is not None)
         yield from self._gradients_to_step(on_host=False)
 
-    def device_state(self) -> Iterator[torch.Tensor]:
-        return self._state(on_host=False)
-
-    def host_bytes(self) -> int:
-        """Return the bytes of offloaded state, and of the state in host memory with --optimizer-cpu-offload."""
-        on_host = [*self._state(on_host=True), *self._gradients_to_step(on_host=True)]
-        return self.offloaded.num_bytes + memory.storage_bytes(on_host)
-
-    def _state(self, *, on_host: bool) -> Iterator[torch.Tensor]:
-        for param in all_optimizer_params(self._optimizer):
-            if param.on_host == on_host:
-                yield param.stepped
-                yield from (value for value in param.state.values() if torch.is_tensor(value))
+    def state_tensors(self, *, on_host: bool) -> Iterator[torch.Tensor]:
+        """Yield tensors of the state. With --optimizer-cpu-offload those in host memory include gradients."""
+        for shard in self.shards.values():
+            if shard.on_host == on_host:
+                yield shard.stepped
+                yield from (value for value in shard.state.values() if torch.is_tensor(value))
+        if on_host:
+            yield from self._gradients_to_step(on_host=True)
+            yield from (tensor for shard in self.offloaded.shards.values() for tensor in shard.stored())
 
     def _gradients_to_step(self, *, on_host: bool) -> Iterator[torch.Tensor]:
-        for param in all_optimizer_params(self._optimizer):
-            if param.on_host == on_host and param.stepped.grad is not None:
-                yield param.stepped.grad
+        for shard in self.shards.values():
+            if shard.on_host == on_host and shard.stepped.grad is not None:
+                yield shard.stepped.grad
 
 
 def _gradients(optimizer: Any, stepped: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -111,16 +111,19 @@ def encode(moments: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.T
     return state
 
 
+def read(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return a flat fp32 moment from state entries. An entry in fp32 is not copied."""
+    stored = state[name]
+    if stored.dtype == torch.float32:
+        return stored
+    size, step = stored.numel(), chunk_size(stored.device)
+    chunks = [load(state, name, start, min(start + step, size)) for start in range(0, size, step)]
+    return torch.cat(chunks) if chunks else stored.float()
+
+
 def decode(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return flat fp32 moments by name from state entries. Entries in fp32 are not copied."""
-    moments = {}
-    for name in names(state):
-        moments[name] = state[name]
-        if state[name].dtype != torch.float32:
-            size, step = state[name].numel(), chunk_size(state[name].device)
-            chunks = [load(state, name, start, min(start + step, size)) for start in range(0, size, step)]
-            moments[name] = torch.cat(chunks) if chunks else state[name].float()
-    return moments
+    """Return flat fp32 moments by name from state entries, as `read` does."""
+    return {name: read(state, name) for name in names(state)}
 
 
 def names(state: Mapping[str, torch.Tensor]) -> list[str]:

@@ -5,6 +5,7 @@ Shapes: K = matrices of a stack, M = rows, N = columns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +16,15 @@ from megatron.core import parallel_state
 from megatron.bcd.blocks.ownership import matrix_stacks
 from megatron.bcd.model.frozen_weights import LOW_BITS, State
 from megatron.bcd.optim import bf16, low_bit_adam, update_rules
-from megatron.bcd.optim.param_shard import MAIN_PARAM
+from megatron.bcd.optim.state import COLUMN_MEANS, MAIN_PARAM, MOMENTUM, ROW_MEANS
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import device
 from megatron.bcd.runtime.compat import pytorch
 
-MOMENTUM, FACTORS = "momentum_buffer", "factors"
-"""Kinds of state, beside LOW_BITS and Adam's entries. The first is also the momentum's name in checkpoints."""
+FACTORS = "factors"
+"""Kind of state, beside LOW_BITS, MOMENTUM and Adam's entries."""
+MOMENTS = "moments"
+"""Adam's entries together, in `Matrix.groups`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +53,6 @@ class MatrixRule:
         """Whether the gradients are clipped and part of the norm."""
         return self.momentum is not None or self.name == update_rules.ADAM
 
-    @property
-    def has_signed_squares(self) -> bool:
-        """Whether weights round like Megatron Core's, which takes the signs of Adam's second moment (`bf16.split`)."""
-        return self.name == update_rules.ADAM and self.is_by_piece
-
 
 Rules = list[tuple[MatrixRule, Iterable[str], bool]]
 """Rule, names of matrices, and whether the active block owns them."""
@@ -72,7 +70,13 @@ class Matrix:
     group: torch.distributed.ProcessGroup
     num_ranks: int
     """Number of ranks whose gradients the matrix averages. Those of an expert have arrived with its tokens."""
+    groups: Mapping[str, tuple[str, int | None]]
+    """The state that checkpoints store, by kind: the group's key, and the block in whose phases alone it is stepped."""
     momentum_dtype: torch.dtype
+    moments_dtype: str
+    """Precision of Adam's moments: fp32, bf16 or int8."""
+    has_signed_squares: bool
+    """Whether weights round like Megatron Core's, which takes the signs of Adam's second moment (`bf16.split`)."""
     offloads_low_bits: bool
     """Whether low bits are in host memory while the matrix is not stepped."""
     places: State
@@ -149,7 +153,8 @@ class Matrix:
 
     def store_on_host(self, kind: str, tensor: torch.Tensor) -> None:
         """Set the state of a kind in host memory, in its place if there is one."""
-        self.offloaded[kind] = self.places[kind].copy_(tensor) if kind in self.places else tensor.cpu()
+        place = self.places.get(kind)
+        self.offloaded[kind] = tensor.cpu() if place is None else place.copy_(tensor.view_as(place))
 
     def get(self, kind: str) -> torch.Tensor | None:
         """Return the state of a kind, on the device or in host memory; None if there is none."""
@@ -175,11 +180,53 @@ class Matrix:
 
         They do in updates by piece. Other matrices keep their value at a switch, where they may lose the moment.
         """
-        is_signed = self.rule is not None and self.rule.has_signed_squares
-        squares = self.get("exp_avg_sq") if is_signed else None
+        squares = self.get("exp_avg_sq") if self.has_signed_squares else None
         return None if squares is None else squares.view_as(self.parameter)
 
     # ------------------------------------------------------------------------------------------- as checkpoints have it
+
+    def tensors(self, kind: str) -> dict[str, Callable[[], torch.Tensor]]:
+        """Return functions that return the owner's state of a kind, from where it is now, by name in checkpoints."""
+        if not self.is_owner:
+            return {}
+        if kind == LOW_BITS:
+            return {MAIN_PARAM: self.main_param_reader()}
+        if kind == MOMENTS:
+            state = self.adam_state()
+            return {name: functools.partial(_read_moment, state, name) for name in low_bit_adam.names(state)}
+        if (tensor := self.get(kind)) is None:
+            return {}
+        if kind == MOMENTUM:
+            return {MOMENTUM: lambda: tensor.detach().float()}
+        rows, columns, _ = self.split_factors(tensor)
+        return {ROW_MEANS: rows.detach, COLUMN_MEANS: columns.detach}
+
+    def shapes(self, kind: str) -> dict[str, torch.Size]:
+        """Return the shapes of these tensors."""
+        if kind == FACTORS:
+            rows, columns = self.parameter.shape
+            num_parts = len(self.layout.parts) or 1
+            return {ROW_MEANS: torch.Size([rows]), COLUMN_MEANS: torch.Size([num_parts, columns])}
+        names = low_bit_adam.MOMENTS if kind == MOMENTS else [MAIN_PARAM if kind == LOW_BITS else MOMENTUM]
+        return dict.fromkeys(names, self.parameter.shape)
+
+    def set_state(self, kind: str, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
+        """Set the owner's state of a kind in host memory, or its factors on the device, and all copies of a weight."""
+        if kind == LOW_BITS:
+            self.set_main_param(tensors[MAIN_PARAM])
+        elif not self.is_owner:
+            return
+        elif kind == MOMENTUM:
+            self.store_on_host(MOMENTUM, tensors[MOMENTUM].to(self.momentum_dtype, copy=True))
+        elif kind == MOMENTS:
+            moments = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
+            for entry, value in low_bit_adam.encode(moments, self.moments_dtype).items():
+                self.store_on_host(entry, value)
+        else:
+            factors = self.state[FACTORS] = self.zero_factors()
+            values = tensors[ROW_MEANS], tensors[COLUMN_MEANS], torch.tensor(num_steps)
+            for view, value in zip(self.split_factors(factors), values, strict=True):
+                view.copy_(value)
 
     def main_param_reader(self) -> Callable[[], torch.Tensor]:
         """Return a function that returns the owner's fp32 value, flat, from where weight and low bits are now."""
@@ -187,11 +234,6 @@ class Matrix:
         if low_bits is None:  # this optimizer has not stepped it yet
             return lambda: weight.float().view(-1)
         return lambda: bf16.join(weight, low_bits.to(weight.device), squares).view(-1)
-
-    def read_moment(self, name: str) -> torch.Tensor:
-        """Return one of the owner's moments, flat, in fp32."""
-        moment = low_bit_adam.decode(self.adam_state(name))[name]
-        return moment.abs() if name == "exp_avg_sq" else moment  # without the signs of `bf16.split`
 
     @torch.no_grad()
     def main_param(self) -> torch.Tensor:
@@ -209,50 +251,22 @@ class Matrix:
 
     @torch.no_grad()
     def set_main_param(self, value: torch.Tensor) -> None:
-        """Set weight and low bits to a flat fp32 value."""
+        """Set weight and low bits to an fp32 value."""
         weight = self.parameter.data
         value = value.to(weight.device).view_as(weight)
-        if weight.dtype == torch.float32:
+        if weight.dtype == torch.float32 or (self.has_signed_squares and not self.is_owner):
             weight.copy_(value)
             return
         if self.is_owner and self.get(LOW_BITS) is None:
             self.state[LOW_BITS] = self._zeros(torch.int16)
             if self.offloads_low_bits and self.rule is None:
                 self.offload([LOW_BITS])
-        bf16.split(value, weight=weight, low_bits=self.get(LOW_BITS))
+        bf16.split(value, weight=weight, low_bits=self.get(LOW_BITS), squares=self.signed_squares())
 
-    def set_momentum(self, value: torch.Tensor) -> None:
-        """Set the owner's momentum.
 
-        It is on the device if the matrix is stepped with a momentum in this phase, otherwise in host memory.
-        """
-        if self.is_owner and MOMENTUM in self.state:
-            self.state[MOMENTUM].copy_(value)
-        elif self.is_owner:
-            self.store_on_host(MOMENTUM, value.to(self.momentum_dtype, copy=True))
-
-    @torch.no_grad()
-    def set_adam(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set a matrix that Adam steps: its main parameter, if it is not the weight, and its moments."""
-        assert self.rule is not None, "the block is active"
-        weight, state, low_bits = self.parameter.data, self.adam_state(), self.get(LOW_BITS)
-        moments = {kind: tensors[kind].reshape(-1) for kind in low_bit_adam.MOMENTS if kind in tensors}
-        for kind, entry in low_bit_adam.encode(moments, self.rule.adam["dtype"]).items() if self.is_owner else ():
-            state[kind].copy_(entry)
-        if (main_param := tensors.get(MAIN_PARAM)) is not None:
-            main_param = main_param.to(weight.device).view_as(weight)
-            if low_bits is None:
-                weight.copy_(main_param)
-            else:
-                bf16.split(main_param, weight=weight, low_bits=low_bits, squares=self.signed_squares())
-
-    def set_factors(self, row_means: torch.Tensor, column_means: torch.Tensor, *, num_steps: int) -> None:
-        """Set the owner's state of the rule `factored`; shapes as in `update_rules.split_factors`."""
-        if self.is_owner:
-            factors = self.state[FACTORS] = self.zero_factors()
-            values = row_means, column_means, torch.tensor(num_steps)
-            for view, value in zip(self.split_factors(factors), values, strict=True):
-                view.copy_(value)
+def _read_moment(state: State, name: str) -> torch.Tensor:
+    moment = low_bit_adam.read(state, name)
+    return moment.abs() if name == "exp_avg_sq" else moment  # without the signs of `bf16.split`
 
 
 class Stack:

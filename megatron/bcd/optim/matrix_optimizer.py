@@ -31,9 +31,18 @@ from megatron.core import parallel_state
 from megatron.bcd.blocks.ownership import matrix_owners
 from megatron.bcd.model.frozen_weights import GRADIENT, LOW_BITS, State
 from megatron.bcd.optim import update_rules
-from megatron.bcd.optim.matrix import Matrix, PieceMatrices, Rules, Stack, build_stacks, sum_of_squares
+from megatron.bcd.optim.matrix import (
+    FACTORS,
+    MOMENTS,
+    Matrix,
+    PieceMatrices,
+    Rules,
+    Stack,
+    build_stacks,
+    sum_of_squares,
+)
 from megatron.bcd.optim.matrix_update import update_stack
-from megatron.bcd.optim.state_owner import StateOwner, host_sample
+from megatron.bcd.optim.state import MOMENTUM, ParamState, StateOwner, host_sample
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import device, memory, replicas
 
@@ -45,9 +54,12 @@ class MatrixOptimizer(StateOwner):
         matrices: parameter and layout of each matrix that some phase steps, by name.
         group: the ranks that hold the same weights, except experts of expert-parallel ranks.
         blocks: the block of each matrix, if owners are balanced within each block (`ownership.matrix_owners`).
+        groups: the state of each matrix that checkpoints store (`Matrix.groups`).
         offloads_low_bits: low bits are in host memory while their matrix is not stepped. For matrices that only the
             phases of one block step.
         momentum_dtype: precision of momenta, on the device and in host memory.
+        moments_dtype: precision of Adam's moments: fp32, bf16 or int8.
+        has_signed_squares: see `Matrix`.
         overlaps_reduction: a stack is reduced as soon as the last microbatch has its gradients. `no_sync` encloses
             the other microbatches. Otherwise `reduce_gradients` reduces all stacks.
         max_norm: gradients that enter a momentum are clipped to this norm, as by Megatron Core; 0 clips nothing.
@@ -65,8 +77,11 @@ class MatrixOptimizer(StateOwner):
         *,
         group: torch.distributed.ProcessGroup,
         blocks: Mapping[str, int | None] | None = None,
+        groups: Mapping[str, Mapping[str, tuple[str, int | None]]] | None = None,
         offloads_low_bits: bool = False,
         momentum_dtype: torch.dtype = torch.float32,
+        moments_dtype: str = "fp32",
+        has_signed_squares: bool = False,
         overlaps_reduction: bool = False,
         max_norm: float = 0.0,
         places: Mapping[torch.nn.Parameter, State] | None = None,
@@ -78,27 +93,22 @@ class MatrixOptimizer(StateOwner):
         self._overlaps_reduction, self._max_norm, self._is_used = overlaps_reduction, max_norm, is_used
         self._is_last_microbatch, self._is_compiled = True, is_compiled
         self._stage_group, self._pipeline_group = stage_group, pipeline_group
-        groups = {  # the ranks with the same weights
-            name: replicas.group(parameter) if replicas.is_expert(parameter) else group
-            for name, (parameter, _) in matrices.items()
-        }
-        owners = dict[str, int]()
-        for each in dict.fromkeys(groups.values()):
-            sizes = {name: matrices[name][0].numel() for name in groups if groups[name] is each}
-            block_of_each = [blocks[name] for name in sizes] if blocks else []
-            owners |= zip(sizes, matrix_owners([*sizes.values()], each.size(), block_of_each), strict=True)
+        owners = _owners({name: parameter for name, (parameter, _) in matrices.items()}, group, blocks)
         self.matrices = dict[str, Matrix]()
         for name, (parameter, layout) in matrices.items():
-            is_owner = owners[name] == groups[name].rank()
-            on_host = places.get(parameter, {}) if is_owner and places is not None else {}
+            ranks, owner = owners[name]
+            on_host = (places or {}).get(parameter, {}) if owner == ranks.rank() else {}
             self.matrices[name] = Matrix(
                 name=name,
                 parameter=parameter,
                 layout=layout,
-                owner=owners[name],
-                group=groups[name],
+                owner=owner,
+                group=ranks,
                 num_ranks=group.size(),
+                groups=groups[name] if groups else {},
                 momentum_dtype=momentum_dtype,
+                moments_dtype=moments_dtype,
+                has_signed_squares=has_signed_squares,
                 offloads_low_bits=offloads_low_bits or LOW_BITS in on_host,
                 places=on_host,
             )
@@ -410,6 +420,33 @@ class MatrixOptimizer(StateOwner):
 
     # ----------------------------------------------------------------------------------------------------------- state
 
+    def state(self) -> Iterator[ParamState]:
+        for name, matrix in self.matrices.items():
+            for kind, (group, block) in matrix.groups.items():
+                num_steps: int | torch.Tensor = 0
+                if kind == FACTORS and (factors := matrix.get(FACTORS)) is not None:
+                    num_steps = factors[-1]
+                elif kind != MOMENTUM and block is not None:
+                    num_steps = self.num_steps[block]
+                yield ParamState(
+                    group=group,
+                    block=block,
+                    name=name,
+                    parameter=matrix.parameter,
+                    set=functools.partial(self._set_state, matrix, kind),
+                    tensors=matrix.tensors(kind),
+                    num_steps=num_steps,
+                    saver=matrix.owner,
+                    is_resting=matrix.rule is None if kind == LOW_BITS else block not in (None, self._block),
+                    shapes=matrix.shapes(kind),
+                )
+
+    def _set_state(self, matrix: Matrix, kind: str, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
+        matrix.set_state(kind, tensors, num_steps)
+        _, block = matrix.groups[kind]
+        if kind == MOMENTS and block is not None:
+            self.num_steps[block] = num_steps
+
     def main_param(self, name: str) -> torch.Tensor:
         return self.matrices[name].main_param()
 
@@ -441,11 +478,9 @@ class MatrixOptimizer(StateOwner):
         opened = (stack for parts in self._pieces.values() for part in parts for stack in part.stacks)
         return (stack.gradient for stack in itertools.chain(self.stacks, opened))
 
-    def device_state(self) -> Iterator[torch.Tensor]:
-        return (tensor for matrix in self.matrices.values() for tensor in matrix.state.values())
-
-    def host_bytes(self) -> int:
-        return sum(tensor.nbytes for matrix in self.matrices.values() for tensor in matrix.offloaded.values())
+    def state_tensors(self, *, on_host: bool) -> Iterator[torch.Tensor]:
+        for matrix in self.matrices.values():
+            yield from (matrix.offloaded if on_host else matrix.state).values()
 
 
 def _scale(stacks: Iterable[Stack], gradient_scale: float) -> None:
@@ -453,3 +488,21 @@ def _scale(stacks: Iterable[Stack], gradient_scale: float) -> None:
     for stack in stacks if gradient_scale != 1.0 else ():
         if stack.rule.name == update_rules.ADAM:
             stack.gradient *= torch.tensor(gradient_scale, device=stack.gradient.device)
+
+
+def _owners(
+    parameters: Mapping[str, torch.nn.Parameter],
+    group: torch.distributed.ProcessGroup,
+    blocks: Mapping[str, int | None] | None,
+) -> dict[str, tuple[torch.distributed.ProcessGroup, int]]:
+    """Return the ranks with the same values of each matrix, which are fewer for experts than `group`, and its owner."""
+    by_group = dict[torch.distributed.ProcessGroup, list[str]]()
+    for name, parameter in parameters.items():
+        ranks = replicas.group(parameter) if replicas.is_expert(parameter) else group
+        by_group.setdefault(ranks, []).append(name)
+    result = dict[str, tuple[torch.distributed.ProcessGroup, int]]()
+    for ranks, names in by_group.items():
+        sizes = [parameters[name].numel() for name in names]
+        owners = matrix_owners(sizes, ranks.size(), [blocks[name] for name in names] if blocks else [])
+        result |= {name: (ranks, owner) for name, owner in zip(names, owners, strict=True)}
+    return result

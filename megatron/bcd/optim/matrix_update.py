@@ -6,7 +6,8 @@ import torch
 
 from megatron.bcd.model.frozen_weights import GRADIENT, LOW_BITS
 from megatron.bcd.optim import bf16, low_bit_adam, update_rules
-from megatron.bcd.optim.matrix import FACTORS, MOMENTUM, Stack, join, write_back
+from megatron.bcd.optim.matrix import FACTORS, Stack, join, write_back
+from megatron.bcd.optim.state import MOMENTUM
 from megatron.bcd.runtime.compat.pytorch import compiled
 
 
@@ -106,7 +107,7 @@ def _step_adam(stack: Stack, clip_coefficient: float, num_steps: int) -> None:
             if clip_coefficient < 1.0:
                 gradient = gradient * clip_coefficient
             written, bits = [weight, *part.values()], part.get(LOW_BITS)
-            squares = part["exp_avg_sq"] if stack.rule.has_signed_squares else None
+            squares = part["exp_avg_sq"] if matrix.has_signed_squares else None
             before = [] if stack.is_skipped is None else [tensor.clone() for tensor in written]
             value = weight if bits is None else bf16.join(weight, bits, squares)
             if squares is not None and squares.is_floating_point():

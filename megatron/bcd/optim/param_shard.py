@@ -1,4 +1,4 @@
-"""The tensors that a phase's optimizers step, and this rank's state of each active parameter.
+"""This rank's state of each active parameter, in Megatron Core's optimizers.
 
 Megatron Core's distributed optimizer shards each parameter's flat state over the data-parallel ranks. The ordinary one
 stores whole parameters, the same on each of these ranks.
@@ -14,31 +14,33 @@ own; in fp16 each tensor has a scale. This module uses only what Transformer Eng
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.bcd.optim import bf16, low_bit_adam
+from megatron.bcd.optim.state import MAIN_PARAM
 from megatron.bcd.runtime.compat import megatron_core
 
 ALWAYS_ACTIVE = "bcd_always_active"
 """Attribute of always-active parameters (--bcd-always-active), and key of their groups in the optimizer."""
-MAIN_PARAM = "master"
-"""Name of the main parameter's state in checkpoints."""
 _REMAINDER = "master_param"
 """Transformer Engine's name for the low 16 bits. With offload an entry of that name is the main parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerParam:
-    """One tensor, and the optimizer of PyTorch, Apex or Transformer Engine that steps it."""
+class ParamShard:
+    """Elements `start` to `end` of a flat active parameter, and the optimizer that steps them."""
 
+    parameter: torch.nn.Parameter
+    start: int
+    end: int
     optimizer: Any
+    """An optimizer of PyTorch, Apex or Transformer Engine."""
     group: dict[str, Any]
     stepped: torch.Tensor
     """The tensor that the optimizer steps: the main parameter, in fp32 the weight itself. If the optimizer
@@ -63,15 +65,6 @@ class OptimizerParam:
             return flat
         return bf16.join(flat, self.state[_REMAINDER].view(-1)) if self.state else flat.float()
 
-
-@dataclass(frozen=True, kw_only=True)
-class ParamShard(OptimizerParam):
-    """Elements `start` to `end` of a flat active parameter, with their optimizer state."""
-
-    parameter: torch.nn.Parameter
-    start: int
-    end: int
-
     @property
     def has_own_main_param(self) -> bool:
         """Whether the main parameter is a copy of the weight: in 16-bit precision."""
@@ -90,13 +83,6 @@ class ParamShard(OptimizerParam):
         """
         return int(self.state.get("step", self.group.get("step", 0)))
 
-    def moments(self) -> dict[str, torch.Tensor]:
-        """Return the moments in fp32, flat, by name; none before the first step.
-
-        Adam's are exp_avg and exp_avg_sq, SGD's is momentum_buffer.
-        """
-        return low_bit_adam.decode(self.stored_moments())
-
     def stored_moments(self) -> dict[str, torch.Tensor]:
         """Return the moments in the optimizer's own precision, flat, by name.
 
@@ -112,14 +98,16 @@ class ParamShard(OptimizerParam):
                 moments[name] = stored.detach().reshape(-1)
         return moments
 
-    def names(self) -> set[str]:
-        """Return the names of `tensors`."""
-        names = low_bit_adam.names(self.stored_moments())
-        return {*names, *([MAIN_PARAM] if self.has_own_main_param else [])}
+    def names(self) -> list[str]:
+        """Return the names of the state's tensors: the moments, and the main parameter unless it is the weight itself.
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the moments, and the main parameter unless it is the weight itself, flat, by name."""
-        return self.moments() | ({MAIN_PARAM: self.main_param} if self.has_own_main_param else {})
+        Adam's moments are exp_avg and exp_avg_sq, SGD's is momentum_buffer; there are none before the first step.
+        """
+        return [*low_bit_adam.names(self.stored_moments()), *([MAIN_PARAM] if self.has_own_main_param else [])]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor of the state in fp32, flat."""
+        return self.main_param if name == MAIN_PARAM else low_bit_adam.read(self.stored_moments(), name)
 
     def set(self, tensors: Mapping[str, torch.Tensor], *, num_steps: int) -> None:
         """Set the state to copies of flat `tensors` on any device, and the number of steps."""
@@ -173,67 +161,44 @@ class ParamShard(OptimizerParam):
         self.optimizer.set_scaled_state(self.stepped, name, value.view_as(self.stepped))
 
 
-def chained_optimizers(optimizer: MegatronOptimizer | None) -> list[Any]:
-    """Return the optimizers that Megatron Core chains for a phase; none between phases."""
-    return list(getattr(optimizer, "chained_optimizers", []))
-
-
-def all_optimizer_params(optimizer: MegatronOptimizer | None) -> Iterator[OptimizerParam]:
-    """Yield the tensors that all chained optimizers step: in 16-bit precision this rank's shards of fp32 copies."""
-    for each in chained_optimizers(optimizer):
-        if not each.is_stub_optimizer:
-            yield from optimizer_params(each.optimizer).values()
-
-
-def optimizer_params(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, OptimizerParam]:
-    """Return the tensors that an optimizer steps, keyed by the tensors in its groups, in their order.
-
-    Empty on a rank that steps nothing (None).
-    """
-    if optimizer is None:
-        return {}
-    if not isinstance(optimizer, HybridDeviceOptimizer):
-        return {
-            main_param: OptimizerParam(optimizer=optimizer, group=group, stepped=main_param, on_host=False)
-            for group in optimizer.param_groups
-            for main_param in group["params"]
-        }
-    inner = {
-        id(main_param): (inner_optimizer, group)
-        for inner_optimizer in optimizer.sub_optimizers
-        for group in inner_optimizer.param_groups
-        for main_param in group["params"]
-    }
-    params = {}
-    for outer_group in optimizer.param_groups:
-        for weight in outer_group["params"]:
-            main_param = optimizer.param_to_inner_param[weight]
-            inner_optimizer, group = inner[id(main_param)]
-            params[weight] = OptimizerParam(
-                optimizer=inner_optimizer,
-                group=group,
-                stepped=main_param,
-                on_host=weight in optimizer.gpu_params_map_cpu_copy,
-            )
-    return params
-
-
 def param_shards(optimizers: Iterable[Any], parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, ParamShard]:
     """Return this rank's shards by name, in the order of `parameters`. Some parameters may have no shard here."""
     shards: dict[torch.nn.Parameter, ParamShard] = {}
     for optimizer in optimizers:
         if optimizer.is_stub_optimizer:
             continue
-        groups, params = optimizer.optimizer.param_groups, optimizer_params(optimizer.optimizer)
+        groups, stepped = optimizer.optimizer.param_groups, _stepped(optimizer.optimizer)
         if isinstance(optimizer, DistributedOptimizer):
             for parameter, (group, order) in megatron_core.group_positions(optimizer).items():
                 start, end = megatron_core.shard_range(optimizer, parameter)
-                param = params[groups[group]["params"][order]]
-                shards[parameter] = ParamShard(**vars(param), parameter=parameter, start=start, end=end)
+                entry = stepped[groups[group]["params"][order]]
+                shards[parameter] = ParamShard(parameter=parameter, start=start, end=end, **entry)
             continue
         for parameter in parameters.values():
             main_param = getattr(parameter, "main_param", parameter)
-            if main_param in params:
-                param = params[main_param]
-                shards[parameter] = ParamShard(**vars(param), parameter=parameter, start=0, end=parameter.numel())
+            if main_param in stepped:
+                entry = stepped[main_param]
+                shards[parameter] = ParamShard(parameter=parameter, start=0, end=parameter.numel(), **entry)
     return {name: shards[parameter] for name, parameter in parameters.items() if parameter in shards}
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return, by the tensors in an optimizer's groups, what steps them: the other fields of `ParamShard`."""
+    if not isinstance(optimizer, HybridDeviceOptimizer):
+        return {
+            tensor: {"optimizer": optimizer, "group": group, "stepped": tensor, "on_host": False}
+            for group in optimizer.param_groups
+            for tensor in group["params"]
+        }
+    inner = {
+        id(tensor): {"optimizer": each, "group": group, "stepped": tensor}
+        for each in optimizer.sub_optimizers
+        for group in each.param_groups
+        for tensor in group["params"]
+    }
+    return {
+        weight: inner[id(optimizer.param_to_inner_param[weight])]
+        | {"on_host": weight in optimizer.gpu_params_map_cpu_copy}
+        for group in optimizer.param_groups
+        for weight in group["params"]
+    }

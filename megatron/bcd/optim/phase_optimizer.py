@@ -18,14 +18,16 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.utils import get_model_config
 
+from megatron.bcd.blocks.ownership import Ownership
 from megatron.bcd.config import RunConfig, core_keywords
-from megatron.bcd.model.frozen_weights import State
+from megatron.bcd.model.frozen_weights import LOW_BITS, State
 from megatron.bcd.optim import update_rules
 from megatron.bcd.optim.low_bit_adam import LowBitAdam
-from megatron.bcd.optim.matrix import MatrixRule, Rules
+from megatron.bcd.optim.matrix import FACTORS, MOMENTS, MatrixRule, Rules
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
-from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, chained_optimizers, param_shards
+from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, param_shards
 from megatron.bcd.optim.parameters import ParametersByBlock
+from megatron.bcd.optim.state import MOMENTUM
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import memory, packages, replicas
 from megatron.bcd.runtime.device import DTYPES
@@ -72,7 +74,7 @@ def build_optimizer(
         # Megatron Core builds two optimizers and drops the first, whose hooks form a reference cycle
         gc.collect()
         memory.release_cached_memory()
-    for each in chained_optimizers(optimizer):
+    for each in getattr(optimizer, "chained_optimizers", []):
         if config.training.adam_moments_dtype != "fp32" and each.optimizer is not None:
             shards = param_shards([each], dict(wrapped.module.named_parameters()))
             each.optimizer = LowBitAdam(
@@ -118,8 +120,11 @@ def build_matrix_optimizer(
         {name: (parameter, layout_of(name, parameter)) for name, parameter in matrices.items()},
         group=replicas.group(),
         blocks=None if config.is_muon else {name: parameters.ownership(name).block for name in matrices},
+        groups={name: _groups(config, parameters.ownership(name)) for name in matrices},
         offloads_low_bits=config.bcd.bcd_inactive_update == "none",  # only Muon's own blocks step the matrices
         momentum_dtype=DTYPES[config.bcd.muon_momentum_dtype],
+        moments_dtype=config.training.adam_moments_dtype,
+        has_signed_squares=_steps_adam_by_piece(config),
         overlaps_reduction=config.ddp.overlap_grad_reduce,
         max_norm=config.optimizer.clip_grad,
         places=places,
@@ -131,6 +136,21 @@ def build_matrix_optimizer(
             else None
         ),
     )
+
+
+def _groups(config: RunConfig, owned: Ownership) -> dict[str, tuple[str, int | None]]:
+    """Return `Matrix.groups` of a matrix. With updates by piece, Adam's moments and main parameters are one group."""
+    block, groups = owned.block, dict[str, tuple[str, int | None]]()
+    if block is not None:
+        groups |= {MOMENTUM: (f"momentum {block}", block)} if config.is_muon else {MOMENTS: (str(block), block)}
+    if config.precision == "bf16":
+        is_with_moments = _steps_adam_by_piece(config) and block is not None
+        groups[LOW_BITS] = (str(block), block) if is_with_moments else ("matrices", None)
+    if owned.module != "layer":
+        groups[FACTORS] = "factored embedding", None
+    elif owned.stateless_in and config.bcd.bcd_inactive_update == update_rules.FACTORED:
+        groups[FACTORS] = f"factored {'no block' if block is None else block}", None
+    return groups
 
 
 def phase_rules(
@@ -179,3 +199,7 @@ def phase_rules(
 
 def _has_matrix_optimizer(config: RunConfig) -> bool:
     return config.is_muon or config.bcd.bcd_inactive_update != "none" or config.steps_block_by_piece
+
+
+def _steps_adam_by_piece(config: RunConfig) -> bool:
+    return config.steps_block_by_piece and not config.is_muon

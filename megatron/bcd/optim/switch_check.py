@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from megatron.bcd.optim.state_owner import StateOwner, host_sample
+from megatron.bcd.optim.state import StateOwner, host_sample
 from megatron.bcd.runtime import collectives
 
 Fingerprint = tuple[int, int, int]

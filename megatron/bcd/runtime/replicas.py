@@ -44,6 +44,7 @@ def tensor_group(parameter: torch.Tensor | None = None) -> torch.distributed.Pro
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def shard_slice(num_elements: int) -> slice:
+def shard_slice(num_elements: int, parameter: torch.Tensor | None = None) -> slice:
     """Return this rank's part of a flat tensor that the replicas share."""
-    return slice(num_elements * rank() // size(), num_elements * (rank() + 1) // size())
+    number, parts = rank(parameter), size(parameter)
+    return slice(num_elements * number // parts, num_elements * (number + 1) // parts)

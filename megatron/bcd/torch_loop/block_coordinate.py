@@ -396,7 +396,7 @@ class BlockCoordinate(Optimizer):
         Raises ValueError: the state dict has other blocks or another schedule.
         """
         mine = self.state_dict()
-        if set(state_dict) | {"low_bits"} != set(mine):  # older versions had none
+        if set(state_dict) != set(mine):
             raise ValueError(f"state_dict: has entries {sorted(state_dict)}. Give one of BlockCoordinate.")
         if state_dict["block_layers"] != mine["block_layers"]:
             raise ValueError(
@@ -413,7 +413,7 @@ class BlockCoordinate(Optimizer):
             for wrapped, saved in zip(self._optimizers, state_dict["optimizers"], strict=True):
                 wrapped.load_state_dict(saved)
         self.param_groups = self._wrapped_groups()
-        self._offloaded, self._low_bits = {}, dict(state_dict.get("low_bits", {}))
+        self._offloaded, self._low_bits = {}, dict(state_dict["low_bits"])
         self._phase_state = PhaseState.from_dict(state_dict["phase_state"])
         self._enter_phase()
         self._offloaded = {

@@ -390,7 +390,6 @@ class ReplicaGroups:
         for owner, owner_state in zip(self._active.owners, state["owners"], strict=True):
             owner.load_rank_state(owner_state)
         build()
-        self._active.core.load_rank_shards(state["owners"][0])
 
 
 def common_state(states: Sequence[int], iterations: Sequence[int]) -> int:

@@ -97,3 +97,11 @@ def with_modules(module: torch.nn.Module, modules: dict[str, torch.nn.Module]) -
     other = copy.copy(module)
     other._modules = {**module._modules, **modules}
     return other
+
+
+def write_result(index: Any, file: str, start: int, size: int) -> Any:
+    """Return what PyTorch's checkpoint index stores about an entry: its file, first byte and number of bytes."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    return WriteResult(index=index, size_in_bytes=size, storage_data=_StorageInfo(file, start, size))

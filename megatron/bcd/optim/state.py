@@ -1,22 +1,69 @@
-"""The interface of an optimizer that steps parameters and owns their state.
+"""The optimizer state of a stage: named tensors of parameters, and the interface of the optimizers that own them.
 
 `MatrixOptimizer` steps the matrices of layers, in a run with a rule for matrices. `CoreOptimizer` steps all other
 parameters of the active block, and those that are always active, with Megatron Core's optimizer. `ActiveBlock`, the
 switch check, the outer step and joining groups treat both alike. An owner without parameters has empty state, so
 callers need not check.
+
+A checkpoint stores the state in groups, under these keys: `N` for moments and main parameters of block N, `always` for
+those of always-active parameters, `matrices` for the main parameters of matrices, `momentum N` for Muon's momenta,
+`factored N` for the means of the rule `factored`, and `outer` for the momenta of replica groups.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+MAIN_PARAM, MOMENTUM, OUTER_MOMENTUM = "master", "momentum_buffer", "outer"
+"""Names of tensors in checkpoints, beside Adam's moments."""
+ROW_MEANS, COLUMN_MEANS = "exp_avg_sq_row", "exp_avg_sq_col"
+"""Names of the second moments of the rule `factored` in checkpoints."""
+
 _SAMPLE_STRIDE = 4099
 """A sample has every 4099th element. The stride is prime, so that every column of a matrix has elements in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamState:
+    """The state of one parameter in one group.
+
+    Ranks with the same weights list the same states in the same order, also those of which they store nothing.
+    """
+
+    group: str
+    """Key in checkpoints. The parameters of a group are stepped together, and their tensors have the same names."""
+    block: int | None = None
+    """The block in whose phases alone the state is stepped; None if no block is special."""
+    name: str
+    parameter: torch.nn.Parameter
+    set: Callable[[Mapping[str, torch.Tensor], int], None]
+    """Sets this rank's share from whole tensors and the number of steps, before a block is built."""
+    tensors: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    """Functions that return what this rank stores, in fp32, by name. They stay valid while the phase trains, unless it
+    changes the state or the weight."""
+    start: int = 0
+    """First element of this rank's shard of the flat parameter."""
+    num_steps: int | torch.Tensor = 0
+    is_divided: bool = False
+    """Whether each replica stores a shard. Otherwise the `saver` reads all of it."""
+    saver: int
+    """The replica that writes the state to checkpoints."""
+    is_resting: bool = False
+    """Whether the present phase does not step the state."""
+    shapes: Mapping[str, torch.Size] | None = None
+    """Shapes of all tensors that it can have; None for any names, with the shape of the parameter."""
+
+    def shapes_of(self, names: Iterable[str]) -> dict[str, torch.Size]:
+        """Return the shapes of the tensors that it can have, given the names of the group's tensors."""
+        if self.shapes is None:
+            return dict.fromkeys(names, self.parameter.shape)
+        return {name: self.shapes[name] for name in names if name in self.shapes}
 
 
 def host_sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,12 +110,12 @@ class StateOwner(ABC):
         """Yield the gradients on the device."""
 
     @abstractmethod
-    def device_state(self) -> Iterator[torch.Tensor]:
-        """Yield the optimizer state on the device."""
+    def state(self) -> Iterator[ParamState]:
+        """Yield the state of all parameters, active or not."""
 
     @abstractmethod
-    def host_bytes(self) -> int:
-        """Return the bytes of optimizer state in host memory."""
+    def state_tensors(self, *, on_host: bool) -> Iterator[torch.Tensor]:
+        """Yield the tensors of the state as they are stored, on the device or in host memory."""
 
     @abstractmethod
     def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
@@ -91,4 +138,4 @@ class StateOwner(ABC):
 
     @abstractmethod
     def load_rank_state(self, state: Any) -> None:
-        """Load the `rank_state` of another group while no block is active. `begin` then restores the phase's state."""
+        """Load the `rank_state` of another group, whose weights are loaded, while no block is active."""
