@@ -139,7 +139,7 @@ class Trainer:
             loader.load_weights(self.source, self.model)
         elif hf_name is not None:
             run_models.load_weights(folder.ModelFolder(folder.locate(hf_name, flag="--load-hf")), self.model)
-        builder.get_frozen_weights(self.model).begin_phase(())  # the ranks that share them have loaded them
+        builder.get_host_layers(self.model).begin_phase(())  # the ranks that share them have loaded them
         self.splits = plan.build()
         self.samples = TrainingSamples(config, dataset=self.splits.train, epoch_samples=plan.epoch_samples)
         return plan.notes

@@ -17,7 +17,7 @@ from support.pairwise import Combination, pairwise, thinned
 
 from megatron.bcd import trainer
 from megatron.bcd.checkpoint import layout, optimizer_state
-from megatron.bcd.model.builder import get_frozen_weights
+from megatron.bcd.model.builder import get_host_layers
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.pipeline import schedule
@@ -399,7 +399,7 @@ def streamed_steps(config: Any) -> tuple[list[tuple[int, int]], list[float]]:
         matrices.step_piece = spoil_gradient  # type: ignore[method-assign]
 
     def after_step(run: worlds.RecordedRun) -> None:
-        frozen = get_frozen_weights(run.model)
+        frozen = get_host_layers(run.model)
         counts.append((frozen.num_copies, frozen.num_write_backs))
 
     with worlds.started(config, before_step=before_step, after_step=after_step) as run:

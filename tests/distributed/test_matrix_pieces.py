@@ -13,7 +13,7 @@ import torch
 from support import worlds
 from support.dist import World
 
-from megatron.bcd.model.frozen_weights import LOW_BITS
+from megatron.bcd.model.host_layers import LOW_BITS
 from megatron.bcd.optim import update_rules
 from megatron.bcd.optim.matrix import MatrixRule
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer

@@ -16,7 +16,7 @@ from support.dist import RankError
 from support.gpu_worlds import Worlds
 from torch import distributed
 
-from megatron.bcd.model.frozen_weights import FrozenWeights, _Buffer, _Layer
+from megatron.bcd.model.host_layers import HostLayers, _Buffer, _Layer
 
 CASES: dict[str, dict[str, Any]] = {
     "layers": {},
@@ -41,12 +41,12 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _waits_for_nothing(streams: str) -> Callable[[FrozenWeights], Any]:
+def _waits_for_nothing(streams: str) -> Callable[[HostLayers], Any]:
     """Return a function that lets copies of these streams begin before the work that uses their buffers."""
     return lambda frozen: mock.patch.object(getattr(frozen, streams)._stream, "wait_stream", _nothing)
 
 
-def _without_event_of_state(frozen: FrozenWeights) -> Any:
+def _without_event_of_state(frozen: HostLayers) -> Any:
     """Let a step wait for the weights of a layer only."""
     copy = frozen._copy
 
@@ -59,7 +59,7 @@ def _without_event_of_state(frozen: FrozenWeights) -> Any:
     return mock.patch.object(frozen, "_copy", copy_unnoticed)
 
 
-def _without(kind: type, name: str) -> Callable[[FrozenWeights], Any]:
+def _without(kind: type, name: str) -> Callable[[HostLayers], Any]:
     """Return a function that makes copies wait for no event of this name."""
     return lambda _: mock.patch.object(kind, name, property(lambda self: None, _nothing), create=True)
 
@@ -67,7 +67,7 @@ def _without(kind: type, name: str) -> Callable[[FrozenWeights], Any]:
 MUTATED = {"num_layers": 8, "num_frozen": 3}
 """The first layers push those that were updated last out of the buffers, so the next step soon loads these again."""
 KEPT = MUTATED | {"keeps": True}
-MUTANTS: dict[str, tuple[int, dict[str, Any], Callable[[FrozenWeights], Any]]] = {
+MUTANTS: dict[str, tuple[int, dict[str, Any], Callable[[HostLayers], Any]]] = {
     "computes before the load": (1, MUTATED, lambda frozen: mock.patch.object(frozen._stream, "wait", _nothing)),
     "loads over a layer that is read": (1, MUTATED, _waits_for_nothing("_stream")),
     "loads over a layer that is written back": (1, MUTATED, _without(_Buffer, "written")),

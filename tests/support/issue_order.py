@@ -238,7 +238,7 @@ class Rank:
             calculate_per_token_loss=False, grad_sync_func=None, no_sync_func=self._no_sync,
             finalize_model_grads_func=self._finalize,
         )  # fmt: skip
-        model = SimpleNamespace(config=config, parameters=lambda: (), frozen_weights=_FrozenWeights(self))
+        model = SimpleNamespace(config=config, parameters=lambda: (), host_layers=_HostLayers(self))
         blocks = self._partition()
         pipeline = PipelineSchedule(
             name="breadth-first" if case.is_breadth_first else "bcd",
@@ -312,8 +312,8 @@ class Rank:
             self.collective("parameters", "dp")
 
 
-class _FrozenWeights:
-    """Stub of `model.frozen_weights.FrozenWeights`."""
+class _HostLayers:
+    """Stub of `model.host_layers.HostLayers`."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.bcd.model.frozen_weights import FrozenWeights
+from megatron.bcd.model.host_layers import HostLayers
 from megatron.bcd.optim import bf16
 from megatron.bcd.runtime import device
 from support import worlds
@@ -37,7 +37,7 @@ class Layer(torch.nn.Module):
 
 
 class OnDevice:
-    """The same layers on the device: what a run with FrozenWeights must equal."""
+    """The same layers on the device: what a run with HostLayers must equal."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         matrices = [matrix for layer in layers for matrix in layer.matrices]
@@ -60,9 +60,9 @@ class OnDevice:
 
 def on_host(
     layers: Sequence[Layer], *, dtype: torch.dtype, piece_layers: int, num_resident: int = 0, keeps: bool = False
-) -> FrozenWeights:
+) -> HostLayers:
     """Move the matrices of these layers to host memory. A collective."""
-    frozen = FrozenWeights(
+    frozen = HostLayers(
         num_layers=len(layers), embedding_size=0, num_resident=num_resident, dtype=dtype,
         residual_dtype=torch.int16 if dtype == torch.bfloat16 else None, is_streamed=lambda name: name != "scale",
         group=dist.group.WORLD, piece_layers=piece_layers, state={"gradient": (torch.float32, 1)} if keeps else None,

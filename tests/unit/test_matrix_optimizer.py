@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.bcd.model.frozen_weights import LOW_BITS
+from megatron.bcd.model.host_layers import LOW_BITS
 from megatron.bcd.optim.matrix import MatrixRule
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.state import MOMENTUM

@@ -17,7 +17,7 @@ from support.command_line import parse
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.model import transformer_config
 from megatron.bcd.model.attention import ScaledDotProductAttention
-from megatron.bcd.model.builder import PlainNorm, get_frozen_weights
+from megatron.bcd.model.builder import PlainNorm, get_host_layers
 from megatron.bcd.model.implementation import choose_implementation
 from megatron.bcd.runtime import device, packages
 from megatron.bcd.runtime.compat import megatron_core, pytorch
@@ -152,7 +152,7 @@ def test_grouped_queries_keep_to_the_fast_kernels(
 def test_a_model_of_another_builder_is_refused() -> None:
     """A model that another builder built is refused, and the error names the right one."""
     with pytest.raises(ValueError, match="^build_model: .* Call megatron.bcd.model.builder.build_model"):
-        get_frozen_weights(torch.nn.Linear(2, 2))
+        get_host_layers(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(("flags", "number"), [("--bcd-layout stage", None), ("", 3), ("--bcd-layout submodel", 3)])

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from megatron.bcd.model.frozen_weights import LOW_BITS
+from megatron.bcd.model.host_layers import LOW_BITS
 from megatron.bcd.optim import bf16, update_rules
 from megatron.bcd.optim.matrix import FACTORS, MatrixRule
 from megatron.bcd.optim.matrix_update import update_stack

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 
 from megatron.bcd.checkpoint.run_state import StateSummary
 from megatron.bcd.checkpoint.shard_writer import expert_key
-from megatron.bcd.model.builder import get_frozen_weights, unwrap_model
+from megatron.bcd.model.builder import get_host_layers, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.state import COLUMN_MEANS, MAIN_PARAM, ROW_MEANS, ParamState
 from megatron.bcd.runtime import collectives, replicas
@@ -80,7 +80,7 @@ def sharded_state(
     or in host memory, it is created when it is written. Until then its entry is on the meta device. The means of the
     rule `factored` are small, and not among these.
     """
-    weights, is_on_host = _sharded_weights(active), get_frozen_weights(active.model).is_on_host
+    weights, is_on_host = _sharded_weights(active), get_host_layers(active.model).is_on_host
     entries: dict[str, Entry] = {}
     deferred: Deferred = {}
     for state in active.state(joins=True):

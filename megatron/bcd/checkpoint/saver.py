@@ -22,7 +22,7 @@ from megatron.bcd.checkpoint.run_state import RunState
 from megatron.bcd.checkpoint.shard_writer import ShardWrite, write_beside_shards
 from megatron.bcd.config import CheckpointConfig, RunConfig
 from megatron.bcd.metrics.reporter import Reporter
-from megatron.bcd.model.builder import frozen_on_host, get_frozen_weights, unwrap_model
+from megatron.bcd.model.builder import frozen_on_host, get_host_layers, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import atomic_io, collectives, dir_claim
 
@@ -95,7 +95,7 @@ class Saver:
         if error is not None:
             return self._abandon(state.iteration, error)
         # weights under Megatron Core's own keys, and the optimizer state of every block that has any
-        is_async = self._config.async_save and not get_frozen_weights(model).are_updated
+        is_async = self._config.async_save and not get_host_layers(model).are_updated
         deferred = optimizer_state.Deferred()
         is_constant = frozen_on_host(model)
         entries: dict[str, Any] = {

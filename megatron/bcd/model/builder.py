@@ -29,7 +29,7 @@ from megatron.bcd.blocks.pieces import stage_pieces
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model import grouped_experts
 from megatron.bcd.model.attention import ScaledDotProductAttention, UnfusedAttention
-from megatron.bcd.model.frozen_weights import FrozenWeights, StreamedLayer
+from megatron.bcd.model.host_layers import HostLayers, StreamedLayer
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, UNFUSED, Implementation
 from megatron.bcd.model.linear_loss import LinearLossModel
 from megatron.bcd.model.pieces import PiecewiseFloat16Module, PiecewiseModel
@@ -125,14 +125,14 @@ def _layer_spec(
     implementation: Implementation,
     stage_config: TransformerConfig,
     vp_stage: int | None,
-    frozen_weights: FrozenWeights,
+    host_layers: HostLayers,
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the layer spec of this stage."""
     is_special = stage_config.layernorm_zero_centered_gamma or stage_config.sequence_parallel
     norm = PlainNorm if is_special and implementation.norm.startswith("PyTorch") else None
     pattern = stage_config.moe_layer_freq if config.num_experts else None
     kinds = {
-        has_experts: _kind_of_layer(config, implementation, stage_config, norm, frozen_weights, has_experts=has_experts)
+        has_experts: _kind_of_layer(config, implementation, stage_config, norm, host_layers, has_experts=has_experts)
         for has_experts in ({bool(each) for each in pattern} if isinstance(pattern, list) else {bool(pattern)})
     }
     if norm is None and len(kinds) == 1:
@@ -151,7 +151,7 @@ def _kind_of_layer(
     implementation: Implementation,
     stage_config: TransformerConfig,
     norm: type | None,
-    frozen_weights: FrozenWeights,
+    host_layers: HostLayers,
     *,
     has_experts: bool,
 ) -> ModuleSpec:
@@ -167,7 +167,7 @@ def _kind_of_layer(
         if has_experts:  # Transformer Engine's key: it does not fuse the norm with experts
             spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     if config.bcd.bcd_layers_on == "host":
-        spec.module, spec.params = StreamedLayer, {**spec.params, "frozen_weights": frozen_weights}
+        spec.module, spec.params = StreamedLayer, {**spec.params, "host_layers": host_layers}
     if implementation.attention == SCALED_DOT_PRODUCT:
         spec.submodules.self_attention.submodules.core_attention = ScaledDotProductAttention
     elif implementation.attention == UNFUSED:
@@ -203,10 +203,10 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
         )
     num_chunks = config.num_chunks
     parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks if num_chunks > 1 else None)
-    frozen_weights = _frozen_weights(config, stage_config, padded_vocab_size)
+    host_layers = _host_layers(config, stage_config, padded_vocab_size)
     try:
         chunks = [
-            _build_chunk(config, stage_config, padded_vocab_size, implementation, chunk, frozen_weights)
+            _build_chunk(config, stage_config, padded_vocab_size, implementation, chunk, host_layers)
             for chunk in range(num_chunks)
         ]
     except ValueError as error:  # Megatron Core adds the layer's class to the message
@@ -228,9 +228,9 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if config.has_embedding_on_host and chunks[0].pre_process:
-        frozen_weights.add_embedding(chunks[0].embedding.word_embeddings)
-    frozen_weights.move_rest(model)
-    model.frozen_weights = frozen_weights  # type: ignore[assignment]
+        host_layers.add_embedding(chunks[0].embedding.word_embeddings)
+    host_layers.move_rest(model)
+    model.host_layers = host_layers  # type: ignore[assignment]
     if config.precision != "fp32":
         model = PiecewiseFloat16Module(stage_config, model)
     return model
@@ -242,12 +242,12 @@ def _build_chunk(
     padded_vocab_size: int,
     implementation: Implementation,
     chunk: int,
-    frozen_weights: FrozenWeights,
+    host_layers: HostLayers,
 ) -> GPTModel:
     vp_stage = chunk if config.num_chunks > 1 else None
     model = (LinearLossModel if config.has_linear_loss else PiecewiseModel)(
         config=stage_config,
-        transformer_layer_spec=_layer_spec(config, implementation, stage_config, vp_stage, frozen_weights),
+        transformer_layer_spec=_layer_spec(config, implementation, stage_config, vp_stage, host_layers),
         vocab_size=padded_vocab_size,
         max_sequence_length=config.model.max_position_embeddings or config.model.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage() and chunk == 0,
@@ -272,7 +272,7 @@ def _build_chunk(
     return model
 
 
-def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_vocab_size: int) -> FrozenWeights:
+def _host_layers(config: RunConfig, stage_config: TransformerConfig, padded_vocab_size: int) -> HostLayers:
     """Return the frozen weights of this stage, except parameters that are always active."""
     partition = partition_from_config(config)
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -284,7 +284,7 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_v
         return owned.is_matrix if by_piece else not owned.is_always_active
 
     embedding_size = padded_vocab_size // config.tensor_size * config.hidden_size
-    return FrozenWeights(
+    return HostLayers(
         num_layers=len(partition.stage_layers(stage)),
         embedding_size=embedding_size if config.has_embedding_on_host and stage == 0 else 0,
         num_resident=config.bcd.bcd_resident_layers,
@@ -301,19 +301,19 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_v
     )
 
 
-def get_frozen_weights(model: torch.nn.Module) -> FrozenWeights:
+def get_host_layers(model: torch.nn.Module) -> HostLayers:
     """Return the model's layers in host memory. Without --bcd-layers-on host there are none.
 
     Raises:
         ValueError: `build_model` did not build the model.
     """
-    frozen_weights: FrozenWeights | None = getattr(unwrap_model(model), "frozen_weights", None)
-    if frozen_weights is None:
+    host_layers: HostLayers | None = getattr(unwrap_model(model), "host_layers", None)
+    if host_layers is None:
         raise ValueError(
-            "build_model: the model has no `frozen_weights`. Call megatron.bcd.model.builder.build_model, and change "
+            "build_model: the model has no `host_layers`. Call megatron.bcd.model.builder.build_model, and change "
             "the model that it returns."
         )
-    return frozen_weights
+    return host_layers
 
 
 def frozen_on_host(model: torch.nn.Module) -> Callable[[Tensor], bool]:
@@ -322,9 +322,9 @@ def frozen_on_host(model: torch.nn.Module) -> Callable[[Tensor], bool]:
     Return a function that returns whether a tensor is one of them. They do not change before the next phase ends,
     unless the phase updates layers in host memory.
     """
-    frozen_weights = get_frozen_weights(model)
-    frozen_weights.leave_buffers()
-    return frozen_weights.is_on_host
+    host_layers = get_host_layers(model)
+    host_layers.leave_buffers()
+    return host_layers.is_on_host
 
 
 def _add_bias_gradient(linear: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

@@ -18,8 +18,8 @@ from megatron.core.utils import get_model_config
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.pieces import piece_of, stage_pieces, virtual_pieces
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.builder import get_frozen_weights
-from megatron.bcd.model.frozen_weights import LOW_BITS
+from megatron.bcd.model.builder import get_host_layers
+from megatron.bcd.model.host_layers import LOW_BITS
 from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
 from megatron.bcd.optim.parameters import ParametersByBlock
@@ -62,21 +62,21 @@ class ActiveBlock:
         self.partition = partition
         self.stage = stage
         self.parameters = ParametersByBlock(model, partition=partition, stage=stage)
-        self._frozen_weights = get_frozen_weights(model)
-        places = self._frozen_weights.places.items()
+        self._host_layers = get_host_layers(model)
+        places = self._host_layers.places.items()
         self.offloaded = BlockStateStore(
             places={each: kinds[LOW_BITS].view(-1) for each, kinds in places if LOW_BITS in kinds},
-            are_shared=self._frozen_weights.is_shared_by_all,
+            are_shared=self._host_layers.is_shared_by_all,
             keeps_moments=config.bcd.bcd_optimizer_state == "host",
             keeps_main_params=config.bcd.bcd_main_params == "host",
             is_distributed=config.training.use_distributed_optimizer,
             moments_dtype=config.training.adam_moments_dtype,
         )
         self.core = CoreOptimizer(model, config, self.parameters, offloaded=self.offloaded)
-        self.matrices = build_matrix_optimizer(config, model, self.parameters, places=self._frozen_weights.places)
+        self.matrices = build_matrix_optimizer(config, model, self.parameters, places=self._host_layers.places)
         if config.bcd.bcd_inactive_update != "none" or config.steps_block_by_piece:
             owned = [matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner]
-            self._frozen_weights.set_owned(owned)
+            self._host_layers.set_owned(owned)
         self.pieces: Sequence[range] = ()
         """The layers of each piece of --bcd-schedule breadth-first, by their numbers on this stage."""
         self.virtual_pieces: Sequence[range] = ()
@@ -123,19 +123,19 @@ class ActiveBlock:
         parameters, by_piece = self.parameters.all(), self.config.steps_block_by_piece
         updated = [parameters[name] for _, names, is_of_block in rules for name in names if by_piece or not is_of_block]
         loaded = [parameters[name] for _, names, is_of_block in rules for name in names if is_of_block and not by_piece]
-        self._frozen_weights.begin_phase({*self._in_buffers, *loaded}, updated=updated)
+        self._host_layers.begin_phase({*self._in_buffers, *loaded}, updated=updated)
         self.core.begin(block)
         self._connect()
         self.matrices.begin(
             rules,
             piece_of=self._piece_of if self.pieces else None,
-            streamed=self._frozen_weights.streamed_parameters(),
+            streamed=self._host_layers.streamed_parameters(),
             block=block,
         )
         self._switch_check = SwitchCheck(
             self.owners,
             self.model.parameters(),
-            streamed=self._frozen_weights.streamed_parameters(),
+            streamed=self._host_layers.streamed_parameters(),
             block=block,
             stage=self.stage,
         )
@@ -153,10 +153,10 @@ class ActiveBlock:
         self._disconnect()
         self.core.end()
         self._switch_check = None
-        self._frozen_weights.end_phase()
+        self._host_layers.end_phase()
         gc.collect()  # wrapper, buckets and hooks form reference cycles
-        on_device = [weight for weight in self._in_buffers if not self._frozen_weights.is_on_host(weight)]
-        if self.partition.always_active or self._frozen_weights.is_used:
+        on_device = [weight for weight in self._in_buffers if not self._host_layers.is_on_host(weight)]
+        if self.partition.always_active or self._host_layers.is_used:
             for weight in on_device:  # each is a view of a buffer, and the last one of them would keep all of it alive
                 weight.data = weight.data.clone()
         memory.release_cached_memory()
@@ -208,7 +208,7 @@ class ActiveBlock:
 
     def leave_buffers(self) -> None:
         """Wait for all copies of layers, and point their parameters to host memory until they compute again."""
-        self._frozen_weights.leave_buffers()
+        self._host_layers.leave_buffers()
 
     def begin_switch_check(self) -> None:
         """Remember the weights that `check_switch` compares with. Call it when all state of the phase is loaded."""
@@ -263,7 +263,7 @@ class ActiveBlock:
 
     def state_bytes(self) -> StateBytes:
         """Count the bytes of the present phase."""
-        frozen = self._frozen_weights
+        frozen = self._host_layers
         weights = [weight for weight in self.model.parameters() if not frozen.is_on_host(weight)]
         weights += frozen.device_tensors()
         gradients = [gradient for owner in self.owners for gradient in owner.gradients()]

@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.bcd.blocks.ownership import matrix_stacks
-from megatron.bcd.model.frozen_weights import LOW_BITS, State
+from megatron.bcd.model.host_layers import LOW_BITS, State
 from megatron.bcd.optim import bf16, low_bit_adam, update_rules
 from megatron.bcd.optim.state import COLUMN_MEANS, MAIN_PARAM, MOMENTUM, ROW_MEANS
 from megatron.bcd.optim.update_rules import MatrixLayout

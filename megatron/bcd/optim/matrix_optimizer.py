@@ -29,7 +29,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.bcd.blocks.ownership import matrix_owners
-from megatron.bcd.model.frozen_weights import GRADIENT, LOW_BITS, State
+from megatron.bcd.model.host_layers import GRADIENT, LOW_BITS, State
 from megatron.bcd.optim import update_rules
 from megatron.bcd.optim.matrix import (
     FACTORS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.bcd.model.frozen_weights import GRADIENT, LOW_BITS
+from megatron.bcd.model.host_layers import GRADIENT, LOW_BITS
 from megatron.bcd.optim import bf16, low_bit_adam, update_rules
 from megatron.bcd.optim.matrix import FACTORS, Stack, join, write_back
 from megatron.bcd.optim.state import MOMENTUM

@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.ownership import Ownership
 from megatron.bcd.config import RunConfig, core_keywords
-from megatron.bcd.model.frozen_weights import LOW_BITS, State
+from megatron.bcd.model.host_layers import LOW_BITS, State
 from megatron.bcd.optim import update_rules
 from megatron.bcd.optim.low_bit_adam import LowBitAdam
 from megatron.bcd.optim.matrix import FACTORS, MOMENTS, MatrixRule, Rules

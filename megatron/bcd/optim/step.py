@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from megatron.core.utils import get_model_config
 
-from megatron.bcd.model.builder import get_frozen_weights
+from megatron.bcd.model.builder import get_host_layers
 from megatron.bcd.model.loss import reduce_losses
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import replicas
@@ -34,7 +34,7 @@ class Step:
         self.skipped_layers = 0
         """Number of layers that were left as they were, because their gradients were not finite."""
         self._active, self._read_requests = active, read_requests
-        self._matrices, self._weights = active.matrices, get_frozen_weights(active.model)
+        self._matrices, self._weights = active.matrices, get_host_layers(active.model)
         self._clips_by_piece = active.config.clips_by_piece
         self._skips_non_finite = active.config.training.check_for_nan_in_loss_and_grad
         self._is_skipped = False

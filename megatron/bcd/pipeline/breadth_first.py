@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.bcd.model.builder import get_frozen_weights, select_chunk
+from megatron.bcd.model.builder import get_host_layers, select_chunk
 from megatron.bcd.model.loss import sum_losses
 from megatron.bcd.optim.step import Step
 from megatron.bcd.pipeline.execute import Iteration
@@ -36,7 +36,7 @@ class BreadthFirstIteration(Iteration):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._step, self._layers, self._saved_inputs = step, layers, saved_inputs
-        self._weights = get_frozen_weights(self._model)
+        self._weights = get_host_layers(self._model)
         self._has_messages = self._shape.num_stages > 1
         self._microbatches = list(itertools.islice(self._batches[0], self._shape.num_microbatches))
         self._next_recomputed: dict[Action, Place] = {}

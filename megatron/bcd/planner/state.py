@@ -22,7 +22,7 @@ from megatron.bcd.planner.tensors import Buffer, Tensor, build_buffer, stage_ten
 STEP_COUNTER_BYTES = 4
 """PyTorch's Adam has a step counter for each parameter of which the rank stores a part."""
 _ARENA_ALIGNMENT = 128
-"""Elements to which `model.frozen_weights` aligns tensors."""
+"""Elements to which `model.host_layers` aligns tensors."""
 _LOW_BIT_CHUNK, _LOW_BIT_WORK, MATRIX_WORK, _PIECE_WORK = 2**22, 28, 36, 44
 """Elements whose moments `optim.low_bit_adam` decodes at once on a GPU, and the temporary bytes of each; those of a
 matrix, whose fp32 value is one of them; those of an update by piece, which may be skipped."""

@@ -48,7 +48,7 @@ class _Layer:
             self._starts.append(self.size)
             self.size += _aligned(parameter.numel())
         self.on_host: torch.Tensor
-        """The layer's flat tensor in the arena. Set by `FrozenWeights.add`."""
+        """The layer's flat tensor in the arena. Set by `HostLayers.add`."""
         self.is_streamed = True
         """False while the layer is active."""
         self.state: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -106,7 +106,7 @@ class _Buffer:
         self.last_use = 0
 
 
-class FrozenWeights:
+class HostLayers:
     """The streamed layers of one pipeline stage, in the order of `add`, and on the first stage the embedding.
 
     Args:
@@ -428,9 +428,9 @@ class FrozenWeights:
 class StreamedLayer(TransformerLayer):
     """Megatron Core's transformer layer with frozen weights in host memory."""
 
-    def __init__(self, *args: Any, frozen_weights: FrozenWeights, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, host_layers: HostLayers, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        frozen_weights.add(self)
+        host_layers.add(self)
 
 
 class EmbeddingOnHost(VocabParallelEmbedding):

@@ -19,7 +19,7 @@ from support.dist import World
 from support.pairwise import Combination, pairwise, thinned
 
 from megatron.bcd.checkpoint.shard_writer import ShardWrite
-from megatron.bcd.model.builder import get_frozen_weights
+from megatron.bcd.model.builder import get_host_layers
 from megatron.bcd.optim import block_state
 from megatron.bcd.optim.bf16 import Bf16Residual, bf16_residual
 from megatron.bcd.optim.state import MAIN_PARAM
@@ -310,7 +310,7 @@ def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int, int]:
 
 
 @pytest.mark.parametrize(("cut", "precision"), [("one", "bf16"), ("data", "fp16"), ("data", "bf16")])
-def test_async_save_reads_frozen_weights_where_they_lie(
+def test_async_save_reads_frozen_layers_where_they_lie(
     world1: World, world2: World, tmp_path: Path, cut: str, precision: str
 ) -> None:
     """An asynchronous save copies the layers and main parameters of the active block only, and writes all layers as
@@ -336,7 +336,7 @@ def kept_elsewhere(config: Any) -> list[str]:
     """Return the layers' parameters whose low bits are not stored next to the weights."""
     with worlds.started(config) as run:
         run.train()
-        frozen = get_frozen_weights(run.model)
+        frozen = get_host_layers(run.model)
         kept = [item for item in run.active.offloaded.shards.items() if ".layers." in item[0]]
         assert len({run.active.parameters.ownership(name).block for name, _ in kept}) > 1
         return [name for name, shard in kept if not frozen.is_on_host(shard.residual.differences)]
