@@ -280,8 +280,10 @@ def run_config_to_dict(config: RunConfig) -> dict[str, Any]:
 def run_config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     """Build the RunConfig that ``run_config_to_dict`` wrote, also after a round trip through JSON.
 
+    Fields that another version had are left out.
+
     Raises:
-        ValueError: a section or a field is unknown, or a section is absent.
+        ValueError: a section is unknown or absent.
     """
     kinds = typing.get_type_hints(RunConfig)
     if set(values) != set(kinds):
@@ -290,9 +292,11 @@ def run_config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     for name, kind in kinds.items():
         if name == "transformer":
             continue
-        unknown = set(values[name]) - {field.name for field in fields(kind)}
-        if unknown:
-            raise ValueError(f"run configuration: {name} has no field {', '.join(sorted(unknown))}")
-        read = {key: tuple(value) if isinstance(value, list) else value for key, value in values[name].items()}
+        known = {field.name for field in fields(kind)}
+        read = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in values[name].items()
+            if key in known
+        }
         sections[name] = kind(**read)
     return RunConfig(**sections)
