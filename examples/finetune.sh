@@ -164,15 +164,7 @@ if [[ " ${EXTRA_ARGS[*]} " != *"--sft-prompt-format"[\ =]"text "* ]]; then
     [ ! -f "$SAVE-hf/chat_template.jinja" ] || ASK=--chat
     ! grep -qs '"chat_template": *["[]' "$SAVE-hf"/{chat_template,tokenizer_config}.json || ASK=--chat
 fi
-WANTED=
-for word in "${EXTRA_ARGS[@]}"; do  # the user's tokenizer, with its values
-    case ${word%%=*} in
-        --tokenizer-* | --vocab-file | --merge-file | --vocab-size | --tiktoken-*) WANTED=1 ;;
-        --*) WANTED= ;;
-    esac
-    [ -z "$WANTED" ] || TOKENIZER+=("$word")
-done
-"$PYTHON" "$ROOT/tools/generate.py" --model "$SAVE-hf" "${TOKENIZER[@]}" --max-new-tokens 64 "$ASK" --prompt "$PROMPT"
+"$PYTHON" "$ROOT/tools/generate.py" --model "$SAVE-hf" --max-new-tokens 64 "$ASK" --prompt "$PROMPT"
 if "$PYTHON" -c 'import transformers' 2>/dev/null; then
     "$PYTHON" - "$SAVE-hf" <<'EOF'
 import sys

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 from torch.distributed import checkpoint
 
-from megatron.bcd.checkpoint.shard_writer import Writer, write_beside_shards
+from megatron.bcd.checkpoint.shard_writer import IndexWriter, write_beside_shards
 from megatron.bcd.huggingface.folder import ModelFolder
 
 FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3_moe", "qwen3", "phi3", "smollm3", "gpt_oss")
@@ -89,7 +89,7 @@ def write_checkpoint(source: Path, root: Path) -> Path:
         row.key: torch.stack([model.read(row, layer) for layer in layers]) if row.is_stacked else model.read(row)
         for row in model.rows
     }
-    checkpoint.save(weights, storage_writer=Writer(str(folder)), no_dist=True)
+    checkpoint.save(weights, storage_writer=IndexWriter(str(folder)), no_dist=True)
     write_beside_shards(str(folder), iteration=1)
     (root / "latest_checkpointed_iteration.txt").write_text("1")
     return root
