@@ -20,6 +20,7 @@ from support.gpu_worlds import Worlds
 from support.planned import RUNS, planned_memory, recipe_of
 
 from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.optim.step import Step
 from megatron.bcd.planner.run_state import model_state_of
 
 SIZES = {"num_layers": 6, "hidden_size": 256, "seq_length": 128, "max_position_embeddings": 128}
@@ -147,20 +148,19 @@ UPDATES = {
 def taken_by_updates(config: Any) -> list[tuple[int, int]]:
     """Return the additional bytes that each phase's second update takes, and the planned ones."""
     results = []
-    update = ActiveBlock.step
+    finish = Step.finish
 
-    def measured(self: ActiveBlock, **options: bool) -> float | None:
+    def measured(self: Step) -> None:
         torch.cuda.synchronize()
         used = torch.cuda.memory_stats()["requested_bytes.all.current"]
         torch.cuda.reset_peak_memory_stats()
-        norm = update(self, **options)
+        finish(self)
         torch.cuda.synchronize()
         taken = torch.cuda.memory_stats()["requested_bytes.all.peak"] - used
         plan = model_state_of(config, run.partition, padded_vocab_size=SIZES_OF_UPDATE[VOCABULARY], num_replicas=1)
-        results.append((taken, plan.rank(0, self.block, 0).optimizer_work))
-        return norm
+        results.append((taken, plan.rank(0, run.active.block, 0).optimizer_work))
 
-    with mock.patch.object(ActiveBlock, "step", measured), worlds.started(config) as run:
+    with mock.patch.object(Step, "finish", measured), worlds.started(config) as run:
         run.train()
     return results[1::2]
 
