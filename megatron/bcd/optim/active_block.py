@@ -268,10 +268,11 @@ class ActiveBlock:
         weights += frozen.device_tensors()
         gradients = [gradient for owner in self.owners for gradient in owner.gradients()]
         state = [tensor for owner in self.owners for tensor in owner.state_tensors(on_host=False)]
-        on_host = (tensor.nbytes for owner in self.owners for tensor in owner.state_tensors(on_host=True))
+        # by address: Megatron Core lists some of its tensors twice, and many are parts of one storage
+        on_host = {each.data_ptr(): each.nbytes for owner in self.owners for each in owner.state_tensors(on_host=True)}
         return StateBytes(
             model_state=memory.storage_bytes([*weights, *self.core.weight_buffers(), *gradients, *state]),
             gradients=memory.storage_bytes(gradients),
             optimizer_state=memory.storage_bytes(state, without=weights),
-            host=frozen.bytes_on_host() + sum(on_host),
+            host=frozen.bytes_on_host() + sum(on_host.values()),
         )
