@@ -10,12 +10,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.command_line import BASE, PROG
 
 from megatron.bcd.arguments import parse_run_config, read_command_line
 from megatron.bcd.runtime import versions
+from megatron.bcd.runtime.compat import imports
 
 WORDS = [word for pair in BASE.items() for word in pair]
 ACCEPTED = {"published": (14, 16), "stock_functional": (53, 62)}
@@ -96,6 +98,21 @@ def test_imports_what_it_needs(repo_root: Path, script: str) -> None:
     command = [sys.executable, "-c", program, script, *WORDS, "--dry-run"]
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
     assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "set()")
+
+
+def test_a_fused_function_is_compiled_at_its_first_call() -> None:
+    """The decorator of a fused function compiles nothing; the first call compiles it once, with the options."""
+    compiled: list[dict[str, bool]] = []
+
+    def compile_now(function: Any, **options: bool) -> Any:
+        compiled.append(options)
+        return lambda value: 2 * function(value)
+
+    decorate = imports._compile_when_called(compile_now, dynamic=True)
+    fused = decorate(lambda value: value + 1)
+    assert compiled == []
+    assert (fused(1), fused(2)) == (4, 6)
+    assert compiled == [{"dynamic": True}]
 
 
 def test_balanced_cut_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

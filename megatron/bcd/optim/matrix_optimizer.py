@@ -487,7 +487,7 @@ def _scale(stacks: Iterable[Stack], gradient_scale: float) -> None:
     """Scale the gradients of Adam's stacks, as Megatron Core scales its buffers."""
     for stack in stacks if gradient_scale != 1.0 else ():
         if stack.rule.name == update_rules.ADAM:
-            stack.gradient *= torch.tensor(gradient_scale, device=stack.gradient.device)
+            stack.gradient.mul_(gradient_scale)
 
 
 def _owners(
