@@ -154,9 +154,9 @@ class Trainer:
             run_ahead=config.bcd.bcd_run_ahead,
             timeout_minutes=config.training.distributed_timeout_minutes,
             head_passes=head_passes(config, padded_vocab_size=run.padded_vocab_size),
-            pieces=self.active.virtual_pieces,
+            chunks=self.active.virtual_chunks,
             saves_on_host=config.bcd.bcd_saved_inputs == "host",
-            by_piece={name: getattr(config, name) for name in ("steps_block_by_piece", "clips_by_piece")},
+            by_chunk={name: getattr(config, name) for name in ("steps_block_by_chunk", "clips_by_chunk")},
         )
         self.lr_scheduler = build_scheduler(
             config, SimpleNamespace(param_groups=[]), functools.partial(data.samples_after, config)

@@ -258,7 +258,7 @@ def changed_flags(saved: RunState, config: RunConfig) -> list[str]:
 def has_same_optimizers(saved: RunState, config: RunConfig) -> bool:
     """Return whether the optimizers of this run have the same kinds of state as the checkpoint's.
 
-    With 16-bit weights a stateless update has separate main parameters. A stateless update of the embedding has no
+    With 16-bit weights an inactive update has separate main parameters. A factored embedding has no
     moments.
     """
     before, now = saved.flags["bcd"], config.bcd

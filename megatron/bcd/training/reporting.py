@@ -13,9 +13,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.bcd.blocks.chunks import virtual_chunks
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition, describe_layers
-from megatron.bcd.blocks.pieces import virtual_pieces
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.checkpoint.loader import Source
 from megatron.bcd.config import CheckpointConfig, RunConfig
@@ -83,7 +83,7 @@ def summarize(
     num_parameters = sum(rank["num_parameters"] for rank in one_replica)
     has_blocks, num_layers = partition.has_active_block, partition.num_layers
     trained = [[rank["active"][block.index] for rank in one_replica] for block in partition.blocks]
-    if not has_blocks:  # stateless updates train every layer
+    if not has_blocks:  # inactive updates train every layer
         trained = [[rank["num_parameters"] - rank["num_frozen"] for rank in one_replica]]
     shares = [sum(numbers) / num_parameters for numbers in trained]
     token_share = sum(rank["num_token_parameters"] for rank in one_replica) / num_parameters
@@ -254,7 +254,7 @@ def _notes(
         yield f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters"
     if bcd.bcd_inactive_update != "none":
         yield (
-            f"stateless update {bcd.bcd_inactive_update}: matrices of "
+            f"inactive update {bcd.bcd_inactive_update}: matrices of "
             f"{'all other layers' if partition.has_active_block else 'every layer'}, {bcd.bcd_inactive_lr_ratio:g} "
             f"of the learning rate, gradients in {bcd.bcd_inactive_grad_dtype}"
         )
@@ -297,20 +297,20 @@ def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: R
         yield f"pipeline schedule {_describe_pipeline(config, partition)}"
     yield from recomputation.describe(partition)
     if config.is_breadth_first:
-        pieces = len(virtual_pieces(partition, config.bcd.bcd_layers_per_pass))
+        chunks = len(virtual_chunks(partition, config.bcd.bcd_layers_per_pass))
         place = "in host memory" if config.bcd.bcd_saved_inputs == "host" else "on the device"
         yield (
-            f"breadth-first: all microbatches of a step pass through one of {pieces} pieces before the next; inputs of "
-            f"pieces wait {place}"
+            f"breadth-first: all microbatches of a step pass through one of {chunks} chunks before the next; inputs of "
+            f"chunks wait {place}"
         )
     if config.bcd.bcd_layers_on == "host":
         number, embedding = config.bcd.bcd_resident_layers, " and embedding" * config.has_embedding_on_host
-        which = "" if config.steps_block_by_piece else " outside the block"
+        which = "" if config.steps_block_by_chunk else " outside the block"
         yield (
             f"layers{which}{embedding} in host memory, copied as they are read, and back when they are updated; "
             f"buffers for {3 * config.bcd.bcd_layers_per_pass + number} layers on the device"
         )
-        is_updated = config.bcd.bcd_inactive_update != "none" or config.steps_block_by_piece
+        is_updated = config.bcd.bcd_inactive_update != "none" or config.steps_block_by_chunk
         if config.checkpoint.async_save and is_updated:
             yield "--async-save writes at once, because each step changes layers in host memory"
     if config.tensor_size > 1 and device.has_cuda():
