@@ -100,7 +100,7 @@ class ModelShape:
     shifted_norms: bool  # whether norms have a shift beside their scale (LayerNorm)
     qkv_bias: bool = False  # whether queries, keys and values have a bias; with `biases` they always do
     qk_norm_size: int = 0  # width of a head where queries and keys are normalised; else 0
-    sinks: int = 0  # attention heads if each has a parameter of its own; else 0
+    sinks: int = 0  # attention heads if each has a parameter; else 0
     fuses_gate: bool = True  # whether activation and gate are one kernel (SwiGLU), which saves only its inputs
     experts: ExpertShape | None = None
 

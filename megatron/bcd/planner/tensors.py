@@ -12,7 +12,7 @@ from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.planner.cost import ExpertShape, ModelShape
 
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
-"""Megatron Core's buffers for the distributed optimizer align parameters and bucket ends to so many elements."""
+"""Megatron Core's buffers for the distributed optimizer align parameters and bucket ends to these numbers."""
 
 _SHARED_BY_TENSOR_RANKS = (
     "word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight",
@@ -30,7 +30,7 @@ class Tensor:
     name: str  # GPTModel's, with local layers
     size: int  # elements
     owned: Ownership
-    is_shared: bool = False  # a tied embedding on several stages, or its copy: it has a bucket of its own
+    is_shared: bool = False  # a tied embedding on several stages, or its copy: it has a separate bucket
     parts: tuple[tuple[int, int], ...] = ()
     """Rows and columns of the parts that an inactive update steps apart (queries, keys, values); empty for others."""
     is_expert: bool = False
