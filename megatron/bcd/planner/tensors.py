@@ -149,7 +149,7 @@ class Buffer:
 
     size: int  # elements, with padding
     stored: tuple[int, ...]  # by data-parallel rank: elements whose optimizer state it stores, without padding
-    counts: tuple[int, ...]  # by data-parallel rank: &
+    counts: tuple[int, ...]  # by data-parallel rank: number of parameters of which it stores a part
     padding: int = 0  # elements
 
     def joined(self, experts: Buffer, place_of_experts: Sequence[int]) -> Buffer:
