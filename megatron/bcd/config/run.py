@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+from megatron.bcd.config.measured import MeasuredModel
 from megatron.bcd.config.sections import (
     BcdConfig,
     CheckpointConfig,
@@ -100,6 +101,8 @@ class RunConfig:
     checkpoint: CheckpointConfig
     groups: GroupsConfig
     report: ReportConfig
+    measured: MeasuredModel | None = None
+    """The layers of a model of transformers, for formulas of memory and time."""
 
     def replace_section(self, section: str, **values: Any) -> RunConfig:
         """Return a copy with other values in one section."""
