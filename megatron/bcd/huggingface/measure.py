@@ -24,8 +24,9 @@ def read_model(path: str, *, sequence: int | None, longest: int) -> Transformers
     Raises:
         ValueError: transformers cannot read it or build a decoder of text, or its layers cannot be measured.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, logging
 
+    logging.set_verbosity_error()  # kernels that a plan does not need
     folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
