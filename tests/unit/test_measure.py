@@ -54,18 +54,25 @@ def test_saved_bytes_are_those_of_layers_with_values(measured: MeasuredModel) ->
     layer.register_forward_pre_hook(lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
     model.model(input_ids=torch.zeros(1, 32, dtype=torch.long), use_cache=False)
     [((hidden, *args), kwargs)] = given
-    outside = {
-        each.untyped_storage().data_ptr() for each in (hidden, *kwargs["position_embeddings"], *layer.parameters())
-    }
+    outside = {place(each) for each in (hidden, *kwargs["position_embeddings"], *layer.parameters())}
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
     for is_trained, expected in ((True, measured.kinds[0].active), (False, measured.kinds[0].suffix)):
         layer.requires_grad_(is_trained)
-        kept: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
-        ):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             output = layer.forward(hidden.detach().requires_grad_(), *args, **kwargs)
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in (*kept, output)}
-        assert sum(size for place, size in storages.items() if place not in outside) == 32 * expected
+        storages = {place(each): each.untyped_storage().nbytes() for each in (*kept, output)}
+        assert sum(size for start, size in storages.items() if start not in outside) == 32 * expected
+
+
+def place(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def test_a_plan_of_gemma(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
