@@ -229,10 +229,13 @@ def named_model(name: str, *, models: str | None, sequence: int | None = None) -
     if name.endswith(".json") or os.path.isfile(os.path.join(name, CONFIG)):
         try:
             network = read_architecture(name, is_quantised=True)
-        except NotInCore:
+        except NotInCore as reason:
             from megatron.bcd.huggingface.measure import read_model  # slow: it imports torch
 
-            return read_model(name, sequence=sequence, longest=LONGEST_DEFAULT)
+            try:
+                return read_model(name, sequence=sequence, longest=LONGEST_DEFAULT)
+            except ValueError as error:
+                raise ValueError(f"{reason}, and with transformers' layers it {error}") from None
         is_gpt = network.family == "gpt2"
         return Model(
             name=os.path.basename(os.path.abspath(name if os.path.isdir(name) else os.path.dirname(name))),

@@ -92,4 +92,4 @@ def test_a_model_without_a_decoder_is_refused(tmp_path: Path, capsys: pytest.Cap
     words = ["--model", str(tmp_path / "t5"), "--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1"]
     assert plan.main(words) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
-    assert "t5: cannot be planned" in line
+    assert "T5ForConditionalGeneration" in line and "cannot be planned" in line

@@ -34,7 +34,7 @@ def read_model(path: str, *, sequence: int | None, longest: int) -> Transformers
         tokens = sequence or min(text.max_position_embeddings, longest)
         measured = measure(text, sequence=tokens)
     except Exception as error:  # of any model's own code
-        raise ValueError(f"{path}: cannot be planned ({' '.join(str(error).split())[:200]})") from None
+        raise ValueError(f"cannot be planned ({' '.join(str(error).split())[:200]})") from None
     return TransformersModel(
         name=os.path.basename(os.path.abspath(folder)),
         form="llama",
