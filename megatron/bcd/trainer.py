@@ -156,7 +156,8 @@ class Trainer:
             head_passes=head_passes(config, padded_vocab_size=run.padded_vocab_size),
             chunks=self.active.virtual_chunks,
             saves_on_host=config.bcd.bcd_saved_inputs == "host",
-            by_chunk={name: getattr(config, name) for name in ("steps_block_by_chunk", "clips_by_chunk")},
+            by_chunk={name: getattr(config, name) for name in ("steps_block_by_chunk", "clips_by_chunk")}
+            | {"num_kept": run.memory.num_kept},
         )
         self.lr_scheduler = build_scheduler(
             config, SimpleNamespace(param_groups=[]), functools.partial(data.samples_after, config)

@@ -22,6 +22,7 @@ from megatron.bcd.optim.core_optimizer import CoreOptimizer
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.pipeline import schedule
 from megatron.bcd.pipeline.breadth_first import BreadthFirstIteration
+from megatron.bcd.pipeline.execute import Iteration
 
 PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 12}
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -422,3 +423,25 @@ def test_copies_and_norms_of_streamed_steps(world1: World, method: str) -> None:
     # six layers, of which three stay in buffers where passes turn; after the first step the switch is checked
     assert steps == ([(9, 6), (6, 6), (6, 6)] if method == "adam" else [(12, 6), (12, 6), (9, 0)])
     assert (norms[3] is None) == (method == "clipped_adam")
+
+
+@pytest.mark.parametrize(("method", "place"), [("pretrain", "device"), ("finetune", "host")])
+def test_kept_activations_change_no_bit(world1: World, tmp_path: Path, method: str, place: str) -> None:
+    """With --bcd-saved-activations device no forward pass is repeated, and training is the same bit for bit."""
+    case = {"cut": "one", "method": method, "precision": "bf16", "place": place, "layers": "2"}
+    runs, passes = [], []
+    for choice in ("recompute", "device"):
+        flags = breadth_first(case) | {"bcd_saved_activations": choice, "save": tmp_path / choice}
+        [(run, number)] = world1.run(count_forwards, config_of(case, **flags))
+        runs.append(run)
+        passes.append(number)
+    assert resumed_runs.differences(runs[0], runs[1:]) == []
+    assert passes[0] - passes[1] == 4 * 4 * 2  # microbatches of the steps, and chunks without the last one
+    weights = [tensors_of(world1, tmp_path / choice, 4) for choice in ("recompute", "device")]
+    assert worlds.same_bits(*weights) == []
+
+
+def count_forwards(config: Any) -> tuple[dict[str, Any], int]:
+    """Return `one_part`, and the number of forward passes of a microbatch through a chunk."""
+    with mock.patch.object(BreadthFirstIteration, "_forward", autospec=True, side_effect=Iteration._forward) as forward:
+        return resumed_runs.one_part(config), forward.call_count

@@ -58,6 +58,8 @@ RUNS: dict[str, dict[str, Any]] = {
     | {"pipeline_model_parallel_size": 2, "bcd_layers_on": "host", "bcd_resident_layers": 1, "num_layers": 12}
     | {"untie_embeddings_and_output_weights": True, "bcd_frozen": "embedding"},
     "breadth_first": BREADTH_FIRST | {"bcd_layers_per_pass": 2},
+    "breadth_first_kept": BREADTH_FIRST | {"bcd_saved_activations": "device"},
+    "breadth_first_streamed_kept": BREADTH_FIRST | {"bcd_layers_on": "host", "bcd_saved_activations": "device"},
     "breadth_first_pipeline2": TWO
     | BREADTH_FIRST
     | {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": True, "num_layers": 8},
@@ -118,7 +120,7 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
     names = (
         "bcd_layout", "bcd_inactive_update", "bcd_layers_on", "bcd_resident_layers", "bcd_frozen",
         "bcd_always_active", "bcd_head_phase", "adam_moments_dtype", "cross_entropy_fusion_impl", "bcd_schedule",
-        "bcd_layers_per_pass", "bcd_saved_inputs", "optimizer",
+        "bcd_layers_per_pass", "bcd_saved_inputs", "bcd_saved_activations", "optimizer",
         "pipeline_model_parallel_size", "context_parallel_size", "bcd_order", "expert_model_parallel_size",
     )  # fmt: skip
     method = "offload" if flags.get("optimizer_cpu_offload") else flags.get("bcd_preset", "bcd")

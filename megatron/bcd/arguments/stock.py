@@ -284,7 +284,7 @@ BELONG_TO = {
     "--bcd-switch=plateau": "bcd_plateau_window bcd_plateau_min_improvement bcd_min_steps_per_block "
     "bcd_max_steps_per_block",
     "--bcd-layers-on=host": "bcd_resident_layers",
-    "--bcd-schedule=breadth-first": "bcd_layers_per_pass bcd_saved_inputs",
+    "--bcd-schedule=breadth-first": "bcd_layers_per_pass bcd_saved_inputs bcd_saved_activations",
     "--bcd-inactive-update": "bcd_inactive_lr_ratio bcd_inactive_grad_dtype",
 }
 """Conditions (see ``flags.holds``), and the fields whose flags have no effect unless one of them is met."""

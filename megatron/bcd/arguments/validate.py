@@ -551,6 +551,10 @@ def _check_breadth_first(run: Run, partition: Partition, given: Mapping[str, Any
         f"--bcd-layers-per-pass {size}: must divide the layers of a pipeline stage (--num-layers {run.num_layers}, "
         f"--pipeline-model-parallel-size {stages}). Give a divisor.",
     )
+    require(
+        stages == 1 or run.bcd_saved_activations == "recompute",
+        f"--bcd-saved-activations {run.bcd_saved_activations}: needs one pipeline stage. Leave it out.",
+    )
     chunks = {"num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"} & given.keys()
     require(
         stages == 1 or not chunks or "bcd_layers_per_pass" not in given,

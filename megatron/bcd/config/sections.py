@@ -237,6 +237,13 @@ class BcdConfig:
         choices=("device", "host", "auto"),
         may_change=True,
     )
+    bcd_saved_activations: str = option(
+        "recompute",
+        "with --bcd-schedule breadth-first on one pipeline stage: recompute = each chunk's forward pass is repeated "
+        "before its backward pass; device = its activations wait there instead; auto = as many as fit",
+        choices=("auto", "recompute", "device"),
+        may_change=True,
+    )
     bcd_compile: str = option(
         "auto",
         "compile updates of matrices and rotary embeddings (torch.compile); auto = on a GPU with a C compiler. "

@@ -339,6 +339,34 @@ class HostLayers:
                 for parameter, part in layer.state_parts(buffer.state).items():
                     self._copy(layer, layer.state[parameter], to=part, buffer=buffer)
 
+    def saved_by_graphs(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context whose graphs read the weights of the last `load` where they are in the backward pass.
+
+        Between, the buffers have the weights of other layers.
+        """
+        layers = self._streamed([*self._loaded])
+        starts = {each.data_ptr(): each for layer in layers for each in layer.parameters}
+        buffers = {_storage(buffer.flat) for buffer in self._buffers}
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if _storage(tensor) not in buffers:
+                return tensor
+            start = max(start for start in starts if start <= tensor.data_ptr())
+            offset = (tensor.data_ptr() - start) // tensor.element_size()
+            return starts[start], tensor.size(), tensor.stride(), offset
+
+        def unpack(saved: Any) -> torch.Tensor:
+            if isinstance(saved, torch.Tensor):
+                return saved
+            parameter, size, stride, offset = saved
+            if size == parameter.size() and stride == parameter.stride():
+                return parameter  # type: ignore[no-any-return]
+            return parameter.detach().as_strided(size, stride, parameter.storage_offset() + offset)
+
+        if not starts:
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
     def state(self, parameter: torch.nn.Parameter) -> State:
         """Return the parameter's state, on the device after `load` with state if this rank owns it."""
         return self._states.get(parameter) or self.places.get(parameter, {})

@@ -60,6 +60,7 @@ class BreadthFirstIteration(Iteration):
         self._do |= {
             Kind.FORWARD: self._forward_once,
             Kind.FORWARD_ONLY: self._forward_once,
+            Kind.FORWARD_AHEAD: self._forward_ahead,
             Kind.RECOMPUTE: self._recompute,
             Kind.LOSS: self._reduce_loss,
             Kind.SEND_LOSS: self._send_loss,
@@ -119,6 +120,16 @@ class BreadthFirstIteration(Iteration):
             if not self._has_messages:
                 self._inputs[place[0] + 1, place[1]] = self._outputs.pop(place)
 
+    def _forward_ahead(self, action: Action, place: Place) -> None:
+        """Run a forward pass whose graph waits for the backward pass, while other chunks compute."""
+        self._enter(action)
+        self._set_input(place, self._inputs.pop(place, None), needs_gradient=True)
+        with self._weights.saved_by_graphs():
+            self._forward(action, place)
+        output = self._outputs[place]
+        self._inputs[place[0] + 1, place[1]] = output.detach()
+        self._free(output)
+
     def _recompute(self, action: Action, place: Place) -> None:
         """Repeat a forward pass with a graph."""
         self._enter(action)
@@ -146,6 +157,7 @@ class BreadthFirstIteration(Iteration):
             super()._wait_for_gradient(output, gradient)
 
     def _backward(self, action: Action, place: Place) -> None:
+        self._enter(action)
         if action in self._next_recomputed:  # its input arrives during this backward pass
             self._saved_inputs.prefetch(self._next_recomputed[action])
         super()._backward(action, place)
@@ -182,4 +194,4 @@ class BreadthFirstIteration(Iteration):
 
 
 def _visit(action: Action) -> _Visit:
-    return action.chunk, action.kind is not Kind.FORWARD_ONLY
+    return action.chunk, action.kind not in (Kind.FORWARD_ONLY, Kind.FORWARD_AHEAD)

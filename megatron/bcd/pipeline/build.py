@@ -74,20 +74,24 @@ def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
     """Return the passes of a stage if all microbatches pass through a chunk before the next one (arXiv 2211.05953).
 
     The last chunk of the model, which has the head, runs forward and backward in turn, so that the logits of one
-    microbatch exist at a time. Others repeat their forward pass before the backward pass. Updates that clip are a
-    separate pass.
+    microbatch exist at a time. Others repeat their forward pass before the backward pass, unless its activations are
+    kept. Updates that clip are a separate pass.
     """
     order: list[Action] = []
     microbatches, last = range(shape.num_microbatches), shape.last if shape.is_training else shape.num_virtual
     by_chunk = [(chunk, shape.virtual_stage(stage, chunk)) for chunk in range(shape.num_chunks)]
+    kept = set(kept_passes(shape)[: shape.num_kept])
     for chunk, virtual in by_chunk:
-        order += [Action(Kind.FORWARD_ONLY, microbatch, chunk) for microbatch in microbatches if virtual != last]
+        for microbatch in microbatches if virtual != last else ():
+            is_kept = (chunk, microbatch) in kept
+            order.append(Action(Kind.FORWARD_AHEAD if is_kept else Kind.FORWARD_ONLY, microbatch, chunk))
     for chunk, virtual in reversed(by_chunk):
         if (backward := shape.backward_kind(virtual)) is None:
             continue
         for microbatch in microbatches:
             forward = Kind.FORWARD if virtual == last else Kind.RECOMPUTE
-            order += [Action(forward, microbatch, chunk), Action(backward, microbatch, chunk)]
+            order += [Action(forward, microbatch, chunk)] if (chunk, microbatch) not in kept else []
+            order.append(Action(backward, microbatch, chunk))
         order += [Action(Kind.LOSS, 0, chunk)] if virtual == last else []
         if shape.updated[virtual]:
             order.append(Action(Kind.KEEP if shape.clips_by_chunk else Kind.UPDATE, 0, chunk))
@@ -95,6 +99,17 @@ def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
         order.append(Action(Kind.NORM, 0))
         order += [Action(Kind.UPDATE, 0, chunk) for chunk, virtual in by_chunk if shape.updated[virtual]]
     return tuple(order)
+
+
+def kept_passes(shape: PlanShape) -> list[tuple[int, int]]:
+    """Return the chunks and microbatches of breadth-first order on one stage that can be kept, the first to keep first.
+
+    These are the passes that would be repeated. Backward passes free the last chunk's first.
+    """
+    if shape.num_stages > 1:
+        return []
+    chunks = range(shape.last - 1, shape.first_trainable - 1, -1)
+    return [(chunk, microbatch) for chunk in chunks for microbatch in range(shape.num_microbatches)]
 
 
 @lru_cache(maxsize=1024)

@@ -22,6 +22,8 @@ class Kind(enum.StrEnum):
     """Keeps activations for a backward pass."""
     FORWARD_ONLY = "forward-only"
     """Runs without a graph and keeps nothing."""
+    FORWARD_AHEAD = "forward, kept"
+    """Keeps activations while other chunks run forward and backward, in breadth-first order."""
     BACKWARD = "backward"
     """Computes input and weight gradients; on the first trainable stage only down to its first active layer."""
     BACKWARD_INPUT = "backward of input gradients"
@@ -48,12 +50,12 @@ class Kind(enum.StrEnum):
     @property
     def is_forward(self) -> bool:
         """Whether this is a forward pass."""
-        return self in (Kind.FORWARD, Kind.FORWARD_ONLY, Kind.RECOMPUTE)
+        return self in (Kind.FORWARD, Kind.FORWARD_ONLY, Kind.FORWARD_AHEAD, Kind.RECOMPUTE)
 
     @property
     def keeps_graph(self) -> bool:
         """Whether this pass keeps activations."""
-        return self in (Kind.FORWARD, Kind.RECOMPUTE)
+        return self in (Kind.FORWARD, Kind.FORWARD_AHEAD, Kind.RECOMPUTE)
 
     @property
     def is_backward(self) -> bool:
@@ -141,6 +143,9 @@ class PlanShape:
     """In breadth-first order: whether each virtual stage has matrices that are stepped right after its passes."""
     clips_by_chunk: bool = False
     """Whether these updates wait for the norm of all gradients, in a separate pass."""
+    num_kept: int = 0
+    """In breadth-first order on one stage: the passes of a microbatch through a chunk that are not repeated, because
+    their activations wait for the backward pass. The last chunks come first."""
     work: tuple[tuple[float, float], ...] = ()
     """Time of a forward and a backward pass of each virtual stage, in any unit. It determines the order of passes and
     messages. If empty, forward, input gradients and weight gradients take equal time."""
@@ -286,6 +291,7 @@ def breadth_first_shape(
     num_microbatches: int,
     steps_block_by_chunk: bool = False,
     clips_by_chunk: bool = False,
+    num_kept: int = 0,
 ) -> PlanShape:
     """Return the shape of a training iteration in breadth-first order. `chunks` are `virtual_chunks`."""
     numbers = range(len(chunks))
@@ -298,6 +304,7 @@ def breadth_first_shape(
         is_breadth_first=True,
         updated=tuple(steps_block_by_chunk or is_chunk_updated(partition, block, chunks, chunk) for chunk in numbers),
         clips_by_chunk=clips_by_chunk,
+        num_kept=num_kept,
     )
 
 

@@ -53,7 +53,7 @@ class PipelineSchedule:
         timeout_minutes: int | None = None,
         chunks: Sequence[range] = (),
         saves_on_host: bool = False,
-        by_chunk: Mapping[str, bool] | None = None,
+        by_chunk: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:

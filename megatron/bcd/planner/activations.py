@@ -19,7 +19,7 @@ from operator import le, mul
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS
 from megatron.bcd.config.measured import MeasuredModel
-from megatron.bcd.pipeline.build import build_plan, max_graphs
+from megatron.bcd.pipeline.build import build_plan, kept_passes, max_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.planner.cost import ModelShape, pass_products
 from megatron.bcd.planner.state import ModelState
@@ -301,6 +301,11 @@ class StageActivations:
                 return (1 << (size - 1).bit_length()) * max(0, number - 1) * self.shape.num_microbatches
             return size * (min(number, 1) * self.shape.num_microbatches + 2)
         return size * number * self.shape.num_microbatches * (place == "device")
+
+    def kept_bytes(self, recomputed: Recomputed) -> int:
+        """Return the bytes of the passes that are not repeated, without their inputs, which `input_bytes` has."""
+        saved = [sum(bytes_ for bytes_, _ in passes) - self.sizes.input for passes in self._chunks(recomputed)]
+        return sum(saved[chunk] for chunk, _ in kept_passes(self.shape)[: self.shape.num_kept])
 
     def chunk_peaks(self, recomputed: Recomputed) -> list[int]:
         """Return the peak of a microbatch in each chunk: what autograd saves and the largest temporary memory."""

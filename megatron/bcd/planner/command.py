@@ -117,6 +117,8 @@ def _chunk_flags(recipe: Recipe, places: list[str]) -> Iterator[str]:
         words.append(_word("bcd_layers_per_pass", bcd.bcd_layers_per_pass))
     if bcd.bcd_saved_inputs == "host":
         words.append(_word("bcd_saved_inputs", "host"))
+    if bcd.bcd_saved_activations != "recompute":
+        words.append(_word("bcd_saved_activations", bcd.bcd_saved_activations))
     yield " ".join(words)
 
 

@@ -15,7 +15,7 @@ from megatron.bcd.planner import run_state
 from megatron.bcd.planner.cost import ModelShape
 from megatron.bcd.planner.run_state import RunMemory
 from megatron.bcd.planner.state import ModelState
-from megatron.bcd.planner.tables import Cluster, Model
+from megatron.bcd.planner.tables import GIB, Cluster, Model
 from megatron.bcd.tokenizer import padded_vocab_size
 
 STREAMED = {"full, streamed": "full", "muon, streamed": "muon"}
@@ -244,6 +244,8 @@ class Recipe:
             ),
             num_microbatches=self.num_microbatches,
             unfused_attention=self.unfused_attention,
+        ).with_kept(
+            memory_bytes=GIB * (self.memory_share * self.cluster.memory_gib - self.cluster.framework_gib),
         )
 
     @property

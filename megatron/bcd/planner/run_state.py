@@ -149,6 +149,21 @@ class RunMemory:
     """Microbatches of a full global batch."""
     unfused_attention: bool = False
     """Whether attention scores are in memory."""
+    num_kept: int = 0
+    """See `PlanShape`."""
+
+    def with_kept(self, *, memory_bytes: float) -> RunMemory:
+        """Return the run with the passes that --bcd-saved-activations keeps; with auto those that fit in all phases."""
+        choice = self.config.bcd.bcd_saved_activations
+        if not self.config.is_breadth_first or choice == "recompute":
+            return self
+        most = len(self.state.chunks) * self.num_microbatches
+        if choice == "device":
+            return replace(self, num_kept=most)
+        does_not_fit = bisect_left(
+            range(most + 1), True, key=lambda n: not replace(self, num_kept=n).fits_in(memory_bytes)
+        )
+        return replace(self, num_kept=max(0, does_not_fit - 1))
 
     def with_places(self, *, memory_bytes: float) -> RunMemory:
         """Return the run with what --bcd-layers-on auto and --bcd-saved-inputs auto choose in this memory.
@@ -201,7 +216,8 @@ class RunMemory:
             rank, updates = replace(rank, optimizer_work=max(rank.optimizer_work, *updates)), none[chunks]
         working = map(max, activations.chunk_peaks(choice), updates)
         gradients, peak = max(zip((share.by_chunk or none)[chunks], working, strict=True), key=sum)
-        return replace(rank, chunks=activations.input_bytes("device") + gradients, activations=peak)
+        waiting = activations.input_bytes("device") + activations.kept_bytes(choice)
+        return replace(rank, chunks=waiting + gradients, activations=peak)
 
     @cached_property
     def layer_bytes(self) -> LayerBytes:
@@ -219,7 +235,8 @@ class RunMemory:
 
     def schedule_shape(self, block: int) -> PlanShape:
         """Return the pipeline schedule in the middle of the block's phase."""
-        return _schedule_shape(self.state, block, self.num_microbatches, self.config.model.seq_length)
+        sequence = self.config.model.seq_length
+        return _schedule_shape(self.state, block, self.num_microbatches, sequence, num_kept=self.num_kept)
 
     def activations(self, stage: int, block: int) -> StageActivations:
         """Return the activations of a stage in the block's phase."""
@@ -235,9 +252,11 @@ class RunMemory:
 
 
 @lru_cache(maxsize=4096)
-def _schedule_shape(state: ModelState, block: int, num_microbatches: int, sequence: int) -> PlanShape:
+def _schedule_shape(state: ModelState, block: int, num_microbatches: int, sequence: int, *, num_kept: int) -> PlanShape:
     if state.is_breadth_first:
-        return breadth_first_shape(state.partition, block, state.chunks, num_microbatches=num_microbatches)
+        return breadth_first_shape(
+            state.partition, block, state.chunks, num_microbatches=num_microbatches, num_kept=num_kept
+        )
     return steady_shape(
         state.partition,
         block,

@@ -26,6 +26,7 @@ from megatron.bcd.model import grouped_experts
 from megatron.bcd.model.builder import count_parameters, unwrap_model
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.model.transformer_config import describe_activation
+from megatron.bcd.pipeline.build import kept_passes
 from megatron.bcd.pipeline.plan import microbatches_ahead
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.run_state import moments_of, offload_fraction
@@ -108,7 +109,7 @@ def summarize(
         training=_describe_training(run),
         notes=(
             *_notes(config, partition, implementation, ranks),
-            *_pipeline_notes(config, partition, recomputation),
+            *_pipeline_notes(run, recomputation),
             *_data_notes(config, partition, samples),
         ),
         warnings=() if config.training.skip_train else warn_dominance(shares, token_share),
@@ -289,7 +290,8 @@ def _describe_preset(config: RunConfig, name: str) -> str:
     return f"preset {name}{method}: {' '.join(flags)}{differs}"
 
 
-def _pipeline_notes(config: RunConfig, partition: Partition, recomputation: Recomputation) -> Iterator[str]:
+def _pipeline_notes(run: ResolvedRun, recomputation: Recomputation) -> Iterator[str]:
+    config, partition = run.config, run.partition
     if partition.num_stages > 1:
         if config.training.pipeline_cut == "auto":
             layout = config.training.pipeline_model_parallel_layout
@@ -303,6 +305,8 @@ def _pipeline_notes(config: RunConfig, partition: Partition, recomputation: Reco
             f"breadth-first: all microbatches of a step pass through one of {chunks} chunks before the next; inputs of "
             f"chunks wait {place}"
         )
+        if number := len(kept_passes(run.memory.schedule_shape(0))[: run.memory.num_kept]):
+            yield f"activations of {number} passes through a chunk wait on the device; others are recomputed"
     if config.bcd.bcd_layers_on == "host":
         number, embedding = config.bcd.bcd_resident_layers, " and embedding" * config.has_embedding_on_host
         which = "" if config.steps_block_by_chunk else " outside the block"

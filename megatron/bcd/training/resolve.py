@@ -74,6 +74,9 @@ def resolve_run(config: RunConfig, source: Source | None = None) -> ResolvedRun:
     if is_auto or (config.is_breadth_first and config.bcd.bcd_saved_inputs == "auto"):
         memory = memory.with_places(memory_bytes=memory_limit(config, flag="--bcd-layers-on auto" if is_auto else None))
         config = memory.config
+    if config.bcd.bcd_saved_activations != "recompute":
+        limit = "--bcd-saved-activations auto" if config.bcd.bcd_saved_activations == "auto" else None
+        memory = memory.with_kept(memory_bytes=memory_limit(config, flag=limit))
     if source is not None and saved is not None and (changed := run_state.changed_flags(saved, config)):
         warning = f"flags differ from those that wrote {source.path}: {', '.join(changed)}"
         source = replace(source, messages=(*source.messages, warning))
