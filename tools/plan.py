@@ -98,6 +98,8 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
     "bcd_layers_per_pass": {},
     "bcd_saved_inputs": {"choices": ("device", "host"), "help": "with breadth-first: where inputs of chunks wait for"
         " the backward pass (default: device)"},
+    "bcd_saved_activations": {"choices": ("auto", "recompute", "device"), "help": "with breadth-first: device = no"
+        " forward pass is repeated, auto = as few as fit (default: recompute)"},
     "bcd_main_params": {},
     "host_memory_gb": {"type": float, "metavar": "GB", "help": "host memory of a node in 10^9 bytes; a plan that needs"
         " more does not fit (default: this machine's)"},
@@ -210,7 +212,7 @@ def methods_of(arguments: argparse.Namespace) -> tuple[str, ...]:
             return ("finetune",)
         if arguments.precision == "fp16":  # inactive updates and Muon have no loss scale
             return ("bcd",)
-        blocks_alone = BLOCK_FLAGS[: -5 if arguments.bcd_layers_on == "host" else None]
+        blocks_alone = BLOCK_FLAGS[: -6 if arguments.bcd_layers_on == "host" else None]
         is_given = any(getattr(arguments, name) is not None for name in blocks_alone)
         return ("pretrain",) if is_given else ("muon", "pretrain")
     if preset is None:
@@ -291,7 +293,7 @@ def recipe_values(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
     """
     if method not in PRESET_OF:
         is_streamed = method in STREAMED.values() and arguments.bcd_layers_on == "host"
-        for name in set(BLOCK_FLAGS[: -5 if is_streamed else None]) - {"bcd_num_blocks"}:
+        for name in set(BLOCK_FLAGS[: -6 if is_streamed else None]) - {"bcd_num_blocks"}:
             if (value := getattr(arguments, name)) is not None:
                 raise ValueError(f"{flag_of(name)} {value}: --method {method} has no blocks. Leave it out.")
     elif (chunks := arguments.num_virtual_stages_per_pipeline_rank) and arguments.bcd_layout != "interleaved":
@@ -558,6 +560,8 @@ def _layout(recipe: Recipe) -> str:
     if config.is_breadth_first:
         parts.append(f"breadth-first in chunks of {size} layer{'s' * (size > 1)}")
         parts.append("saved inputs in host memory") if config.bcd.bcd_saved_inputs == "host" else None
+        if recipe.memory.num_kept:
+            parts.append("activations kept on the device")
     if recipe.is_streamed:
         resident = config.bcd.bcd_resident_layers
         what = "layers" if config.is_breadth_first else "frozen layers"

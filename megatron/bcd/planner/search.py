@@ -30,9 +30,9 @@ _STREAMED_SLOWER, _SLOWER = 1.05, 1.02
 BLOCK_FLAGS = (
     "bcd_num_blocks", "bcd_layout", "bcd_frozen", "bcd_always_active", "bcd_head_phase",
     "num_virtual_stages_per_pipeline_rank", "bcd_main_params", "bcd_inactive_update", "bcd_layers_on",
-    "bcd_resident_layers", "bcd_schedule", "bcd_layers_per_pass", "bcd_saved_inputs",
+    "bcd_resident_layers", "bcd_schedule", "bcd_layers_per_pass", "bcd_saved_inputs", "bcd_saved_activations",
 )  # fmt: skip
-"""Flags that only methods with blocks have. Inactive updates of all layers have the last five, too."""
+"""Flags that only methods with blocks have. Inactive updates of all layers have the last six, too."""
 _PLACES = ("device", "host")
 CAN_STREAM = ("bcd", "finetune")
 """Methods whose blocks can be trained beside frozen layers in host memory."""
@@ -184,7 +184,7 @@ def _largest_with_experts(recipes: Iterable[Recipe]) -> list[Recipe]:
 
 def asks_for_blocks(values: Mapping[str, Any]) -> bool:
     """Return whether a flag asks preset finetune for blocks."""
-    return any(values.get(name) not in (None, 0, *WHOLE.values()) for name in BLOCK_FLAGS[:-5])
+    return any(values.get(name) not in (None, 0, *WHOLE.values()) for name in BLOCK_FLAGS[:-6])
 
 
 def _is_whole(values: Mapping[str, Any]) -> bool:
