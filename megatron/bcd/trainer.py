@@ -34,7 +34,7 @@ from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.data import lengths
 from megatron.bcd.data.samples import TrainingSamples
-from megatron.bcd.huggingface import folder, run_models
+from megatron.bcd.huggingface import run_models
 from megatron.bcd.huggingface.run_models import Exporter
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model import builder, router_losses
@@ -138,7 +138,7 @@ class Trainer:
         if self.source is not None:
             loader.load_weights(self.source, self.model)
         elif hf_name is not None:
-            run_models.load_weights(folder.ModelFolder(folder.locate(hf_name, flag="--load-hf")), self.model)
+            run_models.load_published(config, self.model)
         builder.get_host_layers(self.model).begin_phase(())  # the ranks that share them have loaded them
         self.splits = plan.build()
         self.samples = TrainingSamples(config, dataset=self.splits.train, epoch_samples=plan.epoch_samples)

@@ -64,7 +64,7 @@ def on_host(
     """Move the matrices of these layers to host memory. A collective."""
     frozen = HostLayers(
         num_layers=len(layers), embedding_size=0, num_resident=num_resident, dtype=dtype,
-        residual_dtype=torch.int16 if dtype == torch.bfloat16 else None, is_streamed=lambda name: name != "scale",
+        residual_dtype=torch.int16 if dtype == torch.bfloat16 else None, is_streamed=lambda name, _: name != "scale",
         group=dist.group.WORLD, chunk_layers=chunk_layers, state={"gradient": (torch.float32, 1)} if keeps else None,
     )  # fmt: skip
     for layer in layers:

@@ -28,6 +28,10 @@ GPT_OSS |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 
 FULL_ATTENTION = GPT_OSS | {"layer_types": ["full_attention"] * 6, "output_router_logits": True}
 
 
+GEMMA = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 6}
+GEMMA |= {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300}
+
+
 def parse(folder: Path, config: dict[str, Any], *, form: str = "gpt", **flags: Any) -> RunConfig:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -65,8 +69,22 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"num_layers": 4}, "--num-layers"),
     (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, {}, "quantised weights .* a copy in bf16"),
     (GPT_OSS | {"layer_types": ["linear_attention"] * 6}, {}, "layer_types"),
-    (GPT_OSS | {"swiglu_alpha": 1.5}, {}, "swiglu_alpha 1.5"),
-    (GPT_OSS | {"rope_scaling": {"rope_type": "default"}}, {}, "rope_type 'default' is not supported"),
+    (GPT_OSS | {"swiglu_alpha": 1.5}, {"transformer_impl": "local"}, "swiglu_alpha 1.5"),
+    (
+        GPT_OSS | {"rope_scaling": {"rope_type": "default"}},
+        {"transformer_impl": "local"},
+        "rope_type 'default' is not supported",
+    ),
+    (LLAMA, {"transformer_impl": "transformers", "load_hf": None}, "--transformer-impl transformers needs --load-hf"),
+    (GEMMA, {"tensor_model_parallel_size": 2, "world_size": 2}, "transformers and --tensor-model-parallel-size 2"),
+    (GEMMA, {"recompute_activations": True}, "transformers and --recompute-granularity selective"),
+    (GEMMA, {"qk_layernorm": True}, "--qk-layernorm: the config.json .* determines it"),
+    (GEMMA, {"num_layers": 4}, "--num-layers 4 contradicts"),
+    (GEMMA, {"reset_position_ids": True}, "--reset-position-ids and --reset-attention-mask"),
+    (GEMMA | {"quantization_config": {"quant_method": "fp8"}}, {}, "quantised weights"),
+    ({"model_type": "t5"}, {}, "t5 has an encoder"),
+    ({"model_type": "gemma3", "vision_config": {}}, {}, "gemma3 reads more than text"),
+    ({"model_type": "unheard_of", "auto_map": {}}, {}, "transformers can't read its config.json"),
     (GPT_OSS, {"window_size": "8,0"}, "--window-size .* contradicts"),
     (GPT_OSS, {"moe_grouped_gemm": True}, "--moe-grouped-gemm"),
     (LLAMA, {"rotary_base": 10000}, "--rotary-base"),
@@ -92,6 +110,15 @@ def test_what_is_refused(tmp_path: Path, case: tuple[dict[str, Any], dict[str, A
     flags = {name: tmp_path / "m" if value == "{folder}" else value for name, value in flags.items()}
     with pytest.raises(ValueError, match=message):
         parse(tmp_path / "m", config, **flags)
+
+
+def test_layers_of_transformers(tmp_path: Path) -> None:
+    """A model that Megatron Core can't express runs on transformers' layers, with sizes from config.json."""
+    config = parse(tmp_path / "m", GEMMA, form="llama")
+    assert config.model.transformer_impl == "transformers" and config.tied
+    assert (config.num_layers, config.hidden_size, config.transformer["num_query_groups"]) == (6, 48, 2)
+    assert parse(tmp_path / "m", LLAMA).model.transformer_impl == "auto"
+    assert parse(tmp_path / "m", LLAMA, transformer_impl="transformers").model.position_embedding_type == "none"
 
 
 def test_a_sliding_window_limits_positions(tmp_path: Path) -> None:
@@ -146,9 +173,9 @@ def test_positions_of_a_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_an_unsupported_architecture_says_why_and_what_else(model_type: str, reason: str) -> None:
-    """An unsupported architecture is refused with the reason, and with the page of the part that trains it."""
+    """What Megatron Core can't express is refused with the reason, and with the implementation that trains it."""
     config = transformers.AutoConfig.for_model(model_type).to_dict()
-    with pytest.raises(ValueError, match=rf"^config.json: .*{model_type} .*{reason}.*docs/pytorch.md"):
+    with pytest.raises(ValueError, match=rf"^config.json: .*{model_type} .*{reason}.*transformer-impl transformers"):
         architecture_from_config(config, source="config.json")
 
 

@@ -7,14 +7,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.bcd.arguments.flags import TOKENIZER, Flag
-from megatron.bcd.arguments.stock import NETWORK
+from megatron.bcd.arguments.stock import EXPERTS, NETWORK
 from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.huggingface import folder
-from megatron.bcd.huggingface.architecture import architecture_flags, default_flags
+from megatron.bcd.huggingface.architecture import TRANSFORMERS, NotInCore, architecture_flags, default_flags
+from megatron.bcd.model.skeleton import has_weights
+
+_OF_THE_RUN = frozenset(("seq_length", "max_position_embeddings", "use_cpu_initialization"))
+"""Flags of the network that don't describe a model of transformers."""
 
 
-def model_values(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two dictionaries by field name, from the config.json of --load-hf.
+def model_values(
+    given: Mapping[str, Any], flags: Iterable[Flag]
+) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
+    """Return two dictionaries by field name, from the config.json of --load-hf, and lines for the run summary.
 
     The weights determine the first one. The second one contains defaults, which given flags replace.
 
@@ -23,8 +29,20 @@ def model_values(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[dict[
     """
     name = given["load_hf"]
     path = folder.locate(name, flag="--load-hf", weights=False)
-    network = folder.read_architecture(path)
+    implementation, notes = given.get("transformer_impl", "auto"), tuple[str, ...]()
+    try:
+        network = folder.read_network(path, transformer_impl=implementation)
+    except NotInCore as error:
+        if implementation != "auto":
+            raise
+        network = folder.read_network(path, transformer_impl=TRANSFORMERS)
+        notes = (f"--transformer-impl transformers, because Megatron Core can't express the model: {error}",)
+    if network.family == TRANSFORMERS and not has_weights(path):
+        notes = (*notes, f"--load-hf {name}: has no weights, so they are drawn at random")
     fixed = architecture_flags(network)
+    for flag in flags if network.family == TRANSFORMERS else ():
+        if flag.group in (NETWORK, EXPERTS) and flag.field in given and flag.field not in {*fixed, *_OF_THE_RUN}:
+            raise ValueError(f"{flag.shown}: the config.json of --load-hf {name} determines it. Leave the flag out.")
     for flag in flags:
         value = given.get(flag.field)
         value = list(value) if isinstance(value, tuple) else value
@@ -50,7 +68,7 @@ def model_values(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[dict[
     has_tokenizer_flag = {"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"} & given.keys()
     if not has_tokenizer_flag and folder.has_tokenizer(path):
         defaults |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": os.path.abspath(path)}
-    return fixed, defaults
+    return fixed, defaults, notes
 
 
 _COMPUTATION = frozenset(("attention_backend", "transformer_impl", "use_cpu_initialization"))

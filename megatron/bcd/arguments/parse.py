@@ -281,10 +281,10 @@ def _check(
     """
     asked = given
     preset = given.get("bcd_preset")
-    model_values: dict[str, Any] = {}
+    model_values, model_notes = dict[str, Any](), tuple[str, ...]()
     if given.get("load_hf") is not None:
         try:
-            fixed, model_values = files.model_values(given, flags)
+            fixed, model_values, model_notes = files.model_values(given, flags)
         except ValueError as error:  # without the network nothing else can be checked
             raise ConfigurationError([*problems.values(), str(error)]) from error
         given = {**fixed, **given}
@@ -315,7 +315,7 @@ def _check(
         config = run_plan.with_balanced_cut(config, reads_files=starts)
     except ValueError as error:  # the tokenizer can't be read
         raise ConfigurationError([str(error)]) from error
-    return CommandLine(config=config, notes=tuple(notes))
+    return CommandLine(config=config, notes=(*model_notes, *notes))
 
 
 def _names(text: str, flag: str) -> bool:

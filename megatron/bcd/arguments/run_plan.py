@@ -60,7 +60,14 @@ def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = (
     vocabulary = known_vocabulary(config)
     lines += filter(None, [partition.describe_uneven()])
     padded = padded_vocab_size(vocabulary or 0, config.model.make_vocab_size_divisible_by, config.tensor_size)
-    planned = model_state_of(config, partition, padded_vocab_size=padded, num_replicas=data_size * config.context_size)
+    num_replicas, parameters = data_size * config.context_size, tuple[tuple[str, tuple[int, ...]], ...]()
+    if config.model.transformer_impl == "transformers":  # other dry runs import no torch
+        from megatron.bcd.huggingface.any_decoder import list_parameters
+
+        parameters = list_parameters(config)
+    planned = model_state_of(
+        config, partition, padded_vocab_size=padded, num_replicas=num_replicas, parameters=parameters
+    )
     lines.append("planned model state of a rank in its largest phase (weights, gradients, optimizer; no activations):")
     for stage, num_parameters in enumerate(planned.num_parameters):
         state = planned.largest_bytes(stage)

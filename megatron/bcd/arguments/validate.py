@@ -71,6 +71,9 @@ CONFLICTS = {
     "--bcd-run-ahead": "--bcd-schedule=stock",
     "--bcd-prefix-cache": "--sequence-parallel --fp8-format",  # a rank that reads the cache would not scale
     "--fp8-format": "--transformer-impl=local",
+    # these are Megatron Core's, or need its layers
+    "--transformer-impl=transformers": "--tensor-model-parallel-size --context-parallel-size --fp8-format --recompute "
+    "--recompute-granularity=selective --cross-entropy-loss-fusion --bcd-prefix-cache",
     # each replica group would decide these by its own samples, or would not divide the samples
     "--lighthouse": "--skip-train --bcd-switch=plateau --bcd-stop-cycle-improvement --bcd-prefix-cache "
     "--rampup-batch-size",
@@ -89,6 +92,7 @@ NEEDS = {
     **dict.fromkeys(_GROUP_FLAGS.split(), "--lighthouse"),
     "--bcd-embedding-update=factored": "--bcd-inactive-update",
     "--fp8-format": "--bf16",
+    "--transformer-impl=transformers": "--load-hf",
     "--main-grads-dtype": "--use-precision-aware-optimizer --bf16",
     "--exp-avg-dtype": f"{_LOWER_MOMENTS} --adam-moments-dtype=fp32",
     "--exp-avg-sq-dtype": f"{_LOWER_MOMENTS} --adam-moments-dtype=fp32",
@@ -260,6 +264,10 @@ def _check_positions(run: Run, given: Mapping[str, Any]) -> None:
     require(
         run.position_embedding_type != "learned_absolute" or "--no-position-embedding" not in given,
         "--no-position-embedding: has no meaning here. Give --position-embedding-type rope or none instead.",
+    )
+    require(
+        run.transformer_impl != "transformers" or run.reset_position_ids == run.reset_attention_mask,
+        "--reset-position-ids and --reset-attention-mask: transformers separates texts by their positions. Give both.",
     )
     source = f" of --load-hf {run.load_hf}" if run.load_hf else f" of --load {run.load}" if run.finetune else ""
     require(

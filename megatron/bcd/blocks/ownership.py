@@ -20,8 +20,10 @@ EXPERT_STACK_ELEMENTS = 1 << 25
 _FACTORED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters of --bcd-embedding-update. The table of positions is small and keeps Adam."""
 
-_MATRIX, _BIAS = re.compile(r"\.(gate_)?weight\d*$"), re.compile(r"\.bias\d*$")
+_MATRIX, _BIAS = re.compile(r"\.(gate_)?weight\d*$"), re.compile(r"\.bias\d*$|conv\w*\.weight$")
 """Transformer Engine numbers the experts' matrices that it multiplies together: weight0, weight1 and so on."""
+
+_NORM, _SINKS = re.compile(r"norm|\.ln_"), "softmax_offset"
 
 Module = Literal["embedding", "layer", "final_norm", "head"]
 
@@ -56,8 +58,11 @@ class Ownership:
         return block in self.inactive_updates_in
 
 
-def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
+def ownership(name: str, *, partition: Partition, stage: int, num_axes: int | None = None) -> Ownership:
     """Return the ownership of the parameter that GPTModel calls ``name`` on pipeline stage ``stage``.
+
+    ``num_axes`` of the parameter decides in layers of transformers, whose names are their own: matrices have two, and
+    vectors that are no norms count as biases.
 
     If a stage has several chunks, the name starts with ``chunks.`` and the number of the chunk.
 
@@ -69,8 +74,8 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
     if name.startswith("chunks."):
         _, number, name = name.split(".", 2)
         chunk = int(number)
-    # layernorm: modules of the local layers; layer_norm_weight: inside Transformer Engine's fused linear layers
-    is_norm = name.startswith("decoder.") and ("layernorm" in name or "layer_norm" in name)
+    # layer_norm_weight: inside Transformer Engine's fused linear layers
+    is_norm = name.startswith("decoder.") and _NORM.search(name) is not None and num_axes in (None, 1)
     is_always_active = is_norm and partition.norms_always_active
     first = next(block.index for block in partition.blocks if block.owns_embedding)
     last = next(block.index for block in partition.blocks if block.owns_final_norm)
@@ -84,13 +89,14 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
     elif name.startswith("decoder.layers."):
         module, layer = "layer", partition.chunk_layers(stage, chunk)[int(name.split(".")[2])]
         block = partition.layer_block[layer]
-        is_bias = not is_norm and _BIAS.search(name) is not None
+        is_vector = num_axes == 1 and not name.endswith(_SINKS)
+        is_bias = not is_norm and (is_vector or _BIAS.search(name) is not None)
         is_always_active |= is_bias and "biases" in partition.always_active
     else:
         raise KeyError(name)
     kind = "norms" if is_norm else module
     is_frozen = kind in partition.frozen
-    is_in_layer = module == "layer" and not is_norm and _MATRIX.search(name) is not None
+    is_in_layer = module == "layer" and not is_norm and _MATRIX.search(name) is not None and num_axes in (None, 2)
     is_outside = partition.embedding_update == "factored" and is_always_active and name in _FACTORED
     return Ownership(
         module=module,
@@ -106,6 +112,11 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
             if is_outside or (is_in_layer and layer is not None and partition.has_inactive_update(layer, each.index))
         ),
     )
+
+
+def is_stack(name: str, num_axes: int) -> bool:
+    """Return whether a parameter stacks the matrices of experts, as transformers does. Only Adam steps it."""
+    return num_axes > 2 and _BIAS.search(name) is None
 
 
 def matrix_owners(sizes: Sequence[int], num_ranks: int, blocks: Sequence[Hashable] = ()) -> list[int]:

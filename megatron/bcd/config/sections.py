@@ -335,8 +335,9 @@ class ModelConfig:
     transformer_impl: str = option(
         "auto",
         "layers: Transformer Engine's, or Megatron Core's local ones with PyTorch's scaled_dot_product_attention; "
-        "auto takes Transformer Engine where it is importable and there is a GPU",
-        choices=("auto", "local", "transformer_engine"),
+        "auto takes Transformer Engine where it is importable and there is a GPU; transformers: the layers of the "
+        "model of --load-hf as transformers has them, without tensor, context and expert parallelism",
+        choices=("auto", "local", "transformer_engine", "transformers"),
     )
 
 

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 CONFIG = "config.json"
+TRANSFORMERS = "transformers"
+"""The family of all decoders that transformers' own layers compute, and the --transformer-impl that chooses them."""
 
 FAMILIES = {
     "GPT2LMHeadModel": "gpt2",
@@ -108,6 +110,8 @@ class Architecture:
     embedding_dropout: float = 0.0
     """Dropout of the embedding's output. Megatron Core applies `hidden_dropout` there too."""
     attention_dropout: float = 0.0
+    source: str = ""
+    """Folder of the model, or its name on the hub, if transformers' layers compute it (family `TRANSFORMERS`)."""
 
     @property
     def plain_positions(self) -> int:
@@ -180,7 +184,7 @@ class NotInCore(ValueError):
 
 
 def _unsupported(source: str, what: str) -> NotInCore:
-    return NotInCore(f"{source}: {what}. BlockCoordinate trains any model of transformers (docs/pytorch.md)")
+    return NotInCore(f"{source}: {what}. --transformer-impl transformers trains it (docs/huggingface.md)")
 
 
 def _shown(value: object) -> str:
@@ -403,6 +407,8 @@ def _rope(read: _Reader) -> tuple[int, float | None]:
 
 def architecture_flags(network: Architecture) -> dict[str, Any]:
     """Return the training flags, by field name, that determine the weights or their meaning."""
+    if network.family == TRANSFORMERS:
+        return _transformers_flags(network)
     is_grouped = network.num_query_groups != network.num_attention_heads
     values: dict[str, Any] = {
         "num_layers": network.num_layers,
@@ -456,6 +462,29 @@ def architecture_flags(network: Architecture) -> dict[str, Any]:
     return values
 
 
+def _transformers_flags(network: Architecture) -> dict[str, Any]:
+    """Return sizes, and neutral values of the flags that choose among Megatron Core's layers."""
+    is_grouped = network.num_query_groups != network.num_attention_heads
+    values: dict[str, Any] = {
+        "transformer_impl": TRANSFORMERS,
+        "num_layers": network.num_layers,
+        "hidden_size": network.hidden_size,
+        "ffn_hidden_size": network.ffn_hidden_size,
+        "num_attention_heads": network.num_attention_heads,
+        "kv_channels": network.head_size,
+        "group_query_attention": is_grouped,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "swiglu": True,
+        "position_embedding_type": "none",
+        "untie_embeddings_and_output_weights": not network.tied,
+        "hidden_dropout": network.hidden_dropout,
+        "attention_dropout": network.attention_dropout,
+        "make_vocab_size_divisible_by": 1,
+    }
+    return values | ({"num_query_groups": network.num_query_groups} if is_grouped else {})
+
+
 def _gpt_oss_flags(network: Architecture) -> dict[str, Any]:
     assert network.yarn is not None
     return {
@@ -473,6 +502,8 @@ def _gpt_oss_flags(network: Architecture) -> dict[str, Any]:
 
 def default_flags(network: Architecture) -> dict[str, Any]:
     """Return the flags that a run takes from the model unless its command line sets them."""
+    if network.family == TRANSFORMERS:
+        return {"max_position_embeddings": network.max_positions}
     values: dict[str, Any] = {
         "hidden_dropout": network.hidden_dropout,
         "attention_dropout": network.attention_dropout,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.bcd.huggingface import folder, tensors
+from megatron.bcd.huggingface import any_decoder, folder, tensors
 from megatron.bcd.huggingface.architecture import Architecture
 from megatron.bcd.huggingface.core_format import CoreCheckpoint
 from megatron.bcd.runtime import atomic_io
@@ -52,13 +52,13 @@ class Description:
     """The run's tokenizer, if it is known."""
 
 
-def describe(config_folder: str) -> Description:
+def describe(config_folder: str, *, transformer_impl: str = "auto") -> Description:
     """Return the description in a folder in Hugging Face's format.
 
     Raises:
         ValueError: its config.json is missing, damaged or not supported.
     """
-    network = folder.read_architecture(config_folder)
+    network = folder.read_network(config_folder, transformer_impl=transformer_impl)
     with open(os.path.join(config_folder, folder.CONFIG), encoding="utf-8") as file:
         config = json.load(file)
     paths = {name: os.path.join(config_folder, name) for name in folder.companions(config_folder)}
@@ -72,7 +72,7 @@ def check_checkpoint(checkpoint: CoreCheckpoint, description: Description) -> No
         ValueError: a tensor is missing, extra or misshapen.
     """
     network = description.network
-    rows = tensors.build_rows(network)
+    rows = any_decoder.build_rows(network)
     expected = {row.key: ((network.num_layers,) if row.is_stacked else ()) + row.shape for row in rows}
     actual = {key: checkpoint.shape(key) for key in checkpoint.tensors}
     for row in rows:
@@ -164,8 +164,8 @@ Unit = tuple[tensors.Row, int]
 
 def list_units(network: Architecture) -> list[Unit]:
     """Return every row of every layer, in the model's order."""
-    rows = tensors.build_rows(network)
-    first = next(number for number, row in enumerate(rows) if row.is_stacked)
+    rows = any_decoder.build_rows(network)
+    first = next((number for number, row in enumerate(rows) if row.is_stacked), len(rows))
     stacked = [row for row in rows if row.is_stacked]
     layers = [(row, layer) for layer in range(network.num_layers) for row in stacked]
     return [*((row, 0) for row in rows[:first]), *layers, *((row, 0) for row in rows[first + len(stacked) :])]

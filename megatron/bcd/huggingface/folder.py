@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.bcd.huggingface import tensors
-from megatron.bcd.huggingface.architecture import CONFIG, read_architecture, read_json
+from megatron.bcd.huggingface import any_decoder, tensors
+from megatron.bcd.huggingface.architecture import CONFIG, TRANSFORMERS, Architecture, read_architecture, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -68,6 +68,15 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
         ) from None
 
 
+def read_network(path: str, *, transformer_impl: str) -> Architecture:
+    """Return the architecture of a model folder: one of Megatron Core's families, or as transformers has it.
+
+    Raises:
+        ValueError: as `read_architecture`, or transformers can't build the model.
+    """
+    return any_decoder.read(path) if transformer_impl == TRANSFORMERS else read_architecture(path)
+
+
 def companions(folder: str) -> list[str]:
     """Return the names of the folder's companion files: everything but ``config.json`` and weights."""
     return [name for name in COMPANIONS if os.path.isfile(os.path.join(folder, name))]
@@ -90,7 +99,7 @@ class _Entry:
 class ModelFolder:
     """A folder with all the tensors, in the right shapes, of the model in its config.json. Caches only headers."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, transformer_impl: str = "auto") -> None:
         """Check the folder.
 
         Raises:
@@ -98,8 +107,8 @@ class ModelFolder:
                 One line.
         """
         self.folder = folder
-        self.network = read_architecture(folder)
-        self.rows = tensors.build_rows(self.network)
+        self.network = read_network(folder, transformer_impl=transformer_impl)
+        self.rows = any_decoder.build_rows(self.network)
         self._entries = self._headers()
         self._check()
 

@@ -66,7 +66,8 @@ def _load_checkpoint(path: str, dtype: torch.dtype | None, device: str) -> Loade
     checkpoint = CoreCheckpoint(path)
     convert.check_checkpoint(checkpoint, description)
     with tempfile.TemporaryDirectory() as beside:
-        if description.network.num_experts:  # transformers joins a layer's experts in memory, and only it knows how
+        network = description.network
+        if network.num_experts or network.source:  # transformers may join tensors in memory, and only it knows how
             convert.to_hugging_face(checkpoint, beside, description)
             loaded = open_model(beside, device=device)
             return loaded if dtype is None else replace(loaded, model=loaded.model.to(dtype))

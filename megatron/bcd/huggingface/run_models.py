@@ -15,14 +15,23 @@ from torch import Tensor
 from megatron.bcd.checkpoint.shard_writer import ShardWrite
 from megatron.bcd.config import RunConfig
 from megatron.bcd.huggingface import convert, run_network, tokenizer_export
+from megatron.bcd.huggingface.architecture import TRANSFORMERS
 from megatron.bcd.huggingface.core_format import CoreCheckpoint
-from megatron.bcd.huggingface.folder import RUN, ModelFolder
+from megatron.bcd.huggingface.folder import RUN, ModelFolder, locate
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.builder import frozen_on_host, unwrap_model
+from megatron.bcd.model.skeleton import has_weights
 from megatron.bcd.runtime import atomic_io, collectives, device
 
 _WEIGHTS = ".bcd-export"
 """Suffix of the temporary checkpoint beside the model folder."""
+
+
+def load_published(config: RunConfig, model: torch.nn.Module) -> None:
+    """Load the weights of --load-hf, if it has some. Raises ValueError as `load_weights`."""
+    name, implementation = str(config.checkpoint.load_hf), config.model.transformer_impl
+    if implementation != TRANSFORMERS or has_weights(name):
+        load_weights(ModelFolder(locate(name, flag="--load-hf"), transformer_impl=implementation), model)
 
 
 @torch.no_grad()

@@ -90,7 +90,9 @@ def describe_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None =
         if load_hf is None and vocab_size is None:
             raise ValueError(f"--vocab-size: is required, because the tokenizer can't be read ({error})") from None
     if load_hf is not None:
-        description = convert.describe(folder.locate(load_hf, flag="--load-hf", weights=False))
+        description = convert.describe(
+            folder.locate(load_hf, flag="--load-hf", weights=False), transformer_impl=config.model.transformer_impl
+        )
         positions = config.model.max_position_embeddings or 0
         if positions > description.network.max_positions:
             description = replace(description, config=dict(description.config) | {"max_position_embeddings": positions})

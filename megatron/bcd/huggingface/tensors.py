@@ -38,7 +38,7 @@ class Row:
 
     @property
     def is_stacked(self) -> bool:
-        return self.key.startswith(LAYERS)
+        return self.key.startswith(LAYERS) and not self.key.removeprefix(LAYERS)[0].isdigit()
 
     def layer_names(self, layer: int) -> tuple[str, ...]:
         """Return transformers' names for one layer. A row outside the layers ignores the number."""

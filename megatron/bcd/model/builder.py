@@ -27,11 +27,11 @@ from megatron.bcd.blocks.chunks import stage_chunks
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model import grouped_experts
+from megatron.bcd.model import grouped_experts, transformers_model
 from megatron.bcd.model.attention import ScaledDotProductAttention, UnfusedAttention
 from megatron.bcd.model.chunks import ChunkwiseFloat16Module, ChunkwiseModel
 from megatron.bcd.model.host_layers import HostLayers, StreamedLayer
-from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, UNFUSED, Implementation
+from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, TRANSFORMERS, UNFUSED, Implementation
 from megatron.bcd.model.linear_loss import LinearLossModel
 from megatron.bcd.model.transformer_block import BcdTransformerBlock
 from megatron.bcd.model.transformer_config import build_transformer_config
@@ -205,12 +205,17 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
     parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks if num_chunks > 1 else None)
     host_layers = _host_layers(config, stage_config, padded_vocab_size)
     try:
-        chunks = [
-            _build_chunk(config, stage_config, padded_vocab_size, implementation, chunk, host_layers)
-            for chunk in range(num_chunks)
-        ]
+        if implementation.layers == TRANSFORMERS:
+            chunks: Any = transformers_model.build_chunks(config, stage_config, host_layers)
+        else:
+            chunks = [
+                _build_chunk(config, stage_config, padded_vocab_size, implementation, chunk, host_layers)
+                for chunk in range(num_chunks)
+            ]
     except ValueError as error:  # Megatron Core adds the layer's class to the message
         raise ValueError(str(error).split(" when instantiating ")[0]) from error
+    for chunk in chunks if config.is_breadth_first and config.pipeline_size == 1 else ():
+        chunk.chunks = stage_chunks(partition_from_config(config), 0, config.bcd.bcd_layers_per_pass)
     model: torch.nn.Module = ChunkedModel(chunks) if num_chunks > 1 else chunks[0]
     is_grouped = config.num_experts and config.transformer["moe_grouped_gemm"]
     if is_grouped and grouped_experts.is_available(stage_config.params_dtype, *config.expert_sizes):
@@ -260,8 +265,6 @@ def _build_chunk(
         rope_scaling_factor=config.model.rope_scaling_factor,
         vp_stage=vp_stage,
     )
-    if config.is_breadth_first and config.pipeline_size == 1:
-        model.chunks = stage_chunks(partition_from_config(config), 0, config.bcd.bcd_layers_per_pass)
     if "biases" in config.bcd.always_active:
         for layer in model.decoder.layers:
             if layer.self_attention.linear_qkv.bias is not None:
@@ -279,8 +282,9 @@ def _host_layers(config: RunConfig, stage_config: TransformerConfig, padded_voca
     by_chunk = config.steps_block_by_chunk
     keeps = config.bcd.bcd_main_params == "host" or by_chunk
 
-    def is_streamed(name: str) -> bool:
-        owned = ownership(f"decoder.layers.0.{name}", partition=partition, stage=stage)
+    def is_streamed(name: str, parameter: torch.nn.Parameter) -> bool:
+        name = f"decoder.layers.0.{name}"
+        owned = ownership(name, partition=partition, stage=stage, num_axes=parameter.dim())
         return owned.is_matrix if by_chunk else not owned.is_always_active
 
     embedding_size = padded_vocab_size // config.tensor_size * config.hidden_size
@@ -359,8 +363,8 @@ def select_chunk(model: torch.nn.Module, chunk: int | None) -> None:
     unwrapped: torch.nn.Module = unwrap_model(model)
     if isinstance(unwrapped, ChunkedModel) and chunk is not None:
         unwrapped.select(chunk)
-    elif isinstance(unwrapped, ChunkwiseModel) and unwrapped.chunks:
-        unwrapped.select_chunk(chunk)
+    elif getattr(unwrapped, "chunks", ()):
+        unwrapped.select_chunk(chunk)  # type: ignore[operator]
 
 
 def get_chunks(model: torch.nn.Module) -> list[GPTModel]:

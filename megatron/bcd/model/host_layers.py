@@ -116,7 +116,7 @@ class HostLayers:
         dtype: dtype of the weights.
         residual_dtype: dtype of the kind LOW_BITS; None if there is none.
         state: other kinds of state of each streamed parameter: dtype, and number of elements that share an entry.
-        is_streamed: returns whether a parameter is streamed, given its name within a layer.
+        is_streamed: returns whether a parameter is streamed, given its name within a layer and itself.
         group: the ranks with the same weights, except experts. Those on one node share an arena.
         part: which part of the experts this rank has. Ranks with different parts have an arena each.
         chunk_layers: number of layers that the schedule loads at once.
@@ -130,7 +130,7 @@ class HostLayers:
         num_resident: int,
         dtype: torch.dtype,
         residual_dtype: torch.dtype | None,
-        is_streamed: Callable[[str], bool],
+        is_streamed: Callable[[str, torch.nn.Parameter], bool],
         group: torch.distributed.ProcessGroup,
         part: tuple[int, ...] = (),
         chunk_layers: int = 1,
@@ -143,6 +143,7 @@ class HostLayers:
         """Tensors in the arena, behind the layer's weights: for what `BlockStateStore` offloads or `MatrixOptimizer`
         steps."""
         self._num_layers, self._embedding_size, self._num_resident = num_layers, embedding_size, num_resident
+        self._arena_bytes, self._used_bytes = 0, 0
         self._dtype = dtype
         self._kinds = ({} if residual_dtype is None else {LOW_BITS: (residual_dtype, 1)}) | dict(state or {})
         self._is_streamed, self._group, self._part = is_streamed, group, part
@@ -165,17 +166,30 @@ class HostLayers:
 
     # --- construction
 
+    def expect(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Prepare for calls of `add` with these layers, which may differ in size. By default they are equal."""
+        self._arena_bytes = sum(sum(self._sizes(self._layer(each))) for each in modules)
+
+    def _layer(self, module: Any) -> _Layer:
+        named = [parameter for name, parameter in module.named_parameters() if self._is_streamed(name, parameter)]
+        return _Layer(len(self._layers), f"layer {module.layer_number - 1}", named)
+
+    def _sizes(self, layer: _Layer) -> list[int]:
+        """Return the bytes of a layer in the arena: those of its weights, and of the state of each parameter."""
+        state = [sum(self._state_sizes(each).values()) for each in layer.parameters]
+        return [layer.size * self._dtype.itemsize, *state]
+
     @torch.no_grad()
-    def add(self, module: TransformerLayer) -> None:
+    def add(self, module: torch.nn.Module) -> None:
         """Move a new layer's weights to the arena. For the first layer, a collective over all ranks."""
-        named = [parameter for name, parameter in module.named_parameters() if self._is_streamed(name)]
-        layer = _Layer(len(self._layers), f"layer {module.layer_number - 1}", named)
-        sizes = [layer.size * self._dtype.itemsize, *(sum(self._state_sizes(each).values()) for each in named)]
+        layer = self._layer(module)
+        sizes, named = self._sizes(layer), layer.parameters
         if not self._layers:
-            total = sum(sizes) * self._num_layers + self._embedding_size * self._dtype.itemsize
+            total = self._arena_bytes or sum(sizes) * self._num_layers
+            total += self._embedding_size * self._dtype.itemsize
             self._arena = host_memory.allocate(total, group=self._group, part=self._part, what="--bcd-layers-on host")
-        assert not self._layers or layer.size == self._layers[0].size, "layers differ in size"
-        weights, *state = self._arena.data[layer.number * sum(sizes) :][: sum(sizes)].split(sizes)
+        weights, *state = self._arena.data[self._used_bytes :][: sum(sizes)].split(sizes)
+        self._used_bytes += sum(sizes)
         layer.on_host = weights.view(self._dtype)
         layer.state = dict(zip(named, state, strict=True))
         self.places |= {parameter: self._views(parameter, part) for parameter, part in layer.state.items()}
@@ -198,15 +212,16 @@ class HostLayers:
         return views
 
     @torch.no_grad()
-    def add_embedding(self, module: VocabParallelEmbedding) -> None:
+    def add_embedding(self, module: torch.nn.Module) -> None:
         """Move an embedding that no phase trains to the arena, behind all layers."""
-        weight = module.weight
+        weight: Any = module.weight
         on_host = self._arena.data[-weight.nbytes :].view(self._dtype).view(weight.shape)
         if self._arena.is_owner:
             on_host.copy_(weight)
         weight.data = on_host
         self._embedding = weight
-        module.__class__ = EmbeddingOnHost
+        if isinstance(module, VocabParallelEmbedding):
+            module.__class__ = EmbeddingOnHost
 
     def move_rest(self, model: torch.nn.Module) -> None:
         """Move to the device all weights that `add` and `add_embedding` have not moved to the arena."""
@@ -387,7 +402,7 @@ class HostLayers:
             self.num_write_backs += 1
             with layer.name_copy_errors("host memory"):
                 if self._arena.is_owner:
-                    buffer.written = self._back.copy(buffer.flat, to=layer.on_host)
+                    buffer.written = self._back.copy(buffer.flat[: layer.size], to=layer.on_host)
                 for parameter, part in layer.state_parts(buffer.state).items():
                     assert parameter in self._states, "load() with state comes first"
                     size = part.numel() - self._state_sizes(parameter).get(GRADIENT, 0)
@@ -427,7 +442,8 @@ class HostLayers:
             )
             state_bytes = max(map(sum, states))
             num_buffers = min(3 * self._chunk_layers + self._num_resident, len(self._layers))
-            self._buffers = [_Buffer(layer.size, self._dtype, state_bytes) for _ in range(num_buffers)]
+            size = max(each.size for each in self._layers)
+            self._buffers = [_Buffer(size, self._dtype, state_bytes) for _ in range(num_buffers)]
         free = [buffer for buffer in self._buffers if buffer.layer is None or buffer.layer.number not in kept]
         if not free:
             return None
@@ -435,7 +451,7 @@ class HostLayers:
         if buffer.layer is not None:
             buffer.layer.place(buffer.layer.on_host)
         buffer.layer, buffer.has_state = layer, False
-        self._copy(layer, layer.on_host, to=buffer.flat, buffer=buffer)
+        self._copy(layer, layer.on_host, to=buffer.flat[: layer.size], buffer=buffer)
         self.num_copies += 1
         return buffer
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.bcd.config import RunConfig
 from megatron.bcd.runtime import packages
 
+TRANSFORMERS = "transformers"
 SCALED_DOT_PRODUCT, UNFUSED = "scaled_dot_product_attention", "Megatron Core unfused"
 
 
@@ -15,12 +16,17 @@ class Implementation:
     """The modules and kernels of the model."""
 
     layers: str
-    """`transformer_engine` or `local`."""
+    """`transformer_engine`, `local` or `transformers`."""
     attention: str
     norm: str
     optimizer: str
 
     def describe(self) -> str:
+        if self.layers == TRANSFORMERS:
+            return (
+                f"layers {self.layers}, with their attention and norms, optimizer {self.optimizer}; not available: "
+                "tensor, context and expert parallelism"
+            )
         return f"layers {self.layers}, attention {self.attention}, norm {self.norm}, optimizer {self.optimizer}"
 
 
@@ -50,6 +56,8 @@ def choose_implementation(
             "--transformer-impl transformer_engine: Transformer Engine or a GPU is missing. Install it, or use auto or "
             "local."
         )
+    if transformer_impl == TRANSFORMERS:
+        return Implementation(layers=TRANSFORMERS, attention=SCALED_DOT_PRODUCT, norm=TRANSFORMERS, optimizer=optimizer)
     if transformer_engine and transformer_impl != "local":
         uses_sdpa = has_attention_mask or precision == "fp32" and attention_backend != "unfused"
         return Implementation(

@@ -53,7 +53,7 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
             f"--reset-attention-mask: does not work with --context-parallel-size {config.context_size}, because "
             "Transformer Engine's attention splits only causal masks. Give --transformer-impl local."
         )
-    if implementation.layers == "local":
+    if implementation.layers != "transformer_engine":
         fields["persist_layer_norm"] = False
         fields["apply_rope_fusion"] = _has_compiled_rotation(config, fields)
         kernels = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")  # Transformer Engine's

@@ -23,7 +23,10 @@ class ParametersByBlock:
 
     def __init__(self, model: torch.nn.Module, *, partition: Partition, stage: int) -> None:
         self._parameters: Parameters = dict(unwrap_model(model).named_parameters())
-        self._ownership = {name: ownership(name, partition=partition, stage=stage) for name in self._parameters}
+        self._ownership = {
+            name: ownership(name, partition=partition, stage=stage, num_axes=parameter.dim())
+            for name, parameter in self._parameters.items()
+        }
 
     def all(self) -> Parameters:
         """Return all parameters of the stage."""

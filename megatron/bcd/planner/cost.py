@@ -106,6 +106,8 @@ class ModelShape:
     experts: ExpertShape | None = None
     measured: MeasuredModel | None = None
     """Layers of a model of transformers; then the sizes of layers above do not count."""
+    parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Names and shapes of all parameters if transformers' layers compute the model; layers have their whole numbers."""
 
     @property
     def active_ffn(self) -> int:

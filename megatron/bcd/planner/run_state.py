@@ -34,10 +34,20 @@ def moments_of(config: RunConfig, *, of_adam: Sequence[str]) -> Sequence[str]:
 _cached_state = lru_cache(maxsize=64)(ModelState)  # a search tries many batch sizes with the same state
 
 
-def model_state_of(config: RunConfig, partition: Partition, *, padded_vocab_size: int, num_replicas: int) -> ModelState:
-    """Return the model state of a run in which ``num_replicas`` ranks hold the same weights."""
+def model_state_of(
+    config: RunConfig,
+    partition: Partition,
+    *,
+    padded_vocab_size: int,
+    num_replicas: int,
+    parameters: tuple[tuple[str, tuple[int, ...]], ...] = (),
+) -> ModelState:
+    """Return the model state of a run in which ``num_replicas`` ranks hold the same weights.
+
+    ``parameters`` are those of a model on transformers' layers (`ModelShape.parameters`).
+    """
     return _cached_state(
-        shape=shape_of(config, vocab_size=padded_vocab_size),
+        shape=replace(shape_of(config, vocab_size=padded_vocab_size), parameters=parameters),
         partition=partition,
         padded_vocabulary=padded_vocab_size,
         num_replicas=num_replicas,

@@ -221,7 +221,7 @@ class ModelState:
         layers = list(by_layer.values())
         return StreamedLayers(
             sizes=tuple(sum(tensor.size for tensor in layer) for layer in layers),
-            padded=sum(_aligned(tensor.size) for tensor in layers[0]) if layers else 0,
+            padded=max((sum(_aligned(tensor.size) for tensor in layer) for layer in layers), default=0),
             is_active=tuple(
                 tuple(
                     not self.steps_block_by_chunk and any(tensor.is_active(block.index) for tensor in layer)

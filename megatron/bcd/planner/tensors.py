@@ -64,8 +64,9 @@ def stage_tensors(
     if shape.experts is not None:
         shape = replace(shape, experts=replace(shape.experts, on_rank=shape.experts.number // expert_size))
 
-    def tensor(name: str, parts: tuple[tuple[int, int], ...]) -> Tensor:
-        owned, is_expert = ownership(name, partition=partition, stage=stage), ".local_experts." in name
+    def tensor(name: str, parts: tuple[tuple[int, int], ...], num_axes: int | None = None) -> Tensor:
+        owned = ownership(name, partition=partition, stage=stage, num_axes=num_axes)
+        is_expert = ".local_experts." in name
         num_slices = (expert_tensor_size or tensor_size) if is_expert else tensor_size
         return Tensor(
             name=name,
@@ -77,8 +78,33 @@ def stage_tensors(
             num_factors=_num_factors(name, parts, num_slices) if owned.is_matrix else 0,
         )
 
+    if shape.parameters:
+        listed = _stage_parameters(shape, partition, stage)
+        return tuple(tensor(name, (_rows_and_columns(axes),), len(axes)) for name, axes in listed)
     everything = _names_and_parts(shape, partition, stage, padded_vocabulary)
     return tuple(tensor(name, parts) for name, parts in everything if any(map(prod, parts)))
+
+
+def _rows_and_columns(axes: tuple[int, ...]) -> tuple[int, int]:
+    return (axes[0], axes[1]) if len(axes) == 2 else (1, prod(axes))
+
+
+def _stage_parameters(shape: ModelShape, partition: Partition, stage: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the parameters of a stage by GPTModel's names, with their shapes."""
+    last = partition.num_virtual_stages - 1
+    for chunk in range(partition.num_chunks):
+        virtual, layers = chunk * partition.num_stages + stage, partition.chunk_layers(stage, chunk)
+        before = f"chunks.{chunk}." if partition.num_chunks > 1 else ""
+        for name, axes in shape.parameters:
+            is_in_layer, is_embedding = name.startswith("decoder.layers."), name.startswith("embedding.")
+            if is_in_layer:
+                number, rest = name.removeprefix("decoder.layers.").split(".", 1)
+                if int(number) in layers:
+                    yield f"{before}decoder.layers.{int(number) - layers.start}.{rest}", axes
+            elif virtual == (0 if is_embedding else last):
+                yield before + name, axes
+        if shape.tied and virtual == last > 0:
+            yield f"{before}output_layer.weight", dict(shape.parameters)["embedding.word_embeddings.weight"]
 
 
 def _num_factors(name: str, parts: tuple[tuple[int, int], ...], tensor_size: int) -> int:

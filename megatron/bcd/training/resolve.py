@@ -13,7 +13,7 @@ from megatron.bcd.blocks.schedule import BlockSchedule, block_schedule_from_conf
 from megatron.bcd.checkpoint import run_state
 from megatron.bcd.checkpoint.loader import Source
 from megatron.bcd.config import RunConfig
-from megatron.bcd.huggingface import folder
+from megatron.bcd.huggingface import any_decoder, folder
 from megatron.bcd.planner.run_state import RunMemory, model_state_of
 from megatron.bcd.runtime import replicas
 from megatron.bcd.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
@@ -67,7 +67,13 @@ def resolve_run(config: RunConfig, source: Source | None = None) -> ResolvedRun:
     per_microbatch = config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
     memory = RunMemory(
         config=config,
-        state=model_state_of(config, partition, padded_vocab_size=padded_size, num_replicas=replicas.size()),
+        state=model_state_of(
+            config,
+            partition,
+            padded_vocab_size=padded_size,
+            num_replicas=replicas.size(),
+            parameters=any_decoder.list_parameters(config),
+        ),
         num_microbatches=global_batch_size // per_microbatch,
     )
     is_auto = config.bcd.bcd_layers_on == "auto"
@@ -121,7 +127,8 @@ def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
     name = config.checkpoint.load_hf
     if name is None:
         return tokenizer.vocab_size
-    network = folder.read_architecture(folder.locate(name, flag="--load-hf", weights=False))
+    path = folder.locate(name, flag="--load-hf", weights=False)
+    network = folder.read_network(path, transformer_impl=config.model.transformer_impl)
     if tokenizer.vocab_size > network.vocab_size:
         raise ValueError(
             f"--load-hf {name}: the embedding has {network.vocab_size} rows, and the tokenizer has "

@@ -1,0 +1,153 @@
+"""Compare a small model of the same class, split into two stages, with transformers' own, before training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.bcd.model.skeleton import Pass, Refused, Skeleton
+
+TOLERANCE = 5e-5
+"""Largest difference of logits and gradients, relative to their largest element."""
+_VOCABULARY, _MAX_LAYERS, _LENGTH = 64, 4, 12
+_MAX_HIDDEN = 1024
+"""Largest hidden size of a model that is compared at full width."""
+_WIDTHS = {
+    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "intermediate_size_mlp": 64, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "sliding_window": 8, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+"""Sizes of the small model by the names of configurations, where the model's own are larger. Heads keep their width."""
+
+
+def _small_configs(config: Any) -> Iterator[Any]:
+    """Yield small configurations with one to four layers of all kinds: narrow ones first, then one of full width."""
+    text = config.to_dict()
+    number = text["num_hidden_layers"]
+    patterns = {name: value for name, value in text.items() if isinstance(value, list) and len(value) == number}
+    kinds: dict[Any, int] = {}
+    for layer in range(number):
+        kinds.setdefault(repr([pattern[layer] for pattern in patterns.values()]), layer)
+    chosen = sorted([*kinds.values()][:_MAX_LAYERS])
+    chosen += [layer for layer in range(number) if layer not in chosen][: max(0, min(number, 3) - len(chosen))]
+    small: dict[str, Any] = {name: [pattern[layer] for layer in sorted(chosen)] for name, pattern in patterns.items()}
+    small |= {"num_hidden_layers": len(chosen), "vocab_size": _VOCABULARY}
+    small |= {name: 0 for name in text if name.endswith("_token_id") and text[name] is not None}
+    if text.get("first_k_dense_replace"):
+        small["first_k_dense_replace"] = 1
+    narrow = {name: size for name, size in _WIDTHS.items() if type(text.get(name)) is int and text[name] > size}
+    if "num_key_value_heads" in narrow and text["num_key_value_heads"] == text["num_attention_heads"]:
+        narrow["num_key_value_heads"] = narrow.get("num_attention_heads", text["num_attention_heads"])
+    if "hidden_size" in narrow and not text.get("head_dim") and text.get("num_attention_heads"):
+        heads = narrow.get("num_attention_heads", text["num_attention_heads"])
+        narrow["hidden_size"] = heads * (text["hidden_size"] // text["num_attention_heads"])
+    is_small = (text.get("hidden_size") or 0) <= _MAX_HIDDEN
+    for widths in (narrow, {}) if is_small else (narrow,):
+        result = copy.deepcopy(config)
+        for name, value in (small | widths).items():
+            setattr(result, name, value)
+        yield result
+
+
+def check_split(config: Any, *, is_packed: bool = False) -> bool:
+    """Check that a small model of this class computes the same in two stages. Return whether its layers return tuples.
+
+    With `is_packed` also check that a text has the same logits behind another one.
+
+    Raises:
+        ValueError: logits or gradients differ, or no small model can be built. One line.
+    """
+    problem = ""
+    for small in _small_configs(config):
+        skeleton = None
+        try:
+            skeleton = Skeleton(small, has_weights=True)
+            if is_packed:
+                _check_packed(skeleton)
+            return _compare(skeleton)
+        except Refused:
+            raise
+        except _Differs as error:
+            assert skeleton is not None
+            raise skeleton.refusal(f"computes otherwise when its layers are split ({error})") from None
+        except Exception as error:  # the widths may not fit together, and models raise many types
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    raise ValueError(
+        f"--transformer-impl transformers: no small {config.model_type} model could be compared with its stages "
+        f"({problem}). BlockCoordinate trains it on one GPU (docs/pytorch.md)."
+    )
+
+
+class _Differs(Exception):
+    pass
+
+
+@torch.no_grad()
+def _check_packed(skeleton: Skeleton) -> None:
+    """Raise Refused if texts in one sequence see each other."""
+    texts = torch.arange(1, 1 + 2 * _LENGTH).view(2, _LENGTH)
+    positions = torch.arange(_LENGTH).repeat(2)
+    model = skeleton.model.eval()
+    apart = model(input_ids=texts, use_cache=False).logits
+    packed = model(input_ids=texts.view(1, -1), position_ids=positions[None], use_cache=False).logits
+    if _difference(apart, packed.view_as(apart)) > TOLERANCE:
+        raise Refused(
+            f"--reset-attention-mask: layers of {skeleton.name} carry one text into the next. Give --no-sft-packing "
+            "with --sft, or omit it."
+        )
+
+
+def _compare(skeleton: Skeleton) -> bool:
+    """Compare logits and gradients. Raises _Differs."""
+    model = skeleton.model.eval()
+    parameters = [*model.parameters()]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for parameter in parameters:
+            parameter.data += 0.02 * torch.randn(parameter.shape)
+        tokens = torch.randint(1, _VOCABULARY, (2, _LENGTH))
+    whole = model(input_ids=tokens, use_cache=False).logits
+    whole.square().mean().backward()
+    wanted = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        logits = _run_halves(skeleton, tokens)
+    except Exception as error:  # the whole model has run, and halves may raise many types
+        raise _Differs(f"{type(error).__name__}: {' '.join(str(error).split())[:150]}") from error
+    if (difference := _difference(whole, logits)) > TOLERANCE:
+        raise _Differs(f"logits by {difference:.1g}")
+    for gradient, parameter in zip(wanted, parameters, strict=True):
+        if gradient is None and parameter.grad is None:
+            continue
+        if gradient is None or parameter.grad is None:
+            raise _Differs("a weight has a gradient in only one of both")
+        if (difference := _difference(gradient, parameter.grad)) > TOLERANCE:
+            raise _Differs(f"gradients by {difference:.1g}")
+    return skeleton.returns_tuple
+
+
+def _run_halves(skeleton: Skeleton, tokens: Tensor) -> Tensor:
+    """Return the logits of two stages after their backward passes."""
+    number = len(skeleton.layers)
+    skeleton.fill()
+    with torch.no_grad():
+        skeleton.run(Pass(layers=range(number), has_head=True), input_ids=tokens)  # sets `returns_tuple`
+    first, last = range(number // 2), range(number // 2, number)
+    sent = skeleton.run(Pass(layers=first, has_head=False), input_ids=tokens) if first else None
+    received = None if sent is None else sent.detach().requires_grad_()
+    logits = skeleton.run(Pass(layers=last, received=received, has_head=True), input_ids=tokens)
+    logits.square().mean().backward()
+    if sent is not None and received is not None:
+        sent.backward(received.grad)
+    return logits
+
+
+def _difference(left: Tensor, right: Tensor) -> float:
+    left, right = left.detach(), right.detach()
+    return float((left - right).abs().max() / left.abs().max().clamp(min=1e-9))

@@ -1,0 +1,263 @@
+"""A pipeline stage with transformers' own layers (--transformer-impl transformers).
+
+Tensor shapes: S sequence length, B micro-batch size, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron.bcd.blocks.ownership import is_stack
+from megatron.bcd.blocks.partition import partition_from_config
+from megatron.bcd.config import RunConfig
+from megatron.bcd.model.host_layers import HostLayers
+from megatron.bcd.model.skeleton import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    LAYERS,
+    Pass,
+    Skeleton,
+    has_weights,
+    read_config,
+)
+from megatron.bcd.model.split_check import check_split
+from megatron.bcd.runtime import device
+
+
+class Decoder(nn.Module):
+    """The layers of a stage, and on the last one the final norm, by GPTModel's names."""
+
+    def __init__(self, layers: Sequence[nn.Module], final_layernorm: nn.Module | None) -> None:
+        super().__init__()
+        self.layers, self.final_layernorm = nn.ModuleList(layers), final_layernorm
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+class TransformersModel(LanguageModule):
+    """A stage of a decoder of transformers, with the interface of `ChunkwiseModel` and its names of parameters.
+
+    Layers, embedding, final norm and head are transformers' modules. Their `forward` is that of the whole model
+    (`Skeleton`), which is no submodule: its slots run the layers of this stage, and pass on what other stages compute.
+
+    Args:
+        config: Megatron Core's configuration, for its schedules.
+        layers: numbers of the stage's layers in the model.
+        seed: draws the weights, equal for any number of stages; None if they will be loaded.
+    """
+
+    chunks: Sequence[range] = ()
+    """The layers of each chunk, by their numbers on this stage."""
+    _chunk: int | None = None
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        skeleton: Skeleton,
+        *,
+        layers: range,
+        pre_process: bool,
+        post_process: bool,
+        is_tied: bool,
+        host_layers: HostLayers | None,
+        vp_stage: int | None,
+        seed: int | None,
+    ) -> None:
+        super().__init__(config=config)
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.model_type, self.share_embeddings_and_output_weights = ModelType.encoder_or_decoder, is_tied
+        self.vocab_size = skeleton.config.vocab_size
+        self.first_layer = layers.start
+        self.input_tensor: Tensor | None = None
+        self.__dict__["skeleton"] = skeleton
+
+        def build(module: nn.Module, number: int, *, on_host: bool = False) -> nn.Module:
+            drawn = None if seed is None else seed + number
+            where = torch.device("cpu") if on_host else device.current()
+            skeleton.materialize(module, device=where, seed=drawn)
+            return module
+
+        if pre_process:
+            self.embedding = nn.Module()
+            for ours in skeleton.paths:
+                if ours.startswith("embedding."):
+                    setattr(self.embedding, ours.removeprefix("embedding."), build(skeleton.module(ours), 0))
+        own = [skeleton.layers[number] for number in layers]
+        for number, layer in zip(layers, own, strict=True):
+            build(layer, 1 + number, on_host=host_layers is not None)
+            if host_layers is not None:
+                host_layers.add(layer)
+        has_norm, last = post_process and FINAL_NORM in skeleton.paths, 1 + len(skeleton.layers)
+        self.decoder = Decoder(own, build(skeleton.module(FINAL_NORM), last) if has_norm else None)
+        if post_process:
+            head = skeleton.module(HEAD)
+            if is_tied and pre_process:
+                head.weight = self.embedding.word_embeddings.weight
+                self.__dict__["output_layer"] = head  # no submodule: its weight is the embedding's
+            else:
+                self.output_layer = build(head, last + 1)
+        skeleton.fill(has_embedding=pre_process)
+        for buffer in skeleton.model.buffers():
+            buffer.data = buffer.data.to(device.current())
+        self.setup_embeddings_and_output_layer()
+
+    # --- forward
+
+    def select_chunk(self, chunk: int | None) -> None:
+        """Make `forward` run this chunk, or with None the whole stage."""
+        self._chunk = chunk
+
+    @property
+    def ends_with_head(self) -> bool:
+        """Whether `forward` runs the head."""
+        return self.post_process and self._chunk in (None, len(self.chunks) - 1)
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Set the input [S, B, H] of a stage or chunk without the embedding."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        *,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Run the stage, or the selected chunk of it.
+
+        Args:
+            input_ids: tokens [B, S]; read by the embedding.
+            position_ids: [B, S]. Where they start again, another text begins, which does not attend to the one before.
+            attention_mask: Megatron's mask; None for causal attention. transformers makes its own masks from positions.
+            labels: [B, S].
+
+        Returns:
+            The output [S, B, H]; on the last stage losses [B, S], or without labels the logits [B, S, V].
+        """
+        layers = range(len(self.decoder.layers)) if self._chunk is None else self.chunks[self._chunk]
+        received = None if self.pre_process and self._chunk in (None, 0) else self.input_tensor
+        inputs: dict[str, Any] = {"position_ids": position_ids if attention_mask is not None else None}
+        if received is not None:
+            received = received.transpose(0, 1).contiguous()  # some layers view it
+        elif self.embedding.word_embeddings.weight.device != device.current():  # in host memory, where the tokens are
+            embedded = self.embedding.word_embeddings(input_ids)
+            inputs["inputs_embeds"] = embedded.to(device.current(), non_blocking=True)
+        else:
+            inputs["input_ids"] = input_ids
+        now = Pass(
+            layers=self._numbers(layers),
+            received=received,
+            has_head=self.ends_with_head,
+            recomputed=self._numbers(self._recomputed(layers, received)),
+        )
+        output: Tensor = self.skeleton.run(now, **inputs)
+        if not now.has_head:  # a copy, because Megatron Core frees it when it is sent
+            return output.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+        return output if labels is None else self.compute_language_model_loss(labels, output)
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Return the losses [B, S], fp32, of labels [B, S]."""
+        losses: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels)
+        return losses
+
+    def _numbers(self, layers: range) -> range:
+        """Return numbers in the model, given those on this stage."""
+        return range(self.first_layer + layers.start, self.first_layer + layers.stop)
+
+    def _recomputed(self, layers: range, received: Tensor | None) -> range:
+        """Return the layers to recompute, by their numbers on this stage: none without a graph, as in a prefix."""
+        if self.config.recompute_granularity != "full" or not torch.is_grad_enabled():
+            return range(0)
+        has_graph = _is_trained(self.embedding) if received is None else received.requires_grad
+        first = next((i for i in layers if has_graph or _is_trained(self.decoder.layers[i])), layers.stop)
+        most = self.config.recompute_num_layers if self.config.recompute_method == "block" else None
+        return range(first, layers.stop)[:most]
+
+    # --- state
+
+    def train(self, mode: bool = True) -> TransformersModel:
+        """Set the mode of the stage's modules and of those that the skeleton has outside of them, such as dropout."""
+        self.skeleton.model.train(mode)
+        return super().train(mode)
+
+    def half(self) -> TransformersModel:
+        """Return the model: parameters have their precision, and buffers (frequencies, corrections) keep fp32."""
+        return self
+
+    bfloat16 = half
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the stage's state. Keys in a checkpoint are those of the whole model, with a key for each layer."""
+        assert not prefix and not sharded_offsets, "stages are saved as a whole"
+        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        entries = {}
+        for name, tensor in self.state_dict(keep_vars=True).items():
+            is_copy = name == f"{HEAD}.weight" and self.share_embeddings_and_output_weights
+            key = f"{EMBEDDING}.weight" if is_copy else self._whole_name(name)
+            entries[name] = ShardedTensor.from_rank_offsets(key, tensor, replica_id=(int(is_copy), 0, replica))
+        return entries
+
+    def _whole_name(self, name: str) -> str:
+        """Return a parameter's name in a model of one stage."""
+        if not name.startswith(f"{LAYERS}."):
+            return name
+        number, rest = name.removeprefix(f"{LAYERS}.").split(".", 1)
+        return f"{LAYERS}.{self.first_layer + int(number)}.{rest}"
+
+
+def build_chunks(
+    config: RunConfig, stage_config: TransformerConfig, host_layers: HostLayers
+) -> list[TransformersModel]:
+    """Build the chunks of this rank's stage. Layers are read later; without weights in --load-hf they are drawn.
+
+    Raises:
+        ValueError: transformers' model can't be trained layer by layer. One line.
+    """
+    path, is_on_host = str(config.checkpoint.load_hf), config.bcd.bcd_layers_on == "host"
+    partition, stage = partition_from_config(config), parallel_state.get_pipeline_model_parallel_rank()
+    seed = None if has_weights(path) else config.training.seed
+    hf_config = read_config(path)
+    returns_tuple = check_split(hf_config, is_packed=config.data.reset_attention_mask)
+    chunks = []
+    for chunk in range(config.num_chunks):
+        skeleton = Skeleton(hf_config, dtype=stage_config.params_dtype)
+        skeleton.returns_tuple = returns_tuple
+        has_stacks = any(is_stack(name, each.dim()) for name, each in skeleton.layers[-1].named_parameters())
+        if has_stacks and not partition.has_active_block:
+            raise ValueError(
+                f"--bcd-num-blocks 0: no inactive update steps the stacked experts of {skeleton.name}. Give "
+                "--bcd-inactive-update none."
+            )
+        for number, layer in enumerate(skeleton.layers):
+            layer.layer_number = number + 1  # type: ignore[assignment]
+        if is_on_host and chunk == 0:
+            host_layers.expect([skeleton.layers[number] for number in partition.stage_layers(stage)])
+        chunks.append(
+            TransformersModel(
+                stage_config,
+                skeleton,
+                layers=partition.chunk_layers(stage, chunk),
+                pre_process=parallel_state.is_pipeline_first_stage() and chunk == 0,
+                post_process=parallel_state.is_pipeline_last_stage() and chunk == config.num_chunks - 1,
+                is_tied=config.tied,
+                host_layers=host_layers if is_on_host else None,
+                vp_stage=chunk if config.num_chunks > 1 else None,
+                seed=seed,
+            )
+        )
+    return chunks

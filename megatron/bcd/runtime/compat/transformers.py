@@ -1,0 +1,52 @@
+"""Private APIs of transformers: initial weights, and the tensors in files that a tensor in memory consists of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def initialize(model: Any, module: torch.nn.Module) -> None:
+    """Draw the parameters of a module of a transformers model as the model's class does, without its submodules'."""
+    model._init_weights(module)
+
+
+class Conversion:
+    """transformers' conversion of a model's weights between files and memory, where it stacks experts, for example."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange, WeightConverter
+
+        self._model = model
+        steps = get_model_conversion_mapping(model, add_legacy=False)
+        steps = [step for step in steps or [] if not isinstance(step, PrefixChange)]
+        self._converters = [step for step in steps if isinstance(step, WeightConverter)]
+        self._renamings = [step for step in steps if not isinstance(step, WeightConverter)]
+
+    def to_files(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of files by name, given a tensor in memory."""
+        if not self._converters and not self._renamings:
+            return {name: tensor}
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return dict(revert_weight_conversion(self._model, {name: tensor}))
+
+    def from_files(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return a tensor in memory, given those of the files."""
+        from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+        converter: Any = None
+        for file_name in sorted(tensors, key=dot_natural_key):
+            renamed, pattern = rename_source_key(file_name, self._renamings, self._converters)
+            if pattern is None:
+                return tensors[file_name]
+            if converter is None:
+                converter = copy.deepcopy(next(step for step in self._converters if pattern in step.source_patterns))
+            converter.add_tensor(renamed, file_name, pattern, tensors[file_name])
+        [result] = converter.convert(name, model=self._model, config=self._model.config).values()
+        return result[0] if isinstance(result, list) else result

@@ -1,0 +1,228 @@
+"""--transformer-impl transformers: any decoder, trained with its own layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import decoders, worlds
+from support import huggingface_models as models
+from support.dist import World
+
+from megatron.bcd import data
+from megatron.bcd.runtime import device
+from megatron.bcd.training.resolve import resolve_run
+
+LENGTH = 24
+
+
+def run_of(model: Path, data_path: str, *, pipeline: int = 1, **flags: Any) -> Any:
+    """Return a run on the layers of `model`."""
+    values: dict[str, Any] = {"load_hf": str(model), "data_path": data_path, "tokenizer_type": "ByteLevelTokenizer"}
+    values |= {"transformer_impl": "transformers", "seq_length": LENGTH, "micro_batch_size": 1, "num_workers": 0}
+    values |= {"global_batch_size": 2, "train_iters": 4, "lr": 1e-3, "eval_iters": 0, "log_interval": 1}
+    values |= {"bcd_num_blocks": 2, "bcd_steps_per_block": 2, "pipeline_model_parallel_size": pipeline}
+    return worlds.config_of(world_size=pipeline, **values | flags)
+
+
+def logits_and_gradients(config: Any, tokens: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    """Return the gradients of the mean loss of this rank's stage by names of checkpoints, and the losses [B, S]."""
+    with worlds.started(config.replace_section("training", micro_batch_size=len(tokens))) as run:
+        run.end_phase(is_end_of_run=True)  # Megatron Core's DDP would take the gradients
+        model = worlds.unwrap_model(run.model).eval()
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        return _passes(model, tokens.to(device.current()))
+
+
+def _passes(model: Any, tokens: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    shape = (tokens.size(1), len(tokens), model.config.hidden_size)
+    if not model.pre_process:
+        received = torch.empty(shape)
+        torch.distributed.recv(received, src=0)
+        model.set_input_tensor([received.requires_grad_()])
+    output = model(tokens, None, None, labels=tokens.roll(-1, 1) if model.post_process else None)
+    if model.post_process:
+        output.mean().backward()
+        if not model.pre_process:
+            torch.distributed.send(received.grad, dst=0)
+    else:
+        torch.distributed.send(output.detach(), dst=1)
+        gradient = torch.empty_like(output)
+        torch.distributed.recv(gradient, src=1)
+        output.backward(gradient)
+    keys = {name: part.key for name, part in model.sharded_state_dict().items()}
+    gradients = {keys[name]: parameter.grad for name, parameter in model.named_parameters()}
+    return {key: each for key, each in gradients.items() if each is not None}, output.detach()
+
+
+DEFAULT = ("gemma3_text", "deepseek_v3", "qwen3_5_text", "phi3")
+"""Models of the default suite: windows and scaled embeddings, experts behind latent attention, a hybrid, fused."""
+MODELS = [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.long]) for name in decoders.SETTINGS]
+
+
+@pytest.fixture
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Write the model that the test's parameter names."""
+    return decoders.write_model(request.getfixturevalue("name"), tmp_path / "given")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients(world1: World, world2: World, text_data: str, source: Path, name: str) -> None:
+    """Losses and gradients are those of transformers' whole model, on one stage and on two."""
+    tokens = torch.randint(0, decoders.VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    whole = transformers.AutoModelForCausalLM.from_pretrained(source)
+    logits = whole(tokens).logits
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens.roll(-1, 1), reduction="none")
+    losses.mean().backward()
+    for world in (world1, world2):
+        ranks = world.run(logits_and_gradients, run_of(source, text_data, pipeline=world.size), tokens)
+        assert (ranks[-1][1] - losses).abs().max() < 5e-5
+        gradients: dict[str, list[torch.Tensor]] = {}
+        for stage, _ in ranks:
+            for key, gradient in stage.items():
+                gradients.setdefault(key, []).append(gradient)
+        ours = {key: sum(parts) for key, parts in gradients.items()}  # a tied weight has two
+        theirs = {name: each.grad for name, each in whole.named_parameters() if each.grad is not None}
+        assert len(ours) == len(theirs)
+        for wanted, gradient in zip(*(sorted(map(_signature, each.values())) for each in (ours, theirs)), strict=True):
+            assert wanted == pytest.approx(gradient, rel=1e-3, abs=5e-5)
+
+
+def _signature(gradient: Any) -> tuple[int, float, float]:
+    """Return what tells a gradient from others, whatever its name is."""
+    return gradient.numel(), float(gradient.norm()), float(gradient.double().sum())
+
+
+def trained(config: Any) -> dict[str, Any]:
+    with worlds.started(config) as run:
+        run.train()
+        return worlds.outcome(run)
+
+
+HOST = {"bcd_schedule": "breadth-first", "bcd_layers_per_pass": 1}
+WAYS: dict[str, dict[str, Any]] = {
+    "blocks": {"bcd_layout": "strided"},
+    "finetune": {"bcd_preset": "finetune", "bcd_num_blocks": 2},
+    "pretrain": {"bcd_preset": "pretrain", "bcd_num_blocks": 2},
+    "one block": {"bcd_num_blocks": 1, "clip_grad": 0.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=[] if name in DEFAULT and index % len(WAYS) == place else [pytest.mark.long])
+        for index, name in enumerate((*DEFAULT, *(name for name in decoders.SETTINGS if name not in DEFAULT)))
+        for place, way in enumerate(WAYS)
+    ],
+)
+def test_layers_on_host(world1: World, text_data: str, source: Path, name: str, way: str) -> None:
+    """Ten steps with layers in host memory equal ten on the device, bit for bit, by every preset and with one block."""
+    both = []
+    for place in ("device", "host"):
+        config = run_of(source, text_data, train_iters=10, bcd_layers_on=place, **HOST | WAYS[way])
+        [result] = world1.run(trained, config)
+        both.append(result)
+    assert both[0]["losses"] == both[1]["losses"] and both[0]["losses"][0] != both[0]["losses"][-1]
+    assert models.differing(both[0]["weights"], both[1]["weights"]) == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_export_and_resume(world2: World, text_data: str, source: Path, tmp_path: Path, name: str) -> None:
+    """A run that ends after two of four steps resumes exactly on two stages. Its export loads in transformers, with the
+    bytes of the given model where nothing was trained."""
+    flags = {"bcd_layout": "interleaved", "bcd_frozen": "norms"}
+    whole = run_of(source, text_data, pipeline=2, **flags, save_hf=str(tmp_path / "back"))
+    first = run_of(source, text_data, pipeline=2, **flags, save=str(tmp_path / "run"), exit_interval=2)
+    rest = run_of(source, text_data, pipeline=2, **flags, save=str(tmp_path / "run"), load=str(tmp_path / "run"))
+    wanted = world2.run(trained, whole)
+    world2.run(trained, first)
+    for resumed, uninterrupted in zip(world2.run(trained, rest), wanted, strict=True):
+        assert resumed["losses"] == uninterrupted["losses"][2:]
+        assert models.differing(resumed["weights"], uninterrupted["weights"]) == []
+    given, back = models.tensors_of(source), models.tensors_of(tmp_path / "back")
+    changed = models.differing(given, back)
+    assert given.keys() == back.keys() and len(changed) > decoders.LAYERS
+    assert all(torch.equal(given[each], back[each]) for each in given if given[each].dim() == 1 and "norm" in each)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    before = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
+    assert [each for each in loaded if not torch.equal(loaded[each], before[each])]
+
+
+CURVES = {
+    "paper": ("llama", {"bcd_preset": "paper"}),
+    "one block": ("llama", {"bcd_num_blocks": 1}),
+    "recomputed": ("llama", {"bcd_preset": "paper", "recompute_granularity": "full", "recompute_method": "uniform"}),
+    "pretrain": ("phi3", {"bcd_preset": "pretrain", "muon_no_split_qkv": True}),
+    "finetune": ("phi3", {"bcd_preset": "finetune", "muon_no_split_qkv": True}),
+}
+"""Runs that both implementations have. Updates of whole matrices need the same matrices: Phi-3's are joint as well."""
+
+
+@pytest.mark.parametrize("way", CURVES)
+def test_curves_of_both_implementations(world1: World, text_data: str, tmp_path: Path, way: str) -> None:
+    """Thirty steps have the losses of the same run on Megatron Core's layers, within rounding."""
+    name, flags = CURVES[way]
+    source = decoders.write_model(name, tmp_path / "given")
+    flags = {"train_iters": 30, "recompute_num_layers": 1 if way == "recomputed" else None} | flags
+    curves = []
+    for implementation in ("local", "transformers"):
+        [result] = world1.run(trained, run_of(source, text_data, transformer_impl=implementation, **flags))
+        curves.append(torch.tensor(result["losses"]))
+    assert (curves[0] - curves[1]).abs().max() < 1e-4 and curves[0][-1] < curves[0][0]
+
+
+def planned_and_counted(config: Any) -> list[tuple[int, int]]:
+    """Return the planned and the counted bytes of model state in each phase."""
+    with worlds.started(config) as run:
+        run.train()
+        state, blocks = resolve_run(config).memory.state, [step["block"] for step in run.results]
+        planned = [state.rank(run.stage, block, 0).model_state for block in blocks]
+        counted = [record.model_state_bytes[run.stage] for record in run.recorder.steps]
+        return [*zip(planned, counted, strict=True)][-4:]  # the second cycle, when every block has its state
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "deepseek_v3"])
+def test_planned_state(world2: World, text_data: str, source: Path, name: str) -> None:
+    """The planned model state is the allocated one, for layers of several kinds on two stages."""
+    flags = {"bcd_preset": "finetune", "bcd_num_blocks": 2, "bcd_layout": "interleaved", "train_iters": 8}
+    for stage in world2.run(planned_and_counted, run_of(source, text_data, pipeline=2, **flags)):
+        for planned, counted in stage:
+            assert planned == pytest.approx(counted, rel=0.01)
+
+
+def test_random_weights(world1: World, world2: World, text_data: str, tmp_path: Path) -> None:
+    """A folder with config.json alone starts from random weights, equal for any number of stages, and exports them."""
+    decoders.config_of("qwen3_moe").save_pretrained(tmp_path / "given")
+    flags = {"bcd_num_blocks": 1, "train_iters": 3, "save_hf": None}
+    losses = []
+    for world in (world1, world2):
+        flags["save_hf"] = str(tmp_path / f"back{world.size}")
+        config = run_of(tmp_path / "given", text_data, pipeline=world.size, **flags)
+        losses.append(torch.tensor(world.run(trained, config)[-1]["losses"]))
+        transformers.AutoModelForCausalLM.from_pretrained(flags["save_hf"])
+    assert (losses[0] - losses[1]).abs().max() < 1e-4 and 5 < losses[0][0] < 6
+
+
+@pytest.mark.parametrize("name", ["gemma3_text"])
+def test_packed_texts(world1: World, text_data: str, source: Path, name: str) -> None:
+    """Texts in one sequence have the losses of each text alone, windows included."""
+    flags = {"reset_position_ids": True, "reset_attention_mask": True}
+    texts = torch.randint(0, decoders.VOCABULARY, (2, LENGTH // 2), generator=torch.Generator().manual_seed(1))
+    apart, packed = world1.run(losses_of_texts, run_of(source, text_data, **flags), texts)[0]
+    assert (apart - packed).abs().max() < 5e-5
+
+
+def losses_of_texts(config: Any, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the losses of texts [B, S / B], each for itself and as one sequence."""
+    with worlds.started(config) as run, torch.no_grad():
+        model, positions = run.model.eval(), torch.arange(texts.size(1)).expand_as(texts)
+        labels, segments = texts.roll(1, 1), torch.arange(len(texts))[:, None].expand_as(texts)
+        apart = model(texts, None, None, labels=labels)
+        mask = data.attention_mask({"segment_ids": segments.reshape(1, -1)})
+        packed = model(*(each.reshape(1, -1) for each in (texts, positions)), mask, labels=labels.reshape(1, -1))
+        return apart, packed.view_as(apart)
