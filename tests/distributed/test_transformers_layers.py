@@ -98,6 +98,7 @@ def _signature(gradient: Any) -> tuple[int, float, float]:
 
 
 def trained(config: Any) -> dict[str, Any]:
+    """Train, and return what is compared between runs."""
     with worlds.started(config) as run:
         run.train()
         return worlds.outcome(run)
@@ -163,7 +164,9 @@ CURVES = {
 """Runs that both implementations have. Updates of whole matrices need the same matrices: Phi-3's are joint as well."""
 
 
-@pytest.mark.parametrize("way", CURVES)
+@pytest.mark.parametrize(
+    "way", ["paper", *(pytest.param(way, marks=pytest.mark.long) for way in CURVES if way != "paper")]
+)
 def test_curves_of_both_implementations(world1: World, text_data: str, tmp_path: Path, way: str) -> None:
     """Thirty steps have the losses of the same run on Megatron Core's layers, within rounding."""
     name, flags = CURVES[way]
@@ -186,7 +189,7 @@ def planned_and_counted(config: Any) -> list[tuple[int, int]]:
         return [*zip(planned, counted, strict=True)][-4:]  # the second cycle, when every block has its state
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("gemma3_text", marks=pytest.mark.long)])
 def test_planned_state(world2: World, text_data: str, source: Path, name: str) -> None:
     """The planned model state is the allocated one, for layers of several kinds on two stages."""
     flags = {"bcd_preset": "finetune", "bcd_num_blocks": 2, "bcd_layout": "interleaved", "train_iters": 8}
