@@ -60,7 +60,7 @@ from megatron.bcd.training.resolve import ResolvedRun
 from megatron.bcd.training.state import StepResult, TrainState
 from megatron.bcd.training.step_metrics import StepMetricsCollector
 from megatron.bcd.training.stop import StopRequests
-from megatron.bcd.training.timers import StepTimers, Stragglers
+from megatron.bcd.training.timers import StepTimers
 
 ModelBuilder = Callable[[RunConfig, int, Implementation], torch.nn.Module]
 
@@ -175,7 +175,6 @@ class Trainer:
         )
         self.recomputation = Recomputation(config, model=self.model, stage=self.stage, run=run.memory)
         self.timers = StepTimers(config.report)
-        self.stragglers = Stragglers(config.report)
         self.profiler = StepProfiler(config.report)
         self.garbage = GarbageCollection(config.training)
         self.meter = ActivationMeter(memory.allocated_bytes_function())
@@ -204,7 +203,6 @@ class Trainer:
             prefix_cache=self.prefix_cache,
             meter=self.meter,
             timers=self.timers,
-            stragglers=self.stragglers,
         )
         self.saver = Saver(config.checkpoint, self.reporter) if config.checkpoint.save else None
         exporter = None
@@ -404,7 +402,7 @@ class Trainer:
         learning_rate = float(self.lr_scheduler.get_lr({})) * block_factor
         active.set_learning_rate(self.lr_scheduler, block_factor=block_factor)
         step = Step(active, lambda: self.stop.on_this_rank(is_writing=self.outputs.is_writing))
-        with self._metering_once_per_phase(), self.timers.connected(active), self.stragglers.counting():
+        with self._metering_once_per_phase(), self.timers.connected(active):
             reported = self.forward_backward(
                 batches, get_num_microbatches(), step, num_microbatches_next=num_microbatches_next
             )
@@ -466,7 +464,7 @@ class Trainer:
         timers = get_model_config(model).timers
         if timers is not None:
             timers("batch-generator", log_level=2).start()
-        batch = self.stragglers.next_batch(batches)
+        batch = next(batches)
         if timers is not None:
             timers("batch-generator").stop()
         prefix_inputs: dict[str, Any] = {}
@@ -479,7 +477,6 @@ class Trainer:
             labels=batch.get("labels"),
             **prefix_inputs,
         )
-        self.stragglers.after_forward()
         self.meter.after_forward()
         return output, functools.partial(masked_loss, batch.get("loss_mask"))
 

@@ -242,7 +242,6 @@ def _as_yaml(values: Mapping[str, Any]) -> str:
 
 
 def _assemble(flags: Iterable[Flag], values: Mapping[str, Any]) -> RunConfig:
-    values = dict(values) | {"use_precision_aware_optimizer": values["is_precision_aware"]}
     core_fields = [flag.field for flag in flags if flag.section == "transformer"]
     core_fields += ["bias_activation_fusion", "disable_parameter_transpose_cache"]
     kinds: dict[str, Any] = {"optimizer": OptimizerSettings, "ddp": DdpSettings}

@@ -65,12 +65,11 @@ _ASKS_FOR_BLOCKS = (
     "bcd_num_blocks", "bcd_layout", "bcd_order", "bcd_steps_per_block", "bcd_switch", "bcd_frozen", "bcd_head_phase",
     "bcd_prefix_cache", "bcd_sample_ratio", "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage", "bcd_main_params", "optimizer", "fp16", "loss_scale",
-    "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload",
+    "optimizer_cpu_offload",
 )  # fmt: skip
 """Without --bcd-inactive-update these flags make preset finetune train blocks: only runs with blocks use them, or
 inactive updates exclude them."""
-_DEFAULTS = {"bcd_num_blocks": 0, "bcd_main_params": "host", "optimizer": "adam", "exp_avg_dtype": "fp32",
-             "exp_avg_sq_dtype": "fp32"}  # fmt: skip
+_DEFAULTS = {"bcd_num_blocks": 0, "bcd_main_params": "host", "optimizer": "adam"}
 """Values of these flags that do not ask for blocks."""
 
 

@@ -430,16 +430,6 @@ class TrainingConfig:
         choices=("fp32", "bf16", "int8"),
         group=OPTIMIZER,
     )
-    main_grads_dtype: str = option("fp32", "bf16: as --grad-reduce-in-bf16", choices=("fp32", "bf16"), group=OPTIMIZER)
-    exp_avg_dtype: str = option(
-        "fp32",
-        "with --use-precision-aware-optimizer: precision of the first moment",
-        choices=("fp32", "bf16", "fp16"),
-        group=OPTIMIZER,
-    )
-    exp_avg_sq_dtype: str = option(
-        "fp32", "the same of its second moment", choices=("fp32", "bf16", "fp16"), group=OPTIMIZER
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -661,10 +651,6 @@ class ReportConfig:
     )
     barrier_with_level_1_timing: bool = option(True, "let all ranks wait for each other before timers of level 1")
     log_timers_to_tensorboard: bool = option(False, "write these times to TensorBoard and Weights & Biases too")
-    log_straggler: bool = option(False, "log the slowest and the fastest rank")
-    straggler_minmax_count: int = option(
-        1, "ranks that --log-straggler names at either end", metavar="N", range=AT_LEAST_1
-    )
     profile: bool = option(False, "profile some training steps: --use-pytorch-profiler, or marks for Nsight Systems")
     profile_step_start: int = option(10, "steps before those that are profiled", range=AT_LEAST_0)
     profile_step_end: int = option(12, "last step that is profiled")

@@ -86,30 +86,6 @@ def timer_lines(times: Mapping[str, Sequence[float]], *, option: str) -> list[st
     return [f"{headings[option]} across ranks (ms):", *lines] if lines else []
 
 
-def straggler_lines(times: Mapping[str, Sequence[float]], *, num_named: int) -> list[str]:
-    """Return the fastest and the slowest rank by its forward passes and its batches.
-
-    If `num_named` is at least 2 and less than the number of ranks, list that many ranks by their forward passes.
-    """
-    if not times:
-        return []
-
-    def sorted_ranks(name: str) -> list[str]:
-        return [
-            f"rank {rank} {time:.2f}" for time, rank in sorted((time, rank) for rank, time in enumerate(times[name]))
-        ]
-
-    forward, batch = sorted_ranks("forward"), sorted_ranks("batch")
-    lines = [
-        f"forward passes of a step (ms): {forward[0]} to {forward[-1]} | longest wait for a batch (ms): {batch[0]} to "
-        f"{batch[-1]}"
-    ]
-    if 1 < num_named < len(forward):
-        lines.append(f"  slowest: {', '.join(forward[: -num_named - 1 : -1])}")
-        lines.append(f"  fastest: {', '.join(forward[:num_named])}")
-    return lines
-
-
 def evaluation_line(record: EvalMetrics) -> str:
     """Return the log line of an evaluation."""
     when = "at the end, iteration" if record.is_final else "at iteration"

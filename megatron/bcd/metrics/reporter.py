@@ -14,7 +14,6 @@ from megatron.bcd.metrics.console import (
     Screen,
     evaluation_line,
     step_lines,
-    straggler_lines,
     summary_lines,
     timer_lines,
 )
@@ -83,14 +82,12 @@ class Reporter:
             self._screen.line(line, block=record.block)
         for line in timer_lines(record.timers_ms, option=self._report.timing_log_option):
             self._screen.line(line)
-        for line in straggler_lines(record.straggler_ms, num_named=self._report.straggler_minmax_count):
-            self._screen.line(line)
         self._screen.advance(record.iteration, record)
         if self._metrics is not None:
             # all switches since the last line
             values = {**dataclasses.asdict(record), "switch_time_ms": self._switch_time_ms}
             values["switches"] = self._switches
-            for name in ("router_losses", "timers_ms", "straggler_ms", "switches"):
+            for name in ("router_losses", "timers_ms", "switches"):
                 if not values[name]:
                     del values[name]
             self._write_metrics(values)

@@ -62,8 +62,6 @@ class StepMetrics:
     """10^12 floating-point operations per second and rank that the phase requires (--log-throughput)."""
     timers_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Milliseconds per step by timer and rank; 0 if a rank lacks the timer (--timing-log-level)."""
-    straggler_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Milliseconds by rank (--log-straggler). `forward`: forward passes of a step. `batch`: longest wait for one."""
     data_seen: float = 0.0
     """Fraction of one epoch of the training split that the run has trained on, 0 to 1."""
     prefix_cache_hits: int = 0

@@ -55,10 +55,7 @@ class OffloadedShard:
         """Copy the state into the same shard of a new optimizer."""
         assert (shard.start, shard.end) == (self.start, self.end), "the parameter is sharded differently than before"
         if self.residual is not None:
-            value = shard.main_param
-            self.residual.restore(shard.weight, main_param=value)
-            if shard.stores_low_bits:  # otherwise `value` is the main parameter, written in place
-                shard.set_main_param(value)
+            self.residual.restore(shard.weight, main_param=shard.main_param)
         elif self.main_param is not None:
             shard.set_main_param(self.main_param)
         shard.set_stored_moments(self.moments, num_steps=self.num_steps)

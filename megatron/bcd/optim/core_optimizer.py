@@ -18,7 +18,6 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_chunks
-from megatron.bcd.optim import bf16
 from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, ParamShard, param_shards
 from megatron.bcd.optim.parameters import Parameters, ParametersByBlock
@@ -183,7 +182,9 @@ class CoreOptimizer(BlockOptimizer):
         Like stock Megatron-LM, count tensor-parallel duplicates and the tied copy once. For a 16-bit weight that has a
         main parameter now, count that instead. The weights must be current on every rank.
         """
-        by_weight = self._main_params_by_weight()
+        # --optimizer-cpu-offload: main parameters are on the host, and shards of the weights stand for them
+        is_offloaded = self._config.optimizer.optimizer_cpu_offload
+        by_weight = {shard.parameter: shard.weight for shard in self.shards.values()} if is_offloaded else None
         whole, sharded = [0.0, 0.0], [0.0, 0.0]  # of experts that expert-parallel ranks divide: second numbers
         for weight in self._model.parameters():
             if not (param_is_not_shared(weight) and param_is_not_tensor_parallel_duplicate(weight)):
@@ -203,16 +204,6 @@ class CoreOptimizer(BlockOptimizer):
             model_group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
             total += _sum_over(model_group, whole[True] + over_shards)
         return math.sqrt(total)
-
-    def _main_params_by_weight(self) -> dict[torch.Tensor, torch.Tensor] | None:
-        """Return this rank's shards of main parameters that Megatron Core does not attach to the weights.
-
-        With --optimizer-cpu-offload the main parameters are on the host, and shards of the weights stand for them.
-        """
-        is_offloaded = self._config.optimizer.optimizer_cpu_offload
-        if not (self._config.is_precision_aware or is_offloaded):
-            return None
-        return {shard.parameter: shard.weight if is_offloaded else shard.main_param for shard in self.shards.values()}
 
     # ------------------------------------------------------------------------------------------------------ loss scale
 
@@ -273,10 +264,7 @@ class CoreOptimizer(BlockOptimizer):
     @torch.no_grad()
     def set_main_param(self, name: str, value: torch.Tensor) -> None:
         weight = self._parameters.all()[name].data
-        if self._config.is_precision_aware:  # whose weights round halves away from zero
-            bf16.split(value.view(weight.shape), weight=weight, low_bits=None)
-        else:
-            weight.copy_(value.view(weight.shape))
+        weight.copy_(value.view(weight.shape))
         if (shard := self.shards.get(name)) is not None:
             shard.set_main_param(value[shard.start : shard.end])
 

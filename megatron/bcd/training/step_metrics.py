@@ -22,7 +22,7 @@ from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import collectives, memory
 from megatron.bcd.runtime.activation_meter import ActivationMeter
 from megatron.bcd.training.state import TrainState
-from megatron.bcd.training.timers import StepTimers, Stragglers
+from megatron.bcd.training.timers import StepTimers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,6 @@ class StepMetricsCollector:
     prefix_cache: PrefixCache
     meter: ActivationMeter
     timers: StepTimers
-    stragglers: Stragglers
 
     def collect(self, state: TrainState, phase_state: PhaseState, *, learning_rate: float) -> StepMetrics:
         """Return the metrics of the steps since the last log line, over all ranks. Collective.
@@ -102,7 +101,7 @@ class StepMetricsCollector:
     def _optional(self, phase_state: PhaseState, milliseconds: float) -> dict[str, Any]:
         """Return the fields that only some flags add."""
         report, active = self.config.report, self.active
-        values: dict[str, Any] = {"timers_ms": self.timers.take(), "straggler_ms": self.stragglers.take()}
+        values: dict[str, Any] = {"timers_ms": self.timers.take()}
         if self.config.num_experts:
             values["router_losses"] = router_losses.collect(get_num_microbatches())
         if report.log_params_norm:
