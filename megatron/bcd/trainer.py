@@ -9,7 +9,6 @@ Tensor shapes: B micro-batch size, S sequence length, H hidden size.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +46,6 @@ from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.planner.run_state import head_passes
 from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import device, memory, rng
-from megatron.bcd.runtime.activation_meter import ActivationMeter
 from megatron.bcd.training.checks import StepChecks
 from megatron.bcd.training.evaluation import Evaluator
 from megatron.bcd.training.garbage import GarbageCollection
@@ -177,10 +175,7 @@ class Trainer:
         self.timers = StepTimers(config.report)
         self.profiler = StepProfiler(config.report)
         self.garbage = GarbageCollection(config.training)
-        self.meter = ActivationMeter(memory.allocated_bytes_function())
         self.groups = None if config.groups.lighthouse is None else ReplicaGroups(self)
-        self._metered: tuple[int, int] | None = None
-        """Phase and number of microbatches for which `meter` has counted."""
         self._has_joined = False
         """Whether this replica group joined others at the end of one of their steps."""
         self.evaluator = Evaluator(
@@ -201,7 +196,6 @@ class Trainer:
             active=self.active,
             pipeline=self.pipeline,
             prefix_cache=self.prefix_cache,
-            meter=self.meter,
             timers=self.timers,
         )
         self.saver = Saver(config.checkpoint, self.reporter) if config.checkpoint.save else None
@@ -274,7 +268,6 @@ class Trainer:
         state = self.state
         num_groups = 1 if self.groups is None else self.groups.size
         state.after_step(result, num_samples=get_current_global_batch_size() * num_groups)
-        self.reporter.progress(state.iteration)
         self.checks.after_step(result, state)
         is_last = state.iteration == self.train_iters
         if state.iteration % self.config.report.log_interval == 0 or state.iteration == 1 or is_last:
@@ -402,7 +395,7 @@ class Trainer:
         learning_rate = float(self.lr_scheduler.get_lr({})) * block_factor
         active.set_learning_rate(self.lr_scheduler, block_factor=block_factor)
         step = Step(active, lambda: self.stop.on_this_rank(is_writing=self.outputs.is_writing))
-        with self._metering_once_per_phase(), self.timers.connected(active):
+        with self.timers.connected(active):
             reported = self.forward_backward(
                 batches, get_num_microbatches(), step, num_microbatches_next=num_microbatches_next
             )
@@ -477,7 +470,6 @@ class Trainer:
             labels=batch.get("labels"),
             **prefix_inputs,
         )
-        self.meter.after_forward()
         return output, functools.partial(masked_loss, batch.get("loss_mask"))
 
     def _batches(self) -> Iterator[data.Batch]:
@@ -488,16 +480,6 @@ class Trainer:
             position=self.state.samples_in_phase,
         )
         return self.prefix_cache.add_prefix_outputs(batches, position=self.state.samples_in_phase)
-
-    def _metering_once_per_phase(self) -> contextlib.AbstractContextManager[None]:
-        """Count saved activations in the first iteration of a phase, and after a change of the batch size."""
-        now = (self.state.phase_state.phase, get_num_microbatches())
-        # without an allocator's count the meter would keep storages alive, which streamed layers replace between passes
-        is_streamed = self.config.bcd.bcd_layers_on == "host" and memory.allocated_bytes_function() is None
-        if now == self._metered or is_streamed:
-            return contextlib.nullcontext()
-        self._metered = now
-        return self.meter.measuring(self.model.parameters())
 
     # ------------------------------------------------------------------------------------------------ switch_block
 
@@ -636,8 +618,6 @@ class Trainer:
             self.checks.take_reference()
             if self._has_joined:
                 self._end_step(loss=None)
-        if self.saver is not None:
-            self.saver.log_progress("Starting job")
 
     def _restore_counters(self, saved: run_state.RunState) -> None:
         """Set the counters. If the saved phase can't continue, its cycle starts again."""

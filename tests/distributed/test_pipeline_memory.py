@@ -26,7 +26,6 @@ STEPS_PER_BLOCK = 2
 FEW, MANY = 2, 8  # microbatches
 COUNTED = (
     "backward_messages",
-    "saved_activation_bytes",
     "gradient_bytes",
     "optimizer_state_bytes",
     "model_state_bytes",
@@ -128,10 +127,12 @@ def measured_run(config: RunConfig) -> list[dict[str, Any]]:
             return reported
 
         run.wrapper = measured
+        run.meters = True
         run.train()
         weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in run.model.parameters())
-        for step, record in zip(steps, run.recorder.steps, strict=True):
+        for step, record, saved in zip(steps, run.recorder.steps, run.saved_activation_bytes, strict=True):
             step |= {name: getattr(record, name) for name in COUNTED} | {"block": record.block}
+            step["saved_activation_bytes"] = saved
             step["weight_bytes"] = weight_bytes
         return steps
 

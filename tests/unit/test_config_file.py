@@ -63,7 +63,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
 
 def test_switches(tmp_path: Path) -> None:
     """A false value in the file turns a switch off, and the command line undoes every switch of the file."""
-    file = written(tmp_path, FILE | {"swiglu": False, "no-masked-softmax-fusion": False, "log-progress": False})
+    file = written(tmp_path, FILE | {"swiglu": False, "no-masked-softmax-fusion": False, "async-save": False})
     config = parse_run_config(["--config", file], prog=PROG, defaults=FAMILY_DEFAULTS["llama"], world_size=1)
     assert config.model.swiglu is False and config.transformer["masked_softmax_fusion"] is True
     switched = dict.fromkeys(("bf16", "swiglu", "group_query_attention", "log-params-norm"), True)

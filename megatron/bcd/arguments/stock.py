@@ -239,7 +239,7 @@ ALIASES = {
 """Further names of flags, by field."""
 
 BELONG_TO = {
-    "--save": "save_interval save_retain_interval overwrite_checkpoints log_progress async_save keep_last_checkpoints",
+    "--save": "save_interval save_retain_interval overwrite_checkpoints async_save keep_last_checkpoints",
     "--load": "exit_on_missing_checkpoint ckpt_step finetune",
     "--save-hf": "save_hf_interval",
     "--group-query-attention": "num_query_groups",

@@ -7,7 +7,6 @@ disk is full or fails, the previous checkpoint stays valid, a warning is printed
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import shutil
 import time
@@ -25,8 +24,6 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.builder import frozen_on_host, get_host_layers, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import atomic_io, collectives, dir_claim
-
-_PROGRESS = "progress.txt"
 
 
 def claim_save_folder(root: str | None) -> dir_claim.DirClaim:
@@ -148,27 +145,10 @@ class Saver:
         if error is not None:
             return self._abandon(iteration, error)
         self._prune(iteration)
-        self.log_progress(f"Saved checkpoint\tIteration: {iteration}")
         self._reporter.note(
             f"checkpoint saved to {layout.iteration_folder(self.root, iteration)} ({time.monotonic() - started:,.1f} s)"
         )
         return True
-
-    def log_progress(self, text: str) -> None:
-        """Append a line to ``progress.txt`` in stock Megatron-LM's form (--log-progress). Not a collective."""
-        if not (self._config.log_progress and self._is_first):
-            return
-        columns = (
-            datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
-            f"Job ID: {os.environ.get('SLURM_JOB_ID', '')}",
-            f"# GPUs: {torch.distributed.get_world_size()}",
-            text,
-        )
-        try:
-            with open(os.path.join(self.root, _PROGRESS), "a", encoding="utf-8") as file:
-                file.write("\t".join(columns) + "\n")
-        except OSError as error:
-            self._reporter.warning(f"{_PROGRESS} was not written ({atomic_io.describe(error)})")
 
     def _prepare(self, folder: str, state: RunState, digests: dict[str, FileDigest]) -> None:
         """Write the files of rank 0: the run state, and the files that Megatron Core expects beside the shards."""

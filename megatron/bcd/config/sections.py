@@ -559,7 +559,6 @@ class CheckpointConfig:
     )
     save_optim: bool = option(True, "save the optimizer state; without it a run resumes with --no-load-optim only")
     save_rng: bool = option(True, "save the random generators; without them a run resumes with --no-load-rng only")
-    log_progress: bool = option(False, "write starts and checkpoints to progress.txt in --save", group=REPORT)
     load: str | None = option(
         None,
         "folder to resume from: its newest valid checkpoint; an empty or absent folder starts a new run. With the same "

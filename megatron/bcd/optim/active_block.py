@@ -22,9 +22,10 @@ from megatron.bcd.model.builder import get_host_layers
 from megatron.bcd.model.host_layers import LOW_BITS
 from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
+from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_matrix_optimizer, phase_rules
-from megatron.bcd.optim.state import OUTER_MOMENTUM, BlockOptimizer, ParamState
+from megatron.bcd.optim.state import OUTER_MOMENTUM, ParamState
 from megatron.bcd.optim.switch_check import SwitchCheck
 from megatron.bcd.runtime import memory, replicas
 from megatron.bcd.runtime.compat import megatron_core
@@ -84,7 +85,7 @@ class ActiveBlock:
         if config.is_breadth_first:
             self.chunks = stage_chunks(partition, stage, config.bcd.bcd_layers_per_pass)
             self.virtual_chunks = virtual_chunks(partition, config.bcd.bcd_layers_per_pass)
-        self.optimizers: tuple[BlockOptimizer, ...] = (self.core, self.matrices)
+        self.optimizers = (self.core, self.matrices)
         """All that steps parameters and owns their state."""
         self.outer_momenta: dict[str, torch.Tensor] = {}
         """Momenta of the outer step of replica groups, in host memory: by name, flat, this rank's `shard_slice`."""
@@ -98,7 +99,7 @@ class ActiveBlock:
         """Number of the active block; None between phases."""
         return self.core.block
 
-    def optimizer_of(self, name: str) -> BlockOptimizer:
+    def optimizer_of(self, name: str) -> CoreOptimizer | MatrixOptimizer:
         """Return the optimizer that steps a parameter."""
         return self.matrices if name in self.matrices.matrices else self.core
 
@@ -150,7 +151,9 @@ class ActiveBlock:
         if not is_end_of_run:
             self.core.save()
         self.matrices.end(keeps_moments=self.offloaded.keeps_moments and not is_end_of_run)
-        self._disconnect()
+        model_config = self._model_config
+        model_config.grad_scale_func = model_config.finalize_model_grads_func = None
+        model_config.no_sync_func = model_config.grad_sync_func = model_config.param_sync_func = None
         self.core.end()
         self._switch_check = None
         self._host_layers.end_phase()
@@ -187,11 +190,6 @@ class ActiveBlock:
     def _start_grad_sync(self, *_: Any) -> None:
         for optimizer in self.optimizers:
             optimizer.start_reductions()
-
-    def _disconnect(self) -> None:
-        model_config = self._model_config
-        model_config.grad_scale_func = model_config.finalize_model_grads_func = None
-        model_config.no_sync_func = model_config.grad_sync_func = model_config.param_sync_func = None
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:

@@ -20,7 +20,6 @@ from megatron.bcd.planner.run_state import phase_flops
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import collectives, memory
-from megatron.bcd.runtime.activation_meter import ActivationMeter
 from megatron.bcd.training.state import TrainState
 from megatron.bcd.training.timers import StepTimers
 
@@ -36,7 +35,6 @@ class StepMetricsCollector:
     active: ActiveBlock
     pipeline: PipelineSchedule
     prefix_cache: PrefixCache
-    meter: ActivationMeter
     timers: StepTimers
 
     def collect(self, state: TrainState, phase_state: PhaseState, *, learning_rate: float) -> StepMetrics:
@@ -53,7 +51,7 @@ class StepMetricsCollector:
         milliseconds = statistics.fmean(result.milliseconds for result in interval)
         batch_size = get_current_global_batch_size()
         # each of these is a tuple by rank
-        model_state, gradients, optimizer_state, host_state, peak, reserved, saved, messages, hits, cached = zip(
+        model_state, gradients, optimizer_state, host_state, peak, reserved, messages, hits, cached = zip(
             *collectives.gather_integers(
                 live.model_state,
                 live.gradients,
@@ -61,7 +59,6 @@ class StepMetricsCollector:
                 live.host,
                 memory.peak_memory_bytes(),
                 memory.reserved_memory_bytes(),
-                self.meter.peak_bytes,
                 self.pipeline.backward_messages,
                 self.prefix_cache.take_hits(),
                 self.prefix_cache.bytes_on_disk(),
@@ -86,7 +83,6 @@ class StepMetricsCollector:
             gradient_bytes=gradients,
             optimizer_state_bytes=optimizer_state,
             host_state_bytes=host_state,
-            saved_activation_bytes=saved,
             backward_messages=messages,
             loss_scale=active.core.loss_scale() if self.config.precision == "fp16" else None,
             skipped_iterations=len(interval) - len(stepped),
