@@ -86,9 +86,7 @@ def test_planned_is_counted(world1: World, world2: World, text_data: str, name: 
     if "streamed" in name:  # a CPU's meter would hold storages that change between the passes
         return
     for peaks, planned in zip(kept, planned_activations(recipe), strict=False):
-        assert peaks == pytest.approx(planned, rel=0.1 if "divided" in name else 0.05), (
-            "experts are not equally busy"
-        )
+        assert peaks == pytest.approx(planned, rel=0.1 if "divided" in name else 0.05), "experts are not equally busy"
 
 
 @pytest.mark.parametrize("name", marked(UNPLANNED, LONG_UNPLANNED))

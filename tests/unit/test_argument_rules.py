@@ -199,6 +199,7 @@ GONE = {f"{flag} 4": f"{flag}: {ADAPTERS}" for flag in ("--bcd-low-rank", "--sav
     "--cpu-kernels bcd": "--cpu-kernels: removed. Leave it out: a CPU runs Megatron Core's own functions.",
     "--bcd-resting-update orthogonal": "--bcd-resting-update: removed. Give --bcd-inactive-update.",
     "--bcd-frozen-weights host": "--bcd-frozen-weights: removed. Give --bcd-layers-on.",
+    "--config run.yaml": "--config: removed. Write the flags into a script; --dry-run prints what would run.",
     "--bcd-order greedy": "--bcd-order greedy: removed. Give ascending, descending or random.",
     "--bcd-layout experts": "--bcd-layout experts: removed, because blocks of layers learn as much. Give spread, with "
     "--bcd-inactive-update factored.",

@@ -299,6 +299,7 @@ _INSTEAD = {
         "--bcd-prefix-cache-dtype --bcd-prefix-cache-max-gib"
     ),
     "Leave it out, to cut long answers, or give --sft-drop-long.": "--sft-refuse-long",
+    "Write the flags into a script; --dry-run prints what would run.": "--config --print-config",
     "Give --bcd-layers-on.": "--bcd-frozen-weights",
     "Give --bcd-inactive-update.": "--bcd-resting-update",
     "Give --bcd-inactive-lr-ratio.": "--bcd-resting-lr-ratio",
@@ -379,7 +380,7 @@ UNSUPPORTED = {
         "--start-eval-at-iter --fault-injector-"
     ),
     "this trains language models on text": "--perform-rl-step --export- --modelopt- --logits-",
-    "give --config, a YAML file of flags": "--yaml-cfg",
+    "write the flags into a script": "--yaml-cfg",
 }
 """Flags of stock that would train something else or are not supported: the reason, and how they start."""
 _HARMLESS = {
