@@ -56,7 +56,7 @@ from megatron.bcd.training.replica_groups import ReplicaGroups, check_lighthouse
 from megatron.bcd.training.reporting import build_reporter, report_source, summarize
 from megatron.bcd.training.resolve import ResolvedRun
 from megatron.bcd.training.state import StepResult, TrainState
-from megatron.bcd.training.step_metrics import StepMetricsCollector
+from megatron.bcd.training.step_metrics import collect_step_metrics
 from megatron.bcd.training.stop import StopRequests
 from megatron.bcd.training.timers import StepTimers
 
@@ -91,6 +91,7 @@ class Trainer:
         self.config = config = run.config
         self.partition, self.block_schedule = run.partition, run.block_schedule
         self.train_iters, self.global_batch_size = run.train_iters, run.global_batch_size
+        self.padded_vocab_size = run.padded_vocab_size
         self.source = run.source
         """The checkpoint whose weights are loaded."""
         self.state = TrainState(run=run.name)
@@ -187,16 +188,6 @@ class Trainer:
             forward_backward=self.forward_backward,
             stop=self.stop,
             reporter=self.reporter,
-        )
-        self.metrics = StepMetricsCollector(
-            config=config,
-            planned=run.memory.state,
-            block_schedule=self.block_schedule,
-            samples=self.samples,
-            active=self.active,
-            pipeline=self.pipeline,
-            prefix_cache=self.prefix_cache,
-            timers=self.timers,
         )
         self.saver = Saver(config.checkpoint, self.reporter) if config.checkpoint.save else None
         exporter = None
@@ -331,7 +322,7 @@ class Trainer:
             learning_rate = self.state.interval[-1].learning_rate
         else:  # as stock: the rate of the next step
             learning_rate = float(self.lr_scheduler.get_lr({}))
-        self.reporter.step(self.metrics.collect(self.state, phase_state, learning_rate=learning_rate))
+        self.reporter.step(collect_step_metrics(self, phase_state, learning_rate=learning_rate))
 
     def _num_microbatches_next(self) -> int:
         """Return the number of microbatches in the iteration after the next one.

@@ -39,8 +39,6 @@ class StepMetrics:
     """By rank: moments and main parameters (included in the model state)."""
     host_state_bytes: tuple[int, ...] = ()
     """By rank: optimizer state in host memory (frozen blocks, offload); not included in the model state."""
-    backward_messages: tuple[int, ...] = ()
-    """By rank: gradient messages sent and received in the last iteration."""
     loss_scale: float | None = None
     """fp16 only."""
     skipped_iterations: int = 0

@@ -336,7 +336,9 @@ def layouts(
     elif number is not None or base.method != "bcd":
         # pretrain has a multiplier for three blocks only; finetune has one layer a block
         choices = (number,)
-    for size in _sizes(base.num_gpus // base.config.context_size, stages):
+    for size in _divisors(base.num_gpus // base.config.context_size):
+        if stages not in (None, size):
+            continue
         per_rank, left = divmod(base.global_batch_size, base.num_gpus // (size * base.config.context_size))
         if left:
             continue
@@ -581,11 +583,6 @@ def _first_that_fits(
 
 
 # ---------------------------------------------------------------- numbers
-
-
-def _sizes(number: int, fixed: int | None) -> list[int]:
-    """Return the pipeline sizes on this number of GPUs. A fixed size is the only one."""
-    return [size for size in _divisors(number) if fixed in (None, size)]
 
 
 def _divisors(number: int) -> list[int]:
