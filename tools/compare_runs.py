@@ -55,7 +55,8 @@ COMMON = (
 DATA = "--tokenizer-type ByteLevelTokenizer --data-path {data} --split 80,10,10"
 IGNORED_FIELDS = frozenset(
     {"step_time_ms", "exchange_ms", "switch_time_ms", "switches", "tokens_per_second"}
-    | {"peak_memory_bytes", "reserved_memory_bytes", "saved_activation_bytes", "run"}
+    | {"peak_memory_bytes", "reserved_memory_bytes", "saved_activation_bytes"}
+    | {"backward_messages", "run"}
 )
 """Metrics fields that are not compared: times, memory as the allocator or operating system counts it, the run's name,
 which depends on a version's flags, and what older or newer versions lack. Every other field is compared, including

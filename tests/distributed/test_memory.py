@@ -71,7 +71,7 @@ def memory_of_a_run(config: RunConfig) -> dict[str, Any]:
             start.append(live_bytes())
 
     def before_switch(run: worlds.RecordedRun) -> None:
-        in_phase.append((run.results[-1]["block"], device_bytes(run), run.active.state_bytes().model_state))
+        in_phase.append((run.results[-1]["block"], device_bytes(run), run.active.state_bytes()["model_state_bytes"]))
 
     def after_dispose(run: worlds.RecordedRun) -> None:
         # from the end of the first cycle on nothing is to come

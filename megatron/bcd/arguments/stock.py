@@ -239,7 +239,7 @@ ALIASES = {
 """Further names of flags, by field."""
 
 BELONG_TO = {
-    "--save": "save_interval save_retain_interval overwrite_checkpoints async_save keep_last_checkpoints",
+    "--save": "save_interval save_retain_interval async_save keep_last_checkpoints",
     "--load": "exit_on_missing_checkpoint ckpt_step finetune",
     "--save-hf": "save_hf_interval",
     "--group-query-attention": "num_query_groups",
@@ -299,6 +299,7 @@ _INSTEAD = {
         "--bcd-prefix-cache-dtype --bcd-prefix-cache-max-gib"
     ),
     "Leave it out, to cut long answers, or give --sft-drop-long.": "--sft-refuse-long",
+    "Delete the checkpoints of the other run, or give another --save.": "--overwrite-checkpoints",
     "Write the flags into a script; --dry-run prints what would run.": "--config --print-config",
     "Give --bcd-layers-on.": "--bcd-frozen-weights",
     "Give --bcd-inactive-update.": "--bcd-resting-update",

@@ -31,40 +31,22 @@ def claim_save_folder(root: str | None) -> dir_claim.DirClaim:
     return dir_claim.claim(root, flag="--save", contents="checkpoints", clean=layout.clean_leftovers)
 
 
-def check_save_folder(config: RunConfig, source: Source | None) -> bool:
-    """Return whether --save has checkpoints of another run that --overwrite-checkpoints may delete. A collective.
-
-    `source` is the checkpoint of --load.
-
-    Raises:
-        ValueError: --save has another run, and --overwrite-checkpoints is not given, or --finetune reads from it.
-    """
+def check_save_folder(config: RunConfig, source: Source | None) -> None:
+    """Raise ValueError if --save has checkpoints of another run than that of --load (`source`). A collective."""
     root = config.checkpoint.save
     if root is None or config.training.skip_train:
-        return False
+        return
     iterations = collectives.on_rank_0(lambda: layout.candidates(root))
     is_source = source is not None and os.path.realpath(root) == os.path.realpath(source.root)
     is_resumed = is_source and source is not None and source.state is not None
     if not iterations or is_resumed:
-        return False
+        return
     problem = f"--save {root}: holds a run, saved up to iteration {iterations[0]}"
     if is_source:
         raise ValueError(
             f"{problem}, and --finetune starts another one with its weights; give another folder for --save"
         )
-    if not config.checkpoint.overwrite_checkpoints:
-        raise ValueError(
-            f"{problem}; give --load {root} to continue it, another folder for --save, or --overwrite-checkpoints to "
-            "delete it"
-        )
-    return True
-
-
-def clear_save_folder(root: str) -> None:
-    """Collective. Delete the checkpoints below --save. Raises ValueError if one can't be deleted."""
-    error = collectives.on_rank_0(lambda: atomic_io.capture_error(lambda: layout.clear(root)))
-    if error is not None:
-        raise ValueError(f"--overwrite-checkpoints: --save {root} can't be cleared ({error}); give another folder")
+    raise ValueError(f"{problem}; give --load {root} to continue it, another folder for --save, or delete it")
 
 
 class Saver:

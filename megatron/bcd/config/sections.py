@@ -580,7 +580,6 @@ class CheckpointConfig:
     save_hf_interval: int | None = option(
         None, "training steps between further models, in --save-hf/iter_NNNNNNN", range=AT_LEAST_1
     )
-    overwrite_checkpoints: bool = option(False, "delete the checkpoints of another run in --save")
     exit_on_missing_checkpoint: bool = option(False, "end with an error if --load holds no checkpoint")
     finetune: bool = option(False, "load the weights of --load only, and start at iteration 0")
     load_optim: bool = option(True, "load the optimizer state of --load; else the active block starts with a new one")

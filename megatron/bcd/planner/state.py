@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import compress, product
 
 from megatron.bcd.blocks.chunks import chunk_of, virtual_chunks
 from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
@@ -81,10 +81,6 @@ class StreamedLayers:
     """Elements of a layer with alignment, in host memory and in a device buffer."""
     is_active: tuple[tuple[bool, ...], ...]
     """By block, whether each layer is active."""
-
-    def active_elements(self, block: int) -> int:
-        """Return the elements of the active layers."""
-        return sum(size for size, is_active in zip(self.sizes, self.is_active[block], strict=True) if is_active)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,16 +275,11 @@ class ModelState:
             buffers = buffers[block : block + 1]
         elements = self.num_parameters[stage] + sum(buffer.padding for buffer in buffers)
         if is_streamed:
-            layers = self.streamed[stage]
-            elements += self._layer_elements(stage, block) - sum(layers.sizes)
+            layers, is_active = self.streamed[stage], self.streamed[stage].is_active[block]
+            elements += sum(compress(layers.sizes, is_active)) - sum(layers.sizes)
+            elements += (not all(is_active)) * self.num_layer_buffers(stage) * layers.padded
             elements -= self.embedding_on_host(stage)
         return elements
-
-    def _layer_elements(self, stage: int, block: int) -> int:
-        """Return the elements of streamed layers that the device stores in the block's phase."""
-        layers = self.streamed[stage]
-        are_all_active = all(layers.is_active[block])
-        return layers.active_elements(block) + (not are_all_active) * self.num_layer_buffers(stage) * layers.padded
 
     def rank(self, stage: int, block: int, replica: int) -> RankMemory:
         """Return the model state of one rank, excluding activations."""

@@ -31,7 +31,9 @@ class StepChecks:
     def take_reference(self) -> None:
         """Store the current weights for the switch check, if one is still due."""
         if self._is_switch_unchecked:
-            self.active.begin_switch_check()
+            assert self.active.switch_check is not None, "build() comes first"
+            self.active.leave_buffers()
+            self.active.switch_check.begin()
 
     def after_step(self, result: StepResult, state: TrainState) -> None:
         """Run the checks that are due after a step.
@@ -49,8 +51,9 @@ class StepChecks:
         if not self._is_switch_unchecked or result.skipped or not result.learning_rate or not result.grad_norm:
             return
         self._is_switch_unchecked = False
+        assert self.active.switch_check is not None, "build() comes first"
         with self.active.whole_parameters():
-            problem = self.active.check_switch()
+            problem = self.active.switch_check.problem()
         if problem:
             raise RuntimeError(f"iteration {state.iteration}, phase {state.phase_state.phase}: {problem}")
 

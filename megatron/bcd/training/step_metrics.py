@@ -26,24 +26,16 @@ def collect_step_metrics(trainer: Any, phase_state: PhaseState, *, learning_rate
     """
     config: RunConfig = trainer.config
     active, state, schedule, interval = trainer.active, trainer.state, trainer.block_schedule, trainer.state.interval
-    live = active.state_bytes()
     stepped = [result for result in interval if not result.skipped]
     milliseconds = statistics.fmean(result.milliseconds for result in interval)
     batch_size = get_current_global_batch_size()
-    # each of these is a tuple by rank
-    model_state, gradients, optimizer_state, host_state, peak, reserved, hits, cached = zip(
-        *collectives.gather_integers(
-            live.model_state,
-            live.gradients,
-            live.optimizer_state,
-            live.host,
-            memory.peak_memory_bytes(),
-            memory.reserved_memory_bytes(),
-            trainer.prefix_cache.take_hits(),
-            trainer.prefix_cache.bytes_on_disk(),
-        ),
-        strict=True,
-    )
+    counted = active.state_bytes() | {
+        "peak_memory_bytes": memory.peak_memory_bytes(),
+        "reserved_memory_bytes": memory.reserved_memory_bytes(),
+    }
+    cache = trainer.prefix_cache
+    ranks = collectives.gather_integers(*counted.values(), cache.take_hits(), cache.bytes_on_disk())
+    *by_rank, hits, cached = zip(*ranks, strict=True)
     optional: dict[str, Any] = {"timers_ms": trainer.timers.take()}
     if config.num_experts:
         optional["router_losses"] = router_losses.collect(get_num_microbatches())
@@ -70,12 +62,6 @@ def collect_step_metrics(trainer: Any, phase_state: PhaseState, *, learning_rate
         grad_norm=interval[-1].grad_norm,
         step_time_ms=milliseconds,
         tokens_per_second=batch_size * config.model.seq_length / milliseconds * 1e3,
-        model_state_bytes=model_state,
-        peak_memory_bytes=peak,
-        reserved_memory_bytes=reserved,
-        gradient_bytes=gradients,
-        optimizer_state_bytes=optimizer_state,
-        host_state_bytes=host_state,
         loss_scale=active.core.loss_scale() if config.precision == "fp16" else None,
         skipped_iterations=len(interval) - len(stepped),
         skipped_layers=sum(result.skipped_layers for result in interval),
@@ -83,5 +69,6 @@ def collect_step_metrics(trainer: Any, phase_state: PhaseState, *, learning_rate
         data_seen=trainer.samples.share_seen(in_phase=state.samples_in_phase, seen_before=state.samples_seen_before),
         prefix_cache_hits=sum(hits),
         prefix_cache_bytes=max(cached),
+        **dict(zip(counted, by_rank, strict=True)),
         **optional,
     )
