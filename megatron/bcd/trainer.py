@@ -180,7 +180,7 @@ class Trainer:
         self._has_joined = False
         """Whether this replica group joined others at the end of one of their steps."""
         self.evaluator = Evaluator(
-            config,
+            config=config,
             splits=self.splits,
             global_batch_size=self.global_batch_size,
             state=self.state,

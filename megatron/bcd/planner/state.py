@@ -194,7 +194,7 @@ class ModelState:
         return self.is_muon or self.bcd.bcd_inactive_update != "none" or self.steps_block_by_chunk
 
     def _buffer(self, tensors: tuple[Tensor, ...], block: int) -> Buffer:
-        stepped = [tensor for tensor in tensors if tensor.is_active(block) and not self._steps_matrix(tensor)]
+        stepped = [tensor for tensor in tensors if tensor.owned.is_active(block) and not self._steps_matrix(tensor)]
         experts = [tensor for tensor in stepped if tensor.is_expert]
         others = [tensor for tensor in stepped if not tensor.is_expert]
         buffer = build_buffer(others, num_ranks=self.num_replicas if self.is_distributed else None)
@@ -220,7 +220,7 @@ class ModelState:
             padded=sum(_aligned(tensor.size) for tensor in layers[0]) if layers else 0,
             is_active=tuple(
                 tuple(
-                    not self.steps_block_by_chunk and any(tensor.is_active(block.index) for tensor in layer)
+                    not self.steps_block_by_chunk and any(tensor.owned.is_active(block.index) for tensor in layer)
                     for layer in layers
                 )
                 for block in self.partition.blocks
@@ -307,7 +307,7 @@ class ModelState:
         return [
             tensor.size
             for tensor in self.tensors[stage]
-            if any(tensor.is_active(block) or tensor.has_inactive_update(block) for block in phases)
+            if any(tensor.owned.is_active(block) or tensor.owned.has_inactive_update(block) for block in phases)
         ]
 
     def largest_rank(self, stage: int, block: int) -> RankMemory:
@@ -332,7 +332,7 @@ class ModelState:
             return 0
         most, blocks, ranks = 0, range(self.partition.num_blocks), range(self.num_replicas)
         for matrices, block, rank in product(self._matrices, blocks, ranks):
-            sizes = (each.size for each, owners in matrices if rank in owners and not each.is_active(block))
+            sizes = (each.size for each, owners in matrices if rank in owners and not each.owned.is_active(block))
             most = max(most, sum(int(self._momentum_bytes * size) for size in sizes))
         return most
 
@@ -352,8 +352,8 @@ class ModelState:
         total, updated, by_chunk = Counter[str](), [], [0] * len(self.chunks)
         working_by_chunk = list(by_chunk)
         for tensor, owners in self._matrices[stage]:
-            is_active = tensor.is_active(block)
-            is_stepped = is_active and self._steps_matrix(tensor) or tensor.has_inactive_update(block)
+            is_active = tensor.owned.is_active(block)
+            is_stepped = is_active and self._steps_matrix(tensor) or tensor.owned.has_inactive_update(block)
             waits = is_active and not self.steps_block_by_chunk  # for the end of the step
             chunks = self._open_chunks(tensor) if is_stepped and not waits else ()
             if is_stepped:
