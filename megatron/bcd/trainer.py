@@ -9,6 +9,7 @@ Tensor shapes: B micro-batch size, S sequence length, H hidden size.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping
@@ -48,7 +49,6 @@ from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import device, memory, rng
 from megatron.bcd.training.checks import StepChecks
 from megatron.bcd.training.evaluation import Evaluator
-from megatron.bcd.training.garbage import GarbageCollection
 from megatron.bcd.training.outputs import RunOutputs
 from megatron.bcd.training.profiler import StepProfiler
 from megatron.bcd.training.recompute import Recomputation
@@ -175,7 +175,6 @@ class Trainer:
         self.recomputation = Recomputation(config, model=self.model, stage=self.stage, run=run.memory)
         self.timers = StepTimers(config.report)
         self.profiler = StepProfiler(config.report)
-        self.garbage = GarbageCollection(config.training)
         self.groups = None if config.groups.lighthouse is None else ReplicaGroups(self)
         self._has_joined = False
         """Whether this replica group joined others at the end of one of their steps."""
@@ -216,7 +215,7 @@ class Trainer:
             TrainingFailed: too many consecutive steps were not finite, or the last checkpoint can't be written.
         """
         state = self.state
-        with self.stop.listening(), self.garbage.collecting():
+        with self.stop.listening(), _manual_collection(self.config.training.manual_gc):
             if self.config.training.skip_train:
                 self.evaluator.evaluate_at_end()
                 return
@@ -250,7 +249,9 @@ class Trainer:
         requests = result.requests if is_step_alone else None
         is_stopped = self.outputs.after_step(state.iteration, is_last=is_last, requests=requests)
         self.profiler.after_step(state.iteration, is_last=is_last or is_stopped)
-        self.garbage.after_step(state.iteration)
+        training = self.config.training
+        if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
+            gc.collect()
         return is_last, is_stopped
 
     def _after_step(self, result: StepResult) -> bool:
@@ -622,3 +623,15 @@ class Trainer:
             self.state.samples_in_phase = 0
         self.active.core.remember_loss_scaler(saved.loss_scaler)
         self.lr_scheduler.num_steps = saved.scheduler_steps
+
+
+@contextlib.contextmanager
+def _manual_collection(is_manual: bool) -> Iterator[None]:
+    """Inside the context, Python collects no garbage by itself (--manual-gc). A program may go on behind it."""
+    if is_manual:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if is_manual:
+            gc.enable()

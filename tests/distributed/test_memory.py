@@ -42,7 +42,8 @@ def live_bytes() -> int:
 
 
 def device_bytes(run: worlds.RecordedRun) -> int:
-    return live_bytes() - run.active.offloaded.num_bytes
+    offloaded = (tensor for shard in run.active.offloaded.shards.values() for tensor in shard.stored())
+    return live_bytes() - sum(tensor.nbytes for tensor in offloaded)
 
 
 def settled_bytes(run: worlds.RecordedRun, at_most: float) -> int:

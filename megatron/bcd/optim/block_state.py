@@ -101,11 +101,6 @@ class BlockStateStore:
         self._passing: set[str] = set()
         """Parameters whose state is dropped as soon as an optimizer has it, if the next one steps them."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory of all blocks."""
-        return sum(tensor.nbytes for shard in self.shards.values() for tensor in shard.stored())
-
     def is_sharded(self, parameter: torch.Tensor | None = None) -> bool:
         """Return whether the distributed optimizer shards a parameter's state over several ranks."""
         return self._is_distributed and replicas.size(parameter) > 1
