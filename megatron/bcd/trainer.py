@@ -621,7 +621,7 @@ class Trainer:
             self.reporter.warning(warning)
         if self.state.phase_state != PhaseState.from_dict(saved.phase):
             self.state.samples_in_phase = 0
-        self.active.core.remember_loss_scaler(saved.loss_scaler)
+        self.active.core.next_loss_scaler = saved.loss_scaler
         self.lr_scheduler.num_steps = saved.scheduler_steps
 
 

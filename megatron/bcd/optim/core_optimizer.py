@@ -56,9 +56,10 @@ class CoreOptimizer:
         """This rank's optimizer state of `block_parameters` and of always-active parameters, by name."""
         self.num_zeros: int | None = None
         """--log-num-zeros-in-grad: zeros in the gradient of the last step; None if it was skipped."""
+        self.next_loss_scaler: Mapping[str, float] | None = None
+        """The state of fp16's loss scale with which the next `begin` starts."""
         self._model, self._config, self._parameters = model, config, parameters
         self._optimizer: MegatronOptimizer | None = None
-        self._loss_scaler_state: Mapping[str, float] | None = None
 
     @property
     def optimizer(self) -> MegatronOptimizer:
@@ -98,9 +99,9 @@ class CoreOptimizer:
         self.wrapped = wrap_model(self._model, self._config)
         always_active = self._parameters.always_active()
         self._optimizer = build_optimizer(self.wrapped, self._config, always_active=always_active.values())
-        if self._loss_scaler_state is not None:
-            state = {name: int(value) for name, value in self._loss_scaler_state.items()}
-            scale = torch.tensor([self._loss_scaler_state["scale"]])
+        if self.next_loss_scaler is not None:
+            state = {name: int(value) for name, value in self.next_loss_scaler.items()}
+            scale = torch.tensor([self.next_loss_scaler["scale"]])
             for each in self.optimizers():
                 each.grad_scaler.load_state_dict(state | {"scale": scale})
         self.block_parameters = self._parameters.owned_by(block)
@@ -109,7 +110,7 @@ class CoreOptimizer:
 
     def save(self) -> None:
         """Save the state that outlives the phase."""
-        self._loss_scaler_state = self.loss_scaler_state()
+        self.next_loss_scaler = self.loss_scaler_state()
         self.offloaded.save(self.shards, self._parameters.always_active())
 
     def end(self) -> None:
@@ -234,10 +235,6 @@ class CoreOptimizer:
         state = scalers[0].state_dict() if scalers and scalers[0] else None
         return {name: float(value) for name, value in state.items()} if state else None
 
-    def remember_loss_scaler(self, state: Mapping[str, float] | None) -> None:
-        """Let the next `begin` start from this state of another run."""
-        self._loss_scaler_state = state
-
     # ----------------------------------------------------------------------------------------------------------- state
 
     def state(self, *, joins: bool = False) -> Iterator[ParamState]:
@@ -294,7 +291,7 @@ class CoreOptimizer:
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Load the `rank_state` of another group, whose weights are loaded, while no block is active."""
         self.offloaded.load_rank_state(state, self._parameters.all())
-        self.remember_loss_scaler(state["loss_scaler"])
+        self.next_loss_scaler = state["loss_scaler"]
 
     def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
         """Yield the tensors that this rank steps in this phase: those of the active block, or of inactive layers.

@@ -29,12 +29,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 Factory = Callable[..., Optimizer]
 
 
-def _check_choices(**choices: str) -> None:
-    for name, value in choices.items():
-        if value not in CHOICES[name]:
-            raise ValueError(f"{name} {value!r}: is unknown. Give one of {', '.join(CHOICES[name])}.")
-
-
 class BlockCoordinate(Optimizer):
     """Block coordinate descent (arXiv 2506.12037, Algorithm 1) around optimizers of PyTorch.
 
@@ -97,7 +91,10 @@ class BlockCoordinate(Optimizer):
         seed: int = 1234,
         **optimizer_settings: Any,
     ) -> None:
-        _check_choices(order=order, layout=layout, keep_state=keep_state, inactive_update=inactive_update)
+        chosen = {"order": order, "layout": layout, "keep_state": keep_state, "inactive_update": inactive_update}
+        for name, value in chosen.items():
+            if value not in CHOICES[name]:
+                raise ValueError(f"{name} {value!r}: is unknown. Give one of {', '.join(CHOICES[name])}.")
         if not 0 < inactive_lr_ratio < float("inf"):
             raise ValueError(
                 f"inactive_lr_ratio {inactive_lr_ratio}: is not a positive finite number. Give one, such as 0.2."
