@@ -44,7 +44,10 @@ def derive_values(
         _derive_fine_tuning(values, given=given)
     _derive_training(values, world_size=world_size)
     _derive_precision(values, given=given)
-    _derive_tokenizer(values)
+    if values["tokenizer_type"] is None and values["vocab_file"] and values["merge_file"]:
+        values["tokenizer_type"] = "GPT2BPETokenizer"
+    elif values["tokenizer_type"] is None and values["mock_data"] and values["vocab_size"]:
+        values["tokenizer_type"] = "NullTokenizer"
     derive_blocks(values, given=given)
     chunks = _derive_chunks(values, given=given)
     if chunks is not None and chunks != values["num_virtual_stages_per_pipeline_rank"]:
@@ -163,13 +166,6 @@ def _derive_precision(values: Values, *, given: Mapping[str, Any]) -> None:
         # with a dynamic loss scale a gradient that is not finite only lowers the scale
         values["check_for_nan_in_loss_and_grad"] = False
     values["check_for_nan_in_grad"] = False  # Megatron Core would end the run, instead of skipping the step
-
-
-def _derive_tokenizer(values: Values) -> None:
-    if values["tokenizer_type"] is None and values["vocab_file"] and values["merge_file"]:
-        values["tokenizer_type"] = "GPT2BPETokenizer"
-    if values["tokenizer_type"] is None and values["mock_data"] and values["vocab_size"]:
-        values["tokenizer_type"] = "NullTokenizer"
 
 
 def _derive_chunks(values: Values, *, given: Mapping[str, Any]) -> int | None:

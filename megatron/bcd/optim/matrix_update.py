@@ -11,6 +11,7 @@ from megatron.bcd.model.host_layers import GRADIENT, LOW_BITS
 from megatron.bcd.optim import bf16, low_bit_adam, update_rules
 from megatron.bcd.optim.matrix import FACTORS, Stack, join, write_back
 from megatron.bcd.optim.state import MOMENTUM
+from megatron.bcd.optim.update_rules import FactoredDirection
 from megatron.bcd.runtime.compat.pytorch import compiled
 
 
@@ -35,25 +36,27 @@ def update_stack(
     update = None if is_factored else _orthogonal(stack, clip_coefficient)
     weights, low_bits, factors = join(stack.weights), stack.state(LOW_BITS), stack.state(FACTORS)
     bits, means = join(low_bits) if low_bits else None, join(factors) if is_factored else None
-    direction_of = functools.partial(
-        update_rules.FactoredDirection,
-        stack.gradient,
-        layout=stack.layout,
-        gradient_scale=gradient_scale,
-        is_skipped=is_skipped,
-        is_compiled=is_compiled,
-    )
+    direct = None
+    if means is not None:
+        direct = functools.partial(
+            FactoredDirection,
+            stack.gradient,
+            means,
+            stack.layout,
+            gradient_scale=gradient_scale,
+            is_skipped=is_skipped,
+            is_compiled=is_compiled,
+        )
     if is_compiled:
         numbers = [torch.full((), number, device=stack.gradient.device) for number in (rate, decay)]
-        if means is None:
+        if direct is None:
             compiled(update_rules.subtract)(weights, bits, update, is_skipped, *numbers)
         else:
-            direction = direction_of(factors_KF=means)
+            direction = direct()
             scales, sizes = (direction.row_scales_KM, direction.column_scales_KPN), direction.sizes
             subtract = compiled(update_rules.subtract_directions)
             subtract(weights, bits, stack.gradient, *scales, is_skipped, *numbers, sizes)
     else:
-        direct = None if means is None else functools.partial(direction_of, factors_KF=means)
         _subtract_by_rows(stack, weights, bits, update, direct, rate=rate, decay=decay)
     for stacked, tensors in ((bits, low_bits), (means, factors), (weights, stack.weights)):
         if stacked is not None:
@@ -65,7 +68,7 @@ def _subtract_by_rows(
     weights: torch.Tensor,
     bits: torch.Tensor | None,
     update: torch.Tensor | None,
-    direct: Callable[[], update_rules.FactoredDirection] | None,
+    direct: Callable[[], FactoredDirection] | None,
     *,
     rate: float,
     decay: float | torch.Tensor,
