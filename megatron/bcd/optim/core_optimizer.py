@@ -319,8 +319,7 @@ class CoreOptimizer:
         """
         for shard in self.shards.values():
             if shard.on_host == on_host:
-                yield shard.stepped
-                yield from (value for value in shard.state.values() if torch.is_tensor(value))
+                yield from shard.stored()
         if on_host:
             yield from self._gradients_to_step(on_host=True)
             yield from (tensor for shard in self.offloaded.shards.values() for tensor in shard.stored())

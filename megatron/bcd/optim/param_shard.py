@@ -77,6 +77,10 @@ class ParamShard:
             if torch.is_tensor(value) and name not in ("step", _MAIN_PARAM_OF_OFFLOAD)
         }
 
+    def stored(self) -> list[torch.Tensor]:
+        """Return the tensors in memory."""
+        return [self.stepped, *(value for value in self.state.values() if torch.is_tensor(value))]
+
     def names(self) -> list[str]:
         """Return the names of the state's tensors: the moments, and the main parameter unless it is the weight itself.
 
