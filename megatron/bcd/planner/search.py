@@ -461,14 +461,10 @@ def compare(base: Recipe, *, stages: int | None = None, **cost: float | None) ->
         )
 
     def order(each: Estimate) -> tuple[bool, bool, float]:
-        return each.recipe.num_gpus != base.num_gpus, not reaches_full_loss(each), each.cost.days
+        reaches_full_loss = each.cost.is_to_full_loss or finding(each.recipe).always_reaches_full
+        return each.recipe.num_gpus != base.num_gpus, not reaches_full_loss, each.cost.days
 
     return sorted(estimates, key=order)
-
-
-def reaches_full_loss(estimate: Estimate) -> bool:
-    """Return whether training as estimated is known to reach full training's loss."""
-    return estimate.cost.is_to_full_loss or finding(estimate.recipe).always_reaches_full
 
 
 # ---------------------------------------------------------------- if a plan does not fit
