@@ -48,7 +48,7 @@ def draw_state(path: Path, rows: Sequence[Row], *, title: str, metric: str, base
         axes.set_title(subtitle, loc="left", fontsize=10, color=FAINT)
         colours = _colours(rows)
         handles = [
-            Line2D([], [], marker="o", linestyle="none", color=colours[row.group], label=_wrapped(f"{number} {row.label}"))
+            Line2D([], [], marker="o", linestyle="none", color=colours[row.group], label=_wrapped(number, row))
             for number, row in enumerate(rows, 1)
         ]
         figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
@@ -61,9 +61,9 @@ def _colours(rows: Iterable[Row]) -> dict[str, str]:
     return {group: RUN_COLOURS[index % len(RUN_COLOURS)] for index, group in enumerate(groups)}
 
 
-def _wrapped(label: str) -> str:
-    """Break a label of the legend into lines of 40 characters."""
-    return "\n".join(textwrap.wrap(label, 40, subsequent_indent="   "))
+def _wrapped(number: int, row: Row) -> str:
+    """Return a method's label in the legend, in lines of 40 characters."""
+    return "\n".join(textwrap.wrap(f"{number} {row.label}", 40, subsequent_indent="   "))
 
 
 def _scatter(axes: Axes, places: Sequence[tuple[Row, float]], rows: Sequence[Row], baseline: str) -> None:

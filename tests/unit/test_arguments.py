@@ -19,9 +19,9 @@ from megatron.bcd.blocks.schedule import PhaseState, block_schedule_from_config
 from megatron.bcd.checkpoint.run_state import (
     FORMAT_VERSION,
     RunState,
+    block_contents,
     check_same_network,
     check_same_weights,
-    contents_of_blocks,
     from_json,
     has_same_optimizers,
     resumed_phase,
@@ -254,7 +254,7 @@ def test_checkpoint_of_the_versions_with_greedy_order() -> None:
         flags = run_config_to_dict(config)
         flags["bcd"] |= {"bcd_order": order, "bcd_greedy_microbatches": 4}
         saved = from_json(state_of(flags), path="run_state.json")
-        saved.phase, saved.blocks = phase.to_dict() | names, contents_of_blocks(partition)
+        saved.phase, saved.blocks = phase.to_dict() | names, block_contents(partition)
         resumed, message = resumed_phase(saved, config, partition, schedule)
         assert resumed == expected and (message is None) == (order == "ascending")
 
@@ -303,7 +303,7 @@ YARN, GATE = "--position-embedding-type yarn", "--quick-geglu --disable-bias-lin
 )
 def test_weights_of_another_network_are_refused(words: str, flag: str) -> None:
     """--finetune, --skip-train and a resume refuse each flag of the network that the saving run had and this one lacks,
-    or the other way round."""
+    or the reverse."""
     without, name = (
         parse(*words.split()),
         flag.split()[0].replace("--no-yarn", "--yarn").replace("--norm", "--layernorm"),

@@ -83,7 +83,7 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
         module, block = "final_norm", last
     elif name.startswith("decoder.layers."):
         module, layer = "layer", partition.chunk_layers(stage, chunk)[int(name.split(".")[2])]
-        block = partition.block_of_layer[layer]
+        block = partition.layer_block[layer]
         is_bias = not is_norm and _BIAS.search(name) is not None
         is_always_active |= is_bias and "biases" in partition.always_active
     else:

@@ -132,7 +132,7 @@ def _layer_spec(
     norm = PlainNorm if is_special and implementation.norm.startswith("PyTorch") else None
     pattern = stage_config.moe_layer_freq if config.num_experts else None
     kinds = {
-        has_experts: _kind_of_layer(config, implementation, stage_config, norm, host_layers, has_experts=has_experts)
+        has_experts: _layer_kind_spec(config, implementation, stage_config, norm, host_layers, has_experts=has_experts)
         for has_experts in ({bool(each) for each in pattern} if isinstance(pattern, list) else {bool(pattern)})
     }
     if norm is None and len(kinds) == 1:
@@ -146,7 +146,7 @@ def _layer_spec(
     )
 
 
-def _kind_of_layer(
+def _layer_kind_spec(
     config: RunConfig,
     implementation: Implementation,
     stage_config: TransformerConfig,
@@ -292,7 +292,7 @@ def _host_layers(config: RunConfig, stage_config: TransformerConfig, padded_voca
         residual_dtype={"bf16": torch.int16, "fp16": torch.float32}.get(config.precision) if keeps else None,
         is_streamed=is_streamed,
         group=replicas.group(),
-        part=replicas.part_of_experts(),
+        part=replicas.expert_part(),
         chunk_layers=max(map(len, stage_chunks(partition, stage, config.bcd.bcd_layers_per_pass))),
         state={
             kind: (device.DTYPES.get(dtype) or getattr(torch, dtype), shared)

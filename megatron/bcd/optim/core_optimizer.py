@@ -313,7 +313,7 @@ class CoreOptimizer:
         yield from self._gradients_to_step(on_host=False)
 
     def state_tensors(self, *, on_host: bool) -> Iterator[torch.Tensor]:
-        """Yield the tensors of the state as they are stored, on the device or in host memory.
+        """Yield the stored tensors of the state, on the device or in host memory.
 
         With --optimizer-cpu-offload those in host memory include gradients.
         """

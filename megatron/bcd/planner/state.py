@@ -147,7 +147,7 @@ class ModelState:
         )
 
     @cached_property
-    def _place_of_experts(self) -> list[int]:
+    def _experts_place(self) -> list[int]:
         """Index among the ranks with the same experts, by index among those with the same other weights."""
         if self.expert_size == 1:
             return list(range(self.num_replicas))
@@ -201,7 +201,7 @@ class ModelState:
         if not experts:
             return buffer
         num_ranks = self._num_expert_replicas if self.is_distributed else None
-        return buffer.joined(build_buffer(experts, num_ranks=num_ranks), self._place_of_experts)
+        return buffer.joined(build_buffer(experts, num_ranks=num_ranks), self._experts_place)
 
     @cached_property
     def streamed(self) -> tuple[StreamedLayers, ...]:
@@ -260,7 +260,7 @@ class ModelState:
         owners = dict[str, list[int]]()
         for are_experts in (False, True):
             some = [tensor for tensor in matrices if tensor.is_expert == are_experts]
-            places = self._place_of_experts if are_experts else range(self.num_replicas)
+            places = self._experts_place if are_experts else range(self.num_replicas)
             num_owners = self._num_expert_replicas if are_experts else self.num_replicas
             blocks = [] if self.is_muon else [each.owned.block for each in some]
             numbers = matrix_owners([each.size for each in some], num_owners, blocks)

@@ -70,7 +70,7 @@ class StepChecks:
             difference = _first_difference(
                 weights.named_parameters(),
                 place=(stage, parallel_state.get_tensor_model_parallel_rank()),
-                place_of_experts=(stage, *replicas.part_of_experts()),
+                place_of_experts=(stage, *replicas.expert_part()),
             )
         if difference is not None:
             raise TrainingFailed(

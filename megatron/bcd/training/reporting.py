@@ -108,14 +108,14 @@ def summarize(
         training=_describe_training(run),
         notes=(
             *_notes(config, partition, implementation, ranks),
-            *_notes_of_pipeline(config, partition, recomputation),
-            *_notes_of_data(config, partition, samples),
+            *_pipeline_notes(config, partition, recomputation),
+            *_data_notes(config, partition, samples),
         ),
-        warnings=() if config.training.skip_train else warn_of_dominance(shares, token_share),
+        warnings=() if config.training.skip_train else warn_dominance(shares, token_share),
     )
 
 
-def warn_of_dominance(shares: Sequence[float], token_share: float) -> tuple[str, ...]:
+def warn_dominance(shares: Sequence[float], token_share: float) -> tuple[str, ...]:
     """Return a warning with a remedy if one of several blocks contains most of the model.
 
     Args:
@@ -138,7 +138,7 @@ def warn_of_dominance(shares: Sequence[float], token_share: float) -> tuple[str,
     )
 
 
-def _share_of_replica(weight: torch.Tensor) -> int:
+def _replica_share(weight: torch.Tensor) -> int:
     """Return the elements of a weight that this rank counts. A replica's tensor-parallel ranks count all experts."""
     if not replicas.is_expert(weight):
         return weight.numel()
@@ -150,7 +150,7 @@ def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module, 
     """Return this rank's numbers of parameters, and its planned model state by block."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     weights = dict(unwrap_model(model).named_parameters())
-    sizes = {name: _share_of_replica(weight) for name, weight in weights.items()}
+    sizes = {name: _replica_share(weight) for name, weight in weights.items()}
     owners = {name: ownership(name, partition=partition, stage=stage) for name in sizes}
     heads = [size for name, size in sizes.items() if name.endswith("output_layer.weight")]
     tied_copy = sum(heads) * parallel_state.get_tensor_model_parallel_world_size() if partition.tied else 0
@@ -288,7 +288,7 @@ def _describe_preset(config: RunConfig, name: str) -> str:
     return f"preset {name}{method}: {' '.join(flags)}{differs}"
 
 
-def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: Recomputation) -> Iterator[str]:
+def _pipeline_notes(config: RunConfig, partition: Partition, recomputation: Recomputation) -> Iterator[str]:
     if partition.num_stages > 1:
         if config.training.pipeline_cut == "auto":
             layout = config.training.pipeline_model_parallel_layout
@@ -337,7 +337,7 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> str:
     return f"bcd: forward-only stages by block {_listed(forward_only)}; they run ahead {_listed(ahead)} microbatches"
 
 
-def _notes_of_data(config: RunConfig, partition: Partition, samples: PhaseSubset | None) -> Iterator[str]:
+def _data_notes(config: RunConfig, partition: Partition, samples: PhaseSubset | None) -> Iterator[str]:
     if samples is not None:
         yield (
             f"each phase trains on {samples.size:,} of the {samples.num_samples:,} sequences of an epoch; after "
