@@ -33,7 +33,8 @@ def needed_bytes(config: Any) -> int:
     """Return this rank's weights and the active block's state after a run that saved at its end."""
     with worlds.started(config) as run:
         run.train()
-        return sum(weight.nbytes for weight in run.model.parameters()) + run.active.state_bytes().optimizer_state
+        state = run.active.state_bytes()["optimizer_state_bytes"]
+        return sum(weight.nbytes for weight in run.model.parameters()) + state
 
 
 @pytest.mark.parametrize(("layout", "precision"), [("spread", {"bf16": True}), ("submodel", {})])

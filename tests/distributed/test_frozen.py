@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support.dist import World
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.optim.switch_check import SwitchCheck
 
 CUTS = worlds.CUTS | {"data2_plain_optimizer": {"world_size": 2, "no_use_distributed_optimizer": True}}
 CUTS["norms"] = worlds.PIPELINE | {"bcd_always_active": "norms"}
@@ -149,14 +151,14 @@ def checks_of_a_run(config: RunConfig, zero_gradient_at: list[int]) -> list[int]
         model_config.finalize_model_grads_func = reduce_and_zero
 
     with worlds.started(config, before_step=zero_gradient) as run:
-        check = run.active.check_switch
+        check = SwitchCheck.problem
 
-        def counted() -> str | None:
+        def counted(self: SwitchCheck) -> str | None:
             checked.append(run.iteration)
-            return check()
+            return check(self)
 
-        run.active.check_switch = counted
-        run.train()
+        with mock.patch.object(SwitchCheck, "problem", counted):
+            run.train()
     return checked
 
 

@@ -84,8 +84,9 @@ def inputs_with_a_gradient(config: RunConfig) -> list[tuple[int, list[int], int]
                     states.register_hook(lambda _: layers.add(number))
 
             layer.register_forward_pre_hook(note, with_kwargs=True)
+        run.meters = True
         run.train()
-        saved = [max(step.saved_activation_bytes) for step in run.recorder.steps]
+        saved = [*map(max, run.saved_activation_bytes)]
     return [(*step, size) for step, size in zip(steps, saved, strict=True)]
 
 

@@ -115,7 +115,8 @@ def state_bytes(config: Any) -> list[tuple[int, ...]]:
     def note(run: worlds.RecordedRun) -> None:
         layer = sum(parameter.nbytes for parameter in run.model.decoder.layers[0].parameters())
         embedding = run.model.embedding.word_embeddings.weight.nbytes
-        results.append((run.active.state_bytes().model_state, run.active.state_bytes().host, layer, embedding))
+        counted = run.active.state_bytes()
+        results.append((counted["model_state_bytes"], counted["host_state_bytes"], layer, embedding))
 
     with worlds.started(config, after_step=note) as run:
         run.train()

@@ -36,7 +36,7 @@ def trained(config: RunConfig) -> dict[str, Any]:
             "losses": [step["loss"] for step in run.results],
             "counted": list(last.model_state_bytes),
             "told": list(summary.blocks[run.active.block].model_state_bytes),
-            "optimizer": max(run.active.state_bytes().optimizer_state, 0),
+            "optimizer": max(run.active.state_bytes()["optimizer_state_bytes"], 0),
             "active": sum(shard.end - shard.start for shard in run.active.core.block_shards.values()),
             "host": max(last.host_state_bytes),
             "kinds": kinds,
@@ -102,6 +102,6 @@ def test_a_resumed_run_may_store_moments_otherwise(world1: World, text_data: str
     (of_int8,) = world1.run(resumed_moments, coarse, str(tmp_path / "int8"))
     (as_fp32,) = world1.run(resumed_moments, exact, str(tmp_path / "int8"))
     for name, moment in of_fp32.items():
-        expected = low_bit_adam.decode(low_bit_adam.encode({"exp_avg_sq": moment}, "int8"))["exp_avg_sq"]
+        expected = low_bit_adam.read(low_bit_adam.encode({"exp_avg_sq": moment}, "int8"), "exp_avg_sq")
         assert torch.equal(rounded[name], expected) and bool(moment.any())
         assert torch.equal(as_fp32[name], of_int8[name])

@@ -42,7 +42,8 @@ def live_bytes() -> int:
 
 
 def device_bytes(run: worlds.RecordedRun) -> int:
-    return live_bytes() - run.active.offloaded.num_bytes
+    offloaded = (tensor for shard in run.active.offloaded.shards.values() for tensor in shard.stored())
+    return live_bytes() - sum(tensor.nbytes for tensor in offloaded)
 
 
 def settled_bytes(run: worlds.RecordedRun, at_most: float) -> int:
@@ -71,7 +72,7 @@ def memory_of_a_run(config: RunConfig) -> dict[str, Any]:
             start.append(live_bytes())
 
     def before_switch(run: worlds.RecordedRun) -> None:
-        in_phase.append((run.results[-1]["block"], device_bytes(run), run.active.state_bytes().model_state))
+        in_phase.append((run.results[-1]["block"], device_bytes(run), run.active.state_bytes()["model_state_bytes"]))
 
     def after_dispose(run: worlds.RecordedRun) -> None:
         # from the end of the first cycle on nothing is to come

@@ -36,19 +36,10 @@ def lines(place: Path) -> list[dict[str, Any]]:
 def test_a_save_folder_of_another_run(runs: ForkedRuns, trained: Path, flags: tuple[str, ...], num_ranks: int) -> None:
     """A run that does not continue the run in its --save folder is refused, and the folder stays as it is."""
     before = digests(trained)
-    ways = () if "--finetune" in flags else ("--load saved", "--overwrite-checkpoints")
+    ways = () if "--finetune" in flags else ("--load saved", "delete it")
     results = run(runs, trained, *SAVING, *flags, num_ranks=num_ranks)
     assert_refused(results, "--save saved", "iteration 4", *ways)
     assert digests(trained) == before
-
-
-def test_overwriting_checkpoints(runs: ForkedRuns, trained: Path) -> None:
-    """--overwrite-checkpoints removes the checkpoints of the other run, and the folder resumes the new run."""
-    (trained / "metrics.jsonl").unlink()
-    flags = ("--save-interval", "3", "--exit-interval", "3", "--overwrite-checkpoints")
-    said(run(runs, trained, *SAVING, *flags))
-    assert [path.name for path in sorted((trained / "saved").glob("iter_*"))] == ["iter_0000003"]
-    assert "after iteration 3" in said(run(runs, trained, *SAVING, "--load", "saved"))
 
 
 def test_the_metrics_file_of_another_run(runs: ForkedRuns, trained: Path) -> None:

@@ -156,7 +156,7 @@ def stage_parameters(shape: ModelShape, partition: Partition, *, padded: int) ->
 def active_parameters(shape: ModelShape, partition: Partition, block: int, *, padded: int) -> tuple[int, ...]:
     """Return each pipeline stage's number of parameters that are active in the block's phase."""
     stages = [stage_tensors(shape, partition, stage, padded_vocabulary=padded) for stage in range(partition.num_stages)]
-    return tuple(sum(tensor.size for tensor in tensors if tensor.is_active(block)) for tensors in stages)
+    return tuple(sum(tensor.size for tensor in tensors if tensor.owned.is_active(block)) for tensors in stages)
 
 
 def planned_memory(recipe: Recipe) -> list[list[RankMemory]]:

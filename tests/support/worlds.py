@@ -31,12 +31,13 @@ from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.step import Step
-from megatron.bcd.runtime import device, distributed, rng
+from megatron.bcd.runtime import collectives, device, distributed, rng
 from megatron.bcd.runtime.compat import pytorch
 from megatron.bcd.trainer import Trainer
 from megatron.bcd.training.resolve import resolve_run
 from megatron.bcd.training.state import StepResult
 from support import backends, strict_backend
+from support.activation_meter import ActivationMeter
 
 MockGPTLowLevelDataset.size = 1000  # documents; to shuffle the samples of 100,000 took a third of a small run's time
 
@@ -152,10 +153,8 @@ class Recorder(Reporter):
     def warning(self, text: str) -> None:
         self.warnings.append(text)
 
-    def progress(self, *args: Any, **kwargs: Any) -> None:
+    def close(self) -> None:
         pass
-
-    close = progress
 
 
 Hook = Callable[["RecordedRun"], None]
@@ -188,9 +187,13 @@ class RecordedRun(Trainer):
     wrapper: Callable[..., Any] | None = None
     """Wraps each call of `forward_backward`."""
     recorder: Recorder
+    meters = False
+    """Whether to count what autograd saves."""
 
     def __init__(self, config: RunConfig, **hooks: Hook) -> None:
         self.results: list[dict[str, Any]] = []
+        self.saved_activation_bytes: list[tuple[int, ...]] = []
+        """The peak of what autograd saves in each step, by rank, if `meters` is True and no layer is in host memory."""
         self.hooks = hooks
         self.recorder = Recorder()
         hooked = functools.partial(_HookedActiveBlock, self)
@@ -203,7 +206,14 @@ class RecordedRun(Trainer):
     ) -> list[dict[str, Any]]:
         inner = super().forward_backward
         call = inner if self.wrapper is None else functools.partial(self.wrapper, inner)
-        reported: list[dict[str, Any]] = call(batches, num_microbatches, step, **options)
+        # the meter would hold storages that layers in host memory replace between the passes
+        is_metered = self.meters and step is not None and self.config.bcd.bcd_layers_on != "host"
+        meter = ActivationMeter()
+        with meter.measuring(self.model.parameters()) if is_metered else contextlib.nullcontext():
+            reported: list[dict[str, Any]] = call(batches, num_microbatches, step, **options)
+        if is_metered:
+            peaks = collectives.gather_integers(meter.peak_bytes)
+            self.saved_activation_bytes.append(tuple(peak for (peak,) in peaks))
         if step is not None:
             self.call("after_schedule")
         return reported

@@ -28,7 +28,6 @@ from megatron.bcd.checkpoint.run_state import (
 )
 from megatron.bcd.config import RunConfig
 from megatron.bcd.config.sections import ALWAYS_ACTIVE
-from megatron.bcd.runtime import packages
 
 
 def values_of(config: RunConfig) -> dict[str, Any]:
@@ -373,8 +372,6 @@ def test_preset_finetune(words: tuple[str, ...], embedding_update: str) -> None:
 EXCLUDING = (
     "--fp16",
     "--loss-scale 8 --fp16",
-    "--exp-avg-dtype bf16 --use-precision-aware-optimizer --bf16",
-    "--exp-avg-sq-dtype bf16 --use-precision-aware-optimizer --bf16",
     "--optimizer-cpu-offload --bcd-num-blocks 1",
     "--bcd-main-params drop --bf16",
     "--bcd-head-phase --untie-embeddings-and-output-weights",
@@ -390,9 +387,8 @@ EXCLUDING = (
 
 
 @pytest.mark.parametrize("words", EXCLUDING)
-def test_preset_finetune_takes_blocks(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preset_finetune_takes_blocks(words: str) -> None:
     """A flag that excludes inactive updates makes preset finetune train without them."""
-    monkeypatch.setattr(packages, "has_precision_aware_adam", lambda: True)
     assert parse("--bcd-preset", "finetune", *words.split(), world_size=4).bcd.bcd_inactive_update == "none"
 
 

@@ -18,7 +18,7 @@ GOOD_FLAGS = """
 --num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-3
 --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 64
 """
-STEP = {"iteration": 1, "loss": 5.5, "learning_rate": 1e-3, "grad_norm": None, "backward_messages": [0, 4]}
+STEP = {"iteration": 1, "loss": 5.5, "learning_rate": 1e-3, "grad_norm": None, "gradient_bytes": [0, 4]}
 TIMES = dict.fromkeys(IGNORED_FIELDS, 1.5)
 EVALUATION = {"iteration": 1, "validation_loss": 5.25, "is_final": True}
 
@@ -38,7 +38,7 @@ def difference(tmp_path: Path, before: list[dict[str, Any]], after: list[dict[st
 def test_what_is_a_difference(tmp_path: Path) -> None:
     """One differing bit, a new field or a missing line is a difference, and times are none."""
     assert difference(tmp_path, [STEP | TIMES, EVALUATION], [dict.fromkeys(TIMES, 7) | STEP, EVALUATION]) is None
-    changes = {"loss": 5.500000000000001, "backward_messages": [0, 5], "grad_norm": 0.0, "more": 1}
+    changes = {"loss": 5.500000000000001, "gradient_bytes": [0, 5], "grad_norm": 0.0, "more": 1}
     for field, value in changes.items():
         told = difference(tmp_path, [STEP, EVALUATION], [STEP | {field: value}, EVALUATION | {"iteration": 2}])
         assert told is not None and f"iteration 1, {field}" in told

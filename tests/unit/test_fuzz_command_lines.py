@@ -96,7 +96,7 @@ def test_scripts(in_empty_folder: Path, seed: int, number: int) -> None:
     for _ in range(number):
         form = draw.choice(SCRIPTS)
         words = script_words(draw, by_form[form], stock)
-        words += draw.choice((["--dry-run"], ["--print-config"], ["--dry-run-world-size", draw.choice(NUMBERS)], []))
+        words += draw.choice((["--dry-run"], ["--dry-run-world-size", draw.choice(NUMBERS)], []))
         ranks = draw.choice((1, 2, 4, 8, 256))
         defaults = FAMILY_DEFAULTS[form]
         read = functools.partial(read_command_line, words, prog="test", defaults=defaults, world_size=ranks)

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.model.builder import build_model, unwrap_model
-from megatron.bcd.model.implementation import choose_implementation
+from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.planner.command import SCRIPTS, torchrun_command
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.tensors import stage_tensors
@@ -77,7 +77,7 @@ def built(recipe: Recipe) -> list[dict[str, int]]:
     )
     config = replace(config, transformer={**config.transformer, "perform_initialization": False})
     norm = str(config.transformer.get("normalization", "LayerNorm"))
-    local = choose_implementation("local", normalization=norm, transformer_engine=False, apex=False, optimizer="none")
+    local = Implementation(layers="local", attention=SCALED_DOT_PRODUCT, norm=f"PyTorch {norm}", optimizer="none")
     stages = []
     for stage in range(recipe.pipeline_size):
         with rank_of_stage(recipe, stage):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import planner_paper
 import pytest
-from planner_paper import FITTED_MODELS, Cell, Paper
+from planner_paper import FITTED_MODELS, Cell, Paper, Published
 
-from megatron.bcd.planner.tables import Cluster, Published, read_clusters, read_models, read_rows
+from megatron.bcd.planner.tables import Cluster, read_clusters, read_models, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = read_rows(ROOT / "docs" / "paper_figures.csv", Published)

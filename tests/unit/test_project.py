@@ -217,7 +217,7 @@ def test_links_of_the_documents(repo_root: Path) -> None:
     assert {name: links for name, links in broken.items() if links} == {}
 
 
-NAMES_OF_USERS = {"run.yaml", "rows.csv", "OUTPUT/clusters.csv", "my_program.py", "megatron/__init__.py"}
+NAMES_OF_USERS = {"rows.csv", "OUTPUT/clusters.csv", "my_program.py", "megatron/__init__.py"}
 """File names in the documents that are not the project's; the last one must not exist (`megatron` is a namespace)."""
 
 

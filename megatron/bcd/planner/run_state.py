@@ -47,13 +47,12 @@ def model_state_of(config: RunConfig, partition: Partition, *, padded_vocab_size
         precision=config.precision,
         budget=cost.state_budget(
             precision=config.precision,
-            moments=moments_of(config, of_adam=config.moment_dtypes),
+            moments=moments_of(config, of_adam=(config.training.adam_moments_dtype,) * 2),
             gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
-            precision_aware=config.is_precision_aware,
         ),
         bcd=replace(config.bcd, bcd_saved_inputs="auto"),  # which changes no state
         optimizer=config.optimizer.optimizer,
-        is_low_bit=set(config.moment_dtypes) != {"fp32"},
+        is_low_bit=config.training.adam_moments_dtype != "fp32",
         is_distributed=config.training.use_distributed_optimizer,
         offload_fraction=offload_fraction(config),
         **_by_chunk(config),

@@ -39,14 +39,6 @@ class Tensor:
     num_factors: int = 0
     """Elements that the factored update keeps for the matrix: means by row and by column, and a step count."""
 
-    def is_active(self, block: int) -> bool:
-        """Return whether the optimizer steps it in the block's phase."""
-        return self.owned.is_active(block)
-
-    def has_inactive_update(self, block: int) -> bool:
-        """Return whether it has an inactive update in the block's phase."""
-        return self.owned.has_inactive_update(block)
-
 
 @lru_cache(maxsize=256)
 def stage_tensors(
