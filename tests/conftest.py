@@ -17,7 +17,7 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
-from support import backends, small_text
+from support import small_text
 
 # Set before torch is imported: one thread per core in every rank would overload two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -39,14 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests marked long, too: all combinations, for hours")
     parser.addoption(
         "--backend",
-        choices=backends.NAMES,
+        choices=("gloo", "nccl"),
         default="gloo",
-        help="of the ranks of distributed tests; strict: NCCL's rules over gloo (tests/support/strict_backend.py)",
+        help="of the ranks of distributed tests",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.update(backends.environment(config.getoption("--backend")))
+    os.environ["BCD_TEST_BACKEND"] = config.getoption("--backend")
     if not hasattr(config, "workerinput"):  # workers and all that they start inherit it
         os.environ[SESSION] = str(uuid.uuid4())
         for number in (signal.SIGTERM, signal.SIGHUP):

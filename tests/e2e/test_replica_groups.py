@@ -37,10 +37,10 @@ def stop(job: Job) -> None:
 
 
 @pytest.mark.timeout(600)  # starts of the script
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_group_leaves_and_comes_back(tmp_path: Path, lighthouse: str, num_ranks: int) -> None:
-    """A SIGTERM that ends a group as a failure or the other one too; a store or an address that only one node sees; a
-    folder that the groups share, claimed by one of them."""
+@pytest.mark.long  # in one process each: distributed/test_replica_groups.py
+def test_a_group_leaves_and_comes_back(tmp_path: Path, lighthouse: str) -> None:
+    """A SIGTERM ends one group cleanly, the other goes on alone, and the first joins it again from its state. Both save
+    in one folder."""
     flags = ("--train-iters", "1000000", "--eval-iters", "0", "--bcd-steps-per-block", "20", "--outer-interval", "5")
     flags += ("--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved"), "--save-interval", "500")
 
@@ -49,8 +49,8 @@ def test_a_group_leaves_and_comes_back(tmp_path: Path, lighthouse: str, num_rank
         folder.mkdir(exist_ok=True)
         if not (folder / "data").exists():
             write_dataset(folder / "data" / "text_document", good_documents())
-        words = command_line(*flags, "--lighthouse", lighthouse, "--replica-id", name, num_ranks=num_ranks)
-        return Job(*(TORCHRUN if num_ranks == 2 else ()), str(ROOT / "pretrain_gpt_bcd.py"), *words, folder=folder)
+        words = command_line(*flags, "--lighthouse", lighthouse, "--replica-id", name, num_ranks=2)
+        return Job(*TORCHRUN, str(ROOT / "pretrain_gpt_bcd.py"), *words, folder=folder)
 
     with start("a") as a:
         with start("b") as b:

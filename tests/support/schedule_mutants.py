@@ -1,7 +1,4 @@
-"""Faulty pipeline schedules that gloo mostly hides; both checkers of NCCL's rules must detect them.
-
-The strict backend runs, and the issue-order checker records, this project's schedule with one fault.
-"""
+"""Faulty pipeline schedules that gloo mostly hides and the checker of the issue order must detect."""
 
 from __future__ import annotations
 
