@@ -24,11 +24,9 @@ from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.recipe import METHODS, Recipe
-from megatron.bcd.planner.tables import read_clusters, read_models
+from megatron.bcd.planner.tables import read_clusters
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-MODELS = tuple(read_models(EXAMPLES / "models.csv"))
-IN_DEFAULT = ("G-5.4B", "L-6.0B", "LLaMA-7B")
 CLUSTERS = tuple(read_clusters(EXAMPLES / "clusters.csv"))
 OFFLOAD = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "1.0"]
 VARIABLES = ("NUM_GPUS", "NNODES", "GPUS_PER_NODE", "DATA_PATH", "TOKENIZER_ARGS", "MOCK_DATA", "SAVE", "TRAIN_ITERS",
@@ -141,11 +139,9 @@ def value_of(words: list[str], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=[pytest.mark.long] * (name not in IN_DEFAULT)) for name in MODELS]
-)
+@pytest.mark.parametrize("model", ("G-5.4B", "L-6.0B", "LLaMA-7B"))
 def test_every_recipe_is_a_command_that_fits(model: str) -> None:
-    """Every model, method and cluster has a plan that fits, and a command with the plan's configuration."""
+    """Every method and cluster has a plan that fits, and a command with the plan's configuration."""
     for method in METHODS:
         for cluster in CLUSTERS:
             assert_is_a_command([model, method, cluster], {})
@@ -334,9 +330,7 @@ def test_what_is_printed_is_what_is_started(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "words", [(model, method, "rtx4090") for model in MODELS for method in ("bcd", "pretrain", "full")], ids="-".join
-)
+@pytest.mark.parametrize("words", [("G-5.4B", "bcd", "rtx4090"), ("L-6.0B", "pretrain", "rtx4090")], ids="-".join)
 def test_tiny(words: tuple[str, ...], tmp_path: Path) -> None:
     """Each recipe trains all of its blocks, evaluates and saves, in the planned pipeline."""
     out = tmp_path / "my recipes"
@@ -354,9 +348,7 @@ def test_tiny(words: tuple[str, ...], tmp_path: Path) -> None:
     assert f"pipeline {stages} x tensor 1 x data {ranks // stages}" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "model", ["folder", *(pytest.param(name, marks=pytest.mark.long) for name in ("LLaMA-7B", "L-1.5B"))]
-)
+@pytest.mark.parametrize("model", ["folder", pytest.param("L-1.5B", marks=pytest.mark.long)])
 def test_tiny_fine_tuning(tmp_path: Path, model: str) -> None:
     """The recipe trains, exports and asks the model, and loads it with transformers. It uses the user's records and
     tokenizer and leaves them unchanged."""
@@ -376,7 +368,7 @@ def test_tiny_fine_tuning(tmp_path: Path, model: str) -> None:
     steps = [json.loads(line) for line in Path(f"{saved}.jsonl").read_text().splitlines()]
     assert {step["block"] for step in steps if "learning_rate" in step} == {0}, "every layer in every step"
     [reason] = [line for line in done.stdout.splitlines() if line.startswith(f"{model} on rtx4090: every layer in")]
-    is_on_host = model != "L-1.5B"  # which the card holds
+    is_on_host = model == "folder"  # the card holds the other one
     assert ("in host memory: weights and low bits of all layers" in reason) == is_on_host
     assert ("in host memory, copied as they are read" in done.stdout) == is_on_host
     assert (Path(f"{saved}-hf") / "config.json").exists() and "ForCausalLM" in done.stdout

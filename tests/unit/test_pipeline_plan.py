@@ -94,15 +94,6 @@ def test_every_plan_is_valid() -> None:
     check(sweep_of_chunks((5,), (4,), (6, 7)))
 
 
-@pytest.mark.long
-def test_more_plans_are_valid() -> None:
-    """Larger plans are valid, also with as many blocks as fine-tuning takes."""
-    check(sweep(range(1, 9), range(1, 17)))
-    check(sweep_of_chunks(range(2, 9), (2, 3, 4, 6), range(1, 20)))
-    for sizes in ((2, 32, 3), (4, 8, 8)):
-        check(chunked(*sizes, blocks=sizes[1], block=block) for block in (0, sizes[1] // 2, sizes[1] - 1))
-
-
 # ---- the check finds what is wrong
 
 
