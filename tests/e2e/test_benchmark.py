@@ -27,6 +27,7 @@ def measured(root: Path, folder: Path, *flags: str) -> dict[str, dict[str, Any]]
     return {row["method"]: row for row in figures["rows"]}
 
 
+@pytest.mark.long  # its figures: unit/test_benchmark.py
 def test_with_peer(repo_root: Path, tmp_path: Path) -> None:
     """The peer trains the same blocks of the same model on the same samples, so that its loss is ours."""
     rows = measured(repo_root, tmp_path, "--methods", "bcd,badam")
@@ -35,13 +36,3 @@ def test_with_peer(repo_root: Path, tmp_path: Path) -> None:
     assert rows["bcd"]["model_state_bytes"] < rows["badam"]["model_state_bytes"], "it copies the active weights"
     assert all(row["step_ms"] > 0 and row["peak_memory_bytes"] > 2**20 for row in rows.values())
     assert [len(row["blocks"]) for row in rows.values()] == [3, 3]
-
-
-@pytest.mark.long
-def test_schedules(repo_root: Path, tmp_path: Path) -> None:
-    """A schedule does not change the loss, and a pipeline runs in two processes."""
-    rows = measured(repo_root, tmp_path, "--schedule", "--pipeline-model-parallel-size", "2")
-    for row in rows.values():
-        assert row["processes"] == 2
-        if row["method"] != "interleaved":
-            assert row["loss"] == pytest.approx(rows[row["against"]]["loss"], rel=1e-5), row["method"]

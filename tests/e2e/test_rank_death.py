@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 from support.processes import ROOT, TORCHRUN, Job
 
 FLAGS = [
@@ -22,6 +23,7 @@ FLAGS = [
 TIMEOUT_SECONDS = 6  # of a message, where a rank hangs
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs(tmp_path: Path) -> None:
     """The outputs that a forward-only stage sends time out if the next stage hangs, and the whole job ends."""
     words = [str(ROOT / "tests" / "support" / "hanging_rank.py"), "1", "20", str(TIMEOUT_SECONDS)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -147,18 +146,6 @@ def test_every_recipe_is_a_command_that_fits(model: str) -> None:
             assert_is_a_command([model, method, cluster], {})
 
 
-def test_16_bit_recipes() -> None:
-    """In 16 bits every method is a command that reduces gradients in fp32, except those with Muon, which refuse
-    fp16."""
-    for method, precision in itertools.product(METHODS, ("fp16", "bf16")):
-        words, variables = ["G-1.6B", method, "rtx4090"], {"PRECISION": precision}
-        if method in ("pretrain", "muon") and precision == "fp16":
-            with pytest.raises(ValueError, match="fp16"):
-                planned_for(words, variables)
-        else:
-            assert_is_a_command(words, variables)
-
-
 def assert_is_a_command(asked: Sequence[str], variables: Mapping[str, str]) -> None:
     """The training script takes the recipe's flags, for what was planned."""
     planned, arrays = planned_for(asked, variables), arrays_of(recipe.run(["whole", *asked], variables))
@@ -173,13 +160,14 @@ def assert_is_a_command(asked: Sequence[str], variables: Mapping[str, str]) -> N
 @pytest.mark.parametrize(
     ("words", "variables"),
     [
-        (("G-1.6B", "full", "a100"), {"PRECISION": "bf16", "NUM_GPUS": "8", "MICRO_BATCH": "4", "GLOBAL_BATCH": "128"}),
-        (("l-6.0b", "bcd", "a800", "--bcd-num-blocks", "4", "--bcd-order", "random", "--seq-length", "512"), {}),
+        (
+            ("G-1.6B", "full", "a100"),
+            {"PRECISION": "bf16", "NUM_GPUS": "8", "MICRO_BATCH": "4", "MOCK_DATA": "1", "TRAIN_ITERS": "7"},
+        ),
         (
             ("L-11B", "full", "a100"),
             {"NNODES": "2", "GPUS_PER_NODE": "4", "HEAD_NODE": "first", "DATA_PATH": "0.3 a 0.7 b"},
         ),
-        (("LLaMA-7B", "offload", "a100"), {"MOCK_DATA": "1", "TRAIN_ITERS": "7"}),
         (("G-1.6B", "paper", "rtx4090"), {"REPLICA_GROUPS": "4", "REPLICA_ID": "b", "LIGHTHOUSE": "here:1"}),
     ],
 )
@@ -273,7 +261,6 @@ TUNED = {"MODEL_DIR": "m", "DATA": str(Path(__file__))}
         ("pretrain.sh", SMALL_FITS, TEXT | {"STUB_GPUS": "2"}, "NUM_GPUS=2"),
         ("finetune.sh", LLAMA, {}, "MODEL_DIR"),
         ("finetune.sh", LLAMA, TUNED | {"DATA": "no.jsonl"}, "DATA=no.jsonl"),
-        ("finetune.sh", (*LLAMA, "--host-memory-gb", "8"), TUNED, "more than --host-memory-gb 8; would fit: "),
     ],
 )
 def test_bad_input_is_one_line(
@@ -327,25 +314,6 @@ def test_what_is_printed_is_what_is_started(
     said = json.loads(started.stdout.splitlines()[-1])
     assert ["torchrun", *said["words"]] == command_of(printed.stdout)
     assert said["ignores USR1"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("words", [("G-5.4B", "bcd", "rtx4090"), ("L-6.0B", "pretrain", "rtx4090")], ids="-".join)
-def test_tiny(words: tuple[str, ...], tmp_path: Path) -> None:
-    """Each recipe trains all of its blocks, evaluates and saves, in the planned pipeline."""
-    out = tmp_path / "my recipes"
-    done = start(*words, *MUCH, cwd=tmp_path, SCALE="tiny", OUT=str(out), CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stdout + done.stderr
-    planned = planned_for(words, {})
-    stages, ranks = min(2, planned.pipeline_size), min(2, planned.num_gpus)
-    blocks, steps = (3, 6) if planned.has_blocks else (1, 4)
-    saved = out / "-".join(words)
-    lines = [json.loads(line) for line in Path(f"{saved}.jsonl").read_text().splitlines()]
-    trained = [line["block"] for line in lines if "loss" in line and "learning_rate" in line]
-    assert len(trained) == steps and set(trained) == set(range(blocks))
-    assert any("validation_loss" in line for line in lines)
-    assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(steps)
-    assert f"pipeline {stages} x tensor 1 x data {ranks // stages}" in done.stdout
 
 
 @pytest.mark.parametrize("model", ["folder", pytest.param("L-1.5B", marks=pytest.mark.long)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -10,9 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 from support.bad_input_cases import command_line
-from support.processes import END_SECONDS, ROOT, Job, has_ended
+from support.processes import END_SECONDS, ROOT, Job
 
 from megatron.bcd.checkpoint import layout
 
@@ -38,27 +36,6 @@ def test_ctrl_c_under_the_launcher(workplace: Path) -> None:
     assert "SIGINT" in run.output.splitlines()[-1] and "Traceback" not in run.output
     assert layout.candidates(str(workplace / "saved")) == [3]
     assert layout.damage(layout.iteration_folder(str(workplace / "saved"), 3)) is None
-
-
-def test_an_interrupted_test_session(repo_root: Path, tmp_path: Path) -> None:
-    """An interrupted test session ends the processes that its tests have started, also stopped ones in sessions of
-    their own."""
-    note = tmp_path / "pid"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--rootdir", str(repo_root)]
-    with subprocess.Popen(
-        [*command, str(repo_root / "tests" / "support" / "stopped_child.py")],
-        cwd=repo_root,
-        env=os.environ | {"PID_FILE": str(note)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as session:
-        while not note.exists():
-            assert session.poll() is None
-            time.sleep(0.05)
-        child = psutil.Process(int(note.read_text()))
-        session.send_signal(signal.SIGTERM)
-        session.wait(END_SECONDS)
-    assert has_ended(child)
 
 
 HANGING = """
