@@ -171,10 +171,16 @@ def test_resumed_learning_rate(runs: ForkedRuns, workplace: Path) -> None:
 
 
 def test_resumed_phases(runs: ForkedRuns, workplace: Path) -> None:
-    """A run that resumes with more steps keeps the lengths of its phases."""
-    for num_steps in ("7", "14"):
-        flags = ("--save", "saved", "--load", "saved", "--bcd-num-blocks", "2", "--train-iters", num_steps)
-        text = said(run(runs, workplace, *flags))
-    assert "--bcd-steps-per-block" not in text
-    phases = Counter(line["phase"] for line in lines(workplace) if "learning_rate" in line)
-    assert [*phases.values()] == [2, 2, 2, 1] * 2
+    """A run that resumes with more steps keeps the lengths of its phases, and a run of its own has longer ones."""
+
+    def phases(*flags: str) -> list[int]:
+        """Run, and return the number of steps in each phase of its metrics file."""
+        text = said(run(runs, workplace, "--bcd-num-blocks", "2", *flags))
+        assert "--bcd-steps-per-block" not in text, "no flag has changed"
+        return [*Counter(line["phase"] for line in lines(workplace) if "learning_rate" in line).values()]
+
+    resuming = ("--save", "saved", "--load", "saved")
+    assert phases(*resuming, "--train-iters", "7") == [2, 2, 2, 1]
+    assert phases(*resuming, "--train-iters", "14") == [2, 2, 2, 1] * 2
+    (workplace / "metrics.jsonl").unlink()
+    assert phases("--train-iters", "14") == [4, 3, 4, 3]

@@ -218,31 +218,6 @@ def test_dry_run_of_fine_tuning(tmp_path: Path, variables: dict[str, str], nodes
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_needs_a_setting(tmp_path: Path) -> None:
-    """A folder with a config.json is planned, and the flags that a note recommends make the plan fit and reach the
-    command once."""
-    (tmp_path / "my-8b").mkdir()
-    sizes = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
-    sizes |= {"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960}
-    names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-    (tmp_path / "my-8b" / "config.json").write_text(json.dumps(names | sizes))
-    given = {"cwd": tmp_path, "script": "finetune.sh", "DRY_RUN": "1"}
-    done = start("my-8b", "rtx4090", "--host-memory-gb", "64", **given)
-    assert done.returncode == 0 and value_of(command_of(done.stdout), "--bcd-layers-on") == "host"
-    on_device = ("my-8b", "rtx4090", "--host-memory-gb", "64", "--bcd-layers-on", "device")
-    on_device += ("--bcd-always-active", "none")
-    done = start(*on_device, **given)
-    assert done.returncode == 0 and "does NOT fit" in done.stdout
-    flags = ("--bcd-frozen", "embedding,head", "--adam-moments-dtype", "int8", "--bcd-always-active", "none")
-    assert " ".join(flags[:2]) in done.stdout.split("note: ")[1]
-    done = start(*on_device, *flags, **given)
-    words = command_of(done.stdout)
-    assert done.returncode == 0 and "does NOT fit" not in done.stdout
-    assert value_of(words, "--load-hf") == "my-8b"
-    assert [value_of(words, flag) for flag in flags[::2]] == [*flags[1::2]]
-    assert [words.count(flag) for flag in flags[::2]] == [1] * 3
-
-
 LLAMA = ("LLaMA-7B", "rtx4090")
 QWEN3_8B = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36, "hidden_size": 4096, "head_dim": 128}
 QWEN3_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936}

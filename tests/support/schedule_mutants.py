@@ -30,11 +30,6 @@ def _changed_stage(offset: int, change: Callable[[PlanShape, Actions], Actions])
         yield
 
 
-def receive_too_many() -> contextlib.AbstractContextManager[None]:
-    """Let the first trainable stage begin to receive a message that no rank sends."""
-    return _changed_stage(0, lambda shape, actions: [*actions, Action(Kind.RECEIVE_FORWARD, 99)])
-
-
 def swapped_sends() -> contextlib.AbstractContextManager[None]:
     """Let a prefix stage swap every two messages."""
 
@@ -81,7 +76,6 @@ def sync_before_run_ahead() -> Iterator[None]:
 
 
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "receive_too_many": receive_too_many,
     "swapped_sends": swapped_sends,
     "sync_before_run_ahead": sync_before_run_ahead,
 }

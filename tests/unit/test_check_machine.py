@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import check_machine
+import psutil
 import pytest
 from _processes import CannotRun
 from _processes import run as start
@@ -176,10 +177,14 @@ def test_a_row_of_the_cluster_table(tmp_path: Path) -> None:
 
 
 def test_a_run_that_hangs(tmp_path: Path) -> None:
-    """A hanging run ends at its time limit, and a failed run is reported with its exit code and output."""
-    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with pytest.raises(CannotRun):
-        start(sleeping, tmp_path / "log", seconds=0.2)
-    start(sleeping, tmp_path / "log", seconds=60, until=lambda: True)
+    """A hanging run is killed at its time limit, or once it has done what it was started for. A failed run is reported
+    with its exit code and output."""
+    log = tmp_path / "log"
+    sleeping = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
+    with pytest.raises(CannotRun, match="did not end within 3 s"):
+        start(sleeping, log, seconds=3)
+    assert not psutil.pid_exists(int(log.read_text()))
+    start(sleeping, log, seconds=600, until=lambda: log.read_text().endswith("\n"))
+    assert not psutil.pid_exists(int(log.read_text()))
     with pytest.raises(CannotRun, match="3.*why"):
-        start([sys.executable, "-c", "print('why'); raise SystemExit(3)"], tmp_path / "log")
+        start([sys.executable, "-c", "print('why'); raise SystemExit(3)"], log)

@@ -161,17 +161,3 @@ def test_records_are_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert dry_run(*words, "--sft-skip-bad-records", ranks=1) == 0
     assert counts in capsys.readouterr().out
     assert [*tmp_path.iterdir()] == [path]
-
-
-def test_tables_need_a_library(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A Parquet file or a folder without the datasets library ends with 2 and one line that says what to install."""
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "a.parquet").touch()
-    for name in ("folder", "a.parquet"):
-        assert dry_run(*WORDS, "--sft", "--data-path", str(tmp_path / name), ranks=1) == 2
-        error = capsys.readouterr().err
-        assert f"--data-path {tmp_path / name}: needs the datasets library" in error and error.count("\n") == 1
-        assert "pip install datasets" in error

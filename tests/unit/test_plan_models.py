@@ -245,34 +245,6 @@ BLOCKS = ("--bcd-inactive-update", "none")
 LARGE = PUBLISHED | {"Qwen2.5-14B": (config("qwen2", 48, 5120, (40, 8), 13824, 152064), 0)}
 
 
-def planned(capsys: pytest.CaptureFixture[str], *flags: str | Path) -> tuple[str, str]:
-    """The command of a plan, and its line about the learning rate."""
-    text = run(capsys, "--task", "sft", *CARD, *flags)
-    [line] = [line for line in text.splitlines() if line.startswith("learning rate ")]
-    command = text[text.index("torchrun") :]
-    [rate] = re.findall(r"--lr (\S+)", command)
-    assert line.startswith(f"learning rate {rate}")
-    return command, line
-
-
-@pytest.mark.parametrize(
-    ("flags", "rate"),
-    [
-        (("--method", "full"), "1e-4"),
-        (("--bcd-inactive-update", "factored"), "1e-4"),
-        ((), "8e-4"),
-        (("--bcd-num-blocks", "6"), "3e-4"),
-    ],
-)
-def test_learning_rate_of_the_measured_model(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: tuple[str, ...], rate: str
-) -> None:
-    """The learning rate is the one that was measured for the method and the number of blocks."""
-    where = folder(tmp_path, PUBLISHED["SmolLM2-135M"][0], name="SmolLM2-135M")
-    command, line = planned(capsys, "--model", where, *flags)
-    assert f"--lr {rate} " in command.replace("\\\n", "") and "guess" not in line
-
-
 def test_blocks_that_would_train_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Blocks that would train nothing are refused by --bcd-num-blocks 0."""
     where = folder(tmp_path, LARGE["Qwen3-8B"][0])
@@ -309,10 +281,6 @@ def test_no_cost_to_a_loss_that_was_not_reached(capsys: pytest.CaptureFixture[st
         ends = f"loss {result.loss_text} at {result.place_text}" if result.loss else "not measured"
         assert any(line.startswith(f"{name} ") and line.endswith(ends) for line in text.splitlines()), name
         assert f"\n{name}, at equal epochs: " in text, "where it is from"
-    flags = ("--task", "sft", "--model", "L-1.5B", *CARD, "--search", "--json")
-    found = json.loads(run(capsys, *flags))
-    assert found["best"]["recipe"]["name"] == found["methods"][0]["recipe"]["name"] == "full, streamed", "the fastest"
-    assert json.loads(run(capsys, *flags, "--method", "bcd"))["best"]["recipe"]["name"] == "paper"
     rows, _ = compared(capsys, "--task", "sft", "--model", "L-1.5B", "--bf-multiplier", "2")
     assert {row["recipe"]["method"] for row in rows if row["cost_ratio"]} == {"full", "offload", "pretrain"}
 

@@ -276,9 +276,3 @@ def test_the_command_is_the_recipes(capsys: pytest.CaptureFixture[str], repo_roo
                  "--save", "--load", "--save-interval", "--keep-last-checkpoints"):  # fmt: skip
         assert ours[ours.index(flag) + 1] == theirs[theirs.index(flag) + 1], flag
     assert "--bcd-steps-per-block" not in (*ours, *theirs), "a short run would not reach every block"
-
-
-def test_a_removed_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    """A removed flag ends the command with code 2 and one line that says what to use instead."""
-    assert plan.main(["--bcd-frozen-weights", "host"]) == 2
-    assert capsys.readouterr().err.endswith("error: --bcd-frozen-weights: removed. Give --bcd-layers-on.\n")
