@@ -88,9 +88,7 @@ def test_a_broken_part(tmp_path: Path, part: str) -> None:
     assert only_failure(self_test(tmp_path, Wrong)).part == part
 
 
-@pytest.mark.parametrize(
-    ("version", "package"), [(None, "numpy"), (None, "rich"), ("0.15.3", "megatron-core"), ("0.16.2", "megatron-core")]
-)
+@pytest.mark.parametrize(("version", "package"), [(None, "numpy"), ("0.15.3", "megatron-core")])
 def test_a_package(version: str | None, package: str) -> None:
     """A missing or wrong package fails under its name, with the version to install."""
     pins = check_machine.pins()
@@ -145,13 +143,10 @@ def test_a_slow_link() -> None:
     ("name", "row"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100 80GB PCIe", "a100"),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA GeForce RTX 5090", "rtx5090"),
         ("NVIDIA B200", None),
     ],
 )
