@@ -291,6 +291,23 @@ def test_what_is_printed_is_what_is_started(
     assert said["ignores USR1"]
 
 
+@pytest.mark.long
+def test_tiny(tmp_path: Path) -> None:
+    """The recipe trains all of its blocks, evaluates and saves, in the planned pipeline."""
+    words, out = ("G-5.4B", "bcd", "rtx4090"), tmp_path / "my recipes"
+    done = start(*words, *MUCH, cwd=tmp_path, SCALE="tiny", OUT=str(out), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    planned = planned_for(words, {})
+    stages, ranks = min(2, planned.pipeline_size), min(2, planned.num_gpus)
+    saved = out / "-".join(words)
+    lines = [json.loads(line) for line in Path(f"{saved}.jsonl").read_text().splitlines()]
+    trained = [line["block"] for line in lines if "loss" in line and "learning_rate" in line]
+    assert len(trained) == 6 and set(trained) == {0, 1, 2}
+    assert any("validation_loss" in line for line in lines)
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert f"pipeline {stages} x tensor 1 x data {ranks // stages}" in done.stdout
+
+
 @pytest.mark.parametrize("model", ["folder", pytest.param("L-1.5B", marks=pytest.mark.long)])
 def test_tiny_fine_tuning(tmp_path: Path, model: str) -> None:
     """The recipe trains, exports and asks the model, and loads it with transformers. It uses the user's records and
