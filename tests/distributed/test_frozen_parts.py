@@ -107,20 +107,20 @@ def test_backward_ends_at_the_lowest_active_layer(world1: World, text_data: str,
     assert (block, layers) == (4, []) and size < sizes["embedding"][0]
 
 
-STATELESS = {"bcd_inactive_update": "factored", "bcd_always_active": "none"}
+INACTIVE = {"bcd_inactive_update": "factored", "bcd_always_active": "none"}
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({"bcd_frozen": "embedding"}, {}), ({}, {"bcd_frozen": "norms"}), (STATELESS, {}), ({}, STATELESS)],
-    ids=["no_longer_frozen", "frozen", "no_longer_stateless", "stateless"],
+    [({"bcd_frozen": "embedding"}, {}), ({}, {"bcd_frozen": "norms"}), (INACTIVE, {}), ({}, INACTIVE)],
+    ids=["no_longer_frozen", "frozen", "no_longer_inactive", "inactive"],
 )
 def test_resumed_with_another_set(
     world1: World, text_data: str, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    """A run that resumes with other frozen or stateless parameters warns and restarts the cycle."""
+    """A run that resumes with other frozen or inactive parameters warns and restarts the cycle."""
     flags = {"data_path": text_data, "train_iters": 4, "bf16": True}
-    flags |= {} if STATELESS in (before, after) else {"bcd_optimizer_state": "host"}
+    flags |= {} if INACTIVE in (before, after) else {"bcd_optimizer_state": "host"}
     first, second = (worlds.run_config(**flags, **more) for more in (before, after))
     world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(first, save=str(tmp_path), exit_interval=2))
     result = world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(second, load=str(tmp_path)))[0]

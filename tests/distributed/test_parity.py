@@ -42,14 +42,14 @@ MASKS = {"reset_attention_mask": True, "reset_position_ids": True}
 # else gradients are rounded to 8 bits, in another order
 PRETRAIN = {"bcd_preset": "pretrain", "bcd_inactive_grad_dtype": "fp32", "muon_grad_dtype": "fp32"}
 PRETRAIN |= {"muon_momentum_dtype": "fp32"}
-STATELESS = {
+INACTIVE = {
     "bcd_layout": "strided",
     "bcd_inactive_update": "orthogonal",
     "bcd_inactive_grad_dtype": "fp32",
     "lr": 3e-3,
 }
 MUON = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_use_nesterov": True, "lr": 3e-3}
-FACTORED = STATELESS | {"bcd_inactive_update": "factored"}
+FACTORED = INACTIVE | {"bcd_inactive_update": "factored"}
 FACTORED_EMBEDDING = FACTORED | {"bcd_embedding_update": "factored"}
 HOST = {"bcd_optimizer_state": "host"}
 EQUAL_WEIGHTS = {"check_weight_hash_across_dp_replicas_interval": 1}
@@ -79,8 +79,8 @@ CASES = {
     "frozen_untied": Case(UNTIED, {"bcd_frozen": "embedding,norms"}, ("data2", "pipeline2")),
     "moments_bf16": Case({}, {"adam_moments_dtype": "bf16"}, ("data2",), 1e-4),
     "moments_int8": Case({}, {"adam_moments_dtype": "int8"}, ("pipeline2",), 1e-4),
-    "stateless": Case({}, STATELESS | HOST, ("pipeline2_data2",), 2e-4),
-    "muon": Case({}, STATELESS | MUON | HOST, ("data2", "tensor2", "pipeline2"), 2e-4),
+    "inactive": Case({}, INACTIVE | HOST, ("pipeline2_data2",), 2e-4),
+    "muon": Case({}, INACTIVE | MUON | HOST, ("data2", "tensor2", "pipeline2"), 2e-4),
     "full_muon": Case({}, MUON | {"bcd_num_blocks": 1}, ("data2",), 2e-4),
     "muon_blocks": Case(
         {}, MUON | HOST | {"bcd_always_active": "norms,biases", "bcd_frozen": "embedding,head"}, ("data2",), 2e-4
@@ -92,7 +92,7 @@ CASES = {
     "experts": Case(worlds.EXPERTS, {}, ("expert2_tensor2_etp1", "expert2_pipeline2_data2")),
     "experts_muon_divided": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
-        MUON | STATELESS | {"moe_token_dispatcher_type": "alltoall", "log_params_norm": True} | EQUAL_WEIGHTS,
+        MUON | INACTIVE | {"moe_token_dispatcher_type": "alltoall", "log_params_norm": True} | EQUAL_WEIGHTS,
         ("expert2_data2",),
         2e-4,
     ),
@@ -105,7 +105,7 @@ CASES = {
     ),
     "experts_muon": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT | {"moe_layer_freq": 2},
-        MUON | STATELESS | {"moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "seq_aux_loss"},
+        MUON | INACTIVE | {"moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "seq_aux_loss"},
         ("pipeline2_data2",),
         2e-4,
     ),
@@ -130,7 +130,7 @@ CASES = {
         FACTORED | {"sequence_parallel": True},
         ("pipeline2_data2", "expert2_tensor2_etp1"),
     ),
-    "no_block": Case({}, STATELESS | {"bcd_num_blocks": 0}, ("data2",), 2e-4),
+    "no_block": Case({}, INACTIVE | {"bcd_num_blocks": 0}, ("data2",), 2e-4),
 }
 LONG_CASES = {
     "llama": Case(LLAMA, {}, ("context2", "context2_tensor2", "context4")),
@@ -139,12 +139,12 @@ LONG_CASES = {
     "whole_recomputed": Case({}, RECOMPUTED | {"no_use_distributed_optimizer": True}, ("context2",)),
     "sgd": Case({}, {"optimizer": "sgd", "sgd_momentum": 0.9, "lr": 0.1}, ("context2",)),
     "overlap": Case({}, OVERLAP, ("context2", "data2")),
-    "long_stateless": Case({}, STATELESS | MUON, ("pipeline2_data2",), 2e-4),
+    "long_inactive": Case({}, INACTIVE | MUON, ("pipeline2_data2",), 2e-4),
     "untied": Case(UNTIED, {}, ("pipeline2_tensor2",)),
 }
 LONG_PAIRS = """
-stage-pipeline2 submodel-pipeline2 pretrain-context2 pretrain-context2_data2 frozen-data2 stateless-data2
-stateless-tensor2 stateless-pipeline2 factored-data2 factored-tensor2 factored_tied-pipeline2 factored_llama-data2
+stage-pipeline2 submodel-pipeline2 pretrain-context2 pretrain-context2_data2 frozen-data2 inactive-data2
+inactive-tensor2 inactive-pipeline2 factored-data2 factored-tensor2 factored_tied-pipeline2 factored_llama-data2
 experts-data2 experts-tensor2 experts-context2 experts-pipeline2_data2 experts_muon_divided-expert2_data4
 experts_muon_divided-expert2_tensor2_data2_etp1 experts_factored_divided-expert2_data4
 experts_factored_divided-expert2_tensor2_data2 experts_muon-tensor2 experts_factored-data2

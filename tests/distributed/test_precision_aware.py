@@ -23,11 +23,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "moments_bf16": ("data2", HOST | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
     "moments_mixed": ("one", {"exp_avg_dtype": "bf16", "main_grads_dtype": "bf16"}),
     "always_active": ("data2", HOST | {"bcd_always_active": "norms,embedding", "exp_avg_dtype": "bf16"}),
-    "stateless": ("data2", {"bcd_inactive_update": "orthogonal"}),
+    "inactive": ("data2", {"bcd_inactive_update": "orthogonal"}),
     "pipeline": ("pipeline2", {"overlap_grad_reduce": True, "exp_avg_sq_dtype": "bf16"}),
     "one_block": ("data2", {"bcd_num_blocks": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}),
 }
-RESUMED = ("moments_bf16", "stateless", "pipeline")
+RESUMED = ("moments_bf16", "inactive", "pipeline")
 COMPARED = ("plain", "moments_mixed", "always_active", "one_block")
 """Combinations of the default suite, which have every flag of the cases."""
 

@@ -447,7 +447,7 @@ def test_a_delayed_result_keeps_the_steps_since(size: int) -> None:
     weight = torch.nn.Parameter(torch.tensor([1.5]))
     owner = mock.Mock(main_param=mock.Mock(return_value=weight.data))
     parameters = mock.Mock(active=lambda: {"weight": weight})
-    active = mock.Mock(parameters=parameters, owner_of=lambda name: owner, outer_momenta={})
+    active = mock.Mock(parameters=parameters, optimizer_of=lambda name: owner, outer_momenta={})
     groups = object.__new__(ReplicaGroups)
     groups._settings = mock.Mock(outer_lr=0.5 if size == 1 else 1, outer_momentum=0)
     groups._active, groups.size = active, size

@@ -1,4 +1,4 @@
-"""Layers in host memory that are loaded, updated and written back piece by piece."""
+"""Layers in host memory that are loaded, updated and written back chunk by chunk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.bcd.runtime import device, host_memory
 
 CASES: dict[str, dict[str, Any]] = {
     "layers": {},
-    "pieces": {"num_layers": 9, "piece_layers": 2},
+    "chunks": {"num_layers": 9, "chunk_layers": 2},
     "few": {"num_layers": 2},
     "fp32": {"dtype": torch.float32},
     "resident": {"num_resident": 2},
@@ -69,7 +69,7 @@ def copies(**arguments: Any) -> list[tuple[int, int]]:
         return result
 
 
-@pytest.mark.parametrize(("case", "buffers"), [("layers", 3), ("resident", 5), ("pieces", 6)])
+@pytest.mark.parametrize(("case", "buffers"), [("layers", 3), ("resident", 5), ("chunks", 6)])
 def test_copies_of_a_step(world1: World, case: str, buffers: int) -> None:
     """A pass copies each layer once, except those that are in buffers where the passes turn, and each is written back
     once."""

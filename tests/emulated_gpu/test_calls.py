@@ -89,7 +89,7 @@ def test_planned_work_memory_of_adam(dtype: str) -> None:
     weight = torch.nn.Parameter(torch.randn(shape, device="cuda", dtype=torch.bfloat16))
     optimizer = MatrixOptimizer({"matrix": (weight, MatrixLayout())}, group=_OneRank(), max_norm=1.0)
     adam = {"betas": (0.9, 0.99), "eps": 1e-8, "dtype": dtype, "decoupled_weight_decay": True}
-    rule = MatrixRule(name="adam", grad_dtype=torch.float32, is_by_piece=False, adam=adam)
+    rule = MatrixRule(name="adam", grad_dtype=torch.float32, is_by_chunk=False, adam=adam)
     optimizer.begin([(rule, ["matrix"], True)])
     optimizer.step(norm=2.0)  # fills the tables of low_bit_adam
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""Matrices that are stepped piece by piece, compared with steps of all matrices at once and with plain PyTorch."""
+"""Matrices that are stepped chunk by chunk, compared with steps of all matrices at once and with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class Case:
     def random(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator)
 
-    def begin(self, *, by_piece: bool) -> None:
+    def begin(self, *, by_chunk: bool) -> None:
         rules: Any = [(self.rule, list(self.weights), False)]
         streamed = set(self.places)
-        self.optimizer.begin(rules, piece_of if by_piece else None, streamed=streamed if by_piece else ())
+        self.optimizer.begin(rules, chunk_of if by_chunk else None, streamed=streamed if by_chunk else ())
         self.optimizer.param_groups[0].update(lr=LR, weight_decay=WEIGHT_DECAY)
 
     def draw(self) -> list[dict[str, torch.Tensor]]:
@@ -89,24 +89,24 @@ class Case:
                 with self.optimizer.no_sync():
                     torch.stack(losses).sum().backward()
 
-    def names_of(self, piece: int) -> list[str]:
-        return [name for name in self.weights if piece_of(name) == piece]
+    def names_of(self, chunk: int) -> list[str]:
+        return [name for name in self.weights if chunk_of(name) == chunk]
 
-    def step(self, microbatches: list[dict[str, torch.Tensor]], *, by_piece: bool) -> None:
+    def step(self, microbatches: list[dict[str, torch.Tensor]], *, by_chunk: bool) -> None:
         self.optimizer.zero_grad()
-        if not by_piece:
+        if not by_chunk:
             self.backward(microbatches, list(self.weights))
-        for piece in reversed(range(NUM_LAYERS)) if by_piece else ():
-            self.optimizer.open_piece(piece)
+        for chunk in reversed(range(NUM_LAYERS)) if by_chunk else ():
+            self.optimizer.open_chunk(chunk)
             num_elements = sum(gradient.numel() for gradient in self.optimizer.gradients())
-            assert num_elements == sum(self.weights[name].numel() for name in self.names_of(piece))
-            self.backward(microbatches, self.names_of(piece))
+            assert num_elements == sum(self.weights[name].numel() for name in self.names_of(chunk))
+            self.backward(microbatches, self.names_of(chunk))
             gradients = [weakref.ref(gradient) for gradient in self.optimizer.gradients()]
-            gradients += [weakref.ref(self.weights[name].main_grad) for name in self.names_of(piece)]
-            self.optimizer.step_piece(piece)
+            gradients += [weakref.ref(self.weights[name].main_grad) for name in self.names_of(chunk)]
+            self.optimizer.step_chunk(chunk)
             deadline = time.monotonic() + 5
             while any(gradient() is not None for gradient in gradients):  # gloo's threads still hold some
-                assert time.monotonic() < deadline, "gradients outlive the step of their piece"
+                assert time.monotonic() < deadline, "gradients outlive the step of their chunk"
         self.optimizer.reduce_gradients()
         norm, is_finite = self.optimizer.add_norm(0.0)
         assert is_finite and (0.0 < norm < math.inf) == self.rule.is_clipped
@@ -122,7 +122,7 @@ class Case:
         return state
 
 
-def piece_of(name: str) -> int:
+def chunk_of(name: str) -> int:
     return int(name.split(".")[1])
 
 
@@ -147,13 +147,13 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def stepped_both_ways(size: int, options: dict[str, Any]) -> tuple[bool, dict[str, torch.Tensor]]:
     with world_of(size):
         states = []
-        for by_piece in (False, True):
-            case = Case(**options, has_places=by_piece)
-            case.begin(by_piece=by_piece)
+        for by_chunk in (False, True):
+            case = Case(**options, has_places=by_chunk)
+            case.begin(by_chunk=by_chunk)
             for _ in range(NUM_STEPS):
-                case.step(case.draw(), by_piece=by_piece)
+                case.step(case.draw(), by_chunk=by_chunk)
             case.optimizer.end(keeps_moments=False)
-            if by_piece:
+            if by_chunk:
                 assert not any(LOW_BITS in matrix.state for matrix in case.optimizer.matrices.values())
             states.append(case.state())
         return same(*states), {name: states[1][name] for name in case.weights}
@@ -161,9 +161,9 @@ def stepped_both_ways(size: int, options: dict[str, Any]) -> tuple[bool, dict[st
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("rule", ["factored", "orthogonal", "adam"])
-def test_pieces_step_as_a_whole(world1: World, world2: World, size: int, rule: str) -> None:
-    """Steps by piece equal steps of all matrices at once bit for bit, on every rank, and free the gradients of each
-    piece."""
+def test_chunks_step_as_a_whole(world1: World, world2: World, size: int, rule: str) -> None:
+    """Steps by chunk equal steps of all matrices at once bit for bit, on every rank, and free the gradients of each
+    chunk."""
     world = world1 if size == 1 else world2
     for dtype in (torch.float32, torch.bfloat16):
         for grad_dtype, overlaps in ((torch.float32, False), (torch.bfloat16, True)):
@@ -179,10 +179,10 @@ def compared_with_plain(rule: str) -> list[float]:
         case = Case(rule=rule, dtype=torch.float32)
         plain = {name: weight.detach().clone() for name, weight in case.weights.items()}
         factors = {name: matrix.zero_factors()[None] for name, matrix in case.optimizer.matrices.items()}
-        case.begin(by_piece=True)
+        case.begin(by_chunk=True)
         for _ in range(NUM_STEPS):
             microbatches = case.draw()
-            case.step(microbatches, by_piece=True)
+            case.step(microbatches, by_chunk=True)
             for name, value in plain.items():
                 gradient = sum(gradients[name] for gradients in microbatches)
                 layout, rate = SHAPES[name.split(".")[2]][1], LR * case.rule.scale
@@ -197,52 +197,52 @@ def compared_with_plain(rule: str) -> list[float]:
 
 @pytest.mark.parametrize("rule", ["factored", "orthogonal"])
 def test_a_plain_loop_has_the_same_weights(world1: World, rule: str) -> None:
-    """Steps by piece lead to the weights of a plain loop over the rule's formula."""
+    """Steps by chunk lead to the weights of a plain loop over the rule's formula."""
     assert max(world1.run(compared_with_plain, rule)[0]) < 1e-6
 
 
 def stepped_with_inf(rule: str) -> tuple[list[bool], int, bool]:
-    """Return which layers changed, how many pieces were skipped, and whether the next step skips none."""
+    """Return which layers changed, how many chunks were skipped, and whether the next step skips none."""
     with world_of(2):
         case = Case(rule=rule, has_places=True)
-        case.begin(by_piece=True)
-        case.step(case.draw(), by_piece=True)
+        case.begin(by_chunk=True)
+        case.step(case.draw(), by_chunk=True)
         before, microbatches = case.state(), case.draw()
         if torch.distributed.get_rank() == 1:
             microbatches[0]["layers.1.proj"][3, 3] = torch.inf
-        case.step(microbatches, by_piece=True)
+        case.step(microbatches, by_chunk=True)
         after, skipped = case.state(), case.optimizer.skipped()
-        for name in [name for name in before if name.endswith("factors")]:  # a skipped step counts, in all pieces alike
+        for name in [name for name in before if name.endswith("factors")]:  # a skipped step counts, in all chunks alike
             assert after[name][-1] == before[name][-1] + 1
             before[name], after[name] = before[name][:-1], after[name][:-1]
         changed = [
-            [not torch.equal(bits(before[name]), bits(after[name])) for name in before if piece_of(name) == piece]
-            for piece in range(NUM_LAYERS)
+            [not torch.equal(bits(before[name]), bits(after[name])) for name in before if chunk_of(name) == chunk]
+            for chunk in range(NUM_LAYERS)
         ]
         assert all(len(set(layer)) == 1 for layer in changed), "a part of a layer was stepped"
-        case.step(case.draw(), by_piece=True)
+        case.step(case.draw(), by_chunk=True)
         return [layer[0] for layer in changed], skipped, case.optimizer.skipped() == 0
 
 
 @pytest.mark.parametrize("rule", ["factored", "orthogonal", "momentum", "adam"])
-def test_a_piece_that_is_not_finite_stays(world2: World, rule: str) -> None:
-    """All ranks skip a piece whose gradient is not finite on one rank, count it once in that step only, and step the
+def test_a_chunk_that_is_not_finite_stays(world2: World, rule: str) -> None:
+    """All ranks skip a chunk whose gradient is not finite on one rank, count it once in that step only, and step the
     others."""
     assert world2.run(stepped_with_inf, rule) == [([True, False, True], 1, True)] * 2
 
 
 def gradients_left() -> tuple[int, int]:
-    """Return the number of gradients after a piece is closed, and after a step that was given up in a piece."""
+    """Return the number of gradients after a chunk is closed, and after a step that was given up in a chunk."""
     with world_of(1):
         case = Case(rule="factored")
-        case.begin(by_piece=True)
+        case.begin(by_chunk=True)
         before, gradients, counts = case.state(), case.draw(), []
         for gives_up in (False, True):
             case.optimizer.zero_grad()
-            case.optimizer.open_piece(1)
+            case.optimizer.open_chunk(1)
             case.backward(gradients, case.names_of(1))
             if not gives_up:
-                case.optimizer.close_piece(1)
+                case.optimizer.close_chunk(1)
                 counts.append(len(list(case.optimizer.gradients())))
         case.optimizer.zero_grad()
         counts.append(len(list(case.optimizer.gradients())))
@@ -250,8 +250,8 @@ def gradients_left() -> tuple[int, int]:
         return counts[0], counts[1]
 
 
-def test_gradients_of_a_piece_are_freed(world1: World) -> None:
-    """The gradients of a piece are freed when it is closed without a step, and after a step that was given up."""
+def test_gradients_of_a_chunk_are_freed(world1: World) -> None:
+    """The gradients of a chunk are freed when it is closed without a step, and after a step that was given up."""
     assert world1.run(gradients_left) == [(0, 0)]
 
 
@@ -262,9 +262,9 @@ def phases_in_both_places(has_places: bool) -> tuple[dict[str, torch.Tensor], bo
     """
     with world_of(2):
         case = Case(rule="factored", has_places=has_places)
-        for phase, by_piece in enumerate((False, True, False, True)):
-            case.begin(by_piece=by_piece)
-            case.step(case.draw(), by_piece=by_piece)
+        for phase, by_chunk in enumerate((False, True, False, True)):
+            case.begin(by_chunk=by_chunk)
+            case.step(case.draw(), by_chunk=by_chunk)
             case.optimizer.end(keeps_moments=False)
             if phase == 2:
                 joined = Case(rule="factored", has_places=not has_places)
@@ -287,30 +287,30 @@ def test_low_bits_move_between_places(world2: World) -> None:
 
 
 def tied_gradient(overlaps: bool, has_last: bool) -> list[float]:
-    """Return the gradient of a tied embedding after the last piece, and before the step of its own piece."""
+    """Return the gradient of a tied embedding after the last chunk, and before the step of its own chunk."""
     with world_of(2):
         case = Case(rule="factored", overlaps=overlaps)
         tied = "layers.0.proj"
         case.weights[tied].zero_out_wgrad = True  # type: ignore[attr-defined]
         if not has_last:  # the last layer is active
-            case.weights = {name: weight for name, weight in case.weights.items() if piece_of(name) < NUM_LAYERS - 1}
-        case.begin(by_piece=True)
+            case.weights = {name: weight for name, weight in case.weights.items() if chunk_of(name) < NUM_LAYERS - 1}
+        case.begin(by_chunk=True)
         ones = [{name: torch.ones_like(weight.data) for name, weight in case.weights.items()}] * NUM_MICROBATCHES
         seen = []
-        for piece in reversed(range(NUM_LAYERS)):
-            case.optimizer.open_piece(piece)
-            if piece != 1:
+        for chunk in reversed(range(NUM_LAYERS)):
+            case.optimizer.open_chunk(chunk)
+            if chunk != 1:
                 case.backward(ones, [tied])
                 seen.append(float(case.weights[tied].main_grad[0, 0]))  # type: ignore[attr-defined]
-            case.optimizer.step_piece(piece)
+            case.optimizer.step_chunk(chunk)
         assert not hasattr(case.weights[tied], "main_grad")
-        case.optimizer.open_piece(NUM_LAYERS - 1)
-        case.optimizer.close_piece(NUM_LAYERS - 1)
-        assert not list(case.optimizer.gradients()), "the passes end, so no piece closes the embedding"
+        case.optimizer.open_chunk(NUM_LAYERS - 1)
+        case.optimizer.close_chunk(NUM_LAYERS - 1)
+        assert not list(case.optimizer.gradients()), "the passes end, so no chunk closes the embedding"
         return seen
 
 
 @pytest.mark.parametrize(("overlaps", "has_last"), [(False, True), (True, True), (False, False)])
 def test_a_tied_embedding_is_open_from_the_head_on(world2: World, overlaps: bool, has_last: bool) -> None:
-    """The gradient of a tied embedding keeps the head's part until the embedding's piece has added its own."""
+    """The gradient of a tied embedding keeps the head's part until the embedding's chunk has added its own."""
     assert world2.run(tied_gradient, overlaps, has_last) == [[2.0, 4.0]] * 2
