@@ -287,7 +287,7 @@ def test_low_bits_move_between_places(world2: World) -> None:
 
 
 def tied_gradient(overlaps: bool, has_last: bool) -> list[float]:
-    """Return the gradient of a tied embedding after the last chunk, and before the step of its own chunk."""
+    """Return the gradient of a tied embedding after the last chunk, and before the step of its chunk."""
     with world_of(2):
         case = Case(rule="factored", overlaps=overlaps)
         tied = "layers.0.proj"

@@ -364,7 +364,7 @@ def meets(config: Any, lineages: tuple[int, int]) -> bool:
 
 
 def test_a_state_is_of_one_lineage(world2: World, text_data: str) -> None:
-    """A group continues from the states that its ranks receive only if all are of one lineage. All groups take the
+    """A group continues from the states that its ranks receive only if all have one lineage. All groups take the
     most frequent state of those with the most steps."""
     config = worlds.run_config(data_path=text_data, **worlds.CUTS["data2"])
     assert world2.run(meets, config, (5, 5)) == [True, True]

@@ -21,9 +21,9 @@ from megatron.bcd.checkpoint.layout import RUN_STATE
 from megatron.bcd.checkpoint.run_state import (
     FORMAT_VERSION,
     RunState,
+    block_contents,
     check_same_network,
     check_same_weights,
-    block_contents,
     from_json,
     has_same_optimizers,
     resumed_phase,

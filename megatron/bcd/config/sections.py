@@ -178,12 +178,12 @@ class BcdConfig:
     )
     bcd_head_phase: bool = option(
         False,
-        "the final norm and an untied output head are a block of their own, the last one, with phases in which the "
+        "the final norm and an untied output head are a separate block, the last one, with phases in which the "
         "backward pass ends at the head's input",
     )
     bcd_inactive_update: str = option(
         "none",
-        "inactive update of the layer matrices outside the active block: orthogonal = orthogonalised gradients "
+        "update of the layer matrices outside the active block, without state: orthogonal = orthogonalised gradients "
         "(Newton-Schulz), factored = gradients divided by the root of their second moment, of which the means by row "
         "and by column are kept",
         choices=("none", "orthogonal", "factored"),
@@ -495,7 +495,7 @@ class DataConfig:
     sft_prompt_format: str = option(
         "auto",
         "form of the records as text: chat = the tokenizer's chat template; text = Alpaca's prompt for instructions, "
-        "other prompts as they are; auto = chat where the tokenizer has a template",
+        "other prompts unchanged; auto = chat where the tokenizer has a template",
         choices=("auto", "chat", "text"),
         group=FINE_TUNING,
     )

@@ -29,7 +29,7 @@ from megatron.bcd.runtime import collectives, device, host_memory, memory
 _ALIGNMENT = 128
 """In elements. Kernels read vectors, and Transformer Engine requires matrices at multiples of 256 bytes."""
 LOW_BITS, GRADIENT = "low_bits", "gradient"
-"""Kinds of state with rules of their own: the bits that 16-bit weights lack of their fp32 values, and a gradient that
+"""Kinds of state with separate rules: the bits that 16-bit weights lack of their fp32 values, and a gradient that
 waits for the norm of all gradients."""
 State = dict[str, torch.Tensor]
 """State of a parameter by kind, in the parameter's shape if it has as many elements."""
@@ -347,8 +347,8 @@ class HostLayers:
     def write_back(self, layers: Sequence[int]) -> None:
         """Start to copy the updated weights and state of the last `load` to host memory.
 
-        The rank that allocated the arena writes the weights. It has them after all ranks have computed with the old ones, because it
-        needs their gradients. So no rank still loads what it overwrites.
+        The rank that allocated the arena writes the weights. It has them after all ranks have computed with the old
+        ones, because it needs their gradients. So no rank still loads what it overwrites.
         """
         for layer in self._streamed(layers):
             if not layer.updated:

@@ -15,8 +15,8 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
-from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.chunks import chunk_of, stage_chunks, virtual_chunks
+from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_host_layers
 from megatron.bcd.model.host_layers import LOW_BITS
@@ -24,7 +24,7 @@ from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
 from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_matrix_optimizer, phase_rules
-from megatron.bcd.optim.state import OUTER_MOMENTUM, ParamState, BlockOptimizer
+from megatron.bcd.optim.state import OUTER_MOMENTUM, BlockOptimizer, ParamState
 from megatron.bcd.optim.switch_check import SwitchCheck
 from megatron.bcd.runtime import memory, replicas
 from megatron.bcd.runtime.compat import megatron_core

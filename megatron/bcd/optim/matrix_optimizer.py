@@ -34,15 +34,15 @@ from megatron.bcd.optim import update_rules
 from megatron.bcd.optim.matrix import (
     FACTORS,
     MOMENTS,
-    Matrix,
     ChunkMatrices,
+    Matrix,
     Rules,
     Stack,
     build_stacks,
     sum_of_squares,
 )
 from megatron.bcd.optim.matrix_update import update_stack
-from megatron.bcd.optim.state import MOMENTUM, ParamState, BlockOptimizer, host_sample
+from megatron.bcd.optim.state import MOMENTUM, BlockOptimizer, ParamState, host_sample
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import device, memory, replicas
 
