@@ -50,7 +50,8 @@ class World:
         """Prepare a world of `size` ranks. `backend` is by default the session's --backend;
         `environment` holds variables of the ranks."""
         self.size = size
-        self._environment = environment | {"BCD_TEST_BACKEND": backend or os.environ["BCD_TEST_BACKEND"]}
+        backend = backend or os.environ.get("BCD_TEST_BACKEND", "gloo")
+        self._environment = environment | {"BCD_TEST_BACKEND": backend}
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None

@@ -296,7 +296,7 @@ def _cut_world(config: RunConfig) -> None:
         for group in [group for group in distributed_c10d._world.pg_map if group != torch.distributed.group.WORLD]:
             torch.distributed.destroy_process_group(group)
     distributed.initialize(
-        backend=os.environ["BCD_TEST_BACKEND"],
+        backend=os.environ.get("BCD_TEST_BACKEND", "gloo"),
         timeout_minutes=2,
         tensor_size=config.tensor_size,
         pipeline_size=config.pipeline_size,
