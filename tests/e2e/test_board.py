@@ -27,7 +27,7 @@ from support.fine_tuning import CHATML, questions, tokenizer_folder, write_recor
 from support.processes import ROOT
 
 PLAN = ["--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1", "--seq-length", "64"]
-STEPS = 100
+STEPS = 200
 WAIT_MS = 280_000  # two busy cores
 WIDTHS = (1280, 400)
 
