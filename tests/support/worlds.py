@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -31,12 +32,10 @@ from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.step import Step
-from megatron.bcd.runtime import collectives, device, distributed, rng
-from megatron.bcd.runtime.compat import pytorch
+from megatron.bcd.runtime import device, distributed, rng
 from megatron.bcd.trainer import Trainer
 from megatron.bcd.training.resolve import resolve_run
 from megatron.bcd.training.state import StepResult
-from support import backends, strict_backend
 from support.activation_meter import ActivationMeter
 
 MockGPTLowLevelDataset.size = 1000  # documents; to shuffle the samples of 100,000 took a third of a small run's time
@@ -282,8 +281,6 @@ def parallel(config: RunConfig, *, freezes: bool = False) -> Iterator[None]:
     try:
         with contextlib.nullcontext() if freezes else mock.patch.object(gc, "freeze"):
             yield
-        if backends.is_strict():
-            strict_backend.check_finished()
     finally:
         if freezes:
             gc.unfreeze()
@@ -308,11 +305,8 @@ def _cut_world(config: RunConfig) -> None:
         parallel_state.destroy_model_parallel()
         for group in [group for group in distributed_c10d._world.pg_map if group != torch.distributed.group.WORLD]:
             torch.distributed.destroy_process_group(group)
-    if backends.is_strict():
-        strict_backend.register()
-        pytorch.share_gloo_device()  # as with gloo, before the first group
     distributed.initialize(
-        backend="strict" if backends.is_strict() else backends.chosen(),
+        backend=os.environ.get("BCD_TEST_BACKEND", "gloo"),
         timeout_minutes=2,
         tensor_size=config.tensor_size,
         pipeline_size=config.pipeline_size,
