@@ -83,10 +83,10 @@ def plain_loop(config: RunConfig, result: dict[str, Any], records: list[dict[str
 
 def test_one_block_is_a_plain_loop(world1: World, data: str, records: list[dict[str, str]]) -> None:
     """Fine-tuning with one block has the losses of a plain loop over padded, unpacked samples."""
-    config = fine_tuning.config_of(data, **LLAMA, **PLAIN, train_iters=20)
+    config = fine_tuning.config_of(data, **LLAMA, **PLAIN, train_iters=10)
     (result,) = world1.run(run_of, config)
     expected = plain_loop(config, result, records)
-    assert len(expected) == 20 and expected[-1] < expected[0] - 0.5
+    assert len(expected) == 10 and expected[-1] < expected[0] - 0.5
     assert result["losses"] == pytest.approx(expected, abs=1e-4)
 
 
@@ -180,8 +180,6 @@ def test_tables_and_folders(world2: World, records: list[dict[str, str]], tmp_pa
 CUTS: dict[str, dict[str, Any]] = {
     "pipeline2": {"pipeline_model_parallel_size": 2},
     "tensor2": {"tensor_model_parallel_size": 2},
-    "data2": {},
-    "interleaved": {"pipeline_model_parallel_size": 2, "bcd_layout": "interleaved"},
 }
 
 
@@ -212,7 +210,7 @@ def test_resumed_in_an_epoch(world2: World, data: str, tmp_path: Path) -> None:
     flags = {"bcd_num_blocks": 2, "bcd_steps_per_block": 3, "global_batch_size": 4, "train_iters": 8, "eval_iters": 1}
     flags |= {"eval_interval": 4, "pipeline_model_parallel_size": 2, "save": tmp_path}
     config = fine_tuning.config_of(data, world_size=2, **flags)
-    assert world2.run(resumed_runs.stopped_and_resumed, config, (2, 5), str(tmp_path)) == [[], []]
+    assert world2.run(resumed_runs.stopped_and_resumed, config, (5,), str(tmp_path)) == [[], []]
 
 
 def test_a_cached_prefix(world2: World, data: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support import resumed_runs, worlds
 from support.dist import World
-from support.pairwise import Combination, pairwise, thinned
+from support.pairwise import Combination
 
 from megatron.bcd.checkpoint.shard_writer import ShardWrite
 from megatron.bcd.model.builder import get_host_layers
@@ -57,8 +57,14 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-CASES = pairwise({"cut": CUTS, **FACTORS}, lambda case: case["cut"] != "pipeline" or case["layout"] == "spread")
-CASES.sort(key=lambda case: [*CUTS].index(case["cut"]))
+DEFAULT = """
+one-strided-bf16-parts-selective-1
+pipeline-spread-bf16-finetune-none-1
+tensor-spread-fp32-random-none-0
+data-spread-fp16-frozen-none-2
+context-spread-fp32-head-none-0
+"""
+CASES = [dict(zip(("cut", *FACTORS), line.split("-"), strict=True)) for line in DEFAULT.split()]
 
 
 def config_of(case: Combination, **more: Any) -> Any:
@@ -71,7 +77,7 @@ def config_of(case: Combination, **more: Any) -> Any:
     return worlds.run_config(world_size=size, **flags | more)
 
 
-@pytest.mark.parametrize("case", thinned(CASES, keep_every=6), ids=lambda case: "-".join(case.values()))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
 def test_the_same_bits(world1: World, world2: World, case: Combination) -> None:
     """Runs with layers in host memory equal runs with layers on the device bit for bit."""
     world = (world1, world2)[CUTS[case["cut"]][0] - 1]
@@ -93,15 +99,14 @@ def test_the_same_bits_with_experts_and_sinks(world1: World) -> None:
     assert worlds.same_bits(on_device["weights"], on_host["weights"]) == []
 
 
-@pytest.mark.parametrize(("first", "second"), thinned([("host", "device"), ("device", "host")], keep_every=2))
-def test_resumes_in_the_other_place(world2: World, tmp_path: Path, first: str, second: str) -> None:
+def test_resumes_in_the_other_place(world2: World, tmp_path: Path) -> None:
     """A run that resumes with its layers in the other place equals the uninterrupted run bit for bit."""
     case = {"cut": "data", "layout": "spread", "precision": "bf16", "method": "parts", "recompute": "none"}
     config = functools.partial(config_of, case | {"resident": "0"}, **EMBEDDING_ON_HOST)
     whole = world2.run(resumed_runs.one_part, config())
     folder = tmp_path / "run"
-    world2.run(resumed_runs.one_part, config(save=folder, exit_interval=3, bcd_layers_on=first))
-    rest = world2.run(resumed_runs.one_part, config(load=folder, bcd_layers_on=second))
+    world2.run(resumed_runs.one_part, config(save=folder, exit_interval=3, bcd_layers_on="host"))
+    rest = world2.run(resumed_runs.one_part, config(load=folder, bcd_layers_on="device"))
     for left, other in zip(whole, rest, strict=True):
         assert left["steps"][3:] == other["steps"]
         assert worlds.same_bits(left["weights"], other["weights"]) == []
@@ -269,7 +274,7 @@ def locked_by(config: Any, code: int) -> tuple[list[tuple[str, int, bool]], list
 def test_pages_are_unlocked_before_they_are_unmapped(world1: World, code: int) -> None:
     """The second run in a process locks its own pages, after those of the first are unlocked and while both are mapped.
     An error of CUDA is reported."""
-    config = config_of(CASES[0] | {"cut": "one"}, bcd_layers_on="host")
+    config = config_of(CASES[0], bcd_layers_on="host", train_iters=1, eval_iters=0)
     [(calls, told)] = world1.run(locked_by, config, code)
     assert [name for name, *_ in calls] == ["register", "unregister"] * 2
     assert all(is_mapped for *_, is_mapped in calls)
@@ -309,25 +314,22 @@ def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int, int]:
         return resumed_runs.one_part(config), copied, total, main_params
 
 
-@pytest.mark.parametrize(("cut", "precision"), [("one", "bf16"), ("data", "fp16"), ("data", "bf16")])
-def test_async_save_reads_frozen_layers_where_they_lie(
-    world1: World, world2: World, tmp_path: Path, cut: str, precision: str
-) -> None:
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_async_save_reads_frozen_layers_where_they_lie(world2: World, tmp_path: Path, precision: str) -> None:
     """An asynchronous save copies the layers and main parameters of the active block only, and writes all layers as
     they were at the save."""
-    world = (world1, world2)[CUTS[cut][0] - 1]
-    case = {"cut": cut, "layout": "spread", "precision": precision, "method": "paper", "recompute": "none"}
+    case = {"cut": "data", "layout": "spread", "precision": precision, "method": "paper", "recompute": "none"}
     flags = {"bcd_layers_on": "host", "bcd_steps_per_block": 1, "swiglu": True} | EMBEDDING_ON_HOST
     flags |= {"num_layers": 3, "bcd_num_blocks": 3}  # two ranks share a layer
     config = functools.partial(config_of, case | {"resident": "1"}, **flags)
-    whole = world.run(resumed_runs.one_part, config())
+    whole = world2.run(resumed_runs.one_part, config())
     folder = tmp_path / "run"
-    saving = world.run(saved_in_background, config(save=folder, save_interval=2, async_save=True))
+    saving = world2.run(saved_in_background, config(save=folder, save_interval=2, async_save=True))
     copied, total, main_params = (sum(rank[place] for rank in saving) for place in (1, 2, 3))
-    assert total > 0 and copied == total // 3, "all but the active one of three blocks"
+    assert total > 0 and copied == total // 3, "one of three blocks is active"
     assert main_params == 2 * copied
     resumed_runs.point_to(str(folder), 2)
-    rest = world.run(resumed_runs.one_part, config(load=folder))
+    rest = world2.run(resumed_runs.one_part, config(load=folder))
     for expected, (passing, *_), late in zip(whole, saving, rest, strict=True):
         assert resumed_runs.differences(expected, [passing]) + resumed_runs.differences(expected, [late]) == []
 

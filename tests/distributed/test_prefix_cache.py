@@ -11,34 +11,20 @@ from support.dist import World
 
 HEAD = {"bcd_head_phase": True, "untie_embeddings_and_output_weights": True, "bcd_order": "descending"}
 CASES: dict[str, dict[str, Any]] = {
-    "one": {},
     "recompute_bf16": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
     | {"bf16": True},
     "masks": {"reset_attention_mask": True, "reset_position_ids": True, "position_embedding_type": "rope"},
-    "data2": {"world_size": 2},
-    "submodel": worlds.PIPELINE | {"bcd_layout": "submodel", "bcd_num_blocks": 2},
     "stage": worlds.PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
-    "spread": worlds.PIPELINE,
     "llama": worlds.PIPELINE
     | {"form": "llama", "group_query_attention": True, "num_query_groups": 2, "bcd_order": "descending"}
     | {"bcd_layout": "submodel", "bcd_num_blocks": 2},
-    "stages4": {"world_size": 4, "pipeline_model_parallel_size": 4, "bcd_layout": "stage", "bcd_num_blocks": None}
-    | {"bcd_steps_per_block": 2, "train_iters": 8, "bcd_sample_ratio": 0.003},
     "interleaved": worlds.PIPELINE | {"bcd_layout": "interleaved"},
     "head": HEAD,
-    "head_stage": worlds.PIPELINE | HEAD | {"bcd_layout": "stage", "bcd_num_blocks": None},
-    "head_interleaved": worlds.PIPELINE | HEAD | {"bcd_layout": "interleaved"},
-    "strided_chunks": worlds.PIPELINE
-    | {"num_virtual_stages_per_pipeline_rank": 6, "num_layers": 12}
-    | {"bf16": True, "reset_attention_mask": True},
-    "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2, "micro_batch_size": 4},
     "stages2_context2": worlds.PIPELINE | {"world_size": 4, "context_parallel_size": 2, "micro_batch_size": 4},
 }
-IN_OTHERS = ("submodel", "head_stage", "head_interleaved", "strided_chunks")
-"""Combinations of parts of which each is in another case."""
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in IN_OTHERS)) for case in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_cached_is_computed(
     world1: World, world2: World, world4: World, text_data: str, tmp_path: Path, case: str
 ) -> None:

@@ -129,15 +129,13 @@ def final_weights(config: Any) -> dict[str, torch.Tensor]:
         return worlds.weights_of(run.model)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_loss_that_is_a_sum(world1: World, world2: World, text_data: str, size: int) -> None:
+def test_a_loss_that_is_a_sum(world2: World, text_data: str) -> None:
     """A loss that is a sum over tokens leads to the weights of a loss that is a mean. All tokens count here, so both
     kinds of loss have the same mean gradient."""
     ramp = {"train_iters": None, "train_samples": 40, "rampup_batch_size": (4, 4, 16), "global_batch_size": 12}
     flags = METHODS["factored_no_block"] | ramp | {"micro_batch_size": 2, "bcd_steps_per_block": 2, "lr": 3e-3}
-    world = world1 if size == 1 else world2
     runs = [
-        world.run(final_weights, worlds.run_config(data_path=text_data, **flags, calculate_per_token_loss=is_sum))[0]
+        world2.run(final_weights, worlds.run_config(data_path=text_data, **flags, calculate_per_token_loss=is_sum))[0]
         for is_sum in (False, True)
     ]
     for name, weight in runs[0].items():
@@ -160,18 +158,16 @@ def plain_tensors(config: Any) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("cut", ["one", "data2", "tensor2"])
 def test_stopped_runs_equal_the_plain_loop(
-    world1: World, world2: World, initial_weights: Callable[..., dict[str, Any]], tmp_path: Path, cut: str
+    world1: World, world2: World, initial_weights: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    """A run that stops and resumes has the plain loop's matrices and means of squared gradients, under every layout."""
+    """A tensor-parallel run that stops and resumes has the plain loop's matrices and means of squared gradients."""
     network = {"untie_embeddings_and_output_weights": True, "swiglu": True}
     flags = ITERATIONS | METHODS["factored_embedding"] | initial_weights(**network)
     expected = world1.run(plain_tensors, worlds.run_config(**flags))[0]
-    world = world1 if cut == "one" else world2
-    config = worlds.run_config(**flags | worlds.CUTS[cut] | {"save": str(tmp_path)})
-    world.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, exit_interval=3))
-    world.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, load=str(tmp_path), finetune=False))
+    config = worlds.run_config(**flags | worlds.CUTS["tensor2"] | {"save": str(tmp_path)})
+    world2.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, exit_interval=3))
+    world2.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, load=str(tmp_path), finetune=False))
     actual = world1.run(resumed_runs.tensors_of, str(tmp_path / "iter_0000008"))[0]
     for name, tensor in expected.items():  # all layers of a kind lie in one tensor
         _, number, rest = name.split(".", 2) if name.startswith("layers.") else ("", "0", "")
@@ -226,10 +222,9 @@ def spoilt_step(config: Any) -> list[list[str]]:
         return changed
 
 
-@pytest.mark.parametrize("cut", ["data2", "pipeline2"])
-def test_a_stateless_gradient_that_is_not_finite_skips_the_step(world2: World, text_data: str, cut: str) -> None:
+def test_a_stateless_gradient_that_is_not_finite_skips_the_step(world2: World, text_data: str) -> None:
     """If a stateless gradient is not finite on one rank, all ranks skip the whole step."""
-    config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS["adam"] | worlds.CUTS[cut])
+    config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS["adam"] | worlds.CUTS["pipeline2"])
     for changed in world2.run(spoilt_step, config):
         assert changed[2] == [] and all(changed[:2] + changed[3:])
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from support import resumed_runs, streamed_layers, worlds
 from support.dist import World
-from support.pairwise import thinned
 
 from megatron.bcd.checkpoint import optimizer_state
 from megatron.bcd.checkpoint.shard_writer import Planner, ShardWrite
@@ -169,7 +168,7 @@ def loaded_in_portions(config: Any) -> tuple[dict[str, Any], int]:
         return resumed_runs.one_part(config), most
 
 
-@pytest.mark.parametrize(("size", "rule"), thinned([(size, rule) for size in (1, 2) for rule in RULES], keep_every=2))
+@pytest.mark.parametrize(("size", "rule"), [(1, "adam"), (2, "factored"), (2, "pretrain")])
 def test_saves_layers_that_each_step_writes(world1: World, world2: World, tmp_path: Path, size: int, rule: str) -> None:
     """An asynchronous save has the layers as they were before later steps, without a copy of their weights. A resumed
     run loads their state in portions."""
