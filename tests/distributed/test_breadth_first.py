@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from pathlib import Path
@@ -17,7 +16,6 @@ from support.dist import World
 from megatron.bcd import trainer
 from megatron.bcd.checkpoint import layout, optimizer_state
 from megatron.bcd.model.builder import get_host_layers
-from megatron.bcd.optim.core_optimizer import CoreOptimizer
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.pipeline import schedule
 from megatron.bcd.pipeline.breadth_first import BreadthFirstIteration
@@ -339,27 +337,6 @@ def test_full_training_by_streaming(world1: World, world2: World, world4: World,
     for expected, other in zip(depth, breadth, strict=True):
         assert resumed_runs.differences(expected, [other]) == []
     assert worlds.same_bits(tensors_of(world1, left, 4), tensors_of(world1, right, 4)) == []
-
-
-def with_first_norm_spoilt(config: Any) -> dict[str, Any]:
-    """Run one part of a run whose first step has a norm that is not finite."""
-    gradient_norm, results = CoreOptimizer.gradient_norm, [math.nan] * (config.checkpoint.load is None)
-
-    def spoil(self: CoreOptimizer) -> float:
-        return results.pop() if results else gradient_norm(self)
-
-    with mock.patch.object(CoreOptimizer, "gradient_norm", spoil):
-        return resumed_runs.one_part(config)
-
-
-def test_resumes_after_a_first_step_without_norms(world1: World, tmp_path: Path) -> None:
-    """A run resumes after a first step that updated the pieces, but neither norms nor embedding."""
-    flags = HOST | {"train_iters": 2, "save": tmp_path, "check_for_nan_in_loss_and_grad": True}
-    config = functools.partial(config_of, {"cut": "one", "method": "adam", "precision": "bf16"}, **flags)
-    [whole] = world1.run(with_first_norm_spoilt, config(save=None))
-    [first] = world1.run(with_first_norm_spoilt, config(exit_interval=1))
-    [second] = world1.run(with_first_norm_spoilt, config(load=tmp_path))
-    assert resumed_runs.differences(whole, [first, second]) == []
 
 
 def streamed_steps(config: Any) -> tuple[list[tuple[int, int]], list[float]]:

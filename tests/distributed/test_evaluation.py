@@ -62,14 +62,14 @@ def test_fixed_samples(world_of: Callable[[str], World], initial_weights: Flags)
     )
     assert len(set(moving)) == 4 and len(fixed) == 4
     assert set(fixed) == {fixed[0]}
-    longer = flags | {"train_iters": 8, "eval_interval": 1, "eval_fixed": True}
+    longer = flags | {"train_iters": 3, "eval_interval": 1, "eval_fixed": True}
     assert set(world_of("one").run(losses, worlds.run_config(**longer))[0]) == {fixed[0]}
     for cut in ("pipeline2", "data2"):
         for mine in world_of(cut).run(losses, worlds.run_config(**flags | CUTS[cut], eval_fixed=True)):
             assert mine == pytest.approx(fixed, rel=1e-6)
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", ["data2", "pipeline4"])
 def test_the_whole_split(world_of: Callable[[str], World], initial_weights: Flags, cut: str) -> None:
     """--full-validation averages over each sample of the split once, also if the last batch is not full, in every
     layout."""

@@ -7,7 +7,7 @@ import functools
 import gc
 import resource
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,16 +16,12 @@ import pytest
 import torch
 from support import resumed_runs, worlds
 from support.dist import World
-from support.pairwise import Combination
 
 from megatron.bcd.checkpoint.shard_writer import ShardWrite
-from megatron.bcd.model.builder import get_host_layers
 from megatron.bcd.optim import block_state
 from megatron.bcd.optim.bf16 import Bf16Residual, bf16_residual
 from megatron.bcd.optim.state import MAIN_PARAM
 from megatron.bcd.runtime import host_memory
-from megatron.bcd.training import reporting
-from megatron.bcd.training.resolve import resolve_run
 
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -67,7 +63,7 @@ context-spread-fp32-head-none-0
 CASES = [dict(zip(("cut", *FACTORS), line.split("-"), strict=True)) for line in DEFAULT.split()]
 
 
-def config_of(case: Combination, **more: Any) -> Any:
+def config_of(case: dict[str, str], **more: Any) -> Any:
     size, cut = CUTS[case["cut"]]
     flags = {"num_layers": 8, "mock_data": True, "split": None, "micro_batch_size": 1, "global_batch_size": 4} | cut
     flags |= {"eval_iters": 1, "eval_interval": 3, "train_iters": 6, "bcd_num_blocks": 4}
@@ -78,7 +74,7 @@ def config_of(case: Combination, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
-def test_the_same_bits(world1: World, world2: World, case: Combination) -> None:
+def test_the_same_bits(world1: World, world2: World, case: dict[str, str]) -> None:
     """Runs with layers in host memory equal runs with layers on the device bit for bit."""
     world = (world1, world2)[CUTS[case["cut"]][0] - 1]
     on_device = world.run(worlds.train_run, config_of(case, bcd_resident_layers=0))
@@ -165,32 +161,6 @@ def test_auto_takes_what_fits(world1: World) -> None:
     on_device = [8 if place == "device" else resident for place, resident in result]
     assert on_device == sorted(on_device) and on_device[0] == 0 and on_device[-1] == 8
     assert len(set(on_device)) >= 4, result
-
-
-def told_of_auto(config: Any) -> tuple[Any, list[str], list[str], dict[str, Any]]:
-    """Return the flags of a run after its steps, the notes of its summary, its warnings, and what wandb gets."""
-    with mock.patch.object(reporting, "Reporter") as reporter, worlds.started(config) as training:
-        training.train()
-        run = resolve_run(config)
-        reporting.build_reporter(run, start_iteration=0)
-        logged = reporter.call_args.kwargs["run_config"]["bcd"]
-        return training.config.bcd, training.recorder.summary.notes, training.recorder.warnings, logged
-
-
-def test_auto_in_the_summary_and_on_resume(world1: World, tmp_path: Path) -> None:
-    """The run summary and the logged configuration have what --bcd-layers-on auto chose. A resumed run may leave out
-    flags that equal their defaults, without a warning."""
-    case = {"cut": "one", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
-    flags = {"bcd_layers_on": "auto", "recompute_memory_gib": 920 * 2**10 / 2**30} | EMBEDDING_ON_HOST
-    flags |= {"save": tmp_path / "run", "load": tmp_path / "run"}
-    explicit = {"bcd_num_blocks": 3, "ffn_hidden_size": 128}
-    for last, changes in ((3, explicit), (6, dict.fromkeys(explicit))):
-        config = config_of(case | {"resident": "0"}, exit_interval=last, **flags | changes)
-        [(bcd, notes, warnings, logged)] = world1.run(told_of_auto, config)
-        assert bcd.bcd_layers_on == "host" and bcd.bcd_num_blocks == 3
-        assert logged == asdict(bcd)
-        stays = f"buffers for {3 + bcd.bcd_resident_layers} layers on the device"
-        assert [note for note in notes if note.endswith(stays)] and not warnings, (notes, warnings)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -332,20 +302,3 @@ def test_async_save_reads_frozen_layers_where_they_lie(world2: World, tmp_path: 
     rest = world2.run(resumed_runs.one_part, config(load=folder))
     for expected, (passing, *_), late in zip(whole, saving, rest, strict=True):
         assert resumed_runs.differences(expected, [passing]) + resumed_runs.differences(expected, [late]) == []
-
-
-def kept_elsewhere(config: Any) -> list[str]:
-    """Return the layers' parameters whose low bits are not stored next to the weights."""
-    with worlds.started(config) as run:
-        run.train()
-        frozen = get_host_layers(run.model)
-        kept = [item for item in run.active.offloaded.shards.items() if ".layers." in item[0]]
-        assert len({run.active.parameters.ownership(name).block for name, _ in kept}) > 1
-        return [name for name, shard in kept if not frozen.is_on_host(shard.residual.differences)]
-
-
-def test_low_bits_lie_in_the_arena(world2: World, tmp_path: Path) -> None:
-    """The low bits of the layers lie in the arena of their weights."""
-    case = {"cut": "data", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
-    config = config_of(case | {"resident": "0"}, bcd_layers_on="host")
-    assert world2.run(kept_elsewhere, config) == [[], []]

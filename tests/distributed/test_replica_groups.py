@@ -20,8 +20,7 @@ from support import resumed_runs, worlds
 from support.dist import RankError, World
 
 from megatron.bcd import data
-from megatron.bcd.checkpoint import layout
-from megatron.bcd.training.replica_groups import ReplicaGroups, common_state
+from megatron.bcd.training.replica_groups import ReplicaGroups
 
 pytest.importorskip("torchft")
 
@@ -275,28 +274,6 @@ def test_a_group_comes_back(other_worlds: list[World], text_data: str, lighthous
     assert back["metrics"] == first["metrics"][6:]
 
 
-def test_a_group_comes_back_as_the_first(
-    other_worlds: list[World], text_data: str, lighthouse: str, tmp_path: Path
-) -> None:
-    """The checkpoint that is due when the first group comes back is written."""
-    planned = configs(2, lighthouse, data_path=text_data, save=str(tmp_path), save_interval=6)
-    come_back(other_worlds, planned[::-1])
-    assert layout.candidates(str(tmp_path)) == [12, 6]
-
-
-@pytest.mark.long
-def test_a_group_that_comes_back_adds_nothing(
-    world1: World, other_worlds: list[World], text_data: str, lighthouse: str
-) -> None:
-    """A group that comes back does not count in the mean of its first exchange."""
-    group_worlds, flags = [world1, *other_worlds], {"data_path": text_data, "outer_interval": 2}
-    first, *_ = come_back(group_worlds, configs(3, lighthouse, **flags))
-    two = configs(3, lighthouse, **flags | {"min_replica_groups": 1})
-    (without,), *_ = together(group_worlds, two, {"end": "kill", "end_after": 5})
-    assert first["losses"][:7] == without["losses"][:7]
-    assert first["losses"][7:] != without["losses"][7:]
-
-
 def idle_after_join(config: Any, *, is_idle: bool) -> str:
     """Return how a run ended. If it `is_idle`, it takes the other group's main parameters and steps nothing
     afterwards."""
@@ -343,27 +320,6 @@ def test_the_switch_check_of_a_group_that_joins(other_worlds: list[World], text_
         ]
         [healthy], [idle] = [run.result() for run in runs]
     assert idle.startswith("iteration 1, phase 0: block 0 is active, but its weights"), (idle, healthy)
-
-
-def meets(config: Any, lineages: tuple[int, int]) -> bool:
-    """Return whether a group continues from what its ranks receive when it meets others."""
-    target = object.__new__(ReplicaGroups)
-    target._manager, target._trainer, target._is_stray = mock.Mock(errored=lambda: None), mock.Mock(), True
-    target._trainer.state.iteration = 3
-    with worlds.started(config), mock.patch.object(ReplicaGroups, "_continue_from_peer") as continues:
-        target._received = {"lineage": lineages[torch.distributed.get_rank()], "counters": {}}
-        target._meet()
-    return bool(continues.called)
-
-
-def test_a_state_is_of_one_lineage(world2: World, text_data: str) -> None:
-    """A group continues from the states that its ranks receive only if all are of one lineage. All groups take the
-    most frequent state of those with the most steps."""
-    config = worlds.run_config(data_path=text_data, **worlds.CUTS["data2"])
-    assert world2.run(meets, config, (5, 5)) == [True, True]
-    assert world2.run(meets, config, (5, 6)) == [False, False]
-    assert common_state([1, 2, 2, 3], [20, 20, 20, 20]) == 2
-    assert common_state([1, 1, 2, 3], [10, 10, 20, 20]) == 2
 
 
 def test_resume(text_data: str, lighthouse: str, pairs: list[World], tmp_path: Path) -> None:
@@ -433,29 +389,6 @@ def train_without_quorum(config: Any) -> None:
 DELAYED: dict[str, Any] = {"bcd_steps_per_block": 6, "outer_interval": 3, "outer_delay": 2, "bcd_preset": "pretrain"}
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_delayed_result_keeps_the_steps_since(size: int) -> None:
-    """A group that was at 1.0 when an exchange started and is at 1.5 now goes to 1.25 if the groups reach 0.75; also if
-    it is alone and the outer step reaches 0.75."""
-    weight = torch.nn.Parameter(torch.tensor([1.5]))
-    owner = mock.Mock(main_param=mock.Mock(return_value=weight.data))
-    parameters = mock.Mock(active=lambda: {"weight": weight})
-    active = mock.Mock(parameters=parameters, owner_of=lambda name: owner, outer_momenta={})
-    groups = object.__new__(ReplicaGroups)
-    groups._settings = mock.Mock(outer_lr=0.5 if size == 1 else 1, outer_momentum=0)
-    groups._active, groups.size = active, size
-    groups._anchor, groups._values = {"weight": torch.tensor([0.5])}, {"weight": torch.tensor([1.0])}
-    place = "megatron.bcd.training.replica_groups"
-    with (
-        mock.patch(f"{place}.replicas.shard_slice", lambda number: slice(0, number)),
-        mock.patch(f"{place}.replicas.group"),
-        mock.patch(f"{place}.collectives.join_shards", lambda part, *_, **__: part),
-    ):
-        groups._apply({"weight": torch.tensor([0.5])}, num_trained=size, keeps_steps=True)
-    owner.set_main_param.assert_called_once_with("weight", torch.tensor([1.25]))
-    assert groups._anchor["weight"] == 0.75
-
-
 def test_delayed_groups_agree(text_data: str, lighthouse: str, pairs: list[World], tmp_path: Path) -> None:
     """Groups with delayed results agree, and an exchange under way ends before a phase or a checkpoint does."""
     flags = worlds.CUTS["pipeline2"] | DELAYED | {"data_path": text_data, "save": str(tmp_path), "save_interval": 4}
@@ -478,13 +411,3 @@ def test_a_group_is_lost_while_an_exchange_is_under_way(
     agree(*left)
     assert len(left[0][0]["steps"]) == 12
     assert [exchange.iteration for exchange in left[0][0]["exchanges"]] == [0, 5, 6, 9, 12]
-
-
-@pytest.mark.long
-def test_a_group_joins_where_the_result_is_delayed(other_worlds: list[World], text_data: str, lighthouse: str) -> None:
-    """A group that joins reaches the values of those that apply the result later."""
-    planned = configs(2, lighthouse, data_path=text_data, **DELAYED | {"bcd_steps_per_block": 12, "outer_interval": 6})
-    first, back = come_back(other_worlds, planned)
-    assert first["exchanges"][-2].iteration == 6
-    pairs = zip(first["exchanges"][-2:], back["exchanges"], strict=True)
-    assert all(dataclasses.replace(left, group=1) == right for left, right in pairs)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from support import resumed_runs, worlds
 from support.gpu_worlds import Worlds
-from support.pairwise import Combination
 
 PIPELINE = {"pipeline_model_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -95,7 +94,7 @@ def start(cpus: Worlds, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     return flags
 
 
-def config_of(case: Combination, folder: Path | None = None, **flags: Any) -> Any:
+def config_of(case: dict[str, str], folder: Path | None = None, **flags: Any) -> Any:
     size, cut = (CUTS | FOUR | EXPERTS)[case["cut"]]
     values: dict[str, Any] = {"num_layers": 4, "bcd_num_blocks": 2, "train_iters": 5, "micro_batch_size": 1}
     values |= {"global_batch_size": 4, "eval_iters": 1, "eval_interval": 3, "no_bias_gelu_fusion": True}
@@ -122,7 +121,7 @@ def assert_same_run(mine: list[dict[str, Any]], theirs: list[dict[str, Any]], to
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
 def test_as_on_a_cpu(
-    gpus: Worlds, cpus: Worlds, start: dict[str, dict[str, Any]], tmp_path: Path, case: Combination
+    gpus: Worlds, cpus: Worlds, start: dict[str, dict[str, Any]], tmp_path: Path, case: dict[str, str]
 ) -> None:
     """A run on GPUs has the losses, gradient norms, evaluations and model state of the same run on a CPU."""
     size, weights = (CUTS | FOUR | EXPERTS)[case["cut"]][0], start["experts" if case["cut"] in EXPERTS else "one"]
@@ -142,7 +141,7 @@ RESUMED = ({"layout": "spread", "method": "paper", "option": "host_state"},
 @pytest.mark.parametrize(("precision", "first"), [("fp32", "gpu"), ("bf16", "cpu")])
 @pytest.mark.parametrize("case", RESUMED, ids=lambda case: case["method"])
 def test_the_other_device_goes_on(
-    gpus: Worlds, cpus: Worlds, tmp_path: Path, case: Combination, precision: str, first: str
+    gpus: Worlds, cpus: Worlds, tmp_path: Path, case: dict[str, str], precision: str, first: str
 ) -> None:
     """A checkpoint of either device resumes on both, with the same losses."""
     case = case | {"cut": "pipeline", "precision": precision}
