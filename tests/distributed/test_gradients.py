@@ -42,7 +42,6 @@ NOT_GATED = {"no_swiglu": True, "squared_relu": True}
 NEMOTRON = NOT_GATED | GROUPED | {"normalization": "LayerNorm", "apply_layernorm_1p": True, "rotary_percent": 0.5}
 HALF_ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 NEMOTRON_SETTINGS = HALF_ROTATED | {"model_type": "nemotron", "norm_eps": 1e-5}
-STABLELM = HALF_ROTATED | {"model_type": "stablelm", "layer_norm_eps": 1e-5}
 # by name: script, ranks, flags, transformers' settings
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "llama_grouped": (
@@ -53,10 +52,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "llama_pipeline2": ("llama", 2, GROUPED | PIPELINE, {}),
     "llama_one_group_tensor2": ("llama", 2, ONE_GROUP | TENSOR, {}),
-    "stablelm": ("llama", 1, {"normalization": "LayerNorm", "rotary_percent": 0.5}, STABLELM),
     "arcee_tensor2": ("llama", 2, NOT_GATED | GROUPED | TENSOR, {"model_type": "arcee"}),
     "nemotron_sequence_parallel": ("llama", 2, NEMOTRON | TENSOR | {"sequence_parallel": True}, NEMOTRON_SETTINGS),
-    "gpt_per_token": ("gpt", 1, UNFUSED | UNTIED | {"calculate_per_token_loss": True}, EXACT | NOT_TIED),
     # the distributed optimizer would keep a shard of the gradient only
     "gpt_data2": ("gpt", 2, UNFUSED | {"no_use_distributed_optimizer": True}, EXACT),
     "gpt_spread": ("gpt", 2, UNFUSED | {"pipeline_model_parallel_size": 2}, EXACT),

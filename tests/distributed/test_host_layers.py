@@ -36,13 +36,12 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "spread": {},
         "strided": {"bcd_layout": "strided"},
     },
-    "precision": {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True, "initial_loss_scale": 256}},
+    "precision": {"fp32": {}, "bf16": {"bf16": True}},
     "method": {
         "paper": {"bcd_preset": "paper"},
         "finetune": {"bcd_preset": "finetune", "position_embedding_type": "rope"} | EMBEDDING_ON_HOST,
         "parts": {"bcd_always_active": "norms,biases,head", "bcd_frozen": "none", "bcd_optimizer_state": "host"},
         "frozen": {"bcd_frozen": "norms,embedding,head"},
-        "random": {"bcd_order": "random"} | EMBEDDING_ON_HOST,
         "head": {"bcd_head_phase": True, "bcd_order": "descending"} | EMBEDDING_ON_HOST,
     },
     "recompute": {
@@ -56,8 +55,7 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
 DEFAULT = """
 one-strided-bf16-parts-selective-1
 pipeline-spread-bf16-finetune-none-1
-tensor-spread-fp32-random-none-0
-data-spread-fp16-frozen-none-2
+tensor-spread-fp32-frozen-none-2
 context-spread-fp32-head-none-0
 """
 CASES = [dict(zip(("cut", *FACTORS), line.split("-"), strict=True)) for line in DEFAULT.split()]
@@ -240,16 +238,15 @@ def locked_by(config: Any, code: int) -> tuple[list[tuple[str, int, bool]], list
     return calls, [str(each.message) for each in caught if "unlock" in str(each.message)]
 
 
-@pytest.mark.parametrize("code", [0, 712])
-def test_pages_are_unlocked_before_they_are_unmapped(world1: World, code: int) -> None:
+def test_pages_are_unlocked_before_they_are_unmapped(world1: World) -> None:
     """The second run in a process locks its own pages, after those of the first are unlocked and while both are mapped.
     An error of CUDA is reported."""
     config = config_of(CASES[0], bcd_layers_on="host", train_iters=1, eval_iters=0)
-    [(calls, told)] = world1.run(locked_by, config, code)
+    [(calls, told)] = world1.run(locked_by, config, 712)
     assert [name for name, *_ in calls] == ["register", "unregister"] * 2
     assert all(is_mapped for *_, is_mapped in calls)
     assert [calls[index][1] for index in (0, 2)] == [calls[index][1] for index in (1, 3)]
-    assert len(told) == 2 * (code != 0) and all(line.startswith("--bcd-layers-on host: ") for line in told)
+    assert len(told) == 2 and all(line.startswith("--bcd-layers-on host: ") for line in told)
 
 
 def with_exceptions(main_param: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> Bf16Residual:
@@ -284,11 +281,10 @@ def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int, int]:
         return resumed_runs.one_part(config), copied, total, main_params
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_async_save_reads_frozen_layers_where_they_lie(world2: World, tmp_path: Path, precision: str) -> None:
+def test_async_save_reads_frozen_layers_where_they_lie(world2: World, tmp_path: Path) -> None:
     """An asynchronous save copies the layers and main parameters of the active block only, and writes all layers as
     they were at the save."""
-    case = {"cut": "data", "layout": "spread", "precision": precision, "method": "paper", "recompute": "none"}
+    case = {"cut": "data", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
     flags = {"bcd_layers_on": "host", "bcd_steps_per_block": 1, "swiglu": True} | EMBEDDING_ON_HOST
     flags |= {"num_layers": 3, "bcd_num_blocks": 3}  # two ranks share a layer
     config = functools.partial(config_of, case | {"resident": "1"}, **flags)

@@ -24,8 +24,6 @@ TENSOR = {"world_size": 2, "tensor_model_parallel_size": 2}
 CASES: dict[str, dict[str, Any]] = {
     "gpt_untied_frozen": {"untie_embeddings_and_output_weights": True, "bcd_frozen": "head"},
     "gpt_pipeline2_interleaved": PIPELINE | {"bcd_layout": "interleaved", "bcd_num_blocks": 3},
-    "llama_recomputed": LLAMA
-    | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "llama_sequence_parallel": LLAMA | TENSOR | {"sequence_parallel": True, "normalization": "LayerNorm"},
     "llama_context2": LLAMA | {"world_size": 2, "context_parallel_size": 2},
     "llama_per_token_data2": LLAMA | {"world_size": 2, "calculate_per_token_loss": True},

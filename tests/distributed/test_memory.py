@@ -14,10 +14,8 @@ from support.dist import World
 from megatron.bcd.config import RunConfig
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RUNS: dict[str, dict[str, Any]] = {
     "one_plain_optimizer": {"no_use_distributed_optimizer": True},
-    "one_fp16_recomputed": RECOMPUTED | {"fp16": True, "initial_loss_scale": 256},
     "data2_overlap_bf16": {"world_size": 2, "bf16": True, **OVERLAP},
     "experts_norms": {"bcd_always_active": "norms", **worlds.EXPERTS},
     "pipeline2_submodel_overlap": worlds.PIPELINE | {"bcd_layout": "submodel", **OVERLAP},

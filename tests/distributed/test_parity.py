@@ -18,13 +18,11 @@ from megatron.bcd.runtime.compat.megatron_core import context_part
 Flags = Callable[..., dict[str, Any]]
 PIPELINE, TENSOR, CONTEXT = ({f"{name}_parallel_size": 2} for name in ("pipeline_model", "tensor_model", "context"))
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "data2": (2, {}),
     "tensor2": (2, TENSOR),
     "pipeline2": (2, PIPELINE),
     "context2": (2, CONTEXT),
     "context2_pipeline2": (4, CONTEXT | PIPELINE),
     "pipeline2_data2": (4, PIPELINE),
-    "pipeline2_tensor2": (4, PIPELINE | TENSOR),
     "expert2_data2": (2, worlds.EXPERT2),
     "expert2_tensor2_etp1": (2, worlds.EXPERT2 | TENSOR | {"expert_tensor_parallel_size": 1}),
     "expert2_pipeline2_data2": (4, worlds.EXPERT2 | PIPELINE),
@@ -61,21 +59,13 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "spread": Case({}, {}, ("data2", "tensor2", "context2", "pipeline2_data2", "pipeline2_tensor2")),
-    "stage": Case({}, {"bcd_layout": "stage", "bcd_num_blocks": None}, ("pipeline2",)),
+    "spread": Case({}, {}, ("tensor2", "context2", "pipeline2_data2")),
     "submodel": Case({}, {"bcd_layout": "submodel"}, ("pipeline2_data2",)),
     "pretrain": Case(LLAMA, PRETRAIN, ("context2_pipeline2",)),
     "masks": Case(LLAMA, MASKS, ("context2",)),
-    "per_token": Case({}, {"eod_mask_loss": True, "calculate_per_token_loss": True}, ("context2",)),
-    "frozen_untied": Case(UNTIED, {"bcd_frozen": "embedding,norms", "bcd_order": "random"}, ("pipeline2",)),
     "moments_int8": Case({}, {"adam_moments_dtype": "int8"}, ("pipeline2",), 1e-4),
-    "muon": Case({}, STATELESS | MUON | HOST, ("tensor2",), 2e-4),
-    "muon_blocks": Case(
-        {}, MUON | HOST | {"bcd_always_active": "norms,biases", "bcd_frozen": "embedding,head"}, ("data2",), 2e-4
-    ),
     "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | MUON, ("tensor2",)),
     "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP, ("pipeline2_data2",)),
-    "factored_llama": Case(LLAMA, FACTORED_EMBEDDING | {"bcd_num_blocks": 0}, ("tensor2",)),
     "experts": Case(worlds.EXPERTS, {}, ("expert2_pipeline2_data2",)),
     "experts_muon_divided": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
@@ -83,20 +73,13 @@ CASES = {
         ("expert2_data2",),
         2e-4,
     ),
-    "experts_factored_divided": Case(
+    "experts_per_token": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
         FACTORED
         | {"bcd_num_blocks": 0, "overlap_grad_reduce": True, "moe_token_dispatcher_type": "alltoall"}
-        | {"moe_grouped_gemm": True},
+        | {"moe_grouped_gemm": True, "eod_mask_loss": True, "calculate_per_token_loss": True},
         ("expert2_context2",),
     ),
-    "experts_muon": Case(
-        worlds.EXPERTS | worlds.SHARED_EXPERT | {"moe_layer_freq": 2},
-        MUON | STATELESS | {"moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "seq_aux_loss"},
-        ("pipeline2_data2",),
-        2e-4,
-    ),
-    "experts_per_token": Case(worlds.EXPERTS, {"eod_mask_loss": True, "calculate_per_token_loss": True}, ("data2",)),
     "gpt_oss": Case(worlds.GPT_OSS, FACTORED | {"sequence_parallel": True}, ("expert2_tensor2_etp1",)),
 }
 

@@ -15,17 +15,11 @@ FACTORED = {"bcd_inactive_update": "factored", "bcd_embedding_update": "factored
 UNPLANNED = {
     "tensor2": TWO | {"tensor_model_parallel_size": 2},
     "factored_tensor2": TWO | FACTORED | {"tensor_model_parallel_size": 2, "swiglu": True},
-    "experts_frozen_embedding": TWO
-    | worlds.EXPERTS
-    | worlds.EXPERT2
-    | {"bcd_num_blocks": 2, "bf16": True, "bcd_frozen": "embedding"},
     "experts_divided_tensor2": worlds.EXPERTS
     | worlds.EXPERT2
     | {"world_size": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "bf16": True},
-    "sgd_bf16": {"optimizer": "sgd", "bf16": True},
     "gradients_bf16": TWO | {"bf16": True, "grad_reduce_in_bf16": True},
     "gradients_fp16": {"fp16": True, "initial_loss_scale": 256, "no_use_distributed_optimizer": True},
-    "replicated_bf16": TWO | {"bf16": True, "no_use_distributed_optimizer": True},
 }
 """Runs that the run summary plans, but tools/plan.py does not."""
 

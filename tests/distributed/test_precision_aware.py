@@ -18,14 +18,12 @@ from megatron.bcd.planner.run_state import model_state_of
 
 HOST = {"bcd_optimizer_state": "host"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("one", {}),
     "moments_mixed": ("one", {"exp_avg_dtype": "bf16", "main_grads_dtype": "bf16"}),
     "always_active": ("data2", HOST | {"bcd_always_active": "norms,embedding", "exp_avg_dtype": "bf16"}),
     "one_block": ("data2", {"bcd_num_blocks": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}),
 }
 RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "moments_bf16": ("data2", HOST | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
-    "orthogonal": ("pipeline2", {"bcd_inactive_update": "orthogonal", "exp_avg_sq_dtype": "bf16"}),
 }
 
 

@@ -20,7 +20,6 @@ CASES: dict[str, dict[str, Any]] = {
     | {"bcd_layout": "submodel", "bcd_num_blocks": 2},
     "interleaved": worlds.PIPELINE | {"bcd_layout": "interleaved"},
     "head": HEAD,
-    "stages2_context2": worlds.PIPELINE | {"world_size": 4, "context_parallel_size": 2, "micro_batch_size": 4},
 }
 
 
@@ -47,7 +46,6 @@ def test_cached_is_computed(
     ("case", "times"),
     [
         # 15 samples by 2 in the fill; 4 steps
-        ("stage", ({0: 8, 1: 8, 2: 8}, {3: 16, 4: 16, 5: 16})),
         ("interleaved", ({0: 8, 2: 16, 4: 16}, {1: 8, 3: 16, 5: 16})),
     ],
 )

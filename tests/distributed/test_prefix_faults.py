@@ -102,7 +102,7 @@ def test_used_too_seldom(world1: World, flags: dict[str, Any], tmp_path: Path) -
     assert sum(outcome["hits"]) == outcome["num_computed"] == 0 and not list(tmp_path.glob("prefix_*"))
 
 
-@pytest.mark.parametrize(("fault", "rank"), [("write", 1), ("prepare", 0), ("publish", 0)])
+@pytest.mark.parametrize(("fault", "rank"), [("write", 1), ("publish", 0)])
 def test_a_disk_that_refuses(world2: World, flags: dict[str, Any], tmp_path: Path, fault: str, rank: int) -> None:
     """If one rank's disk fails, both ranks warn, train as without a cache, and leave none behind."""
     config = worlds.run_config(**flags, world_size=2, bcd_prefix_cache=tmp_path)

@@ -111,12 +111,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "random_subset": CUTS["data2"] | {"bcd_order": "random", "bcd_sample_ratio": 0.002},
     "plateau_warmup": PIPELINE | {"bcd_layout": "submodel", "train_iters": None, "train_samples": 67} | PLATEAU,
     "muon_bf16": CUTS["data2"] | MUON | {"bf16": True, "bcd_always_active": "norms,biases", "bcd_frozen": "embedding"},
-    "factored_tied": PIPELINE | FACTORED,
     "factored_no_block": CUTS["tensor2"] | LLAMA | FACTORED | {"bcd_num_blocks": 0, "bcd_layout": "strided"},
     "finetune_dropped": CUTS["data2"] | FINETUNE | {"bcd_order": "descending", "bcd_optimizer_state": "host"}
     | {"bcd_frozen": "norms", "bcd_main_params": "drop"},
     "experts_divided": CUTS["data2"] | FACTORED | worlds.EXPERTS | worlds.EXPERT2,
-    "gpt_oss": PIPELINE | FINETUNE | worlds.GPT_OSS | {"bcd_num_blocks": 2},
     "context2": CUTS["data2"] | {"context_parallel_size": 2, "bf16": True, "bcd_preset": "pretrain"}
     | {"bcd_optimizer_state": "host"},
     "interleaved": PIPELINE | {"bcd_layout": "interleaved", "bcd_optimizer_state": "host", "bcd_steps_per_block": 2},

@@ -115,7 +115,7 @@ def against_plain_loop(config: Any) -> list[float]:
     return plain.differences
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["adam", "factored_embedding", "factored_no_block"])
 def test_equals_a_plain_loop(world1: World, text_data: str, method: str) -> None:
     """After each step the weights are those of a plain loop, within 2e-5."""
     config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS[method])
@@ -189,15 +189,13 @@ def train_overlapped(config: Any) -> tuple[dict[str, Any], list[bool]]:
         return worlds.outcome(run), begun
 
 
-@pytest.mark.parametrize(("cut", "method"), [("data2", "muon"), ("pipeline2_data2", "adam")])
-def test_overlapped_reductions_change_nothing(
-    world2: World, world4: World, text_data: str, cut: str, method: str
-) -> None:
+def test_overlapped_reductions_change_nothing(world4: World, text_data: str) -> None:
     """Overlapped reductions of inactive layers' gradients begin during the passes, and change no result by a bit."""
-    world = world4 if cut == "pipeline2_data2" else world2
-    flags = ITERATIONS | METHODS[method] | worlds.CUTS[cut] | {"data_path": text_data, "micro_batch_size": 1}
-    plain = world.run(train_overlapped, worlds.run_config(**flags))
-    overlapped = world.run(train_overlapped, worlds.run_config(**flags, overlap_grad_reduce=True))
+    flags = (
+        ITERATIONS | METHODS["muon"] | worlds.CUTS["pipeline2_data2"] | {"data_path": text_data, "micro_batch_size": 1}
+    )
+    plain = world4.run(train_overlapped, worlds.run_config(**flags))
+    overlapped = world4.run(train_overlapped, worlds.run_config(**flags, overlap_grad_reduce=True))
     for (expected, begun_late), (actual, begun) in zip(plain, overlapped, strict=True):
         assert actual["losses"] == expected["losses"] and actual["grad_norms"] == expected["grad_norms"]
         assert worlds.same_bits(actual["weights"], expected["weights"]) == []

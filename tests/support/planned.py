@@ -28,7 +28,6 @@ SINKS |= {"moe_token_dispatcher_type": "alltoall", "activation_func_clamp_value"
 SINKS |= {"max_position_embeddings": 96}
 RUNS: dict[str, dict[str, Any]] = {
     "one": {},
-    "one_block": {"bcd_num_blocks": 1},
     "linear_loss_bf16_pipeline2": TWO | {"bf16": True, "pipeline_model_parallel_size": 2} | LINEAR,
     "data2_bf16": TWO | {"bf16": True},
     "like_qwen": {"kv_channels": 16, "qk_layernorm": True, "disable_bias_linear": True, "add_qkv_bias": True}
@@ -39,28 +38,18 @@ RUNS: dict[str, dict[str, Any]] = {
     "pretrain_data2_bf16": TWO | PRETRAIN | {"bf16": True},
     "finetune_factored_bf16": {"bcd_preset": "finetune", "bcd_num_blocks": None, "bf16": True}
     | {"bcd_inactive_update": "factored"},
-    "finetune_factored_pipeline2": TWO
-    | {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_inactive_update": "factored"}
-    | {"pipeline_model_parallel_size": 2, "bf16": True},
     "streamed": {"bf16": True, "bcd_layers_on": "host", "bcd_num_blocks": 3},
-    "breadth_first": BREADTH_FIRST | {"bcd_layers_per_pass": 2},
     "breadth_first_streamed": BREADTH_FIRST | {"bcd_layers_on": "host", "bcd_resident_layers": 1},
     "breadth_first_streamed_data2": TWO
     | BREADTH_FIRST
     | {"bcd_layers_on": "host", "bcd_saved_inputs": "host", "untie_embeddings_and_output_weights": True},
-    "adam_bf16_streamed_data2": TWO
-    | {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "adam_moments_dtype": "bf16", "num_layers": 12}
-    | {"untie_embeddings_and_output_weights": True, "bcd_layers_per_pass": 2},
     "adam_streamed_pipeline2": TWO
     | {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "num_layers": 12, "pipeline_model_parallel_size": 2},
     "muon_streamed": {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "optimizer": "muon"},
-    "frozen_pipeline2": TWO | {"pipeline_model_parallel_size": 2, "bcd_frozen": "embedding,head"},
     "head_phase_pipeline2": TWO
     | {"pipeline_model_parallel_size": 2, "bf16": True}
     | {"untie_embeddings_and_output_weights": True, "bcd_head_phase": True},
-    "context2": TWO | {"context_parallel_size": 2},
     "sinks_bf16_pipeline2": TWO | SINKS | {"bf16": True, "pipeline_model_parallel_size": 2},
-    "experts_divided_pretrain": TWO | EXPERTS | worlds.EXPERT2 | PRETRAIN,
     "experts_divided_streamed": TWO | EXPERTS | worlds.EXPERT2 | BREADTH_FIRST | {"bcd_layers_on": "host"},
     "pipeline2_submodel": TWO | {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "num_layers": 7},
 }
