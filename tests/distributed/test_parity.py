@@ -43,7 +43,6 @@ STATELESS = {
 MUON = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_use_nesterov": True, "lr": 3e-3}
 FACTORED = STATELESS | {"bcd_inactive_update": "factored"}
 FACTORED_EMBEDDING = FACTORED | {"bcd_embedding_update": "factored"}
-HOST = {"bcd_optimizer_state": "host"}
 EQUAL_WEIGHTS = {"check_weight_hash_across_dp_replicas_interval": 1}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
 
@@ -88,8 +87,7 @@ def config_of(initial_weights: Flags, case: Case, **more: Any) -> Any:
     """Return two steps per block for one cycle and the first block's next visit, with evaluations inside and at the
     end."""
     flags = initial_weights(bcd_num_blocks=2, **case.network) | case.flags
-    num_blocks = {None: 2, 0: 1}.get(flags["bcd_num_blocks"], flags["bcd_num_blocks"])
-    num_blocks *= 2 if flags.get("bcd_layout") == "submodel" else 1
+    num_blocks = max(flags["bcd_num_blocks"], 1) * (2 if flags.get("bcd_layout") == "submodel" else 1)
     steps = 2 * num_blocks + 2
     lengths = {"bcd_steps_per_block": 2, "train_iters": steps, "eval_iters": 1, "eval_interval": steps - 1}
     # With 1e-8, Adam makes whole steps of gradients that are mostly rounding, and norms may differ by 1 %.
@@ -99,10 +97,7 @@ def config_of(initial_weights: Flags, case: Case, **more: Any) -> Any:
 @functools.cache
 def one_rank(world1: World, initial_weights: Flags, name: str, stages: int | None) -> dict[str, Any]:
     """Return the run of one rank that trains the blocks of this many stages."""
-    case = CASES[name]
-    more = {"bcd_num_blocks": 1} if case.flags.get("bcd_num_blocks", 2) is None else {}
-    steps = config_of(initial_weights, case).training.train_iters
-    config = config_of(initial_weights, case, **more, train_iters=steps)
+    config = config_of(initial_weights, CASES[name])
     return world1.run(worlds.train_run, config, blocks_of_stages=stages)[0]
 
 

@@ -168,7 +168,7 @@ def test_one_group_is_a_run_without_groups(world1: World, text_data: str, lighth
 
 
 def test_two_groups_are_data_parallelism(
-    world1: World, world2: World, other_worlds: list[World], text_data: str, lighthouse: str
+    world2: World, other_worlds: list[World], text_data: str, lighthouse: str
 ) -> None:
     """Two groups that exchange after each step train as two data-parallel ranks, on samples of their own."""
     flags = {"data_path": text_data, "optimizer": "sgd", "lr": 0.1, "clip_grad": 0, "log_interval": 1}
