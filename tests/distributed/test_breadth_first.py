@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from support.dist import World
 
 from megatron.bcd import trainer
 from megatron.bcd.checkpoint import layout, optimizer_state
-from megatron.bcd.model.builder import get_host_layers
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.pipeline import schedule
 from megatron.bcd.pipeline.breadth_first import BreadthFirstIteration
@@ -334,44 +332,3 @@ def test_full_training_by_streaming(world1: World, world2: World, world4: World,
     for expected, other in zip(depth, breadth, strict=True):
         assert resumed_runs.differences(expected, [other]) == []
     assert worlds.same_bits(tensors_of(world1, left, 4), tensors_of(world1, right, 4)) == []
-
-
-def streamed_steps(config: Any) -> tuple[list[tuple[int, int]], list[float]]:
-    """Return by step the numbers of layers copied to the device and back since the start, and the gradient norms. Spoil
-    a gradient of layer 2 in the fourth step."""
-    counts: list[tuple[int, int]] = []
-
-    def before_step(run: worlds.RecordedRun) -> None:
-        step_piece, matrices = MatrixOptimizer.step_piece, run.active.matrices
-
-        def spoil_gradient(piece: int, **options: Any) -> None:
-            if piece == 2 and run.iteration == 3:
-                matrices.matrices["decoder.layers.2.mlp.linear_fc1.weight"].parameter.main_grad[0, 0] = math.inf  # type: ignore[attr-defined]
-            step_piece(matrices, piece, **options)
-
-        matrices.step_piece = spoil_gradient  # type: ignore[method-assign]
-
-    def after_step(run: worlds.RecordedRun) -> None:
-        frozen = get_host_layers(run.model)
-        counts.append((frozen.num_copies, frozen.num_write_backs))
-
-    with worlds.started(config, before_step=before_step, after_step=after_step) as run:
-        run.train()
-        return counts, [result["grad_norm"] for result in run.results]
-
-
-@pytest.mark.parametrize("method", ["adam", "clipped_adam"])
-def test_copies_and_norms_of_streamed_steps(world1: World, method: str) -> None:
-    """A step copies a layer at most once per pass, for any number of microbatches. Its norm includes all pieces, and a
-    norm that is not finite skips a clipped step."""
-    flags: dict[str, Any] = {"eval_iters": 0, "check_for_nan_in_loss_and_grad": True}
-    case = {"cut": "one", "method": method, "precision": "bf16"}
-    [(_, expected)] = world1.run(streamed_steps, config_of(case, **flags))
-    [(few, norms)] = world1.run(streamed_steps, config_of(case, **HOST, **flags))
-    [(many, _)] = world1.run(streamed_steps, config_of(case, **HOST, **flags, global_batch_size=8))
-    assert few == many
-    assert norms[0] == pytest.approx(expected[0], rel=1e-6)
-    steps = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(few)]
-    # six layers, of which three stay in buffers where passes turn; after the first step the switch is checked
-    assert steps == ([(9, 6), (6, 6), (6, 6)] if method == "adam" else [(12, 6), (12, 6), (9, 0)])
-    assert (norms[3] is None) == (method == "clipped_adam")

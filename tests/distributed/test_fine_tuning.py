@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from support import fine_tuning, huggingface_weights, prefix_runs, resumed_runs, worlds
+from support import fine_tuning, huggingface_weights, resumed_runs, worlds
 from support.dist import World
 
 from megatron.bcd.config import RunConfig
@@ -203,15 +203,3 @@ def test_resumed_in_an_epoch(world2: World, data: str, tmp_path: Path) -> None:
     flags |= {"eval_interval": 4, "pipeline_model_parallel_size": 2, "save": tmp_path}
     config = fine_tuning.config_of(data, world_size=2, **flags)
     assert world2.run(resumed_runs.stopped_and_resumed, config, (5,), str(tmp_path)) == [[], []]
-
-
-def test_a_cached_prefix(world2: World, data: str, tmp_path: Path) -> None:
-    """Fine-tuning with a prefix cache equals fine-tuning without it bit for bit."""
-    flags = {"bcd_sample_ratio": 0.5, "bcd_num_blocks": 2, "bcd_steps_per_block": 3, "train_iters": 6, "num_layers": 4}
-    flags |= {"pipeline_model_parallel_size": 2, "world_size": 2, "position_embedding_type": "rope"}
-    computed = world2.run(worlds.train_run, fine_tuning.config_of(data, **flags))
-    served = world2.run(prefix_runs.served_run, fine_tuning.config_of(data, **flags, bcd_prefix_cache=tmp_path))
-    assert sum(served[0]["hits"]) == 3 * 8
-    for mine, other in zip(served, computed, strict=True):
-        assert mine["losses"] == other["losses"]
-        assert worlds.same_bits(mine["weights"], other["weights"]) == []

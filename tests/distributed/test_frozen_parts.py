@@ -64,46 +64,6 @@ def test_frozen_parts_have_no_gradient_and_no_state(world1: World, text_data: st
     assert trained == set(result["sizes"]) - frozen and frozen
 
 
-def inputs_with_a_gradient(config: RunConfig) -> list[tuple[int, list[int], int]]:
-    """Return by step: the block, layers whose input receives a gradient, and bytes that autograd saved."""
-    layers: set[int] = set()
-    steps: list[tuple[int, list[int]]] = []
-
-    def look(run: worlds.RecordedRun) -> None:
-        steps.append((run.results[-1]["block"], sorted(layers)))
-        layers.clear()
-
-    with worlds.started(config, after_step=look) as run:
-        for number, layer in enumerate(unwrap_model(run.model).decoder.layers):
-
-            def note(_: Any, args: Any, kwargs: dict[str, Any], number: int = number) -> None:
-                states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-                if states.requires_grad and not states.is_leaf:
-                    states.register_hook(lambda _: layers.add(number))
-
-            layer.register_forward_pre_hook(note, with_kwargs=True)
-        run.train()
-        saved = [max(step.saved_activation_bytes) for step in run.recorder.steps]
-    return [(*step, size) for step, size in zip(steps, saved, strict=True)]
-
-
-def test_backward_ends_at_the_lowest_active_layer(world1: World, text_data: str) -> None:
-    """The backward pass ends at the lowest active parameter, also in the head's phase."""
-    flags = {"num_layers": 4, "bcd_num_blocks": 4, "train_iters": 4, "bcd_order": "descending"}
-    runs = {
-        parts: world1.run(inputs_with_a_gradient, worlds.run_config(data_path=text_data, bcd_frozen=parts, **flags))[0]
-        for parts in ("embedding", "none")
-    }
-    assert [step[:2] for step in runs["embedding"]] == [(block, [*range(block + 1, 4)]) for block in (3, 2, 1, 0)]
-    assert [step[:2] for step in runs["none"]] == [(3, []), (2, [3]), (1, [2, 3]), (0, [0, 1, 2, 3])]
-    sizes = {parts: [size for *_, size in steps] for parts, steps in runs.items()}
-    # the tied head, frozen in each phase, keeps no input: in block 0's that is a difference
-    assert sizes["embedding"][:3] == sizes["none"][:3] and sizes["embedding"][3] < sizes["none"][3]
-    flags |= UNTIED | {"bcd_head_phase": True, "train_iters": 1}
-    [(block, layers, size)] = world1.run(inputs_with_a_gradient, worlds.run_config(data_path=text_data, **flags))[0]
-    assert (block, layers) == (4, []) and size < sizes["embedding"][0]
-
-
 STATELESS = {"bcd_inactive_update": "factored", "bcd_always_active": "none"}
 
 

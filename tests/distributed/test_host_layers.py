@@ -7,7 +7,6 @@ import functools
 import gc
 import resource
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,10 +16,6 @@ import torch
 from support import resumed_runs, worlds
 from support.dist import World
 
-from megatron.bcd.checkpoint.shard_writer import ShardWrite
-from megatron.bcd.optim import block_state
-from megatron.bcd.optim.bf16 import Bf16Residual, bf16_residual
-from megatron.bcd.optim.state import MAIN_PARAM
 from megatron.bcd.runtime import host_memory
 
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -104,36 +99,6 @@ def test_resumes_in_the_other_place(world2: World, tmp_path: Path) -> None:
     for left, other in zip(whole, rest, strict=True):
         assert left["steps"][3:] == other["steps"]
         assert worlds.same_bits(left["weights"], other["weights"]) == []
-
-
-def state_bytes(config: Any) -> list[tuple[int, ...]]:
-    """Return after each step the bytes of model state on the device and in host memory, of a layer and of the
-    embedding."""
-    results = []
-
-    def note(run: worlds.RecordedRun) -> None:
-        layer = sum(parameter.nbytes for parameter in run.model.decoder.layers[0].parameters())
-        embedding = run.model.embedding.word_embeddings.weight.nbytes
-        results.append((run.active.state_bytes().model_state, run.active.state_bytes().host, layer, embedding))
-
-    with worlds.started(config, after_step=note) as run:
-        run.train()
-    return results
-
-
-@pytest.mark.parametrize(("resident", "embedding"), [(0, EMBEDDING_ON_HOST), (2, {})])
-def test_bytes(world1: World, resident: int, embedding: dict[str, Any]) -> None:
-    """The device stores the active block, buffers for three and `resident` layers, and an embedding that is trained."""
-    case = {"cut": "one", "layout": "spread", "precision": "fp32", "method": "paper", "recompute": "none"}
-    flags = {"no_use_distributed_optimizer": True} | embedding
-    config = functools.partial(config_of, case | {"resident": "0"}, **flags)
-    [on_device] = world1.run(state_bytes, config())
-    [on_host] = world1.run(state_bytes, config(bcd_layers_on="host", bcd_resident_layers=resident))
-    for (whole, _, layer, rows), (rest, host, *_) in zip(on_device, on_host, strict=True):
-        rows *= bool(embedding)
-        padded = (host - rows) // 8
-        assert layer <= padded < 1.1 * layer, "each parameter begins at a multiple of 512 bytes"
-        assert rest == whole - rows - 6 * layer + (3 + resident) * padded
 
 
 def choice_of_auto(config: Any) -> tuple[str, int, int]:
@@ -247,54 +212,3 @@ def test_pages_are_unlocked_before_they_are_unmapped(world1: World) -> None:
     assert all(is_mapped for *_, is_mapped in calls)
     assert [calls[index][1] for index in (0, 2)] == [calls[index][1] for index in (1, 3)]
     assert len(told) == 2 and all(line.startswith("--bcd-layers-on host: ") for line in told)
-
-
-def with_exceptions(main_param: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> Bf16Residual:
-    """Make every seventh element one of the rare values that are stored separately."""
-    indices = torch.arange(0, len(out), 7)
-    residual = bf16_residual(main_param, weight, out=out)
-    out[indices] = 0
-    return replace(residual, exception_indices=indices, exception_bits=main_param.view(torch.int32)[indices])
-
-
-def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int, int]:
-    """Delay the writing of a run's checkpoints as long as possible. Return its messages, and the peak bytes that a save
-    copied: of layers, of all tensors, and of main parameters."""
-    on_host = ShardWrite._on_host
-    copied = total = main_params = 0
-
-    def count(self: ShardWrite, part: Any) -> torch.Tensor:
-        nonlocal copied, total, main_params
-        result = on_host(self, part)
-        if (".layers." in part.key or "word_embeddings" in part.key) and not part.key.startswith("optimizer."):
-            copied += result.nbytes * (result.data_ptr() != part.data.data_ptr())
-            total += result.nbytes * (".layers." in part.key)
-        main_params += result.nbytes * (f".{MAIN_PARAM}." in part.key and ".layers." in part.key and not result.is_meta)
-        return result
-
-    with (
-        resumed_runs.writes_wait_for_finish(),
-        mock.patch.object(block_state, "bf16_residual", with_exceptions),
-        mock.patch.object(ShardWrite, "is_writing", True),
-        mock.patch.object(ShardWrite, "_on_host", count),
-    ):
-        return resumed_runs.one_part(config), copied, total, main_params
-
-
-def test_async_save_reads_frozen_layers_where_they_lie(world2: World, tmp_path: Path) -> None:
-    """An asynchronous save copies the layers and main parameters of the active block only, and writes all layers as
-    they were at the save."""
-    case = {"cut": "data", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
-    flags = {"bcd_layers_on": "host", "bcd_steps_per_block": 1, "swiglu": True} | EMBEDDING_ON_HOST
-    flags |= {"num_layers": 3, "bcd_num_blocks": 3}  # two ranks share a layer
-    config = functools.partial(config_of, case | {"resident": "1"}, **flags)
-    whole = world2.run(resumed_runs.one_part, config())
-    folder = tmp_path / "run"
-    saving = world2.run(saved_in_background, config(save=folder, save_interval=2, async_save=True))
-    copied, total, main_params = (sum(rank[place] for rank in saving) for place in (1, 2, 3))
-    assert total > 0 and copied == total // 3, "one of three blocks is active"
-    assert main_params == 2 * copied
-    resumed_runs.point_to(str(folder), 2)
-    rest = world2.run(resumed_runs.one_part, config(load=folder))
-    for expected, (passing, *_), late in zip(whole, saving, rest, strict=True):
-        assert resumed_runs.differences(expected, [passing]) + resumed_runs.differences(expected, [late]) == []

@@ -40,19 +40,3 @@ def test_cached_is_computed(
     with_prefix = sum(block > 0 for block in served[0]["blocks"])
     assert hits == with_prefix * 8, "every sample of the phases with a prefix"
     assert served[0]["warnings"] == []
-
-
-@pytest.mark.parametrize(
-    ("case", "times"),
-    [
-        # 15 samples by 2 in the fill; 4 steps
-        ("interleaved", ({0: 8, 2: 16, 4: 16}, {1: 8, 3: 16, 5: 16})),
-    ],
-)
-def test_a_prefix_runs_once_for_each_sample(
-    world2: World, text_data: str, tmp_path: Path, case: str, times: tuple[dict[int, int], ...]
-) -> None:
-    """A stage or chunk whose output is read from the cache runs only in the fill, once for each sample."""
-    flags = prefix_runs.FLAGS | {"data_path": text_data, "eval_iters": 0, "train_iters": 8} | CASES[case]
-    ranks = world2.run(prefix_runs.counted_run, worlds.run_config(**flags, bcd_prefix_cache=tmp_path))
-    assert tuple({layer: after[layer] - before[layer] for layer in after} for before, after in ranks) == times

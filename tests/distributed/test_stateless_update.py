@@ -176,32 +176,6 @@ def test_stopped_runs_equal_the_plain_loop(
         assert difference < 1e-4, (name, difference)
 
 
-def train_overlapped(config: Any) -> tuple[dict[str, Any], list[bool]]:
-    """Return the run, and for each step whether all stateless gradients' reductions had begun by the end of the
-    passes."""
-    begun: list[bool] = []
-
-    def after_schedule(run: worlds.RecordedRun) -> None:
-        begun.append(all(stack.is_reducing for stack in run.active.matrices.stacks))
-
-    with worlds.started(config, after_schedule=after_schedule) as run:
-        run.train()
-        return worlds.outcome(run), begun
-
-
-def test_overlapped_reductions_change_nothing(world4: World, text_data: str) -> None:
-    """Overlapped reductions of inactive layers' gradients begin during the passes, and change no result by a bit."""
-    flags = (
-        ITERATIONS | METHODS["muon"] | worlds.CUTS["pipeline2_data2"] | {"data_path": text_data, "micro_batch_size": 1}
-    )
-    plain = world4.run(train_overlapped, worlds.run_config(**flags))
-    overlapped = world4.run(train_overlapped, worlds.run_config(**flags, overlap_grad_reduce=True))
-    for (expected, begun_late), (actual, begun) in zip(plain, overlapped, strict=True):
-        assert actual["losses"] == expected["losses"] and actual["grad_norms"] == expected["grad_norms"]
-        assert worlds.same_bits(actual["weights"], expected["weights"]) == []
-        assert begun == [True] * 8 and begun_late == [False] * 8
-
-
 def spoilt_step(config: Any) -> list[list[str]]:
     """Return the names of weights that changed in each step; a stateless gradient overflows in the third, on rank 0."""
     before: dict[str, torch.Tensor] = {}
@@ -225,16 +199,3 @@ def test_a_stateless_gradient_that_is_not_finite_skips_the_step(world2: World, t
     config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS["adam"] | worlds.CUTS["pipeline2"])
     for changed in world2.run(spoilt_step, config):
         assert changed[2] == [] and all(changed[:2] + changed[3:])
-
-
-def test_copies_of_a_tied_embedding_stay_equal(world4: World, text_data: str) -> None:
-    """The copies of a tied embedding are equal on all stages and replicas."""
-    flags = ITERATIONS | METHODS["factored_embedding"] | worlds.CUTS["pipeline2_data2"] | {"micro_batch_size": 1}
-    config = worlds.run_config(**flags, data_path=text_data, bf16=True, overlap_grad_reduce=True)
-    weights = [rank["weights"] for rank in world4.run(worlds.train_run, config)]
-    first = [
-        weight["embedding.word_embeddings.weight"] for weight in weights if "embedding.word_embeddings.weight" in weight
-    ]
-    last = [item["output_layer.weight"] for item in weights if "output_layer.weight" in item]
-    assert len(first) == len(last) == 2
-    assert all(torch.equal(copy, first[0]) for copy in (*first, *last))
