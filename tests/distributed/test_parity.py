@@ -64,7 +64,7 @@ CASES = {
     "masks": Case(LLAMA, MASKS, ("context2",)),
     "moments_int8": Case({}, {"adam_moments_dtype": "int8"}, ("pipeline2",), 1e-4),
     "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | MUON, ("tensor2",)),
-    "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP, ("pipeline2_data2",)),
+    "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP | {"bcd_num_blocks": 3}, ("pipeline2_data2",)),
     "experts": Case(worlds.EXPERTS, {}, ("expert2_pipeline2_data2",)),
     "experts_muon_divided": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,

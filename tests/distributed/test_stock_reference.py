@@ -13,7 +13,7 @@ from support import small_text, worlds
 from support.dist import World
 
 pytestmark = pytest.mark.timeout(900)
-FIRST_STEPS = 6
+FIRST_STEPS = 4
 """Iterations of the runs that do not take the whole curve."""
 
 
