@@ -36,9 +36,9 @@ def test_one_block_is_stocks_own_schedule(world2: World, text_data: str) -> None
 
 
 def run(world: World, flags: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run twelve steps, three per phase, with evaluations."""
+    """Run eight steps, two per phase, with evaluations."""
     # a rate at which differences in the last bit, of tied gradients summed in another order, do not grow
-    lengths = {"bcd_steps_per_block": 3, "train_iters": 12, "eval_iters": 1, "eval_interval": 6, "lr": 1e-3}
+    lengths = {"bcd_steps_per_block": 2, "train_iters": 8, "eval_iters": 1, "eval_interval": 6, "lr": 1e-3}
     return world.run(worlds.train_run, worlds.run_config(world_size=world.size, **flags | lengths))
 
 
