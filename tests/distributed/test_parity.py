@@ -62,6 +62,7 @@ CASES = {
     "submodel": Case({}, {"bcd_layout": "submodel"}, ("pipeline2_data2",)),
     "pretrain": Case(LLAMA, PRETRAIN, ("context2_pipeline2",)),
     "masks": Case(LLAMA, MASKS, ("context2",)),
+    "per_token": Case({}, {"eod_mask_loss": True, "calculate_per_token_loss": True}, ("context2",)),
     "moments_int8": Case({}, {"adam_moments_dtype": "int8"}, ("pipeline2",), 1e-4),
     "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | MUON, ("tensor2",)),
     "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP | {"bcd_num_blocks": 3}, ("pipeline2_data2",)),
@@ -72,11 +73,11 @@ CASES = {
         ("expert2_data2",),
         2e-4,
     ),
-    "experts_per_token": Case(
+    "experts_factored": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
         FACTORED
         | {"bcd_num_blocks": 0, "overlap_grad_reduce": True, "moe_token_dispatcher_type": "alltoall"}
-        | {"moe_grouped_gemm": True, "eod_mask_loss": True, "calculate_per_token_loss": True},
+        | {"moe_grouped_gemm": True},
         ("expert2_context2",),
     ),
     "gpt_oss": Case(worlds.GPT_OSS, FACTORED | {"sequence_parallel": True}, ("expert2_tensor2_etp1",)),
