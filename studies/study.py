@@ -334,9 +334,9 @@ def flags_arithmetic(form: str, flags: Sequence[str]) -> float | None:
     partition = partition_from_config(config)
     num_layers, newton_schulz, total = partition.num_layers, _newton_schulz(config), 0.0
     for block in range(partition.num_blocks):
-        stateless, active = len(partition.stateless_layers(block)), len(partition.active_layers(block, 0))
-        total += num_layers + (num_layers - len(partition.prefix_layers(block))) + active + stateless
-        total += newton_schulz * stateless * (config.bcd.bcd_inactive_update == "orthogonal")
+        inactive, active = len(partition.layers_updated_inactive(block)), len(partition.active_layers(block, 0))
+        total += num_layers + (num_layers - len(partition.prefix_layers(block))) + active + inactive
+        total += newton_schulz * inactive * (config.bcd.bcd_inactive_update == "orthogonal")
         total += newton_schulz * active * (config.optimizer.optimizer == "muon")
     return total / partition.num_blocks / (3 * num_layers)
 

@@ -74,7 +74,7 @@ _WIDTH = 120
 SMALL = "measured on 0.7 to 3.3 M parameters only and not counted: docs/learning.md"
 _MOST_ROWS = 12
 """The most rows of the tables of ranks and phases."""
-_MEMORY = ("weights", "gradients", "optimizer", "pieces", "activations", "optimizer_work", "communication", "framework")
+_MEMORY = ("weights", "gradients", "optimizer", "chunks", "activations", "optimizer_work", "communication", "framework")
 LONGEST_DEFAULT = 2048
 """The default length of sequences is config.json's, but at most this."""
 SFT_DEFAULTS = {"seq_length": 1024, "global_batch_size": 8} | {"micro_batch_size": None}
@@ -96,7 +96,7 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
     "bcd_resident_layers": {},
     "bcd_schedule": {"choices": ("bcd", "breadth-first")},
     "bcd_layers_per_pass": {},
-    "bcd_saved_inputs": {"choices": ("device", "host"), "help": "with breadth-first: where inputs of pieces wait for"
+    "bcd_saved_inputs": {"choices": ("device", "host"), "help": "with breadth-first: where inputs of chunks wait for"
         " the backward pass (default: device)"},
     "bcd_main_params": {},
     "host_memory_gb": {"type": float, "metavar": "GB", "help": "host memory of a node in 10^9 bytes; a plan that needs"
@@ -208,7 +208,7 @@ def methods_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     if method is None and preset is None:
         if arguments.task == "sft":
             return ("finetune",)
-        if arguments.precision == "fp16":  # stateless updates and Muon have no loss scale
+        if arguments.precision == "fp16":  # inactive updates and Muon have no loss scale
             return ("bcd",)
         blocks_alone = BLOCK_FLAGS[: -5 if arguments.bcd_layers_on == "host" else None]
         is_given = any(getattr(arguments, name) is not None for name in blocks_alone)
@@ -545,7 +545,7 @@ def _layout(recipe: Recipe) -> str:
         parts.append("cut by work")
     size = config.bcd.bcd_layers_per_pass
     if config.is_breadth_first:
-        parts.append(f"breadth-first in pieces of {size} layer{'s' * (size > 1)}")
+        parts.append(f"breadth-first in chunks of {size} layer{'s' * (size > 1)}")
         parts.append("saved inputs in host memory") if config.bcd.bcd_saved_inputs == "host" else None
     if recipe.is_streamed:
         resident = config.bcd.bcd_resident_layers
@@ -564,8 +564,8 @@ def _layout(recipe: Recipe) -> str:
 
 def _memory(estimate: Estimate) -> str:
     ranks = sorted(estimate.ranks, key=lambda rank: rank.total)[-_MOST_ROWS:]
-    has_pieces = estimate.recipe.config.is_breadth_first
-    names, rows = [name for name in _MEMORY if name != "pieces" or has_pieces], []
+    has_chunks = estimate.recipe.config.is_breadth_first
+    names, rows = [name for name in _MEMORY if name != "chunks" or has_chunks], []
     for rank in sorted(ranks, key=lambda rank: (rank.stage, rank.block)):
         figures = (*(getattr(rank, name) for name in names), rank.total)
         block = str(rank.block) if estimate.recipe.partition.num_blocks > 1 else "all"
@@ -575,9 +575,9 @@ def _memory(estimate: Estimate) -> str:
     if len(ranks) < len(estimate.ranks):
         lines.append(f"these are the {len(ranks)} largest of {len(estimate.ranks)}")
     lines.append("peak: model state, framework, and the larger of optimizer work and activations with communication")
-    if has_pieces:
+    if has_chunks:
         lines.append(
-            "pieces: gradients of one piece of the model, and inputs of pieces that wait for the backward pass"
+            "chunks: gradients of one chunk of the model, and inputs of chunks that wait for the backward pass"
         )
     saving = f"a node needs {estimate.saving_bytes / GIB:.1f} more to save"
     lines.append(f"host memory per rank: {estimate.host_bytes / GIB:.1f} GiB; {saving}")
@@ -697,7 +697,7 @@ def show_search(recipe: Recipe, estimates: Sequence[Estimate], ratios: Sequence[
                 f"{layout.pipeline_size} x {layout.data_size}",
                 blocks if layout.has_blocks and partition.has_active_block else "-",
                 str(layout.micro_batch_size),
-                f"pieces of {size}" if layout.config.is_breadth_first else layout.recompute,
+                f"chunks of {size}" if layout.config.is_breadth_first else layout.recompute,
                 *map(format, figures, (".1f", ".0f", ".2f")),
                 multiplier,
                 f"{cost.days:,.{1 + (cost.days < 10)}f}",

@@ -51,7 +51,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--block", type=int, metavar="K", help="with --layout interleaved: the active block; M is the head"
         " (--bcd-head-phase)")  # fmt: skip
     add("--chunks", type=int, metavar="V", help="with --layout interleaved: chunks per stage, a multiple of M"
-        " (default: M); with --schedule breadth-first: pieces of a stage (default: 4)")  # fmt: skip
+        " (default: M); with --schedule breadth-first: chunks of a stage (default: 4)")  # fmt: skip
     add("--schedule", choices=("both", STOCK, BCD, BREADTH_FIRST), default="both",
         help="what to draw (default: both); breadth-first takes --chunks per stage")  # fmt: skip
     group = parser.add_argument_group("costs", "times in any unit: one number, or one per stage")
@@ -81,7 +81,7 @@ def plan_shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
 
 
 def _breadth_first(arguments: argparse.Namespace) -> PlanShape:
-    """Return the shape of pieces that are all updated, from virtual stage --pivot on."""
+    """Return the shape of chunks that are all updated, from virtual stage --pivot on."""
     chunks, pivot = arguments.chunks or 4, arguments.pivot or 0
     _check_range("--stages", arguments.stages, 1, MAX_STAGES)
     _check_range("--microbatches", arguments.microbatches, 1, MAX_MICROBATCHES)
@@ -173,7 +173,7 @@ def title(name: str, shape: PlanShape) -> str:
     if name == STOCK:
         return "stock: Megatron Core's " + ("interleaved 1F1B, full training" if shape.num_chunks > 1 else "1F1B")
     if shape.is_breadth_first:
-        return "breadth-first: all microbatches pass through a piece before the next one; each is updated at its end"
+        return "breadth-first: all microbatches pass through a chunk before the next one; each is updated at its end"
     if shape.num_chunks > 1:
         return "bcd: interleaved, every stage holds prefix, active and suffix layers"
     if shape.first_trainable == 0:

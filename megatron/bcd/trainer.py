@@ -154,9 +154,9 @@ class Trainer:
             run_ahead=config.bcd.bcd_run_ahead,
             timeout_minutes=config.training.distributed_timeout_minutes,
             head_passes=head_passes(config, padded_vocab_size=run.padded_vocab_size),
-            pieces=self.active.virtual_pieces,
+            chunks=self.active.virtual_chunks,
             saves_on_host=config.bcd.bcd_saved_inputs == "host",
-            by_piece={name: getattr(config, name) for name in ("steps_block_by_piece", "clips_by_piece")},
+            by_chunk={name: getattr(config, name) for name in ("steps_block_by_chunk", "clips_by_chunk")},
         )
         self.lr_scheduler = build_scheduler(
             config, SimpleNamespace(param_groups=[]), functools.partial(data.samples_after, config)
@@ -238,7 +238,7 @@ class Trainer:
                 self.evaluator.evaluate_at_end()
                 return
             if state.iteration < self.train_iters:
-                self._warn_of_untrained(num_steps=self.train_iters - state.iteration)
+                self._warn_untrained(num_steps=self.train_iters - state.iteration)
             is_last = self.block_schedule.is_converged(state.phase_state)  # a checkpoint of a converged run
             is_stopped = False
             is_at_end = is_last or state.iteration >= self.train_iters
@@ -251,7 +251,7 @@ class Trainer:
                 is_last, is_stopped = self._train_one_iteration()
             self.prefix_cache.close()
             if not is_stopped:
-                self._warn_of_untrained(num_steps=0)
+                self._warn_untrained(num_steps=0)
                 self.evaluator.evaluate_at_end()
 
     def _train_one_iteration(self) -> tuple[bool, bool]:
@@ -375,7 +375,7 @@ class Trainer:
             parallel_state.get_data_parallel_world_size(),
         )
 
-    def _warn_of_untrained(self, *, num_steps: int) -> None:
+    def _warn_untrained(self, *, num_steps: int) -> None:
         """Warn of layers that will certainly stay untrained for `num_steps` more steps, or with 0 are untrained now."""
         schedule, phase_state = self.block_schedule, self.state.phase_state
         if num_steps > 0:
@@ -586,7 +586,7 @@ class Trainer:
         saves_optimizer = self.config.checkpoint.save_optim
         return run_state.RunState(
             **self.state.state_dict(),
-            blocks=run_state.contents_of_blocks(self.partition),
+            blocks=run_state.block_contents(self.partition),
             scheduler_steps=self.lr_scheduler.num_steps,
             optimizer_state=optimizer_state.summarize(self.active, is_current=is_current) if saves_optimizer else {},
             loss_scaler=self.active.core.loss_scaler_state(),
@@ -615,7 +615,7 @@ class Trainer:
         takes_optimizer = False
         if source is not None and saved is not None:
             self._restore_counters(saved)
-            is_same = saved.blocks == run_state.contents_of_blocks(self.partition)
+            is_same = saved.blocks == run_state.block_contents(self.partition)
             is_same = is_same and run_state.has_same_optimizers(saved, self.config)
             takes_optimizer = self.config.checkpoint.load_optim and is_same
         if source is not None and takes_optimizer:

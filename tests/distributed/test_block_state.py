@@ -1,5 +1,5 @@
 """The state that a block leaves at the end of its phase and restores at its next visit. State of what is always active:
-test_stateless_update.py."""
+test_inactive_update.py."""
 
 from __future__ import annotations
 

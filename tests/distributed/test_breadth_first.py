@@ -98,7 +98,7 @@ def config_of(case: dict[str, str], **more: Any) -> Any:
         choices = FACTORS[name] | (STREAMED if name == "method" else {})
         flags |= choices[case.get(name, next(iter(choices)))]
     if "pipeline_model_parallel_size" in cut and more.get("bcd_schedule", "bcd") == "bcd":
-        flags["num_virtual_stages_per_pipeline_rank"] = 6 // int(case.get("layers", "1"))  # the pieces are chunks
+        flags["num_virtual_stages_per_pipeline_rank"] = 6 // int(case.get("layers", "1"))  # the chunks are chunks
     return worlds.run_config(**flags | more)
 
 
@@ -150,7 +150,7 @@ def test_compiled_updates_have_the_same_bits_in_host_memory(world1: World, tmp_p
 
 
 def spoilt_steps(config: Any) -> tuple[list[set[int]], list[int], list[bool]]:
-    """Spoil a gradient of piece 2 in the second step, and the loss of the third step, on rank 1.
+    """Spoil a gradient of chunk 2 in the second step, and the loss of the third step, on rank 1.
 
     Return by step the layers of this rank whose matrices changed, the number of skipped layers, and whether the step
     was skipped.
@@ -165,15 +165,15 @@ def spoilt_steps(config: Any) -> tuple[list[set[int]], list[int], list[bool]]:
         return loss, num_tokens, reported
 
     def before_step(run: worlds.RecordedRun) -> None:
-        step_piece, matrices = MatrixOptimizer.step_piece, run.active.matrices
+        step_chunk, matrices = MatrixOptimizer.step_chunk, run.active.matrices
 
-        def spoil_gradient(piece: int, **options: Any) -> None:
-            if torch.distributed.get_rank() == 1 and piece == 2 and run.iteration == 1:
-                [name, *_] = (name for name in matrices.matrices if "fc1" in name and run.active._piece_of(name) == 2)
+        def spoil_gradient(chunk: int, **options: Any) -> None:
+            if torch.distributed.get_rank() == 1 and chunk == 2 and run.iteration == 1:
+                [name, *_] = (name for name in matrices.matrices if "fc1" in name and run.active._chunk_of(name) == 2)
                 matrices.matrices[name].parameter.main_grad[0, 0] = math.inf  # type: ignore[attr-defined]
-            step_piece(matrices, piece, **options)
+            step_chunk(matrices, chunk, **options)
 
-        matrices.step_piece = spoil_gradient  # type: ignore[method-assign]
+        matrices.step_chunk = spoil_gradient  # type: ignore[method-assign]
         trainer.masked_loss = spoil_loss if run.iteration == 2 else masked_loss
         before.update(state_of(run))
 
@@ -267,7 +267,7 @@ def test_a_tied_head_differs_by_rounding(world1: World) -> None:
 
 def repeated_outputs(config: Any) -> tuple[list[bool], int]:
     """Return whether each repeated forward pass of a step has the output of the first one, bit for bit, and the number
-    of inputs that wait for none of the passes of a piece."""
+    of inputs that wait for none of the passes of a chunk."""
     outputs: dict[tuple[int, int], torch.Tensor | None] = {}
     are_same: list[bool] = []
     num_waiting: list[int] = []
@@ -293,7 +293,7 @@ def repeated_outputs(config: Any) -> tuple[list[bool], int]:
 
 
 def test_dropout_is_repeated(world2: World) -> None:
-    """The backward pass of a piece repeats the dropout of its forward pass, and by then only saved inputs are on the
+    """The backward pass of a chunk repeats the dropout of its forward pass, and by then only saved inputs are on the
     device."""
     case = {"cut": "pipeline", "method": "pretrain", "precision": "fp32", "place": "device", "layers": "1"}
     flags = {"hidden_dropout": 0.5, "attention_dropout": 0.5, "train_iters": 1, "eval_iters": 0, "global_batch_size": 4}

@@ -64,20 +64,20 @@ def test_frozen_parts_have_no_gradient_and_no_state(world1: World, text_data: st
     assert trained == set(result["sizes"]) - frozen and frozen
 
 
-STATELESS = {"bcd_inactive_update": "factored", "bcd_always_active": "none"}
+INACTIVE = {"bcd_inactive_update": "factored", "bcd_always_active": "none"}
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({"bcd_frozen": "embedding"}, {}), ({}, STATELESS)],
-    ids=["no_longer_frozen", "stateless"],
+    [({"bcd_frozen": "embedding"}, {}), ({}, INACTIVE)],
+    ids=["no_longer_frozen", "inactive"],
 )
 def test_resumed_with_another_set(
     world1: World, text_data: str, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    """A run that resumes with other frozen or stateless parameters warns and restarts the cycle."""
+    """A run that resumes with other frozen or inactive parameters warns and restarts the cycle."""
     flags = {"data_path": text_data, "train_iters": 4, "bf16": True}
-    flags |= {} if STATELESS in (before, after) else {"bcd_optimizer_state": "host"}
+    flags |= {} if INACTIVE in (before, after) else {"bcd_optimizer_state": "host"}
     first, second = (worlds.run_config(**flags, **more) for more in (before, after))
     world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(first, save=str(tmp_path), exit_interval=2))
     result = world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(second, load=str(tmp_path)))[0]

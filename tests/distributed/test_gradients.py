@@ -77,7 +77,7 @@ def run_of(config: RunConfig) -> dict[str, Any]:
         batches = worlds.first_batches(run)
         microbatches = [next(batches) for _ in range(get_num_microbatches())]
         batch = {name: torch.cat([microbatch[name] for microbatch in microbatches]) for name in microbatches[0]}
-        weights = {name: pieces(p, p) for name, p in _named(run)}
+        weights = {name: chunks(p, p) for name, p in _named(run)}
         logits = logits_of(run.model, batch)
         gradients: list[dict[str, dict[str, Any]]] = []
         for block in range(run.partition.num_blocks):
@@ -86,7 +86,7 @@ def run_of(config: RunConfig) -> dict[str, Any]:
             batches = worlds.first_batches(run)
             run.forward_backward(batches, get_num_microbatches(), Step(run.active))
             assert all(p.grad is None and p.requires_grad == hasattr(p, "main_grad") for _, p in _named(run))
-            gradients.append({name: pieces(p, p.main_grad) for name, p in _named(run) if p.requires_grad})
+            gradients.append({name: chunks(p, p.main_grad) for name, p in _named(run) if p.requires_grad})
             run.active.dispose()
         return {"weights": weights, "gradients": gradients, "logits": logits, "batch": batch}
 
@@ -128,7 +128,7 @@ def _draw(item: Any) -> None:
         parameter.copy_(drawn)
 
 
-def pieces(parameter: Any, tensor: Tensor) -> dict[str, Any]:
+def chunks(parameter: Any, tensor: Tensor) -> dict[str, Any]:
     """Copy a parameter's tensor, with the information that `whole` needs."""
     is_split = getattr(parameter, "tensor_model_parallel", False)
     return {

@@ -34,14 +34,14 @@ MASKS = {"reset_attention_mask": True, "reset_position_ids": True}
 # else gradients are rounded to 8 bits, in another order
 PRETRAIN = {"bcd_preset": "pretrain", "bcd_inactive_grad_dtype": "fp32", "muon_grad_dtype": "fp32"}
 PRETRAIN |= {"muon_momentum_dtype": "fp32"}
-STATELESS = {
+INACTIVE = {
     "bcd_layout": "strided",
     "bcd_inactive_update": "orthogonal",
     "bcd_inactive_grad_dtype": "fp32",
     "lr": 3e-3,
 }
 MUON = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_use_nesterov": True, "lr": 3e-3}
-FACTORED = STATELESS | {"bcd_inactive_update": "factored"}
+FACTORED = INACTIVE | {"bcd_inactive_update": "factored"}
 FACTORED_EMBEDDING = FACTORED | {"bcd_embedding_update": "factored"}
 EQUAL_WEIGHTS = {"check_weight_hash_across_dp_replicas_interval": 1}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
@@ -69,7 +69,7 @@ CASES = {
     "experts": Case(worlds.EXPERTS, {}, ("expert2_pipeline2_data2",)),
     "experts_muon_divided": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
-        MUON | STATELESS | {"moe_token_dispatcher_type": "alltoall", "log_params_norm": True} | EQUAL_WEIGHTS,
+        MUON | INACTIVE | {"moe_token_dispatcher_type": "alltoall", "log_params_norm": True} | EQUAL_WEIGHTS,
         ("expert2_data2",),
         2e-4,
     ),

@@ -40,8 +40,8 @@ def test_untrained_layers_are_named(world1: World, text_data: str) -> None:
     assert f"layers {first}-{last}" in before and ("final norm" in before) == (last == 5)
     (whole,) = world1.run(untrained, worlds.run_config(**flags, bcd_steps_per_block=None))
     assert whole == {"layers": [], "warnings": []}
-    stateless = {"bcd_inactive_update": "orthogonal", "bcd_always_active": "norms,biases,embedding"}
-    (rests,) = world1.run(untrained, worlds.run_config(**flags, **stateless, bcd_steps_per_block=4))
+    inactive = {"bcd_inactive_update": "orthogonal", "bcd_always_active": "norms,biases,embedding"}
+    (rests,) = world1.run(untrained, worlds.run_config(**flags, **inactive, bcd_steps_per_block=4))
     assert rests == {"layers": [], "warnings": []}
 
 

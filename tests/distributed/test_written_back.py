@@ -1,4 +1,4 @@
-"""Layers in host memory that are loaded, updated and written back piece by piece."""
+"""Layers in host memory that are loaded, updated and written back chunk by chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that are loaded and written back piece by piece, with copies as late as possible in both directions."""
+"""Layers that are loaded and written back chunk by chunk, with copies as late as possible in both directions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.bcd.model.host_layers import HostLayers, _Buffer, _Layer
 
 CASES: dict[str, dict[str, Any]] = {
     "layers": {},
-    "pieces": {"num_layers": 9, "piece_layers": 2},
+    "chunks": {"num_layers": 9, "chunk_layers": 2},
     "fp32": {"dtype": torch.float32},
     "resident": {"num_resident": 2, "num_frozen": 1},
     "kept": {"num_frozen": 3, "keeps": True},

@@ -106,7 +106,7 @@ def allocated(config: Any, *, leaks: bool = False) -> list[dict[str, int]]:
 @pytest.mark.parametrize("name", RUNS)
 def test_allocated_is_planned(gpus: Worlds, text_data: str, name: str) -> None:
     """The run allocates the planned model state to the byte, and its peak is within 5 % of the plan. A stage, or a
-    piece behind a prefix, keeps the input that it received last, with its gradient if it has one, and a few numbers; a
+    chunk behind a prefix, keeps the input that it received last, with its gradient if it has one, and a few numbers; a
     dispatcher of experts the numbers and probabilities of the last tokens."""
     flags = SIZES | RUNS[name]
     recipe = recipe_of(flags)

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from megatron.bcd.blocks.partition import Partition, partition
-from megatron.bcd.blocks.pieces import virtual_pieces
+from megatron.bcd.blocks.chunks import virtual_chunks
 from megatron.bcd.pipeline import breadth_first, execute, schedule
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.runtime import device
@@ -245,7 +245,7 @@ class Rank:
             partition=blocks,
             run_ahead=case.run_ahead,
             head_passes=case.head_passes,
-            pieces=virtual_pieces(blocks, 1) if case.is_breadth_first else (),
+            chunks=virtual_chunks(blocks, 1) if case.is_breadth_first else (),
         )
         run_plan = pipeline.execute
 
@@ -280,7 +280,7 @@ class Rank:
             num_layers, updates = case.num_chunks * case.num_stages, case.is_breadth_first
             return partition(num_layers=num_layers, num_stages=case.num_stages, num_parts=case.num_chunks, tied=True,
                              num_blocks=0 if updates else case.num_chunks, layout="interleaved",
-                             has_stateless_updates=updates, always_active=frozenset({"norms"} if updates else ()),
+                             has_inactive_updates=updates, always_active=frozenset({"norms"} if updates else ()),
                              )  # fmt: skip
         # one layer per stage, and a block of one layer or of all later ones; `phase_shape` needs these
         return SimpleNamespace(
@@ -291,7 +291,7 @@ class Rank:
             first_trainable_virtual_stage=lambda block: block,
             virtual_stage_active=lambda block, stage: stage == block or stage > block and not case.frozen_suffix,
             has_active_block=False,
-            stateless_layers=lambda block: range(block, block + 1 if case.frozen_suffix else case.num_stages),
+            layers_updated_inactive=lambda block: range(block, block + 1 if case.frozen_suffix else case.num_stages),
             prefix_layers=range,
             chunk_layers=lambda stage, chunk: range(stage, stage + 1),
             head_active=lambda block: True,

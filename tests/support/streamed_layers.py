@@ -59,13 +59,13 @@ class OnDevice:
 
 
 def on_host(
-    layers: Sequence[Layer], *, dtype: torch.dtype, piece_layers: int, num_resident: int = 0, keeps: bool = False
+    layers: Sequence[Layer], *, dtype: torch.dtype, chunk_layers: int, num_resident: int = 0, keeps: bool = False
 ) -> HostLayers:
     """Move the matrices of these layers to host memory. A collective."""
     frozen = HostLayers(
         num_layers=len(layers), embedding_size=0, num_resident=num_resident, dtype=dtype,
         residual_dtype=torch.int16 if dtype == torch.bfloat16 else None, is_streamed=lambda name: name != "scale",
-        group=dist.group.WORLD, piece_layers=piece_layers, state={"gradient": (torch.float32, 1)} if keeps else None,
+        group=dist.group.WORLD, chunk_layers=chunk_layers, state={"gradient": (torch.float32, 1)} if keeps else None,
     )  # fmt: skip
     for layer in layers:
         frozen.add(layer)  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def on_host(
     return frozen
 
 
-def owner_of(number: int) -> int:
+def optimizer_of(number: int) -> int:
     return number % dist.get_world_size()
 
 
@@ -83,18 +83,18 @@ class Run:
     host memory for updates in a pass of their own."""
 
     def __init__(
-        self, *, num_layers: int, piece_layers: int = 1, dtype: torch.dtype = torch.bfloat16, is_on_host: bool = True,
+        self, *, num_layers: int, chunk_layers: int = 1, dtype: torch.dtype = torch.bfloat16, is_on_host: bool = True,
         num_resident: int = 0, num_frozen: int = 0, keeps: bool = False,
     ) -> None:  # fmt: skip
         self.layers = [Layer(number, dtype) for number in range(num_layers)]
-        self.pieces = [range(num_layers)[first : first + piece_layers] for first in range(0, num_layers, piece_layers)]
+        self.chunks = [range(num_layers)[first : first + chunk_layers] for first in range(0, num_layers, chunk_layers)]
         self.matrices = [matrix for layer in self.layers for matrix in layer.matrices]
-        self.owners = {matrix: owner_of(number) for number, matrix in enumerate(self.matrices)}
+        self.owners = {matrix: optimizer_of(number) for number, matrix in enumerate(self.matrices)}
         self.updated = {matrix for layer in self.layers[num_frozen:] for matrix in layer.matrices}
         self.dtype, self.keeps = dtype, keeps
         if is_on_host:
             self.frozen: Any = on_host(
-                self.layers, dtype=dtype, piece_layers=piece_layers, num_resident=num_resident, keeps=keeps
+                self.layers, dtype=dtype, chunk_layers=chunk_layers, num_resident=num_resident, keeps=keeps
             )
         else:
             for layer in self.layers:
@@ -107,13 +107,13 @@ class Run:
         self.backward(self.forward(number))
 
     def backward(self, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Update one piece after the other, given the inputs of each."""
-        frozen, updated = self.frozen, [place for place in range(len(self.pieces)) if self.matrices_of(place)]
+        """Update one chunk after the other, given the inputs of each."""
+        frozen, updated = self.frozen, [place for place in range(len(self.chunks)) if self.matrices_of(place)]
         for place in reversed(updated):
             matrices = self.matrices_of(place)
-            frozen.load(self.pieces[place], with_state=not self.keeps)
+            frozen.load(self.chunks[place], with_state=not self.keeps)
             if place > 0:
-                frozen.prefetch(self.pieces[place - 1], with_state=not self.keeps)
+                frozen.prefetch(self.chunks[place - 1], with_state=not self.keeps)
             gradients = [torch.zeros(matrix.shape, device=device.current()) for matrix in matrices]
             for x in inputs[place]:
                 for gradient, matrix in zip(gradients, matrices, strict=True):
@@ -125,32 +125,32 @@ class Run:
                 elif self.owners[matrix] == dist.get_rank():
                     frozen.keep_gradient(matrix, gradient)
             if not self.keeps:
-                frozen.write_back(self.pieces[place])
+                frozen.write_back(self.chunks[place])
         for place in updated if self.keeps else ():
-            frozen.load(self.pieces[place], with_state=True)
+            frozen.load(self.chunks[place], with_state=True)
             if place < updated[-1]:
-                frozen.prefetch(self.pieces[place + 1], with_state=True)
+                frozen.prefetch(self.chunks[place + 1], with_state=True)
             for matrix in self.matrices_of(place):
                 self.update(matrix, frozen.state(matrix).get("gradient"))
-            frozen.write_back(self.pieces[place])
+            frozen.write_back(self.chunks[place])
         frozen.finish_step()
 
     def matrices_of(self, place: int) -> list[torch.nn.Parameter]:
-        """Return the matrices of a piece that are updated."""
-        matrices = [matrix for each in self.pieces[place] for matrix in self.layers[each].matrices]
+        """Return the matrices of a chunk that are updated."""
+        matrices = [matrix for each in self.chunks[place] for matrix in self.layers[each].matrices]
         return [matrix for matrix in matrices if matrix in self.updated]
 
     def forward(self, number: int) -> list[list[torch.Tensor]]:
-        """Return the inputs of each piece."""
+        """Return the inputs of each chunk."""
         generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
         batch = torch.randn(MICROBATCHES, 8, SIZE, generator=generator).to(self.dtype).to(device.current())
         inputs = [list(batch)]
-        for place, piece in enumerate(self.pieces):
-            self.frozen.load(piece)
-            if place + 1 < len(self.pieces):
-                self.frozen.prefetch(self.pieces[place + 1])
+        for place, chunk in enumerate(self.chunks):
+            self.frozen.load(chunk)
+            if place + 1 < len(self.chunks):
+                self.frozen.prefetch(self.chunks[place + 1])
             outputs = inputs[-1]
-            for each in piece:
+            for each in chunk:
                 outputs = [self.layers[each](x) for x in outputs]
             inputs.append(outputs)
         return inputs

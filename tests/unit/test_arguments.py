@@ -21,7 +21,7 @@ from megatron.bcd.checkpoint.run_state import (
     RunState,
     check_same_network,
     check_same_weights,
-    contents_of_blocks,
+    block_contents,
     from_json,
     has_same_optimizers,
     resumed_phase,
@@ -180,8 +180,8 @@ def test_preset_sets_what_is_not_given() -> None:
     assert full.bcd.bcd_inactive_update == "none" and full.optimizer.optimizer == "muon"
 
 
-def test_rate_of_stateless_updates_fits_their_rule() -> None:
-    """The default rate of stateless updates is that of their rule, also under a preset."""
+def test_rate_of_inactive_updates_fits_their_rule() -> None:
+    """The default rate of inactive updates is that of their rule, also under a preset."""
     for words, ratio in (
         (("--bcd-inactive-update", "factored"), 1.0),
         (("--bcd-preset", "pretrain", "--bcd-inactive-update", "factored"), 1.0),
@@ -235,7 +235,7 @@ def test_default_schedule(words: str, schedule: str) -> None:
         ("--bcd-preset finetune --bcd-layers-on host --bcd-layers-per-pass 6", 1, 6, 0),
     ],
 )
-def test_pieces_of_several_stages(words: str, chunks: int, size: int, num_blocks: int) -> None:
+def test_chunks_of_several_stages(words: str, chunks: int, size: int, num_blocks: int) -> None:
     """Flags and defaults set the chunks, the layers per pass, the blocks and the layout of a breadth-first pipeline."""
     config = parse("--num-layers", "12", "--pipeline-model-parallel-size", "2", *words.split(), world_size=2)
     assert (config.num_chunks, config.bcd.bcd_layers_per_pass, config.is_breadth_first) == (chunks, size, True)
@@ -255,7 +255,7 @@ def test_checkpoint_of_the_versions_with_greedy_order() -> None:
         flags = run_config_to_dict(config)
         flags["bcd"] |= {"bcd_order": order, "bcd_greedy_microbatches": 4}
         saved = from_json(state_of(flags), path="run_state.json")
-        saved.phase, saved.blocks = phase.to_dict() | names, contents_of_blocks(partition)
+        saved.phase, saved.blocks = phase.to_dict() | names, block_contents(partition)
         resumed, message = resumed_phase(saved, config, partition, schedule)
         assert resumed == expected and (message is None) == (order == "ascending")
 
@@ -391,13 +391,13 @@ EXCLUDING = (
 
 @pytest.mark.parametrize("words", EXCLUDING)
 def test_preset_finetune_takes_blocks(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flag that excludes stateless updates makes preset finetune train without them."""
+    """A flag that excludes inactive updates makes preset finetune train without them."""
     monkeypatch.setattr(packages, "has_precision_aware_adam", lambda: True)
     assert parse("--bcd-preset", "finetune", *words.split(), world_size=4).bcd.bcd_inactive_update == "none"
 
 
 def test_every_conflict_takes_blocks() -> None:
-    """Each flag that conflicts with stateless updates has a case in EXCLUDING."""
+    """Each flag that conflicts with inactive updates has a case in EXCLUDING."""
     conflicts = [flag for flag, others in CONFLICTS.items() if "--bcd-inactive-update" in others.split()]
     known = {words.split()[0] for words in EXCLUDING}
     assert {re.split("!?=", flag)[0] for flag in (*conflicts, *CONFLICTS["--bcd-inactive-update"].split())} <= known

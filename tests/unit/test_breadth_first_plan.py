@@ -1,4 +1,4 @@
-"""Plans in breadth-first order: each piece runs all microbatches, is updated after its last backward pass, and nothing
+"""Plans in breadth-first order: each chunk runs all microbatches, is updated after its last backward pass, and nothing
 is updated before the loss is known."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from support.plan_checker import check_no_deadlock
 
 from megatron.bcd.blocks.partition import Partition, partition
-from megatron.bcd.blocks.pieces import stage_pieces, virtual_pieces
+from megatron.bcd.blocks.chunks import stage_chunks, virtual_chunks
 from megatron.bcd.pipeline.build import build_plan, peak_graphs
 from megatron.bcd.pipeline.plan import (
     Kind,
@@ -38,14 +38,14 @@ _CASES = {
     "factored": (
         _partition(
             num_blocks=0,
-            has_stateless_updates=True,
+            has_inactive_updates=True,
             embedding_update="factored",
             always_active=frozenset({"norms", "biases", "embedding", "head"}),
         ),
         0,
     ),
     "pretrain": (
-        _partition(has_stateless_updates=True, always_active=frozenset({"norms", "biases", "embedding", "head"})),
+        _partition(has_inactive_updates=True, always_active=frozenset({"norms", "biases", "embedding", "head"})),
         1,
     ),
 }
@@ -53,7 +53,7 @@ _CASES = {
 
 def _shape(case: str, layers_per_pass: int) -> PlanShape:
     blocks, block = _CASES[case]
-    return breadth_first_shape(blocks, block, virtual_pieces(blocks, layers_per_pass), num_microbatches=4)
+    return breadth_first_shape(blocks, block, virtual_chunks(blocks, layers_per_pass), num_microbatches=4)
 
 
 def check_order(shape: PlanShape) -> None:
@@ -104,11 +104,11 @@ def _check_stage(plan: Plan, stage: int) -> Iterator[Message]:
             is_loss_known = all((shape.last, number) in gradients for number in range(shape.num_microbatches))
             assert is_loss_known
         elif action.kind is Kind.NORM:
-            assert updated == {virtual for virtual in on_stage if shape.updated[virtual]} and shape.clips_by_piece
+            assert updated == {virtual for virtual in on_stage if shape.updated[virtual]} and shape.clips_by_chunk
             updated.clear()
             has_norm = True
         else:
-            assert action.kind is (Kind.KEEP if shape.clips_by_piece and not has_norm else Kind.UPDATE)
+            assert action.kind is (Kind.KEEP if shape.clips_by_chunk and not has_norm else Kind.UPDATE)
             assert is_loss_known and virtual not in updated
             assert all((virtual, number) in gradients for number in range(shape.num_microbatches))
             updated.add(virtual)
@@ -117,7 +117,7 @@ def _check_stage(plan: Plan, stage: int) -> Iterator[Message]:
     assert forward == set(itertools.product(on_stage, microbatches))
     assert gradients == set(itertools.product(trainable, microbatches))
     assert updated == {virtual for virtual in trainable if shape.updated[virtual]} and not graphs
-    assert has_norm == (shape.clips_by_piece and shape.is_training)
+    assert has_norm == (shape.clips_by_chunk and shape.is_training)
     assert peak_graphs(actions) == bool(trainable), "activations of one microbatch at a time"
 
 
@@ -130,10 +130,10 @@ def test_order(case: str, layers_per_pass: int) -> None:
 
 @pytest.mark.parametrize("clips", [False, True])
 def test_order_of_a_single_block(clips: bool) -> None:
-    """Every piece of a single block is updated once, with clipping after the norm of all gradients."""
+    """Every chunk of a single block is updated once, with clipping after the norm of all gradients."""
     whole = _partition(num_blocks=1)
-    by_piece = {"steps_block_by_piece": True, "clips_by_piece": clips}
-    shape = breadth_first_shape(whole, 0, virtual_pieces(whole, 2), num_microbatches=4, **by_piece)
+    by_chunk = {"steps_block_by_chunk": True, "clips_by_chunk": clips}
+    shape = breadth_first_shape(whole, 0, virtual_chunks(whole, 2), num_microbatches=4, **by_chunk)
     assert all(shape.updated)
     check_order(shape)
 
@@ -158,7 +158,7 @@ def test_several_stages(stages: int) -> None:
                 updated=active,
             )
             check_order(shape)
-            check_order(replace(shape, clips_by_piece=True))
+            check_order(replace(shape, clips_by_chunk=True))
             ones, twos = (1.0,) * num_virtual, (2.0,) * num_virtual
             costs = ActionCosts(forward=ones, backward=twos, backward_input=ones, message=0.1)
             if first == 0 and number >= stages:
@@ -167,23 +167,23 @@ def test_several_stages(stages: int) -> None:
             simulate(build_plan(shape), costs)
 
 
-def test_virtual_pieces() -> None:
-    """A stage has only its own pieces, and numbers their layers from its own first one."""
+def test_virtual_chunks() -> None:
+    """A stage has only its own chunks, and numbers their layers from its own first one."""
     chunks = _partition(num_layers=12, num_stages=2, layout="interleaved")
-    assert virtual_pieces(chunks, 2) == tuple(range(first, first + 2) for first in range(0, 12, 2))
-    assert stage_pieces(chunks, 1, 2) == (range(0, 2), range(2, 4), range(4, 6))
+    assert virtual_chunks(chunks, 2) == tuple(range(first, first + 2) for first in range(0, 12, 2))
+    assert stage_chunks(chunks, 1, 2) == (range(0, 2), range(2, 4), range(4, 6))
     uneven = _partition(num_layers=7, num_stages=2, layout="interleaved")
-    assert [len(layers) for layers in virtual_pieces(uneven, 1)] == [2, 1, 1, 1, 1, 1]
-    assert stage_pieces(uneven, 0, 1) == (range(0, 2), range(2, 3), range(3, 4))
-    tied = {"has_stateless_updates": True, "embedding_update": "factored", "tied": True, "num_blocks": 2}
+    assert [len(layers) for layers in virtual_chunks(uneven, 1)] == [2, 1, 1, 1, 1, 1]
+    assert stage_chunks(uneven, 0, 1) == (range(0, 2), range(2, 3), range(3, 4))
+    tied = {"has_inactive_updates": True, "embedding_update": "factored", "tied": True, "num_blocks": 2}
     tied |= {"always_active": frozenset({"embedding"}), "num_layers": 4, "num_parts": 2}
     for stages, expected in ((1, (True, False, True, True)), (2, (False, False, True, True))):
         blocks = _partition(num_stages=stages, layout="interleaved", **tied)
-        assert breadth_first_shape(blocks, 0, virtual_pieces(blocks, 1), num_microbatches=1).updated == expected
+        assert breadth_first_shape(blocks, 0, virtual_chunks(blocks, 1), num_microbatches=1).updated == expected
 
 
 def test_what_is_trained() -> None:
-    """The backward pass reaches exactly the pieces that train, and every piece with a stateless update is updated."""
+    """The backward pass reaches exactly the chunks that train, and every chunk with an inactive update is updated."""
     blocks = _shape("blocks", 1)
     assert (blocks.first_trainable, blocks.active, any(blocks.updated)) == (
         2,
@@ -196,14 +196,14 @@ def test_what_is_trained() -> None:
     assert _shape("pretrain", 1).updated == (True, True, False, False, True, True)
     assert _shape("pretrain", 1).first_trainable == 0
     head_only = _partition(
-        has_stateless_updates=True, embedding_update="factored", always_active=frozenset({"norms", "biases", "head"})
+        has_inactive_updates=True, embedding_update="factored", always_active=frozenset({"norms", "biases", "head"})
     )
-    shape = breadth_first_shape(head_only, 2, virtual_pieces(head_only, 1), num_microbatches=1)
+    shape = breadth_first_shape(head_only, 2, virtual_chunks(head_only, 1), num_microbatches=1)
     assert shape.updated == (True, True, True, True, False, True), "the head, although its layer is the active block"
 
 
-def test_each_microbatch_is_read_by_every_piece() -> None:
-    """An evaluation runs every microbatch through every piece, without a graph."""
+def test_each_microbatch_is_read_by_every_chunk() -> None:
+    """An evaluation runs every microbatch through every chunk, without a graph."""
     [actions] = build_plan(
         evaluation_shape(num_stages=1, num_chunks=3, num_microbatches=2, is_breadth_first=True)
     ).stages

@@ -63,9 +63,9 @@ def test_work_of_layout_stage_by_stage() -> None:
     assert compute_ratio(cut, 1) == 1.0
 
 
-def test_stateless_updates_compute_weight_gradients() -> None:
-    """Weight gradients of all layers are counted with stateless updates."""
-    cut = partition(num_layers=6, num_stages=2, num_blocks=3, layout="strided", tied=True, has_stateless_updates=True)
+def test_inactive_updates_compute_weight_gradients() -> None:
+    """Weight gradients of all layers are counted with inactive updates."""
+    cut = partition(num_layers=6, num_stages=2, num_blocks=3, layout="strided", tied=True, has_inactive_updates=True)
     assert [layer_work(cut, block)[2] for block in range(3)] == [6, 6, 6]
 
 

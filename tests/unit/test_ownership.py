@@ -58,11 +58,11 @@ def test_experts_belong_to_their_layer() -> None:
     """Experts, routers and shared experts are trained in the phase of their layer, and updated without state in others.
 
     Their matrices are those of separate modules, or of Transformer Engine's grouped layers."""
-    cut = partition(num_layers=4, num_stages=2, num_blocks=2, layout="spread", tied=True, has_stateless_updates=True)
+    cut = partition(num_layers=4, num_stages=2, num_blocks=2, layout="spread", tied=True, has_inactive_updates=True)
     experts = ("experts.local_experts.3.linear_fc1.weight", "experts.linear_fc2.weight2")
     for name in (*experts, "router.weight", "shared_experts.linear_fc1.weight", "shared_experts.gate_weight"):
         owned = ownership(f"decoder.layers.1.mlp.{name}", partition=cut, stage=1)
-        assert (owned.layer, owned.block, owned.stateless_in) == (3, 1, {0}), name
+        assert (owned.layer, owned.block, owned.inactive_updates_in) == (3, 1, {0}), name
         assert owned.is_matrix and not owned.is_always_active, name
 
 

@@ -120,15 +120,15 @@ def test_number_of_blocks_by_layout(cut: Partition) -> None:
 
 @given(layers=st.integers(4, 40), stages=st.integers(1, 4), blocks=st.integers(1, 4), data=st.data())
 def test_stateless_layers_are_the_others(layers: int, stages: int, blocks: int, data: st.DataObject) -> None:
-    """The stateless layers are all that are not active, on stages that get gradients; without stateless updates there
+    """The inactive layers are all that are not active, on stages that get gradients; without inactive updates there
     are none."""
     assume(layers >= stages * blocks)
     layout = data.draw(st.sampled_from(["spread", "strided", "submodel"]))
     sizes: Any = {"num_layers": layers, "num_stages": stages, "num_blocks": blocks, "layout": layout, "tied": True}
     for has_updates in (False, True):
-        cut = partition(**sizes, has_stateless_updates=has_updates)
+        cut = partition(**sizes, has_inactive_updates=has_updates)
         for block in cut.blocks:
-            result, others = set(cut.stateless_layers(block.index)), set(range(layers)) - set(block.layers)
+            result, others = set(cut.layers_updated_inactive(block.index)), set(range(layers)) - set(block.layers)
             assert result == (others if has_updates else set())
             assert list(cut.prefix_layers(block.index)) == ([] if has_updates else list(range(block.first_layer)))
             for stage in range(stages):
@@ -156,10 +156,10 @@ def test_interleaved(stages: int, blocks: int, times: int, more: int, tied: bool
     assert max(cut.layers_per_stage) - min(cut.layers_per_stage) <= 1
     assert cut.num_chunks == (parts if stages > 1 else 1) and alone.num_chunks == 1
     for stage in range(stages if stages > 1 else 0):
-        pieces = [cut.chunk_layers(stage, chunk) for chunk in range(parts)]
-        assert list(chain.from_iterable(pieces)) == list(cut.stage_layers(stage))
+        chunks = [cut.chunk_layers(stage, chunk) for chunk in range(parts)]
+        assert list(chain.from_iterable(chunks)) == list(cut.stage_layers(stage))
         for block in cut.blocks:
-            of_block = [pieces[chunk] for chunk in range(block.index, parts, blocks)]
+            of_block = [chunks[chunk] for chunk in range(block.index, parts, blocks)]
             assert tuple(chain.from_iterable(of_block)) == cut.active_layers(block.index, stage)
     for block in cut.blocks if stages > 1 else ():
         first = cut.first_trainable_virtual_stage(block.index)

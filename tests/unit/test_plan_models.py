@@ -388,7 +388,7 @@ def test_a_loss_says_where_it_was_measured(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_finetune_trains_every_layer_whatever_the_task(capsys: pytest.CaptureFixture[str]) -> None:
-    """Preset finetune plans a stateless update of every layer whatever the task, and blocks only if flags ask."""
+    """Preset finetune plans an inactive update of every layer whatever the task, and blocks only if flags ask."""
     flags = ("--model", "L-1.5B", *CARD, "--precision", "bf16", "--bcd-preset", "finetune")
     for more in ((), ("--search",)):
         text = run(capsys, *flags, *more).replace("\\\n    ", "")
@@ -399,8 +399,8 @@ def test_finetune_trains_every_layer_whatever_the_task(capsys: pytest.CaptureFix
     assert "--bcd-schedule breadth-first --bcd-layers-on host" in json.loads(run(capsys, *large))["command"]
 
 
-def test_search_over_pieces_and_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    """A search finds larger, faster pieces and micro-batches; given ones win, and without it memory stays free."""
+def test_search_over_chunks_and_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    """A search finds larger, faster chunks and micro-batches; given ones win, and without it memory stays free."""
     flags = ("--task", "sft", "--model", "LLaMA-7B", *CARD, "--method", "finetune", "--json")
     found = json.loads(run(capsys, *flags, "--search"))
     command = found["best"]["command"].replace("\\\n    ", "")

@@ -147,7 +147,7 @@ def test_one_stage_does_one_thing_after_the_other() -> None:
 @pytest.mark.parametrize("number", [2, 8, 40])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_breadth_first_on_stages(stages: int, number: int, layers_per_pass: int) -> None:
-    """All pieces but the last repeat their forward pass, stages work side by side, and the rough time is close to the
+    """All chunks but the last repeat their forward pass, stages work side by side, and the rough time is close to the
     exact."""
     flags = {"method": "finetune", "bcd_inactive_update": "factored", "bcd_schedule": "breadth-first"}
     flags |= {"bcd_layers_per_pass": layers_per_pass, "precision": "bf16", "global_batch_size": number}
@@ -164,8 +164,8 @@ def test_breadth_first_on_stages(stages: int, number: int, layers_per_pass: int)
         assert phase.pipeline > 0.8 * alone / number
 
 
-def test_time_of_stateless_updates_and_muon() -> None:
-    """Stateless updates take W and an orthogonalisation that data-parallel ranks share, as fast in fp32; links carry
+def test_time_of_inactive_updates_and_muon() -> None:
+    """Inactive updates take W and an orthogonalisation that data-parallel ranks share, as fast in fp32; links carry
     matrices."""
     one = recipe(method="pretrain", bcd_num_blocks=3)
     full = phase_seconds(recipe(method="full"), 0)

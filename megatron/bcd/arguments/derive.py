@@ -203,7 +203,7 @@ def _derive_tokenizer(values: Values) -> None:
 def _derive_chunks(values: Values, *, given: Mapping[str, Any]) -> int | None:
     """Derive the chunks of a pipeline stage, and the layout interleaved that they imply.
 
-    Each chunk belongs to one block, so `values` gets a multiple of the number of blocks. The pieces of --bcd-schedule
+    Each chunk belongs to one block, so `values` gets a multiple of the number of blocks. The chunks of --bcd-schedule
     breadth-first on several stages are chunks, by default as many as possible.
 
     Returns:
@@ -211,10 +211,10 @@ def _derive_chunks(values: Values, *, given: Mapping[str, Any]) -> int | None:
     """
     layers, per_chunk = values["num_layers"] or 0, values["num_layers_per_virtual_pipeline_stage"] or 0
     stages = max(1, values["pipeline_model_parallel_size"])
-    is_in_pieces = stages > 1 and values["bcd_schedule"] == "breadth-first"
-    if is_in_pieces:
+    is_in_chunks = stages > 1 and values["bcd_schedule"] == "breadth-first"
+    if is_in_chunks:
         per_chunk = per_chunk or given.get("bcd_layers_per_pass") or 0
-    if values["num_virtual_stages_per_pipeline_rank"] is None and (per_chunk > 0 or is_in_pieces):
+    if values["num_virtual_stages_per_pipeline_rank"] is None and (per_chunk > 0 or is_in_chunks):
         on_stage, left = divmod(layers, stages)
         if not per_chunk:
             values["num_virtual_stages_per_pipeline_rank"] = max(on_stage, 1)
@@ -230,6 +230,6 @@ def _derive_chunks(values: Values, *, given: Mapping[str, Any]) -> int | None:
     if num_chunks > 1 and values["bcd_layout"] == "interleaved" and values["pipeline_model_parallel_layout"] is None:
         num_blocks = max(1, DEFAULT_NUM_BLOCKS if values["bcd_num_blocks"] is None else values["bcd_num_blocks"])
         values["num_virtual_stages_per_pipeline_rank"] = max(num_chunks // num_blocks, 1) * num_blocks
-    if is_in_pieces and values["num_virtual_stages_per_pipeline_rank"] is not None:
+    if is_in_chunks and values["num_virtual_stages_per_pipeline_rank"] is not None:
         values["bcd_layers_per_pass"] = -(-layers // (stages * values["num_virtual_stages_per_pipeline_rank"]))
     return int(num_chunks) if num_chunks > 1 else None

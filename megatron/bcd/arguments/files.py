@@ -13,7 +13,7 @@ from megatron.bcd.huggingface import folder
 from megatron.bcd.huggingface.architecture import architecture_flags, default_flags
 
 
-def values_of_model(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[dict[str, Any], dict[str, Any]]:
+def model_values(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return two dictionaries by field name, from the config.json of --load-hf.
 
     The weights determine the first one. The second one contains defaults, which given flags replace.
@@ -83,7 +83,7 @@ def take_checkpoint_flags(values: dict[str, Any], flags: Iterable[Flag], *, give
         values["group_query_attention"] = saved["transformer"].get("num_query_groups") is not None
 
 
-def positions_of_checkpoint(values: Mapping[str, Any]) -> int | None:
+def checkpoint_positions(values: Mapping[str, Any]) -> int | None:
     """Return --max-position-embeddings of the weights that --finetune starts with, or None if it is unknown."""
     if values["load"] is None or not values["finetune"]:
         return None

@@ -284,7 +284,7 @@ def _check(
     model_values: dict[str, Any] = {}
     if given.get("load_hf") is not None:
         try:
-            fixed, model_values = files.values_of_model(given, flags)
+            fixed, model_values = files.model_values(given, flags)
         except ValueError as error:  # without the network nothing else can be checked
             raise ConfigurationError([*problems.values(), str(error)]) from error
         given = {**fixed, **given}
@@ -298,7 +298,7 @@ def _check(
     except ValueError as error:
         all_problems.append(str(error))
     if starts and values["max_position_embeddings"] is None:
-        values["max_position_embeddings"] = files.positions_of_checkpoint(values)
+        values["max_position_embeddings"] = files.checkpoint_positions(values)
     notes = derive_values(values, flags, asked=asked, given=given, world_size=world_size)
     config = _assemble(flags, values)
     for text in find_problems(

@@ -146,7 +146,7 @@ def find_problems(
         lambda: partitions.append(partition_from_config(config)),
         lambda: block_schedule_from_config(config, partitions[0]),
         lambda: _check_blocks(config, run, partitions[0]),
-        lambda: _check_stateless(run, partitions[0]),
+        lambda: _check_inactive_update(run, partitions[0]),
         lambda: _check_places(run),
         lambda: _check_breadth_first(run, partitions[0], given),
         lambda: _check_groups(config, run, partitions[0]),
@@ -497,7 +497,7 @@ def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
     )
 
 
-def _check_stateless(run: Run, partition: Partition) -> None:
+def _check_inactive_update(run: Run, partition: Partition) -> None:
     rule, has_embedding = run.bcd_inactive_update, run.bcd_embedding_update != "adam"
     require(
         rule == "none" or partition.num_blocks > 1 or not partition.has_active_block,
@@ -511,7 +511,7 @@ def _check_stateless(run: Run, partition: Partition) -> None:
     )
     require(
         not has_embedding or rule != "none" or run.optimizer == "muon",
-        f"--bcd-embedding-update {run.bcd_embedding_update}: no other matrix follows a stateless update. Give "
+        f"--bcd-embedding-update {run.bcd_embedding_update}: no other matrix follows an inactive update. Give "
         "--bcd-inactive-update factored, or leave it out.",
     )
 

@@ -35,7 +35,7 @@ class Ownership:
     """Layer number in the whole model; None outside the layers."""
     is_norm: bool
     is_matrix: bool
-    """Whether a stateless update may step it. It is a matrix of a layer (--bcd-inactive-update), or a word embedding or
+    """Whether an inactive update may step it. It is a matrix of a layer (--bcd-inactive-update), or a word embedding or
     head with --bcd-embedding-update factored."""
     block: int | None
     """The block that owns it; for a tied head the block of the embedding. None with --bcd-num-blocks 0, if no
@@ -44,16 +44,16 @@ class Ownership:
     """Whether it is active in every phase (--bcd-always-active), with optimizer state that outlives the phases."""
     is_frozen: bool = False
     """Whether no phase trains it (--bcd-frozen)."""
-    stateless_in: frozenset[int] = frozenset()
+    inactive_updates_in: frozenset[int] = frozenset()
     """Blocks in whose phases it is updated without state."""
 
     def is_active(self, block: int) -> bool:
         """Return whether the parameter is updated with optimizer state in a phase of ``block``."""
         return self.is_always_active or self.block == block
 
-    def is_stateless(self, block: int) -> bool:
+    def has_inactive_update(self, block: int) -> bool:
         """Return whether the parameter is updated without optimizer state in a phase of ``block``."""
-        return block in self.stateless_in
+        return block in self.inactive_updates_in
 
 
 def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
@@ -83,7 +83,7 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
         module, block = "final_norm", last
     elif name.startswith("decoder.layers."):
         module, layer = "layer", partition.chunk_layers(stage, chunk)[int(name.split(".")[2])]
-        block = partition.block_of_layer[layer]
+        block = partition.layer_block[layer]
         is_bias = not is_norm and _BIAS.search(name) is not None
         is_always_active |= is_bias and "biases" in partition.always_active
     else:
@@ -100,10 +100,10 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
         block=block if partition.has_active_block and not (is_frozen or is_outside) else None,
         is_always_active=is_always_active and not is_outside,
         is_frozen=is_frozen,
-        stateless_in=frozenset(
+        inactive_updates_in=frozenset(
             each.index
             for each in partition.blocks
-            if is_outside or (is_in_layer and layer is not None and partition.is_stateless(layer, each.index))
+            if is_outside or (is_in_layer and layer is not None and partition.has_inactive_update(layer, each.index))
         ),
     )
 

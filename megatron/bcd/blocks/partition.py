@@ -26,11 +26,11 @@ def divide(total: int, parts: int) -> tuple[range, ...]:
     return consecutive([size + (part < larger) for part in range(parts)])
 
 
-def divide_into_pieces(total: int, *, parts: int, stages: int) -> tuple[tuple[range, ...], ...]:
-    """Divide ``range(total)`` into ``parts`` like ``divide``, and each part into one piece per stage.
+def divide_into_chunks(total: int, *, parts: int, stages: int) -> tuple[tuple[range, ...], ...]:
+    """Divide ``range(total)`` into ``parts`` like ``divide``, and each part into one chunk per stage.
 
     The parts do not depend on the number of stages. If a part cannot be divided evenly, the stages with the fewest
-    layers so far get one more. Returns the pieces by part and stage.
+    layers so far get one more. Returns the chunks by part and stage.
     """
     layers = [0] * stages
     sizes: list[int] = []
@@ -40,8 +40,8 @@ def divide_into_pieces(total: int, *, parts: int, stages: int) -> tuple[tuple[ra
         for stage in range(stages):
             sizes.append(size + (stage in with_more))
             layers[stage] += sizes[-1]
-    pieces = consecutive(sizes)
-    return tuple(pieces[part * stages : (part + 1) * stages] for part in range(parts))
+    chunks = consecutive(sizes)
+    return tuple(chunks[part * stages : (part + 1) * stages] for part in range(parts))
 
 
 def consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
@@ -125,7 +125,7 @@ class Partition:
     """Parts active in every phase: some of ``norms`` (all), ``biases`` (of layers), ``embedding``, ``head``."""
     frozen: frozenset[str] = frozenset()
     """Parts that no phase trains: some of ``embedding``, ``head`` (if tied, both or none), ``norms`` (all)."""
-    has_stateless_updates: bool = False
+    has_inactive_updates: bool = False
     """Whether layers outside the active block are updated without state."""
     embedding_update: str = "adam"
     """The rule that steps an always-active word embedding and an untied head: ``adam`` or ``factored``."""
@@ -171,7 +171,7 @@ class Partition:
         return self.num_stages * self.num_chunks
 
     @cached_property
-    def block_of_layer(self) -> dict[int, int]:
+    def layer_block(self) -> dict[int, int]:
         """Block number by layer."""
         return {layer: block.index for block in self.blocks for layer in block.layers}
 
@@ -179,19 +179,19 @@ class Partition:
         """Return the layers of a pipeline stage that are active in the block's phase."""
         return self.blocks[block].layers_on_stage(stage) if self.has_active_block else ()
 
-    def stateless_layers(self, block: int) -> tuple[int, ...]:
+    def layers_updated_inactive(self, block: int) -> tuple[int, ...]:
         """Return the layers whose matrices are updated without state in the block's phase, ascending."""
-        return tuple(layer for layer in range(self.num_layers) if self.is_stateless(layer, block))
+        return tuple(layer for layer in range(self.num_layers) if self.has_inactive_update(layer, block))
 
-    def is_stateless(self, layer: int, block: int) -> bool:
+    def has_inactive_update(self, layer: int, block: int) -> bool:
         """Return whether the matrices of a layer are updated without state in the block's phase."""
         is_active = self.has_active_block and layer in self.blocks[block].layers
-        return self.has_stateless_updates and not is_active
+        return self.has_inactive_updates and not is_active
 
     def trains_matrices(self, layer: int, block: int) -> bool:
         """Return whether the matrices of a layer are updated in the block's phase, with or without state."""
         is_active = self.has_active_block and layer in self.blocks[block].layers
-        return is_active or self.is_stateless(layer, block)
+        return is_active or self.has_inactive_update(layer, block)
 
     @property
     def embedding_always_active(self) -> bool:
@@ -211,7 +211,7 @@ class Partition:
     @property
     def has_prefix(self) -> bool:
         """Whether phases may have a prefix. There is none if every phase updates something at the model's bottom."""
-        return not (self.has_stateless_updates or self.embedding_always_active or _IN_LAYERS & self.always_active)
+        return not (self.has_inactive_updates or self.embedding_always_active or _IN_LAYERS & self.always_active)
 
     def embedding_active(self, block: int) -> bool:
         """Return whether the embedding, on the first stage, is active in the block's phase."""
@@ -240,7 +240,7 @@ class Partition:
         submodels = self.blocks[block].submodels if self.has_active_block else ()
         return (
             any((submodel.chunk, submodel.stage) == (chunk, stage) for submodel in submodels)
-            or any(self.is_stateless(layer, block) for layer in self.chunk_layers(stage, chunk))
+            or any(self.has_inactive_update(layer, block) for layer in self.chunk_layers(stage, chunk))
             or bool(_IN_LAYERS & self.always_active)
             or (virtual == 0 and self.embedding_active(block))
             or (virtual == self.num_virtual_stages - 1 and (self.head_active(block) or self.final_norm_active(block)))
@@ -323,7 +323,7 @@ class Partition:
 
     def describe_untrained(self, visited: Collection[int]) -> tuple[str, ...]:
         """Return names of parts that the `visited` blocks leave untrained, although another block would train them."""
-        layers = {layer for block in visited for layer in (*self.blocks[block].layers, *self.stateless_layers(block))}
+        layers = {layer for block in visited for layer in (*self.blocks[block].layers, *self.layers_updated_inactive(block))}
         untrained = describe_layers([layer for layer in range(self.num_layers) if layer not in layers])
         trained = {extra for block in visited for extra in self.describe_extras(block)}
         extras = dict.fromkeys(extra for block in self.blocks for extra in self.describe_extras(block.index))
@@ -353,7 +353,7 @@ def partition_from_config(config: RunConfig) -> Partition:
         tied=config.tied,
         always_active=config.bcd.always_active,
         frozen=config.bcd.frozen,
-        has_stateless_updates=config.bcd.bcd_inactive_update != "none",
+        has_inactive_updates=config.bcd.bcd_inactive_update != "none",
         embedding_update=config.bcd.bcd_embedding_update,
         num_parts=config.bcd.num_virtual_stages_per_pipeline_rank,
         head_phase=config.bcd.bcd_head_phase,
@@ -371,7 +371,7 @@ def partition(
     layers_per_stage: tuple[int, ...] | None = None,
     always_active: frozenset[str] = frozenset(),
     frozen: frozenset[str] = frozenset(),
-    has_stateless_updates: bool = False,
+    has_inactive_updates: bool = False,
     embedding_update: str = "adam",
     num_parts: int | None = None,
     head_phase: bool = False,
@@ -385,7 +385,7 @@ def partition(
     """
     assert layout in LAYOUTS and num_layers >= 1 and num_stages >= 1
     frozen = _never_trained(frozen, always_active, tied=tied)
-    _check_num_blocks(num_blocks, num_stages, layout, stateless=has_stateless_updates, always_active=always_active)
+    _check_num_blocks(num_blocks, num_stages, layout, inactive_updates=has_inactive_updates, always_active=always_active)
     if head_phase:
         _check_head_phase(num_blocks, tied=tied, others={"--bcd-always-active": always_active, "--bcd-frozen": frozen})
     parts = 1 if layout == "stage" else DEFAULT_NUM_BLOCKS if num_blocks is None else max(num_blocks, 1)
@@ -413,7 +413,7 @@ def partition(
         tied=tied,
         always_active=always_active,
         frozen=frozen,
-        has_stateless_updates=has_stateless_updates,
+        has_inactive_updates=has_inactive_updates,
         embedding_update=embedding_update,
         has_active_block=num_blocks != 0,
         num_chunks=1 + max(submodel.chunk for submodel in submodels),
@@ -435,7 +435,7 @@ def with_tied_parts(parts: frozenset[str], *, tied: bool) -> frozenset[str]:
 
 
 def _check_num_blocks(
-    num_blocks: int | None, num_stages: int, layout: str, *, stateless: bool, always_active: frozenset[str]
+    num_blocks: int | None, num_stages: int, layout: str, *, inactive_updates: bool, always_active: frozenset[str]
 ) -> None:
     if num_blocks is not None and num_blocks < 0:
         raise Refusal(f"--bcd-num-blocks {num_blocks}: must be at least 0")
@@ -446,7 +446,7 @@ def _check_num_blocks(
         )
     if num_blocks != 0:
         return
-    if not stateless:
+    if not inactive_updates:
         raise Refusal("--bcd-num-blocks 0 needs --bcd-inactive-update")
     if not always_active:
         raise Refusal("--bcd-num-blocks 0 trains embedding, norms and head only if --bcd-always-active names them")
@@ -493,7 +493,7 @@ def _chunks(
     if num_parts % parts:
         raise Refusal(f"--bcd-num-blocks {parts}: the {num_parts} chunks of a stage must be a multiple of it")
     if sizes is None:
-        by_part = divide_into_pieces(num_layers, parts=num_parts, stages=num_stages)
+        by_part = divide_into_chunks(num_layers, parts=num_parts, stages=num_stages)
         return [(stage, layers) for part in by_part for stage, layers in enumerate(part)]
     _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages * num_parts, least=1)
     return [(index % num_stages, layers) for index, layers in enumerate(consecutive(sizes))]

@@ -37,7 +37,7 @@ RUN_STATE = "run_state.json"
 OTHER_FILES = "other files"
 
 _INCOMPLETE, _REMOVED = ".incomplete", ".removed"
-_PIECE_BYTES = 8 * 2**20
+_CHUNK_BYTES = 8 * 2**20
 
 
 class FileDigest(TypedDict):
@@ -63,10 +63,10 @@ def incomplete_folder(root: str, iteration: int) -> str:
 def file_digest(path: str) -> FileDigest:
     """Return the size and the SHA-256 of a file. Reads 8 MiB at a time; hashing releases the GIL."""
     sha256, size = hashlib.sha256(), 0
-    piece = memoryview(bytearray(_PIECE_BYTES))
+    chunk = memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            sha256.update(piece[:count])
+        while count := file.readinto(chunk):
+            sha256.update(chunk[:count])
             size += count
     return {"bytes": size, "sha256": sha256.hexdigest()}
 

@@ -67,7 +67,7 @@ class RunState(Counters):
     phase: dict[str, Any]
     """`PhaseState` as a dictionary."""
     blocks: list[str]
-    """See `contents_of_blocks`."""
+    """See `block_contents`."""
     scheduler_steps: int
     """The learning-rate scheduler's own count (samples)."""
     optimizer_state: dict[str, StateSummary]
@@ -135,7 +135,7 @@ def run_name(config: RunConfig, resumed: RunState | None) -> str:
     return hashlib.sha256(json.dumps(sections, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def contents_of_blocks(partition: Partition) -> list[str]:
+def block_contents(partition: Partition) -> list[str]:
     """Describe the layers and other modules of each block, independent of their pipeline stages."""
     return [
         " + ".join((partition.describe_layers(block.index), *partition.describe_extras(block.index)))
@@ -258,7 +258,7 @@ def changed_flags(saved: RunState, config: RunConfig) -> list[str]:
 def has_same_optimizers(saved: RunState, config: RunConfig) -> bool:
     """Return whether the optimizers of this run have the same kinds of state as the checkpoint's.
 
-    With 16-bit weights a stateless update has separate main parameters. A stateless update of the embedding has no
+    With 16-bit weights an inactive update has separate main parameters. A factored embedding has no
     moments.
     """
     before, now = saved.flags["bcd"], config.bcd
@@ -279,10 +279,10 @@ def resumed_phase(
     """
     state = PhaseState.from_dict(saved.phase)
     cycle = state.phase // len(saved.blocks)
-    if saved.blocks != contents_of_blocks(partition):
+    if saved.blocks != block_contents(partition):
         problem = (
             f"the checkpoint's blocks ({'; '.join(saved.blocks)}) are not those of this run "
-            f"({'; '.join(contents_of_blocks(partition))}), so their optimizer state is not loaded"
+            f"({'; '.join(block_contents(partition))}), so their optimizer state is not loaded"
         )
     elif not has_same_optimizers(saved, config):
         problem = (

@@ -68,7 +68,7 @@ _ASKS_FOR_BLOCKS = (
     "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload",
 )  # fmt: skip
 """Without --bcd-inactive-update these flags make preset finetune train blocks: only runs with blocks use them, or
-stateless updates exclude them."""
+inactive updates exclude them."""
 _DEFAULTS = {"bcd_num_blocks": 0, "bcd_main_params": "host", "optimizer": "adam", "exp_avg_dtype": "fp32",
              "exp_avg_sq_dtype": "fp32"}  # fmt: skip
 """Values of these flags that do not ask for blocks."""

@@ -204,12 +204,12 @@ class RunConfig:
 
     @property
     def is_breadth_first(self) -> bool:
-        """Whether all microbatches of a step pass through a piece of the model before the next piece."""
+        """Whether all microbatches of a step pass through a chunk of the model before the next chunk."""
         return self.bcd.bcd_schedule == "breadth-first"
 
     @property
-    def steps_block_by_piece(self) -> bool:
-        """Whether breadth-first order steps the matrices of the only block, the whole model, piece by piece."""
+    def steps_block_by_chunk(self) -> bool:
+        """Whether breadth-first order steps the matrices of the only block, the whole model, chunk by chunk."""
         is_whole = self.bcd.bcd_num_blocks == 1 and not self.bcd.bcd_head_phase
         has_rule = self.is_muon or (self.optimizer.optimizer == "adam" and not self.is_precision_aware)
         has_rule &= self.precision != "fp16"  # these rules have no loss scale
@@ -217,9 +217,9 @@ class RunConfig:
         return self.is_breadth_first and is_whole and has_rule and is_freed
 
     @property
-    def clips_by_piece(self) -> bool:
-        """Whether updates by piece wait for the norm of all gradients, in a pass of their own."""
-        return self.steps_block_by_piece and self.optimizer.clip_grad > 0.0
+    def clips_by_chunk(self) -> bool:
+        """Whether updates by chunk wait for the norm of all gradients, in a pass of their own."""
+        return self.steps_block_by_chunk and self.optimizer.clip_grad > 0.0
 
     @property
     def main_grad_dtype(self) -> str:
@@ -231,7 +231,7 @@ class RunConfig:
     @property
     def state_on_host(self) -> dict[str, tuple[str, int]]:
         """What is in host memory with each matrix, beside low bits: its precision, and how many elements share one."""
-        if not (self.steps_block_by_piece and self.bcd.bcd_layers_on == "host"):
+        if not (self.steps_block_by_chunk and self.bcd.bcd_layers_on == "host"):
             return {}
         dtype = self.training.adam_moments_dtype
         state = {"exp_avg": (dtype, 1), "exp_avg_sq": ("uint8" if dtype == "int8" else dtype, 1)}
@@ -239,7 +239,7 @@ class RunConfig:
             state = {"momentum_buffer": (self.bcd.muon_momentum_dtype, 1)}
         elif dtype == "int8":
             state |= {"exp_avg_scale": ("fp32", 256), "exp_avg_sq_scale": ("fp32", 256)}
-        return state | ({"gradient": (self.main_grad_dtype, 1)} if self.clips_by_piece else {})
+        return state | ({"gradient": (self.main_grad_dtype, 1)} if self.clips_by_chunk else {})
 
     @property
     def has_embedding_on_host(self) -> bool:

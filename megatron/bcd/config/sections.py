@@ -96,7 +96,7 @@ class BcdConfig:
         "spread",
         "layers of a block: spread = the k-th of M parts of every stage, strided = every M-th layer of every stage, "
         "stage = all of stage k, submodel = one part of one stage, interleaved = the k-th part of the model, of which "
-        "every stage holds a piece (a virtual pipeline)",
+        "every stage holds a chunk (a virtual pipeline)",
         choices=LAYOUTS,
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
@@ -183,21 +183,21 @@ class BcdConfig:
     )
     bcd_inactive_update: str = option(
         "none",
-        "stateless update of the layer matrices outside the active block: orthogonal = orthogonalised gradients "
+        "inactive update of the layer matrices outside the active block: orthogonal = orthogonalised gradients "
         "(Newton-Schulz), factored = gradients divided by the root of their second moment, of which the means by row "
         "and by column are kept",
         choices=("none", "orthogonal", "factored"),
     )
     bcd_inactive_lr_ratio: float | None = option(
-        None, "learning rate of stateless updates over the active block's; default: 0.2, with factored 1", range=ABOVE_0
+        None, "learning rate of inactive updates over the active block's; default: 0.2, with factored 1", range=ABOVE_0
     )
     bcd_embedding_update: str = option(
         "adam",
         "update of the word embedding and an untied head that --bcd-always-active names: adam, or factored = as "
-        "--bcd-inactive-update factored, nearly stateless",
+        "--bcd-inactive-update factored, nearly without state",
         choices=("adam", "factored"),
     )
-    bcd_inactive_grad_dtype: str = option("bf16", "precision of gradients of stateless updates", choices=BF16_OR_FP32)
+    bcd_inactive_grad_dtype: str = option("bf16", "precision of gradients of inactive updates", choices=BF16_OR_FP32)
     muon_momentum_dtype: str = option("fp32", "precision of Muon's momentum", choices=BF16_OR_FP32, group=OPTIMIZER)
     muon_grad_dtype: str = option(
         "fp32", "precision in which gradients for Muon are reduced", choices=BF16_OR_FP32, group=OPTIMIZER
@@ -217,22 +217,22 @@ class BcdConfig:
     bcd_schedule: str | None = option(
         None,
         "order of the microbatches: bcd = stages before the first active layer run forward only and ahead, and receive "
-        "no gradient; breadth-first = all microbatches pass through a piece of the model before the next piece, and "
-        "stateless updates and those of a single block step it at once; stock = Megatron Core's own 1F1B, for "
+        "no gradient; breadth-first = all microbatches pass through a chunk of the model before the next chunk, and "
+        "inactive updates and those of a single block step it at once; stock = Megatron Core's own 1F1B, for "
         "comparison. Default: bcd; breadth-first with layers in host memory",
         choices=("bcd", "breadth-first", "stock"),
         may_change=True,
     )
     bcd_layers_per_pass: int = option(
         1,
-        "with --bcd-schedule breadth-first: layers of a piece, a divisor of the layers of a stage; pieces of several "
+        "with --bcd-schedule breadth-first: layers of a chunk, a divisor of the layers of a stage; chunks of several "
         "stages are chunks (layout interleaved)",
         range=AT_LEAST_1,
         may_change=True,
     )
     bcd_saved_inputs: str = option(
         "auto",
-        "with --bcd-schedule breadth-first: where the inputs of pieces wait for the backward pass; auto = on the "
+        "with --bcd-schedule breadth-first: where the inputs of chunks wait for the backward pass; auto = on the "
         "device if they fit, else in page-locked host memory",
         choices=("device", "host", "auto"),
         may_change=True,

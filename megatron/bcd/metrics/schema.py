@@ -48,7 +48,7 @@ class StepMetrics:
     skipped_iterations: int = 0
     """Number of steps skipped by an fp16 overflow since the last log step."""
     skipped_layers: int = 0
-    """Number of layers, in whole pieces, that were left as they were since the last log step, because their gradients
+    """Number of layers, in whole chunks, that were left as they were since the last log step, because their gradients
     were not finite (--bcd-schedule breadth-first)."""
     global_batch_size: int = 0
     router_losses: Mapping[str, float] = field(default_factory=dict)

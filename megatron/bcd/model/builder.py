@@ -25,14 +25,14 @@ from torch import Tensor
 
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import partition_from_config
-from megatron.bcd.blocks.pieces import stage_pieces
+from megatron.bcd.blocks.chunks import stage_chunks
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model import grouped_experts
 from megatron.bcd.model.attention import ScaledDotProductAttention, UnfusedAttention
 from megatron.bcd.model.host_layers import HostLayers, StreamedLayer
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, UNFUSED, Implementation
 from megatron.bcd.model.linear_loss import LinearLossModel
-from megatron.bcd.model.pieces import PiecewiseFloat16Module, PiecewiseModel
+from megatron.bcd.model.chunks import ChunkwiseFloat16Module, ChunkwiseModel
 from megatron.bcd.model.transformer_block import BcdTransformerBlock
 from megatron.bcd.model.transformer_config import build_transformer_config
 from megatron.bcd.runtime import device, replicas, rng
@@ -132,7 +132,7 @@ def _layer_spec(
     norm = PlainNorm if is_special and implementation.norm.startswith("PyTorch") else None
     pattern = stage_config.moe_layer_freq if config.num_experts else None
     kinds = {
-        has_experts: _kind_of_layer(config, implementation, stage_config, norm, host_layers, has_experts=has_experts)
+        has_experts: _layer_kind_spec(config, implementation, stage_config, norm, host_layers, has_experts=has_experts)
         for has_experts in ({bool(each) for each in pattern} if isinstance(pattern, list) else {bool(pattern)})
     }
     if norm is None and len(kinds) == 1:
@@ -146,7 +146,7 @@ def _layer_spec(
     )
 
 
-def _kind_of_layer(
+def _layer_kind_spec(
     config: RunConfig,
     implementation: Implementation,
     stage_config: TransformerConfig,
@@ -232,7 +232,7 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
     host_layers.move_rest(model)
     model.host_layers = host_layers  # type: ignore[assignment]
     if config.precision != "fp32":
-        model = PiecewiseFloat16Module(stage_config, model)
+        model = ChunkwiseFloat16Module(stage_config, model)
     return model
 
 
@@ -245,7 +245,7 @@ def _build_chunk(
     host_layers: HostLayers,
 ) -> GPTModel:
     vp_stage = chunk if config.num_chunks > 1 else None
-    model = (LinearLossModel if config.has_linear_loss else PiecewiseModel)(
+    model = (LinearLossModel if config.has_linear_loss else ChunkwiseModel)(
         config=stage_config,
         transformer_layer_spec=_layer_spec(config, implementation, stage_config, vp_stage, host_layers),
         vocab_size=padded_vocab_size,
@@ -261,7 +261,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if config.is_breadth_first and config.pipeline_size == 1:
-        model.pieces = stage_pieces(partition_from_config(config), 0, config.bcd.bcd_layers_per_pass)
+        model.chunks = stage_chunks(partition_from_config(config), 0, config.bcd.bcd_layers_per_pass)
     if "biases" in config.bcd.always_active:
         for layer in model.decoder.layers:
             if layer.self_attention.linear_qkv.bias is not None:
@@ -276,12 +276,12 @@ def _host_layers(config: RunConfig, stage_config: TransformerConfig, padded_voca
     """Return the frozen weights of this stage, except parameters that are always active."""
     partition = partition_from_config(config)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    by_piece = config.steps_block_by_piece
-    keeps = config.bcd.bcd_main_params == "host" or by_piece
+    by_chunk = config.steps_block_by_chunk
+    keeps = config.bcd.bcd_main_params == "host" or by_chunk
 
     def is_streamed(name: str) -> bool:
         owned = ownership(f"decoder.layers.0.{name}", partition=partition, stage=stage)
-        return owned.is_matrix if by_piece else not owned.is_always_active
+        return owned.is_matrix if by_chunk else not owned.is_always_active
 
     embedding_size = padded_vocab_size // config.tensor_size * config.hidden_size
     return HostLayers(
@@ -292,8 +292,8 @@ def _host_layers(config: RunConfig, stage_config: TransformerConfig, padded_voca
         residual_dtype={"bf16": torch.int16, "fp16": torch.float32}.get(config.precision) if keeps else None,
         is_streamed=is_streamed,
         group=replicas.group(),
-        part=replicas.part_of_experts(),
-        piece_layers=max(map(len, stage_pieces(partition, stage, config.bcd.bcd_layers_per_pass))),
+        part=replicas.expert_part(),
+        chunk_layers=max(map(len, stage_chunks(partition, stage, config.bcd.bcd_layers_per_pass))),
         state={
             kind: (device.DTYPES.get(dtype) or getattr(torch, dtype), shared)
             for kind, (dtype, shared) in config.state_on_host.items()
@@ -354,13 +354,13 @@ def unwrap_model(model: torch.nn.Module) -> GPTModel:
 
 
 def select_chunk(model: torch.nn.Module, chunk: int | None) -> None:
-    """Make a stage's forward pass use one of its chunks, or of its pieces (None: all of them). Does nothing if it has
+    """Make a stage's forward pass use one of its chunks, or of its chunks (None: all of them). Does nothing if it has
     neither."""
     unwrapped: torch.nn.Module = unwrap_model(model)
     if isinstance(unwrapped, ChunkedModel) and chunk is not None:
         unwrapped.select(chunk)
-    elif isinstance(unwrapped, PiecewiseModel) and unwrapped.pieces:
-        unwrapped.select_piece(chunk)
+    elif isinstance(unwrapped, ChunkwiseModel) and unwrapped.chunks:
+        unwrapped.select_chunk(chunk)
 
 
 def get_chunks(model: torch.nn.Module) -> list[GPTModel]:

@@ -1,10 +1,10 @@
 """Inactive layers in host memory, copied to the device when they compute (--bcd-layers-on host).
 
-The layers of a stage are stored in one arena of page-locked host memory, each as one flat piece. A phase starts by
+The layers of a stage are stored in one arena of page-locked host memory, each as one flat chunk. A phase starts by
 loading the active layers, and at its end they are written back. If no phase trains the embedding, the CPU gathers and
 sends the rows of each microbatch.
 
-The schedule (--bcd-schedule breadth-first) loads pieces of consecutive layers to device buffers on a separate CUDA
+The schedule (--bcd-schedule breadth-first) loads chunks of consecutive layers to device buffers on a separate CUDA
 stream, with the state (low bits, moments) of the matrices that the phase updates, and has these written back. Training
 is unchanged, bit for bit. See docs/layers_on_host.md.
 """
@@ -112,14 +112,14 @@ class HostLayers:
     Args:
         num_layers: number of calls of `add` to come.
         embedding_size: number of elements that `add_embedding` will get; 0 if it is not called.
-        num_resident: number of buffers beside those for three pieces.
+        num_resident: number of buffers beside those for three chunks.
         dtype: dtype of the weights.
         residual_dtype: dtype of the kind LOW_BITS; None if there is none.
         state: other kinds of state of each streamed parameter: dtype, and number of elements that share an entry.
         is_streamed: returns whether a parameter is streamed, given its name within a layer.
         group: the ranks with the same weights, except experts. Those on one node share an arena.
         part: which part of the experts this rank has. Ranks with different parts have an arena each.
-        piece_layers: number of layers that the schedule loads at once.
+        chunk_layers: number of layers that the schedule loads at once.
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class HostLayers:
         is_streamed: Callable[[str], bool],
         group: torch.distributed.ProcessGroup,
         part: tuple[int, ...] = (),
-        piece_layers: int = 1,
+        chunk_layers: int = 1,
         state: Mapping[str, tuple[torch.dtype, int]] | None = None,
     ) -> None:
         self.num_copies = self.num_write_backs = 0
         """Number of copies of layers to buffers, and back, since the start."""
-        self._piece_layers = piece_layers
+        self._chunk_layers = chunk_layers
         self.places: dict[torch.nn.Parameter, State] = {}
         """Tensors in the arena, behind the layer's weights: for what `BlockStateStore` offloads or `MatrixOptimizer`
         steps."""
@@ -316,7 +316,7 @@ class HostLayers:
         self.prefetch(layers, with_state=with_state)
         for layer in self._streamed(layers):
             buffer = self._find_buffer(layer)
-            assert buffer is not None, "there are buffers for three pieces"
+            assert buffer is not None, "there are buffers for three chunks"
             self._stream.wait(buffer.copied)
             buffer.copied = None
             layer.place(buffer.flat)
@@ -347,7 +347,7 @@ class HostLayers:
     def write_back(self, layers: Sequence[int]) -> None:
         """Start to copy the updated weights and state of the last `load` to host memory.
 
-        The arena's owner writes the weights. It has them after all ranks have computed with the old ones, because it
+        The rank that allocated the arena writes the weights. It has them after all ranks have computed with the old ones, because it
         needs their gradients. So no rank still loads what it overwrites.
         """
         for layer in self._streamed(layers):
@@ -398,7 +398,7 @@ class HostLayers:
                 (part.numel() * (each in self._owned) for each, part in layer.state.items()) for layer in self._layers
             )
             state_bytes = max(map(sum, states))
-            num_buffers = min(3 * self._piece_layers + self._num_resident, len(self._layers))
+            num_buffers = min(3 * self._chunk_layers + self._num_resident, len(self._layers))
             self._buffers = [_Buffer(layer.size, self._dtype, state_bytes) for _ in range(num_buffers)]
         free = [buffer for buffer in self._buffers if buffer.layer is None or buffer.layer.number not in kept]
         if not free:

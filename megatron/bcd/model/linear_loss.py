@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS
-from megatron.bcd.model.pieces import PiecewiseModel
+from megatron.bcd.model.chunks import ChunkwiseModel
 
 
 def _target_columns(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ class _DeferredHead(ColumnParallelLinear):
         return (input_, None) if self.is_deferred else super().forward(input_, *args, **kwargs)
 
 
-class LinearLossModel(PiecewiseModel):
+class LinearLossModel(ChunkwiseModel):
     """Model whose loss needs no logits. Without labels it returns logits."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

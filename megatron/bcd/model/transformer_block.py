@@ -46,10 +46,10 @@ class BcdTransformerBlock(TransformerBlock):
     Recomputed norms (--recompute-modules layernorm) have the same problem: the norms of the first active layer would
     get no gradient. There, too, that layer's input starts the graph.
 
-    With a prefix cache, `forward` starts at a later layer. With a `piece`, it runs only these layers.
+    With a prefix cache, `forward` starts at a later layer. With a `chunk`, it runs only these layers.
     """
 
-    piece: range | None = None
+    chunk: range | None = None
     """The layers to run, by their numbers on this stage."""
 
     def recompute(self, granularity: str, num_layers: int) -> None:
@@ -87,8 +87,8 @@ class BcdTransformerBlock(TransformerBlock):
             behind_prefix: start with the first active layer. If only the head is active, run no layer.
         """
         layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
-        if self.piece is not None:
-            return self._forward_piece(self.piece, hidden_states, *args, **kwargs)
+        if self.chunk is not None:
+            return self._forward_chunk(self.chunk, hidden_states, *args, **kwargs)
         if behind_prefix:
             first_layer = next(iter(self._trainable_layers()), len(layers))
         if first_layer is None:
@@ -104,15 +104,15 @@ class BcdTransformerBlock(TransformerBlock):
             self.layers = layers
             self.input_tensor = None
 
-    def _forward_piece(self, piece: range, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run some layers. The final norm follows the last one. Later pieces read `input_tensor`."""
+    def _forward_chunk(self, chunk: range, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run some layers. The final norm follows the last one. Later chunks read `input_tensor`."""
         layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
         final_norm = self.final_layernorm  # type: ignore[has-type]
-        self.layers = torch.nn.ModuleList(layers[number] for number in piece)
-        self.final_layernorm = final_norm if piece.stop == len(layers) else None
+        self.layers = torch.nn.ModuleList(layers[number] for number in chunk)
+        self.final_layernorm = final_norm if chunk.stop == len(layers) else None
         try:
             with self._graph_before_norms():
-                return super().forward(hidden_states if piece.start == 0 else self.input_tensor, *args, **kwargs)
+                return super().forward(hidden_states if chunk.start == 0 else self.input_tensor, *args, **kwargs)
         finally:
             self.layers, self.final_layernorm = layers, final_norm
 

@@ -16,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.blocks.pieces import piece_of, stage_pieces, virtual_pieces
+from megatron.bcd.blocks.chunks import chunk_of, stage_chunks, virtual_chunks
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_host_layers
 from megatron.bcd.model.host_layers import LOW_BITS
@@ -24,7 +24,7 @@ from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
 from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_matrix_optimizer, phase_rules
-from megatron.bcd.optim.state import OUTER_MOMENTUM, ParamState, StateOwner
+from megatron.bcd.optim.state import OUTER_MOMENTUM, ParamState, BlockOptimizer
 from megatron.bcd.optim.switch_check import SwitchCheck
 from megatron.bcd.runtime import memory, replicas
 from megatron.bcd.runtime.compat import megatron_core
@@ -74,17 +74,17 @@ class ActiveBlock:
         )
         self.core = CoreOptimizer(model, config, self.parameters, offloaded=self.offloaded)
         self.matrices = build_matrix_optimizer(config, model, self.parameters, places=self._host_layers.places)
-        if config.bcd.bcd_inactive_update != "none" or config.steps_block_by_piece:
+        if config.bcd.bcd_inactive_update != "none" or config.steps_block_by_chunk:
             owned = [matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner]
             self._host_layers.set_owned(owned)
-        self.pieces: Sequence[range] = ()
-        """The layers of each piece of --bcd-schedule breadth-first, by their numbers on this stage."""
-        self.virtual_pieces: Sequence[range] = ()
-        """The layers of each piece of all stages."""
+        self.chunks: Sequence[range] = ()
+        """The layers of each chunk of --bcd-schedule breadth-first, by their numbers on this stage."""
+        self.virtual_chunks: Sequence[range] = ()
+        """The layers of each chunk of all stages."""
         if config.is_breadth_first:
-            self.pieces = stage_pieces(partition, stage, config.bcd.bcd_layers_per_pass)
-            self.virtual_pieces = virtual_pieces(partition, config.bcd.bcd_layers_per_pass)
-        self.owners: tuple[StateOwner, ...] = (self.core, self.matrices)
+            self.chunks = stage_chunks(partition, stage, config.bcd.bcd_layers_per_pass)
+            self.virtual_chunks = virtual_chunks(partition, config.bcd.bcd_layers_per_pass)
+        self.optimizers: tuple[BlockOptimizer, ...] = (self.core, self.matrices)
         """All that steps parameters and owns their state."""
         self.outer_momenta: dict[str, torch.Tensor] = {}
         """Momenta of the outer step of replica groups, in host memory: by name, flat, this rank's `shard_slice`."""
@@ -98,7 +98,7 @@ class ActiveBlock:
         """Number of the active block; None between phases."""
         return self.core.block
 
-    def owner_of(self, name: str) -> StateOwner:
+    def optimizer_of(self, name: str) -> BlockOptimizer:
         """Return the optimizer that steps a parameter."""
         return self.matrices if name in self.matrices.matrices else self.core
 
@@ -114,26 +114,26 @@ class ActiveBlock:
         assert self.wrapped is None, "dispose() of the last phase comes first"
         rules = phase_rules(
             self.config,
-            inactive=self.parameters.stateless_in(block),
+            inactive=self.parameters.inactive_updates_in(block),
             outside_layers=self.parameters.outside_layers(),
             block=[name for name in self.parameters.owned_by(block) if name in self.matrices.matrices],
         )
         self.parameters.activate(block, without={name for _, names, _ in rules for name in names})
         self._in_buffers = list(self.parameters.active().values())
-        parameters, by_piece = self.parameters.all(), self.config.steps_block_by_piece
-        updated = [parameters[name] for _, names, is_of_block in rules for name in names if by_piece or not is_of_block]
-        loaded = [parameters[name] for _, names, is_of_block in rules for name in names if is_of_block and not by_piece]
+        parameters, by_chunk = self.parameters.all(), self.config.steps_block_by_chunk
+        updated = [parameters[name] for _, names, is_of_block in rules for name in names if by_chunk or not is_of_block]
+        loaded = [parameters[name] for _, names, is_of_block in rules for name in names if is_of_block and not by_chunk]
         self._host_layers.begin_phase({*self._in_buffers, *loaded}, updated=updated)
         self.core.begin(block)
         self._connect()
         self.matrices.begin(
             rules,
-            piece_of=self._piece_of if self.pieces else None,
+            chunk_of=self._chunk_of if self.chunks else None,
             streamed=self._host_layers.streamed_parameters(),
             block=block,
         )
         self._switch_check = SwitchCheck(
-            self.owners,
+            self.optimizers,
             self.model.parameters(),
             streamed=self._host_layers.streamed_parameters(),
             block=block,
@@ -161,11 +161,11 @@ class ActiveBlock:
                 weight.data = weight.data.clone()
         memory.release_cached_memory()
 
-    def _piece_of(self, name: str) -> int | None:
-        """Return the piece that steps a matrix; None for a tied embedding with a copy on another stage."""
+    def _chunk_of(self, name: str) -> int | None:
+        """Return the chunk that steps a matrix; None for a tied embedding with a copy on another stage."""
         if getattr(self.parameters.all()[name], "shared_embedding", False):  # Megatron Core's attribute
             return None
-        return piece_of(self.parameters.ownership(name), self.virtual_pieces) // self.partition.num_stages
+        return chunk_of(self.parameters.ownership(name), self.virtual_chunks) // self.partition.num_stages
 
     def _connect(self) -> None:
         """Set the hooks of Megatron Core's schedule, as Megatron-LM's training loop does."""
@@ -180,13 +180,13 @@ class ActiveBlock:
     @contextlib.contextmanager
     def _no_sync(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for owner in self.owners:
-                stack.enter_context(owner.no_sync())
+            for optimizer in self.optimizers:
+                stack.enter_context(optimizer.no_sync())
             yield
 
     def _start_grad_sync(self, *_: Any) -> None:
-        for owner in self.owners:
-            owner.start_reductions()
+        for optimizer in self.optimizers:
+            optimizer.start_reductions()
 
     def _disconnect(self) -> None:
         model_config = self._model_config
@@ -225,8 +225,8 @@ class ActiveBlock:
 
     def zero_grad(self) -> None:
         """Set the gradient buffers to zero."""
-        for owner in self.owners:
-            owner.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def set_learning_rate(self, scheduler: OptimizerParamScheduler, *, block_factor: float) -> None:
         """Set the scheduler's present learning rate and weight decay for the coming step.
@@ -234,17 +234,17 @@ class ActiveBlock:
         `block_factor` multiplies the rate of the block's own parameters. Always-active parameters and inactive layers
         have the global rate.
         """
-        groups = [group for owner in self.owners for group in owner.param_groups]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         scheduler.optimizer = SimpleNamespace(param_groups=groups)
         scheduler.step(0)  # sets the rates without counting a step
         scheduler.optimizer = None  # a reference would keep the optimizer of this phase alive
-        for group in (group for owner in self.owners for group in owner.block_param_groups()):
+        for group in (group for optimizer in self.optimizers for group in optimizer.block_param_groups()):
             group["lr"] *= block_factor
 
     def state(self, *, joins: bool = False) -> Iterator[ParamState]:
         """Yield the state of all parameters of the stage. With `joins` a collective, as of `CoreOptimizer.state`."""
-        for owner, states in ((self.core, self.core.state(joins=joins)), (self.matrices, self.matrices.state())):
-            yield from (each for each in states if self.owner_of(each.name) is owner)
+        for optimizer, states in ((self.core, self.core.state(joins=joins)), (self.matrices, self.matrices.state())):
+            yield from (each for each in states if self.optimizer_of(each.name) is optimizer)
         for index, (name, parameter) in enumerate(self.parameters.all().items()):
             part, momentum = replicas.shard_slice(parameter.numel()), self.outer_momenta.get(name)
             yield ParamState(
@@ -266,10 +266,10 @@ class ActiveBlock:
         frozen = self._host_layers
         weights = [weight for weight in self.model.parameters() if not frozen.is_on_host(weight)]
         weights += frozen.device_tensors()
-        gradients = [gradient for owner in self.owners for gradient in owner.gradients()]
-        state = [tensor for owner in self.owners for tensor in owner.state_tensors(on_host=False)]
+        gradients = [gradient for optimizer in self.optimizers for gradient in optimizer.gradients()]
+        state = [tensor for optimizer in self.optimizers for tensor in optimizer.state_tensors(on_host=False)]
         # by address: Megatron Core lists some of its tensors twice, and many are parts of one storage
-        on_host = {each.data_ptr(): each.nbytes for owner in self.owners for each in owner.state_tensors(on_host=True)}
+        on_host = {each.data_ptr(): each.nbytes for optimizer in self.optimizers for each in optimizer.state_tensors(on_host=True)}
         return StateBytes(
             model_state=memory.storage_bytes([*weights, *self.core.weight_buffers(), *gradients, *state]),
             gradients=memory.storage_bytes(gradients),

@@ -23,7 +23,7 @@ from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, ParamShard, param_shards
 from megatron.bcd.optim.parameters import Parameters, ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_optimizer, wrap_model
-from megatron.bcd.optim.state import ParamState, StateOwner
+from megatron.bcd.optim.state import ParamState, BlockOptimizer
 from megatron.bcd.runtime import collectives, device, replicas
 from megatron.bcd.runtime.compat import megatron_core
 
@@ -33,7 +33,7 @@ _CORE_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "main_param_sharded", "
 T = TypeVar("T", int, float)
 
 
-class CoreOptimizer(StateOwner):
+class CoreOptimizer(BlockOptimizer):
     """Owns the DDP wrapper, the optimizer and the optimizer state of the active block and of always-active parameters.
 
     `begin` builds wrapper and optimizer for one phase, `end` frees them. `offloaded` holds the state of frozen blocks.

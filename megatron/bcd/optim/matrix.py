@@ -43,7 +43,7 @@ class MatrixRule:
     """Newton-Schulz iterations."""
     scale_mode: str = "spectral"
     """A key of `update_rules.SCALES`."""
-    is_by_piece: bool = True
+    is_by_chunk: bool = True
     """Whether breadth-first order steps the matrices right after their passes."""
     adam: Mapping[str, Any] = field(default_factory=dict)
     """With ADAM: betas, eps and decoupled_weight_decay as in PyTorch; `dtype`, the precision of the moments."""
@@ -128,7 +128,7 @@ class Matrix:
 
     @property
     def streamed_places(self) -> State:
-        """Places of the state that stays in host memory in this phase, except while its piece is open."""
+        """Places of the state that stays in host memory in this phase, except while its chunk is open."""
         return self.places if self.is_streamed else {}
 
     def _prepare(self, kind: str, create: Callable[[], torch.Tensor]) -> None:
@@ -178,7 +178,7 @@ class Matrix:
     def signed_squares(self) -> torch.Tensor | None:
         """Return Adam's second moment if its signs belong to the fp32 value (`bf16.split`).
 
-        They do in updates by piece. Other matrices keep their value at a switch, where they may lose the moment.
+        They do in updates by chunk. Other matrices keep their value at a switch, where they may lose the moment.
         """
         squares = self.get("exp_avg_sq") if self.has_signed_squares else None
         return None if squares is None else squares.view_as(self.parameter)
@@ -358,15 +358,15 @@ class Stack:
 
 
 @dataclass(kw_only=True)
-class PieceMatrices:
-    """The matrices of a piece that one parameter group steps."""
+class ChunkMatrices:
+    """The matrices of a chunk that one parameter group steps."""
 
     param_group: dict[str, Any]
     matrices: list[Matrix]
     is_tied: bool
     """Whether it is a tied embedding: its gradient is open from the first backward pass, which has the head."""
     stacks: list[Stack] = field(default_factory=list)
-    """The matrices and their gradients while the piece is open; otherwise empty."""
+    """The matrices and their gradients while the chunk is open; otherwise empty."""
 
 
 def build_stacks(matrices: Sequence[Matrix], param_group: dict[str, Any]) -> list[Stack]:

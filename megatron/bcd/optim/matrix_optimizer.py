@@ -1,6 +1,6 @@
 """Steps matrices without Megatron Core's optimizer.
 
-In a run with a stateless update, Muon or updates by piece these are all matrices of layers, in every phase, and the
+In a run with an inactive update, Muon or updates by chunk these are all matrices of layers, in every phase, and the
 embedding and an untied head with --bcd-embedding-update factored. Megatron Core's optimizer steps the rest. In other
 runs it steps all parameters.
 
@@ -10,9 +10,9 @@ Adam's moments, the factors of the rule `factored` (means by row and by column),
 lacks of its fp32 value. Owners never change, so a switch moves no state between ranks. Matrices of one shape, rule and
 owner are reduced and stepped together, in stacks.
 
-With `--bcd-schedule breadth-first` the rules with `is_by_piece` step their matrices piece by piece during the passes. A
-piece has gradients only between `open_piece` and `step_piece`. If gradients are clipped, `step_piece` keeps those of
-the block in host memory, and `step_kept_piece` steps the piece when the norm is known.
+With `--bcd-schedule breadth-first` the rules with `is_by_chunk` step their matrices chunk by chunk during the passes. A
+chunk has gradients only between `open_chunk` and `step_chunk`. If gradients are clipped, `step_chunk` keeps those of
+the block in host memory, and `step_kept_chunk` steps the chunk when the norm is known.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from megatron.bcd.optim.matrix import (
     FACTORS,
     MOMENTS,
     Matrix,
-    PieceMatrices,
+    ChunkMatrices,
     Rules,
     Stack,
     build_stacks,
     sum_of_squares,
 )
 from megatron.bcd.optim.matrix_update import update_stack
-from megatron.bcd.optim.state import MOMENTUM, ParamState, StateOwner, host_sample
+from megatron.bcd.optim.state import MOMENTUM, ParamState, BlockOptimizer, host_sample
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import device, memory, replicas
 
 
-class MatrixOptimizer(StateOwner):
+class MatrixOptimizer(BlockOptimizer):
     """Steps the matrices of this pipeline stage.
 
     Args:
@@ -66,7 +66,7 @@ class MatrixOptimizer(StateOwner):
         places: tensors in host memory, by kind, for the state of matrices that are not always on the device. Ranks may
             share this memory. Only a matrix's owner writes it.
         stage_group: all ranks of this pipeline stage; None for all ranks.
-        pipeline_group: with pieces on several stages, a rank of each stage. They step at different times.
+        pipeline_group: with chunks on several stages, a rank of each stage. They step at different times.
         is_compiled: updates are compiled functions.
         is_used: whether any rank steps matrices. Otherwise no call is a collective.
     """
@@ -117,15 +117,15 @@ class MatrixOptimizer(StateOwner):
         whether the active block owns them."""
         self.stacks: list[Stack] = []
         """The stacks of the present phase that are stepped at the end of a step."""
-        self._pieces: dict[int, list[PieceMatrices]] = {}
-        """The matrices that the present phase steps by piece, by number of the piece."""
+        self._chunks: dict[int, list[ChunkMatrices]] = {}
+        """The matrices that the present phase steps by chunk, by number of the chunk."""
         self._skipped = torch.zeros(1)
         """Number of layers that were not stepped since the last `zero_grad`, on the device."""
-        self._piece_squares: list[torch.Tensor] = []
-        """Sums of squares of this rank's clipped gradients by piece since the last `zero_grad`, on the device."""
+        self._chunk_squares: list[torch.Tensor] = []
+        """Sums of squares of this rank's clipped gradients by chunk since the last `zero_grad`, on the device."""
         self._block = 0
         self.num_steps = Counter[int]()
-        """Number of Adam's steps of the moments of each block, with those of pieces that were skipped."""
+        """Number of Adam's steps of the moments of each block, with those of chunks that were skipped."""
         self._squares: device.HostCopy | None = None
         """Sums of squares of the gradients with and without a momentum, and the number of skipped layers."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -138,16 +138,16 @@ class MatrixOptimizer(StateOwner):
         return [group for group in self._param_groups if group["is_of_block"]]
 
     @property
-    def _has_pieces(self) -> bool:
-        """Whether any stage steps matrices by piece."""
-        return bool(self._pieces) or self._pipeline_group is not None
+    def _has_chunks(self) -> bool:
+        """Whether any stage steps matrices by chunk."""
+        return bool(self._chunks) or self._pipeline_group is not None
 
     # ---------------------------------------------------------------------------------------------------------- phase
 
     def begin(
         self,
         rules: Rules,
-        piece_of: Callable[[str], int | None] | None = None,
+        chunk_of: Callable[[str], int | None] | None = None,
         *,
         streamed: Container[torch.nn.Parameter] = (),
         block: int = 0,
@@ -158,8 +158,8 @@ class MatrixOptimizer(StateOwner):
 
         Args:
             rules: the matrices and their rules.
-            piece_of: returns the piece that steps a matrix of a rule with `is_by_piece`, given the matrix's name; None
-                to step it at the end of the step. It has a gradient buffer only while its piece is open.
+            chunk_of: returns the chunk that steps a matrix of a rule with `is_by_chunk`, given the matrix's name; None
+                to step it at the end of the step. It has a gradient buffer only while its chunk is open.
             streamed: parameters that are in host memory in this phase. Their state stays in its places.
             block: number of the active block.
         """
@@ -172,16 +172,16 @@ class MatrixOptimizer(StateOwner):
             group: dict[str, Any] = {"params": [], "lr": 0.0, "weight_decay": 0.0}
             group |= {"matrices": [*matrices.values()], "rule": rule, "is_of_block": is_of_block}
             self._param_groups.append(group)
-            by_piece = dict[tuple[int | None, bool], list[Matrix]]()
+            by_chunk = dict[tuple[int | None, bool], list[Matrix]]()
             for name, matrix in matrices.items():
-                piece = piece_of(name) if piece_of is not None and rule.is_by_piece else None
-                is_tied = piece is not None and getattr(matrix.parameter, "zero_out_wgrad", False)  # Megatron Core's
-                by_piece.setdefault((piece, is_tied), []).append(matrix)
-            stacks = build_stacks(by_piece.pop((None, False), []), group)
-            for (piece, is_tied), some in by_piece.items():
-                assert piece is not None
-                part = PieceMatrices(param_group=group, matrices=some, is_tied=is_tied)
-                self._pieces.setdefault(piece, []).append(part)
+                chunk = chunk_of(name) if chunk_of is not None and rule.is_by_chunk else None
+                is_tied = chunk is not None and getattr(matrix.parameter, "zero_out_wgrad", False)  # Megatron Core's
+                by_chunk.setdefault((chunk, is_tied), []).append(matrix)
+            stacks = build_stacks(by_chunk.pop((None, False), []), group)
+            for (chunk, is_tied), some in by_chunk.items():
+                assert chunk is not None
+                part = ChunkMatrices(param_group=group, matrices=some, is_tied=is_tied)
+                self._chunks.setdefault(chunk, []).append(part)
             for matrix in matrices.values():
                 matrix.begin(rule, is_streamed=matrix.parameter in streamed)
                 hook = functools.partial(self._accumulate, matrix)
@@ -201,7 +201,7 @@ class MatrixOptimizer(StateOwner):
             matrix.end(keeps_moments=keeps_moments)
         if not keeps_moments:
             del self.num_steps[self._block]
-        self._param_groups, self.stacks, self._pieces, self._hooks = [], [], {}, []
+        self._param_groups, self.stacks, self._chunks, self._hooks = [], [], {}, []
 
     # ------------------------------------------------------------------------------------------------------- gradients
 
@@ -209,9 +209,9 @@ class MatrixOptimizer(StateOwner):
         self._close_all()
         for stack in self.stacks:
             stack.zero_grad()
-        if self._has_pieces:
+        if self._has_chunks:
             self._skipped.zero_()
-        self._piece_squares = []
+        self._chunk_squares = []
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -261,18 +261,18 @@ class MatrixOptimizer(StateOwner):
         _scale(self.stacks, gradient_scale)
         by_kind = ([stack for stack in self.stacks if stack.rule.is_clipped == each] for each in (True, False))
         squares = torch.stack([*map(sum_of_squares, by_kind)])
-        if self._piece_squares:
-            squares[0] += torch.stack(self._piece_squares).sum()
+        if self._chunk_squares:
+            squares[0] += torch.stack(self._chunk_squares).sum()
         torch.distributed.all_reduce(squares)
         if self._pipeline_group is not None:
             torch.distributed.all_reduce(self._skipped, group=self._pipeline_group)
-        self._squares = device.HostCopy(torch.cat([squares, self._skipped]) if self._has_pieces else squares)
+        self._squares = device.HostCopy(torch.cat([squares, self._skipped]) if self._has_chunks else squares)
 
     def add_norm(self, norm: float) -> tuple[float, bool]:
         """Add the clipped gradients to the gradient norm of a step. The result is the same on every rank.
 
-        Stateless updates are neither clipped nor part of the norm: their size does not depend on that of the gradient.
-        Those by piece have been checked before, and pieces that were skipped do not count.
+        Inactive updates are neither clipped nor part of the norm: their size does not depend on that of the gradient.
+        Those by chunk have been checked before, and chunks that were skipped do not count.
 
         Returns:
             The norm, and whether the other gradients are finite.
@@ -288,30 +288,30 @@ class MatrixOptimizer(StateOwner):
 
         Like `add_norm` it reads what has been copied to the host. The result is the same on every rank.
         """
-        if not self._has_pieces:
+        if not self._has_chunks:
             return 0
         assert self._squares is not None, "reduce_gradients() comes first"
         return int(self._squares.tolist()[2])
 
-    # ---------------------------------------------------------------------------------------------------------- pieces
+    # ---------------------------------------------------------------------------------------------------------- chunks
 
     @torch.no_grad()
-    def open_piece(
-        self, piece: int, state: Callable[[torch.nn.Parameter], State] | None = None, *, is_kept: bool = False
+    def open_chunk(
+        self, chunk: int, state: Callable[[torch.nn.Parameter], State] | None = None, *, is_kept: bool = False
     ) -> None:
-        """Allocate the gradients of a piece's matrices. Its backward passes follow.
+        """Allocate the gradients of a chunk's matrices. Its backward passes follow.
 
         `state` returns the state of a streamed parameter, which the step writes in place. A tied embedding opens with
-        the first piece that runs backward, which has the head. With `is_kept`, the state has the gradients.
+        the first chunk that runs backward, which has the head. With `is_kept`, the state has the gradients.
         """
-        for part in self._kept_parts(piece) if is_kept else self._parts(piece):
+        for part in self._kept_parts(chunk) if is_kept else self._parts(chunk):
             if part.stacks:
                 continue
             part.stacks = build_stacks(part.matrices, part.param_group)
             for stack in part.stacks:
                 stack.is_reduced_late |= part.is_tied
                 stack.attach()
-        for part in self._pieces.get(piece, []):
+        for part in self._chunks.get(chunk, []):
             for matrix in part.matrices:
                 if matrix.streamed_places:
                     matrix.state |= matrix.places if state is None else state(matrix.parameter)
@@ -319,22 +319,22 @@ class MatrixOptimizer(StateOwner):
                     matrix.parameter.main_grad.copy_(matrix.state[GRADIENT])  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def step_piece(
+    def step_chunk(
         self,
-        piece: int,
+        chunk: int,
         *,
         num_layers: int = 1,
         gradient_scale: float = 1.0,
         skip_non_finite: bool = True,
         keep: Callable[[torch.nn.Parameter, torch.Tensor], None] | None = None,
     ) -> None:
-        """Step the matrices of a piece of `num_layers` layers and free their gradients. A collective over the stage.
+        """Step the matrices of a chunk of `num_layers` layers and free their gradients. A collective over the stage.
 
-        With `skip_non_finite` the weights and state of the piece stay as they were, bit for bit, if a gradient is not
+        With `skip_non_finite` the weights and state of the chunk stay as they were, bit for bit, if a gradient is not
         finite on any rank. The CPU waits for nothing. With `keep`, which copies a gradient to host memory, gradients
-        that are clipped wait there for `step_kept_piece`.
+        that are clipped wait there for `step_kept_chunk`.
         """
-        parts = self._pieces.get(piece, [])
+        parts = self._chunks.get(chunk, [])
         stacks = [stack for part in parts for stack in part.stacks]
         for stack in stacks:
             if stack.is_partial:
@@ -345,7 +345,7 @@ class MatrixOptimizer(StateOwner):
         clipped = [stack for stack in stacks if stack.is_owner and stack.rule.is_clipped]
         _scale(clipped, gradient_scale)
         if clipped:
-            self._piece_squares.append(sum_of_squares(clipped))
+            self._chunk_squares.append(sum_of_squares(clipped))
         if keep is not None:
             for matrix in (matrix for stack in clipped for matrix in stack.matrices):
                 keep(matrix.parameter, matrix.parameter.main_grad)  # type: ignore[attr-defined]
@@ -356,33 +356,33 @@ class MatrixOptimizer(StateOwner):
             is_skipped = torch.isfinite(squares).logical_not_()
             self._skipped.add_(is_skipped & skip_non_finite, alpha=num_layers)
             if clipped and keep is None:
-                self._piece_squares[-1].masked_fill_(is_skipped & skip_non_finite, 0.0)
+                self._chunk_squares[-1].masked_fill_(is_skipped & skip_non_finite, 0.0)
             for stack in stacks:
                 stack.is_skipped = is_skipped if skip_non_finite else None
             self._step(stacks, gradient_scale=gradient_scale)
         self._close(parts)
 
     @torch.no_grad()
-    def step_kept_piece(self, piece: int, *, norm: float) -> None:
-        """Step the matrices of a piece whose gradients `step_piece` kept, clipped by the norm of all gradients."""
-        parts = self._kept_parts(piece)
+    def step_kept_chunk(self, chunk: int, *, norm: float) -> None:
+        """Step the matrices of a chunk whose gradients `step_chunk` kept, clipped by the norm of all gradients."""
+        parts = self._kept_parts(chunk)
         stacks = [stack for part in parts for stack in part.stacks]
         self._step(stacks, clip_coefficient=self._clip_coefficient(norm))
         self._close(parts)
 
-    def _kept_parts(self, piece: int) -> list[PieceMatrices]:
-        return [part for part in self._pieces.get(piece, []) if part.param_group["rule"].is_clipped]
+    def _kept_parts(self, chunk: int) -> list[ChunkMatrices]:
+        return [part for part in self._chunks.get(chunk, []) if part.param_group["rule"].is_clipped]
 
-    def close_piece(self, piece: int) -> None:
-        """Free the gradients of a piece without a step."""
-        self._close(self._parts(piece))
+    def close_chunk(self, chunk: int) -> None:
+        """Free the gradients of a chunk without a step."""
+        self._close(self._parts(chunk))
 
-    def _parts(self, piece: int) -> list[PieceMatrices]:
-        """Return the matrices whose gradients must be open in the backward passes of a piece."""
-        tied = (part for number, parts in self._pieces.items() if number != piece for part in parts if part.is_tied)
-        return [*self._pieces.get(piece, []), *tied]
+    def _parts(self, chunk: int) -> list[ChunkMatrices]:
+        """Return the matrices whose gradients must be open in the backward passes of a chunk."""
+        tied = (part for number, parts in self._chunks.items() if number != chunk for part in parts if part.is_tied)
+        return [*self._chunks.get(chunk, []), *tied]
 
-    def _close(self, parts: Iterable[PieceMatrices]) -> None:
+    def _close(self, parts: Iterable[ChunkMatrices]) -> None:
         for part in parts:
             for stack in part.stacks:
                 stack.detach()
@@ -392,14 +392,14 @@ class MatrixOptimizer(StateOwner):
                     matrix.state.pop(kind, None)
 
     def _close_all(self) -> None:
-        for parts in self._pieces.values():
+        for parts in self._chunks.values():
             self._close(parts)
 
     # ------------------------------------------------------------------------------------------------------------ step
 
     @torch.no_grad()
     def step(self, *, norm: float = 0.0, gradient_scale: float = 1.0) -> None:
-        """Step every matrix that is not stepped by piece.
+        """Step every matrix that is not stepped by chunk.
 
         A collective over data- and tensor-parallel groups; `reduce_gradients` comes first.
         """
@@ -475,7 +475,7 @@ class MatrixOptimizer(StateOwner):
                 yield from map(host_sample, tensors) if matrix.is_streamed else tensors
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        opened = (stack for parts in self._pieces.values() for part in parts for stack in part.stacks)
+        opened = (stack for parts in self._chunks.values() for part in parts for stack in part.stacks)
         return (stack.gradient for stack in itertools.chain(self.stacks, opened))
 
     def state_tensors(self, *, on_host: bool) -> Iterator[torch.Tensor]:

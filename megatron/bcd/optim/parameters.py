@@ -42,19 +42,19 @@ class ParametersByBlock:
         return self._where(lambda owned: owned.is_always_active)
 
     def matrices(self) -> Parameters:
-        """Return the matrices that a stateless update may step: those of all layers, and `outside_layers`."""
+        """Return the matrices that an inactive update may step: those of all layers, and `outside_layers`."""
         return self._where(lambda owned: owned.is_matrix)
 
-    def stateless_in(self, block: int) -> Parameters:
+    def inactive_updates_in(self, block: int) -> Parameters:
         """Return the layers' matrices that are updated without state in the phases of this block."""
-        return self._where(lambda owned: owned.is_stateless(block) and owned.module == "layer")
+        return self._where(lambda owned: owned.has_inactive_update(block) and owned.module == "layer")
 
-    def stateless_owned_by(self, block: int | None) -> Parameters:
+    def inactive_matrices_of(self, block: int | None) -> Parameters:
         """Return the matrices of the block's layers that are updated without state in the phases of other blocks.
 
         None selects layers without a block, which are updated without state in every phase.
         """
-        return self._where(lambda owned: bool(owned.stateless_in) and owned.block == block and owned.module == "layer")
+        return self._where(lambda owned: bool(owned.inactive_updates_in) and owned.block == block and owned.module == "layer")
 
     def outside_layers(self) -> Parameters:
         """Return the embedding and the head, if the rule `factored` steps them (--bcd-embedding-update)."""

@@ -124,7 +124,7 @@ def build_matrix_optimizer(
         offloads_low_bits=config.bcd.bcd_inactive_update == "none",  # only Muon's own blocks step the matrices
         momentum_dtype=DTYPES[config.bcd.muon_momentum_dtype],
         moments_dtype=config.training.adam_moments_dtype,
-        has_signed_squares=_steps_adam_by_piece(config),
+        has_signed_squares=_steps_adam_by_chunk(config),
         overlaps_reduction=config.ddp.overlap_grad_reduce,
         max_norm=config.optimizer.clip_grad,
         places=places,
@@ -139,16 +139,16 @@ def build_matrix_optimizer(
 
 
 def _groups(config: RunConfig, owned: Ownership) -> dict[str, tuple[str, int | None]]:
-    """Return `Matrix.groups` of a matrix. With updates by piece, Adam's moments and main parameters are one group."""
+    """Return `Matrix.groups` of a matrix. With updates by chunk, Adam's moments and main parameters are one group."""
     block, groups = owned.block, dict[str, tuple[str, int | None]]()
     if block is not None:
         groups |= {MOMENTUM: (f"momentum {block}", block)} if config.is_muon else {MOMENTS: (str(block), block)}
     if config.precision == "bf16":
-        is_with_moments = _steps_adam_by_piece(config) and block is not None
+        is_with_moments = _steps_adam_by_chunk(config) and block is not None
         groups[LOW_BITS] = (str(block), block) if is_with_moments else ("matrices", None)
     if owned.module != "layer":
         groups[FACTORS] = "factored embedding", None
-    elif owned.stateless_in and config.bcd.bcd_inactive_update == update_rules.FACTORED:
+    elif owned.inactive_updates_in and config.bcd.bcd_inactive_update == update_rules.FACTORED:
         groups[FACTORS] = f"factored {'no block' if block is None else block}", None
     return groups
 
@@ -164,21 +164,21 @@ def phase_rules(
         return []
     bcd, settings = config.bcd, config.optimizer
     assert bcd.bcd_inactive_lr_ratio is not None, "arguments.derive sets the default of the rule"
-    stateless = MatrixRule(
+    no_state = MatrixRule(
         name=bcd.bcd_inactive_update,
         scale=bcd.bcd_inactive_lr_ratio,
         grad_dtype=DTYPES[bcd.bcd_inactive_grad_dtype],
         num_steps=settings.muon_num_ns_steps,
     )
-    embedding = replace(stateless, name=bcd.bcd_embedding_update, scale=1.0)
-    rules: Rules = [(stateless, inactive, False), (embedding, outside_layers, False)]
+    embedding = replace(no_state, name=bcd.bcd_embedding_update, scale=1.0)
+    rules: Rules = [(no_state, inactive, False), (embedding, outside_layers, False)]
     if config.is_muon:
         muon = MatrixRule(
             name=update_rules.ORTHOGONAL,
             scale=settings.muon_extra_scale_factor,
             grad_dtype=DTYPES[bcd.muon_grad_dtype],
             momentum=settings.muon_momentum,
-            is_by_piece=config.steps_block_by_piece,
+            is_by_chunk=config.steps_block_by_chunk,
             nesterov=settings.muon_use_nesterov,
             num_steps=settings.muon_num_ns_steps,
             scale_mode=settings.muon_scale_mode,
@@ -190,7 +190,7 @@ def phase_rules(
         rule = MatrixRule(
             name=update_rules.ADAM,
             grad_dtype=DTYPES[config.main_grad_dtype],
-            is_by_piece=config.steps_block_by_piece,
+            is_by_chunk=config.steps_block_by_chunk,
             adam=adam,
         )
         rules.append((rule, block, True))
@@ -198,8 +198,8 @@ def phase_rules(
 
 
 def _has_matrix_optimizer(config: RunConfig) -> bool:
-    return config.is_muon or config.bcd.bcd_inactive_update != "none" or config.steps_block_by_piece
+    return config.is_muon or config.bcd.bcd_inactive_update != "none" or config.steps_block_by_chunk
 
 
-def _steps_adam_by_piece(config: RunConfig) -> bool:
-    return config.steps_block_by_piece and not config.is_muon
+def _steps_adam_by_chunk(config: RunConfig) -> bool:
+    return config.steps_block_by_chunk and not config.is_muon

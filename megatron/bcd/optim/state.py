@@ -71,7 +71,7 @@ def host_sample(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1)[::_SAMPLE_STRIDE]
 
 
-class StateOwner(ABC):
+class BlockOptimizer(ABC):
     """Steps some of a stage's parameters and owns their optimizer state.
 
     A phase lies between `begin` and `end`, which each owner defines for itself. Parameters have GPTModel's names.

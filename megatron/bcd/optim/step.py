@@ -17,8 +17,8 @@ from megatron.bcd.runtime import replicas
 class Step:
     """A training step, which updates what the phase trains and says what it did.
 
-    The schedule runs the passes. In breadth-first order it also updates the pieces: it calls `open` before the backward
-    passes of a piece and `update` behind them. `reduce_loss` and `finish` follow the passes.
+    The schedule runs the passes. In breadth-first order it also updates the chunks: it calls `open` before the backward
+    passes of a chunk and `update` behind them. `reduce_loss` and `finish` follow the passes.
 
     Args:
         read_requests: returns this rank's requests to stop, which the ranks exchange with the loss.
@@ -35,7 +35,7 @@ class Step:
         """Number of layers that were left as they were, because their gradients were not finite."""
         self._active, self._read_requests = active, read_requests
         self._matrices, self._weights = active.matrices, get_host_layers(active.model)
-        self._clips_by_piece = active.config.clips_by_piece
+        self._clips_by_chunk = active.config.clips_by_chunk
         self._skips_non_finite = active.config.training.check_for_nan_in_loss_and_grad
         self._is_skipped = False
         self._gradient_scale = 1.0
@@ -67,15 +67,15 @@ class Step:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Clip the gradient, and step all that has not been stepped by piece. A collective.
+        """Clip the gradient, and step all that has not been stepped by chunk. A collective.
 
         The step is skipped if the loss or a gradient is not finite, in fp16 by Megatron Core's rule.
         """
-        if not self._clips_by_piece:
+        if not self._clips_by_chunk:
             self._compute_norm()
         if self.grad_norm is not None:
-            for owner in self._active.owners:
-                owner.step(norm=self.grad_norm, gradient_scale=self._gradient_scale)
+            for optimizer in self._active.optimizers:
+                optimizer.step(norm=self.grad_norm, gradient_scale=self._gradient_scale)
 
     def _compute_norm(self) -> None:
         """Reduce the gradients and compute their norm, unless the step is skipped. A collective."""
@@ -89,39 +89,39 @@ class Step:
         if not self._skips_non_finite or (math.isfinite(norm) and is_finite):
             self.grad_norm = norm
 
-    # ---------------------------------------------------------------------------------------------------------- pieces
+    # ---------------------------------------------------------------------------------------------------------- chunks
 
-    def open(self, piece: int) -> None:
-        """Allocate the gradients of a piece whose weights are loaded, with its state unless updates wait for a norm."""
-        self._matrices.open_piece(piece, (lambda _: {}) if self._clips_by_piece else self._weights.state)
+    def open(self, chunk: int) -> None:
+        """Allocate the gradients of a chunk whose weights are loaded, with its state unless updates wait for a norm."""
+        self._matrices.open_chunk(chunk, (lambda _: {}) if self._clips_by_chunk else self._weights.state)
 
-    def update(self, piece: int) -> None:
-        """Step a piece, or keep its gradients for `update_clipped`, and free them. A collective over the stage.
+    def update(self, chunk: int) -> None:
+        """Step a chunk, or keep its gradients for `update_clipped`, and free them. A collective over the stage.
 
         The loss must be known.
         """
         if self._is_skipped:
-            self._matrices.close_piece(piece)
+            self._matrices.close_chunk(chunk)
             return
-        self._matrices.step_piece(
-            piece,
-            num_layers=len(self._active.pieces[piece]),
+        self._matrices.step_chunk(
+            chunk,
+            num_layers=len(self._active.chunks[chunk]),
             gradient_scale=self._gradient_scale,
             skip_non_finite=self._skips_non_finite,
-            keep=self._weights.keep_gradient if self._clips_by_piece else None,
+            keep=self._weights.keep_gradient if self._clips_by_chunk else None,
         )
-        if not self._clips_by_piece:
-            self._weights.write_back(self._active.pieces[piece])
+        if not self._clips_by_chunk:
+            self._weights.write_back(self._active.chunks[chunk])
 
-    def update_clipped(self, pieces: Sequence[int]) -> None:
-        """Compute the norm of all gradients, and step the pieces whose gradients wait for it. A collective."""
+    def update_clipped(self, chunks: Sequence[int]) -> None:
+        """Compute the norm of all gradients, and step the chunks whose gradients wait for it. A collective."""
         self._compute_norm()
         if self.grad_norm is None:
             return
-        layers = [self._active.pieces[piece] for piece in pieces]
-        for piece, loaded, coming in zip(pieces, layers, [*layers[1:], ()], strict=True):
+        layers = [self._active.chunks[chunk] for chunk in chunks]
+        for chunk, loaded, coming in zip(chunks, layers, [*layers[1:], ()], strict=True):
             self._weights.load(loaded, with_state=True)
             self._weights.prefetch(coming, with_state=True)
-            self._matrices.open_piece(piece, self._weights.state, is_kept=True)
-            self._matrices.step_kept_piece(piece, norm=self.grad_norm)
+            self._matrices.open_chunk(chunk, self._weights.state, is_kept=True)
+            self._matrices.step_kept_chunk(chunk, norm=self.grad_norm)
             self._weights.write_back(loaded)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from megatron.bcd.optim.state import StateOwner, host_sample
+from megatron.bcd.optim.state import BlockOptimizer, host_sample
 from megatron.bcd.runtime import collectives
 
 Fingerprint = tuple[int, int, int]
@@ -19,7 +19,7 @@ class SwitchCheck:
     """Compares this rank's weights with those at the last call of `begin`.
 
     Args:
-        owners: the optimizers of this phase.
+        optimizers: the optimizers of this phase.
         parameters: all parameters of the stage.
         streamed: parameters in host memory. Only a sample of the frozen ones is compared, because the CPU reads slowly.
         block: number of the active block, for messages.
@@ -28,14 +28,14 @@ class SwitchCheck:
 
     def __init__(
         self,
-        owners: Sequence[StateOwner],
+        optimizers: Sequence[BlockOptimizer],
         parameters: Iterable[torch.Tensor],
         *,
         streamed: Collection[torch.Tensor] = (),
         block: int,
         stage: int,
     ) -> None:
-        self._owners = owners
+        self._optimizers = optimizers
         self._frozen_parameters = [parameter for parameter in parameters if not parameter.requires_grad]
         self._streamed = streamed
         self._block = block
@@ -74,8 +74,8 @@ class SwitchCheck:
 
     def _fingerprints(self) -> dict[str, Fingerprint]:
         def stepped(*, is_of_block: bool) -> Fingerprint:
-            owners = self._owners
-            return fingerprint(tensor for each in owners for tensor in each.stepped_tensors(is_of_block=is_of_block))
+            optimizers = self._optimizers
+            return fingerprint(tensor for each in optimizers for tensor in each.stepped_tensors(is_of_block=is_of_block))
 
         frozen = (
             host_sample(parameter) if parameter in self._streamed else parameter

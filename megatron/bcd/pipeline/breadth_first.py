@@ -21,7 +21,7 @@ _Visit = tuple[int, bool]
 
 
 class BreadthFirstIteration(Iteration):
-    """One iteration of one stage. If it is the only stage, chunks are pieces of the model (`model.pieces`), and their
+    """One iteration of one stage. If it is the only stage, chunks are chunks of the model (`model.chunks`), and their
     outputs and gradients are no messages.
 
     It loads the weights of a chunk in host memory before its passes, and lets the training step update it behind them.
@@ -93,12 +93,12 @@ class BreadthFirstIteration(Iteration):
             return
         self._visit, *self._visits = self._visits
         chunk, is_backward = self._visit
-        self._weights.load(self._layers[chunk], with_state=is_backward and not self._shape.clips_by_piece)
+        self._weights.load(self._layers[chunk], with_state=is_backward and not self._shape.clips_by_chunk)
         if is_backward:
             self._training_step.open(chunk)
         if self._visits:
             chunk, is_backward = self._visits[0]
-            self._weights.prefetch(self._layers[chunk], with_state=is_backward and not self._shape.clips_by_piece)
+            self._weights.prefetch(self._layers[chunk], with_state=is_backward and not self._shape.clips_by_chunk)
 
     def _forward_once(self, action: Action, place: Place) -> None:
         """Run the first forward pass, whose output is the input of the next virtual stage."""
@@ -175,7 +175,7 @@ class BreadthFirstIteration(Iteration):
         if self._has_messages and not self._is_loss_taken:
             self._training_step.take_loss(self._arrived_loss())
             self._is_loss_taken = True
-        if self._shape.clips_by_piece and action.kind is Kind.UPDATE:
+        if self._shape.clips_by_chunk and action.kind is Kind.UPDATE:
             self._clipped.append(action.chunk)
         else:
             self._training_step.update(action.chunk)

@@ -90,8 +90,8 @@ def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
             order += [Action(forward, microbatch, chunk), Action(backward, microbatch, chunk)]
         order += [Action(Kind.LOSS, 0, chunk)] if virtual == last else []
         if shape.updated[virtual]:
-            order.append(Action(Kind.KEEP if shape.clips_by_piece else Kind.UPDATE, 0, chunk))
-    if shape.clips_by_piece:
+            order.append(Action(Kind.KEEP if shape.clips_by_chunk else Kind.UPDATE, 0, chunk))
+    if shape.clips_by_chunk:
         order.append(Action(Kind.NORM, 0))
         order += [Action(Kind.UPDATE, 0, chunk) for chunk, virtual in by_chunk if shape.updated[virtual]]
     return tuple(order)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.blocks.pieces import first_trainable_piece, is_piece_active, is_piece_updated
+from megatron.bcd.blocks.chunks import first_trainable_chunk, is_chunk_active, is_chunk_updated
 
 
 class Kind(enum.StrEnum):
@@ -139,7 +139,7 @@ class PlanShape:
     """Whether all microbatches pass through a chunk before the next chunk starts (`build.breadth_first_order`)."""
     updated: tuple[bool, ...] = ()
     """In breadth-first order: whether each virtual stage has matrices that are stepped right after its passes."""
-    clips_by_piece: bool = False
+    clips_by_chunk: bool = False
     """Whether these updates wait for the norm of all gradients, in a pass of their own."""
     work: tuple[tuple[float, float], ...] = ()
     """Time of a forward and a backward pass of each virtual stage, in any unit. It determines the order of passes and
@@ -281,23 +281,23 @@ def evaluation_shape(
 def breadth_first_shape(
     partition: Partition,
     block: int,
-    pieces: Sequence[range],
+    chunks: Sequence[range],
     *,
     num_microbatches: int,
-    steps_block_by_piece: bool = False,
-    clips_by_piece: bool = False,
+    steps_block_by_chunk: bool = False,
+    clips_by_chunk: bool = False,
 ) -> PlanShape:
-    """Return the shape of a training iteration in breadth-first order. `pieces` are `virtual_pieces`."""
-    numbers = range(len(pieces))
+    """Return the shape of a training iteration in breadth-first order. `chunks` are `virtual_chunks`."""
+    numbers = range(len(chunks))
     return PlanShape(
         num_stages=partition.num_stages,
-        num_chunks=len(pieces) // partition.num_stages,
+        num_chunks=len(chunks) // partition.num_stages,
         num_microbatches=num_microbatches,
-        first_trainable=first_trainable_piece(partition, block, pieces),
-        active=tuple(is_piece_active(partition, block, pieces, piece) for piece in numbers),
+        first_trainable=first_trainable_chunk(partition, block, chunks),
+        active=tuple(is_chunk_active(partition, block, chunks, chunk) for chunk in numbers),
         is_breadth_first=True,
-        updated=tuple(steps_block_by_piece or is_piece_updated(partition, block, pieces, piece) for piece in numbers),
-        clips_by_piece=clips_by_piece,
+        updated=tuple(steps_block_by_chunk or is_chunk_updated(partition, block, chunks, chunk) for chunk in numbers),
+        clips_by_chunk=clips_by_chunk,
     )
 
 
@@ -337,7 +337,7 @@ def phase_shape(
 def _work(partition: Partition, block: int, head: float) -> tuple[tuple[float, float], ...]:
     """Return `PlanShape.work`, in passes of a layer."""
     active = partition.blocks[block].layers if partition.has_active_block else ()
-    updated = {*active, *partition.stateless_layers(block)}
+    updated = {*active, *partition.layers_updated_inactive(block)}
     first = len(partition.prefix_layers(block))
     work = []
     for virtual in range(partition.num_virtual_stages):

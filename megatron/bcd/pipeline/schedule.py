@@ -51,9 +51,9 @@ class PipelineSchedule:
         run_ahead: int | None,
         head_passes: float = 1.0,
         timeout_minutes: int | None = None,
-        pieces: Sequence[range] = (),
+        chunks: Sequence[range] = (),
         saves_on_host: bool = False,
-        by_piece: Mapping[str, bool] | None = None,
+        by_chunk: Mapping[str, bool] | None = None,
     ) -> None:
         """
         Args:
@@ -61,9 +61,9 @@ class PipelineSchedule:
             run_ahead: number of microbatches; None is `default_run_ahead`.
             head_passes: time of a pass through the output head, in passes of a layer. Plans are arranged by it.
             timeout_minutes: timeout of messages between stages of the prefix; None is PyTorch's default.
-            pieces: with "breadth-first", the `virtual_pieces`.
-            saves_on_host: with "breadth-first", the inputs of pieces are saved in host memory.
-            by_piece: with "breadth-first", arguments of `breadth_first_shape`.
+            chunks: with "breadth-first", the `virtual_chunks`.
+            saves_on_host: with "breadth-first", the inputs of chunks are saved in host memory.
+            by_chunk: with "breadth-first", arguments of `breadth_first_shape`.
         """
         self.name = name
         self.backward_messages = 0
@@ -75,7 +75,7 @@ class PipelineSchedule:
         self._is_prefix_cached = False
         self._done_ahead = 0
         self._inputs_ahead: dict[int, torch.Tensor] = {}
-        self._pieces, self._by_piece = pieces, by_piece or {}
+        self._chunks, self._by_chunk = chunks, by_chunk or {}
         self._saved_inputs = SavedInputs(on_host=saves_on_host)
         self._channels: _Channels | None = None
 
@@ -105,7 +105,7 @@ class PipelineSchedule:
         """Run the passes of a training step, or without one those of an evaluation.
 
         Args:
-            step: in breadth-first order it updates pieces as soon as their passes have run.
+            step: in breadth-first order it updates chunks as soon as their passes have run.
             num_microbatches_next: size of the next training iteration if it directly follows in the same phase.
                 Forward-only stages run ahead with it. 0 if the phase or the data end, or an evaluation or a checkpoint
                 comes first.
@@ -146,13 +146,13 @@ class PipelineSchedule:
         arguments |= {"messages": messages, "prefix_messages": prefix_messages, "inputs_ahead": self._inputs_ahead}
         iteration: Iteration
         if shape.is_breadth_first:
-            pieces = self._pieces[groups.pp.rank() :: shape.num_stages]
+            chunks = self._chunks[groups.pp.rank() :: shape.num_stages]
             iteration = BreadthFirstIteration(
                 shape,
                 model,
                 groups,
                 step=step,
-                layers=consecutive([len(layers) for layers in pieces]),
+                layers=consecutive([len(layers) for layers in chunks]),
                 saved_inputs=self._saved_inputs,
                 **arguments,
             )
@@ -181,9 +181,9 @@ class PipelineSchedule:
         num_stages = self._partition.num_stages
         return evaluation_shape(
             num_stages=num_stages,
-            num_chunks=len(self._pieces) // num_stages or self._partition.num_chunks,
+            num_chunks=len(self._chunks) // num_stages or self._partition.num_chunks,
             num_microbatches=num_microbatches,
-            is_breadth_first=bool(self._pieces),
+            is_breadth_first=bool(self._chunks),
         )
 
     def _training_shape(self, num_microbatches: int, num_next: int) -> PlanShape:
@@ -191,7 +191,7 @@ class PipelineSchedule:
         partition, block = self._partition, self._block
         if self.name == "breadth-first":
             return breadth_first_shape(
-                partition, block, self._pieces, num_microbatches=num_microbatches, **self._by_piece
+                partition, block, self._chunks, num_microbatches=num_microbatches, **self._by_chunk
             )
         ahead = min(microbatches_ahead(partition, block, self._run_ahead), num_next)
         return phase_shape(

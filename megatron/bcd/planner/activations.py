@@ -221,8 +221,8 @@ class StageActivations:
     def saved_bytes(self, recomputed: Recomputed) -> int:
         """Return the bytes that autograd saves for all microbatches in flight."""
         if self.state.is_breadth_first:
-            by_piece = [sum(saved for saved, _ in passes) for passes in self._pieces(recomputed)]
-            return max(*by_piece, by_piece[-1] + self.sizes.head * self._is_last_stage)
+            by_chunk = [sum(saved for saved, _ in passes) for passes in self._chunks(recomputed)]
+            return max(*by_chunk, by_chunk[-1] + self.sizes.head * self._is_last_stage)
         chunk_bytes = [
             sum(saved for saved, _ in self._chunk_layers(chunk, recomputed)) + self.sizes.head * self._has_head(chunk)
             for chunk in range(self.partition.num_chunks)
@@ -237,7 +237,7 @@ class StageActivations:
     def peak_bytes(self, recomputed: Recomputed) -> int:
         """Return the saved bytes plus the largest temporary memory of a microbatch's passes."""
         if self.state.is_breadth_first:
-            return max(self.piece_peaks(recomputed))
+            return max(self.chunk_peaks(recomputed))
         sizes, partition, beside = self.sizes, self.partition, 0
         for chunk in range(partition.num_chunks):
             has_head = self._has_head(chunk)
@@ -252,11 +252,11 @@ class StageActivations:
                 freed += saved
         return max(self.saved_bytes(recomputed) + beside, sizes.forward_working)
 
-    # --bcd-schedule breadth-first: a microbatch has the activations of one piece
+    # --bcd-schedule breadth-first: a microbatch has the activations of one chunk
 
     @property
     def num_saved_inputs(self) -> int:
-        """The stage's pieces whose inputs wait for the backward pass. The first piece of the model reads tokens, and
+        """The stage's chunks whose inputs wait for the backward pass. The first chunk of the model reads tokens, and
         recomputes the embedding."""
         first, stages = max(self.shape.first_trainable, 1), self.shape.num_stages
         return len(range(first, self.shape.num_virtual)[(self.stage - first) % stages :: stages])
@@ -265,7 +265,7 @@ class StageActivations:
         """Return the bytes of the inputs that wait in `place`, device or host.
 
         On the way back the gradient of an input replaces it. With --bcd-saved-inputs host the device has those of one
-        piece, and two that are copied back.
+        chunk, and two that are copied back.
         """
         number, size = self.num_saved_inputs, self.sizes.input
         if self.saved_inputs == "host":
@@ -274,11 +274,11 @@ class StageActivations:
             return size * (min(number, 1) * self.shape.num_microbatches + 2)
         return size * number * self.shape.num_microbatches * (place == "device")
 
-    def piece_peaks(self, recomputed: Recomputed) -> list[int]:
-        """Return the peak of a microbatch in each piece: what autograd saves and the largest temporary memory."""
-        sizes, peaks, pieces = self.sizes, [], self._pieces(recomputed)
-        for number, passes in enumerate(pieces, 1):
-            has_head = self._is_last_stage and number == len(pieces)
+    def chunk_peaks(self, recomputed: Recomputed) -> list[int]:
+        """Return the peak of a microbatch in each chunk: what autograd saves and the largest temporary memory."""
+        sizes, peaks, chunks = self.sizes, [], self._chunks(recomputed)
+        for number, passes in enumerate(chunks, 1):
+            has_head = self._is_last_stage and number == len(chunks)
             beside = sizes.head_working[self.partition.head_active(self.block)] if has_head else 0
             freed = sizes.head * has_head
             for saved, working in reversed(passes):
@@ -287,12 +287,12 @@ class StageActivations:
             peaks.append(max(freed + beside, sizes.forward_working))
         return peaks
 
-    def _pieces(self, recomputed: Recomputed) -> list[list[tuple[int, int]]]:
-        """Return the layers of each of the stage's pieces that run backward, as `_layers` does."""
+    def _chunks(self, recomputed: Recomputed) -> list[list[tuple[int, int]]]:
+        """Return the layers of each of the stage's chunks that run backward, as `_layers` does."""
         first, trains = len(self.partition.prefix_layers(self.block)), self.partition.trains_matrices
         return [
-            self._layers([trains(layer, self.block) for layer in piece if layer >= first], recomputed)
-            for piece in self.state.pieces[self.stage :: self.shape.num_stages]
+            self._layers([trains(layer, self.block) for layer in chunk if layer >= first], recomputed)
+            for chunk in self.state.chunks[self.stage :: self.shape.num_stages]
         ]
 
     @property

@@ -85,7 +85,7 @@ def _method_flags(recipe: Recipe) -> Iterator[str]:
             if line := " ".join(_word(name, values[name]) for name in list(values)[start:end]):
                 yield line
         if recipe.is_streamed:
-            yield from _piece_flags(recipe, [])
+            yield from _chunk_flags(recipe, [])
         return
     bcd = recipe.config.bcd
     words = [_word(name, value) for name, value in method.items()]
@@ -106,12 +106,12 @@ def _method_flags(recipe: Recipe) -> Iterator[str]:
         yield " ".join([*words, *places])
         return
     yield " ".join(words)
-    yield from _piece_flags(recipe, places)
+    yield from _chunk_flags(recipe, places)
 
 
-def _piece_flags(recipe: Recipe, places: list[str]) -> Iterator[str]:
+def _chunk_flags(recipe: Recipe, places: list[str]) -> Iterator[str]:
     bcd, words = recipe.config.bcd, ["--bcd-schedule breadth-first", *places]
-    if bcd.bcd_layers_per_pass > 1 and recipe.config.pipeline_size > 1:  # pieces are chunks
+    if bcd.bcd_layers_per_pass > 1 and recipe.config.pipeline_size > 1:  # chunks are chunks
         words.append(_word("num_virtual_stages_per_pipeline_rank", recipe.config.num_chunks))
     elif bcd.bcd_layers_per_pass > 1:
         words.append(_word("bcd_layers_per_pass", bcd.bcd_layers_per_pass))

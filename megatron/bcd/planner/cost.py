@@ -145,7 +145,7 @@ def layer_work(
     """Return the number of layers that run forward (F), compute input gradients (D), and compute weight gradients (W).
 
     The numbers are those of the block's phase on one stage, or on all stages if ``stage`` is None (docs/concepts.md).
-    Active layers count a W, and so do layers with a stateless update. Every active layer counts a D, even the first
+    Active layers count a W, and so do layers with an inactive update. Every active layer counts a D, even the first
     one, whose input needs none. Embedding, head and optimizer step do not count. ``prefix_cached`` drops the prefix's
     F.
     """
@@ -153,9 +153,9 @@ def layer_work(
     first_active = len(partition.prefix_layers(block))
     after_prefix = sum(layer >= first_active for layer in layers)
     stages = range(partition.num_stages) if stage is None else (stage,)
-    stateless = partition.stateless_layers(block)
+    inactive = partition.layers_updated_inactive(block)
     active = sum(len(partition.active_layers(block, each)) for each in stages)
-    updated = active + sum(layer in stateless for layer in layers)
+    updated = active + sum(layer in inactive for layer in layers)
     return after_prefix if prefix_cached else len(layers), after_prefix, updated
 
 

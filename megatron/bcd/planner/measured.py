@@ -158,7 +158,7 @@ def learning_rate(recipe: Recipe) -> LearningRate:
     result, number = finding(recipe), recipe.partition.num_blocks
     times, with_blocks = result.rate, ""
     if times is None:
-        times, with_blocks = _rate_of_blocks(number), f" with {number} block{'s' * (number > 1)}"
+        times, with_blocks = _blocks_rate(number), f" with {number} block{'s' * (number > 1)}"
     if recipe.task == "sft":
         page, (full, guess) = "docs/fine_tuning.md", _full_rate(recipe.shape.num_parameters)
     else:
@@ -182,7 +182,7 @@ def _full_rate(num_parameters: int) -> tuple[float, str]:
     return rate, f", full Adam's {_short(rate)} by size from 3e-4 at 11 M and 1e-4 at 135 M parameters"
 
 
-def _rate_of_blocks(number: int) -> float:
+def _blocks_rate(number: int) -> float:
     """Interpolate `_RATE_OF_BLOCKS` between logarithms."""
     known = [*_RATE_OF_BLOCKS]
     upper = min(max(1, bisect_left(known, number)), len(known) - 1)

@@ -61,7 +61,7 @@ def host_bytes(recipe: Recipe) -> int:
         offloaded += int(per_element * largest) // max(1, on_node // recipe.state.num_expert_parts)
     if recipe.config.is_breadth_first:
         offloaded += max(recipe.memory.activations(0, block).input_bytes("host") for block in blocks)
-    bcd = recipe.config.bcd  # main parameters of stateless updates are on the device or beside the weights
+    bcd = recipe.config.bcd  # main parameters of inactive updates are on the device or beside the weights
     if len(blocks) == 1 or bcd.bcd_inactive_update != "none" or bcd.bcd_main_params == "drop":
         return offloaded
     return offloaded + max(_offloaded_main_params(recipe, stage) for stage in stages)
@@ -89,7 +89,7 @@ def _saving_rank_bytes(state: ModelState, on_node: int) -> float:
             copies = tensor.size * (min(on_node, state.num_expert_parts) if tensor.is_expert else 1)
             is_in_arena = is_on_host and tensor.owned.layer is not None
             is_active = tensor.is_active(block)
-            if state.steps_block_by_piece and tensor.parts:  # written one after the other
+            if state.steps_block_by_chunk and tensor.parts:  # written one after the other
                 is_active = not is_in_arena
             has_momentum = 1 if state.is_muon and tensor.parts else len(state.budget.moments)
             weights += 0 if is_in_arena and not is_active else state.budget.weight * copies
@@ -97,7 +97,7 @@ def _saving_rank_bytes(state: ModelState, on_node: int) -> float:
                 state_elements += (is_short + has_momentum) * size
             elif is_in_arena:
                 largest = max(largest, tensor.size)
-            elif tensor.is_stateless(block):
+            elif tensor.has_inactive_update(block):
                 state_elements += is_short * size
         return weights + 4 * state_elements * on_node / state.num_replicas + 4 * is_short * largest
 

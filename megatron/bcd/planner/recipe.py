@@ -279,9 +279,9 @@ class Recipe:
             yield f"--global-batch-size {self.global_batch_size}: must be a multiple of {per_step} ({product})"
         if self.model.form == "gpt" and self.tokens > (most := config.model.max_position_embeddings):
             yield f"--seq-length {self.tokens}: {self.model.name} has {most} positions. Give at most {most}."
-        yield from self._faults_of_method()
+        yield from self._method_faults()
 
-    def _faults_of_method(self) -> Iterator[str]:
+    def _method_faults(self) -> Iterator[str]:
         number, rule, bcd = self.flag("bcd_num_blocks"), self.flag("bcd_inactive_update"), self.config.bcd
         blocks, method = f"--bcd-num-blocks {number}", f"--method {self.method}"
         has_own_rule = self.config.is_muon or self.is_whole or (self.is_streamed and not self.has_blocks)
@@ -303,7 +303,7 @@ class Recipe:
             yield f"{blocks}: {method} trains all parameters. Leave it out."
         if self.is_streamed and self.method not in (*PRESET_OF, *STREAMED.values()):
             yield f"--bcd-layers-on host: with {method} every layer is active, on the device. Leave it out."
-        yield from self._faults_of_schedule()
+        yield from self._schedule_faults()
         if not 0 <= bcd.bcd_resident_layers <= self.model.layers:
             yield f"--bcd-resident-layers {bcd.bcd_resident_layers}: must be 0 to {self.model.layers}"
         moments = self.config.training.adam_moments_dtype
@@ -312,7 +312,7 @@ class Recipe:
         if moments == "int8" and self.config.tied and 1 < self.pipeline_size < self.num_gpus:
             yield f"--adam-moments-dtype {moments}: a tied head needs one stage or one data-parallel rank. Give bf16."
 
-    def _faults_of_schedule(self) -> Iterator[str]:
+    def _schedule_faults(self) -> Iterator[str]:
         bcd, schedule = self.config.bcd, "--bcd-schedule breadth-first"
         if not self.config.is_breadth_first:
             if self.is_streamed:
@@ -382,7 +382,7 @@ def _build_config(
     derive_blocks(values, given=user_flags)
     stages = values["pipeline_model_parallel_size"]
     chunks = model.layers // (stages * values["bcd_layers_per_pass"])
-    if values["bcd_schedule"] == "breadth-first" and stages > 1 and chunks > 1:  # pieces are chunks
+    if values["bcd_schedule"] == "breadth-first" and stages > 1 and chunks > 1:  # chunks are chunks
         blocks = DEFAULT_NUM_BLOCKS if values["bcd_num_blocks"] is None else max(1, values["bcd_num_blocks"])
         values["num_virtual_stages_per_pipeline_rank"] = chunks = max(1, chunks // blocks) * blocks
         values["bcd_layers_per_pass"] = -(-model.layers // (stages * chunks))

@@ -56,13 +56,13 @@ def model_state_of(config: RunConfig, partition: Partition, *, padded_vocab_size
         is_low_bit=set(config.moment_dtypes) != {"fp32"},
         is_distributed=config.training.use_distributed_optimizer,
         offload_fraction=offload_fraction(config),
-        **_by_piece(config),
+        **_by_chunk(config),
     )
 
 
-def _by_piece(config: RunConfig) -> dict[str, Any]:
+def _by_chunk(config: RunConfig) -> dict[str, Any]:
     return {
-        "steps_block_by_piece": config.steps_block_by_piece,
+        "steps_block_by_chunk": config.steps_block_by_chunk,
         "state_on_host": tuple(config.state_on_host.items()),
     }
 
@@ -170,7 +170,7 @@ class RunMemory:
     def _at(self, layers_on: str, num_resident: int, saved_inputs: str) -> RunMemory:
         places = {"bcd_layers_on": layers_on, "bcd_resident_layers": num_resident, "bcd_saved_inputs": saved_inputs}
         config = self.config.replace_section("bcd", **places)
-        return replace(self, config=config, state=replace(self.state, bcd=config.bcd, **_by_piece(config)))
+        return replace(self, config=config, state=replace(self.state, bcd=config.bcd, **_by_chunk(config)))
 
     def fits_in(self, memory_bytes: float) -> bool:
         """Return whether every rank fits in every phase, with what Megatron-LM's flags recompute."""
@@ -193,14 +193,14 @@ class RunMemory:
         rank = replace(rank, communication=activations.message_bytes)
         if not state.is_breadth_first:
             return replace(rank, activations=activations.peak_bytes(choice))
-        share, none = state.share(stage, block, replica or 0), (0,) * len(state.pieces)
-        pieces = slice(stage, None, state.partition.num_stages)
-        updates = (share.working_by_piece or none)[pieces]
-        if self.config.clips_by_piece:  # updates are a pass of their own, which has no activations
-            rank, updates = replace(rank, optimizer_work=max(rank.optimizer_work, *updates)), none[pieces]
-        working = map(max, activations.piece_peaks(choice), updates)
-        gradients, peak = max(zip((share.by_piece or none)[pieces], working, strict=True), key=sum)
-        return replace(rank, pieces=activations.input_bytes("device") + gradients, activations=peak)
+        share, none = state.share(stage, block, replica or 0), (0,) * len(state.chunks)
+        chunks = slice(stage, None, state.partition.num_stages)
+        updates = (share.working_by_chunk or none)[chunks]
+        if self.config.clips_by_chunk:  # updates are a pass of their own, which has no activations
+            rank, updates = replace(rank, optimizer_work=max(rank.optimizer_work, *updates)), none[chunks]
+        working = map(max, activations.chunk_peaks(choice), updates)
+        gradients, peak = max(zip((share.by_chunk or none)[chunks], working, strict=True), key=sum)
+        return replace(rank, chunks=activations.input_bytes("device") + gradients, activations=peak)
 
     @cached_property
     def layer_bytes(self) -> LayerBytes:
@@ -236,7 +236,7 @@ class RunMemory:
 @lru_cache(maxsize=4096)
 def _schedule_shape(state: ModelState, block: int, num_microbatches: int, sequence: int) -> PlanShape:
     if state.is_breadth_first:
-        return breadth_first_shape(state.partition, block, state.pieces, num_microbatches=num_microbatches)
+        return breadth_first_shape(state.partition, block, state.chunks, num_microbatches=num_microbatches)
     return steady_shape(
         state.partition,
         block,

@@ -32,7 +32,7 @@ BLOCK_FLAGS = (
     "num_virtual_stages_per_pipeline_rank", "bcd_main_params", "bcd_inactive_update", "bcd_layers_on",
     "bcd_resident_layers", "bcd_schedule", "bcd_layers_per_pass", "bcd_saved_inputs",
 )  # fmt: skip
-"""Flags that only methods with blocks have. Stateless updates of all layers have the last five, too."""
+"""Flags that only methods with blocks have. Inactive updates of all layers have the last five, too."""
 _PLACES = ("device", "host")
 CAN_STREAM = ("bcd", "finetune")
 """Methods whose blocks can be trained beside frozen layers in host memory."""
@@ -196,7 +196,7 @@ def _whole_that_fits(values: Mapping[str, Any], recompute: str | None, size: int
     """Return the layout of preset finetune without blocks, with micro-batches of `size` if given. None if none fits.
 
     It has the given rule, or the first of `whole_rules` that fits. Of its layouts within _PLANNED_SHARE of the memory
-    it is the first that takes at most _SLOWER times the fastest's time, so layers leave the device, and pieces grow,
+    it is the first that takes at most _SLOWER times the fastest's time, so layers leave the device, and chunks grow,
     only for a gain.
     """
     given = values.get("bcd_inactive_update")
@@ -242,7 +242,7 @@ def _describe_places(recipe: Recipe) -> str:
         return ""
     inputs = " and saved inputs" * (recipe.config.bcd.bcd_saved_inputs == "host")
     if not recipe.is_streamed:
-        return f"; gradients of one piece of the model at a time{', saved inputs in host memory' * bool(inputs)}"
+        return f"; gradients of one chunk of the model at a time{', saved inputs in host memory' * bool(inputs)}"
     number = recipe.state.num_layer_buffers(0)
     return (
         f";\non the device: embedding, head, norms and {number} layers at a time; in host memory: weights and low bits "
@@ -254,7 +254,7 @@ def _savings(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Chan
     """Yield settings that these values and ``recompute`` leave open, with less and less memory.
 
     The order is: in fine-tuning a linear loss, then recomputation; in fine-tuning then _HEADS, frozen layers on the
-    host, and a frozen head. If stateless updates step every layer, breadth-first comes last.
+    host, and a frozen head. If inactive updates step every layer, breadth-first comes last.
     """
     schedule, on_host = values.get("bcd_schedule"), values.get("bcd_layers_on") == "host"
     updates_all = values["method"] in ("pretrain", *STREAMED.values())
@@ -269,16 +269,16 @@ def _savings(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Chan
 
 
 def _breadth_first_savings(values: Mapping[str, Any]) -> Iterator[_Changes]:
-    """Yield the places of layers and saved inputs, and the sizes of pieces, of which larger ones repeat fewer passes.
+    """Yield the places of layers and saved inputs, and the sizes of chunks, of which larger ones repeat fewer passes.
 
     None of them is always the fastest that fits.
     """
     loss = values.get("cross_entropy_fusion_impl") or ("linear" if values["task"] == "sft" else None)
     fixed = {"recompute": "none", "bcd_schedule": "breadth-first", "cross_entropy_fusion_impl": loss}
-    pieces = [1]
+    chunks = [1]
     for size in _divisors(values["model"].layers)[:-1]:
-        pieces += [size] * (size >= 2 * pieces[-1])
-    choices = {"bcd_layers_on": _PLACES, "bcd_layers_per_pass": pieces, "bcd_saved_inputs": _PLACES}
+        chunks += [size] * (size >= 2 * chunks[-1])
+    choices = {"bcd_layers_on": _PLACES, "bcd_layers_per_pass": chunks, "bcd_saved_inputs": _PLACES}
     given = [[values[name]] if values.get(name) else every for name, every in choices.items()]
     for chosen in itertools.product(*given):
         yield fixed | dict(zip(choices, chosen, strict=True))
@@ -325,7 +325,7 @@ def layouts(
 ) -> Iterator[Recipe]:
     """Yield every layout of the recipe on its GPUs, each with as many `_savings` as it needs to fit.
 
-    Breadth-first tries all places of layers and all sizes of pieces.
+    Breadth-first tries all places of layers and all sizes of chunks.
     A given number of blocks, ``stages``, ``recompute`` and ``micro_batch_size`` are kept.
     """
     layout = base.flag("bcd_layout")

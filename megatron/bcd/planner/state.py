@@ -14,7 +14,7 @@ from itertools import product
 
 from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.blocks.pieces import piece_of, virtual_pieces
+from megatron.bcd.blocks.chunks import chunk_of, virtual_chunks
 from megatron.bcd.config import BcdConfig
 from megatron.bcd.planner.cost import DTYPE_BYTES, MOMENT_BYTES, ModelShape, StateBudget, newton_schulz_flops
 from megatron.bcd.planner.tensors import Buffer, Tensor, build_buffer, stage_tensors
@@ -23,16 +23,16 @@ STEP_COUNTER_BYTES = 4
 """PyTorch's Adam has a step counter for each parameter of which the rank stores a part."""
 _ARENA_ALIGNMENT = 128
 """Elements to which `model.host_layers` aligns tensors."""
-_LOW_BIT_CHUNK, _LOW_BIT_WORK, MATRIX_WORK, _PIECE_WORK = 2**22, 28, 36, 44
+_LOW_BIT_CHUNK, _LOW_BIT_WORK, MATRIX_WORK, _CHUNK_WORK = 2**22, 28, 36, 44
 """Elements whose moments `optim.low_bit_adam` decodes at once on a GPU, and the temporary bytes of each; those of a
-matrix, whose fp32 value is one of them; those of an update by piece, which may be skipped."""
+matrix, whose fp32 value is one of them; those of an update by chunk, which may be skipped."""
 
 ROWS_ELEMENTS = 2**26
 """As in `optim.update_rules`: a larger matrix takes the factored update some rows at a time."""
 _WORKING_BYTES = {"orthogonal": (10.5, 14, 17), "factored": (8, 12, 12)}
 """Temporary bytes per element of the matrices that one update steps, by rule: of a single matrix; of several, with
 copies of weights, low bits and momentum; and where queries, keys and values are taken apart."""
-_STATELESS_PASSES, _MUON_PASSES, ADAM_PASSES = {"orthogonal": 17, "factored": 16}, 27, 11
+_INACTIVE_PASSES, _MUON_PASSES, ADAM_PASSES = {"orthogonal": 17, "factored": 16}, 27, 11
 """4-byte elements that a step reads or writes per parameter, outside the products of the orthogonalisation: norm and
 copies of the gradient, scaling, weight decay, update; with a momentum also its update and Nesterov's mean. Those of
 factored hold in bf16. Adam: the gradient for norm, clipping (2), step and zeroing;
@@ -51,9 +51,9 @@ class RankMemory:
     """Moments, main parameters and step counters of the rank's shard; momenta and low bits of its own matrices. 0 if
     they are on the host."""
     activations: int = 0
-    """With --bcd-schedule breadth-first those of a piece, or the temporary memory of its update if that is larger."""
-    pieces: int = 0
-    """With --bcd-schedule breadth-first during the passes: saved inputs on the device, and the gradients of a piece."""
+    """With --bcd-schedule breadth-first those of a chunk, or the temporary memory of its update if that is larger."""
+    chunks: int = 0
+    """With --bcd-schedule breadth-first during the passes: saved inputs on the device, and the gradients of a chunk."""
     optimizer_work: int
     """Temporary memory of the optimizer step, when activations are already freed."""
     communication: int = 0
@@ -67,7 +67,7 @@ class RankMemory:
     @property
     def total(self) -> int:
         """The peak of the phase."""
-        moving = max(self.pieces + self.activations + self.communication, self.optimizer_work)
+        moving = max(self.chunks + self.activations + self.communication, self.optimizer_work)
         return self.model_state + moving + self.framework
 
 
@@ -92,8 +92,8 @@ class MatrixShare:
     """A rank's share of the matrices that are stepped in one phase. The default is an empty share."""
 
     gradients: int = 0  # bytes, for all matrices that are stepped at the end, those of other owners included
-    by_piece: tuple[int, ...] = ()  # breadth-first: bytes of gradients while each virtual piece is open
-    working_by_piece: tuple[int, ...] = ()  # and temporary bytes of its update
+    by_chunk: tuple[int, ...] = ()  # breadth-first: bytes of gradients while each virtual chunk is open
+    working_by_chunk: tuple[int, ...] = ()  # and temporary bytes of its update
     state: int = 0  # bytes of momenta, factors, and the low 16 bits of bf16 weights
     working: int = 0  # temporary bytes while the rank updates its largest stack of matrices at the end
     orthogonalization: int = 0  # operations
@@ -121,20 +121,20 @@ class ModelState:
     is_low_bit: bool  # whether Adam's moments have fewer bits than fp32
     is_distributed: bool = True  # whether the ranks with the same weights shard the optimizer state
     offload_fraction: float = 0.0  # share of the optimizer state that is in host memory
-    steps_block_by_piece: bool = False
-    """Whether breadth-first steps the matrices of the only block, the whole model, piece by piece."""
+    steps_block_by_chunk: bool = False
+    """Whether breadth-first steps the matrices of the only block, the whole model, chunk by chunk."""
     state_on_host: tuple[tuple[str, tuple[str, int]], ...] = ()
     """`RunConfig.state_on_host`."""
 
     @property
     def is_breadth_first(self) -> bool:
-        """Whether all microbatches of a step pass through a piece of the model before the next one."""
+        """Whether all microbatches of a step pass through a chunk of the model before the next one."""
         return self.bcd.bcd_schedule == "breadth-first"
 
     @cached_property
-    def pieces(self) -> tuple[range, ...]:
-        """The layers of each virtual piece of --bcd-schedule breadth-first."""
-        return virtual_pieces(self.partition, self.bcd.bcd_layers_per_pass) if self.is_breadth_first else ()
+    def chunks(self) -> tuple[range, ...]:
+        """The layers of each virtual chunk of --bcd-schedule breadth-first."""
+        return virtual_chunks(self.partition, self.bcd.bcd_layers_per_pass) if self.is_breadth_first else ()
 
     @property
     def is_muon(self) -> bool:
@@ -151,7 +151,7 @@ class ModelState:
         )
 
     @cached_property
-    def _place_of_experts(self) -> list[int]:
+    def _experts_place(self) -> list[int]:
         """Index among the ranks with the same experts, by index among those with the same other weights."""
         if self.expert_size == 1:
             return list(range(self.num_replicas))
@@ -185,7 +185,7 @@ class ModelState:
     @property
     def layer_state_bytes(self) -> float:
         """The bytes of state of an element of a layer in host memory, beside its weight."""
-        is_stepped = self.bcd.bcd_inactive_update != "none" or self.steps_block_by_piece
+        is_stepped = self.bcd.bcd_inactive_update != "none" or self.steps_block_by_chunk
         low_bits = 2 * (self.precision == "bf16" and is_stepped)
         return low_bits + sum(DTYPE_BYTES[dtype] / shared for _, (dtype, shared) in self.state_on_host)
 
@@ -195,7 +195,7 @@ class ModelState:
 
     @property
     def _has_matrix_optimizer(self) -> bool:
-        return self.is_muon or self.bcd.bcd_inactive_update != "none" or self.steps_block_by_piece
+        return self.is_muon or self.bcd.bcd_inactive_update != "none" or self.steps_block_by_chunk
 
     def _buffer(self, tensors: tuple[Tensor, ...], block: int) -> Buffer:
         stepped = [tensor for tensor in tensors if tensor.is_active(block) and not self._steps_matrix(tensor)]
@@ -205,7 +205,7 @@ class ModelState:
         if not experts:
             return buffer
         num_ranks = self._num_expert_replicas if self.is_distributed else None
-        return buffer.joined(build_buffer(experts, num_ranks=num_ranks), self._place_of_experts)
+        return buffer.joined(build_buffer(experts, num_ranks=num_ranks), self._experts_place)
 
     @cached_property
     def streamed(self) -> tuple[StreamedLayers, ...]:
@@ -215,7 +215,7 @@ class ModelState:
     def _streamed(self, tensors: tuple[Tensor, ...]) -> StreamedLayers:
         by_layer = dict[int, list[Tensor]]()
         for tensor in tensors:
-            is_streamed = bool(tensor.parts) if self.steps_block_by_piece else not tensor.owned.is_always_active
+            is_streamed = bool(tensor.parts) if self.steps_block_by_chunk else not tensor.owned.is_always_active
             if tensor.owned.layer is not None and is_streamed:
                 by_layer.setdefault(tensor.owned.layer, []).append(tensor)
         layers = list(by_layer.values())
@@ -224,7 +224,7 @@ class ModelState:
             padded=sum(_aligned(tensor.size) for tensor in layers[0]) if layers else 0,
             is_active=tuple(
                 tuple(
-                    not self.steps_block_by_piece and any(tensor.is_active(block.index) for tensor in layer)
+                    not self.steps_block_by_chunk and any(tensor.is_active(block.index) for tensor in layer)
                     for layer in layers
                 )
                 for block in self.partition.blocks
@@ -239,7 +239,7 @@ class ModelState:
 
     def num_layer_buffers(self, stage: int) -> int:
         """Return the device buffers for layers in host memory."""
-        most = 3 * max(map(len, self.pieces[stage :: self.partition.num_stages])) + self.bcd.bcd_resident_layers
+        most = 3 * max(map(len, self.chunks[stage :: self.partition.num_stages])) + self.bcd.bcd_resident_layers
         return min(most, len(self.streamed[stage].sizes))
 
     def buffer_state(self, stage: int, replica: int) -> int:
@@ -264,7 +264,7 @@ class ModelState:
         owners = dict[str, list[int]]()
         for are_experts in (False, True):
             some = [tensor for tensor in matrices if tensor.is_expert == are_experts]
-            places = self._place_of_experts if are_experts else range(self.num_replicas)
+            places = self._experts_place if are_experts else range(self.num_replicas)
             num_owners = self._num_expert_replicas if are_experts else self.num_replicas
             blocks = [] if self.is_muon else [each.owned.block for each in some]
             numbers = matrix_owners([each.size for each in some], num_owners, blocks)
@@ -294,9 +294,9 @@ class ModelState:
         """Return the model state of one rank, excluding activations."""
         buffer, share = self.buffers[stage][block], self.share(stage, block, replica)
         index = replica % len(buffer.stored)
-        stored, pieces = buffer.stored[index], buffer.pieces[index]
+        stored, count = buffer.stored[index], buffer.counts[index]
         has_counters = self.optimizer != "sgd" and not self.is_low_bit
-        of_adam = int(self.budget.optimizer * stored) + STEP_COUNTER_BYTES * pieces * has_counters
+        of_adam = int(self.budget.optimizer * stored) + STEP_COUNTER_BYTES * count * has_counters
         # gradients of 2 bytes are copied to fp32, and SGD adds weight decay to a copy
         adam_work = 4 * stored * ((self.budget.gradient == 2) + (self.optimizer == "sgd"))
         adam_work += _LOW_BIT_WORK * min(stored, _LOW_BIT_CHUNK) * self.is_low_bit
@@ -316,7 +316,7 @@ class ModelState:
         return [
             tensor.size
             for tensor in self.tensors[stage]
-            if any(tensor.is_active(block) or tensor.is_stateless(block) for block in phases)
+            if any(tensor.is_active(block) or tensor.has_inactive_update(block) for block in phases)
         ]
 
     def largest_rank(self, stage: int, block: int) -> RankMemory:
@@ -356,60 +356,60 @@ class ModelState:
         """Compute `share`."""
         bcd = self.bcd
         block_gradient = DTYPE_BYTES[bcd.muon_grad_dtype] if self.is_muon else self.budget.gradient
-        stateless_gradient = DTYPE_BYTES[bcd.bcd_inactive_grad_dtype]
+        inactive_gradient = DTYPE_BYTES[bcd.bcd_inactive_grad_dtype]
         low_bits = 2 if self.precision == "bf16" else 0
-        total, updated, by_piece = Counter[str](), [], [0] * len(self.pieces)
-        working_by_piece = list(by_piece)
+        total, updated, by_chunk = Counter[str](), [], [0] * len(self.chunks)
+        working_by_chunk = list(by_chunk)
         for tensor, owners in self._matrices[stage]:
             is_active = tensor.is_active(block)
-            is_stepped = is_active and self._steps_matrix(tensor) or tensor.is_stateless(block)
-            waits = is_active and not self.steps_block_by_piece  # for the end of the step
-            pieces = self._open_pieces(tensor) if is_stepped and not waits else ()
+            is_stepped = is_active and self._steps_matrix(tensor) or tensor.has_inactive_update(block)
+            waits = is_active and not self.steps_block_by_chunk  # for the end of the step
+            chunks = self._open_chunks(tensor) if is_stepped and not waits else ()
             if is_stepped:
-                gradient = block_gradient if is_active else stateless_gradient
-                total["gradients"] += gradient * tensor.size * (not pieces)
-                for piece in pieces:
-                    by_piece[piece] += gradient * tensor.size
+                gradient = block_gradient if is_active else inactive_gradient
+                total["gradients"] += gradient * tensor.size * (not chunks)
+                for chunk in chunks:
+                    by_chunk[chunk] += gradient * tensor.size
                 total["messages"] += (gradient + self.budget.weight) * tensor.size * (self.num_replicas > 1)
             if rank not in owners:
                 continue
             is_in_arena = self.bcd.bcd_layers_on != "device" and tensor.owned.layer is not None
-            has_low_bits = self._steps_matrix(tensor) if is_active else bool(tensor.owned.stateless_in)
+            has_low_bits = self._steps_matrix(tensor) if is_active else bool(tensor.owned.inactive_updates_in)
             if not is_in_arena or waits:
                 total["state"] += int((low_bits * has_low_bits + self._momentum_bytes * is_active) * tensor.size)
-            has_factors = self._stateless_rule(tensor) == "factored" and bool(tensor.owned.stateless_in)
+            has_factors = self._inactive_rule(tensor) == "factored" and bool(tensor.owned.inactive_updates_in)
             total["state"] += 4 * tensor.num_factors * has_factors
             if is_stepped:
-                updated.append((tensor, is_active, pieces))
-                rule = self._stateless_rule(tensor)
+                updated.append((tensor, is_active, chunks))
+                rule = self._inactive_rule(tensor)
                 passes = _MUON_PASSES if self.is_muon else ADAM_PASSES
-                total["traffic"] += 4 * (passes if is_active else _STATELESS_PASSES[rule]) * tensor.size
+                total["traffic"] += 4 * (passes if is_active else _INACTIVE_PASSES[rule]) * tensor.size
                 if self.is_muon if is_active else rule == "orthogonal":
                     total["orthogonalization"] += sum(newton_schulz_flops(*part) for part in tensor.parts)
-        keys = [(tensor.parts, is_active, pieces) for tensor, is_active, pieces in updated]
+        keys = [(tensor.parts, is_active, chunks) for tensor, is_active, chunks in updated]
         names, sizes = [tensor.name for tensor, _, _ in updated], [tensor.size for tensor, _, _ in updated]
         for stack in matrix_stacks(keys, names, sizes):
-            first, is_active, pieces = updated[stack[0]]
-            by_form = _WORKING_BYTES["orthogonal" if is_active else self._stateless_rule(first)]
+            first, is_active, chunks = updated[stack[0]]
+            by_form = _WORKING_BYTES["orthogonal" if is_active else self._inactive_rule(first)]
             size = len(stack) * first.size
             if by_form is _WORKING_BYTES["factored"] and len(first.parts) == 1:
                 size = min(size, ROWS_ELEMENTS)
             working = by_form[2 if len(first.parts) > 1 else len(stack) > 1] * size
             if is_active and not self.is_muon:
-                working = (_PIECE_WORK if pieces else MATRIX_WORK) * min(first.size, _LOW_BIT_CHUNK)
-            if pieces:
-                working_by_piece[pieces[0]] = max(working_by_piece[pieces[0]], int(working))
+                working = (_CHUNK_WORK if chunks else MATRIX_WORK) * min(first.size, _LOW_BIT_CHUNK)
+            if chunks:
+                working_by_chunk[chunks[0]] = max(working_by_chunk[chunks[0]], int(working))
             else:
                 total["working"] = max(total["working"], int(working))
-        return MatrixShare(**total, by_piece=tuple(by_piece), working_by_piece=tuple(working_by_piece))
+        return MatrixShare(**total, by_chunk=tuple(by_chunk), working_by_chunk=tuple(working_by_chunk))
 
-    def _open_pieces(self, tensor: Tensor) -> Sequence[int]:
-        """Return the pieces during which a stateless update's matrix has a gradient; none if it waits for the step."""
+    def _open_chunks(self, tensor: Tensor) -> Sequence[int]:
+        """Return the chunks during which an inactive update's matrix has a gradient; none if it waits for the step."""
         if tensor.owned.layer is None and self.partition.tied:
-            return range(len(self.pieces)) if self.partition.num_stages == 1 else ()
-        return (piece_of(tensor.owned, self.pieces),) if self.is_breadth_first else ()
+            return range(len(self.chunks)) if self.partition.num_stages == 1 else ()
+        return (chunk_of(tensor.owned, self.chunks),) if self.is_breadth_first else ()
 
-    def _stateless_rule(self, tensor: Tensor) -> str:
+    def _inactive_rule(self, tensor: Tensor) -> str:
         is_in_layer = tensor.owned.module == "layer"
         return self.bcd.bcd_inactive_update if is_in_layer else self.bcd.bcd_embedding_update
 

@@ -157,14 +157,14 @@ def num_head_passes(recipe: Recipe, block: int) -> tuple[int, int]:
     return (2, 2 * is_active) if recipe.config.has_linear_loss else (1, 1 + is_active)
 
 
-def piece_seconds(recipe: Recipe, block: int) -> list[tuple[float, float]]:
-    """Return the seconds of a forward and a backward pass of a microbatch through each virtual piece of breadth-first,
+def chunk_seconds(recipe: Recipe, block: int) -> list[tuple[float, float]]:
+    """Return the seconds of a forward and a backward pass of a microbatch through each virtual chunk of breadth-first,
     without the head and without the forward pass that the backward pass repeats."""
     layer, _, core = pass_seconds(recipe)
     layer_input, first = layer + exchange_seconds(recipe), len(recipe.partition.prefix_layers(block))
     core *= recipe.config.transformer.get("recompute_granularity") is not None
     seconds = []
-    for layers in recipe.state.pieces:
+    for layers in recipe.state.chunks:
         behind = [each for each in layers if each >= first]
         num_updated = sum(recipe.partition.trains_matrices(each, block) for each in behind)
         seconds.append((len(layers) * layer_input, len(behind) * (layer_input + core) + num_updated * layer))
@@ -174,27 +174,27 @@ def piece_seconds(recipe: Recipe, block: int) -> list[tuple[float, float]]:
 def _breadth_first_costs(recipe: Recipe, block: int, update: float) -> ActionCosts:
     """Return the times of passes with --bcd-schedule breadth-first, and of copies that wait behind them.
 
-    While a piece computes, the stage's next one is copied; while it is updated too, the last one is written back.
+    While a chunk computes, the stage's next one is copied; while it is updated too, the last one is written back.
     Copies to and from the device run side by side. `update` is the time of all updates of a stage.
     """
     state, number, stages = recipe.state, recipe.num_microbatches, recipe.pipeline_size
-    speed, last = 1e9 * recipe.cluster.copy_gb_per_s, len(state.pieces) - 1
+    speed, last = 1e9 * recipe.cluster.copy_gb_per_s, len(state.chunks) - 1
     forward, backward, by_stage = [], [], []
     for stage in range(stages):
         activations = recipe.memory.activations(stage, block)
         inputs = activations.input_bytes("host") / max(1, activations.num_saved_inputs)
         by_stage.append((*copy_bytes(recipe, stage, block), inputs))
     for virtual, (layers, (passing, computing)) in enumerate(
-        zip(state.pieces, piece_seconds(recipe, block), strict=True)
+        zip(state.chunks, chunk_seconds(recipe, block), strict=True)
     ):
         loads, store, inputs = by_stage[virtual % stages]
         forward.append(max(passing, max(loads[0] * len(layers), inputs) / speed / number))
         copying = max(loads[1] * len(layers) + inputs, store * len(layers)) / speed
-        waiting = copying - number * (passing + computing) - update * stages / len(state.pieces)
-        if recipe.config.clips_by_piece:  # updates wait for the norm, and load and store once more
-            waiting = max(0.0, waiting) + max(0.0, store * len(layers) / speed - update * stages / len(state.pieces))
+        waiting = copying - number * (passing + computing) - update * stages / len(state.chunks)
+        if recipe.config.clips_by_chunk:  # updates wait for the norm, and load and store once more
+            waiting = max(0.0, waiting) + max(0.0, store * len(layers) / speed - update * stages / len(state.chunks))
         computing += passing + max(0.0, waiting) / number
-        # all pieces but the last one repeat their forward pass
+        # all chunks but the last one repeat their forward pass
         backward.append(computing - (passing if virtual == last else forward[-1]))
     return _with_head(recipe, block, forward, backward)
 
@@ -218,8 +218,8 @@ def copy_bytes(recipe: Recipe, stage: int, block: int) -> tuple[tuple[float, flo
     elements, config = share * layers.padded, recipe.config
     weights = recipe.bytes_per_element * elements
     updated = weights + recipe.state.layer_state_bytes * elements / recipe.num_replicas
-    is_updated = config.bcd.bcd_inactive_update != "none" or recipe.state.steps_block_by_piece
-    return (weights, weights if config.clips_by_piece else updated), updated * is_updated
+    is_updated = config.bcd.bcd_inactive_update != "none" or recipe.state.steps_block_by_chunk
+    return (weights, weights if config.clips_by_chunk else updated), updated * is_updated
 
 
 def _group_speed(recipe: Recipe, ranks: int) -> float:

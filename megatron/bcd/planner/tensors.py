@@ -32,7 +32,7 @@ class Tensor:
     owned: Ownership
     is_shared: bool = False  # a tied embedding on several stages, or its copy: it has a bucket of its own
     parts: tuple[tuple[int, int], ...] = ()
-    """Rows and columns of the pieces that a stateless update steps apart (queries, keys, values); empty for others."""
+    """Rows and columns of the parts that an inactive update steps apart (queries, keys, values); empty for others."""
     is_expert: bool = False
     """Whether expert-parallel ranks hold different ones."""
     num_factors: int = 0
@@ -42,9 +42,9 @@ class Tensor:
         """Return whether the optimizer steps it in the block's phase."""
         return self.owned.is_active(block)
 
-    def is_stateless(self, block: int) -> bool:
-        """Return whether it has a stateless update in the block's phase."""
-        return self.owned.is_stateless(block)
+    def has_inactive_update(self, block: int) -> bool:
+        """Return whether it has an inactive update in the block's phase."""
+        return self.owned.has_inactive_update(block)
 
 
 @lru_cache(maxsize=256)
@@ -149,7 +149,7 @@ class Buffer:
 
     size: int  # elements, with padding
     stored: tuple[int, ...]  # by data-parallel rank: elements whose optimizer state it stores, without padding
-    pieces: tuple[int, ...]  # by data-parallel rank: number of parameters of which it stores a part
+    counts: tuple[int, ...]  # by data-parallel rank: number of parameters of which it stores a part
     padding: int = 0  # elements
 
     def joined(self, experts: Buffer, place_of_experts: Sequence[int]) -> Buffer:
@@ -160,8 +160,8 @@ class Buffer:
                 self.stored[rank % len(self.stored)] + experts.stored[place % len(experts.stored)]
                 for rank, place in enumerate(place_of_experts)
             ),
-            pieces=tuple(
-                self.pieces[rank % len(self.pieces)] + experts.pieces[place % len(experts.pieces)]
+            counts=tuple(
+                self.counts[rank % len(self.counts)] + experts.counts[place % len(experts.counts)]
                 for rank, place in enumerate(place_of_experts)
             ),
             padding=self.padding + experts.padding,
@@ -177,14 +177,14 @@ def build_buffer(tensors: list[Tensor], *, num_ranks: int | None) -> Buffer:
     """
     if num_ranks is None:
         size = sum(tensor.size for tensor in tensors)
-        return Buffer(size=size, stored=(size,), pieces=(len(tensors),))
+        return Buffer(size=size, stored=(size,), counts=(len(tensors),))
     buckets: list[list[Tensor]] = [[]]
     for tensor in reversed(tensors):
         if tensor.is_shared:
             buckets += [[tensor], []]
         else:
             buckets[-1].append(tensor)
-    end, stored, pieces = 0, [0] * num_ranks, [0] * num_ranks
+    end, stored, counts = 0, [0] * num_ranks, [0] * num_ranks
     for bucket in filter(None, buckets):
         begin, spans = end, []
         for tensor in bucket:
@@ -197,8 +197,8 @@ def build_buffer(tensors: list[Tensor], *, num_ranks: int | None) -> Buffer:
             for rank in range((first - begin) // slice_size, (stop - 1 - begin) // slice_size + 1):
                 low = begin + rank * slice_size
                 stored[rank] += min(stop, low + slice_size) - max(first, low)
-                pieces[rank] += 1
-    return Buffer(size=end, stored=tuple(stored), pieces=tuple(pieces), padding=end - sum(stored))
+                counts[rank] += 1
+    return Buffer(size=end, stored=tuple(stored), counts=tuple(counts), padding=end - sum(stored))
 
 
 def _up(number: int, multiple: int) -> int:

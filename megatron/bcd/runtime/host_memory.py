@@ -80,7 +80,7 @@ def allocate(
             "Start the ranks of a node as one user, without limits of file size and address space (ulimit -f and -v "
             "unlimited), or give --bcd-layers-on device."
         ) from error
-    collectives.gather_objects(None, group)  # keep the owner's handle open until all ranks have opened it
+    collectives.gather_objects(None, group)  # keep the allocating rank's handle open until all ranks have opened it
     os.close(handle)
     view = memoryview(mapping)
     data = torch.frombuffer(view, dtype=torch.uint8)

@@ -32,7 +32,7 @@ def rank(parameter: torch.Tensor | None = None) -> int:
     return int(group(parameter).rank())
 
 
-def part_of_experts() -> tuple[int, int]:
+def expert_part() -> tuple[int, int]:
     """Return which part of each layer's experts this rank has: its expert-parallel and expert-tensor-parallel rank."""
     return parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
 

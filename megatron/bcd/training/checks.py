@@ -64,7 +64,7 @@ class StepChecks:
             difference = first_difference(
                 weights.named_parameters(),
                 place=(stage, parallel_state.get_tensor_model_parallel_rank()),
-                place_of_experts=(stage, *replicas.part_of_experts()),
+                place_of_experts=(stage, *replicas.expert_part()),
             )
         if difference is not None:
             raise TrainingFailed(
@@ -83,7 +83,7 @@ class StepChecks:
             return
         if self.outputs.saver is not None:
             self.outputs.saver.finish()
-        # breadth-first order steps the pieces whose gradients are finite
+        # breadth-first order steps the chunks whose gradients are finite
         weights = "" if config.is_breadth_first else ", the weights are those before them"
         raise TrainingFailed(
             f"iteration {state.iteration}: loss or gradient was not finite in {state.skipped_steps} steps in a row "

@@ -43,8 +43,8 @@ from megatron.bcd.optim.switch_check import fingerprint
 from megatron.bcd.runtime import collectives, device, memory, replicas
 from megatron.bcd.training.state import TrainingFailed
 
-_PIECE = 1 << 24
-"""Elements that are summed at once. The time-out applies to each piece."""
+_CHUNK = 1 << 24
+"""Elements that are summed at once. The time-out applies to each chunk."""
 _CONNECT_SECONDS = 10
 _RETRIES = 120
 """Attempts to get a quorum, evenly spread over its time-out. The lighthouse may be down for a while."""
@@ -229,7 +229,7 @@ class ReplicaGroups:
             return False
         change, keeps_steps = self._change(size) if any(trained) else {}, self.due is not None
         # each alone, because the order of a sum depends on the position: a tied weight is in two places
-        sums = self._sum(piece for part in change.values() for piece in part.split(_PIECE))
+        sums = self._sum(chunk for part in change.values() for chunk in part.split(_CHUNK))
         self._set_place(rank, size)
 
         def conclude() -> bool:
@@ -301,14 +301,14 @@ class ReplicaGroups:
             weight = self._active.parameters.active()[name]
             start = replicas.shard_slice(weight.numel()).start
             value = collectives.join_shards(part, start, like=weight, group=replicas.group(), rank=None)
-            self._active.owner_of(name).set_main_param(name, value)
+            self._active.optimizer_of(name).set_main_param(name, value)
 
     def _present(self) -> Parts:
         """Return copies of the present values, fp32. A collective over ranks with the same weights."""
         active = self._active
         active.leave_buffers()
         return {
-            name: active.owner_of(name).main_param(name)[replicas.shard_slice(weight.numel())].to("cpu", copy=True)
+            name: active.optimizer_of(name).main_param(name)[replicas.shard_slice(weight.numel())].to("cpu", copy=True)
             for name, weight in active.parameters.active().items()
         }
 
@@ -358,7 +358,7 @@ class ReplicaGroups:
         active.leave_buffers()
         tensors = {"weights": active.parameters.all(), "outer_momenta": active.outer_momenta, "anchor": self._anchor}
         return memory.copy_to_host(tensors) | {
-            "owners": [owner.rank_state() for owner in active.owners],
+            "owners": [owner.rank_state() for owner in active.optimizers],
             "identity": self._identity,
             "counters": self._trainer.counters(),
             "lineage": self._lineage,
@@ -387,7 +387,7 @@ class ReplicaGroups:
         for name, parameter in self._active.parameters.all().items():
             parameter.data.copy_(state["weights"][name])
         self._active.outer_momenta = dict(state["outer_momenta"])
-        for owner, owner_state in zip(self._active.owners, state["owners"], strict=True):
+        for owner, owner_state in zip(self._active.optimizers, state["owners"], strict=True):
             owner.load_rank_state(owner_state)
         build()
 

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition, describe_layers
-from megatron.bcd.blocks.pieces import virtual_pieces
+from megatron.bcd.blocks.chunks import virtual_chunks
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.checkpoint.loader import Source
 from megatron.bcd.config import CheckpointConfig, RunConfig
@@ -83,7 +83,7 @@ def summarize(
     num_parameters = sum(rank["num_parameters"] for rank in one_replica)
     has_blocks, num_layers = partition.has_active_block, partition.num_layers
     trained = [[rank["active"][block.index] for rank in one_replica] for block in partition.blocks]
-    if not has_blocks:  # stateless updates train every layer
+    if not has_blocks:  # inactive updates train every layer
         trained = [[rank["num_parameters"] - rank["num_frozen"] for rank in one_replica]]
     shares = [sum(numbers) / num_parameters for numbers in trained]
     token_share = sum(rank["num_token_parameters"] for rank in one_replica) / num_parameters
@@ -108,14 +108,14 @@ def summarize(
         training=_describe_training(run),
         notes=(
             *_notes(config, partition, implementation, ranks),
-            *_notes_of_pipeline(config, partition, recomputation),
-            *_notes_of_data(config, partition, samples),
+            *_pipeline_notes(config, partition, recomputation),
+            *_data_notes(config, partition, samples),
         ),
-        warnings=() if config.training.skip_train else warn_of_dominance(shares, token_share),
+        warnings=() if config.training.skip_train else warn_dominance(shares, token_share),
     )
 
 
-def warn_of_dominance(shares: Sequence[float], token_share: float) -> tuple[str, ...]:
+def warn_dominance(shares: Sequence[float], token_share: float) -> tuple[str, ...]:
     """Return a warning with a remedy if one of several blocks contains most of the model.
 
     Args:
@@ -138,7 +138,7 @@ def warn_of_dominance(shares: Sequence[float], token_share: float) -> tuple[str,
     )
 
 
-def _share_of_replica(weight: torch.Tensor) -> int:
+def _replica_share(weight: torch.Tensor) -> int:
     """Return the elements of a weight that this rank counts. A replica's tensor-parallel ranks count all experts."""
     if not replicas.is_expert(weight):
         return weight.numel()
@@ -150,7 +150,7 @@ def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module, 
     """Return this rank's numbers of parameters, and its planned model state by block."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     weights = dict(unwrap_model(model).named_parameters())
-    sizes = {name: _share_of_replica(weight) for name, weight in weights.items()}
+    sizes = {name: _replica_share(weight) for name, weight in weights.items()}
     owners = {name: ownership(name, partition=partition, stage=stage) for name in sizes}
     heads = [size for name, size in sizes.items() if name.endswith("output_layer.weight")]
     tied_copy = sum(heads) * parallel_state.get_tensor_model_parallel_world_size() if partition.tied else 0
@@ -254,7 +254,7 @@ def _notes(
         yield f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters"
     if bcd.bcd_inactive_update != "none":
         yield (
-            f"stateless update {bcd.bcd_inactive_update}: matrices of "
+            f"inactive update {bcd.bcd_inactive_update}: matrices of "
             f"{'all other layers' if partition.has_active_block else 'every layer'}, {bcd.bcd_inactive_lr_ratio:g} "
             f"of the learning rate, gradients in {bcd.bcd_inactive_grad_dtype}"
         )
@@ -289,7 +289,7 @@ def _describe_preset(config: RunConfig, name: str) -> str:
     return f"preset {name}{method}: {' '.join(flags)}{differs}"
 
 
-def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: Recomputation) -> Iterator[str]:
+def _pipeline_notes(config: RunConfig, partition: Partition, recomputation: Recomputation) -> Iterator[str]:
     if partition.num_stages > 1:
         if config.training.pipeline_cut == "auto":
             layout = config.training.pipeline_model_parallel_layout
@@ -297,20 +297,20 @@ def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: R
         yield f"pipeline schedule {_describe_pipeline(config, partition)}"
     yield from recomputation.describe(partition)
     if config.is_breadth_first:
-        pieces = len(virtual_pieces(partition, config.bcd.bcd_layers_per_pass))
+        chunks = len(virtual_chunks(partition, config.bcd.bcd_layers_per_pass))
         place = "in host memory" if config.bcd.bcd_saved_inputs == "host" else "on the device"
         yield (
-            f"breadth-first: all microbatches of a step pass through one of {pieces} pieces before the next; inputs of "
-            f"pieces wait {place}"
+            f"breadth-first: all microbatches of a step pass through one of {chunks} chunks before the next; inputs of "
+            f"chunks wait {place}"
         )
     if config.bcd.bcd_layers_on == "host":
         number, embedding = config.bcd.bcd_resident_layers, " and embedding" * config.has_embedding_on_host
-        which = "" if config.steps_block_by_piece else " outside the block"
+        which = "" if config.steps_block_by_chunk else " outside the block"
         yield (
             f"layers{which}{embedding} in host memory, copied as they are read, and back when they are updated; "
             f"buffers for {3 * config.bcd.bcd_layers_per_pass + number} layers on the device"
         )
-        is_updated = config.bcd.bcd_inactive_update != "none" or config.steps_block_by_piece
+        is_updated = config.bcd.bcd_inactive_update != "none" or config.steps_block_by_chunk
         if config.checkpoint.async_save and is_updated:
             yield "--async-save writes at once, because each step changes layers in host memory"
     if config.tensor_size > 1 and device.has_cuda():
@@ -338,7 +338,7 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> str:
     return f"bcd: forward-only stages by block {_listed(forward_only)}; they run ahead {_listed(ahead)} microbatches"
 
 
-def _notes_of_data(config: RunConfig, partition: Partition, samples: PhaseSubset | None) -> Iterator[str]:
+def _data_notes(config: RunConfig, partition: Partition, samples: PhaseSubset | None) -> Iterator[str]:
     if samples is not None:
         yield (
             f"each phase trains on {samples.size:,} of the {samples.num_samples:,} sequences of an epoch; after "

@@ -43,7 +43,7 @@ def patch_experts() -> None:
 
     The router asks whether a name is None that is not defined. And it compiles a function that does nothing without an
     expert bias, which needs a C compiler on a GPU and fails on a CPU. The dispatcher stores the probabilities of the
-    last tokens, whose graph holds the input of the pipeline stage or piece, its gradient, and DDP's hooks.
+    last tokens, whose graph holds the input of the pipeline stage or chunk, its gradient, and DDP's hooks.
     """
     from megatron.core.transformer.moe import moe_layer, moe_utils, router
 

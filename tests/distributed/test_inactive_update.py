@@ -12,17 +12,17 @@ import torch
 from support import resumed_runs, worlds
 from support.dist import World
 
-STATELESS: dict[str, Any] = {
+INACTIVE: dict[str, Any] = {
     "bcd_layout": "strided",
     "bcd_inactive_update": "orthogonal",
     "bcd_inactive_grad_dtype": "fp32",
 }
 MUON: dict[str, Any] = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_use_nesterov": True}
 HOST: dict[str, Any] = {"bcd_optimizer_state": "host"}
-FACTORED = STATELESS | HOST | {"bcd_inactive_update": "factored"}
+FACTORED = INACTIVE | HOST | {"bcd_inactive_update": "factored"}
 METHODS: dict[str, dict[str, Any]] = {
-    "adam": STATELESS | HOST,
-    "muon": STATELESS | MUON | HOST,
+    "adam": INACTIVE | HOST,
+    "muon": INACTIVE | MUON | HOST,
     "factored": FACTORED,
     "factored_embedding": FACTORED | MUON | {"bcd_embedding_update": "factored"},
     "factored_no_block": FACTORED | {"bcd_num_blocks": 0, "bcd_embedding_update": "factored"},
@@ -71,17 +71,17 @@ class PlainLoop:
         gradients = {name: parameter.main_grad.clone() for name, parameter in named.items()}
         is_matrix = {name: "layers" in name and parameter.dim() == 2 for name, parameter in named.items()}
         active = run.partition.blocks[run.block].layers if run.partition.has_active_block else ()
-        stateless = {name for name in named if is_matrix[name] and int(name.split(".")[2]) not in active}
+        inactive = {name for name in named if is_matrix[name] and int(name.split(".")[2]) not in active}
         if run.config.bcd.bcd_embedding_update == "factored":
-            stateless |= {name for name in OUTSIDE if name in named}
-        norm = math.sqrt(sum(float(gradients[name].square().sum()) for name in named if name not in stateless))
+            inactive |= {name for name in OUTSIDE if name in named}
+        norm = math.sqrt(sum(float(gradients[name].square().sum()) for name in named if name not in inactive))
         lr = run.lr_scheduler.get_lr({})
         for name, weight in self.weights.items():
-            g = gradients[name] if name in stateless else gradients[name] * min(1.0, 1.0 / (norm + 1e-6))
+            g = gradients[name] if name in inactive else gradients[name] * min(1.0, 1.0 / (norm + 1e-6))
             weight.mul_(1 - lr * 0.01 * (weight.dim() == 2))
-            if self._is_factored and name in stateless:
+            if self._is_factored and name in inactive:
                 weight.sub_(lr * self._by_part(name, g, plain_factored))
-            elif name in stateless:
+            elif name in inactive:
                 weight.sub_(0.2 * lr * self._by_part(name, g, plain_orthogonal))
             elif self._is_muon and is_matrix[name]:
                 m = self._moments.setdefault(name, torch.zeros_like(g)).mul_(0.95).add_(g)
@@ -177,7 +177,7 @@ def test_stopped_runs_equal_the_plain_loop(
 
 
 def spoilt_step(config: Any) -> list[list[str]]:
-    """Return the names of weights that changed in each step; a stateless gradient overflows in the third, on rank 0."""
+    """Return the names of weights that changed in each step; an inactive gradient overflows in the third, on rank 0."""
     before: dict[str, torch.Tensor] = {}
     changed: list[list[str]] = []
 
@@ -195,7 +195,7 @@ def spoilt_step(config: Any) -> list[list[str]]:
 
 
 def test_a_stateless_gradient_that_is_not_finite_skips_the_step(world2: World, text_data: str) -> None:
-    """If a stateless gradient is not finite on one rank, all ranks skip the whole step."""
+    """If an inactive gradient is not finite on one rank, all ranks skip the whole step."""
     config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS["adam"] | worlds.CUTS["pipeline2"])
     for changed in world2.run(spoilt_step, config):
         assert changed[2] == [] and all(changed[:2] + changed[3:])
