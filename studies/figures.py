@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -47,7 +48,7 @@ def draw_state(path: Path, rows: Sequence[Row], *, title: str, metric: str, base
         axes.set_title(subtitle, loc="left", fontsize=10, color=FAINT)
         colours = _colours(rows)
         handles = [
-            Line2D([], [], marker="o", linestyle="none", color=colours[row.group], label=f"{number} {row.label}")
+            Line2D([], [], marker="o", linestyle="none", color=colours[row.group], label=_wrapped(number, row))
             for number, row in enumerate(rows, 1)
         ]
         figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
@@ -60,19 +61,35 @@ def _colours(rows: Iterable[Row]) -> dict[str, str]:
     return {group: RUN_COLOURS[index % len(RUN_COLOURS)] for index, group in enumerate(groups)}
 
 
-def _scatter(axes: Axes, places: Iterable[tuple[Row, float]], rows: Sequence[Row], baseline: str) -> None:
-    """Draw numbered points with the range of their seeds, and a line at the baseline's height."""
+def _wrapped(number: int, row: Row) -> str:
+    """Return a method's label in the legend, in lines of 40 characters."""
+    return "\n".join(textwrap.wrap(f"{number} {row.label}", 40, subsequent_indent="   "))
+
+
+def _scatter(axes: Axes, places: Sequence[tuple[Row, float]], rows: Sequence[Row], baseline: str) -> None:
+    """Draw points with the range of their seeds, and a line at the baseline's height. Points at one place share a
+    list of their numbers."""
     colours = _colours(rows)
     for row, x in places:
-        colour = colours[row.group]
-        axes.plot([x, x], [min(row.tests), max(row.tests)], color=colour, linewidth=1.5, zorder=2)
-        axes.plot(x, row.test, "o", color=colour, markeredgecolor="white", markersize=8, zorder=3)
-        number = rows.index(row)
-        corner = ((7, 7), (-7, 7), (7, -7), (-7, -7))[number % 4]  # methods at the same place have different corners
-        axes.annotate(str(number + 1), (x, row.test or 0), corner, textcoords="offset points", color=colour,
-                      fontsize=9, ha="center", va="center")  # fmt: skip
+        axes.plot([x, x], [min(row.tests), max(row.tests)], color=colours[row.group], linewidth=1.5, zorder=2)
+        axes.plot(x, row.test, "o", color=colours[row.group], markeredgecolor="white", markersize=8, zorder=3)
         if row.method == baseline:
             axes.axhline(row.test, color=FAINT, linewidth=0.8, zorder=0)
     axes.grid(color="#b5b5b5", linewidth=0.6, alpha=0.4)
     axes.set_axisbelow(True)
     axes.margins(x=0.12, y=0.08)
+    size = axes.transData.transform((axes.get_xlim()[1], axes.get_ylim()[1])).max()
+    near: list[tuple[float, float, list[Row]]] = []
+    for row, x in places:
+        left, bottom = axes.transData.transform((x, row.test or 0)) / size
+        group = next((some for a, b, some in near if max(abs(left - a), abs(bottom - b)) < 0.015), None)
+        if group is None:
+            near.append((left, bottom, [row]))
+        else:
+            group.append(row)
+    x_of = {id(row): x for row, x in places}
+    for _, _, some in near:
+        colour = colours[some[0].group] if len({row.group for row in some}) == 1 else FAINT
+        text = ", ".join(str(rows.index(row) + 1) for row in some)
+        axes.annotate(text, (x_of[id(some[0])], some[0].test or 0), (8, 8), textcoords="offset points", color=colour,
+                      fontsize=9, va="center")  # fmt: skip

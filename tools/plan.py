@@ -28,7 +28,7 @@ from board_views import View, bars, write_page
 
 from megatron.bcd.config import BcdConfig, TrainingConfig
 from megatron.bcd.config.presets import PRESETS
-from megatron.bcd.huggingface.architecture import CONFIG, read_architecture
+from megatron.bcd.huggingface.architecture import CONFIG, NotInCore, read_architecture
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.estimate import EQUAL_STEPS, MULTIPLIERS, SMALL_MULTIPLIERS, Estimate, make_estimate
@@ -221,10 +221,21 @@ def methods_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     return (next(name for name, known in PRESET_OF.items() if known == preset),)
 
 
-def named_model(name: str, *, models: str | None) -> Model:
-    """Return the model of a config.json or its folder, else the row of that name in `models` or the default table."""
+def named_model(name: str, *, models: str | None, sequence: int | None = None) -> Model:
+    """Return the model of a config.json or its folder, else the row of that name in `models` or the default table.
+
+    Layers that Megatron Core cannot express are measured in sequences of `sequence` tokens.
+    """
     if name.endswith(".json") or os.path.isfile(os.path.join(name, CONFIG)):
-        network = read_architecture(name, is_quantised=True)
+        try:
+            network = read_architecture(name, is_quantised=True)
+        except NotInCore as reason:
+            from megatron.bcd.huggingface.measure import read_model  # slow: it imports torch
+
+            try:
+                return read_model(name, sequence=sequence, longest=LONGEST_DEFAULT)
+            except ValueError as error:
+                raise ValueError(f"{reason}, and with transformers' layers it {error}") from None
         is_gpt = network.family == "gpt2"
         return Model(
             name=os.path.basename(os.path.abspath(name if os.path.isdir(name) else os.path.dirname(name))),
@@ -289,7 +300,7 @@ def recipe_values(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
     limit = arguments.host_memory_gb
     return {name: getattr(arguments, name) for name in (*RECIPE_FLAGS, "precision", "task")} | {
         "host_memory_gb": memory_here() / 1e9 if limit is None else limit,
-        "model": named_model(arguments.model, models=arguments.models),
+        "model": named_model(arguments.model, models=arguments.models, sequence=arguments.seq_length),
         "cluster": cluster_of(arguments),
         "method": method,
     }

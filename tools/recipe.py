@@ -164,7 +164,7 @@ def as_bash(recipe: Recipe, values: Mapping[str, Any], extra: Sequence[str], *, 
 
 
 def what_fits(recipe: Recipe, values: Mapping[str, Any]) -> str:
-    """Return flags and methods with which the recipe fits, in words."""
+    """Return flags and methods with which the recipe fits."""
     values = {**values, "num_gpus": recipe.num_gpus, "cluster": recipe.cluster}
     fixes = [" ".join(words_of(changes)) for changes, _ in remedies(values, _placed)]
     if not fixes:

@@ -531,7 +531,7 @@ class Trainer:
         be restored at its next phase."""
         self.prefix_cache.close()
         self.active.dispose(is_end_of_run=is_end_of_run)
-        memory.reset_peak_memory()  # a phase's peak includes the allocation of its own state
+        memory.reset_peak_memory()  # a phase's peak includes the allocation of its state
 
     def _build_block(self) -> None:
         """Build gradient buffers and optimizer of the block of the present phase."""

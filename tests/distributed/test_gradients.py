@@ -241,7 +241,7 @@ def converted(config: RunConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients(world1: World, world2: World, text_data: str, case: str) -> None:
     """Logits and the gradients of each block equal those of transformers' model with the same weights. Each block has
-    gradients of its own layers only, and all blocks together of every parameter."""
+    gradients of its layers only, and all blocks together of every parameter."""
     form, num_ranks, flags, settings = CASES[case]
     config = config_of(form, num_ranks, text_data, **flags)
     ranks = (world1 if num_ranks == 1 else world2).run(run_of, config)

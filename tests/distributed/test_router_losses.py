@@ -15,7 +15,7 @@ def of_two_runs(first: Any, second: Any) -> list[Any]:
 
 
 def test_a_run_after_one_with_fewer_layers(world1: World) -> None:
-    """A run reports the losses of its own routers only, also after a run with fewer layers in the same process."""
+    """A run reports the losses of its routers only, also after a run with fewer layers in the same process."""
     flags = worlds.EXPERTS | {"mock_data": True, "split": None, "bcd_num_blocks": 2}
     small, large = (worlds.run_config(**flags, num_layers=number) for number in (2, 4))
     [after_large] = world1.run(of_two_runs, large, large)

@@ -57,7 +57,7 @@ TEMPLATE = (
 
 def test_chat(runs: ForkedRuns, tmp_path: Path) -> None:
     """--chat puts the prompt and the system message into the template, and ends at the template's end token. The answer
-    begins a line of its own."""
+    begins a new line."""
     folder = models.write_model("llama2", tmp_path / "model")
     vocabulary = {chr(code): code - 31 for code in range(32, 127)} | {"</s>": 0}
     engine = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="</s>"))

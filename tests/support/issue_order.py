@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 
+from megatron.bcd.blocks.chunks import virtual_chunks
 from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.blocks.chunks import virtual_chunks
 from megatron.bcd.pipeline import breadth_first, execute, schedule

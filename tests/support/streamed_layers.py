@@ -80,7 +80,7 @@ def optimizer_of(number: int) -> int:
 
 class Run:
     """Steps of a small network. With `num_frozen`, the first layers are not updated. With `keeps`, gradients wait in
-    host memory for updates in a pass of their own."""
+    host memory for updates in a separate pass."""
 
     def __init__(
         self, *, num_layers: int, chunk_layers: int = 1, dtype: torch.dtype = torch.bfloat16, is_on_host: bool = True,

@@ -19,6 +19,7 @@ from megatron.bcd.blocks.schedule import PhaseState, block_schedule_from_config
 from megatron.bcd.checkpoint.run_state import (
     FORMAT_VERSION,
     RunState,
+    block_contents,
     check_same_network,
     check_same_weights,
     block_contents,
@@ -304,7 +305,7 @@ YARN, GATE = "--position-embedding-type yarn", "--quick-geglu --disable-bias-lin
 )
 def test_weights_of_another_network_are_refused(words: str, flag: str) -> None:
     """--finetune, --skip-train and a resume refuse each flag of the network that the saving run had and this one lacks,
-    or the other way round."""
+    or the reverse."""
     without, name = (
         parse(*words.split()),
         flag.split()[0].replace("--no-yarn", "--yarn").replace("--norm", "--layernorm"),

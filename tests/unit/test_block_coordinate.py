@@ -362,7 +362,7 @@ EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8}
     ],
 )
 def test_models_that_megatron_core_is_not_built_for(model_type: str, settings: dict[str, Any]) -> None:
-    """A phase changes the layers of its own block only, experts included, and the loss falls."""
+    """A phase changes the layers of its block only, experts included, and the loss falls."""
     config = transformers.AutoConfig.for_model(model_type, **SIZES | settings)
     with torch.random.fork_rng():
         torch.manual_seed(1)

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from support.plan_checker import check_no_deadlock
 
+from megatron.bcd.blocks.chunks import stage_chunks, virtual_chunks
 from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.blocks.chunks import stage_chunks, virtual_chunks
 from megatron.bcd.pipeline.build import build_plan, peak_graphs

@@ -258,14 +258,14 @@ def computed(timeline: Timeline) -> list[str]:
 
 
 def test_two_stages_by_hand() -> None:
-    """Two stages take the times counted by hand; a message delays its receiver, and nobody else."""
+    """Two stages take the times counted by hand; a message delays its receiver, and no other stage."""
     timeline = times(shape_of(2, 1).full_training, message=0.5)
     assert computed(timeline) == ["F0:0-1 B0:5-7", "F0:1.5-2.5 B0:2.5-4.5"]
     two = times(shape_of(2, 2).full_training)
     assert computed(two) == ["F0:0-1 F1:1-2 B0:4-6 B1:7-9", "F0:1-2 B0:2-4 F1:4-5 B1:5-7"]
     prefix = times(shape_of(2, 2, 1), message=0.5)
     assert computed(prefix) == ["F0:0-1 F1:1-2", "F0:1.5-2.5 B0:2.5-4.5 F1:4.5-5.5 B1:5.5-7.5"]
-    # with one microbatch done ahead stage 1 begins at once, and the next iteration's message delays nobody
+    # with one microbatch done ahead stage 1 begins at once, and the next iteration's message delays no stage
     ahead = times(shape_of(2, 2, 1, done=1, ahead=1), message=0.5)
     assert computed(ahead) == ["F1:0-1 F2:1-2", "F0:0-1 B0:1-3 F1:3-4 B1:4-6"]
 

@@ -63,7 +63,7 @@ def test_the_allocator_is_configured_once(
 def test_every_process_takes_its_own_gpu(
     calls: list[str], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], gpu: int
 ) -> None:
-    """Every process takes the GPU of its own local rank, also under plain srun."""
+    """Every process takes the GPU of its local rank, also under plain srun."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     initialize()
@@ -81,7 +81,7 @@ def test_every_process_takes_its_own_gpu(
 def test_processes_without_a_gpu(
     calls: list[str], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], num_gpus: int, message: str
 ) -> None:
-    """A process without a GPU of its own is refused with the reason, before it takes one."""
+    """A process that would share a GPU is refused with the reason, before it takes one."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)

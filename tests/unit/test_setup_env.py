@@ -123,7 +123,7 @@ def test_an_active_environment_with_all_pins_is_used(repository: FakeRepository,
 
 
 def test_an_active_environment_without_all_pins(repository: FakeRepository, tmp_path: Path) -> None:
-    """An active environment without all pins is not used, and the setup says which pin it lacks."""
+    """An active environment without all pins is not used, and the setup says which pin is missing."""
     folder = active_environment(tmp_path / "own", torch="2.4.0", rich="15.0.0")
     done = repository.setup(VIRTUAL_ENV=folder)
     assert done.returncode == 0 and repository.calls[0] == "venv"

@@ -64,7 +64,7 @@ CONFLICTS = {
     "--bcd-inactive-update": "--fp16 --loss-scale --optimizer=sgd --exp-avg-dtype --exp-avg-sq-dtype",
     # these write frozen layers, or draw them differently on the ranks that share them
     "--bcd-layers-on!=device": "--data-parallel-random-init --fp8-format",
-    # these need all gradients of a step at once, or run passes of their own
+    # these need all gradients of a step at once, or run separate passes
     "--bcd-schedule=breadth-first": "--fp8-format --bcd-run-ahead --optimizer-cpu-offload",
     "--bcd-switch=plateau": "--bcd-steps-per-block",
     "--bcd-stop-cycle-improvement": "--eval-iters=0",
@@ -685,7 +685,7 @@ def _check_files(run: Run) -> None:
         path = getattr(run, field)
         require(
             path is None or run.save is None or os.path.realpath(path) != os.path.realpath(run.save),
-            f"{flag_name(field)} {path} is the folder of --save. Give each a folder of its own.",
+            f"{flag_name(field)} {path} is the folder of --save. Give each its folder.",
         )
     require(
         run.save is None or not any((Path(run.save) / name).exists() for name in (CONFIG, RUN)),

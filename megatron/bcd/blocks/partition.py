@@ -304,9 +304,7 @@ class Partition:
             return ""
         if "head" in self.frozen or self.head_always_active:
             return "head frozen" if "head" in self.frozen else "head always active"
-        return (
-            f"head part of block {owner.index}" if owner.layers else "head in a phase of its own, with the final norm"
-        )
+        return f"head part of block {owner.index}" if owner.layers else "head in a separate phase, with the final norm"
 
     def describe_uneven(self) -> str:
         """Return which number of blocks is even if a block has at least half more layers than another, else ""."""

@@ -76,9 +76,9 @@ def sharded_state(
     A collective over the replicas.
 
     In bf16 the main parameters of all blocks take twice the bytes of the weights. They are therefore not all created at
-    once: if this rank can read the whole state, the weight `is_constant` until it is written, and the state is resting
-    or in host memory, it is created when it is written. Until then its entry is on the meta device. The means of the
-    rule `factored` are small, and not among these.
+    once: if this rank can read the whole state, the weight `is_constant` until it is written, and the state is
+    offloaded or in host memory, it is created when it is written. Until then its entry is on the meta device. The
+    means of the rule `factored` are small, and not among these.
     """
     weights, is_on_host = _sharded_weights(active), get_host_layers(active.model).is_on_host
     entries: dict[str, Entry] = {}

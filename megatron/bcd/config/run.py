@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+from megatron.bcd.config.measured import MeasuredModel
 from megatron.bcd.config.sections import (
     BcdConfig,
     CheckpointConfig,
@@ -100,6 +101,8 @@ class RunConfig:
     checkpoint: CheckpointConfig
     groups: GroupsConfig
     report: ReportConfig
+    measured: MeasuredModel | None = None
+    """The layers of a model of transformers, for formulas of memory and time; not in JSON."""
 
     def replace_section(self, section: str, **values: Any) -> RunConfig:
         """Return a copy with other values in one section."""
@@ -270,6 +273,8 @@ def run_config_to_dict(config: RunConfig) -> dict[str, Any]:
     """Return plain dicts, lists, strings and numbers for JSON. ``run_config_from_dict`` is the inverse."""
     sections: dict[str, Any] = {}
     for name, section in vars(config).items():
+        if name == "measured":  # a plan's
+            continue
         if isinstance(section, OptimizerSettings | DdpSettings):
             section = {key: value for key, value in vars(section).items() if value is not None}
         values = section if isinstance(section, Mapping) else vars(section)
@@ -286,6 +291,7 @@ def run_config_from_dict(values: Mapping[str, Any]) -> RunConfig:
         ValueError: a section is unknown or absent.
     """
     kinds = typing.get_type_hints(RunConfig)
+    del kinds["measured"]
     if set(values) != set(kinds):
         raise ValueError(f"run configuration: must have the sections {', '.join(kinds)}, not {', '.join(values)}")
     sections: dict[str, Any] = {"transformer": dict(values["transformer"])}

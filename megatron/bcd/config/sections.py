@@ -178,7 +178,7 @@ class BcdConfig:
     )
     bcd_head_phase: bool = option(
         False,
-        "the final norm and an untied output head are a block of their own, the last one, with phases in which the "
+        "the final norm and an untied output head are a separate block, the last one, with phases in which the "
         "backward pass ends at the head's input",
     )
     bcd_inactive_update: str = option(
@@ -495,7 +495,7 @@ class DataConfig:
     sft_prompt_format: str = option(
         "auto",
         "form of the records as text: chat = the tokenizer's chat template; text = Alpaca's prompt for instructions, "
-        "other prompts as they are; auto = chat where the tokenizer has a template",
+        "other prompts unchanged; auto = chat where the tokenizer has a template",
         choices=("auto", "chat", "text"),
         group=FINE_TUNING,
     )

@@ -148,7 +148,8 @@ def architecture_from_config(config: Mapping[str, Any], *, source: str) -> Archi
     """Return the architecture in a config.json. `source` is its path, for messages.
 
     Raises:
-        ValueError: the family is not supported, or Megatron Core's layers lack a feature.
+        NotInCore: the family is not supported, or Megatron Core's layers lack a feature.
+        ValueError: the weights are quantised, or a value is not valid.
     """
     if config.get("quantization_config"):
         raise ValueError(
@@ -174,8 +175,12 @@ def _family(config: Mapping[str, Any], source: str) -> str:
     return str(family)
 
 
-def _unsupported(source: str, what: str) -> ValueError:
-    return ValueError(f"{source}: {what}. BlockCoordinate trains any model of transformers (docs/pytorch.md)")
+class NotInCore(ValueError):
+    """Megatron Core's layers cannot express an architecture."""
+
+
+def _unsupported(source: str, what: str) -> NotInCore:
+    return NotInCore(f"{source}: {what}. BlockCoordinate trains any model of transformers (docs/pytorch.md)")
 
 
 def _shown(value: object) -> str:

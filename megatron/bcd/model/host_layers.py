@@ -29,7 +29,7 @@ from megatron.bcd.runtime import collectives, device, host_memory, memory
 _ALIGNMENT = 128
 """In elements. Kernels read vectors, and Transformer Engine requires matrices at multiples of 256 bytes."""
 LOW_BITS, GRADIENT = "low_bits", "gradient"
-"""Kinds of state with rules of their own: the bits that 16-bit weights lack of their fp32 values, and a gradient that
+"""Kinds of state with separate rules: the bits that 16-bit weights lack of their fp32 values, and a gradient that
 waits for the norm of all gradients."""
 State = dict[str, torch.Tensor]
 """State of a parameter by kind, in the parameter's shape if it has as many elements."""

@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
+from megatron.bcd.blocks.chunks import chunk_of, stage_chunks, virtual_chunks
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.chunks import chunk_of, stage_chunks, virtual_chunks
 from megatron.bcd.config import RunConfig

@@ -296,7 +296,7 @@ class Stack:
         """Whether the reduction must not start with the last microbatch's gradient, because more are to come."""
         self._reduction: torch.distributed.Work | None = None
         self.is_skipped: torch.Tensor | None = None
-        """On the device: whether the update leaves weights and state as they are. None if it does not."""
+        """On the device: whether the update changes neither weights nor state. None if it does not."""
 
     @property
     def weights(self) -> list[torch.Tensor]:

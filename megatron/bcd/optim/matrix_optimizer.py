@@ -34,6 +34,7 @@ from megatron.bcd.optim import update_rules
 from megatron.bcd.optim.matrix import (
     FACTORS,
     MOMENTS,
+    ChunkMatrices,
     Matrix,
     ChunkMatrices,
     Rules,

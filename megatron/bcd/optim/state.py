@@ -115,7 +115,7 @@ class BlockOptimizer(ABC):
 
     @abstractmethod
     def state_tensors(self, *, on_host: bool) -> Iterator[torch.Tensor]:
-        """Yield the tensors of the state as they are stored, on the device or in host memory."""
+        """Yield the stored tensors of the state, on the device or in host memory."""
 
     @abstractmethod
     def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:

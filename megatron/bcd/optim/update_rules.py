@@ -53,7 +53,7 @@ class MatrixLayout:
     """The tensor-parallel group, if the matrix is sliced."""
     tensor_mode: str = "distributed"
     """--muon-tp-mode, how a slice is orthogonalised. `duplicated` gathers the whole matrix on every rank, `blockwise`
-    treats the slice as a matrix of its own, `distributed` reduces the products."""
+    treats the slice as a whole matrix, `distributed` reduces the products."""
 
     @property
     def num_slices(self) -> int:

@@ -74,8 +74,8 @@ def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
     """Return the passes of a stage if all microbatches pass through a chunk before the next one (arXiv 2211.05953).
 
     The last chunk of the model, which has the head, runs forward and backward in turn, so that the logits of one
-    microbatch exist at a time. Others repeat their forward pass before the backward pass. Updates that clip are a pass
-    of their own.
+    microbatch exist at a time. Others repeat their forward pass before the backward pass. Updates that clip are a
+    separate pass.
     """
     order: list[Action] = []
     microbatches, last = range(shape.num_microbatches), shape.last if shape.is_training else shape.num_virtual

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatron.bcd.blocks.chunks import first_trainable_chunk, is_chunk_active, is_chunk_updated
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.chunks import first_trainable_chunk, is_chunk_active, is_chunk_updated
 

@@ -28,7 +28,7 @@ from megatron.bcd.runtime import device, distributed
 
 
 class _Channels(NamedTuple):
-    """What a rank needs to exchange messages with other stages."""
+    """A rank's connections to other stages."""
 
     groups: ProcessGroupCollection
     messages: Messages

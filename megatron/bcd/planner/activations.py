@@ -18,6 +18,7 @@ from operator import le, mul
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS
+from megatron.bcd.config.measured import MeasuredModel
 from megatron.bcd.pipeline.build import build_plan, max_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.planner.cost import ModelShape, pass_products
@@ -56,6 +57,8 @@ def layer_bytes(
 ) -> LayerBytes:
     """Return the bytes for ``tokens`` tokens of a rank in one microbatch, in sequences of ``sequence`` tokens."""
     shape, element, tensor_size = state.shape, state.budget.weight, state.tensor_size
+    if shape.measured is not None:
+        return _measured_bytes(state, shape.measured, tokens, linear_loss=linear_loss)
     hidden, ffn = shape.hidden_size, shape.active_ffn // tensor_size
     vocabulary = state.padded_vocabulary // tensor_size
     query, key_value = shape.query_size // tensor_size, shape.key_value_size // tensor_size
@@ -90,6 +93,31 @@ def layer_bytes(
         head_working=head_working,
         head_weight=vocabulary * hidden * element,
         forward_working=tokens * (2 * hidden + (1 + projections) * ffn + routing) * element,
+    )
+
+
+def _measured_bytes(state: ModelState, measured: MeasuredModel, tokens: int, *, linear_loss: bool) -> LayerBytes:
+    """Return the bytes of a model of transformers: those of its mean layer, in breadth-first order of its largest."""
+    hidden, element = state.shape.hidden_size, state.budget.weight
+    saved = measured.largest if state.is_breadth_first else measured.mean
+    factor = tokens * element / 2  # measured in bf16
+
+    def working(field: str) -> int:
+        return round(factor * measured.largest(field))
+
+    head, head_working = _head_bytes(tokens, hidden, state.padded_vocabulary, element, linear_loss=linear_loss)
+    return LayerBytes(
+        active=round(factor * saved("active")),
+        suffix=round(factor * saved("suffix")),
+        input=tokens * hidden * element,
+        head=head,
+        active_core=0,
+        suffix_core=0,
+        active_working=working("active_working") + round(element / 2 * measured.largest("weight_working")),
+        suffix_working=working("suffix_working"),
+        head_working=head_working,
+        head_weight=state.padded_vocabulary * hidden * element,
+        forward_working=working("forward_working"),
     )
 
 

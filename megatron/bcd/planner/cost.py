@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.config.measured import MeasuredModel, count
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 ADAMS_MOMENTS = ("fp32", "fp32")
@@ -100,9 +101,11 @@ class ModelShape:
     shifted_norms: bool  # whether norms have a shift beside their scale (LayerNorm)
     qkv_bias: bool = False  # whether queries, keys and values have a bias; with `biases` they always do
     qk_norm_size: int = 0  # width of a head where queries and keys are normalised; else 0
-    sinks: int = 0  # attention heads if each has a parameter of its own; else 0
+    sinks: int = 0  # attention heads if each has a parameter; else 0
     fuses_gate: bool = True  # whether activation and gate are one kernel (SwiGLU), which saves only its inputs
     experts: ExpertShape | None = None
+    measured: MeasuredModel | None = None
+    """Layers of a model of transformers; then the sizes of layers above do not count."""
 
     @property
     def active_ffn(self) -> int:
@@ -116,6 +119,10 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model. A tied head counts once."""
+        if self.measured is not None:
+            layers = sum(self.measured.kinds[kind].size for kind in self.measured.layers)
+            outside = (1 if self.tied else 2) * self.vocab_size * self.hidden_size
+            return layers + count(self.measured.final_norm) + outside
         norm = 1 + self.shifted_norms
         layer = pass_products(replace(self, experts=None), sequence=0)[0]
         attention, up = self.query_size + 2 * self.key_value_size, 1 + self.gated
@@ -129,6 +136,8 @@ class ModelShape:
 
 def pass_products(shape: ModelShape, *, sequence: int) -> tuple[int, int]:
     """Return the products per token in one pass of a layer: those of its matrices, and those of attention's core."""
+    if shape.measured is not None:
+        return round(shape.measured.mean("matrices")), round(shape.measured.mean("core"))
     projections = 2 * shape.query_size + 2 * shape.key_value_size
     matrices = shape.hidden_size * (projections + (2 + shape.gated) * shape.active_ffn)
     return matrices, 2 * sequence * shape.query_size

@@ -82,7 +82,7 @@ def _saving_rank_bytes(state: ModelState, on_node: int) -> float:
     """Return the most bytes of `on_node` ranks of a node with the same weights, except experts."""
     is_short, is_on_host = state.precision != "fp32", state.bcd.bcd_layers_on == "host"
 
-    def of_rank(stage: int, block: int) -> float:
+    def rank_weights(stage: int, block: int) -> float:
         weights = state_elements = largest = 0
         for tensor in state.tensors[stage]:
             size = tensor.size * (state.num_expert_parts if tensor.is_expert else 1)
@@ -101,7 +101,7 @@ def _saving_rank_bytes(state: ModelState, on_node: int) -> float:
                 state_elements += is_short * size
         return weights + 4 * state_elements * on_node / state.num_replicas + 4 * is_short * largest
 
-    return max(of_rank(*place) for place in product(range(len(state.tensors)), range(state.partition.num_blocks)))
+    return max(rank_weights(*place) for place in product(range(len(state.tensors)), range(state.partition.num_blocks)))
 
 
 def _offloaded_main_params(recipe: Recipe, stage: int) -> int:

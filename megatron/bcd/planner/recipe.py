@@ -272,6 +272,8 @@ class Recipe:
             yield f"{product}: does not divide --num-gpus {self.num_gpus}. Give a divisor."
         if context > 1 and self.model.sinks:
             yield f"--context-parallel-size {context}: {self.model.name} has attention with sinks. Leave it out."
+        if context > 1 and self.model.layer_kinds:
+            yield f"--context-parallel-size {context}: transformers' layers have whole sequences. Leave it out."
         if context > 1 and self.tokens % (2 * context):
             yield f"--seq-length {self.tokens}: must be a multiple of {2 * context}, 2 x --context-parallel-size"
         if self.global_batch_size % (per_step := self.micro_batch_size * self.data_size):
@@ -389,7 +391,7 @@ def _build_config(
         values["bcd_layout"] = "interleaved"
     sections = {name: _build_section(kind, values) for name, kind in _SECTIONS.items()}
     transformer = {name: values[name] for name in _TRANSFORMER if values.get(name) is not None}
-    return RunConfig(transformer=transformer, **sections)
+    return RunConfig(transformer=transformer, measured=model.layer_kinds, **sections)
 
 
 def _build_section(kind: Any, values: Mapping[str, Any]) -> Any:

@@ -90,6 +90,7 @@ def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
         sinks=heads if fields.get("softmax_type") == "learnable" else 0,
         fuses_gate=not config.model.quick_geglu,
         experts=_experts_of(config),
+        measured=config.measured,
     )
 
 

@@ -294,7 +294,7 @@ def _savings_with_blocks(values: Mapping[str, Any], recompute: str | None) -> It
     choices = ("none", "auto") if recompute is None else (recompute,)
     memory_savers = [(choices[0], loss) for loss in losses] + [(choice, losses[-1]) for choice in choices[1:]]
     heads = _heads(values) if is_sft else _HEADS[:1]
-    # on the host the head is not always active: in a phase of its own it leaves more to the micro-batch
+    # on the host the head is not always active: in a separate phase it leaves more to the micro-batch
     states = [(place, head) for place in places for head in (heads[1:] if place == "host" else heads) or heads]
     states.sort(key=lambda state: "bcd_frozen" in state[1])
     for place, head in states:
@@ -383,7 +383,7 @@ def search(
         return training_cost(recipe, seconds, tokens=tokens, multiplier=multiplier).gpu_hours
 
     by_price = sorted(_largest_with_experts(filter(fits, layouts(base, stages=stages))), key=rough_hours)
-    if by_price and by_price[0].partition.num_blocks > SEARCHED_BLOCKS[-1]:  # so many phases take long to simulate
+    if by_price and by_price[0].partition.num_blocks > SEARCHED_BLOCKS[-1]:  # more phases take long to simulate
         cheapest = by_price[:1]
     else:
         cheapest = by_price[:_SIMULATED]

@@ -12,6 +12,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron.bcd.config.measured import MeasuredModel
+
 GIB = 2**30
 
 
@@ -51,6 +53,11 @@ class Model:
             raise ValueError(f"heads {self.heads} is not divisible by groups {self.groups}")
 
     @property
+    def layer_kinds(self) -> MeasuredModel | None:
+        """Measured layers, in place of formulas."""
+        return None
+
+    @property
     def is_tied(self) -> bool:
         """Whether the output head is the embedding."""
         return self.form == "gpt" if self.tied is None else self.tied
@@ -81,6 +88,18 @@ class Model:
             "quick_geglu": bool(self.sinks),
             "softmax_type": "learnable" if self.sinks else "vanilla",
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersModel(Model):
+    """A model that runs with transformers' layers."""
+
+    measured: MeasuredModel
+
+    @property
+    def layer_kinds(self) -> MeasuredModel:
+        """Measured layers."""
+        return self.measured
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,11 @@ from math import lcm, prod
 
 from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.config.measured import Parameters
 from megatron.bcd.planner.cost import ExpertShape, ModelShape
 
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
-"""Megatron Core's buffers for the distributed optimizer align parameters and bucket ends to so many elements."""
+"""Megatron Core's buffers for the distributed optimizer align parameters and bucket ends to these numbers."""
 
 _SHARED_BY_TENSOR_RANKS = (
     "word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight",
@@ -30,7 +31,7 @@ class Tensor:
     name: str  # GPTModel's, with local layers
     size: int  # elements
     owned: Ownership
-    is_shared: bool = False  # a tied embedding on several stages, or its copy: it has a bucket of its own
+    is_shared: bool = False  # a tied embedding on several stages, or its copy: it has a separate bucket
     parts: tuple[tuple[int, int], ...] = ()
     """Rows and columns of the parts that an inactive update steps apart (queries, keys, values); empty for others."""
     is_expert: bool = False
@@ -100,10 +101,15 @@ def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabu
                 yield f"{before}embedding.position_embeddings.weight", ((shape.num_positions, hidden),)
         for index, layer in enumerate(partition.chunk_layers(stage, chunk)):
             experts = shape.experts if shape.experts and shape.experts.layers[layer] else None
-            for name, parts in _layer(shape, experts):
+            kind = shape.measured and shape.measured.kinds[shape.measured.layers[layer]]
+            for name, parts in _measured(kind.parameters) if kind else _layer(shape, experts):
                 yield f"{before}decoder.layers.{index}.{name}", parts
         if virtual == last:
-            yield from _norm(f"{before}decoder.final_layernorm", hidden, shape)
+            if shape.measured is None:
+                yield from _norm(f"{before}decoder.final_layernorm", hidden, shape)
+            else:
+                for name, parts in _measured(shape.measured.final_norm):
+                    yield f"{before}decoder.final_layernorm.{name}", parts
             if not shape.tied or last > 0:  # on a single stage a tied head is the embedding itself
                 yield f"{before}output_layer.weight", ((vocabulary, hidden),)
 
@@ -136,6 +142,13 @@ def _layer(shape: ModelShape, experts: ExpertShape | None) -> Iterator[_NameAndP
             yield f"{mlp}.gate_weight", ((1, hidden),)
         yield from linear(f"{mlp}.linear_fc1", hidden, (1 + shape.gated) * width)
         yield from linear(f"{mlp}.linear_fc2", width, hidden)
+
+
+def _measured(parameters: Parameters) -> Iterator[_NameAndParts]:
+    """Yield the parameters of a layer of transformers. A stack of matrices has them as parts."""
+    for name, lengths in parameters:
+        rows, columns = (1, *lengths)[-2:]
+        yield name, ((rows, columns),) * prod(lengths[:-2])
 
 
 def _norm(name: str, width: int, shape: ModelShape) -> Iterator[_NameAndParts]:

@@ -254,7 +254,7 @@ def _check_results(turns: list[Message]) -> None:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the value of a JSON text, as tables store lists and objects; other values as they are."""
+    """Return the value of a JSON text, as tables store lists and objects; other values unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):

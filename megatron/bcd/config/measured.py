@@ -1,0 +1,58 @@
+"""The layers of a model of transformers in numbers (`huggingface.measure`), for formulas that know no family. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+Parameters = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and shapes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """One kind of layer. Bytes and products are those of a token in bf16, in sequences of the measured length."""
+
+    parameters: Parameters
+    active: float
+    """Bytes that the layer saves for its backward pass if it is trained, its output included."""
+    suffix: float
+    """The same if it is frozen."""
+    active_working: float
+    """Bytes of temporary memory of the backward pass; of the frozen layer's; of a forward pass without a graph."""
+    suffix_working: float
+    forward_working: float
+    weight_working: int
+    """Bytes of the backward pass that do not depend on the number of tokens: gradients of weights."""
+    matrices: int
+    """Products of weights in a forward pass."""
+    core: int
+    """Other products in a forward pass, as those of attention's scores."""
+
+    @property
+    def size(self) -> int:
+        """The number of parameters."""
+        return count(self.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredModel:
+    """The layers of a model, and what follows them."""
+
+    kinds: tuple[LayerKind, ...]
+    layers: tuple[int, ...]
+    """The kind of each layer."""
+    final_norm: Parameters
+
+    def mean(self, field: str) -> float:
+        """Return the mean of a field over the layers."""
+        return float(sum(getattr(self.kinds[kind], field) for kind in self.layers) / len(self.layers))
+
+    def largest(self, field: str) -> float:
+        """Return the largest value of a field among the layers."""
+        return float(max(getattr(kind, field) for kind in self.kinds))
+
+
+def count(parameters: Parameters) -> int:
+    """Return the number of elements."""
+    return sum(prod(shape) for _, shape in parameters)

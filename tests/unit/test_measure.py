@@ -1,0 +1,95 @@
+"""huggingface.measure, and plans of models that Megatron Core's layers cannot express."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import plan
+import pytest
+import torch
+import transformers
+
+from megatron.bcd.config.measured import MeasuredModel, count
+from megatron.bcd.huggingface.measure import measure
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def gemma() -> Any:
+    return transformers.Gemma3TextConfig(
+        **SIZES, sliding_window=16, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    )
+
+
+@pytest.fixture(scope="module")
+def measured() -> MeasuredModel:
+    return measure(gemma(), sequence=32)
+
+
+def test_layers_of_two_kinds(measured: MeasuredModel) -> None:
+    """A model's layers are measured by kind: their parameters, and the products of their matrices and of attention."""
+    model = transformers.AutoModelForCausalLM.from_config(gemma())
+    assert measured.layers == (0, 1, 0)
+    for layer, number in zip(model.model.layers, measured.layers, strict=True):
+        kind = measured.kinds[number]
+        assert kind.parameters == tuple((name, tuple(each.shape)) for name, each in layer.named_parameters())
+        assert kind.matrices == sum(each.numel() for each in layer.parameters() if each.dim() == 2)
+        assert kind.core == 2 * 32 * 4 * 16  # scores and contexts: sequence, heads, width of a head
+    assert count(measured.final_norm) == 64
+
+
+def test_saved_bytes_are_those_of_layers_with_values(measured: MeasuredModel) -> None:
+    """The measured bytes are what autograd saves in a layer with weights, trained and frozen, and its output."""
+    model = transformers.AutoModelForCausalLM.from_config(gemma(), dtype=torch.bfloat16).train()
+    layer, given = model.model.layers[0], []
+    layer.register_forward_pre_hook(lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
+    model.model(input_ids=torch.zeros(1, 32, dtype=torch.long), use_cache=False)
+    [((hidden, *args), kwargs)] = given
+    outside = {place(each) for each in (hidden, *kwargs["position_embeddings"], *layer.parameters())}
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    for is_trained, expected in ((True, measured.kinds[0].active), (False, measured.kinds[0].suffix)):
+        layer.requires_grad_(is_trained)
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = layer.forward(hidden.detach().requires_grad_(), *args, **kwargs)
+        storages = {place(each): each.untyped_storage().nbytes() for each in (*kept, output)}
+        assert sum(size for start, size in storages.items() if start not in outside) == 32 * expected
+
+
+def place(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_a_plan_of_gemma(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """plan.py answers for a folder whose architecture Megatron Core cannot express."""
+    config = gemma()
+    config.architectures = ["Gemma3ForCausalLM"]
+    config.save_pretrained(tmp_path / "gemma")
+    words = ["--model", str(tmp_path / "gemma"), "--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1"]
+    assert plan.main([*words, "--seq-length", "32"]) == 0
+    size = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+    assert f"gemma: {size:,} parameters" in capsys.readouterr().out
+
+
+def test_a_model_without_a_decoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan of an encoder-decoder ends with one line that names the folder."""
+    transformers.T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
+    words = ["--model", str(tmp_path / "t5"), "--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1"]
+    assert plan.main(words) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert "T5ForConditionalGeneration" in line and "cannot be planned" in line
