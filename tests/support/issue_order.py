@@ -20,7 +20,6 @@ import torch
 
 from megatron.bcd.blocks.chunks import virtual_chunks
 from megatron.bcd.blocks.partition import Partition, partition
-from megatron.bcd.blocks.chunks import virtual_chunks
 from megatron.bcd.pipeline import breadth_first, execute, schedule
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.runtime import device

@@ -22,7 +22,6 @@ from megatron.bcd.checkpoint.run_state import (
     block_contents,
     check_same_network,
     check_same_weights,
-    block_contents,
     from_json,
     has_same_optimizers,
     resumed_phase,

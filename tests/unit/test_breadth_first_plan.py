@@ -13,7 +13,6 @@ from support.plan_checker import check_no_deadlock
 
 from megatron.bcd.blocks.chunks import stage_chunks, virtual_chunks
 from megatron.bcd.blocks.partition import Partition, partition
-from megatron.bcd.blocks.chunks import stage_chunks, virtual_chunks
 from megatron.bcd.pipeline.build import build_plan, peak_graphs
 from megatron.bcd.pipeline.plan import (
     Kind,

@@ -321,7 +321,9 @@ class Partition:
 
     def describe_untrained(self, visited: Collection[int]) -> tuple[str, ...]:
         """Return names of parts that the `visited` blocks leave untrained, although another block would train them."""
-        layers = {layer for block in visited for layer in (*self.blocks[block].layers, *self.layers_updated_inactive(block))}
+        layers = {
+            layer for block in visited for layer in (*self.blocks[block].layers, *self.layers_updated_inactive(block))
+        }
         untrained = describe_layers([layer for layer in range(self.num_layers) if layer not in layers])
         trained = {extra for block in visited for extra in self.describe_extras(block)}
         extras = dict.fromkeys(extra for block in self.blocks for extra in self.describe_extras(block.index))
@@ -383,7 +385,9 @@ def partition(
     """
     assert layout in LAYOUTS and num_layers >= 1 and num_stages >= 1
     frozen = _never_trained(frozen, always_active, tied=tied)
-    _check_num_blocks(num_blocks, num_stages, layout, inactive_updates=has_inactive_updates, always_active=always_active)
+    _check_num_blocks(
+        num_blocks, num_stages, layout, inactive_updates=has_inactive_updates, always_active=always_active
+    )
     if head_phase:
         _check_head_phase(num_blocks, tied=tied, others={"--bcd-always-active": always_active, "--bcd-frozen": frozen})
     parts = 1 if layout == "stage" else DEFAULT_NUM_BLOCKS if num_blocks is None else max(num_blocks, 1)

@@ -221,7 +221,7 @@ class RunConfig:
 
     @property
     def clips_by_chunk(self) -> bool:
-        """Whether updates by chunk wait for the norm of all gradients, in a pass of their own."""
+        """Whether updates by chunk wait for the norm of all gradients, in a separate pass."""
         return self.steps_block_by_chunk and self.optimizer.clip_grad > 0.0
 
     @property
@@ -233,7 +233,7 @@ class RunConfig:
 
     @property
     def state_on_host(self) -> dict[str, tuple[str, int]]:
-        """What is in host memory with each matrix, beside low bits: its precision, and how many elements share one."""
+        """State in host memory with each matrix, beside low bits: its precision, and how many elements share one."""
         if not (self.steps_block_by_chunk and self.bcd.bcd_layers_on == "host"):
             return {}
         dtype = self.training.adam_moments_dtype

@@ -183,7 +183,7 @@ class BcdConfig:
     )
     bcd_inactive_update: str = option(
         "none",
-        "inactive update of the layer matrices outside the active block: orthogonal = orthogonalised gradients "
+        "update of the layer matrices outside the active block, without state: orthogonal = orthogonalised gradients "
         "(Newton-Schulz), factored = gradients divided by the root of their second moment, of which the means by row "
         "and by column are kept",
         choices=("none", "orthogonal", "factored"),

@@ -26,7 +26,6 @@ from torch import Tensor
 from megatron.bcd.blocks.chunks import stage_chunks
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import partition_from_config
-from megatron.bcd.blocks.chunks import stage_chunks
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model import grouped_experts
 from megatron.bcd.model.attention import ScaledDotProductAttention, UnfusedAttention
@@ -34,7 +33,6 @@ from megatron.bcd.model.chunks import ChunkwiseFloat16Module, ChunkwiseModel
 from megatron.bcd.model.host_layers import HostLayers, StreamedLayer
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, UNFUSED, Implementation
 from megatron.bcd.model.linear_loss import LinearLossModel
-from megatron.bcd.model.chunks import ChunkwiseFloat16Module, ChunkwiseModel
 from megatron.bcd.model.transformer_block import BcdTransformerBlock
 from megatron.bcd.model.transformer_config import build_transformer_config
 from megatron.bcd.runtime import device, replicas, rng

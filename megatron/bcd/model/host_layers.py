@@ -347,8 +347,8 @@ class HostLayers:
     def write_back(self, layers: Sequence[int]) -> None:
         """Start to copy the updated weights and state of the last `load` to host memory.
 
-        The rank that allocated the arena writes the weights. It has them after all ranks have computed with the old ones, because it
-        needs their gradients. So no rank still loads what it overwrites.
+        The rank that allocated the arena writes the weights. It has them after all ranks have computed with the old
+        ones, because it needs their gradients. So no rank still loads what it overwrites.
         """
         for layer in self._streamed(layers):
             if not layer.updated:

@@ -17,7 +17,6 @@ from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.chunks import chunk_of, stage_chunks, virtual_chunks
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.blocks.chunks import chunk_of, stage_chunks, virtual_chunks
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_host_layers
 from megatron.bcd.model.host_layers import LOW_BITS
@@ -25,7 +24,7 @@ from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
 from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_matrix_optimizer, phase_rules
-from megatron.bcd.optim.state import OUTER_MOMENTUM, ParamState, BlockOptimizer
+from megatron.bcd.optim.state import OUTER_MOMENTUM, BlockOptimizer, ParamState
 from megatron.bcd.optim.switch_check import SwitchCheck
 from megatron.bcd.runtime import memory, replicas
 from megatron.bcd.runtime.compat import megatron_core
@@ -270,7 +269,11 @@ class ActiveBlock:
         gradients = [gradient for optimizer in self.optimizers for gradient in optimizer.gradients()]
         state = [tensor for optimizer in self.optimizers for tensor in optimizer.state_tensors(on_host=False)]
         # by address: Megatron Core lists some of its tensors twice, and many are parts of one storage
-        on_host = {each.data_ptr(): each.nbytes for optimizer in self.optimizers for each in optimizer.state_tensors(on_host=True)}
+        on_host = {
+            each.data_ptr(): each.nbytes
+            for optimizer in self.optimizers
+            for each in optimizer.state_tensors(on_host=True)
+        }
         return StateBytes(
             model_state=memory.storage_bytes([*weights, *self.core.weight_buffers(), *gradients, *state]),
             gradients=memory.storage_bytes(gradients),

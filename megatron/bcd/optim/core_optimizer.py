@@ -23,7 +23,7 @@ from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, ParamShard, param_shards
 from megatron.bcd.optim.parameters import Parameters, ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_optimizer, wrap_model
-from megatron.bcd.optim.state import ParamState, BlockOptimizer
+from megatron.bcd.optim.state import BlockOptimizer, ParamState
 from megatron.bcd.runtime import collectives, device, replicas
 from megatron.bcd.runtime.compat import megatron_core
 

@@ -36,14 +36,13 @@ from megatron.bcd.optim.matrix import (
     MOMENTS,
     ChunkMatrices,
     Matrix,
-    ChunkMatrices,
     Rules,
     Stack,
     build_stacks,
     sum_of_squares,
 )
 from megatron.bcd.optim.matrix_update import update_stack
-from megatron.bcd.optim.state import MOMENTUM, ParamState, BlockOptimizer, host_sample
+from megatron.bcd.optim.state import MOMENTUM, BlockOptimizer, ParamState, host_sample
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import device, memory, replicas
 

@@ -54,7 +54,9 @@ class ParametersByBlock:
 
         None selects layers without a block, which are updated without state in every phase.
         """
-        return self._where(lambda owned: bool(owned.inactive_updates_in) and owned.block == block and owned.module == "layer")
+        return self._where(
+            lambda owned: bool(owned.inactive_updates_in) and owned.block == block and owned.module == "layer"
+        )
 
     def outside_layers(self) -> Parameters:
         """Return the embedding and the head, if the rule `factored` steps them (--bcd-embedding-update)."""

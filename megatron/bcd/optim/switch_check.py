@@ -75,7 +75,9 @@ class SwitchCheck:
     def _fingerprints(self) -> dict[str, Fingerprint]:
         def stepped(*, is_of_block: bool) -> Fingerprint:
             optimizers = self._optimizers
-            return fingerprint(tensor for each in optimizers for tensor in each.stepped_tensors(is_of_block=is_of_block))
+            return fingerprint(
+                tensor for each in optimizers for tensor in each.stepped_tensors(is_of_block=is_of_block)
+            )
 
         frozen = (
             host_sample(parameter) if parameter in self._streamed else parameter

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from megatron.bcd.blocks.chunks import first_trainable_chunk, is_chunk_active, is_chunk_updated
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.blocks.chunks import first_trainable_chunk, is_chunk_active, is_chunk_updated
 
 
 class Kind(enum.StrEnum):
@@ -141,7 +140,7 @@ class PlanShape:
     updated: tuple[bool, ...] = ()
     """In breadth-first order: whether each virtual stage has matrices that are stepped right after its passes."""
     clips_by_chunk: bool = False
-    """Whether these updates wait for the norm of all gradients, in a pass of their own."""
+    """Whether these updates wait for the norm of all gradients, in a separate pass."""
     work: tuple[tuple[float, float], ...] = ()
     """Time of a forward and a backward pass of each virtual stage, in any unit. It determines the order of passes and
     messages. If empty, forward, input gradients and weight gradients take equal time."""

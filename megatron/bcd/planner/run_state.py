@@ -197,7 +197,7 @@ class RunMemory:
         share, none = state.share(stage, block, replica or 0), (0,) * len(state.chunks)
         chunks = slice(stage, None, state.partition.num_stages)
         updates = (share.working_by_chunk or none)[chunks]
-        if self.config.clips_by_chunk:  # updates are a pass of their own, which has no activations
+        if self.config.clips_by_chunk:  # updates are a separate pass, which has no activations
             rank, updates = replace(rank, optimizer_work=max(rank.optimizer_work, *updates)), none[chunks]
         working = map(max, activations.chunk_peaks(choice), updates)
         gradients, peak = max(zip((share.by_chunk or none)[chunks], working, strict=True), key=sum)

@@ -15,7 +15,6 @@ from itertools import product
 from megatron.bcd.blocks.chunks import chunk_of, virtual_chunks
 from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.blocks.chunks import chunk_of, virtual_chunks
 from megatron.bcd.config import BcdConfig
 from megatron.bcd.planner.cost import DTYPE_BYTES, MOMENT_BYTES, ModelShape, StateBudget, newton_schulz_flops
 from megatron.bcd.planner.tensors import Buffer, Tensor, build_buffer, stage_tensors

@@ -16,7 +16,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.bcd.blocks.chunks import virtual_chunks
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition, describe_layers
-from megatron.bcd.blocks.chunks import virtual_chunks
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.checkpoint.loader import Source
 from megatron.bcd.config import CheckpointConfig, RunConfig
