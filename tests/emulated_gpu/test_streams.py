@@ -174,7 +174,7 @@ MUTANTS: dict[str, tuple[str, str, Any, str, Any]] = {
     "messages of the prefix": ("forward_only_stage", RACE, p2p.Messages, "wait_for", _without_wait),
     "messages between chunks": ("interleaved", RACE, p2p.Messages, "wait_for", _without_wait),
     "a buffer on the host": ("interleaved", DEVICE, device, "current", lambda: torch.device("cpu")),
-    "a wrong group": ("pretrain_on_two_stages", MISMATCH, replicas, "group", lambda: torch.distributed.group.WORLD),
+    "a wrong group": ("pretrain_on_two_stages", MISMATCH, replicas, "group", lambda *_: torch.distributed.group.WORLD),
 }
 """By name: the run, the error that a rank may end with, and what is replaced."""
 
