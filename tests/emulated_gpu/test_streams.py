@@ -18,7 +18,7 @@ from support.dist import RankError
 from support.gpu_worlds import Worlds
 
 from megatron.bcd.pipeline import p2p
-from megatron.bcd.runtime import device, replicas
+from megatron.bcd.runtime import device
 
 # ---- what the emulation reports
 
@@ -154,7 +154,7 @@ def test_late_checkpoint(late: Worlds, text_data: str, tmp_path: Path, case: str
     assert late(size).run(resumed_runs.saved_in_passing, config, 2, str(tmp_path)) == [[]] * size
 
 
-# ---- mutants: one wait less, a buffer on the wrong device, a wrong group
+# ---- mutants: one wait less, a buffer on the wrong device
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -165,7 +165,7 @@ def _without_wait(self: p2p.Messages, tensor: torch.Tensor) -> None:
     self._coming.pop(id(tensor))
 
 
-RACE, MISMATCH, DEVICE = r"\[emulated\] RACE", "NCCL MISMATCH", "same device"
+RACE, DEVICE = r"\[emulated\] RACE", "same device"
 MUTANTS: dict[str, tuple[str, str, Any, str, Any]] = {
     "gradients of an offloaded optimizer": ("offload", RACE, torch.cuda.Event, "synchronize", _nothing),
     "weights of an offloaded optimizer": ("offload", RACE, torch.cuda.Event, "wait", _nothing),
@@ -174,7 +174,6 @@ MUTANTS: dict[str, tuple[str, str, Any, str, Any]] = {
     "messages of the prefix": ("forward_only_stage", RACE, p2p.Messages, "wait_for", _without_wait),
     "messages between chunks": ("interleaved", RACE, p2p.Messages, "wait_for", _without_wait),
     "a buffer on the host": ("interleaved", DEVICE, device, "current", lambda: torch.device("cpu")),
-    "a wrong group": ("pretrain_on_two_stages", MISMATCH, replicas, "group", lambda *_: torch.distributed.group.WORLD),
 }
 """By name: the run, the error that a rank may end with, and what is replaced."""
 
