@@ -110,13 +110,12 @@ def in_ddp(is_first: bool, parts: int, settings: dict[str, Any], how: dict[str, 
         return result(ddp, seen)
 
 
-@pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize(
-    ("parts", "settings", "how"),
+    ("is_first", "parts", "settings", "how"),
     [
-        (1, {}, {"find_unused_parameters": True}),
-        (2, {"inactive_update": "orthogonal", "order": "random"}, {"gradient_as_bucket_view": True}),
-        (1, {"steps_per_block": 1, "always_active": ("norms",)}, {"static_graph": True}),
+        (True, 1, {}, {"find_unused_parameters": True}),
+        (False, 2, {"inactive_update": "orthogonal", "order": "random"}, {"gradient_as_bucket_view": True}),
+        (False, 1, {"steps_per_block": 1, "always_active": ("norms",)}, {"static_graph": True}),
     ],
 )
 def test_ddp(world2: World, is_first: bool, parts: int, settings: dict[str, Any], how: dict[str, Any]) -> None:
@@ -169,8 +168,7 @@ def in_fsdp(settings: dict[str, Any], dtype: torch.dtype, folder: Path) -> Any:
         return result(model, seen)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rule", ["none", "orthogonal"])
+@pytest.mark.parametrize(("rule", "dtype"), [("none", torch.bfloat16), ("orthogonal", torch.float32)])
 def test_fsdp2(world2: World, rule: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Under FSDP2 a run takes the steps of one process, each rank stores state of its shards only, and a resumed run
     equals it."""

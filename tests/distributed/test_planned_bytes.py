@@ -3,9 +3,6 @@ phase to the byte, and kept activations within 5 %."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import pytest
 from support import worlds
 from support.dist import World
@@ -18,38 +15,13 @@ FACTORED = {"bcd_inactive_update": "factored", "bcd_embedding_update": "factored
 UNPLANNED = {
     "tensor2": TWO | {"tensor_model_parallel_size": 2},
     "factored_tensor2": TWO | FACTORED | {"tensor_model_parallel_size": 2, "swiglu": True},
-    "factored_data2": TWO | FACTORED | {"bf16": True, "untie_embeddings_and_output_weights": True},
-    "factored_pipeline2": TWO | FACTORED | {"pipeline_model_parallel_size": 2, "bf16": True},
-    "experts_tensor2": TWO | FACTORED | worlds.EXPERTS | {"tensor_model_parallel_size": 2, "bf16": True},
-    "experts_pretrain_data2": TWO
-    | worlds.EXPERTS
-    | worlds.SHARED_EXPERT
-    | {"moe_layer_freq": 2, "bcd_preset": "pretrain", "bf16": True},
-    "experts_divided": TWO | worlds.EXPERTS | worlds.EXPERT2 | {"bf16": True, "bcd_always_active": "norms"},
-    "experts_frozen_embedding": TWO
-    | worlds.EXPERTS
-    | worlds.EXPERT2
-    | {"bcd_num_blocks": 2, "bf16": True, "bcd_frozen": "embedding"},
-    "experts_divided_pretrain": worlds.EXPERTS
-    | worlds.EXPERT2
-    | {"world_size": 4, "moe_layer_freq": 2, "bcd_preset": "pretrain", "bf16": True, "global_batch_size": 8},
     "experts_divided_tensor2": worlds.EXPERTS
     | worlds.EXPERT2
     | {"world_size": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "bf16": True},
-    "sgd_bf16": {"optimizer": "sgd", "bf16": True},
     "gradients_bf16": TWO | {"bf16": True, "grad_reduce_in_bf16": True},
     "gradients_fp16": {"fp16": True, "initial_loss_scale": 256, "no_use_distributed_optimizer": True},
-    "fp16": {"fp16": True, "initial_loss_scale": 256, "accumulate_allreduce_grads_in_fp32": True},
-    "replicated_bf16": TWO | {"bf16": True, "no_use_distributed_optimizer": True},
 }
 """Runs that the run summary plans, but tools/plan.py does not."""
-LONG = ("breadth_first_streamed_frozen", "breadth_first_streamed_pretrain", "streamed_pipeline2")
-LONG_UNPLANNED = ("experts_tensor2", "experts_pretrain_data2", "experts_divided", "experts_divided_pretrain")
-"""Combinations of parts of which each is in a smaller run."""
-
-
-def marked(names: Iterable[str], long: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.long] * (name in long)) for name in names]
 
 
 def counted(
@@ -68,7 +40,7 @@ def counted(
 
 
 # gpu/test_bytes.py has the runs with offload
-@pytest.mark.parametrize("name", marked([name for name in RUNS if "offload" not in name], LONG))
+@pytest.mark.parametrize("name", [name for name in RUNS if "offload" not in name])
 def test_planned_is_counted(world1: World, world2: World, text_data: str, name: str) -> None:
     """Each phase counts the planned parameters and model state to the byte, and the planned activations within 5 % (10
     % with divided experts). The hidden size 40 is no multiple of any alignment."""
@@ -89,7 +61,7 @@ def test_planned_is_counted(world1: World, world2: World, text_data: str, name: 
         assert peaks == pytest.approx(planned, rel=0.1 if "divided" in name else 0.05), "experts are not equally busy"
 
 
-@pytest.mark.parametrize("name", marked(UNPLANNED, LONG_UNPLANNED))
+@pytest.mark.parametrize("name", UNPLANNED)
 def test_summary_is_counted(world1: World, world2: World, world4: World, text_data: str, name: str) -> None:
     """The run summary has the model state that each rank counts in the second cycle, to the byte."""
     config = worlds.run_config(

@@ -70,20 +70,16 @@ def timed_run(config: Any) -> dict[str, Any]:
         return worlds.outcome(run) | {"times": times, "barriers": barrier.call_count}
 
 
-TIMED_LAYOUTS: dict[str, dict[str, Any]] = {
-    "pipeline": {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel"},
-    "data": {"world_size": 2, "bf16": True},
-}
+TIMED_LAYOUT = worlds.PIPELINE | {"bcd_layout": "submodel"}
 
 
-@pytest.mark.parametrize("layout", TIMED_LAYOUTS)
-def test_timers(world2: World, text_data: str, layout: str) -> None:
+def test_timers(world2: World, text_data: str) -> None:
     """Timers appear by level and on request only, cover both ranks, and leave losses unchanged. Ranks wait for each
     other unless --no-barrier-with-level-1-timing is given."""
     flags = {"data_path": text_data, "train_iters": 4, "log_interval": 2, "eval_iters": 1, "eval_interval": 2}
 
     def run(**more: Any) -> list[dict[str, Any]]:
-        return world2.run(timed_run, worlds.run_config(**flags, **TIMED_LAYOUTS[layout], **more))
+        return world2.run(timed_run, worlds.run_config(**flags, **TIMED_LAYOUT, **more))
 
     plain = run()
     assert plain[0]["times"] == [{}] * 3 and plain[0]["barriers"] == 0

@@ -32,7 +32,7 @@ from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.step import Step
-from megatron.bcd.runtime import device, distributed, rng
+from megatron.bcd.runtime import collectives, device, distributed, rng
 from megatron.bcd.trainer import Trainer
 from megatron.bcd.training.resolve import resolve_run
 from megatron.bcd.training.state import StepResult
