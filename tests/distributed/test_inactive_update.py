@@ -199,3 +199,29 @@ def test_a_stateless_gradient_that_is_not_finite_skips_the_step(world2: World, t
     config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS["adam"] | worlds.CUTS["pipeline2"])
     for changed in world2.run(spoilt_step, config):
         assert changed[2] == [] and all(changed[:2] + changed[3:])
+
+
+def owners_of_matrices(config: Any) -> list[tuple[list[str], dict[str, int]]]:
+    """Return, after each step, the matrices of Megatron Core's optimizer, and where each owner stores low bits."""
+    seen = []
+
+    def after_step(run: worlds.RecordedRun) -> None:
+        core, matrices = run.active.core, run.active.matrices.matrices
+        low_bits = {name: matrix.state["low_bits"].data_ptr() for name, matrix in matrices.items() if matrix.is_owner}
+        seen.append((sorted(core.block_shards.keys() & matrices), low_bits))
+
+    with worlds.started(config, after_step=after_step) as run:
+        run.train()
+        return seen
+
+
+def test_a_matrix_has_one_owner_in_all_phases(world2: World, text_data: str) -> None:
+    """Megatron Core's optimizer steps no matrix of a layer, and no low bits move at a switch. Each rank owns half of
+    every block, because a phase has Adam's moments of its block alone."""
+    flags = ITERATIONS | METHODS["adam"] | worlds.CUTS["data2"] | {"bf16": True, "bcd_num_blocks": 2, "num_layers": 4}
+    ranks = world2.run(owners_of_matrices, worlds.run_config(**flags, data_path=text_data))
+    for steps in ranks:
+        assert [core for core, _ in steps] == [[]] * 8
+        assert all(low_bits == steps[0][1] for _, low_bits in steps)
+    owned = [[int(name.split(".")[2]) % 2 for name in steps[0][1]] for steps in ranks]
+    assert all(blocks.count(0) == blocks.count(1) == 4 for blocks in owned), owned

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support import resumed_runs, worlds
 from support.dist import RankError, World
+
+from megatron.bcd.optim.active_block import ActiveBlock
 
 STOP, LAST = 5, 8
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_num_blocks": 2}
@@ -174,3 +177,20 @@ def test_what_is_taken_of_what_was_kept(world2: World, text_data: str, tmp_path:
     assert result == {0: everything, 1: everything, 2: everything, 3: main_param}
     assert world2.run(kept_after_resuming, reset, str(tmp_path))[0] == dict.fromkeys(range(4), main_param)
     assert world2.run(kept_after_resuming, host, str(tmp_path), load_optim=False)[0] == {3: main_param}
+
+
+def builds_of_a_start(config: Any, root: str) -> int:
+    """Return how many blocks a resumed run builds before its first step."""
+    resumed_config = resumed_runs.with_checkpoints(config, load=root)
+    with (
+        mock.patch.object(ActiveBlock, "build", autospec=True, side_effect=ActiveBlock.build) as build,
+        worlds.started(resumed_config),
+    ):
+        return build.call_count
+
+
+def test_a_resume_builds_one_block(world2: World, text_data: str, tmp_path: Path) -> None:
+    """A resume sets the offloaded state of all blocks without building their optimizers."""
+    config = worlds.run_config(data_path=text_data, bf16=True, bcd_optimizer_state="host", world_size=2, train_iters=6)
+    world2.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, save=str(tmp_path), exit_interval=3))
+    assert world2.run(builds_of_a_start, config, str(tmp_path)) == [1, 1]
