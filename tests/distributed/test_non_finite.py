@@ -105,7 +105,7 @@ def spoilt_run(config: Any, what: str, steps: tuple[int, ...], *, rank: int) -> 
     ("what", "cut", "rank", "precision"),
     [
         ("loss", "pipeline2", 1, {"bf16": True}),
-        ("gradient", "data2", 0, {}),
+        ("gradient", "data2", 1, {}),
     ],
 )
 def test_a_bad_step_is_skipped_everywhere(

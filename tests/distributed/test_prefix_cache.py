@@ -17,9 +17,9 @@ CASES: dict[str, dict[str, Any]] = {
     "stage": worlds.PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
     "llama": worlds.PIPELINE
     | {"form": "llama", "group_query_attention": True, "num_query_groups": 2, "bcd_order": "descending"}
-    | {"bcd_layout": "submodel", "bcd_num_blocks": 2},
+    | {"bcd_layout": "submodel", "bcd_num_blocks": 2, "train_iters": 16},
     "interleaved": worlds.PIPELINE | {"bcd_layout": "interleaved"},
-    "head": HEAD,
+    "head": HEAD | {"train_iters": 16},
 }
 
 

@@ -96,11 +96,13 @@ def join(weight: torch.Tensor, low_bits: torch.Tensor, squares: torch.Tensor | N
 
 @torch.no_grad()
 def split(
-    value: torch.Tensor, *, weight: torch.Tensor, low_bits: torch.Tensor, squares: torch.Tensor | None = None
+    value: torch.Tensor, *, weight: torch.Tensor, low_bits: torch.Tensor | None, squares: torch.Tensor | None = None
 ) -> None:
-    """Write fp32 `value` into `weight` (bf16), `low_bits` (int16) and signs of the second moment."""
+    """Write fp32 `value` into `weight` (bf16), `low_bits` (int16; None drops them) and signs of the second moment."""
     low, high = _halves(value.contiguous())
     torch.sub(high, low >> 15, out=weight.view(torch.int16))
+    if low_bits is None:  # this rank does not own the matrix
+        return
     low_bits.copy_(low)
     if squares is not None:
         weight.copy_(value)
