@@ -26,7 +26,18 @@ from _parser import Parser, add_json, command, run_main, table, write_figures
 
 from megatron.bcd.planner.recipe import Recipe, make_recipe
 from megatron.bcd.planner.step_time import mean_seconds
-from megatron.bcd.planner.tables import GIB, Cluster, Model, Published, read_clusters, read_models, read_rows
+from megatron.bcd.planner.tables import GIB, Cluster, Model, read_clusters, read_models, read_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A number published in the paper."""
+
+    table: str
+    row: str
+    column: str
+    value: str
+
 
 ROOT = Path(__file__).resolve().parents[1]
 FITTED_MODELS = ("G-1.6B", "L-1.5B")

@@ -17,7 +17,7 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
-from support import backends, small_text
+from support import small_text
 
 # Set before torch is imported: one thread per core in every rank would overload two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -28,7 +28,6 @@ for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 ROOT = Path(__file__).resolve().parents[1]
 SESSION = "BCD_TEST_SESSION"
 """Variable that marks the processes of this session."""
-COLLECTED = pytest.StashKey[dict[str, bool]]()
 
 # Use the same examples each time, and no deadline, because no test may depend on time.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)
@@ -39,14 +38,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests marked long, too: all combinations, for hours")
     parser.addoption(
         "--backend",
-        choices=backends.NAMES,
+        choices=("gloo", "nccl"),
         default="gloo",
-        help="of the ranks of distributed tests; strict: NCCL's rules over gloo (tests/support/strict_backend.py)",
+        help="of the ranks of distributed tests",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.update(backends.environment(config.getoption("--backend")))
+    os.environ["BCD_TEST_BACKEND"] = config.getoption("--backend")
     if not hasattr(config, "workerinput"):  # workers and all that they start inherit it
         os.environ[SESSION] = str(uuid.uuid4())
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -68,7 +67,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark each test with its folder's name (unit, distributed, e2e); deselect long tests without --long."""
-    config.stash[COLLECTED] = {item.nodeid: item.get_closest_marker("long") is not None for item in items}
     if not config.getoption("--long"):
         left_out = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if not item.get_closest_marker("long")]
@@ -110,14 +108,6 @@ def _much_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def repo_root() -> Path:
     """The folder that contains setup.py."""
     return ROOT
-
-
-@pytest.fixture(scope="session")
-def all_tests(pytestconfig: pytest.Config) -> dict[str, bool]:
-    """Return the ids of all tests and whether each is long. Skips if pytest was given files or folders."""
-    if pytestconfig.args != pytestconfig.getini("testpaths"):
-        pytest.skip("needs the ids of all tests: run pytest without files and folders")
-    return pytestconfig.stash[COLLECTED]
 
 
 @pytest.fixture(scope="session")

@@ -55,12 +55,16 @@ COMMON = (
 DATA = "--tokenizer-type ByteLevelTokenizer --data-path {data} --split 80,10,10"
 IGNORED_FIELDS = frozenset(
     {"step_time_ms", "exchange_ms", "switch_time_ms", "switches", "tokens_per_second"}
-    | {"peak_memory_bytes", "reserved_memory_bytes", "run"}
+    | {"peak_memory_bytes", "reserved_memory_bytes", "saved_activation_bytes"}
+    | {"backward_messages", "run"}
 )
 """Metrics fields that are not compared: times, memory as the allocator or operating system counts it, the run's name,
-which depends on a version's flags, and switches, which older versions lack. Every other field is compared, including
+which depends on a version's flags, and what older or newer versions lack. Every other field is compared, including
 fields added later."""
-REMOVED = ("bcd-greedy-microbatches", "bcd-prefix-cache-dtype", "dataloader-type", "data-sharding", "sft-refuse-long")
+REMOVED = (
+    *("bcd-greedy-microbatches", "bcd-prefix-cache-dtype", "dataloader-type", "data-sharding", "sft-refuse-long"),
+    *("exp-avg-dtype", "exp-avg-sq-dtype", "main-grads-dtype", "straggler-minmax-count"),
+)
 """Flags that have a value only in versions before their removal."""
 ADDED = {
     "bcd-layers-on": "device",
@@ -283,23 +287,20 @@ Resolved = dict[str, object] | str
 
 def resolve(family: str, world_size: int, words: list[str]) -> Resolved:
     """Return the values that the imported version derives from the flags. Uses only parts that every version has."""
-    from megatron.bcd.arguments import FAMILY_DEFAULTS, read_command_line
+    from megatron.bcd.arguments import FAMILY_DEFAULTS, read_command_line, run_config_to_dict
 
     options = {"prog": SCRIPTS[family], "world_size": world_size}
     options |= {"defaults": FAMILY_DEFAULTS["llama"] if family == "llama" else None}
-    printed, errors = io.StringIO(), io.StringIO()
+    errors = io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
-            read_command_line([*words, "--print-config"], **options)
+        with contextlib.redirect_stderr(errors):
+            sections = run_config_to_dict(read_command_line(words, **options).config)
     except ValueError as error:
         return str(error)
-    except SystemExit as end:
-        if end.code:
-            return errors.getvalue() or printed.getvalue()
-    # comment lines hold the flags that were not given
-    lines = [line.removeprefix("# ") for line in printed.getvalue().splitlines()]
-    values = yaml.safe_load("\n".join(line for line in lines if not line.startswith(("Flags for", "Not given"))))
-    return dict(values)
+    except SystemExit:
+        return errors.getvalue()
+    values = (each for section in sections.values() for each in section.items())
+    return {name.replace("_", "-"): value for name, value in values}
 
 
 def resolved_difference(lines: Mapping[str, tuple[str, int, list[str]]], task: Task) -> str | None:

@@ -15,7 +15,7 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 TOKENIZER_JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -46,10 +46,6 @@ class Tokenizer(ABC):
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of `text`, each in 0..vocab_size-1. Add no begin or end token."""
 
-    @abstractmethod
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
-
 
 class ByteLevelTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0..255, and eod = 256. Needs no file."""
@@ -59,9 +55,6 @@ class ByteLevelTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i != self.eod).decode("utf-8", errors="replace")
 
 
 class GPT2BPETokenizer(Tokenizer):
@@ -96,9 +89,6 @@ class GPT2BPETokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         return list(self.engine.encode(text).ids)
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self.engine.decode(list(ids)))
-
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model file. eod is the model's end-of-sentence piece.
@@ -132,9 +122,6 @@ class SentencePieceTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._model.encode(text, out_type=int))
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self._model.decode([int(i) for i in ids]))
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -181,9 +168,6 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return list(self.engine.encode(text, add_special_tokens=False, truncation=False, verbose=False))
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self.engine.decode([int(i) for i in ids], skip_special_tokens=True))
 
 
 class TikTokenizer(Tokenizer):
@@ -236,9 +220,6 @@ class TikTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         return list(self.engine.encode(text, allowed_special="all"))
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self.engine.decode([int(i) for i in ids]))
-
 
 class NullTokenizer(Tokenizer):
     """Text that consists of ids, "17 4 256", for --mock-data and for text tokenized elsewhere.
@@ -261,9 +242,6 @@ class NullTokenizer(Tokenizer):
                 raise ValueError(f"NullTokenizer needs numbers from 0 to {self.eod}, not {word[:40]!r}")
             ids.append(int(word))
         return ids
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return " ".join(str(i) for i in ids)
 
 
 _CLASSES: dict[str, type[Tokenizer]] = {

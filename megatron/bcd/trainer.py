@@ -47,10 +47,8 @@ from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.planner.run_state import head_passes
 from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import device, memory, rng
-from megatron.bcd.runtime.activation_meter import ActivationMeter
 from megatron.bcd.training.checks import StepChecks
 from megatron.bcd.training.evaluation import Evaluator
-from megatron.bcd.training.garbage import GarbageCollection
 from megatron.bcd.training.outputs import RunOutputs
 from megatron.bcd.training.profiler import StepProfiler
 from megatron.bcd.training.recompute import Recomputation
@@ -58,9 +56,9 @@ from megatron.bcd.training.replica_groups import ReplicaGroups, check_lighthouse
 from megatron.bcd.training.reporting import build_reporter, report_source, summarize
 from megatron.bcd.training.resolve import ResolvedRun
 from megatron.bcd.training.state import StepResult, TrainState
-from megatron.bcd.training.step_metrics import StepMetricsCollector
+from megatron.bcd.training.step_metrics import collect_step_metrics
 from megatron.bcd.training.stop import StopRequests
-from megatron.bcd.training.timers import StepTimers, Stragglers
+from megatron.bcd.training.timers import StepTimers
 
 ModelBuilder = Callable[[RunConfig, int, Implementation], torch.nn.Module]
 
@@ -93,6 +91,7 @@ class Trainer:
         self.config = config = run.config
         self.partition, self.block_schedule = run.partition, run.block_schedule
         self.train_iters, self.global_batch_size = run.train_iters, run.global_batch_size
+        self.padded_vocab_size = run.padded_vocab_size
         self.source = run.source
         """The checkpoint whose weights are loaded."""
         self.state = TrainState(run=run.name)
@@ -176,17 +175,12 @@ class Trainer:
         )
         self.recomputation = Recomputation(config, model=self.model, stage=self.stage, run=run.memory)
         self.timers = StepTimers(config.report)
-        self.stragglers = Stragglers(config.report)
         self.profiler = StepProfiler(config.report)
-        self.garbage = GarbageCollection(config.training)
-        self.meter = ActivationMeter(memory.allocated_bytes_function())
         self.groups = None if config.groups.lighthouse is None else ReplicaGroups(self)
-        self._metered: tuple[int, int] | None = None
-        """Phase and number of microbatches for which `meter` has counted."""
         self._has_joined = False
         """Whether this replica group joined others at the end of one of their steps."""
         self.evaluator = Evaluator(
-            config,
+            config=config,
             splits=self.splits,
             global_batch_size=self.global_batch_size,
             state=self.state,
@@ -194,18 +188,6 @@ class Trainer:
             forward_backward=self.forward_backward,
             stop=self.stop,
             reporter=self.reporter,
-        )
-        self.metrics = StepMetricsCollector(
-            config=config,
-            planned=run.memory.state,
-            block_schedule=self.block_schedule,
-            samples=self.samples,
-            active=self.active,
-            pipeline=self.pipeline,
-            prefix_cache=self.prefix_cache,
-            meter=self.meter,
-            timers=self.timers,
-            stragglers=self.stragglers,
         )
         self.saver = Saver(config.checkpoint, self.reporter) if config.checkpoint.save else None
         exporter = None
@@ -234,7 +216,7 @@ class Trainer:
             TrainingFailed: too many consecutive steps were not finite, or the last checkpoint can't be written.
         """
         state = self.state
-        with self.stop.listening(), self.garbage.collecting():
+        with self.stop.listening(), _manual_collection(self.config.training.manual_gc):
             if self.config.training.skip_train:
                 self.evaluator.evaluate_at_end()
                 return
@@ -268,7 +250,9 @@ class Trainer:
         requests = result.requests if is_step_alone else None
         is_stopped = self.outputs.after_step(state.iteration, is_last=is_last, requests=requests)
         self.profiler.after_step(state.iteration, is_last=is_last or is_stopped)
-        self.garbage.after_step(state.iteration)
+        training = self.config.training
+        if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
+            gc.collect()
         return is_last, is_stopped
 
     def _after_step(self, result: StepResult) -> bool:
@@ -277,7 +261,6 @@ class Trainer:
         state = self.state
         num_groups = 1 if self.groups is None else self.groups.size
         state.after_step(result, num_samples=get_current_global_batch_size() * num_groups)
-        self.reporter.progress(state.iteration)
         self.checks.after_step(result, state)
         is_last = state.iteration == self.train_iters
         if state.iteration % self.config.report.log_interval == 0 or state.iteration == 1 or is_last:
@@ -341,7 +324,7 @@ class Trainer:
             learning_rate = self.state.interval[-1].learning_rate
         else:  # as stock: the rate of the next step
             learning_rate = float(self.lr_scheduler.get_lr({}))
-        self.reporter.step(self.metrics.collect(self.state, phase_state, learning_rate=learning_rate))
+        self.reporter.step(collect_step_metrics(self, phase_state, learning_rate=learning_rate))
 
     def _num_microbatches_next(self) -> int:
         """Return the number of microbatches in the iteration after the next one.
@@ -405,7 +388,7 @@ class Trainer:
         learning_rate = float(self.lr_scheduler.get_lr({})) * block_factor
         active.set_learning_rate(self.lr_scheduler, block_factor=block_factor)
         step = Step(active, lambda: self.stop.on_this_rank(is_writing=self.outputs.is_writing))
-        with self._metering_once_per_phase(), self.timers.connected(active), self.stragglers.counting():
+        with self.timers.connected(active):
             reported = self.forward_backward(
                 batches, get_num_microbatches(), step, num_microbatches_next=num_microbatches_next
             )
@@ -467,7 +450,7 @@ class Trainer:
         timers = get_model_config(model).timers
         if timers is not None:
             timers("batch-generator", log_level=2).start()
-        batch = self.stragglers.next_batch(batches)
+        batch = next(batches)
         if timers is not None:
             timers("batch-generator").stop()
         prefix_inputs: dict[str, Any] = {}
@@ -480,8 +463,6 @@ class Trainer:
             labels=batch.get("labels"),
             **prefix_inputs,
         )
-        self.stragglers.after_forward()
-        self.meter.after_forward()
         return output, functools.partial(masked_loss, batch.get("loss_mask"))
 
     def _batches(self) -> Iterator[data.Batch]:
@@ -492,16 +473,6 @@ class Trainer:
             position=self.state.samples_in_phase,
         )
         return self.prefix_cache.add_prefix_outputs(batches, position=self.state.samples_in_phase)
-
-    def _metering_once_per_phase(self) -> contextlib.AbstractContextManager[None]:
-        """Count saved activations in the first iteration of a phase, and after a change of the batch size."""
-        now = (self.state.phase_state.phase, get_num_microbatches())
-        # without an allocator's count the meter would keep storages alive, which streamed layers replace between passes
-        is_streamed = self.config.bcd.bcd_layers_on == "host" and memory.allocated_bytes_function() is None
-        if now == self._metered or is_streamed:
-            return contextlib.nullcontext()
-        self._metered = now
-        return self.meter.measuring(self.model.parameters())
 
     # ------------------------------------------------------------------------------------------------ switch_block
 
@@ -640,8 +611,6 @@ class Trainer:
             self.checks.take_reference()
             if self._has_joined:
                 self._end_step(loss=None)
-        if self.saver is not None:
-            self.saver.log_progress("Starting job")
 
     def _restore_counters(self, saved: run_state.RunState) -> None:
         """Set the counters. If the saved phase can't continue, its cycle starts again."""
@@ -653,5 +622,17 @@ class Trainer:
             self.reporter.warning(warning)
         if self.state.phase_state != PhaseState.from_dict(saved.phase):
             self.state.samples_in_phase = 0
-        self.active.core.remember_loss_scaler(saved.loss_scaler)
+        self.active.core.next_loss_scaler = saved.loss_scaler
         self.lr_scheduler.num_steps = saved.scheduler_steps
+
+
+@contextlib.contextmanager
+def _manual_collection(is_manual: bool) -> Iterator[None]:
+    """Inside the context, Python collects no garbage by itself (--manual-gc). A program may go on behind it."""
+    if is_manual:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if is_manual:
+            gc.enable()

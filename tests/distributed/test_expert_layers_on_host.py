@@ -17,7 +17,6 @@ from megatron.bcd.runtime import host_memory
 
 CUTS: dict[str, dict[str, Any]] = {
     "expert2": {"world_size": 2},
-    "expert2_context2": {"world_size": 2, "context_parallel_size": 2},
     "expert2_data4": {"world_size": 4},
     "expert2_pipeline2": {"world_size": 4, "pipeline_model_parallel_size": 2},
     "expert2_tensor2_etp1": {
@@ -30,24 +29,13 @@ BREADTH_FIRST = {"bcd_schedule": "breadth-first"}
 """On the device too, because sums over ranks differ between schedules."""
 METHODS: dict[str, dict[str, Any]] = {
     "finetune": {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_inactive_update": "factored"} | BREADTH_FIRST,
-    "blocks": {"bcd_num_blocks": 2},
-    "blocks_offloaded": {"bcd_num_blocks": 2, "bcd_optimizer_state": "host", "bcd_frozen": "embedding"},
+    "blocks": {"bcd_num_blocks": 2, "bcd_optimizer_state": "host", "bcd_frozen": "embedding"},
     "one_block": {"bcd_num_blocks": 1, "clip_grad": 0.0} | BREADTH_FIRST,
 }
-PAIRS = [
-    ("expert2", "finetune"),
-    ("expert2", "one_block"),
-    ("expert2_context2", "blocks"),
-    ("expert2_data4", "finetune"),
-    ("expert2_data4", "blocks_offloaded"),
-    ("expert2_data4", "one_block"),
-    ("expert2_pipeline2", "finetune"),
-    ("expert2_tensor2_etp1", "blocks"),
-]
 
 
 def config_of(cut: str, method: str, **more: Any) -> Any:
-    """Return six steps in bf16 of a model with four experts a layer."""
+    """Return a run in bf16 of a model with four experts a layer."""
     flags = worlds.EXPERTS | worlds.EXPERT2 | {"num_layers": 4, "mock_data": True, "split": None, "bf16": True}
     flags |= {"micro_batch_size": 1, "global_batch_size": 4, "moe_token_dispatcher_type": "alltoall"}
     flags |= {"untie_embeddings_and_output_weights": True, "moe_grouped_gemm": True}
@@ -58,35 +46,27 @@ def world_of(worlds_by_size: tuple[World, World], cut: str) -> World:
     return worlds_by_size[CUTS[cut]["world_size"] == 4]
 
 
-@pytest.mark.parametrize(("cut", "method"), PAIRS)
-def test_the_same_bits(world2: World, world4: World, cut: str, method: str) -> None:
-    """Runs with expert layers in host memory equal runs with layers on the device bit for bit."""
-    world = world_of((world2, world4), cut)
-    on_device = world.run(worlds.train_run, config_of(cut, method))
-    place = {"bcd_layers_on": "auto", "recompute_memory_gib": 2**-20} if "context" in cut else {"bcd_layers_on": "host"}
-    on_host = world.run(worlds.train_run, config_of(cut, method, **place))
-    for left, other in zip(on_device, on_host, strict=True):
-        assert left["steps"] == other["steps"] and len(other["steps"]) == 6
-        assert worlds.same_bits(left["weights"], other["weights"]) == []
-
-
 @pytest.mark.parametrize(
     ("cut", "method", "places"),
     [
         ("expert2_data4", "finetune", ("host", "device")),
-        ("expert2_data4", "blocks_offloaded", ("device", "host")),
+        ("expert2_tensor2_etp1", "blocks", ("device", "host")),
         ("expert2", "one_block", ("host", "host")),
+        ("expert2_pipeline2", "finetune", ("host", "host")),
     ],
 )
-def test_resumes(world2: World, world4: World, tmp_path: Path, cut: str, method: str, places: tuple[str, str]) -> None:
-    """A resumed run equals the uninterrupted one bit for bit, wherever the layers are before and after."""
-    world, config = world_of((world2, world4), cut), functools.partial(config_of, cut, method)
+def test_the_same_bits(
+    world2: World, world4: World, tmp_path: Path, cut: str, method: str, places: tuple[str, str]
+) -> None:
+    """A run that stops and resumes with expert layers in host memory equals an uninterrupted one with layers on the
+    device, bit for bit."""
+    world, config = world_of((world2, world4), cut), functools.partial(config_of, cut, method, train_iters=4)
     whole = world.run(resumed_runs.one_part, config())
-    world.run(resumed_runs.one_part, config(save=tmp_path, exit_interval=3, bcd_layers_on=places[0]))
+    first = world.run(resumed_runs.one_part, config(save=tmp_path, exit_interval=2, bcd_layers_on=places[0]))
     rest = world.run(resumed_runs.one_part, config(load=tmp_path, bcd_layers_on=places[1]))
-    for left, other in zip(whole, rest, strict=True):
-        assert left["steps"][3:] == other["steps"]
-        assert worlds.same_bits(left["weights"], other["weights"]) == []
+    for expected, *parts in zip(whole, first, rest, strict=True):
+        assert len(expected["steps"]) == 4 and expected["steps"] == [step for part in parts for step in part["steps"]]
+        assert worlds.same_bits(expected["weights"], parts[-1]["weights"]) == []
 
 
 def allocated(config: Any) -> int:
@@ -112,9 +92,9 @@ def test_host_memory_is_planned(world2: World) -> None:
 
 def test_resumes_with_other_parts(world2: World, tmp_path: Path) -> None:
     """A run resumes without expert parallelism, and its losses differ by rounding only."""
-    config = functools.partial(config_of, "expert2", "finetune", bcd_layers_on="host")
+    config = functools.partial(config_of, "expert2", "finetune", bcd_layers_on="host", train_iters=4)
     whole = world2.run(resumed_runs.one_part, config())
-    world2.run(resumed_runs.one_part, config(save=tmp_path, exit_interval=3))
+    world2.run(resumed_runs.one_part, config(save=tmp_path, exit_interval=2))
     rest = world2.run(resumed_runs.one_part, config(load=tmp_path, expert_model_parallel_size=1))
     for left, other in zip(whole, rest, strict=True):
-        assert other["losses"] == pytest.approx(left["losses"][3:], rel=1e-3)
+        assert other["losses"] == pytest.approx(left["losses"][2:], rel=1e-3)

@@ -50,9 +50,7 @@ def what_there_is(config: RunConfig) -> dict[str, Any]:
         return {"steps": steps, "sizes": sizes}
 
 
-@pytest.mark.parametrize(
-    ("parts", "precision"), [("embedding", "fp32"), ("embedding,head", "bf16"), ("norms", "bf16"), ("head", "fp32")]
-)
+@pytest.mark.parametrize(("parts", "precision"), [("embedding,head", "bf16"), ("norms", "fp32")])
 def test_frozen_parts_have_no_gradient_and_no_state(world1: World, text_data: str, parts: str, precision: str) -> None:
     """Frozen parts have no gradient and no optimizer state, and do not change; all other parts are trained."""
     flags = {"num_layers": 3, "train_iters": 3, "bf16": precision == "bf16", "weight_decay": 0.1} | UNTIED
@@ -84,15 +82,15 @@ def inputs_with_a_gradient(config: RunConfig) -> list[tuple[int, list[int], int]
                     states.register_hook(lambda _: layers.add(number))
 
             layer.register_forward_pre_hook(note, with_kwargs=True)
+        run.meters = True
         run.train()
-        saved = [max(step.saved_activation_bytes) for step in run.recorder.steps]
+        saved = [*map(max, run.saved_activation_bytes)]
     return [(*step, size) for step, size in zip(steps, saved, strict=True)]
 
 
-@pytest.mark.parametrize("layout", ["spread", "strided", "submodel"])
-def test_backward_ends_at_the_lowest_active_layer(world1: World, text_data: str, layout: str) -> None:
+def test_backward_ends_at_the_lowest_active_layer(world1: World, text_data: str) -> None:
     """The backward pass ends at the lowest active parameter, also in the head's phase."""
-    flags = {"num_layers": 4, "bcd_num_blocks": 4, "train_iters": 4, "bcd_order": "descending", "bcd_layout": layout}
+    flags = {"num_layers": 4, "bcd_num_blocks": 4, "train_iters": 4, "bcd_order": "descending"}
     runs = {
         parts: world1.run(inputs_with_a_gradient, worlds.run_config(data_path=text_data, bcd_frozen=parts, **flags))[0]
         for parts in ("embedding", "none")
@@ -112,8 +110,8 @@ INACTIVE = {"bcd_inactive_update": "factored", "bcd_always_active": "none"}
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({"bcd_frozen": "embedding"}, {}), ({}, {"bcd_frozen": "norms"}), (INACTIVE, {}), ({}, INACTIVE)],
-    ids=["no_longer_frozen", "frozen", "no_longer_inactive", "inactive"],
+    [({"bcd_frozen": "embedding"}, {}), ({}, INACTIVE)],
+    ids=["no_longer_frozen", "inactive"],
 )
 def test_resumed_with_another_set(
     world1: World, text_data: str, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]

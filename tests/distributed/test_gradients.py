@@ -32,17 +32,14 @@ SIZES |= {"max_position_embeddings": 33}  # transformers' own loss takes one tok
 GROUPED = {"ffn_hidden_size": 88, "group_query_attention": True, "num_query_groups": 2}
 UNFUSED = {"no_bias_gelu_fusion": True}
 ONE_GROUP = {"group_query_attention": True}
-TIED, NOT_TIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 EXACT, TANH = {"activation_function": "gelu"}, {"activation_function": "gelu_new"}
 PIPELINE = {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel"}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-UNTIED = {"untie_embeddings_and_output_weights": True}
 TENSOR = {"tensor_model_parallel_size": 2}
 NOT_GATED = {"no_swiglu": True, "squared_relu": True}
 NEMOTRON = NOT_GATED | GROUPED | {"normalization": "LayerNorm", "apply_layernorm_1p": True, "rotary_percent": 0.5}
 HALF_ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 NEMOTRON_SETTINGS = HALF_ROTATED | {"model_type": "nemotron", "norm_eps": 1e-5}
-STABLELM = HALF_ROTATED | {"model_type": "stablelm", "layer_norm_eps": 1e-5}
 # by name: script, ranks, flags, transformers' settings
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "llama_grouped": (
@@ -51,24 +48,14 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         GROUPED | {"rotary_base": 500, "norm_epsilon": 1e-2, "kv_channels": 16},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rms_norm_eps": 1e-2, "head_dim": 16},
     ),
-    "llama_one_group_tied": ("llama", 1, ONE_GROUP | {"no_untie_embeddings_and_output_weights": True}, TIED),
-    "llama_recomputed": ("llama", 1, GROUPED | RECOMPUTED, {}),
     "llama_pipeline2": ("llama", 2, GROUPED | PIPELINE, {}),
-    "llama_tensor2": ("llama", 2, GROUPED | TENSOR, {}),
     "llama_one_group_tensor2": ("llama", 2, ONE_GROUP | TENSOR, {}),
-    "stablelm": ("llama", 1, {"normalization": "LayerNorm", "rotary_percent": 0.5}, STABLELM),
     "arcee_tensor2": ("llama", 2, NOT_GATED | GROUPED | TENSOR, {"model_type": "arcee"}),
     "nemotron_sequence_parallel": ("llama", 2, NEMOTRON | TENSOR | {"sequence_parallel": True}, NEMOTRON_SETTINGS),
-    "gpt_epsilon": ("gpt", 1, UNFUSED | {"norm_epsilon": 1e-2}, EXACT | {"layer_norm_epsilon": 1e-2}),
-    "gpt_tanh": ("gpt", 1, {"openai_gelu": True}, TANH),
-    "gpt_per_token": ("gpt", 1, UNFUSED | UNTIED | {"calculate_per_token_loss": True}, EXACT | NOT_TIED),
     # the distributed optimizer would keep a shard of the gradient only
     "gpt_data2": ("gpt", 2, UNFUSED | {"no_use_distributed_optimizer": True}, EXACT),
     "gpt_spread": ("gpt", 2, UNFUSED | {"pipeline_model_parallel_size": 2}, EXACT),
-    "gpt_spread_untied": ("gpt", 2, UNFUSED | UNTIED | {"pipeline_model_parallel_size": 2}, EXACT | NOT_TIED),
-    "gpt_stage": ("gpt", 2, UNFUSED | PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None}, EXACT),
     "gpt_submodel_recomputed": ("gpt", 2, UNFUSED | PIPELINE | RECOMPUTED, EXACT),
-    "gpt_oss": ("gpt", 1, worlds.GPT_OSS | {"moe_aux_loss_coeff": 0}, {}),
     "gpt_oss_pipeline2": ("gpt", 2, worlds.GPT_OSS | PIPELINE | {"moe_aux_loss_coeff": 0}, {}),
     "gpt_tensor2_biases": ("gpt", 2, TENSOR | {"openai_gelu": True, "bcd_always_active": "biases"}, TANH),
 }

@@ -22,14 +22,8 @@ LLAMA = {"form": "llama", "max_position_embeddings": None, "make_vocab_size_divi
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 TENSOR = {"world_size": 2, "tensor_model_parallel_size": 2}
 CASES: dict[str, dict[str, Any]] = {
-    "gpt": {},
     "gpt_untied_frozen": {"untie_embeddings_and_output_weights": True, "bcd_frozen": "head"},
-    "gpt_pipeline2": PIPELINE,
     "gpt_pipeline2_interleaved": PIPELINE | {"bcd_layout": "interleaved", "bcd_num_blocks": 3},
-    "gpt_tensor2": TENSOR,
-    "llama_recomputed": LLAMA
-    | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "llama_active_head_pipeline2": LLAMA | PIPELINE | {"bcd_always_active": "head"},
     "llama_sequence_parallel": LLAMA | TENSOR | {"sequence_parallel": True, "normalization": "LayerNorm"},
     "llama_context2": LLAMA | {"world_size": 2, "context_parallel_size": 2},
     "llama_per_token_data2": LLAMA | {"world_size": 2, "calculate_per_token_loss": True},
@@ -76,10 +70,9 @@ def test_is_megatrons_loss(world1: World, world2: World, text_data: str, name: s
     assert_alike(linear, stock, of_loss=1e-6, of_gradient=2e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_in_16_bits(world1: World, text_data: str, precision: str) -> None:
-    """In 16 bits, losses equal Megatron Core's within 1e-5 and gradients within 2 %."""
-    flags = {"data_path": text_data, precision: True, "initial_loss_scale": 2**12}
+def test_in_16_bits(world1: World, text_data: str) -> None:
+    """In bf16, losses equal Megatron Core's within 1e-5 and gradients within 2 %."""
+    flags = {"data_path": text_data, "bf16": True}
     [stock] = world1.run(run_of, worlds.run_config(**flags), chunk=None)
     [linear] = world1.run(run_of, worlds.run_config(**flags, **LINEAR), chunk=24)
     assert_alike([linear], [stock], of_loss=1e-5, of_gradient=2e-2)

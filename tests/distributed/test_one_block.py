@@ -9,13 +9,11 @@ from support import worlds
 from support.dist import World
 from support.plain_training import plain_training
 
-CUTS: dict[str, dict[str, Any]] = {name: worlds.CUTS[name] for name in ("one", "data2", "tensor2", "pipeline2")}
+CUTS: dict[str, dict[str, Any]] = {name: worlds.CUTS[name] for name in ("data2", "tensor2", "pipeline2")}
 CUTS["experts_pipeline2"] = (
     worlds.CUTS["pipeline2"] | worlds.EXPERTS | worlds.SHARED_EXPERT | {"moe_grouped_gemm": True}
 )
-CUTS["experts_tensor2"] = worlds.CUTS["tensor2"] | worlds.EXPERTS | {"moe_layer_freq": "[0]+[1]*5"}
-CUTS["gpt_oss_pipeline2"] = worlds.CUTS["pipeline2"] | worlds.GPT_OSS
-CUTS["data2_plain_optimizer"] = {"world_size": 2, "no_use_distributed_optimizer": True}
+CUTS["gpt_oss"] = worlds.CUTS["one"] | worlds.GPT_OSS | {"no_use_distributed_optimizer": True}
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -18,22 +18,14 @@ from megatron.bcd.runtime.compat.megatron_core import context_part
 Flags = Callable[..., dict[str, Any]]
 PIPELINE, TENSOR, CONTEXT = ({f"{name}_parallel_size": 2} for name in ("pipeline_model", "tensor_model", "context"))
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "data2": (2, {}),
     "tensor2": (2, TENSOR),
     "pipeline2": (2, PIPELINE),
     "context2": (2, CONTEXT),
-    "context4": (4, {"context_parallel_size": 4}),
-    "context2_data2": (4, CONTEXT),
-    "context2_tensor2": (4, CONTEXT | TENSOR),
     "context2_pipeline2": (4, CONTEXT | PIPELINE),
     "pipeline2_data2": (4, PIPELINE),
-    "pipeline2_tensor2": (4, PIPELINE | TENSOR),
     "expert2_data2": (2, worlds.EXPERT2),
     "expert2_tensor2_etp1": (2, worlds.EXPERT2 | TENSOR | {"expert_tensor_parallel_size": 1}),
-    "expert2_data4": (4, worlds.EXPERT2),
     "expert2_pipeline2_data2": (4, worlds.EXPERT2 | PIPELINE),
-    "expert2_tensor2_data2": (4, worlds.EXPERT2 | TENSOR),
-    "expert2_tensor2_data2_etp1": (4, worlds.EXPERT2 | TENSOR | {"expert_tensor_parallel_size": 1}),
     "expert2_context2": (2, worlds.EXPERT2 | CONTEXT),
 }
 UNTIED = {"untie_embeddings_and_output_weights": True}
@@ -51,9 +43,7 @@ INACTIVE = {
 MUON = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_use_nesterov": True, "lr": 3e-3}
 FACTORED = INACTIVE | {"bcd_inactive_update": "factored"}
 FACTORED_EMBEDDING = FACTORED | {"bcd_embedding_update": "factored"}
-HOST = {"bcd_optimizer_state": "host"}
 EQUAL_WEIGHTS = {"check_weight_hash_across_dp_replicas_interval": 1}
-RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
 
 
@@ -68,97 +58,37 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "spread": Case({}, {}, ("data2", "tensor2", "pipeline2", "context2", "pipeline2_data2", "pipeline2_tensor2")),
-    "one_block": Case({}, {"bcd_num_blocks": 1}, ("pipeline2",)),
-    "stage": Case({}, {"bcd_layout": "stage", "bcd_num_blocks": None}, ("pipeline2_data2",)),
+    "spread": Case({}, {}, ("tensor2", "context2", "pipeline2_data2")),
     "submodel": Case({}, {"bcd_layout": "submodel"}, ("pipeline2_data2",)),
     "pretrain": Case(LLAMA, PRETRAIN, ("context2_pipeline2",)),
     "masks": Case(LLAMA, MASKS, ("context2",)),
     "per_token": Case({}, {"eod_mask_loss": True, "calculate_per_token_loss": True}, ("context2",)),
-    "frozen": Case({}, {"bcd_frozen": "embedding", "bcd_order": "random"}, ("tensor2", "pipeline2")),
-    "frozen_untied": Case(UNTIED, {"bcd_frozen": "embedding,norms"}, ("data2", "pipeline2")),
-    "moments_bf16": Case({}, {"adam_moments_dtype": "bf16"}, ("data2",), 1e-4),
     "moments_int8": Case({}, {"adam_moments_dtype": "int8"}, ("pipeline2",), 1e-4),
-    "inactive": Case({}, INACTIVE | HOST, ("pipeline2_data2",), 2e-4),
-    "muon": Case({}, INACTIVE | MUON | HOST, ("data2", "tensor2", "pipeline2"), 2e-4),
-    "full_muon": Case({}, MUON | {"bcd_num_blocks": 1}, ("data2",), 2e-4),
-    "muon_blocks": Case(
-        {}, MUON | HOST | {"bcd_always_active": "norms,biases", "bcd_frozen": "embedding,head"}, ("data2",), 2e-4
-    ),
-    "factored": Case({}, FACTORED | HOST, ("pipeline2_data2",)),
-    "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | MUON, ("tensor2", "pipeline2_data2")),
-    "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP, ("pipeline2_data2",)),
-    "factored_llama": Case(LLAMA, FACTORED_EMBEDDING | {"bcd_num_blocks": 0}, ("tensor2",)),
-    "experts": Case(worlds.EXPERTS, {}, ("expert2_tensor2_etp1", "expert2_pipeline2_data2")),
+    "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | MUON, ("tensor2",)),
+    "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP | {"bcd_num_blocks": 3}, ("pipeline2_data2",)),
+    "experts": Case(worlds.EXPERTS, {}, ("expert2_pipeline2_data2",)),
     "experts_muon_divided": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
         MUON | INACTIVE | {"moe_token_dispatcher_type": "alltoall", "log_params_norm": True} | EQUAL_WEIGHTS,
         ("expert2_data2",),
         2e-4,
     ),
-    "experts_factored_divided": Case(
+    "experts_factored": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
         FACTORED
         | {"bcd_num_blocks": 0, "overlap_grad_reduce": True, "moe_token_dispatcher_type": "alltoall"}
         | {"moe_grouped_gemm": True},
         ("expert2_context2",),
     ),
-    "experts_muon": Case(
-        worlds.EXPERTS | worlds.SHARED_EXPERT | {"moe_layer_freq": 2},
-        MUON | INACTIVE | {"moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "seq_aux_loss"},
-        ("pipeline2_data2",),
-        2e-4,
-    ),
-    "experts_factored": Case(
-        worlds.EXPERTS | worlds.SHARED_EXPERT,
-        FACTORED | {"bcd_num_blocks": 0, "overlap_grad_reduce": True},
-        ("tensor2",),
-    ),
-    "experts_blocks": Case(
-        worlds.EXPERTS | worlds.SHARED_EXPERT,
-        {"bcd_num_blocks": 2, "moe_grouped_gemm": True},
-        ("pipeline2_data2",),
-    ),
-    "experts_blocks_factored": Case(
-        worlds.EXPERTS | {"moe_layer_freq": 2},
-        FACTORED | HOST | {"bcd_num_blocks": 2},
-        ("expert2_data4",),
-    ),
-    "experts_per_token": Case(worlds.EXPERTS, {"eod_mask_loss": True, "calculate_per_token_loss": True}, ("data2",)),
-    "gpt_oss": Case(
-        worlds.GPT_OSS,
-        FACTORED | {"sequence_parallel": True},
-        ("pipeline2_data2", "expert2_tensor2_etp1"),
-    ),
-    "no_block": Case({}, INACTIVE | {"bcd_num_blocks": 0}, ("data2",), 2e-4),
+    "gpt_oss": Case(worlds.GPT_OSS, FACTORED | {"sequence_parallel": True}, ("expert2_tensor2_etp1",)),
 }
-LONG_CASES = {
-    "llama": Case(LLAMA, {}, ("context2", "context2_tensor2", "context4")),
-    "long_pretrain": Case(LLAMA, PRETRAIN, ("context2_tensor2", "context4")),
-    "kept": Case({}, HOST | {"bcd_always_active": "norms,embedding,head"}, ("context2",)),
-    "whole_recomputed": Case({}, RECOMPUTED | {"no_use_distributed_optimizer": True}, ("context2",)),
-    "sgd": Case({}, {"optimizer": "sgd", "sgd_momentum": 0.9, "lr": 0.1}, ("context2",)),
-    "overlap": Case({}, OVERLAP, ("context2", "data2")),
-    "long_inactive": Case({}, INACTIVE | MUON, ("pipeline2_data2",), 2e-4),
-    "untied": Case(UNTIED, {}, ("pipeline2_tensor2",)),
-}
-LONG_PAIRS = """
-stage-pipeline2 submodel-pipeline2 pretrain-context2 pretrain-context2_data2 frozen-data2 inactive-data2
-inactive-tensor2 inactive-pipeline2 factored-data2 factored-tensor2 factored_tied-pipeline2 factored_llama-data2
-experts-data2 experts-tensor2 experts-context2 experts-pipeline2_data2 experts_muon_divided-expert2_data4
-experts_muon_divided-expert2_tensor2_data2_etp1 experts_factored_divided-expert2_data4
-experts_factored_divided-expert2_tensor2_data2 experts_muon-tensor2 experts_factored-data2
-experts_blocks-expert2_tensor2_data2 experts_blocks_factored-pipeline2_data2
-"""
-"""Run only with --long, because the default suite has each of both with a similar other."""
 
 
 def config_of(initial_weights: Flags, case: Case, **more: Any) -> Any:
     """Return two steps per block for one cycle and the first block's next visit, with evaluations inside and at the
     end."""
-    flags = initial_weights(bcd_num_blocks=3, **case.network) | case.flags
-    num_blocks = {None: 2, 0: 1}.get(flags["bcd_num_blocks"], flags["bcd_num_blocks"])
-    num_blocks *= 2 if flags.get("bcd_layout") == "submodel" else 1
+    flags = initial_weights(bcd_num_blocks=2, **case.network) | case.flags
+    num_blocks = max(flags["bcd_num_blocks"], 1) * (2 if flags.get("bcd_layout") == "submodel" else 1)
     steps = 2 * num_blocks + 2
     lengths = {"bcd_steps_per_block": 2, "train_iters": steps, "eval_iters": 1, "eval_interval": steps - 1}
     # With 1e-8, Adam makes whole steps of gradients that are mostly rounding, and norms may differ by 1 %.
@@ -168,18 +98,12 @@ def config_of(initial_weights: Flags, case: Case, **more: Any) -> Any:
 @functools.cache
 def one_rank(world1: World, initial_weights: Flags, name: str, stages: int | None) -> dict[str, Any]:
     """Return the run of one rank that trains the blocks of this many stages."""
-    case = (CASES | LONG_CASES)[name]
-    more = {"bcd_num_blocks": 1} if case.flags.get("bcd_num_blocks", 3) is None else {}
-    steps = config_of(initial_weights, case).training.train_iters
-    config = config_of(initial_weights, case, **more, train_iters=steps)
+    config = config_of(initial_weights, CASES[name])
     return world1.run(worlds.train_run, config, blocks_of_stages=stages)[0]
 
 
-PAIRS = [pytest.param(name, cut) for name, case in CASES.items() for cut in case.cuts]
-LONG = [(name, cut) for name, case in LONG_CASES.items() for cut in case.cuts]
-LONG += [pair.split("-") for pair in LONG_PAIRS.split()]
-PAIRS += [pytest.param(*pair, marks=pytest.mark.long) for pair in LONG]
-PAIRS.sort(key=lambda pair: [*CUTS].index(str(pair.values[1])))  # groups of ranks are kept from case to case
+PAIRS = [(name, cut) for name, case in CASES.items() for cut in case.cuts]
+PAIRS.sort(key=lambda pair: [*CUTS].index(pair[1]))  # groups of ranks are kept from case to case
 
 
 @pytest.mark.parametrize(("name", "cut"), PAIRS)
@@ -187,7 +111,7 @@ def test_every_layout_takes_the_same_steps(
     world1: World, world2: World, world4: World, initial_weights: Flags, name: str, cut: str
 ) -> None:
     """Every layout has the losses, gradient norms and evaluations of one rank, within the tolerance of fp32 sums."""
-    case, (num_ranks, layout) = (CASES | LONG_CASES)[name], CUTS[cut]
+    case, (num_ranks, layout) = CASES[name], CUTS[cut]
     has_own_blocks = "pipeline" in cut and case.flags.get("bcd_layout") != "strided"
     reference = one_rank(world1, initial_weights, name, 2 if has_own_blocks else None)
     assert len(set(reference["blocks"])) > 1 or case.flags.get("bcd_num_blocks") in (0, 1)

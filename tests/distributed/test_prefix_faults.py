@@ -54,14 +54,12 @@ def test_what_is_damaged_is_computed_anew(
 
 
 def test_other_runs_have_caches_of_their_own(world1: World, flags: dict[str, Any], tmp_path: Path) -> None:
-    """A run with other weights, samples, network or precision fills another cache."""
+    """A run with other weights, samples or network fills another cache."""
     served(world1, flags, tmp_path)
     others: list[dict[str, Any]] = [
-        {"seed": 4321},
         {"lr": 2e-3},
         {"bcd_sample_ratio": 0.0071},
         {"rotary_base": 100, "position_embedding_type": "rope"},
-        {"bf16": True},
     ]
     for other in others:
         before = {path.name for path in tmp_path.glob("prefix_*")}
@@ -104,18 +102,21 @@ def test_used_too_seldom(world1: World, flags: dict[str, Any], tmp_path: Path) -
     assert sum(outcome["hits"]) == outcome["num_computed"] == 0 and not list(tmp_path.glob("prefix_*"))
 
 
-@pytest.mark.parametrize(("fault", "rank"), [("write", 1), ("prepare", 0), ("publish", 0)])
+@pytest.mark.parametrize(("fault", "rank"), [("write", 1), ("publish", 0)])
 def test_a_disk_that_refuses(world2: World, flags: dict[str, Any], tmp_path: Path, fault: str, rank: int) -> None:
-    """If one rank's disk fails, both ranks warn, train alike, and leave no cache behind."""
+    """If one rank's disk fails, both ranks warn, train as without a cache, and leave none behind."""
     config = worlds.run_config(**flags, world_size=2, bcd_prefix_cache=tmp_path)
     first, second = world2.run(prefix_runs.fault_on_rank, config, rank, fault)
-    assert first["losses"] == second["losses"] and first["warnings"] == second["warnings"]
+    computed = world2.run(worlds.train_run, worlds.run_config(**flags, world_size=2))
+    for mine, expected in zip((first, second), computed, strict=True):
+        assert len(mine["losses"]) == 8 and mine["losses"] == expected["losses"]
+        assert worlds.same_bits(mine["weights"], expected["weights"]) == []
+    assert first["warnings"] == second["warnings"]
     assert any(warning.startswith("--bcd-prefix-cache") for warning in first["warnings"])
     assert not list(tmp_path.glob("prefix_*"))
 
 
-@pytest.mark.parametrize("stop", [4, 6])
-def test_resume(world1: World, flags: dict[str, Any], tmp_path: Path, stop: int) -> None:
-    """A run that stops before or inside a phase with a cached prefix resumes as the uninterrupted run."""
+def test_resume(world1: World, flags: dict[str, Any], tmp_path: Path) -> None:
+    """A run that stops inside a phase with a cached prefix resumes as the uninterrupted run."""
     config = worlds.run_config(**flags, bcd_prefix_cache=tmp_path / "cache")
-    assert world1.run(resumed_runs.stopped_and_resumed, config, [stop], str(tmp_path / "saved"))[0] == []
+    assert world1.run(resumed_runs.stopped_and_resumed, config, [6], str(tmp_path / "saved"))[0] == []

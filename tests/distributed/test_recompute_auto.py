@@ -57,7 +57,7 @@ def test_the_full_batch_counts(world2: World, text_data: str) -> None:
     assert whole == ramped and any(number for _, number in whole)
 
 
-@pytest.mark.parametrize(("asked", "counted"), [(None, 1), (0, 0), (3, 3), (9, 4)])
+@pytest.mark.parametrize(("asked", "counted"), [(None, 1), (3, 3), (9, 4)])
 def test_the_run_ahead_counts(asked: int | None, counted: int) -> None:
     """The planned memory counts the run-ahead messages that --bcd-run-ahead allows, at most those of an iteration."""
     flags = {"pipeline_model_parallel_size": 2, "world_size": 2, "bcd_layout": "stage", "bcd_num_blocks": None}

@@ -14,8 +14,7 @@ from support.dist import RankError, World
 
 from megatron.bcd import trainer
 from megatron.bcd.model.builder import unwrap_model
-from megatron.bcd.runtime import device, memory
-from megatron.bcd.training import timers
+from megatron.bcd.runtime import memory
 
 
 def run_of(config: Any) -> dict[str, Any]:
@@ -71,20 +70,16 @@ def timed_run(config: Any) -> dict[str, Any]:
         return worlds.outcome(run) | {"times": times, "barriers": barrier.call_count}
 
 
-TIMED_LAYOUTS: dict[str, dict[str, Any]] = {
-    "pipeline": {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel"},
-    "data": {"world_size": 2, "bf16": True},
-}
+TIMED_LAYOUT = worlds.PIPELINE | {"bcd_layout": "submodel"}
 
 
-@pytest.mark.parametrize("layout", TIMED_LAYOUTS)
-def test_timers(world2: World, text_data: str, layout: str) -> None:
+def test_timers(world2: World, text_data: str) -> None:
     """Timers appear by level and on request only, cover both ranks, and leave losses unchanged. Ranks wait for each
     other unless --no-barrier-with-level-1-timing is given."""
     flags = {"data_path": text_data, "train_iters": 4, "log_interval": 2, "eval_iters": 1, "eval_interval": 2}
 
     def run(**more: Any) -> list[dict[str, Any]]:
-        return world2.run(timed_run, worlds.run_config(**flags, **TIMED_LAYOUTS[layout], **more))
+        return world2.run(timed_run, worlds.run_config(**flags, **TIMED_LAYOUT, **more))
 
     plain = run()
     assert plain[0]["times"] == [{}] * 3 and plain[0]["barriers"] == 0
@@ -96,49 +91,6 @@ def test_timers(world2: World, text_data: str, layout: str) -> None:
             assert {*names} <= {*times} and all(len(by_rank) == 2 for by_rank in times.values())
             assert times["forward-backward"] and min(times["forward-backward"]) > 0.0
             assert ("forward-compute" in times) == (level == 2)
-
-
-class Clock:
-    """A clock that advances by a millisecond whenever it is read."""
-
-    seconds = 0.0
-
-    def perf_counter(self) -> float:
-        self.seconds += 1e-3
-        return self.seconds
-
-
-def straggling_run(config: Any, slow: int) -> dict[str, Any]:
-    """Slow one rank's forward pass down by 20 ms; return what the log lines say about the ranks."""
-    clock = Clock()
-
-    def slow_down(*_: Any) -> None:
-        clock.seconds += 0.02
-
-    patches = (mock.patch.object(timers, "time", clock), mock.patch.object(device, "_now", clock.perf_counter))
-    with worlds.started(config) as run, patches[0], patches[1]:
-        if torch.distributed.get_rank() == slow:
-            unwrap_model(run.model).register_forward_pre_hook(slow_down)
-        run.train()
-        return worlds.outcome(run) | {"ranks": [dict(record.straggler_ms) for record in run.recorder.steps]}
-
-
-def test_a_slow_rank(world2: World, text_data: str) -> None:
-    """--log-straggler shows the slow rank's times of training in each log line, without evaluations. It changes no
-    loss, and no times appear without it."""
-    flags = {"data_path": text_data, "train_iters": 5, "log_interval": 2, "eval_iters": 1, "eval_interval": 2}
-    flags |= TIMED_LAYOUTS["pipeline"]
-    plain = world2.run(straggling_run, worlds.run_config(**flags), 0)
-    asked = worlds.run_config(**flags, log_straggler=True)
-    for slow in (0, 1):
-        ranks = world2.run(straggling_run, asked, slow)
-        assert [rank["losses"] for rank in ranks] == [rank["losses"] for rank in plain]
-        forward = [21.0 * 4, 1.0 * 4]  # microbatches
-        expected = {"forward": forward if slow == 0 else forward[::-1], "batch": [1.0, 1.0]}
-        actual = ranks[0]["ranks"]
-        assert len(actual) == 4 and plain[0]["ranks"] == [{}] * 4
-        for times in actual:
-            assert {name: pytest.approx(by_rank) for name, by_rank in times.items()} == expected
 
 
 def broken_run(config: Any, at: int) -> dict[str, Any]:

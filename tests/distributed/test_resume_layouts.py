@@ -5,7 +5,6 @@ There is no dropout, because random generators belong to the ranks that saved th
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from support import resumed_runs, worlds
 from support.dist import World
-from support.pairwise import thinned
 
 CUTS: dict[str, dict[str, Any]] = {
     "one": {"bcd_num_blocks": 4},
@@ -22,27 +20,19 @@ CUTS: dict[str, dict[str, Any]] = {
     "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2, "bcd_num_blocks": 4},
     "context2": {"world_size": 2, "context_parallel_size": 2, "bcd_num_blocks": 4},
     "expert2": {"world_size": 2, "bcd_num_blocks": 4} | worlds.EXPERT2,
-    "expert2_data4": {"world_size": 4, "bcd_num_blocks": 4, "micro_batch_size": 2} | worlds.EXPERT2,
-    "expert2_fp32": {"world_size": 2} | worlds.EXPERT2,
 }
-PAIRS = list(itertools.permutations([cut for cut in CUTS if cut[:5] not in ("conte", "exper")], 2))
-PAIRS += [("context2", "one"), ("one", "context2")]
-EXPERT_PAIRS = [("expert2", "one"), ("expert2", "tensor2"), ("expert2_fp32", "one"), ("expert2_data4", "expert2")]
+PAIRS = [("pipeline2", "data2"), ("data2", "tensor2"), ("context2", "one"), ("expert2", "one")]
 # What is saved under each: gate and up lie side by side on every tensor-parallel rank, main parameters have bits of
 # their own, frozen blocks have moments, and what is always active has seen more steps than the block
 MODELS: dict[str, dict[str, Any]] = {
-    "one": {"swiglu": True},
     "pipeline2": {"bcd_optimizer_state": "host", "untie_embeddings_and_output_weights": True, "bcd_head_phase": True},
     "data2": {"bf16": True, "bcd_optimizer_state": "host", "bcd_always_active": "norms"},
-    "tensor2": {"swiglu": True, "no_use_distributed_optimizer": True},
     "context2": {"bf16": True, "bcd_optimizer_state": "host"},
     "expert2": {"bf16": True, "bcd_optimizer_state": "host"} | worlds.EXPERTS,
-    "expert2_data4": {"bf16": True, "bcd_optimizer_state": "host"} | worlds.EXPERTS,
-    "expert2_fp32": {"bcd_num_blocks": 2, "bcd_optimizer_state": "host"} | worlds.EXPERTS,
 }
 FACTORED = {"bcd_inactive_update": "factored", "bcd_embedding_update": "factored", "bcd_inactive_grad_dtype": "fp32"}
-STEPS_PER_BLOCK = 3
-IN_FIRST_BLOCK, IN_SECOND_BLOCK = 14, 11
+STEPS_PER_BLOCK = 2
+IN_FIRST_BLOCK, IN_SECOND_BLOCK = 9, 7
 """Iterations inside a phase of a later cycle: the embedding's block with four blocks, the other one with two; inside
 the head's phase where it has one."""
 
@@ -60,7 +50,7 @@ class Saved:
             "num_layers": 4,
             "micro_batch_size": 4,
             "bcd_steps_per_block": STEPS_PER_BLOCK,
-            "train_iters": 17,
+            "train_iters": 12,
             "data_path": self._text_data,
         }
         config = worlds.run_config(**base | CUTS[cut] | flags)
@@ -96,14 +86,14 @@ def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     ]
 
 
-@pytest.mark.parametrize(("before", "after"), [*thinned(PAIRS, keep_every=4), *thinned(EXPERT_PAIRS, keep_every=2)])
+@pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_another_layout_goes_on_inside_the_phase(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     """Under another layout with the same blocks, a run resumes inside the phase with the same weights and optimizer
     state."""
     flags = {"bcd_layout": "submodel"} | MODELS[before]
     whole, root = saved.under(before, flags, IN_FIRST_BLOCK)
     resumed = saved.run(resumed_runs.resumed_and_saved_again, after, flags, root, str(tmp_path))
-    assert (resumed["began_at"], resumed["began_in"]) == (IN_FIRST_BLOCK, (4, 2))
+    assert (resumed["began_at"], resumed["began_in"]) == (IN_FIRST_BLOCK, (4, 1))
     first, second = saved.tensors(root), saved.tensors(str(tmp_path))
     assert first.keys() == second.keys()
     has_head_phase = "bcd_head_phase" in flags
@@ -115,13 +105,12 @@ def test_another_layout_goes_on_inside_the_phase(saved: Saved, tmp_path: Path, b
     assert any("random generators are seeded anew" in line for line in resumed["warnings"]), resumed["warnings"]
 
 
-@pytest.mark.parametrize(("before", "after"), [("one", "pipeline2"), ("pipeline2", "tensor2")])
-def test_where_blocks_differ_the_cycle_begins_again(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+def test_where_blocks_differ_the_cycle_begins_again(saved: Saved, tmp_path: Path) -> None:
     """Under a layout with other blocks, a run resumes with the same weights and no optimizer state, at the start of the
     cycle."""
     flags = {"bcd_layout": "spread", "bcd_num_blocks": 2}
-    whole, root = saved.under(before, flags, IN_SECOND_BLOCK)
-    resumed = saved.run(resumed_runs.resumed_and_saved_again, after, flags, root, str(tmp_path))
+    whole, root = saved.under("one", flags, IN_SECOND_BLOCK)
+    resumed = saved.run(resumed_runs.resumed_and_saved_again, "pipeline2", flags, root, str(tmp_path))
     assert (resumed["began_at"], resumed["began_in"]) == (IN_SECOND_BLOCK, (2, 0))
     assert any("cycle 1 restarts" in line for line in resumed["warnings"]), resumed["warnings"]
     first, second = saved.tensors(root), saved.tensors(str(tmp_path))
@@ -130,20 +119,18 @@ def test_where_blocks_differ_the_cycle_begins_again(saved: Saved, tmp_path: Path
     assert different(second, first) == []
     # the first loss depends only on the weights
     assert resumed["losses"][0] == pytest.approx(whole["losses"][IN_SECOND_BLOCK], rel=2e-5)
-    assert resumed["blocks"] == [0, 0, 0, 1, 1, 1]
+    assert resumed["blocks"] == [0, 0, 1, 1, 0]
 
 
-@pytest.mark.parametrize("rule", ["adam", "factored"])
-def test_a_vocabulary_that_is_padded_further(saved: Saved, tmp_path: Path, rule: str) -> None:
+def test_a_vocabulary_that_is_padded_further(saved: Saved, tmp_path: Path) -> None:
     """The same flags on two tensor-parallel ranks pad to twice the multiple: a run resumes with the same rows of all
     tokens."""
-    flags = {"bcd_layout": "submodel", "make_vocab_size_divisible_by": 128} | (FACTORED if rule == "factored" else {})
+    flags = {"bcd_layout": "submodel", "make_vocab_size_divisible_by": 128} | FACTORED
     whole, root = saved.under("one", flags, IN_FIRST_BLOCK)
     resumed = saved.run(resumed_runs.resumed_and_saved_again, "tensor2", flags, root, str(tmp_path))
     first, second = saved.tensors(root), saved.tensors(str(tmp_path))
     padded = [name for name in first if first[name].shape != second[name].shape]
-    state = {"optimizer.exp_avg_sq_row"} if rule == "factored" else {"optimizer.exp_avg", "optimizer.exp_avg_sq"}
-    assert {name.rpartition(".embedding.")[0] for name in padded} == {"", *state}
+    assert {name.rpartition(".embedding.")[0] for name in padded} == {"", "optimizer.exp_avg_sq_row"}
     for name in padded:
         assert (len(first[name]), len(second[name])) == (384, 512)
         first[name], second[name] = first[name][:257], second[name][:257]
@@ -155,17 +142,7 @@ def test_a_vocabulary_that_is_padded_further(saved: Saved, tmp_path: Path, rule:
 
 @pytest.mark.parametrize(
     ("before", "after", "network"),
-    thinned(
-        [
-            ("tensor2", "pipeline2", {"swiglu": True}),
-            ("data2", "tensor2", {"swiglu": True}),
-            ("pipeline2", "one", worlds.EXPERTS | {"moe_layer_freq": 2}),
-            ("tensor2", "pipeline2", worlds.EXPERTS),
-            ("one", "expert2_data4", worlds.EXPERTS),
-            ("expert2", "tensor2", worlds.EXPERTS),
-        ],
-        keep_every=2,
-    ),
+    [("tensor2", "pipeline2", {"swiglu": True}), ("expert2", "tensor2", worlds.EXPERTS | {"moe_layer_freq": 2})],
 )
 def test_second_moments_fit_another_layout(
     saved: Saved, tmp_path: Path, before: str, after: str, network: dict[str, Any]

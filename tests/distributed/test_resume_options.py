@@ -149,15 +149,6 @@ def test_weights_only(world2: World, stopped: dict[str, Any], tmp_path: Path) ->
         assert worlds.same_bits(rank["first_weights"], first["weights"]) == []
 
 
-def test_progress(world2: World, text_data: str, tmp_path: Path) -> None:
-    """progress.txt has one line for the start and one for each checkpoint."""
-    config = resumed_runs.with_checkpoints(config_of(text_data), save=str(tmp_path), save_interval=3, log_progress=True)
-    world2.run(resumed_runs.one_part, config)
-    lines = [line.split("\t")[2:] for line in (tmp_path / "progress.txt").read_text().splitlines()]
-    saved = [["# GPUs: 2", "Saved checkpoint", f"Iteration: {iteration}"] for iteration in (3, 6, LAST)]
-    assert lines == [["# GPUs: 2", "Starting job"], *saved]
-
-
 def kept_after_resuming(config: Any, root: str, **options: Any) -> dict[int, set[str]]:
     """Return the offloaded state of each block before the first step: names of tensors, from any stage."""
     with worlds.started(resumed_runs.with_checkpoints(config, load=root, **options)) as run:

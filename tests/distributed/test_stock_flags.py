@@ -30,11 +30,11 @@ def flags_of(run: str, data_path: str) -> dict[str, Any]:
     return STOCK["flags"] | STOCK["runs"][run]["flags"] | PLATFORM | {"data_path": data_path}
 
 
-LONG = ("tensor2", "data2", "layout", "rope_scaled", "per_token_loss_data2")
-"""Runs whose faults other tests of the default suite would also notice."""
+IN_OTHERS = ("tensor2", "data2", "layout", "rope_scaled", "per_token_loss_data2")
+"""Runs whose faults other tests notice."""
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, marks=[pytest.mark.long] * (run in LONG)) for run in STOCK["runs"]])
+@pytest.mark.parametrize("run", [run for run in STOCK["runs"] if run not in IN_OTHERS])
 def test_curve(world1: World, world2: World, data_path: str, run: str) -> None:
     """With each set of flags the run has stock's losses, norms, learning rates and evaluations, within rounding."""
     stock = STOCK["runs"][run]

@@ -7,11 +7,10 @@ import signal
 import threading
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from support import prefix_runs, resumed_runs, worlds
+from support import resumed_runs, worlds
 from support.dist import World
 
 from megatron.bcd.checkpoint import layout
@@ -58,7 +57,7 @@ def stopped(config: Any, root: str, how: str, *, rank: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("how", "rank"), [("SIGINT", 0), ("SIGUSR1", 1), ("time", 0)])
+@pytest.mark.parametrize(("how", "rank"), [("SIGUSR1", 1), ("time", 0)])
 def test_one_rank_is_asked_to_stop(world2: World, text_data: str, tmp_path: Path, how: str, rank: int) -> None:
     """If one rank is asked to stop, both ranks save and stop after the same step, and the resumed run equals the
     uninterrupted one."""
@@ -104,64 +103,3 @@ def test_sigterm_while_a_checkpoint_is_written(world2: World, text_data: str, tm
     assert saved == [result[0]["stopped"], 3] and 3 < saved[0] <= ASKED_AT + 2
     assert [layout.damage(layout.iteration_folder(str(tmp_path), item)) for item in saved] == [None, None]
     assert list(tmp_path.glob("*.incomplete")) == []
-
-
-def stopped_at_a_switch(config: Any, root: str) -> dict[str, Any]:
-    """Send SIGTERM to rank 1 before the second phase, whose prefix outputs are to be computed and stored."""
-    whole = resumed_runs.one_part(config)
-    with worlds.parallel(config):
-        is_asked = torch.distributed.get_rank() == 1
-
-    def ask(run: worlds.RecordedRun) -> None:
-        if is_asked:
-            signal.raise_signal(signal.SIGTERM)
-
-    first = resumed_runs.one_part(
-        resumed_runs.with_checkpoints(config, save=root).replace_section("bcd", bcd_prefix_cache=root + "_cache"),
-        before_switch=ask,
-    )
-    rest = resumed_runs.one_part(resumed_runs.with_checkpoints(config, load=root))
-    return {
-        "said": first["notes"],
-        "stopped": first["iteration"],
-        "differences": resumed_runs.differences(whole, [first, rest]),
-    }
-
-
-def test_a_signal_before_a_prefix_cache_is_filled(world2: World, text_data: str, tmp_path: Path) -> None:
-    """A signal before a prefix cache is filled stops both stages without filling it, and the resumed run equals the
-    whole one."""
-    flags = prefix_runs.FLAGS | PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None, "bcd_steps_per_block": 4}
-    config = worlds.run_config(data_path=text_data, bcd_prefix_cache=tmp_path / "cache", **flags)
-    result = world2.run(stopped_at_a_switch, config, str(tmp_path / "saved"))
-    assert [(part["stopped"], part["differences"]) for part in result] == [(4, []), (4, [])]
-    assert all("reads" not in line for line in result[0]["said"] if line.startswith("prefix cache: phase"))
-
-
-def signalled_while_saving(config: Any) -> dict[str, Any]:
-    """Send SIGTERM to rank 1 while a regular checkpoint is being written."""
-    with worlds.started(config) as run:
-        saver = run.saver
-        assert saver is not None
-        original, saves = saver.save, []
-
-        def save(*arguments: Any) -> bool:
-            saves.append(run.iteration)
-            if torch.distributed.get_rank() == 1:
-                signal.raise_signal(signal.SIGTERM)
-            return original(*arguments)
-
-        with mock.patch.object(saver, "save", save):
-            run.train()
-        return {"saves": saves, "iteration": run.iteration}
-
-
-@pytest.mark.parametrize("async_save", [False, True])
-def test_sigterm_while_a_due_checkpoint_is_written(
-    world2: World, text_data: str, tmp_path: Path, async_save: bool
-) -> None:
-    """A run that gets a signal during a due save stops after it, without another step or save."""
-    config = config_of(text_data, save=tmp_path, save_interval=3, async_save=async_save)
-    result = world2.run(signalled_while_saving, config)
-    assert result == [{"saves": [3], "iteration": 3}] * 2
-    assert layout.damage(layout.iteration_folder(str(tmp_path), 3)) is None

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support import worlds
 from support.dist import World
-from support.pairwise import Combination, all_combinations, thinned
 
 from megatron.bcd.config import RunConfig
 
@@ -17,15 +16,15 @@ from megatron.bcd.config import RunConfig
 LOSS_SCALING = {"fp16": True, "initial_loss_scale": 2**20, "hysteresis": 1, "loss_scale_window": 3}
 
 
-@pytest.mark.parametrize("cut", ["data2", "tensor2", "pipeline2", "stage", "submodel"])
+@pytest.mark.parametrize("cut", ["tensor2", "submodel"])
 def test_every_rank_decides_alike(world2: World, text_data: str, cut: str) -> None:
     """All ranks take and skip the same steps and switch together, and fp16's loss scale follows its rule across
     switches."""
-    flags = {"data_path": text_data, "bcd_steps_per_block": 4, "train_iters": 22} | LOSS_SCALING | worlds.CUTS[cut]
-    config = worlds.run_config(no_use_distributed_optimizer=cut in ("tensor2", "stage"), **flags)
+    flags = {"data_path": text_data, "bcd_steps_per_block": 4, "train_iters": 14} | LOSS_SCALING | worlds.CUTS[cut]
+    config = worlds.run_config(no_use_distributed_optimizer=cut == "tensor2", **flags)
     first, second = world2.run(worlds.train_run, config)
     assert first["steps"] == second["steps"]
-    assert first["switches"] == second["switches"] == [4, 8, 12, 16, 20]
+    assert first["switches"] == second["switches"] == [4, 8, 12]
     assert first["metrics"] == second["metrics"]
     assert any(step["grad_norm"] is None for step in first["steps"]), "no step was skipped: nothing is tested"
     assert_scale_follows_its_rule(first["steps"])
@@ -60,13 +59,11 @@ def embeddings_after_every_phase(config: RunConfig) -> list[dict[str, torch.Tens
     return phases
 
 
-@pytest.mark.parametrize(
-    ("layout", "precision"), [("pipeline2", {}), ("stage", {"bf16": True}), ("submodel", {"bf16": True})]
-)
+@pytest.mark.parametrize(("layout", "precision"), [("pipeline2", {}), ("stage", {"bf16": True})])
 def test_tied_copies_stay_equal(world2: World, text_data: str, layout: str, precision: dict[str, Any]) -> None:
     """Copies of a tied embedding are equal after every phase, and change in the phases of the embedding's block
     only."""
-    num_blocks = {"pipeline2": 3, "stage": 2, "submodel": 6}[layout]
+    num_blocks = {"pipeline2": 3, "stage": 2}[layout]
     flags = {"data_path": text_data, "bcd_steps_per_block": 2, "train_iters": 2 * num_blocks + 5}
     config = worlds.run_config(**flags, **worlds.CUTS[layout], **precision, lr_warmup_iters=1)
     first, last = world2.run(embeddings_after_every_phase, config)
@@ -82,28 +79,14 @@ def test_tied_copies_stay_equal(world2: World, text_data: str, layout: str, prec
         before = copies[0]
 
 
-OVERLAP_FACTORS = {"cut": ["data2", "pipeline2_data2"], "layout": ["spread", "submodel"], "precision": ["fp32", "bf16"]}
-OVERLAPS = all_combinations(OVERLAP_FACTORS, lambda case: True)
-
-
-@pytest.mark.parametrize("case", thinned(OVERLAPS, keep_every=7), ids=lambda case: "-".join(case.values()))
-def test_overlapped_communication_survives_switches(
-    world2: World, world4: World, text_data: str, case: Combination
-) -> None:
+def test_overlapped_communication_survives_switches(world4: World, text_data: str) -> None:
     """Overlapped reductions and gathers leave losses and evaluations unchanged across switches, within rounding."""
-    is_bf16 = case["precision"] == "bf16"
-    cut = {"world_size": 2} if case["cut"] == "data2" else {"world_size": 4, "pipeline_model_parallel_size": 2}
-    flags = {"data_path": text_data, "bcd_steps_per_block": 2, "train_iters": 14, "bcd_layout": case["layout"]}
-    flags |= {"bf16": is_bf16} | cut
-    evaluation = {"eval_iters": 1, "eval_interval": 3, "ddp_bucket_size": 3000}
-    world = world2 if case["cut"] == "data2" else world4
-    plain = world.run(worlds.train_run, worlds.run_config(**flags, **evaluation))
-    for overlap in ({"overlap_grad_reduce": True}, {"overlap_grad_reduce": True, "overlap_param_gather": True}):
-        config = worlds.run_config(**flags, **evaluation, **overlap)
-        for mine, other in zip(world.run(worlds.train_run, config), plain, strict=True):
-            assert mine["blocks"] == other["blocks"]
-            assert mine["losses"] == pytest.approx(other["losses"], rel=1e-2 if is_bf16 else 2e-5)
-            assert len(mine["evaluations"]) == 5
-            assert [loss for *_, loss in mine["evaluations"]] == pytest.approx(
-                [loss for *_, loss in other["evaluations"]], rel=1e-2 if is_bf16 else 2e-5
-            )
+    flags = {"data_path": text_data, "bcd_layout": "submodel", "bf16": True, "train_iters": 8, "ddp_bucket_size": 3000}
+    flags |= worlds.CUTS["pipeline2_data2"] | {"eval_iters": 1, "eval_interval": 3}
+    plain = world4.run(worlds.train_run, worlds.run_config(**flags))
+    overlapped = worlds.run_config(**flags, overlap_grad_reduce=True, overlap_param_gather=True)
+    for mine, other in zip(world4.run(worlds.train_run, overlapped), plain, strict=True):
+        assert mine["blocks"] == other["blocks"] and len(set(mine["blocks"])) == 6
+        assert mine["losses"] == pytest.approx(other["losses"], rel=1e-2)
+        losses, expected = ([loss for *_, loss in run["evaluations"]] for run in (mine, other))
+        assert len(losses) == 3 and losses == pytest.approx(expected, rel=1e-2)

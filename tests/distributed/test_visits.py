@@ -29,11 +29,10 @@ def untrained(config: RunConfig) -> dict[str, Any]:
         return {"layers": sorted(layers), "warnings": run.recorder.warnings}
 
 
-@pytest.mark.parametrize("order", ["ascending", "random"])
-def test_untrained_layers_are_named(world1: World, text_data: str, order: str) -> None:
+def test_untrained_layers_are_named(world1: World, text_data: str) -> None:
     """A run names the layers that it does not train, before it and after it; a run that trains all layers does not
     warn."""
-    flags: dict[str, Any] = {"data_path": text_data, "train_iters": 8, "bcd_order": order}
+    flags: dict[str, Any] = {"data_path": text_data, "train_iters": 8, "bcd_order": "random"}
     (result,) = world1.run(untrained, worlds.run_config(**flags, bcd_steps_per_block=4))
     before, after = result["warnings"]
     first, last = result["layers"]
@@ -112,14 +111,6 @@ def test_learning_rate_of_blocks_and_phases(world1: World, text_data: str) -> No
     assert [always for _, _, always in rates] == [{1e-2}] * 6
 
 
-def test_logged_learning_rate(world1: World, text_data: str) -> None:
-    """The logged learning rate is the one that the step has used."""
-    flags = {"data_path": text_data, "lr_decay_style": "cosine", "bcd_steps_per_block": 2, "bcd_phase_warmup_steps": 1}
-    [result] = world1.run(worlds.train_run, worlds.run_config(**flags))
-    used = [step["learning_rate"] for step in result["steps"]]
-    assert [line["learning_rate"] for line in result["metrics"]] == used
-
-
 class Recording:
     """A dataset that records the requested samples."""
 
@@ -157,11 +148,9 @@ def samples_of_phases(config: RunConfig) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("blend", [False, True], ids=["one", "blend"])
-def test_each_phase_trains_on_its_own_subset(world2: World, text_data: str, blend: bool) -> None:
+def test_each_phase_trains_on_its_own_subset(world2: World, text_data: str) -> None:
     """Each phase trains on another subset, each sample once per pass, in one order for all ranks."""
-    paths = ("3", text_data, "1", text_data) if blend else text_data
-    ratio = 0.002 if blend else 0.008
+    paths, ratio = ("3", text_data, "1", text_data), 0.002
     flags = {"data_path": paths, "bcd_sample_ratio": ratio, "bcd_steps_per_block": 4, "train_iters": 12, "seed": 5}
     first, second = world2.run(samples_of_phases, worlds.run_config(**flags | worlds.CUTS["data2"]))
     assert first["num_samples"] <= first["length"]

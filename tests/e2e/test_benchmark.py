@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-LAYERS, HIDDEN, SEQUENCE, VOCABULARY = 6, 64, 16, 128
+LAYERS, HIDDEN, SEQUENCE, VOCABULARY = 3, 64, 16, 128
 SIZES = (f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 2 --seq-length {SEQUENCE} "
          f"--vocab-size {VOCABULARY - 1} --rounds 1 --steps 1").split()  # fmt: skip
 
@@ -27,23 +27,12 @@ def measured(root: Path, folder: Path, *flags: str) -> dict[str, dict[str, Any]]
     return {row["method"]: row for row in figures["rows"]}
 
 
+@pytest.mark.long  # its figures: unit/test_benchmark.py
 def test_with_peer(repo_root: Path, tmp_path: Path) -> None:
     """The peer trains the same blocks of the same model on the same samples, so that its loss is ours."""
-    rows = measured(repo_root, tmp_path, "--methods", "full,bcd,badam")
-    assert list(rows) == ["full", "bcd", "badam"]
+    rows = measured(repo_root, tmp_path, "--methods", "bcd,badam")
+    assert list(rows) == ["bcd", "badam"]
     assert rows["bcd"]["loss"] == pytest.approx(rows["badam"]["loss"], rel=1e-5)
     assert rows["bcd"]["model_state_bytes"] < rows["badam"]["model_state_bytes"], "it copies the active weights"
     assert all(row["step_ms"] > 0 and row["peak_memory_bytes"] > 2**20 for row in rows.values())
-    assert [len(row["blocks"]) for row in rows.values()] == [0, 3, 3] and rows["full"]["ratio"] == 1
-    assert rows["bcd"]["model_state_bytes"] < 0.6 * rows["full"]["model_state_bytes"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("flags", [("--schedule", "--pipeline-model-parallel-size", "2"), ("--prefix-cache",)])
-def test_other_comparisons(repo_root: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """A schedule or a prefix cache does not change the loss, and a pipeline runs in two processes."""
-    rows = measured(repo_root, tmp_path, *flags)
-    for row in rows.values():
-        assert row["processes"] == 1 + ("--pipeline-model-parallel-size" in flags)
-        if row["method"] != "interleaved":
-            assert row["loss"] == pytest.approx(rows[row["against"]]["loss"], rel=1e-5), row["method"]
+    assert [len(row["blocks"]) for row in rows.values()] == [3, 3]

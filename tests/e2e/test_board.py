@@ -158,26 +158,6 @@ def test_plan_run_stop_resume_watch(browser: Any, serve: Any, model: str, tmp_pa
     assert {re.sub(r"^(\w+://[^/]*|data:).*", r"\1", address) for address in asked} <= {url.rstrip("/"), "data:"}
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_a_run_that_dies(browser: Any, serve: Any, model: str, tmp_path: Path) -> None:
-    """The page shows that a run has failed, and the error of its log."""
-    _, address = serve()
-    fields = {"model": model, "plan_flags": "--seq-length 64", "--data-path": "records.jsonl", "out": "new"}
-    page = new_page(browser, [])
-    page.goto(address)
-    page.click("nav >> text=Run")
-    page.fill("[name=model]", fields.pop("model"))
-    page.click("summary") if not page.is_visible("[name=plan_flags]") else None
-    for name, value in (fields | {"flags": "--no-such-flag 1"}).items():
-        page.fill(f"[name='{name}']", value)
-    page.click("text=Start >> nth=-1")
-    page.wait_for_selector(".status.failed")
-    said = page.inner_text("#state [role=alert]")
-    assert "error: " in said and "--no-such-flag" in said
-    assert said.partition(": ")[2] in (tmp_path / "new" / board_runs.LOG).read_text()
-
-
 HERE, THERE = "http://127.0.0.1:7860", "http://elsewhere.example"
 
 

@@ -25,13 +25,10 @@ def checked(root: Path, folder: Path, *words: str, failing: tuple[str, ...] = ()
     return results
 
 
-def test_calibrate_without_a_self_test(repo_root: Path, tmp_path: Path) -> None:
-    """--no-self-test --calibrate finds no fault of this machine, asks torch, measures and stores rates, and starts no
-    run."""
-    result = checked(repo_root, tmp_path, "--no-self-test", "--calibrate", "--num-ranks", "1")
-    assert result["torch"]["figures"]["torch"]
-    assert result["rates"]["figures"]["bf16_tflops"] > 0 and "start" not in result
-    assert (tmp_path / "out" / "clusters.csv").read_text().splitlines()[-1].startswith("this-machine,")
+def test_without_a_self_test(repo_root: Path, tmp_path: Path) -> None:
+    """--no-self-test finds no fault of this machine, asks torch, and starts no run."""
+    result = checked(repo_root, tmp_path, "--no-self-test", "--num-ranks", "1")
+    assert result["torch"]["figures"]["torch"] and "start" not in result
 
 
 def test_nothing_is_installed(repo_root: Path, tmp_path: Path) -> None:
@@ -43,12 +40,12 @@ def test_nothing_is_installed(repo_root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_self_test(repo_root: Path, tmp_path: Path, num_ranks: int) -> None:
-    """No part fails on a machine without a fault."""
-    result = checked(repo_root, tmp_path, "--num-ranks", str(num_ranks), "--calibrate")
+def test_self_test(repo_root: Path, tmp_path: Path) -> None:
+    """No part fails on a machine without a fault, and the measured rates are stored."""
+    result = checked(repo_root, tmp_path, "--num-ranks", "2", "--calibrate")
     verdicts = {part: check["verdict"] for part, check in result.items()}
     after_start = [*verdicts][[*verdicts].index("start") :]
     left_out = [part for part in after_start if verdicts[part] == "SKIP"]
-    assert len(left_out) == (9 if num_ranks == 1 else 1), left_out
+    assert len(left_out) == 1, left_out
+    assert result["rates"]["figures"]["bf16_tflops"] > 0
     assert (tmp_path / "out" / "clusters.csv").read_text().splitlines()[-1].startswith("this-machine,")

@@ -119,11 +119,9 @@ def rewrite_state(checkpoint: Path, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "flags", "named"),
     [
-        ({"format_version": 1}, (), ("run_state.json", "format version 1", "--finetune")),
         ({"format_version": 3}, (), ("run_state.json", "format version 3", "--finetune")),
         ({"phase": {"phase": -1}}, (), ("phase",)),
         ({}, ("--bf16",), ("--load saved", "--bf16")),
-        ({}, ("--swiglu",), ("--load saved", "--swiglu")),
         ({}, ("--hidden-size", "64"), ("--load saved", "--hidden-size")),
     ],
 )

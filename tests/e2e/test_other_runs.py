@@ -4,22 +4,31 @@ previous one."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.bad_input_cases import BASE, command_line
+from support.bad_input_cases import BASE, command_line, good_documents, write_dataset
 from support.forked_runs import ForkedRuns, RankResult, assert_refused, digests, said
 
 SAVING = ("--save", "saved", "--save-interval", "2", "--train-iters", "4", "--eval-iters", "0")
 
 
-@pytest.fixture
-def trained(runs: ForkedRuns, workplace: Path) -> Path:
+@pytest.fixture(scope="module")
+def after_saving(runs: ForkedRuns, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workplace in which SAVING has run."""
-    said(run(runs, workplace, *SAVING))
-    return workplace
+    place = tmp_path_factory.mktemp("trained")
+    write_dataset(place / "data" / "text_document", good_documents())
+    said(run(runs, place, *SAVING))
+    return place
+
+
+@pytest.fixture
+def trained(after_saving: Path, tmp_path: Path) -> Path:
+    """A copy of `after_saving`."""
+    return Path(shutil.copytree(after_saving, tmp_path / "trained"))
 
 
 def run(runs: ForkedRuns, place: Path, *flags: str, num_ranks: int = 1) -> list[RankResult]:
@@ -36,19 +45,10 @@ def lines(place: Path) -> list[dict[str, Any]]:
 def test_a_save_folder_of_another_run(runs: ForkedRuns, trained: Path, flags: tuple[str, ...], num_ranks: int) -> None:
     """A run that does not continue the run in its --save folder is refused, and the folder stays as it is."""
     before = digests(trained)
-    ways = () if "--finetune" in flags else ("--load saved", "--overwrite-checkpoints")
+    ways = () if "--finetune" in flags else ("--load saved", "delete it")
     results = run(runs, trained, *SAVING, *flags, num_ranks=num_ranks)
     assert_refused(results, "--save saved", "iteration 4", *ways)
     assert digests(trained) == before
-
-
-def test_overwriting_checkpoints(runs: ForkedRuns, trained: Path) -> None:
-    """--overwrite-checkpoints removes the checkpoints of the other run, and the folder resumes the new run."""
-    (trained / "metrics.jsonl").unlink()
-    flags = ("--save-interval", "3", "--exit-interval", "3", "--overwrite-checkpoints")
-    said(run(runs, trained, *SAVING, *flags))
-    assert [path.name for path in sorted((trained / "saved").glob("iter_*"))] == ["iter_0000003"]
-    assert "after iteration 3" in said(run(runs, trained, *SAVING, "--load", "saved"))
 
 
 def test_the_metrics_file_of_another_run(runs: ForkedRuns, trained: Path) -> None:
@@ -74,11 +74,9 @@ def test_the_metrics_file_of_another_run(runs: ForkedRuns, trained: Path) -> Non
 HUGGING_FACE = {"config.json": '{"model_type": "gpt2"}', "model.safetensors": "x"}
 FOLDERS = {
     "empty": ({}, ("--finetune",), ("--finetune",)),
-    "empty, evaluation": ({}, ("--skip-train",), ("--skip-train",)),
     "absent": (None, ("--exit-on-missing-checkpoint",), ("--exit-on-missing-checkpoint",)),
     "other files": ({"notes.txt": "x"}, (), ()),
     "Hugging Face": (HUGGING_FACE, (), ("--load-hf",)),
-    "Hugging Face, finetune": (HUGGING_FACE, ("--finetune",), ()),
     "a checkpoint": ({"checksums.json": "{}", "run_state.json": "{}"}, (), ()),
 }
 
@@ -95,11 +93,11 @@ def test_a_load_folder_without_a_checkpoint(runs: ForkedRuns, workplace: Path, n
     assert not (workplace / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("files", [None, (), ("log.txt", ".lock")])
-def test_the_first_start_of_a_job(runs: ForkedRuns, workplace: Path, files: tuple[str, ...] | None) -> None:
+@pytest.mark.parametrize("files", [(), ("log.txt", ".lock")])
+def test_the_first_start_of_a_job(runs: ForkedRuns, workplace: Path, files: tuple[str, ...]) -> None:
     """A job with one folder for --save and --load starts if it is absent, or has only files of a start that was
     killed."""
-    for name in files or ():
+    for name in files:
         (workplace / "saved").mkdir(exist_ok=True)
         (workplace / "saved" / name).write_text("")
     said(run(runs, workplace, *SAVING, "--load", "saved"))
@@ -110,7 +108,6 @@ def test_the_first_start_of_a_job(runs: ForkedRuns, workplace: Path, files: tupl
     "flags",
     [
         ("--train-iters", "5"),
-        ("--eval-iters", "1"),
         ("--global-batch-size", "2", "--eval-interval", "4", "--train-iters", "8"),
     ],
 )
@@ -138,40 +135,43 @@ def test_a_run_of_other_tokens_is_not_resumed(runs: ForkedRuns, workplace: Path)
     said(run(runs, workplace, "--finetune", "--load", "saved", "--metrics-file", "new.jsonl"))
 
 
-@pytest.mark.parametrize(("num_ranks", "cache", "left"), [(1, "", 0.5), (2, "cache", 0.0)])
-def test_a_half_written_index_cache(runs: ForkedRuns, workplace: Path, num_ranks: int, cache: str, left: float) -> None:
+def test_a_half_written_index_cache(runs: ForkedRuns, workplace: Path) -> None:
     """A half-written index cache is refused in one line that names the file to delete. After that the run writes it
     again."""
-    flags = ("--data-cache-path", cache) if cache else ()
-    said(run(runs, workplace, *flags, num_ranks=num_ranks))
-    folder = workplace / (cache or "data/text_document/cache/GPTDataset_indices")
-    (index, *_) = sorted(folder.glob("*train-shuffle_index.npy"))
+    flags = ("--data-cache-path", "cache")
+    said(run(runs, workplace, *flags, num_ranks=2))
+    (index, *_) = sorted((workplace / "cache").glob("*train-shuffle_index.npy"))
     whole = index.read_bytes()
-    index.write_bytes(whole[: int(len(whole) * left)])
-    results = run(runs, workplace, *flags, num_ranks=num_ranks)
-    assert_refused(results, "--data-cache-path", str(index.relative_to(workplace)))
+    index.write_bytes(whole[: len(whole) // 2])
+    assert_refused(run(runs, workplace, *flags, num_ranks=2), "--data-cache-path", str(index.relative_to(workplace)))
     index.unlink()
-    said(run(runs, workplace, *flags, num_ranks=num_ranks))
+    said(run(runs, workplace, *flags, num_ranks=2))
     assert index.read_bytes() == whole
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_resumed_learning_rate(keeps: bool, runs: ForkedRuns, workplace: Path) -> None:
+def test_resumed_learning_rate(runs: ForkedRuns, workplace: Path) -> None:
     """--use-checkpoint-opt_param-scheduler takes the checkpoint's schedule; without it the flags apply, and the run
     says so."""
     said(run(runs, workplace, "--save", "saved", "--lr-decay-style", "constant"))
     again = ["--load", "saved", "--train-iters", "3", "--lr", "5e-4", "--lr-decay-style", "cosine", "--min-lr", "1e-5"]
-    text = said(run(runs, workplace, *again, *["--use-checkpoint-opt_param-scheduler"] * keeps))
-    rates = [line["learning_rate"] for line in lines(workplace) if "learning_rate" in line][-2:]
-    assert (rates == [1e-3, 1e-3]) == keeps and ("--lr 0.0005" in text) != keeps
-    assert keeps or max(rates) <= 5e-4
+    for keeps in (True, False):
+        text = said(run(runs, workplace, *again, *["--use-checkpoint-opt_param-scheduler"] * keeps))
+        rates = [line["learning_rate"] for line in lines(workplace) if "learning_rate" in line][-2:]
+        assert (rates == [1e-3, 1e-3]) == keeps and ("--lr 0.0005" in text) != keeps
+        assert keeps or max(rates) <= 5e-4
 
 
 def test_resumed_phases(runs: ForkedRuns, workplace: Path) -> None:
-    """A run that resumes with more steps keeps the lengths of its phases."""
-    for num_steps in ("7", "14"):
-        flags = ("--save", "saved", "--load", "saved", "--bcd-num-blocks", "2", "--train-iters", num_steps)
-        text = said(run(runs, workplace, *flags))
-    assert "--bcd-steps-per-block" not in text
-    phases = Counter(line["phase"] for line in lines(workplace) if "learning_rate" in line)
-    assert [*phases.values()] == [2, 2, 2, 1] * 2
+    """A run that resumes with more steps keeps the lengths of its phases, and a run of its own has longer ones."""
+
+    def phases(*flags: str) -> list[int]:
+        """Run, and return the number of steps in each phase of its metrics file."""
+        text = said(run(runs, workplace, "--bcd-num-blocks", "2", *flags))
+        assert "--bcd-steps-per-block" not in text, "no flag has changed"
+        return [*Counter(line["phase"] for line in lines(workplace) if "learning_rate" in line).values()]
+
+    resuming = ("--save", "saved", "--load", "saved")
+    assert phases(*resuming, "--train-iters", "7") == [2, 2, 2, 1]
+    assert phases(*resuming, "--train-iters", "14") == [2, 2, 2, 1] * 2
+    (workplace / "metrics.jsonl").unlink()
+    assert phases("--train-iters", "14") == [4, 3, 4, 3]

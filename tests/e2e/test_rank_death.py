@@ -6,7 +6,6 @@ test_resume_torchrun.py kills a rank.
 from __future__ import annotations
 
 import contextlib
-import re
 import signal
 from pathlib import Path
 
@@ -24,27 +23,14 @@ FLAGS = [
 TIMEOUT_SECONDS = 6  # of a message, where a rank hangs
 
 
-@pytest.mark.parametrize("hanging", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_rank_that_hangs(tmp_path: Path, hanging: int) -> None:
-    """One-way messages time out, and the whole job ends: the outputs that a forward-only stage sends, and the inputs
-    that the first trainable stage receives."""
-    words = [str(ROOT / "tests" / "support" / "hanging_rank.py"), str(hanging), "40", str(TIMEOUT_SECONDS)]
+@pytest.mark.long
+def test_a_rank_that_hangs(tmp_path: Path) -> None:
+    """The outputs that a forward-only stage sends time out if the next stage hangs, and the whole job ends."""
+    words = [str(ROOT / "tests" / "support" / "hanging_rank.py"), "1", "20", str(TIMEOUT_SECONDS)]
     with Job(*TORCHRUN, *words, *FLAGS, folder=tmp_path) as job:
         job.wait_for(lambda: f"Timed out waiting {TIMEOUT_SECONDS}000ms" in job.output)
         with contextlib.suppress(IndexError, psutil.Error):
             # torchrun gives a stopped process 30 s to hear SIGTERM before it kills it
-            job.ranks()[hanging].send_signal(signal.SIGCONT)
+            job.ranks()[1].send_signal(signal.SIGCONT)
         assert job.exit_code() != 0
-        assert job.alive() == []
-
-
-@pytest.mark.long  # the error itself: distributed/test_written_back.py
-def test_a_copy_that_fails(tmp_path: Path) -> None:
-    """If a frozen layer can't be copied to the device of a rank, the whole job ends, and the error names the layer."""
-    words = [str(ROOT / "tests" / "support" / "failing_copy.py"), "2", *FLAGS, "--bcd-layers-on", "host"]
-    with Job(
-        *TORCHRUN, *words, "--num-layers", "8", "--bcd-layout", "interleaved", "--bcd-num-blocks", "4", folder=tmp_path
-    ) as job:
-        assert job.exit_code() != 0
-        assert re.search("--bcd-layers-on: layer [1357] can't be copied to the device: CUDA error", job.output)
         assert job.alive() == []

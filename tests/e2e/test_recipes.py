@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -24,11 +23,9 @@ from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.recipe import METHODS, Recipe
-from megatron.bcd.planner.tables import read_clusters, read_models
+from megatron.bcd.planner.tables import read_clusters
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-MODELS = tuple(read_models(EXAMPLES / "models.csv"))
-IN_DEFAULT = ("G-5.4B", "L-6.0B", "LLaMA-7B")
 CLUSTERS = tuple(read_clusters(EXAMPLES / "clusters.csv"))
 OFFLOAD = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "1.0"]
 VARIABLES = ("NUM_GPUS", "NNODES", "GPUS_PER_NODE", "DATA_PATH", "TOKENIZER_ARGS", "MOCK_DATA", "SAVE", "TRAIN_ITERS",
@@ -113,7 +110,8 @@ def assert_agrees(config: RunConfig, planned: Recipe) -> None:
     for section, fields in SAME_FIELDS.items():
         for field in fields.split():
             assert getattr(getattr(config, section), field) == getattr(getattr(plan, section), field), field
-    assert (config.precision, config.moment_dtypes) == (planned.precision, plan.moment_dtypes)
+    assert config.precision == planned.precision
+    assert config.training.adam_moments_dtype == plan.training.adam_moments_dtype
     assert planned.precision == "fp32" or config.ddp.grad_reduce_in_fp32
     assert (config.pipeline_size, config.num_chunks, config.has_linear_loss) == (
         plan.pipeline_size, plan.num_chunks, plan.has_linear_loss)  # fmt: skip
@@ -141,26 +139,12 @@ def value_of(words: list[str], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=[pytest.mark.long] * (name not in IN_DEFAULT)) for name in MODELS]
-)
+@pytest.mark.parametrize("model", ("G-5.4B", "L-6.0B", "LLaMA-7B"))
 def test_every_recipe_is_a_command_that_fits(model: str) -> None:
-    """Every model, method and cluster has a plan that fits, and a command with the plan's configuration."""
+    """Every method and cluster has a plan that fits, and a command with the plan's configuration."""
     for method in METHODS:
         for cluster in CLUSTERS:
             assert_is_a_command([model, method, cluster], {})
-
-
-def test_16_bit_recipes() -> None:
-    """In 16 bits every method is a command that reduces gradients in fp32, except those with Muon, which refuse
-    fp16."""
-    for method, precision in itertools.product(METHODS, ("fp16", "bf16")):
-        words, variables = ["G-1.6B", method, "rtx4090"], {"PRECISION": precision}
-        if method in ("pretrain", "muon") and precision == "fp16":
-            with pytest.raises(ValueError, match="fp16"):
-                planned_for(words, variables)
-        else:
-            assert_is_a_command(words, variables)
 
 
 def assert_is_a_command(asked: Sequence[str], variables: Mapping[str, str]) -> None:
@@ -177,13 +161,14 @@ def assert_is_a_command(asked: Sequence[str], variables: Mapping[str, str]) -> N
 @pytest.mark.parametrize(
     ("words", "variables"),
     [
-        (("G-1.6B", "full", "a100"), {"PRECISION": "bf16", "NUM_GPUS": "8", "MICRO_BATCH": "4", "GLOBAL_BATCH": "128"}),
-        (("l-6.0b", "bcd", "a800", "--bcd-num-blocks", "4", "--bcd-order", "random", "--seq-length", "512"), {}),
+        (
+            ("G-1.6B", "full", "a100"),
+            {"PRECISION": "bf16", "NUM_GPUS": "8", "MICRO_BATCH": "4", "MOCK_DATA": "1", "TRAIN_ITERS": "7"},
+        ),
         (
             ("L-11B", "full", "a100"),
             {"NNODES": "2", "GPUS_PER_NODE": "4", "HEAD_NODE": "first", "DATA_PATH": "0.3 a 0.7 b"},
         ),
-        (("LLaMA-7B", "offload", "a100"), {"MOCK_DATA": "1", "TRAIN_ITERS": "7"}),
         (("G-1.6B", "paper", "rtx4090"), {"REPLICA_GROUPS": "4", "REPLICA_ID": "b", "LIGHTHOUSE": "here:1"}),
     ],
 )
@@ -234,31 +219,6 @@ def test_dry_run_of_fine_tuning(tmp_path: Path, variables: dict[str, str], nodes
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_needs_a_setting(tmp_path: Path) -> None:
-    """A folder with a config.json is planned, and the flags that a note recommends make the plan fit and reach the
-    command once."""
-    (tmp_path / "my-8b").mkdir()
-    sizes = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
-    sizes |= {"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960}
-    names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-    (tmp_path / "my-8b" / "config.json").write_text(json.dumps(names | sizes))
-    given = {"cwd": tmp_path, "script": "finetune.sh", "DRY_RUN": "1"}
-    done = start("my-8b", "rtx4090", "--host-memory-gb", "64", **given)
-    assert done.returncode == 0 and value_of(command_of(done.stdout), "--bcd-layers-on") == "host"
-    on_device = ("my-8b", "rtx4090", "--host-memory-gb", "64", "--bcd-layers-on", "device")
-    on_device += ("--bcd-always-active", "none")
-    done = start(*on_device, **given)
-    assert done.returncode == 0 and "does NOT fit" in done.stdout
-    flags = ("--bcd-frozen", "embedding,head", "--adam-moments-dtype", "int8", "--bcd-always-active", "none")
-    assert " ".join(flags[:2]) in done.stdout.split("note: ")[1]
-    done = start(*on_device, *flags, **given)
-    words = command_of(done.stdout)
-    assert done.returncode == 0 and "does NOT fit" not in done.stdout
-    assert value_of(words, "--load-hf") == "my-8b"
-    assert [value_of(words, flag) for flag in flags[::2]] == [*flags[1::2]]
-    assert [words.count(flag) for flag in flags[::2]] == [1] * 3
-
-
 LLAMA = ("LLaMA-7B", "rtx4090")
 QWEN3_8B = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36, "hidden_size": 4096, "head_dim": 128}
 QWEN3_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936}
@@ -277,7 +237,6 @@ TUNED = {"MODEL_DIR": "m", "DATA": str(Path(__file__))}
         ("pretrain.sh", SMALL_FITS, TEXT | {"STUB_GPUS": "2"}, "NUM_GPUS=2"),
         ("finetune.sh", LLAMA, {}, "MODEL_DIR"),
         ("finetune.sh", LLAMA, TUNED | {"DATA": "no.jsonl"}, "DATA=no.jsonl"),
-        ("finetune.sh", (*LLAMA, "--host-memory-gb", "8"), TUNED, "more than --host-memory-gb 8; would fit: "),
     ],
 )
 def test_bad_input_is_one_line(
@@ -334,29 +293,23 @@ def test_what_is_printed_is_what_is_started(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "words", [(model, method, "rtx4090") for model in MODELS for method in ("bcd", "pretrain", "full")], ids="-".join
-)
-def test_tiny(words: tuple[str, ...], tmp_path: Path) -> None:
-    """Each recipe trains all of its blocks, evaluates and saves, in the planned pipeline."""
-    out = tmp_path / "my recipes"
+def test_tiny(tmp_path: Path) -> None:
+    """The recipe trains all of its blocks, evaluates and saves, in the planned pipeline."""
+    words, out = ("G-5.4B", "bcd", "rtx4090"), tmp_path / "my recipes"
     done = start(*words, *MUCH, cwd=tmp_path, SCALE="tiny", OUT=str(out), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
     planned = planned_for(words, {})
     stages, ranks = min(2, planned.pipeline_size), min(2, planned.num_gpus)
-    blocks, steps = (3, 6) if planned.has_blocks else (1, 4)
     saved = out / "-".join(words)
     lines = [json.loads(line) for line in Path(f"{saved}.jsonl").read_text().splitlines()]
     trained = [line["block"] for line in lines if "loss" in line and "learning_rate" in line]
-    assert len(trained) == steps and set(trained) == set(range(blocks))
+    assert len(trained) == 6 and set(trained) == {0, 1, 2}
     assert any("validation_loss" in line for line in lines)
-    assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(steps)
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == "6"
     assert f"pipeline {stages} x tensor 1 x data {ranks // stages}" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "model", ["folder", *(pytest.param(name, marks=pytest.mark.long) for name in ("LLaMA-7B", "L-1.5B"))]
-)
+@pytest.mark.parametrize("model", ["folder", pytest.param("L-1.5B", marks=pytest.mark.long)])
 def test_tiny_fine_tuning(tmp_path: Path, model: str) -> None:
     """The recipe trains, exports and asks the model, and loads it with transformers. It uses the user's records and
     tokenizer and leaves them unchanged."""
@@ -376,7 +329,7 @@ def test_tiny_fine_tuning(tmp_path: Path, model: str) -> None:
     steps = [json.loads(line) for line in Path(f"{saved}.jsonl").read_text().splitlines()]
     assert {step["block"] for step in steps if "learning_rate" in step} == {0}, "every layer in every step"
     [reason] = [line for line in done.stdout.splitlines() if line.startswith(f"{model} on rtx4090: every layer in")]
-    is_on_host = model != "L-1.5B"  # which the card holds
+    is_on_host = model == "folder"  # the card holds the other one
     assert ("in host memory: weights and low bits of all layers" in reason) == is_on_host
     assert ("in host memory, copied as they are read" in done.stdout) == is_on_host
     assert (Path(f"{saved}-hf") / "config.json").exists() and "ForCausalLM" in done.stdout

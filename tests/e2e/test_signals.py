@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
-import pytest
 from support.bad_input_cases import command_line
-from support.processes import END_SECONDS, ROOT, Job, has_ended
+from support.processes import END_SECONDS, ROOT, Job
 
 from megatron.bcd.checkpoint import layout
-
-LONG = ("--train-iters", "1000000", "--save", "saved", "--load", "saved", "--eval-iters", "0")
-
-
-@pytest.fixture
-def start(workplace: Path) -> Iterator[Callable[..., Job]]:
-    with contextlib.ExitStack() as stack:
-        yield lambda *flags: stack.enter_context(
-            Job(str(ROOT / "pretrain_gpt_bcd.py"), *command_line(*flags), folder=workplace)
-        )
-
-
-def send(job: Job, number: signal.Signals = signal.SIGINT) -> None:
-    """Send a signal to every process of the job, including data loaders."""
-    os.killpg(job.process.pid, number)
 
 
 def handles(job: Job, number: signal.Signals) -> bool:
@@ -42,53 +21,21 @@ def handles(job: Job, number: signal.Signals) -> bool:
     return bool(int(re.findall(r"SigCgt:\s*(\w+)", status)[0], 16) >> (number - 1) & 1)
 
 
-def test_ctrl_c(start: Callable[..., Job], tmp_path: Path) -> None:
-    """Ctrl-C ends a run with a complete checkpoint and without a traceback, also while readers run. torchrun forwards
-    the signal: the same Ctrl-C arrives twice."""
-    run = start(*LONG, "--num-workers", "1")
-    run.wait_for(lambda: "iteration       5/1000000" in run.output)
-    send(run)
-    send(run)
-    assert run.exit_code() == 0, run.output
-    (saved,) = layout.candidates(str(tmp_path / "saved"))
-    assert layout.damage(layout.iteration_folder(str(tmp_path / "saved"), saved)) is None
-    assert "Traceback" not in run.output
-
-
 def test_ctrl_c_under_the_launcher(workplace: Path) -> None:
-    """Ctrl-C under the launcher saves, and the last line names SIGINT, without torchrun's traceback."""
-    words = command_line(*LONG, num_ranks=2)
+    """Ctrl-C ends a run under the launcher, also during an evaluation and while readers run, with a complete checkpoint
+    and a last line that names SIGINT. The launcher forwards the signal: the same Ctrl-C arrives twice."""
+    flags = ("--eval-iters", "1000000", "--eval-interval", "3", "--train-iters", "30", "--save", "saved")
+    words = command_line(*flags, "--num-workers", "1", num_ranks=2)
     launcher = (str(ROOT / "tools" / "launch.py"), "--standalone", "--nproc-per-node", "2")
     with Job(*launcher, str(ROOT / "pretrain_gpt_bcd.py"), *words, folder=workplace) as run:
-        run.wait_for(lambda: "iteration       5/1000000" in run.output)
-        run.process.send_signal(signal.SIGINT)
+        run.wait_for(lambda: re.search(r"iteration +3/", run.output))
+        time.sleep(0.5)  # the evaluation begins
+        for process in run.alive():
+            process.send_signal(signal.SIGINT)
         assert run.exit_code() == 128 + signal.SIGINT, run.output
-        assert "SIGINT" in run.output.splitlines()[-1] and "Traceback" not in run.output
-        assert layout.candidates(str(workplace / "saved"))
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
-def test_an_interrupted_test_session(repo_root: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """An interrupted test session ends the processes that its tests have started, also stopped ones in sessions of
-    their own."""
-    note = tmp_path / "pid"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--rootdir", str(repo_root)]
-    with subprocess.Popen(
-        [*command, str(repo_root / "tests" / "support" / "stopped_child.py")],
-        cwd=repo_root,
-        env=os.environ | {"PID_FILE": str(note)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        # a shell that starts the suite with "&" has it ignore SIGINT, and children inherit that
-        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    ) as session:
-        while not note.exists():
-            assert session.poll() is None
-            time.sleep(0.05)
-        child = psutil.Process(int(note.read_text()))
-        session.send_signal(number)
-        session.wait(END_SECONDS)
-    assert has_ended(child)
+    assert "SIGINT" in run.output.splitlines()[-1] and "Traceback" not in run.output
+    assert layout.candidates(str(workplace / "saved")) == [3]
+    assert layout.damage(layout.iteration_folder(str(workplace / "saved"), 3)) is None
 
 
 HANGING = """
@@ -138,22 +85,11 @@ def test_a_second_ctrl_c(repo_root: Path) -> None:
         assert run.wait(END_SECONDS) == -signal.SIGINT
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
-def test_while_it_imports(start: Callable[..., Job], tmp_path: Path, number: signal.Signals) -> None:
+def test_while_it_imports(workplace: Path) -> None:
     """A signal during the imports ends the run with one line that names it."""
-    run = start(*LONG)
-    run.wait_for(lambda: handles(run, signal.SIGUSR1))
-    send(run, number)
-    assert run.exit_code() == 1
-    assert number.name in run.output and run.output.count("\n") == 1 and not (tmp_path / "saved").exists()
-
-
-def test_while_it_evaluates(start: Callable[..., Job], tmp_path: Path) -> None:
-    """A signal ends a long evaluation, and the run saves."""
-    run = start(*LONG[2:4], "--eval-iters", "1000000", "--eval-interval", "3", "--train-iters", "30")
-    run.wait_for(lambda: re.search(r"iteration +3/", run.output))
-    time.sleep(0.5)  # the evaluation begins
-    send(run, signal.SIGTERM)
-    assert run.exit_code() == 0, run.output
-    assert "Traceback" not in run.output
-    assert layout.candidates(str(tmp_path / "saved")) == [3]
+    words = command_line("--save", "saved", "--train-iters", "1000000")
+    with Job(str(ROOT / "pretrain_gpt_bcd.py"), *words, folder=workplace) as run:
+        run.wait_for(lambda: handles(run, signal.SIGUSR1))
+        run.process.send_signal(signal.SIGINT)
+        assert run.exit_code() == 1
+    assert "SIGINT" in run.output and run.output.count("\n") == 1 and not (workplace / "saved").exists()

@@ -17,7 +17,6 @@ HOST = {"bcd_schedule": "breadth-first", "bcd_layers_on": "host", "bcd_saved_inp
 CASES: dict[str, dict[str, Any]] = {
     "pretrain": {"bcd_preset": "pretrain", "overlap_grad_reduce": True},
     "factored": {"bcd_num_blocks": 0, "bcd_inactive_update": "factored", "bcd_steps_per_block": None},
-    "adam": {"bcd_inactive_update": "orthogonal"},
     "pipeline": {
         "bcd_preset": "pretrain",
         "pipeline_model_parallel_size": 2,
@@ -25,17 +24,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "full muon": {"bcd_num_blocks": 1, "optimizer": "muon", "clip_grad": 0.0},
     "full adam, clipped": {"bcd_num_blocks": 1, "clip_grad": 0.5},
-    "full adam, pipeline": {
-        "bcd_num_blocks": 1,
-        "clip_grad": 0.5,
-        "pipeline_model_parallel_size": 2,
-        "num_virtual_stages_per_pipeline_rank": 2,
-    },
     "experts, divided": worlds.EXPERTS
     | worlds.EXPERT2
     | {"bcd_num_blocks": 0, "bcd_inactive_update": "factored", "bcd_steps_per_block": None}
     | {"moe_token_dispatcher_type": "alltoall", "sequence_parallel": None},
-    "full adam, bf16": {"bcd_num_blocks": 1, "clip_grad": 0.0, "adam_moments_dtype": "bf16"},
 }
 
 

@@ -21,7 +21,6 @@ from megatron.bcd.runtime.distributed import MAX_WAITING_CTAS
 LINE = re.compile(r"(\w+) comm (\S+) rank (\d+)/(\d+) type (\d+) count (\d+) op (\d+) peer (\d+) blocks (-?\d+)")
 CASES: dict[str, dict[str, Any]] = {
     "stage": {"bcd_layout": "stage", "bcd_num_blocks": None},
-    "submodel": {"bcd_layout": "submodel", "bcd_num_blocks": 2},
     "interleaved": {"bcd_layout": "interleaved", "bcd_num_blocks": 2},
 }
 

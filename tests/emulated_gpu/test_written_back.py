@@ -29,12 +29,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_late_is_the_same(late: Worlds, gpus: Worlds, size: int, case: str) -> None:
+def test_late_is_the_same(late: Worlds, gpus: Worlds, case: str) -> None:
     """Layers that are loaded and written back late have the state of layers on the device, bit for bit."""
     arguments = {"num_layers": 8} | CASES[case]
-    on_device = gpus(size).run(streamed_layers.state_at_end, is_on_host=False, **arguments)
-    assert late(size).run(streamed_layers.state_at_end, **arguments) == on_device
+    on_device = gpus(2).run(streamed_layers.state_at_end, is_on_host=False, **arguments)
+    assert late(2).run(streamed_layers.state_at_end, **arguments) == on_device
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

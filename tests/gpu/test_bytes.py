@@ -182,9 +182,9 @@ def visits_of(steps: list[dict[str, int]]) -> dict[int, list[int]]:
     return visits
 
 
-def test_twenty_switches(gpus: Worlds, text_data: str) -> None:
+def test_switches(gpus: Worlds, text_data: str) -> None:
     """A block has the same bytes at each visit, and the allocator reserves at most 25 % more than the peak."""
-    config = worlds.run_config(data_path=text_data, **SIZES | {"hidden_size": 512}, train_iters=21)
+    config = worlds.run_config(data_path=text_data, **SIZES | {"hidden_size": 512}, train_iters=10)
     [steps] = gpus(1).run(allocated, config)
     assert all(len(set(visits)) == 1 for visits in visits_of(steps).values())
     assert steps[-1]["reserved"] <= 1.25 * max(step["peak"] for step in steps[-3:])

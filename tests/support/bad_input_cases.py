@@ -83,24 +83,14 @@ def case(name: str, *flags: str, named: str | tuple[str, ...], **options: object
     return Case(name=name, flags=flags, named=(named,) if isinstance(named, str) else named, **options)  # type: ignore[arg-type]
 
 
-BOTH = (1, 2)
 FLAG_CASES = (
-    case("unknown flag", "--bcd-blocks", "3", named=("--bcd-blocks", "--bcd-num-blocks"), ranks=BOTH),
-    case("world size", "--pipeline-model-parallel-size", "3", named="--pipeline-model-parallel-size", ranks=BOTH),
-    case("no torchft, or no lighthouse", "--lighthouse", "127.0.0.1:1", named="--lighthouse", ranks=BOTH),
-    case("long outer interval", "--lighthouse", "127.0.0.1:1", "--outer-interval", "9", named="--outer-interval 9"),
-    case(
-        "outer delay",
-        "--lighthouse",
-        "127.0.0.1:1",
-        "--outer-delay",
-        "1",
-        named=("--outer-delay 1", "--outer-interval"),
-    ),
+    case("no torchft, or no lighthouse", "--lighthouse", "127.0.0.1:1", named="--lighthouse"),
     case("backend", "--distributed-backend", "nccl", named="--distributed-backend nccl"),
 )
 DATA_CASES = (
-    case("no such data", "--data-path", "data/nowhere", named=("--data-path data/nowhere", "nowhere.idx"), ranks=BOTH),
+    case(
+        "no such data", "--data-path", "data/nowhere", named=("--data-path data/nowhere", "nowhere.idx"), ranks=(1, 2),
+    ),
     case("truncated .bin", named=BIN, prepare=edit(BIN, lambda content: content[:1001])),
     case(".idx truncated in its header", named=IDX, prepare=edit(IDX, lambda content: content[:20])),
     case(
@@ -129,7 +119,6 @@ DATA_CASES = (
         "--eval-interval", "500", named="--data-path 1952 data/text_document",
         prepare=dataset(good_documents(), name="other"),
     ),
-    case("no validation share", "--split", "95,0,5", named="--split"),
     case("short validation data", "--seq-length", "512", named="--split"),
 )  # fmt: skip
 RECORD = b'{"prompt": "p?", "completion": "c"}\n'
@@ -144,7 +133,7 @@ def records(content: bytes) -> Prepare:
 
 
 SFT_CASES = (
-    case("no such records", *SFT, named="--data-path records.jsonl", ranks=BOTH),
+    case("no such records", *SFT, named="--data-path records.jsonl"),
     case(
         "a bad record", *SFT, named="--data-path records.jsonl, line 4",
         prepare=records(RECORD * 3 + b"{"),
@@ -158,18 +147,20 @@ SFT_CASES = (
 TOKENIZER_CASES = (
     case(
         "no Hugging Face folder", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere",
-        named="--tokenizer-model nowhere", ranks=BOTH,
+        named="--tokenizer-model nowhere",
     ),
 )  # fmt: skip
 OUTPUT_CASES = tuple(
-    case(f"{flag[2:]}, {what}", flag, place, named=flag, read_only=read_only)
-    for flag in ("--save", "--metrics-file", "--tensorboard-dir", "--data-cache-path")
-    for what, place, read_only in (
-        ("below a file", "a_file/below", None),
-        ("read-only", "data/below/it", "data"),
+    case(f"{flag[2:]} in {place}", flag, place, named=flag, read_only=read_only)
+    for flag, place, read_only in (
+        ("--save", "a_file/below", None),
+        ("--save", "data/below/it", "data"),
+        ("--metrics-file", "data/below/it", "data"),
+        ("--tensorboard-dir", "a_file/below", None),
+        ("--data-cache-path", "data/below/it", "data"),
     )
 ) + (
-    case("metrics file is a folder", "--metrics-file", "data", named="--metrics-file data", ranks=BOTH),
+    case("metrics file is a folder", "--metrics-file", "data", named="--metrics-file data"),
     case(
         "new outputs of wrong data", "--data-path", "data/nowhere", "--metrics-file", "new/metrics.jsonl",
         "--tensorboard-dir", "new/events", "--save", "new/saved", named="--data-path data/nowhere",

@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from support import backends
-
 TIMEOUT_SECONDS = 240.0  # shorter than pytest's limit, so that a hanging world is ended here and shows where it hangs
 MAX_THREADS = 400  # gloo leaks threads with every set of groups; a world with this many is restarted
 _GRACE_SECONDS = 5.0  # time for the other ranks to fail after the first one has
@@ -48,13 +46,12 @@ _STARTING = threading.Lock()
 class World:
     """`size` processes with one process group. They start at the first `run` and after a failure."""
 
-    def __init__(
-        self, size: int, *, backend: str | None = None, hang_seconds: float = 100.0, **environment: str
-    ) -> None:
-        """Prepare a world of `size` ranks. `backend` is one of backends.NAMES, by default the session's --backend;
+    def __init__(self, size: int, *, backend: str | None = None, **environment: str) -> None:
+        """Prepare a world of `size` ranks. `backend` is by default the session's --backend;
         `environment` holds variables of the ranks."""
         self.size = size
-        self._environment = environment | backends.environment(backend or backends.chosen(), hang_seconds=hang_seconds)
+        backend = backend or os.environ.get("BCD_TEST_BACKEND", "gloo")
+        self._environment = environment | {"BCD_TEST_BACKEND": backend}
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None

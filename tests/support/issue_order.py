@@ -1,8 +1,10 @@
 """Check in one process whether NCCL can run what the pipeline issues: the real issue order against a model of NCCL.
 
 `record` drives `PipelineSchedule` of every rank through a run. Plans, executor and messages are real; passes and groups
-are stubs that record what they request from torch.distributed. `simulate` then runs these programs against each other
-as `strict_backend` runs real ones (its docstring has the rules), and follows every message to the pass that uses it.
+are stubs that record what they request from torch.distributed. `simulate` then runs these programs against each other.
+NCCL's rules: a communicator runs its operations one after the other in the order of their issue (with `one_queue` all
+communicators of a rank together), its first operation waits for all its ranks, and messages use one communicator per
+pair of ranks. Every message is followed to the pass that uses it.
 """
 
 from __future__ import annotations

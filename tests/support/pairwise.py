@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import pytest
-
 Combination = dict[str, str]
 
 
@@ -30,12 +28,3 @@ def pairwise(factors: Mapping[str, Iterable[str]], allowed: Callable[[Combinatio
         chosen.append(combination)
         missing -= pairs
     return chosen
-
-
-def thinned(cases: Iterable[Any], *, keep_every: int) -> list[Any]:
-    """Return parameters of which each `keep_every`-th always runs, and the others run with --long."""
-    marked = []
-    for number, case in enumerate(cases):
-        values = case if isinstance(case, tuple) else (case,)
-        marked.append(pytest.param(*values, marks=[] if number % keep_every == 0 else [pytest.mark.long]))
-    return marked

@@ -28,69 +28,29 @@ SINKS |= {"moe_token_dispatcher_type": "alltoall", "activation_func_clamp_value"
 SINKS |= {"max_position_embeddings": 96}
 RUNS: dict[str, dict[str, Any]] = {
     "one": {},
-    "one_block": {"bcd_num_blocks": 1},
-    "large_vocabulary": {"make_vocab_size_divisible_by": 4096},
-    "linear_loss": {"make_vocab_size_divisible_by": 4096, "micro_batch_size": 8} | LINEAR,
     "linear_loss_bf16_pipeline2": TWO | {"bf16": True, "pipeline_model_parallel_size": 2} | LINEAR,
     "data2_bf16": TWO | {"bf16": True},
-    "grouped_queries": {"group_query_attention": True, "num_query_groups": 2},
     "like_qwen": {"kv_channels": 16, "qk_layernorm": True, "disable_bias_linear": True, "add_qkv_bias": True}
     | {"untie_embeddings_and_output_weights": True, "bcd_always_active": "head"},
     "moments_bf16": TWO | {"adam_moments_dtype": "bf16"},
-    "offload": {"bcd_num_blocks": 1, "optimizer_cpu_offload": True, "no_pin_cpu_grads": True},
     "data2_bf16_offload": TWO
     | {"bf16": True, "bcd_num_blocks": 1, "optimizer_cpu_offload": True, "no_pin_cpu_grads": True},
-    "pretrain": PRETRAIN,
-    "pretrain_no_block": PRETRAIN | {"bcd_num_blocks": 0},
     "pretrain_data2_bf16": TWO | PRETRAIN | {"bf16": True},
-    "pretrain_pipeline2": TWO | PRETRAIN | {"pipeline_model_parallel_size": 2},
-    "finetune_bf16": {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_order": "ascending", "bf16": True},
     "finetune_factored_bf16": {"bcd_preset": "finetune", "bcd_num_blocks": None, "bf16": True}
     | {"bcd_inactive_update": "factored"},
-    "finetune_factored_pipeline2": TWO
-    | {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_inactive_update": "factored"}
-    | {"pipeline_model_parallel_size": 2, "bf16": True},
-    "finetune_factored_data2": TWO
-    | {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_inactive_update": "factored"}
-    | {"untie_embeddings_and_output_weights": True, "bf16": True},
-    "streamed": {"bf16": True, "bcd_layers_on": "host", "bcd_num_blocks": 6},
-    "streamed_pipeline2": TWO
-    | {"pipeline_model_parallel_size": 2, "bcd_layers_on": "host", "bcd_resident_layers": 1, "num_layers": 12}
-    | {"untie_embeddings_and_output_weights": True, "bcd_frozen": "embedding"},
-    "breadth_first": BREADTH_FIRST | {"bcd_layers_per_pass": 2},
-    "breadth_first_kept": BREADTH_FIRST | {"bcd_saved_activations": "device"},
+    "streamed": {"bf16": True, "bcd_layers_on": "host", "bcd_num_blocks": 3},
     "breadth_first_streamed_kept": BREADTH_FIRST | {"bcd_layers_on": "host", "bcd_saved_activations": "device"},
-    "breadth_first_pipeline2": TWO
-    | BREADTH_FIRST
-    | {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": True, "num_layers": 8},
-    "breadth_first_streamed_pipeline2": TWO
-    | BREADTH_FIRST
-    | {"pipeline_model_parallel_size": 2, "bcd_layers_on": "host", "bcd_layers_per_pass": 2, "num_layers": 12},
     "breadth_first_streamed": BREADTH_FIRST | {"bcd_layers_on": "host", "bcd_resident_layers": 1},
     "breadth_first_streamed_data2": TWO
     | BREADTH_FIRST
     | {"bcd_layers_on": "host", "bcd_saved_inputs": "host", "untie_embeddings_and_output_weights": True},
-    "breadth_first_streamed_pretrain": PRETRAIN | {"bf16": True, "bcd_layers_on": "host", "num_layers": 12},
-    "breadth_first_streamed_frozen": {"bf16": True, "bcd_layers_on": "host", "bcd_num_blocks": 6}
-    | {"bcd_schedule": "breadth-first", "num_layers": 12},
-    "adam_streamed": {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "num_layers": 12},
-    "adam_bf16_streamed_data2": TWO
-    | {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "adam_moments_dtype": "bf16", "num_layers": 12}
-    | {"untie_embeddings_and_output_weights": True, "bcd_layers_per_pass": 2},
     "adam_streamed_pipeline2": TWO
     | {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "num_layers": 12, "pipeline_model_parallel_size": 2},
     "muon_streamed": {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "optimizer": "muon"},
-    "frozen_pipeline2": TWO | {"pipeline_model_parallel_size": 2, "bcd_frozen": "embedding,head"},
     "head_phase_pipeline2": TWO
     | {"pipeline_model_parallel_size": 2, "bf16": True}
     | {"untie_embeddings_and_output_weights": True, "bcd_head_phase": True},
-    "context2": TWO | {"context_parallel_size": 2},
-    "pipeline2": TWO | {"pipeline_model_parallel_size": 2},
-    "experts": EXPERTS,
-    "sinks": SINKS,
     "sinks_bf16_pipeline2": TWO | SINKS | {"bf16": True, "pipeline_model_parallel_size": 2},
-    "experts_divided": TWO | EXPERTS | worlds.EXPERT2,
-    "experts_divided_pretrain": TWO | EXPERTS | worlds.EXPERT2 | PRETRAIN,
     "experts_divided_streamed": TWO | EXPERTS | worlds.EXPERT2 | BREADTH_FIRST | {"bcd_layers_on": "host"},
     "pipeline2_submodel": TWO | {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "num_layers": 7},
 }
@@ -156,7 +116,7 @@ def stage_parameters(shape: ModelShape, partition: Partition, *, padded: int) ->
 def active_parameters(shape: ModelShape, partition: Partition, block: int, *, padded: int) -> tuple[int, ...]:
     """Return each pipeline stage's number of parameters that are active in the block's phase."""
     stages = [stage_tensors(shape, partition, stage, padded_vocabulary=padded) for stage in range(partition.num_stages)]
-    return tuple(sum(tensor.size for tensor in tensors if tensor.is_active(block)) for tensors in stages)
+    return tuple(sum(tensor.size for tensor in tensors if tensor.owned.is_active(block)) for tensors in stages)
 
 
 def planned_memory(recipe: Recipe) -> list[list[RankMemory]]:

@@ -8,17 +8,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
-
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.prefix_cache.store import PrefixFile
 from support import worlds
 
-FLAGS: dict[str, Any] = {"bcd_sample_ratio": 0.007, "bcd_steps_per_block": 4, "train_iters": 16, "eval_iters": 1,
+FLAGS: dict[str, Any] = {"bcd_sample_ratio": 0.007, "bcd_steps_per_block": 4, "train_iters": 12, "eval_iters": 1,
                          "eval_interval": 7}  # fmt: skip
 """A subset that each phase reads several times."""
 
@@ -40,34 +37,6 @@ def served_run(config: RunConfig) -> dict[str, Any]:
             "warnings": run.recorder.warnings,
             "num_computed": sum(fills),
         }
-
-
-@contextlib.contextmanager
-def layers_counted() -> Iterator[dict[int, int]]:
-    """Count how often each layer of this rank runs, by its number on this stage, without evaluations."""
-    counts: dict[int, int] = {}
-    original = TransformerLayer.forward
-
-    def counting(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        counts[layer.layer_number - 1] = counts.get(layer.layer_number - 1, 0) + layer.training
-        return original(layer, *args, **kwargs)
-
-    TransformerLayer.forward = counting
-    try:
-        yield counts
-    finally:
-        TransformerLayer.forward = original
-
-
-def counted_run(config: RunConfig) -> list[dict[int, int]]:
-    """Return how often each layer had run in training and fills by the end of each phase."""
-    by_phase: list[dict[int, int]] = []
-    with (
-        layers_counted() as counts,
-        worlds.started(config, before_switch=lambda _: by_phase.append(dict(counts))) as run,
-    ):
-        run.train()
-        return [*by_phase, dict(counts)]
 
 
 def killed_in_fill(config: RunConfig, after: int) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -31,12 +32,11 @@ from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.step import Step
-from megatron.bcd.runtime import device, distributed, rng
-from megatron.bcd.runtime.compat import pytorch
+from megatron.bcd.runtime import collectives, device, distributed, rng
 from megatron.bcd.trainer import Trainer
 from megatron.bcd.training.resolve import resolve_run
 from megatron.bcd.training.state import StepResult
-from support import backends, strict_backend
+from support.activation_meter import ActivationMeter
 
 MockGPTLowLevelDataset.size = 1000  # documents; to shuffle the samples of 100,000 took a third of a small run's time
 
@@ -152,10 +152,8 @@ class Recorder(Reporter):
     def warning(self, text: str) -> None:
         self.warnings.append(text)
 
-    def progress(self, *args: Any, **kwargs: Any) -> None:
+    def close(self) -> None:
         pass
-
-    close = progress
 
 
 Hook = Callable[["RecordedRun"], None]
@@ -188,9 +186,13 @@ class RecordedRun(Trainer):
     wrapper: Callable[..., Any] | None = None
     """Wraps each call of `forward_backward`."""
     recorder: Recorder
+    meters = False
+    """Whether to count what autograd saves."""
 
     def __init__(self, config: RunConfig, **hooks: Hook) -> None:
         self.results: list[dict[str, Any]] = []
+        self.saved_activation_bytes: list[tuple[int, ...]] = []
+        """The peak of what autograd saves in each step, by rank, if `meters` is True and no layer is in host memory."""
         self.hooks = hooks
         self.recorder = Recorder()
         hooked = functools.partial(_HookedActiveBlock, self)
@@ -203,7 +205,14 @@ class RecordedRun(Trainer):
     ) -> list[dict[str, Any]]:
         inner = super().forward_backward
         call = inner if self.wrapper is None else functools.partial(self.wrapper, inner)
-        reported: list[dict[str, Any]] = call(batches, num_microbatches, step, **options)
+        # the meter would hold storages that layers in host memory replace between the passes
+        is_metered = self.meters and step is not None and self.config.bcd.bcd_layers_on != "host"
+        meter = ActivationMeter()
+        with meter.measuring(self.model.parameters()) if is_metered else contextlib.nullcontext():
+            reported: list[dict[str, Any]] = call(batches, num_microbatches, step, **options)
+        if is_metered:
+            peaks = collectives.gather_integers(meter.peak_bytes)
+            self.saved_activation_bytes.append(tuple(peak for (peak,) in peaks))
         if step is not None:
             self.call("after_schedule")
         return reported
@@ -272,8 +281,6 @@ def parallel(config: RunConfig, *, freezes: bool = False) -> Iterator[None]:
     try:
         with contextlib.nullcontext() if freezes else mock.patch.object(gc, "freeze"):
             yield
-        if backends.is_strict():
-            strict_backend.check_finished()
     finally:
         if freezes:
             gc.unfreeze()
@@ -298,11 +305,8 @@ def _cut_world(config: RunConfig) -> None:
         parallel_state.destroy_model_parallel()
         for group in [group for group in distributed_c10d._world.pg_map if group != torch.distributed.group.WORLD]:
             torch.distributed.destroy_process_group(group)
-    if backends.is_strict():
-        strict_backend.register()
-        pytorch.share_gloo_device()  # as with gloo, before the first group
     distributed.initialize(
-        backend="strict" if backends.is_strict() else backends.chosen(),
+        backend=os.environ.get("BCD_TEST_BACKEND", "gloo"),
         timeout_minutes=2,
         tensor_size=config.tensor_size,
         pipeline_size=config.pipeline_size,

@@ -60,31 +60,18 @@ BAD_RUNS = {
 --bcd-inactive-update orthogonal --bcd-num-blocks 1
 --bcd-layers-on auto --bcd-inactive-update orthogonal --bcd-schedule bcd
 --bcd-layers-on host --bcd-num-blocks 1 --bcd-schedule bcd
---optimizer sgd --bcd-layers-on host --bcd-num-blocks 1
---lighthouse host:1 --bcd-layers-on host --bcd-num-blocks 1
---fp16 --bcd-layers-on host --bcd-num-blocks 1
 --optimizer-cpu-offload --bcd-layers-on host --bcd-num-blocks 1
---exp-avg-dtype bf16 --bf16 --use-precision-aware-optimizer --bcd-layers-on host --bcd-num-blocks 1
 --bcd-layers-on host --bcd-schedule stock
---bcd-schedule breadth-first --fp8-format hybrid --bf16
---bcd-schedule breadth-first --bcd-run-ahead 1
---bcd-schedule breadth-first --optimizer-cpu-offload --bcd-num-blocks 1
---bcd-prefix-cache c --bcd-schedule breadth-first --bcd-sample-ratio 1 --hidden-dropout 0 --attention-dropout 0
---bcd-prefix-cache c --bcd-layers-on host --bcd-sample-ratio 1 --hidden-dropout 0 --attention-dropout 0
 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --bcd-schedule breadth-first
 --recompute auto --recompute-memory-gib 1 --bcd-schedule breadth-first
 --bcd-layers-per-pass 4 --bcd-schedule breadth-first
 --bcd-layers-per-pass 0 --bcd-schedule breadth-first
 --bcd-inactive-update sign
---bcd-inactive-update factored --fp16
 --bcd-inactive-update factored --loss-scale 128
---bcd-inactive-update factored --optimizer sgd
---exp-avg-dtype bf16 --bf16 --use-precision-aware-optimizer --bcd-inactive-update factored
 --bcd-inactive-lr-ratio 0 --bcd-inactive-update factored
 --bcd-embedding-update factored
 --bcd-embedding-update factored --bcd-always-active head
 --bcd-embedding-update factored --bcd-inactive-update factored --bcd-frozen embedding
---bcd-embedding-update factored --bcd-inactive-update factored --decoupled-lr 1e-3
 --bcd-resident-layers 99 --bcd-layers-on host
 --bcd-max-steps-per-block 4 --bcd-switch plateau --bcd-min-steps-per-block 5
 --bcd-max-steps-per-block 10 --bcd-switch plateau --bcd-plateau-window 5
@@ -100,13 +87,13 @@ BAD_RUNS = {
 --lr-warmup-iters 5 --lr-decay-iters 4
 --lr-wsd-decay-iters 11 --lr-decay-style WSD
 --start-weight-decay 0.2 --weight-decay-incr-style linear --end-weight-decay 0.1
---fp16 --bf16
 --optimizer-cpu-offload
---optimizer-cpu-offload --bcd-num-blocks 1 --optimizer sgd
---optimizer-cpu-offload --bcd-num-blocks 1 --fp16
 --overlap-cpu-optimizer-d2h-h2d --optimizer-cpu-offload --bcd-num-blocks 1 --optimizer-offload-fraction 0.5 --bf16 \
 --grad-reduce-in-bf16
---exp-avg-dtype bf16 --bf16
+--exp-avg-dtype bf16
+--main-grads-dtype bf16
+--log-straggler
+--straggler-minmax-count 2
 --fp8-format hybrid --bf16
 --seq-length 64 --max-position-embeddings 32
 --rotary-percent 0.05 --position-embedding-type rope
@@ -131,8 +118,6 @@ BAD_RUNS = {
 --seq-length 34 --context-parallel-size 2
 --seq-length 31 --sequence-parallel --tensor-model-parallel-size 2
 --attention-backend unfused --context-parallel-size 2
---softmax-type learnable --context-parallel-size 2
---window-size 7,0 --context-parallel-size 2
 --num-experts 4 --tensor-model-parallel-size 2 --sequence-parallel
 --num-layers 5 --pipeline-model-parallel-size 2
 --bcd-num-blocks 4 --num-layers 4 --pipeline-model-parallel-size 2
@@ -198,6 +183,7 @@ GONE = {f"{flag} 4": f"{flag}: {ADAPTERS}" for flag in ("--bcd-low-rank", "--sav
     "--cpu-kernels bcd": "--cpu-kernels: removed. Leave it out: a CPU runs Megatron Core's own functions.",
     "--bcd-resting-update orthogonal": "--bcd-resting-update: removed. Give --bcd-inactive-update.",
     "--bcd-frozen-weights host": "--bcd-frozen-weights: removed. Give --bcd-layers-on.",
+    "--config run.yaml": "--config: removed. Write the flags into a script; --dry-run prints what would run.",
     "--bcd-order greedy": "--bcd-order greedy: removed. Give ascending, descending or random.",
     "--bcd-layout experts": "--bcd-layout experts: removed, because blocks of layers learn as much. Give spread, with "
     "--bcd-inactive-update factored.",
@@ -265,13 +251,13 @@ WITHOUT_EFFECT = """
 --split 100,0,0 | --full-validation
 --split 100,0,0 | --eval-iters -1
  | --main-params-dtype fp32
+ | --exp-avg-dtype fp32
 """
 
 
 @pytest.mark.parametrize("line", WITHOUT_EFFECT.strip("\n").splitlines())
-def test_flag_without_effect(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_without_effect(line: str) -> None:
     """A flag without effect is accepted, leaves the configuration as it is, and is named in a note."""
-    monkeypatch.setattr(packages, "has_precision_aware_adam", lambda: False)
     beside, flag = (half.split() for half in line.split("|"))
     with_it = read_command_line([*WORDS, *beside, *flag], prog="test", world_size=1)
     assert with_it.config == read_command_line([*WORDS, *beside], prog="test", world_size=1).config
@@ -297,21 +283,6 @@ def test_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         "fp8_amax_compute_algo": "max",
         "disable_parameter_transpose_cache": True,
     }
-
-
-@pytest.mark.parametrize("is_there", [False, True])
-def test_precision_aware_optimizer(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
-    """Transformer Engine's Adam is used where it exists, and --main-grads-dtype sets the precision of the reduction."""
-    monkeypatch.setattr(packages, "has_precision_aware_adam", lambda: is_there)
-    words = ("--bf16", "--use-precision-aware-optimizer")
-    config = parse(*words)
-    assert config.is_precision_aware == is_there and config.ddp.grad_reduce_in_fp32
-    assert not parse(*words, "--main-grads-dtype", "bf16").ddp.grad_reduce_in_fp32
-    for more in (["--optimizer", "sgd"], ["--adam-moments-dtype", "int8"]):
-        assert not parse(*words, *more).is_precision_aware
-    if is_there:
-        config = parse(*words, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "fp16")
-        assert config.moment_dtypes == ("bf16", "fp16")
 
 
 @pytest.mark.parametrize(

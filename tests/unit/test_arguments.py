@@ -1,10 +1,11 @@
-"""Flags: generated ones, derived values, presets."""
+"""Flags: generated ones, derived values, presets, and those of a checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.bcd.arguments.stock import UNSUPPORTED, stock_flags, why_unsupport
 from megatron.bcd.arguments.validate import CONFLICTS
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.blocks.schedule import PhaseState, block_schedule_from_config
+from megatron.bcd.checkpoint.layout import RUN_STATE
 from megatron.bcd.checkpoint.run_state import (
     FORMAT_VERSION,
     RunState,
@@ -28,7 +30,6 @@ from megatron.bcd.checkpoint.run_state import (
 )
 from megatron.bcd.config import RunConfig
 from megatron.bcd.config.sections import ALWAYS_ACTIVE
-from megatron.bcd.runtime import packages
 
 
 def values_of(config: RunConfig) -> dict[str, Any]:
@@ -276,39 +277,23 @@ YARN, GATE = "--position-embedding-type yarn", "--quick-geglu --disable-bias-lin
 @pytest.mark.parametrize(
     ("words", "flag"),
     [
-        (ROPE, "--rotary-base 500"),
         (ROPE, "--rotary-percent 0.5"),
         (ROPE, "--use-rope-scaling"),
         (ROPE + " --use-rope-scaling", "--rope-scaling-factor 32.0"),
-        (ROPE, "--rotary-interleaved"),
-        (ROPE, "--no-rope-freq 2"),
-        (YARN, "--rotary-scaling-factor 4.0"),
         (YARN, "--yarn-original-max-position-embeddings 8"),
-        (YARN, "--yarn-beta-fast 16.0"),
-        (YARN, "--yarn-beta-slow 2.0"),
         (YARN, "--no-yarn-correction-range-round-to-int"),
         ("", "--window-size 7,0"),
         ("--window-size 7,0", "--window-attn-skip-freq 2"),
         (GATE, "--activation-func-clamp-value 7.0"),
-        (GATE, "--glu-linear-offset 1.0"),
         ("", "--softmax-type learnable"),
-        ("", "--norm-epsilon 1e-6"),
-        ("", "--openai-gelu"),
-        (EXPERTS, "--moe-router-topk 3"),
         (EXPERTS, "--moe-router-score-function sigmoid"),
-        (EXPERTS, "--moe-router-pre-softmax"),
-        (EXPERTS, "--moe-router-topk-scaling-factor 2.0"),
         (EXPERTS, "--moe-layer-freq 2"),
-        (EXPERTS, "--moe-shared-expert-intermediate-size 16"),
     ],
 )
 def test_weights_of_another_network_are_refused(words: str, flag: str) -> None:
     """--finetune, --skip-train and a resume refuse each flag of the network that the saving run had and this one lacks,
-    or the reverse."""
-    without, name = (
-        parse(*words.split()),
-        flag.split()[0].replace("--no-yarn", "--yarn").replace("--norm", "--layernorm"),
-    )
+    or the other way round."""
+    without, name = parse(*words.split()), flag.split()[0].replace("--no-yarn", "--yarn")
     with_flag = parse(*words.split(), *flag.split())
     for saved, now in ((without, with_flag), (with_flag, without)):
         flags = run_config_to_dict(saved)
@@ -373,8 +358,6 @@ def test_preset_finetune(words: tuple[str, ...], embedding_update: str) -> None:
 EXCLUDING = (
     "--fp16",
     "--loss-scale 8 --fp16",
-    "--exp-avg-dtype bf16 --use-precision-aware-optimizer --bf16",
-    "--exp-avg-sq-dtype bf16 --use-precision-aware-optimizer --bf16",
     "--optimizer-cpu-offload --bcd-num-blocks 1",
     "--bcd-main-params drop --bf16",
     "--bcd-head-phase --untie-embeddings-and-output-weights",
@@ -390,9 +373,8 @@ EXCLUDING = (
 
 
 @pytest.mark.parametrize("words", EXCLUDING)
-def test_preset_finetune_takes_blocks(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preset_finetune_takes_blocks(words: str) -> None:
     """A flag that excludes inactive updates makes preset finetune train without them."""
-    monkeypatch.setattr(packages, "has_precision_aware_adam", lambda: True)
     assert parse("--bcd-preset", "finetune", *words.split(), world_size=4).bcd.bcd_inactive_update == "none"
 
 
@@ -412,3 +394,33 @@ def test_frozen_parts() -> None:
     ).bcd
     assert untied.frozen == {"embedding"} and untied.always_active == {"norms", "biases", "head"}
     assert parse().bcd.frozen == frozenset()
+
+
+def test_use_checkpoint_args(tmp_path: Path) -> None:
+    """--use-checkpoint-args takes the checkpoint's network; a given dropout wins, a contradicting flag is refused."""
+    network = ("--group-query-attention", "--num-query-groups", "2", "--swiglu", "--disable-bias-linear")
+    more = ("--position-embedding-type", "rope", "--rotary-base", "5000", "--hidden-dropout", "0")
+    config = parse(*network, *more)
+    folder = tmp_path / "iter_0000007"
+    folder.mkdir()
+    state = {field.name: 0 for field in dataclasses.fields(RunState)}
+    state |= {"flags": run_config_to_dict(config), "format_version": FORMAT_VERSION}
+    (folder / RUN_STATE).write_text(json.dumps(state))
+    (folder / "checksums.json").write_text("{}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    left_out = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--tokenizer-type")
+    load = ("--use-checkpoint-args", "--load", str(tmp_path))
+    result = parse(*load, "--hidden-dropout", "0.5", without=left_out)
+    assert result.transformer == config.transformer | {"hidden_dropout": 0.5}
+    assert (result.model, result.tokenizer) == (config.model, config.tokenizer)
+    plain = run_config_to_dict(parse("--swiglu"))
+    (folder / RUN_STATE).write_text(json.dumps(state | {"flags": plain}))
+    with pytest.raises(ValueError, match="--group-query-attention contradicts --use-checkpoint-args"):
+        parse(*load, "--group-query-attention", without=left_out)
+    (folder / RUN_STATE).unlink()
+    for words, word in (
+        (load, "only checkpoints of this program"),
+        (load[:1], "--use-checkpoint-args: there is no --load"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            parse(*words)

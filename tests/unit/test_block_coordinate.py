@@ -309,27 +309,6 @@ def test_what_is_always_active_by_default() -> None:
         assert optimizer.active_names == in_block | biases | expected
 
 
-def test_plateau_ends_a_phase() -> None:
-    """A plateau ends a phase, and a step without a new loss is refused."""
-    model = Net(NUM_LAYERS)
-    optimizer = BlockCoordinate(model, torch.optim.SGD, lr=0.0, switch="plateau", plateau_window=2)
-    inputs, targets = next(batches(1))
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        loss.backward()
-        return loss
-
-    phases = []
-    for _ in range(5):
-        optimizer.step(closure)
-        phases.append(optimizer.phase)
-    assert phases == [0, 0, 0, 1, 1]
-    with pytest.raises(ValueError, match="report_loss"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -141,7 +141,7 @@ def test_order_of_a_single_block(clips: bool) -> None:
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_several_stages(stages: int) -> None:
     """Several stages run in order without deadlock, and idle only at the ends if there are enough microbatches."""
-    for chunks, number in itertools.product(range(1, 6), range(1, 13)):
+    for chunks, number in itertools.product((1, 2, 4), (1, 2, 3, 5, 8, 12)):
         num_virtual = stages * chunks
         check_order(
             evaluation_shape(num_stages=stages, num_chunks=chunks, num_microbatches=number, is_breadth_first=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import check_machine
+import psutil
 import pytest
 from _processes import CannotRun
 from _processes import run as start
@@ -87,9 +88,7 @@ def test_a_broken_part(tmp_path: Path, part: str) -> None:
     assert only_failure(self_test(tmp_path, Wrong)).part == part
 
 
-@pytest.mark.parametrize(
-    ("version", "package"), [(None, "numpy"), (None, "rich"), ("0.15.3", "megatron-core"), ("0.16.2", "megatron-core")]
-)
+@pytest.mark.parametrize(("version", "package"), [(None, "numpy"), ("0.15.3", "megatron-core")])
 def test_a_package(version: str | None, package: str) -> None:
     """A missing or wrong package fails under its name, with the version to install."""
     pins = check_machine.pins()
@@ -144,13 +143,10 @@ def test_a_slow_link() -> None:
     ("name", "row"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100 80GB PCIe", "a100"),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA GeForce RTX 5090", "rtx5090"),
         ("NVIDIA B200", None),
     ],
 )
@@ -176,10 +172,14 @@ def test_a_row_of_the_cluster_table(tmp_path: Path) -> None:
 
 
 def test_a_run_that_hangs(tmp_path: Path) -> None:
-    """A hanging run ends at its time limit, and a failed run is reported with its exit code and output."""
-    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with pytest.raises(CannotRun):
-        start(sleeping, tmp_path / "log", seconds=0.2)
-    start(sleeping, tmp_path / "log", seconds=60, until=lambda: True)
+    """A hanging run is killed at its time limit, or once it has done what it was started for. A failed run is reported
+    with its exit code and output."""
+    log = tmp_path / "log"
+    sleeping = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
+    with pytest.raises(CannotRun, match="did not end within 3 s"):
+        start(sleeping, log, seconds=3)
+    assert not psutil.pid_exists(int(log.read_text()))
+    start(sleeping, log, seconds=600, until=lambda: log.read_text().endswith("\n"))
+    assert not psutil.pid_exists(int(log.read_text()))
     with pytest.raises(CannotRun, match="3.*why"):
-        start([sys.executable, "-c", "print('why'); raise SystemExit(3)"], tmp_path / "log")
+        start([sys.executable, "-c", "print('why'); raise SystemExit(3)"], log)

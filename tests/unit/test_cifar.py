@@ -1,15 +1,15 @@
-"""CIFAR folders: published files are read, others are refused, and no file can run code."""
+"""studies/train_resnet.py, and the CIFAR folders that it reads: other files are refused, and none can run code."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
 
 import cifar
-import numpy as np
 import pytest
 import torch
-from support.cifar_folders import python2_pickle, write_cifar
+import train_resnet
+from support.cifar_folders import write_cifar
 from support.unsafe_pickles import TRICKS
 
 
@@ -39,19 +39,27 @@ def test_a_file_that_could_run_code_is_refused(tmp_path: Path, trick: str) -> No
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-PIXELS = np.zeros((2, 3072), dtype=np.uint8)
-
-
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({b"data": PIXELS, b"fine_labels": [0, 1]}, "test_batch"),
-        ({b"data": PIXELS[:, :3000], b"labels": [0, 1]}, "data"),
-        ({b"data": PIXELS, b"labels": [0, 10]}, "labels"),
-    ],
+    ("name", "parameters", "layers"),
+    [("resnet8", 78_042, 3), ("resnet14", 175_258, 6), ("resnet20", 272_474, 9), ("resnet50", 23_520_842, 16)],
 )
-def test_other_content_is_refused(tmp_path: Path, content: Any, message: str) -> None:
-    """A batch with wrong fields, sizes or labels is refused, and the error names what is wrong."""
-    (tmp_path / "test_batch").write_bytes(python2_pickle(content))
-    with pytest.raises(ValueError, match=message):
-        cifar.read_split(str(tmp_path), "cifar10", "test")
+def test_models_are_those_of_the_paper(name: str, parameters: int, layers: int) -> None:
+    """The models have the paper's numbers of parameters and residual blocks: ResNet-14's 175,258 parameters explain the
+    paper's table 10."""
+    model = train_resnet.build_resnet(name, 10)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert len(train_resnet.residual_blocks(model)) == layers
+
+
+def test_a_run(tmp_path: Path) -> None:
+    """A run trains every block, evaluates, and its metrics have what the study tool reads."""
+    write_cifar(tmp_path, "cifar10", num_train=100, num_test=40)
+    flags = f"--model resnet8 --dataset cifar10 --data {tmp_path} --optimizer adam --lr 0.01 --train-iters 6"
+    flags += " --global-batch-size 16 --shrink 4 --num-validation 20 --log-interval 1 --bcd-steps-per-block 2"
+    assert train_resnet.main([*flags.split(), "--metrics-file", str(tmp_path / "metrics.jsonl")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["block"] for line in lines if "step_time_ms" in line] == [0, 0, 1, 1, 2, 2]
+    assert [set(line) & {"validation_accuracy", "test_accuracy"} for line in lines if line.get("is_final")] == [
+        {"validation_accuracy"},
+        {"test_accuracy"},
+    ]

@@ -11,14 +11,9 @@ import compare_runs
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from _processes import CannotRun
-from compare_runs import IGNORED_FIELDS, SIDES, Task, read_metrics, run_difference
+from compare_runs import IGNORED_FIELDS, Task, read_metrics, run_difference
 
-GOOD_FLAGS = """
---num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-3
---micro-batch-size 2 --global-batch-size 4 --train-iters 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 64
-"""
-STEP = {"iteration": 1, "loss": 5.5, "learning_rate": 1e-3, "grad_norm": None, "backward_messages": [0, 4]}
+STEP = {"iteration": 1, "loss": 5.5, "learning_rate": 1e-3, "grad_norm": None, "gradient_bytes": [0, 4]}
 TIMES = dict.fromkeys(IGNORED_FIELDS, 1.5)
 EVALUATION = {"iteration": 1, "validation_loss": 5.25, "is_final": True}
 
@@ -38,7 +33,7 @@ def difference(tmp_path: Path, before: list[dict[str, Any]], after: list[dict[st
 def test_what_is_a_difference(tmp_path: Path) -> None:
     """One differing bit, a new field or a missing line is a difference, and times are none."""
     assert difference(tmp_path, [STEP | TIMES, EVALUATION], [dict.fromkeys(TIMES, 7) | STEP, EVALUATION]) is None
-    changes = {"loss": 5.500000000000001, "backward_messages": [0, 5], "grad_norm": 0.0, "more": 1}
+    changes = {"loss": 5.500000000000001, "gradient_bytes": [0, 5], "grad_norm": 0.0, "more": 1}
     for field, value in changes.items():
         told = difference(tmp_path, [STEP, EVALUATION], [STEP | {field: value}, EVALUATION | {"iteration": 2}])
         assert told is not None and f"iteration 1, {field}" in told
@@ -67,18 +62,6 @@ def test_last_checkpoints_are_compared(tmp_path: Path) -> None:
         result = run_difference(tmp_path / "a", tmp_path / name)
         assert result is not None and result.startswith("last checkpoint, layer.weight")
     assert compare_runs.read_checkpoint(tmp_path / "a" / "checkpoints")["iteration"] == "3"
-
-
-def test_nothing_is_not_equal_to_nothing(tmp_path: Path) -> None:
-    """Runs that wrote nothing cannot be compared."""
-    with pytest.raises(CannotRun, match="before"):
-        run_difference(tmp_path / "a", tmp_path / "b")
-    for content in ("", "{torn\n"):
-        (tmp_path / "metrics.jsonl").write_text(content)
-        with pytest.raises(CannotRun):
-            read_metrics(tmp_path / "metrics.jsonl")
-    with pytest.raises(CannotRun):
-        compare_runs.read_checkpoint(tmp_path)
 
 
 # A checkout whose runs take no time: what it writes depends on its number and on what is asked for.
@@ -124,16 +107,10 @@ def test_a_changed_configuration_is_found(tmp_path: Path) -> None:
     assert "refused" in str(compare_runs.first_difference(before, {"a": "--lr: must be given", "refused": "x"}))
 
 
-def test_every_start_and_recipe_is_resolved(tmp_path: Path) -> None:
-    """Every start and every recipe has a command line, and its flags are resolved."""
+def test_every_start_and_recipe_has_a_command_line(tmp_path: Path) -> None:
+    """Every start and every recipe has a command line."""
     recipes = tmp_path / "recipes.json"
-    recipes.write_text(json.dumps([{"name": "mine", "world_size": 1, "flags": GOOD_FLAGS.split()}]))
+    recipes.write_text(json.dumps([{"name": "mine", "world_size": 1, "flags": ["--num-layers", "3"]}]))
     configurations = compare_runs.choose_configurations(None)
     lines = compare_runs.command_lines(configurations, [str(recipes)])
-    assert len(lines) == sum(map(len, configurations.values())) + 2
-    chosen = {name: lines[name] for name in ("mine", "one-block, start 1")}
-    task = Task(checkouts=dict.fromkeys(SIDES, compare_runs.ROOT), output=tmp_path, stop=threading.Event())
-    assert compare_runs.resolved_difference(chosen, task) is None
-    result = json.loads((tmp_path / compare_runs.FLAGS / "after.json").read_text())
-    assert result["mine"].get("num-layers") == 3, result
-    assert result["one-block, start 1"]["bcd-num-blocks"] == 1
+    assert len(lines) == sum(map(len, configurations.values())) + 2 and {"mine", "one-block, start 1"} <= {*lines}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import resource
@@ -207,12 +208,17 @@ def disk_for(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk(written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A full disk ends with code 2 and one line, and no half of a model remains."""
+def test_a_full_disk(
+    written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk ends with code 2 and one line, and no half of a model remains: here the first of four files was
+    written."""
     source_folder = written("qwen2")
     root = models.write_checkpoint(source_folder, tmp_path / "bcd")
-    with disk_for(5000):
+    in_shards = functools.partial(to_hugging_face, max_shard_bytes=50_000)
+    monkeypatch.setattr("megatron.bcd.huggingface.convert.to_hugging_face", in_shards)
+    with disk_for(48_000):  # the first file has 46,200 bytes, the second one 51,744
         assert convert(root, tmp_path / "back", "--config", str(source_folder)) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "model.safetensors" in line
+    assert "model-00002-of-00004.safetensors" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bcd"]

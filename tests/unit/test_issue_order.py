@@ -66,25 +66,6 @@ def test_with_tensor_and_data_parallel_collectives(num_stages: int) -> None:
         assert groups == {"pp", "tp", "dp", "norm", "embd", "world"}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("num_stages", range(2, 9))
-def test_every_layout(num_stages: int) -> None:
-    """Nothing hangs with more microbatches and run-ahead, on up to eight stages."""
-    for case in cases(num_stages, (1, 2, 3, 4, 7, 8, 12), (None, 0, 1, 2, MORE_THAN_ALL)):
-        check(case)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("num_stages, first", [(stages, first) for stages in range(2, 9) for first in range(stages)])
-def test_every_pair_of_phases(num_stages: int, first: int) -> None:
-    """Nothing hangs if any first trainable stage follows any other."""
-    for second in range(num_stages):
-        events = events_of([first, second, first])
-        case = Case(num_stages=num_stages, num_microbatches=num_stages + 1, events=events)
-        for overlaps_reduction in (False, True):
-            check(replace(case, overlaps_reduction=overlaps_reduction, data_size=2, tensor_size=2))
-
-
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_interleaved_plans(num_stages: int) -> None:
     """Nothing hangs in interleaved plans, and every chunk computes on its own inputs."""
@@ -106,18 +87,6 @@ def test_breadth_first_plans(num_stages: int) -> None:
                     is_breadth_first=True)  # fmt: skip
         check(case)
     check(replace(case, data_size=2, tensor_size=2, overlaps_reduction=True))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("num_stages", range(2, 7))
-def test_every_interleaved_plan(num_stages: int) -> None:
-    """Nothing hangs in interleaved plans with more chunks and microbatches."""
-    for num_chunks in (2, 3, 4):
-        events = tuple(Event("train", block) for block in range(num_chunks) for _ in range(2))
-        for block in range(1, num_chunks):
-            events += (Event("fill", block), *[Event("train", block, is_served=True)] * 2)
-        for number in (1, 2, 3, num_stages, num_stages + 1, 2 * num_stages, 3 * num_stages - 1):
-            check(Case(num_stages=num_stages, num_microbatches=number, num_chunks=num_chunks, events=events))
 
 
 @pytest.mark.parametrize("name", MUTANTS)

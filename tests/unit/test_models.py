@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sysconfig
 import types
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,45 +19,74 @@ from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.model import transformer_config
 from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.builder import PlainNorm, get_host_layers
-from megatron.bcd.model.implementation import choose_implementation
+from megatron.bcd.model.implementation import Implementation, available_implementation
 from megatron.bcd.runtime import device, packages
 from megatron.bcd.runtime.compat import megatron_core, pytorch
 from megatron.bcd.training.resolve import resolve_num_blocks
 
+LOCAL = Implementation(
+    layers="local", attention="scaled_dot_product_attention", norm="PyTorch LayerNorm", optimizer="PyTorch AdamW"
+)
+
+
+@pytest.fixture
+def on_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def pretend(*, transformer_engine: bool = False, apex: bool = False) -> None:
+        monkeypatch.setattr(packages, "has_transformer_engine", lambda: transformer_engine)
+        monkeypatch.setattr(packages, "has_apex", lambda: apex)
+
+    return pretend
+
 
 @pytest.mark.parametrize(
-    ("flag", "machine", "expected"),
+    ("words", "machine", "expected"),
     [
-        ("auto", {}, ("local", "scaled_dot_product_attention", "PyTorch LayerNorm")),
-        ("auto", {"apex": True}, ("local", "scaled_dot_product_attention", "Apex fused LayerNorm")),
-        ("auto", {"transformer_engine": True}, ("transformer_engine", "Transformer Engine", "Transformer Engine")),
-        ("local", {"transformer_engine": True}, ("local", "scaled_dot_product_attention", "PyTorch LayerNorm")),
-        ("transformer_engine", {"transformer_engine": True}, ("transformer_engine",) + ("Transformer Engine",) * 2),
+        ("--bf16", {}, ("local", "scaled_dot_product_attention", "PyTorch LayerNorm")),
+        ("--bf16", {"apex": True}, ("local", "scaled_dot_product_attention", "Apex fused LayerNorm")),
+        ("--bf16", {"transformer_engine": True}, ("transformer_engine", "Transformer Engine", "Transformer Engine")),
+        (
+            "--bf16 --transformer-impl local",
+            {"transformer_engine": True},
+            ("local", "scaled_dot_product_attention", "PyTorch LayerNorm"),
+        ),
+        (
+            "--bf16 --transformer-impl transformer_engine",
+            {"transformer_engine": True},
+            ("transformer_engine", "Transformer Engine", "Transformer Engine"),
+        ),
+        (
+            "--normalization RMSNorm",
+            {"apex": True},
+            ("local", "scaled_dot_product_attention", "PyTorch RMSNorm"),
+        ),
+        (
+            "",
+            {"transformer_engine": True},
+            ("transformer_engine", "scaled_dot_product_attention", "Transformer Engine"),
+        ),
+        (
+            "--bf16 --reset-attention-mask",
+            {"transformer_engine": True},
+            ("transformer_engine", "scaled_dot_product_attention", "Transformer Engine"),
+        ),
+        ("--attention-backend unfused", {}, ("local", "Megatron Core unfused", "PyTorch LayerNorm")),
     ],
 )
-def test_choice(flag: str, machine: dict[str, bool], expected: tuple[str, str, str]) -> None:
-    """The choice takes the fastest parts that the flag and the machine allow, and its description names them."""
-    chosen = choose_implementation(
-        flag, **{"transformer_engine": False, "apex": False, **machine}, optimizer="PyTorch AdamW"
-    )
+def test_choice(
+    on_machine: Callable[..., None], words: str, machine: dict[str, bool], expected: tuple[str, str, str]
+) -> None:
+    """The choice takes the fastest parts that the flags and the machine allow, and its description names them."""
+    on_machine(**machine)
+    chosen = available_implementation(parse(*words.split()))
     assert (chosen.layers, chosen.attention, chosen.norm) == expected
-    assert all(part in chosen.describe() for part in (*expected, "PyTorch AdamW"))
+    assert all(part in chosen.describe() for part in expected)
 
 
-def test_choice_details() -> None:
-    """Norm and attention fit the normalization, the precision, the mask and the flags; an absent implementation is
-    refused."""
-    absent = {"transformer_engine": False, "optimizer": "PyTorch AdamW"}
-    assert choose_implementation("auto", apex=True, normalization="RMSNorm", **absent).norm == "PyTorch RMSNorm"
-    engine = {"transformer_engine": True, "apex": False, "optimizer": "Transformer Engine fused Adam"}
-    in_fp32 = choose_implementation("auto", precision="fp32", **engine)
-    assert (in_fp32.layers, in_fp32.attention) == ("transformer_engine", "scaled_dot_product_attention")
-    masked = choose_implementation("auto", has_attention_mask=True, **engine)
-    assert (masked.layers, masked.attention) == ("transformer_engine", "scaled_dot_product_attention")
-    unfused = choose_implementation("local", apex=False, attention_backend="unfused", **absent)
-    assert unfused.attention == "Megatron Core unfused"
+def test_an_absent_implementation_is_refused(on_machine: Callable[..., None]) -> None:
+    """--transformer-impl transformer_engine without Transformer Engine is refused."""
+    on_machine(apex=True)
     with pytest.raises(ValueError, match="--transformer-impl"):
-        choose_implementation("transformer_engine", apex=True, **absent)
+        available_implementation(parse("--transformer-impl", "transformer_engine"))
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
@@ -81,10 +111,9 @@ def test_zero_centred_norm_in_bf16(kind: str) -> None:
 def test_recomputation_that_never_ends_is_refused() -> None:
     """Recomputation of a local feed-forward part with biases, whose backward pass never ends, is refused."""
     flags = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp")
-    local = choose_implementation("local", transformer_engine=False, apex=False, optimizer="PyTorch AdamW")
     with pytest.raises(ValueError, match="--disable-bias-linear"):
-        transformer_config.build_transformer_config(parse(*flags), local)
-    transformer_config.build_transformer_config(parse(*flags, "--disable-bias-linear"), local)
+        transformer_config.build_transformer_config(parse(*flags), LOCAL)
+    transformer_config.build_transformer_config(parse(*flags, "--disable-bias-linear"), LOCAL)
 
 
 @pytest.mark.parametrize(
@@ -93,19 +122,18 @@ def test_recomputation_that_never_ends_is_refused() -> None:
 )
 def test_a_gpu_without_a_compiler(flags: tuple[str, ...], switches: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU without a compiler or Python.h is refused, with the flags that help."""
-    local = choose_implementation("local", transformer_engine=False, apex=False, optimizer="PyTorch AdamW")
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     monkeypatch.setenv("CC", "/no/such/compiler")
     with pytest.raises(ValueError) as caught:
-        transformer_config.build_transformer_config(parse(*flags), local)
+        transformer_config.build_transformer_config(parse(*flags), LOCAL)
     suggested = set(re.findall(r"--no-[a-z-]+", str(caught.value)))
     assert suggested == switches | {"--no-bias-dropout-fusion"}
-    transformer_config.build_transformer_config(parse(*flags, *sorted(suggested)), local)
+    transformer_config.build_transformer_config(parse(*flags, *sorted(suggested)), LOCAL)
     monkeypatch.setenv("CC", "true")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/no/such/folder"})
     with pytest.raises(ValueError, match=r"Python\.h"):
-        transformer_config.build_transformer_config(parse(*flags), local)
+        transformer_config.build_transformer_config(parse(*flags), LOCAL)
 
 
 @pytest.mark.parametrize(
@@ -124,8 +152,7 @@ def test_fused_weight_gradient(flags: tuple[str, ...], is_fused: bool, monkeypat
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     monkeypatch.setattr(packages, "is_importable", lambda name: name == "fused_weight_gradient_mlp_cuda")
     monkeypatch.setattr(packages, "missing_for_compilation", lambda: "")
-    local = choose_implementation("local", transformer_engine=False, apex=False, optimizer="PyTorch AdamW")
-    assert transformer_config.build_transformer_config(parse(*flags), local).gradient_accumulation_fusion == is_fused
+    assert transformer_config.build_transformer_config(parse(*flags), LOCAL).gradient_accumulation_fusion == is_fused
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -43,13 +43,10 @@ def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
         ),
         ((*EXAMPLE, "--pipeline-model-parallel-size", "1", *PAPER), "--pipeline-model-parallel-size 4"),
         ((*EXAMPLE[:5], "1", "--search", *PAPER), "--num-gpus 4"),
-        pytest.param(
-            ("--model", "L-11B", *EXAMPLE[2:5], "1", "--search", "--host-memory-gb", "64"), None, marks=pytest.mark.long
-        ),
     ],
 )
 def test_what_does_not_fit_says_what_does(
-    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], first: str | None
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], first: str
 ) -> None:
     """A plan that does not fit exits with 1 and offers a command that fits."""
     assert plan.main(flags) == 1
@@ -57,11 +54,10 @@ def test_what_does_not_fit_says_what_does(
     assert "torchrun" not in text
     command = shlex.split(text.splitlines()[-1])
     assert command[:2] == ["python", "tools/plan.py"]
-    if first is not None:
-        assert f"\n{first} " in text
-        assert plan.main([*flags, "--json"]) == 1
-        data = json.loads(capsys.readouterr().out)
-        assert data.get("command") is None and data["what_fits"][0]["command"] == shlex.join(command)
+    assert f"\n{first} " in text
+    assert plan.main([*flags, "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert data.get("command") is None and data["what_fits"][0]["command"] == shlex.join(command)
     assert "torchrun" in output(capsys, *command[2:])
 
 
@@ -84,7 +80,7 @@ def test_nothing_fits_anywhere(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     """Where nothing fits, the search for a remedy ends and offers no command."""
     table = (plan.ROOT + "/examples/clusters.csv", tmp_path / "clusters.csv")
     table[1].write_text(Path(table[0]).read_text().replace("RTX 4090,23.6", "RTX 4090,1.1"))
-    assert plan.main([*EXAMPLE, "--clusters", str(table[1])]) == 1
+    assert plan.main(["--model", "G-1.6B", *EXAMPLE[2:5], "1", "--clusters", str(table[1])]) == 1
     assert "torchrun" not in capsys.readouterr().out
 
 
@@ -154,34 +150,32 @@ def test_every_layer_where_it_fits(
 
 def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     """Each method is shown on GPUs on which it fits, with its cost relative to full training's."""
-    found = json.loads(output(capsys, *EXAMPLE, "--precision", "fp32", "--compare", "--json"))
+    flags = ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "1", "--precision", "fp32")
+    found = json.loads(output(capsys, *flags, "--compare", "--json"))
     streamed = [row for row in found if row["recipe"]["name"].endswith(", streamed")]
     assert {row["recipe"]["method"] for row in streamed} == {"full", "muon"}
     assert all(row["memory"]["host_bytes"] > 0 for row in streamed)
     found = [row for row in found if row not in streamed]
     rows = {(row["recipe"]["method"], row["recipe"]["num_gpus"]): row for row in found}
     assert len(rows) == len(found) and {method for method, _ in rows} == {"full", "muon", "offload", "bcd", "pretrain"}
-    order = [(row["recipe"]["num_gpus"] != 4, row["bill"]["days"]) for row in found]
+    order = [(row["recipe"]["num_gpus"] != 1, row["bill"]["days"]) for row in found]
     assert order == sorted(order)
     assert all(row["memory"]["fits"] for row in found)
-    assert rows["full", 5]["cost_ratio"] == 1
+    assert rows["full", 2]["cost_ratio"] == 1
     for row in rows.values():
         dollars = row["bill"]["dollars"]
-        assert row["cost_ratio"] == pytest.approx(dollars / rows["full", 5]["bill"]["dollars"])
-    assert min(gpus for method, gpus in rows if method == "pretrain") == 1, "layers in host memory"
-    few = min(gpus for method, gpus in rows if method == "bcd")
-    assert few < 4 and plan.main([*EXAMPLE[:5], str(few // 2), "--search", *PAPER]) == 1
+        assert row["cost_ratio"] == pytest.approx(dollars / rows["full", 2]["bill"]["dollars"])
 
 
 def test_search_over_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
     """A search covers all methods on the given GPUs, and its best plan has the bill of its row."""
-    flags = ("--model", "LLaMA-7B", "--gpu", "rtx4090", "--num-gpus", "4", "--precision", "bf16", "--search")
+    flags = ("--model", "L-1.5B", "--gpu", "rtx4090", "--num-gpus", "2", "--precision", "bf16", "--search")
     data = planned(capsys, *flags)
     best = data["best"]
-    assert best["recipe"]["num_gpus"] == 4
+    assert best["recipe"]["num_gpus"] == 2
     rows = {(row["recipe"]["name"], row["recipe"]["num_gpus"]): row for row in data["methods"]}
-    assert best["bill"] == rows[best["recipe"]["name"], 4]["bill"]
-    assert planned(capsys, *flags, "--bf-multiplier", "0.9")["best"]["recipe"]["method"] == "pretrain"
+    assert best["bill"] == rows[best["recipe"]["name"], 2]["bill"]
+    assert planned(capsys, *flags, "--bf-multiplier", "0.5")["best"]["recipe"]["method"] == "pretrain"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +201,7 @@ def test_the_method_that_the_readme_recommends(
 def test_ratios_of_small_models_do_not_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """Muon and preset pretrain cost as many steps as full training: a ratio of models of 3 million parameters is shown
     in brackets, and changes neither days nor order."""
-    flags = ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "4", "--compare")
+    flags = ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "1", "--compare")
     rows = json.loads(output(capsys, *flags, "--json"))
     steps = {row["recipe"]["method"]: row["bill"]["iterations"] for row in rows}
     assert steps["muon"] == steps["pretrain"] == steps["full"] < steps["bcd"]
@@ -240,22 +234,16 @@ def test_search_keeps_the_pipeline_that_was_given(capsys: pytest.CaptureFixture[
 
 
 def test_flags_of_blocks_leave_full_training_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """Flags of blocks do not change the times of full training, and every remedy can be planned."""
-    flags = ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "4", "--compare", "--json")
+    """Flags of blocks do not change the times of full training."""
+    flags = ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "2", "--compare", "--json")
     ours = ("--bcd-layout", "interleaved", *CHUNKS, "--bcd-frozen", "head", "--bcd-num-blocks", "2")
 
     def full(*more: str) -> list[dict[str, Any]]:
         rows = json.loads(output(capsys, *flags, *more))
         return [row["time"] for row in rows if row["recipe"]["method"] in ("full", "offload")]
 
-    assert full(*ours) == full() and full()
-    large = ("--model", "LLaMA-7B", "--gpu", "rtx4090", "--num-gpus", "4", "--json", "--bcd-frozen", "norms", *PAPER)
-    assert plan.main([*large, "--bcd-layout", "interleaved", "--num-virtual-stages-per-pipeline-rank", "3"]) == 1
-    commands = [each["command"] for each in json.loads(capsys.readouterr().out)["what_fits"]]
-    assert any("--method offload" in command for command in commands)
-    for command in commands:
-        assert plan.main([*shlex.split(command)[2:], "--json"]) == 0, command
-        capsys.readouterr()
+    plain = full()
+    assert full(*ours) == plain != []
 
 
 def test_a_gpu_without_a_price(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -264,7 +252,7 @@ def test_a_gpu_without_a_price(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     priced, free = tmp_path / "priced.csv", tmp_path / "free.csv"
     priced.write_text(text)
     free.write_text(text.replace("8,0.29,", "8,0,"))
-    flags = (*EXAMPLE, "--clusters")
+    flags = ("--model", "G-1.6B", *EXAMPLE[2:5], "2", "--clusters")
     rows = [json.loads(output(capsys, *flags, str(path), "--compare", "--json")) for path in (priced, free)]
     one, other = ([(row["recipe"], row["cost_ratio"]) for row in each] for each in rows)
     assert one == other, "the same order and ratios"
@@ -288,9 +276,3 @@ def test_the_command_is_the_recipes(capsys: pytest.CaptureFixture[str], repo_roo
                  "--save", "--load", "--save-interval", "--keep-last-checkpoints"):  # fmt: skip
         assert ours[ours.index(flag) + 1] == theirs[theirs.index(flag) + 1], flag
     assert "--bcd-steps-per-block" not in (*ours, *theirs), "a short run would not reach every block"
-
-
-def test_a_removed_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    """A removed flag ends the command with code 2 and one line that says what to use instead."""
-    assert plan.main(["--bcd-frozen-weights", "host"]) == 2
-    assert capsys.readouterr().err.endswith("error: --bcd-frozen-weights: removed. Give --bcd-layers-on.\n")

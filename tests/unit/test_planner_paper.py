@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import planner_paper
 import pytest
-from planner_paper import FITTED_MODELS, Cell, Paper
+from planner_paper import FITTED_MODELS, Cell, Paper, Published
 
-from megatron.bcd.planner.tables import Cluster, Published, read_clusters, read_models, read_rows
+from megatron.bcd.planner.tables import Cluster, read_clusters, read_models, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = read_rows(ROOT / "docs" / "paper_figures.csv", Published)
@@ -54,10 +53,3 @@ def test_only_two_models_are_fitted(paper: Paper, table: Cluster) -> None:
     assert Paper(others, MODELS, table).cluster == paper.cluster
     for share, tolerance in (("compute_share", 0.005), ("memory_share", 0.005), ("host_gb_per_s", 0.5)):
         assert getattr(table, share) == pytest.approx(getattr(paper.cluster, share), abs=tolerance)
-
-
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command says what a difference is, and shows the error of the times of table 4."""
-    assert planner_paper.main([]) == 0
-    text = capsys.readouterr().out
-    assert "difference: published less recomputed" in text and "table 4 15.1 %" in text

@@ -155,12 +155,6 @@ def test_bad_input_leaves_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("flag", ["--documents", "--input-format"])
-def test_removed_flags(capsys: pytest.CaptureFixture[str], flag: str) -> None:
-    """A removed flag ends with one line that says what to use instead."""
-    assert f"{flag}: file: removed. Give" in expect_error(capsys, [flag, "file"])
-
-
 def test_failed_run_keeps_the_old_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A failed run keeps the old dataset."""
     source = tmp_path / "a.txt"

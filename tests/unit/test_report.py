@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import math
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -171,7 +170,6 @@ def test_tensorboard_tags(tensorboard: mock.Mock) -> None:
     assert "loss-scale" not in scalars
 
 
-STRAGGLERS = {"forward": (12.0, 30.5, 11.0), "batch": (0.5, 0.25, 4.0)}
 TIMES = {"forward-backward": (80.0, 90.5), "optimizer": (0.0, 3.25), "forward-recv": (0.0, 0.0)}
 
 
@@ -184,21 +182,11 @@ def test_timers(tmp_path: Path, tensorboard: mock.Mock) -> None:
         log_timers_to_tensorboard=True,
     ) as reporter:
         reporter.step(collect_step_metrics())
-        reporter.step(collect_step_metrics(timers_ms=TIMES, straggler_ms=STRAGGLERS))
+        reporter.step(collect_step_metrics(timers_ms=TIMES))
     results = {tag: value for tag, (value, _) in scalars_of(tensorboard).items() if tag.endswith("-time")}
     assert results == {"iteration-time": 0.12344, "forward-backward-time": 0.0905, "optimizer-time": 0.00325}
     before, after = metrics(tmp_path / "m.jsonl")
     assert "timers_ms" not in before and after["timers_ms"]["optimizer"] == [0.0, 3.25]
-    assert "straggler_ms" not in before and after["straggler_ms"]["forward"] == [12.0, 30.5, 11.0]
-
-
-def test_stragglers() -> None:
-    """The log names the ranks that are fastest and slowest in the forward passes and in waits for a batch."""
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=False, width=40)
-    with Reporter(ReportConfig(straggler_minmax_count=2), train_iters=60, console=console) as reporter:
-        reporter.step(collect_step_metrics(straggler_ms=STRAGGLERS))
-    assert re.findall(r"rank (\d)", screen.getvalue()) == ["2", "1", "1", "2", "1", "0", "2", "0"]
 
 
 def test_wandb_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import sentencepiece
 from support.small_text import questions
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Engine
@@ -46,29 +45,6 @@ class WithSpans(Tokenizer):
         return list(self._engine.encode(text).offsets)
 
 
-class Pieces(WithSpans):
-    """SentencePiece's BPE with bytes for unknown characters, like LLaMA 2's, trained on the records."""
-
-    def __init__(self, folder: Path) -> None:
-        texts = folder / "texts.txt"
-        texts.write_text("\n".join(answer for _, answer in questions()), encoding="utf-8")
-        sentencepiece.SentencePieceTrainer.train(
-            input=str(texts), model_prefix=str(folder / "pieces"), vocab_size=700, model_type="bpe", num_threads=1,
-            byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True, user_defined_symbols=["\n"], minloglevel=2,
-        )  # fmt: skip
-        self._model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "pieces.model"))
-        Tokenizer.__init__(self, vocab_size=700, eod=2)
-
-    def tokenize(self, text: str) -> list[int]:
-        return list(self._model.encode(text))
-
-    def spans(self, text: str) -> list[tuple[int, int]]:
-        places = [place for place, item in enumerate(text) for _ in item.encode()] + [len(text)]  # by byte
-        pieces = self._model.encode(text, return_type="proto").pieces
-        return [(places[piece.begin], places[piece.end]) for piece in pieces]
-
-
 def forms(question: str, answer: str) -> Iterator[tuple[str, str, str]]:
     """Yield prompt, answer and the rest, as templates produce them."""
     yield f"### Instruction:\n{question}\n\n### Response:", answer, ""
@@ -78,12 +54,10 @@ def forms(question: str, answer: str) -> Iterator[tuple[str, str, str]]:
     yield f"USER: {question}\nASSISTANT: ", answer, "\nUSER: more"
 
 
-@pytest.mark.parametrize("family", [*WORDS, "llama2"])
-def test_learned_tokens_are_those_with_a_part_of_an_answer(
-    family: str, bpe_files: dict[str, Path], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("family", WORDS)
+def test_learned_tokens_are_those_with_a_part_of_an_answer(family: str, bpe_files: dict[str, Path]) -> None:
     """A token is learned exactly if it has a part of an answer."""
-    tokenizer = Pieces(tmp_path) if family == "llama2" else WithSpans(bpe_files, WORDS[family])
+    tokenizer = WithSpans(bpe_files, WORDS[family])
     for question, answer in questions():
         for before, learned, after in forms(question, answer) if answer else ():
             text, edges = before + learned + after, (len(before), len(before) + len(learned))

@@ -17,7 +17,7 @@ from megatron.bcd.data.sft import dataset as plan
 from megatron.bcd.data.sft import store
 from megatron.bcd.data.sft.dataset import FineTuningDataset, divide, pack, pack_one_each
 from megatron.bcd.data.sft.text import Tokens
-from megatron.bcd.tokenizer import ByteLevelTokenizer
+from megatron.bcd.tokenizer import ByteLevelTokenizer, HuggingFaceTokenizer
 
 
 @given(lengths=st.lists(st.integers(0, 20), max_size=40))
@@ -173,15 +173,22 @@ def test_a_damaged_folder_is_made_again(tmp_path: Path, name: str) -> None:
 
 
 def test_the_digest_is_of_content(tmp_path: Path) -> None:
-    """The digest depends on the content and the format of the files, and not on their names."""
+    """The digest depends on the content of the records and of the tokenizer, on the prompt format and on the ignored
+    keys, and not on names."""
     path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     item, two = ("--data-path", str(path)), ("--data-path", str(other))
     path.write_text("one")
-    tokenizer = ByteLevelTokenizer()
-    digest = store.data_digest([item], tokenizer, "auto")
     shutil.copy(path, other)
-    assert store.data_digest([two], tokenizer, "auto") == digest
+    folder = fine_tuning.tokenizer_folder(tmp_path / "tokenizer", None)
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    tokenizer = HuggingFaceTokenizer(tokenizer_model=folder)
+    digest = store.data_digest([item], tokenizer, "auto")
+    assert store.data_digest([two], HuggingFaceTokenizer(tokenizer_model=str(moved)), "auto") == digest
+    assert store.data_digest([item], ByteLevelTokenizer(), "auto") != digest
     assert store.data_digest([item], tokenizer, "text") != digest
+    assert store.data_digest([item], tokenizer, "auto", ("id",)) != digest
     assert store.data_digest([item, two], tokenizer, "auto") != digest
+    fine_tuning.tokenizer_folder(tmp_path / "moved", fine_tuning.CHATML)
+    assert store.data_digest([item], HuggingFaceTokenizer(tokenizer_model=str(moved)), "auto") != digest
     path.write_text("two")
     assert store.data_digest([item], tokenizer, "auto") != digest

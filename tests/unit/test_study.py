@@ -1,18 +1,20 @@
-"""studies/study.py: study files, tuning, and a whole study with a program that takes no time."""
+"""The studies: study files, a whole study with a program that takes no time, pages, and the faults of a soak."""
 
 from __future__ import annotations
 
-import lzma
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import gpu_hour
+import gpu_hour_jobs
+import gpu_hour_report
 import pytest
-import results
+import soak
 import study as tool
 import yaml
-from results import Lookup, Result, Run, Study, Table, points, read_results, read_study
+from results import Study, Table, read_results, read_study
 from study import Commands, Runner, step_arithmetic
 
 PROGRAM = """
@@ -63,26 +65,11 @@ def read(tmp_path: Path, **changes: Any) -> Study:
     return read_study(str(written(tmp_path, study_of(tmp_path, **changes))))
 
 
-def results_by(value: Callable[[Run], float | None]) -> Lookup:
-    """Give every run a result whose test and validation metric is `value`."""
-
-    def lookup(run: Run) -> Result:
-        model, data, method, lr, seed, budget = run.key
-        steps = round(10 * budget)
-        return Result(model=model, data=data, method=method, lr=lr, seed=seed, budget=budget, steps=steps,
-                      test=value(run), validation=value(run), curve=((steps, value(run)),),
-                      state_bytes_per_parameter=16.0)  # fmt: skip
-
-    return lookup
-
-
 @pytest.mark.parametrize(
     "changes, key",
     [
-        ({"learning_rates": [0.1, 0.1]}, "learning_rates"),
         ({"baseline": "ful"}, "baseline"),
         ({"flags": "--steps {step}"}, "{step}"),
-        ({"methods": {"a": {"budgets": [0.5, -1]}}}, "budgets"),
     ],
 )
 def test_bad_study_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], key: str) -> None:
@@ -91,19 +78,6 @@ def test_bad_study_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], chan
     assert tool.main([str(path), "--output", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert str(path) in said and key in said and said.count("\n") == 1
-
-
-def test_grid_grows_at_an_edge_and_says_where_it_ends(tmp_path: Path) -> None:
-    """A grid grows at an edge as often as it may, and says whether its best rate lies at an edge."""
-    point = next(points(read(tmp_path, extend=2)))
-    cases = {0.2: (0.2, False, 3), 0.8: (0.8, False, 5), 5.0: (1.6, True, 5), 0.01: (0.025, True, 5)}
-    for best, expected in cases.items():
-        actual = results.grid(
-            read(tmp_path, extend=2), point, results_by(lambda run, best=best: abs(run.lr - best) + 1)
-        )
-        assert (actual.best, actual.at_edge, len(actual.values)) == expected
-    fixed = results.grid(read(tmp_path, extend=0), point, results_by(lambda run: 1 / run.lr))
-    assert (fixed.best, fixed.at_edge, len(fixed.values)) == (0.4, True, 3)
 
 
 def test_whole_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,37 +116,26 @@ def test_studies_of_the_project(repo_root: Path, tmp_path: Path) -> None:
         assert path.stem == "gpt_10_minutes" or text == path.with_suffix(".md").read_text(encoding="utf-8")
 
 
-def test_results_count_if_their_command_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A result counts only if its command is the same, in any output folder."""
-    path = written(tmp_path, study_of(tmp_path))
-    assert tool.main([str(path), "--output", str(tmp_path / "first")]) == 0
-    again = [str(path), "--output", str(tmp_path / "second"), "--list"]
-
-    def num_runs() -> int:
-        capsys.readouterr()
-        assert tool.main(again) == 0
-        return len(capsys.readouterr().out.splitlines()) - 1
-
-    assert num_runs() == 0
-    content = path.read_text(encoding="utf-8")
-    path.write_text(content.replace("--gain 0.5", "--gain 0.6"), encoding="utf-8")
-    assert content.count("--gain 0.5") and num_runs() > 0
+def test_the_page_of_the_gpu_hours(repo_root: Path) -> None:
+    """The report of the GPU hours' results is their page."""
+    records = {
+        part: list(gpu_hour.read_results(gpu_hour_report.RESULTS, part).values()) for part in gpu_hour_jobs.PARTS
+    }
+    page = (repo_root / "studies" / "gpu_hour.md").read_text(encoding="utf-8")
+    assert page.splitlines() == list(gpu_hour_report.page_lines(records))
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_ten_minute_study_gives_its_committed_table(repo_root: Path, tmp_path: Path) -> None:
-    """The ten-minute study gives its committed table."""
-    path, results = repo_root / "studies" / "gpt_10_minutes.yaml", tmp_path / "results.csv"
-    text = tmp_path / "tinyshakespeare" / "input.txt"
-    text.parent.mkdir()
-    text.write_bytes(lzma.decompress((repo_root / "tests" / "data" / "tinyshakespeare.txt.xz").read_bytes()))
-    words = [str(path), "--output", str(tmp_path), "--data", str(tmp_path), "--results", str(results)]
-    assert tool.main(words) == 0
-    output, committed = (
-        {result.key: result for result in read_results(file)} for file in (results, path.with_suffix(".csv"))
-    )
-    assert output.keys() == {key for key, item in committed.items() if not item.rounds}
-    for key, entry in output.items():
-        assert entry.test == pytest.approx(committed[key].test, abs=0.05), key
-        assert entry.state_bytes_per_parameter == pytest.approx(committed[key].state_bytes_per_parameter, rel=0.01)
+def faults(*changes: dict[str, Any], consumed: int = 12) -> str:
+    """Return the faults of replica groups that train a step after an exchange, with batches of 2."""
+    exchange = {"iteration": 4, "consumed_samples": 8, "groups": 2, "lineage": 1, "values": 7}
+    step = {"iteration": 5, "consumed_samples": consumed, "loss": 1.0}
+    lines = [[exchange | {"group": number} | change, step] for number, change in enumerate(changes)]
+    return " ".join(soak.disagreements([SimpleNamespace(name="a", lines=line) for line in lines], 2)[0])  # type: ignore[misc]
+
+
+def test_faults_of_replica_groups() -> None:
+    """studies/soak.py reports groups with different bits or sample counts, and groups that train the same samples."""
+    assert faults({}, {}) == ""
+    assert "differ" in faults({}, {"values": 8}) and "differ" in faults({}, {"consumed_samples": 6}, consumed=12)
+    assert "one number" in faults({}, {"group": 0}) and "trained twice" in faults({}, {"group": 0})
+    assert "10 samples" in faults({}, {}, consumed=10)

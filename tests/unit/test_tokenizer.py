@@ -69,7 +69,6 @@ def check_contract(tokenizer: Tokenizer, texts: tuple[str, ...] = TEXTS) -> None
         ids = tokenizer.tokenize(text)
         assert all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in ids)
         assert tokenizer.eod not in ids
-        assert tokenizer.detokenize(ids) == text
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
     assert tokenizer.pad != tokenizer.eod
     json.dumps(tokenizer.unique_identifiers)
@@ -81,7 +80,6 @@ def test_byte_level() -> None:
     check_contract(tokenizer)
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (257, 256, NO_PAD)
     assert tokenizer.tokenize("A\u00e9") == [65, 195, 169]
-    assert tokenizer.detokenize([65, 256, 195]) == "A\ufffd"
 
 
 def test_gpt2_reads_the_end_token_as_text(gpt2: Tokenizer) -> None:
@@ -89,8 +87,6 @@ def test_gpt2_reads_the_end_token_as_text(gpt2: Tokenizer) -> None:
     check_contract(gpt2)
     ids = gpt2.tokenize("a<|endoftext|>b")
     assert gpt2.eod not in ids
-    assert gpt2.detokenize(ids) == "a<|endoftext|>b"
-    assert gpt2.detokenize([gpt2.eod]) == "<|endoftext|>"
 
 
 @pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])

@@ -102,8 +102,11 @@ def test_sentencepiece(tmp_path: Path, kind: str, prefix: bool, fallback: bool, 
         assert len(odd) <= 2 and all(sorted(ours.tokenize(x)) == sorted(tokenizer.tokenize(x)) for x in odd)
     if fallback:
         ours = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(folder))
+        pieces = tokenizer._model
         assert [
-            x for x in texts if ours.detokenize(ours.tokenize(x)) != tokenizer.detokenize(tokenizer.tokenize(x))
+            x
+            for x in texts
+            if ours.engine.decode(ours.tokenize(x), skip_special_tokens=True) != pieces.decode(tokenizer.tokenize(x))
         ] == []
 
 

@@ -3,5 +3,3 @@
 from megatron.bcd.arguments.parse import parse_run_config, read_command_line
 from megatron.bcd.config import run_config_from_dict, run_config_to_dict
 from megatron.bcd.config.presets import FAMILY_DEFAULTS
-
-__all__ = ["FAMILY_DEFAULTS", "parse_run_config", "read_command_line", "run_config_from_dict", "run_config_to_dict"]

@@ -10,9 +10,7 @@ from megatron.bcd.arguments.flags import Flag, holds
 from megatron.bcd.arguments.stock import BELONG_TO, EXPERTS, TRANSFORMER_FIELDS
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, DataConfig, TrainingConfig
 from megatron.bcd.config.presets import derive_blocks, derive_schedule
-from megatron.bcd.runtime import packages
 
-_STREAMED = (1, "breadth-first")
 Values = dict[str, Any]
 """Values by field name."""
 
@@ -46,7 +44,10 @@ def derive_values(
         _derive_fine_tuning(values, given=given)
     _derive_training(values, world_size=world_size)
     _derive_precision(values, given=given)
-    _derive_tokenizer(values)
+    if values["tokenizer_type"] is None and values["vocab_file"] and values["merge_file"]:
+        values["tokenizer_type"] = "GPT2BPETokenizer"
+    elif values["tokenizer_type"] is None and values["mock_data"] and values["vocab_size"]:
+        values["tokenizer_type"] = "NullTokenizer"
     derive_blocks(values, given=given)
     chunks = _derive_chunks(values, given=given)
     if chunks is not None and chunks != values["num_virtual_stages_per_pipeline_rank"]:
@@ -60,9 +61,6 @@ def derive_values(
     ignored += taken_back.values()
     if given.get("overlap_param_gather") and not values["overlap_param_gather"]:
         ignored.append("--overlap-param-gather (chunks are gathered after the step)")
-    is_used = values["is_precision_aware"] or values["main_grads_dtype"] != "fp32"
-    if values["use_precision_aware_optimizer"] and not is_used:
-        ignored.append("--use-precision-aware-optimizer")
     if values["mock_data"] and values["split"]:
         ignored.append(f"--split {values['split']} (mock data are not split)")
     return [f"without effect here: {', '.join(ignored)}", *lines] if ignored else lines
@@ -163,41 +161,11 @@ def _derive_training(values: Values, *, world_size: int) -> None:
 
 def _derive_precision(values: Values, *, given: Mapping[str, Any]) -> None:
     if values["bf16"]:
-        # as in stock: gradients that the optimizer gets in bf16 are reduced in bf16
-        wants_bf16 = values["use_precision_aware_optimizer"] and values["main_grads_dtype"] == "bf16"
-        is_reduced_in_bf16 = values["grad_reduce_in_bf16"] or wants_bf16
-        values["grad_reduce_in_fp32"] = bool(given.get("grad_reduce_in_fp32")) or not is_reduced_in_bf16
+        values["grad_reduce_in_fp32"] = bool(given.get("grad_reduce_in_fp32")) or not values["grad_reduce_in_bf16"]
     if values["fp16"] and values["loss_scale"] is None:
         # with a dynamic loss scale a gradient that is not finite only lowers the scale
         values["check_for_nan_in_loss_and_grad"] = False
     values["check_for_nan_in_grad"] = False  # Megatron Core would end the run, instead of skipping the step
-    # as in stock, offload is a variant of the precision-aware optimizer
-    values["is_precision_aware"] = values["optimizer_cpu_offload"] or _is_precision_aware(values)
-
-
-def _is_precision_aware(values: Values) -> bool:
-    """Return whether Transformer Engine's Adam stores main parameters and moments.
-
-    It does so where it is installed, because only memory differs, and where a lower precision of the moments needs it.
-    """
-    is_possible = (
-        values["use_precision_aware_optimizer"]
-        and values["bf16"]
-        and values["optimizer"] == "adam"
-        and values["adam_moments_dtype"] == "fp32"
-        and values["use_distributed_optimizer"]
-        # a single block in host memory is stepped without Transformer Engine
-        and (values["bcd_layers_on"] == "device" or (values["bcd_num_blocks"], values["bcd_schedule"]) != _STREAMED)
-    )
-    has_lower_moments = (values["exp_avg_dtype"], values["exp_avg_sq_dtype"]) != ("fp32", "fp32")
-    return bool(is_possible) and (has_lower_moments or packages.has_precision_aware_adam())
-
-
-def _derive_tokenizer(values: Values) -> None:
-    if values["tokenizer_type"] is None and values["vocab_file"] and values["merge_file"]:
-        values["tokenizer_type"] = "GPT2BPETokenizer"
-    if values["tokenizer_type"] is None and values["mock_data"] and values["vocab_size"]:
-        values["tokenizer_type"] = "NullTokenizer"
 
 
 def _derive_chunks(values: Values, *, given: Mapping[str, Any]) -> int | None:

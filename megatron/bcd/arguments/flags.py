@@ -11,7 +11,7 @@ import re
 import textwrap
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any
@@ -176,20 +176,16 @@ def _flag(section: str, field: dataclasses.Field[Any], annotation: Any, group: s
 
 @functools.cache
 def _flags() -> tuple[Flag, ...]:
-    return tuple(_generate())
-
-
-def _generate() -> Iterator[Flag]:
+    flags = []
     for section, (core, groups) in CORE_SECTIONS.items():
         hints, helps = typing.get_type_hints(core), _core_help(core)
         by_name = {field.name: field for field in dataclasses.fields(core)}
         for group, names in groups.items():
-            for name in names.split():
-                yield _flag(section, by_name[name], hints[name], group, helps[name])
+            flags += [_flag(section, by_name[name], hints[name], group, helps[name]) for name in names.split()]
     for section, (kind, group) in {"": (stock.StockSwitches, stock.NETWORK), **OWN_SECTIONS}.items():
         hints = typing.get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            yield _flag(section, field, hints[field.name], group)
+        flags += [_flag(section, field, hints[field.name], group) for field in dataclasses.fields(kind)]
+    return tuple(flags)
 
 
 def generate_flags(defaults: Mapping[str, object] | None = None) -> tuple[Flag, ...]:
@@ -207,12 +203,7 @@ def generate_flags(defaults: Mapping[str, object] | None = None) -> tuple[Flag, 
 
 def flag_name(field: str) -> str:
     """Return the flag that sets a field, or switches it on."""
-    return _names()[field]
-
-
-@functools.cache
-def _names() -> Mapping[str, str]:
-    return {flag.field: flag.names[0] for flag in _flags()}
+    return next(flag.names[0] for flag in _flags() if flag.field == field)
 
 
 @functools.cache

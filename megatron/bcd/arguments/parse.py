@@ -1,4 +1,4 @@
-"""Parse the command line into a RunConfig: ``--help``, files of flags, and all problems at once."""
+"""Parse the command line into a RunConfig: ``--help``, ``--dry-run``, and all problems at once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import yaml
-
 from megatron.bcd.arguments import files, run_plan, stock
 from megatron.bcd.arguments.derive import derive_values
 from megatron.bcd.arguments.flags import GROUPS, OWN_SECTIONS, Flag, flag_name, generate_flags
 from megatron.bcd.arguments.validate import find_problems
 from megatron.bcd.config import DdpSettings, OptimizerSettings, RunConfig
 from megatron.bcd.config.presets import preset_values
-from megatron.bcd.config.yaml_file import read_yaml
 
 
 class ConfigurationError(ValueError):
@@ -57,10 +54,6 @@ class _Parser(argparse.ArgumentParser):
         return {name: action for action in self._actions for name in action.option_strings}
 
 
-_NOT_IN_A_FILE = ("config", "dry_run", "dry_run_world_size", "print_config", "help")
-"""Flags that are accepted on the command line only."""
-
-
 def _formatter(prog: str) -> argparse.HelpFormatter:
     width = shutil.get_terminal_size().columns - 2
     return argparse.HelpFormatter(prog, max_help_position=min(38, width // 2), width=width)
@@ -79,16 +72,12 @@ def _parser(prog: str, flags: Iterable[Flag]) -> _Parser:
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for flag in sorted(flags, key=lambda flag: flag.field not in stock.REQUIRED):
         _add_flag(groups[flag.group], flag)
-    last = parser.add_argument_group("help and files of flags")
+    last = parser.add_argument_group("help")
     common: dict[str, Any] = {"default": argparse.SUPPRESS}
     last.add_argument("-h", "--help", action="help", help="show this text and exit")
-    text = "read flags from a YAML file (num-layers: 12); those on the command line win"
-    last.add_argument("--config", metavar="FILE", help=text, **common)
     text = "check the flags, print what would run, and exit"
     last.add_argument("--dry-run", action="store_true", help=text, **common)
     last.add_argument("--dry-run-world-size", type=int, metavar="N", help="as on N ranks, without torchrun", **common)
-    text = "check the flags, print a file for --config, and exit"
-    last.add_argument("--print-config", action="store_true", help=text, **common)
     return parser
 
 
@@ -160,89 +149,7 @@ def _parse(argv: Sequence[str], parser: _Parser) -> tuple[dict[str, Any], dict[s
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, problems
 
 
-def _parse_file(path: str, parser: _Parser) -> tuple[dict[str, Any], dict[str, str]]:
-    """Parse a YAML file of flags, see `_parse` for the result. Each problem begins with the file and the key.
-
-    Keys are flags without the leading dashes (``num-layers`` or ``num_layers``); switches are true or false.
-
-    Raises:
-        ValueError: the file can't be read, or is not a mapping.
-    """
-    content = read_yaml(path, instead="--config needs a YAML file, such as --print-config prints")
-    if content is None:  # an empty file, or comments alone
-        content = {}
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: must be a mapping of flags, such as num-layers: 12")
-    values: dict[str, Any] = {}
-    problems: dict[str, str] = {}
-    for key, value in content.items():
-        name = f"--{key}"
-        if name not in parser.actions:
-            name = name.replace("_", "-")
-        try:
-            entry = _parse_entry(name, value, parser)
-            if values.keys() & entry:
-                raise ValueError("another key sets the same. Leave one of them out.")
-            values |= entry
-        except ValueError as error:
-            problems[name] = f"{path}: {key}: {error}"
-    return values, problems
-
-
-def _parse_entry(name: str, value: Any, parser: _Parser) -> dict[str, Any]:
-    """Return the value by field name. A flag of Megatron-LM without effect has no value if it is off.
-
-    Raises:
-        ValueError: the key is no flag, or the value is not one that it accepts.
-    """
-    action = parser.actions.get(name)
-    if action is None:
-        if not stock.has_no_effect(name, [str(value)]):
-            raise ValueError(_unknown(name, parser.actions))
-        return {} if value is False else {name: value}
-    if action.dest in _NOT_IN_A_FILE:
-        raise ValueError("belongs on the command line. Leave it out.")
-    if action.nargs == 0:
-        if not isinstance(value, bool):
-            raise ValueError(f"{value!r}: must be true or false")
-        return {action.dest: action.const == value}
-    items = value if isinstance(value, list) else [value]
-    for item in items:
-        if isinstance(item, bool) or not isinstance(item, str | int | float):
-            raise ValueError(f"{item!r}: must be a {'number' if action.type in (int, float) else 'text'}")
-    if action.nargs is None and isinstance(value, list):
-        raise ValueError(f"{value}: takes one value, not a list")
-    if action.nargs is not None and any(str(item).startswith("--") for item in items):
-        raise ValueError(f"{value}: a value can't begin with a dash")
-    # joined to its flag a value may begin with a dash
-    words = [f"{name}={value}"] if action.nargs is None else [name, *map(str, items)]
-    namespace, rest = parser.parse_known_args(words)
-    if rest:
-        raise ValueError(f"{rest[0]!r} is one value too many")
-    return {field: tuple(item) if isinstance(item, list) else item for field, item in vars(namespace).items()}
-
-
-def _print_config(config: RunConfig, *, flags: Iterable[Flag], given: Mapping[str, Any], ranks: int, prog: str) -> str:
-    """Return a file for --config with the flags that were `given`. Comments show the values of all others."""
-    run = {field: value for section in dataclasses.asdict(config).values() for field, value in section.items()}
-    kept = {flag.names[0][2:]: given[flag.field] for flag in flags if flag.field in given}
-    kept |= {name[2:]: value for name, value in given.items() if name.startswith("--")}
-    rest = {flag.names[0][2:]: run.get(flag.field) for flag in flags if flag.field not in given}
-    unset = _as_yaml({name: value for name, value in rest.items() if value is not None})
-    return (
-        f"# Flags for {prog} --config FILE; flags on the command line win.\n{_as_yaml(kept)}"
-        f"# Not given: defaults, and what follows from the flags above on {ranks} rank{'s' * (ranks != 1)}.\n"
-        + "".join(f"# {line}\n" for line in unset.splitlines())
-    ).rstrip("\n")
-
-
-def _as_yaml(values: Mapping[str, Any]) -> str:
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10**6)) if plain else ""
-
-
 def _assemble(flags: Iterable[Flag], values: Mapping[str, Any]) -> RunConfig:
-    values = dict(values) | {"use_precision_aware_optimizer": values["is_precision_aware"]}
     core_fields = [flag.field for flag in flags if flag.section == "transformer"]
     core_fields += ["bias_activation_fusion", "disable_parameter_transpose_cache"]
     kinds: dict[str, Any] = {"optimizer": OptimizerSettings, "ddp": DdpSettings}
@@ -350,11 +257,7 @@ def read_command_line(
     flags = generate_flags(defaults)
     parser = _parser(prog, flags)
     given, problems = _parse(sys.argv[1:] if argv is None else argv, parser)
-    if "config" in given:
-        from_file, problems_of_file = _parse_file(given["config"], parser)
-        given = from_file | given
-        problems = problems_of_file | problems
-    is_dry = not {"dry_run", "dry_run_world_size", "print_config"}.isdisjoint(given)
+    is_dry = not {"dry_run", "dry_run_world_size"}.isdisjoint(given)
     world_size = given.get("dry_run_world_size", world_size)
     if world_size < 1:
         problems["--dry-run-world-size"] = f"--dry-run-world-size {world_size}: must be at least 1"
@@ -364,9 +267,6 @@ def read_command_line(
         if not is_dry:
             raise
         run_plan.exit_with(2, [f"{prog}: error: {text}" for text in error.problems])
-    if "print_config" in given:
-        text = _print_config(command.config, flags=flags, given=given, ranks=world_size, prog=prog)
-        run_plan.exit_with(0, [text])
     if is_dry:
         lines = run_plan.describe_run(command.config, world_size=world_size, notes=command.notes)
         records, problem = run_plan.describe_records(command.config) if command.config.data.sft else ([], None)

@@ -227,9 +227,6 @@ class StockSwitches:
     bias_gelu_fusion: bool = option(True, "fused bias and GELU, on GPUs", group=PRECISION)
     bias_swiglu_fusion: bool = option(True, "fused bias and SwiGLU, on GPUs", group=PRECISION)
     grad_reduce_in_bf16: bool = option(False, "with --bf16: accumulate and reduce gradients in it", group=PRECISION)
-    use_precision_aware_optimizer: bool = option(
-        False, "let Transformer Engine's Adam hold the main parameters of bf16 weights", group=OPTIMIZER
-    )
     muon_use_nesterov: bool = option(False, "Nesterov momentum in Muon", group=OPTIMIZER)
     recompute_activations: bool = option(False, "--recompute-granularity selective", group=RECOMPUTATION)
 
@@ -242,7 +239,7 @@ ALIASES = {
 """Further names of flags, by field."""
 
 BELONG_TO = {
-    "--save": "save_interval save_retain_interval overwrite_checkpoints log_progress async_save keep_last_checkpoints",
+    "--save": "save_interval save_retain_interval async_save keep_last_checkpoints",
     "--load": "exit_on_missing_checkpoint ckpt_step finetune",
     "--save-hf": "save_hf_interval",
     "--group-query-attention": "num_query_groups",
@@ -302,6 +299,8 @@ _INSTEAD = {
         "--bcd-prefix-cache-dtype --bcd-prefix-cache-max-gib"
     ),
     "Leave it out, to cut long answers, or give --sft-drop-long.": "--sft-refuse-long",
+    "Delete the checkpoints of the other run, or give another --save.": "--overwrite-checkpoints",
+    "Write the flags into a script; --dry-run prints what would run.": "--config --print-config",
     "Give --bcd-layers-on.": "--bcd-frozen-weights",
     "Give --bcd-inactive-update.": "--bcd-resting-update",
     "Give --bcd-inactive-lr-ratio.": "--bcd-resting-lr-ratio",
@@ -355,6 +354,9 @@ UNSUPPORTED = {
     "activations, loss and main parameters have the precision of --bf16, --fp16 or fp32": (
         "--fp32-residual-connection --fp16-lm-cross-entropy --main-params-dtype --batch-invariant-mode"
     ),
+    "give --adam-moments-dtype bf16 or int8": "--exp-avg-dtype --exp-avg-sq-dtype",
+    "give --grad-reduce-in-bf16": "--main-grads-dtype",
+    "give --timing-log-level 1 --timing-log-option all": "--log-straggler --straggler-",
     "only matrices have weight decay; --apply-wd-to-qk-layernorm adds norms": "--no-weight-decay-cond-type",
     "only --use-rope-scaling and YaRN scale positions": "--rotary-seq-len-interpolation-factor --mscale",
     "give parallel sizes; a checkpoint fits all of them": "--use-mp-args-from-checkpoint-args",
@@ -379,11 +381,11 @@ UNSUPPORTED = {
         "--start-eval-at-iter --fault-injector-"
     ),
     "this trains language models on text": "--perform-rl-step --export- --modelopt- --logits-",
-    "give --config, a YAML file of flags": "--yaml-cfg",
+    "write the flags into a script": "--yaml-cfg",
 }
 """Flags of stock that would train something else or are not supported: the reason, and how they start."""
 _HARMLESS = {
-    "--main-params-dtype": ["fp32"],
+    **dict.fromkeys(("--main-params-dtype", "--main-grads-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"), ["fp32"]),
     "--dataloader-type": ["single"],
     "--rotary-seq-len-interpolation-factor": ["1"],
 }

@@ -45,7 +45,7 @@ CONFLICTS = {
     "--train-iters": "--lr-decay-samples --lr-warmup-samples --lr-wsd-decay-samples",
     "--num-epochs": "--lr-decay-samples --lr-warmup-samples --lr-wsd-decay-samples --rampup-batch-size",
     "--train-samples": "--lr-decay-iters --lr-warmup-iters --lr-wsd-decay-iters",
-    "--accumulate-allreduce-grads-in-fp32": "--grad-reduce-in-bf16 --main-grads-dtype=bf16",
+    "--accumulate-allreduce-grads-in-fp32": "--grad-reduce-in-bf16",
     "--recompute": "--recompute-granularity",
     "--recompute-activations": "--recompute-granularity=full",
     "--pipeline-cut=auto": "--pipeline-model-parallel-layout --account-for-embedding-in-pipeline-split "
@@ -58,10 +58,9 @@ CONFLICTS = {
     "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss",  # its gradients have no loss scale
     "--bcd-embedding-update=factored": "--decoupled-lr",  # only Megatron Core's optimizer supports it
     "--optimizer-cpu-offload": "--optimizer!=adam --no-decoupled-weight-decay --no-use-distributed-optimizer "
-    "--adam-moments-dtype --exp-avg-dtype --exp-avg-sq-dtype --bcd-inactive-update",
+    "--adam-moments-dtype --bcd-inactive-update",
     "--bcd-main-params=drop": "--optimizer=muon --bcd-inactive-update",  # these keep main parameters on the device
-    # the optimizer of all matrices has no loss scale, no SGD, and one precision for both moments
-    "--bcd-inactive-update": "--fp16 --loss-scale --optimizer=sgd --exp-avg-dtype --exp-avg-sq-dtype",
+    "--bcd-inactive-update": "--fp16 --loss-scale --optimizer=sgd",  # the optimizer of all matrices has neither
     # these write frozen layers, or draw them differently on the ranks that share them
     "--bcd-layers-on!=device": "--data-parallel-random-init --fp8-format",
     # these need all gradients of a step at once, or run separate passes
@@ -80,7 +79,6 @@ CONFLICTS = {
 }
 """The conditions that a flag cannot be combined with."""
 
-_LOWER_MOMENTS = "--use-precision-aware-optimizer --bf16 --optimizer=adam --use-distributed-optimizer"
 _GROUP_FLAGS = (
     "--replica-groups --min-replica-groups --replica-id --outer-interval --outer-delay --outer-lr "
     "--outer-momentum --outer-compression --outer-timeout-seconds"
@@ -93,9 +91,6 @@ NEEDS = {
     "--bcd-embedding-update=factored": "--bcd-inactive-update",
     "--fp8-format": "--bf16",
     "--transformer-impl=transformers": "--load-hf",
-    "--main-grads-dtype": "--use-precision-aware-optimizer --bf16",
-    "--exp-avg-dtype": f"{_LOWER_MOMENTS} --adam-moments-dtype=fp32",
-    "--exp-avg-sq-dtype": f"{_LOWER_MOMENTS} --adam-moments-dtype=fp32",
     "--weight-decay-incr-style": "--start-weight-decay --end-weight-decay",
     "--use-pytorch-profiler": "--tensorboard-dir",
     # without a subset a phase uses no sample twice, and with dropout the cache would always repeat the same mask
@@ -538,7 +533,6 @@ def _check_places(run: Run) -> None:
         ("--fp16", run.fp16, "Give --bf16"),
         ("--optimizer sgd", run.optimizer == "sgd", "Give adam or muon"),
         ("--lighthouse", run.lighthouse is not None, "Leave it out"),
-        ("--exp-avg-dtype", {run.exp_avg_dtype, run.exp_avg_sq_dtype} != {"fp32"}, "Give --adam-moments-dtype"),
     ):
         require(not is_given, f"{flag_given} is not supported by {flag} --bcd-num-blocks 1. {remedy}.")
 
@@ -596,13 +590,6 @@ def _check_packages(run: Run) -> None:
         run.fp8 is None or packages.has_transformer_engine(),
         f"--fp8-format {run.fp8} needs Transformer Engine and a GPU. Leave it out.",
     )
-    for field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        dtype = getattr(run, field)
-        require(
-            dtype == "fp32" or packages.has_precision_aware_adam(),
-            f"{flag_name(field)} {dtype} needs Transformer Engine 2.1 or later and a GPU; without them give "
-            "--adam-moments-dtype bf16 or int8",
-        )
 
 
 def _check_batch(run: Run, world_size: int) -> None:

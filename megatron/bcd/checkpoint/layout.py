@@ -136,14 +136,6 @@ def prune(root: str, keep: int, *, retain_interval: int | None = None) -> list[i
     return old
 
 
-def clear(root: str) -> None:
-    """Delete the tracker and all complete checkpoints, except those of other programs, as in `prune`."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(os.path.join(root, TRACKER))
-    for iteration in _complete(root):
-        _remove(iteration_folder(root, iteration))
-
-
 def clean_leftovers(root: str, *, before: int | None = None) -> None:
     """Clean up after a killed job: delete unfinished checkpoints.
 

@@ -7,7 +7,6 @@ disk is full or fails, the previous checkpoint stays valid, a warning is printed
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import shutil
 import time
@@ -26,48 +25,28 @@ from megatron.bcd.model.builder import frozen_on_host, get_host_layers, unwrap_m
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import atomic_io, collectives, dir_claim
 
-_PROGRESS = "progress.txt"
-
 
 def claim_save_folder(root: str | None) -> dir_claim.DirClaim:
     """Claim --save for this job (`dir_claim.claim`). A collective."""
     return dir_claim.claim(root, flag="--save", contents="checkpoints", clean=layout.clean_leftovers)
 
 
-def check_save_folder(config: RunConfig, source: Source | None) -> bool:
-    """Return whether --save has checkpoints of another run that --overwrite-checkpoints may delete. A collective.
-
-    `source` is the checkpoint of --load.
-
-    Raises:
-        ValueError: --save has another run, and --overwrite-checkpoints is not given, or --finetune reads from it.
-    """
+def check_save_folder(config: RunConfig, source: Source | None) -> None:
+    """Raise ValueError if --save has checkpoints of another run than that of --load (`source`). A collective."""
     root = config.checkpoint.save
     if root is None or config.training.skip_train:
-        return False
+        return
     iterations = collectives.on_rank_0(lambda: layout.candidates(root))
     is_source = source is not None and os.path.realpath(root) == os.path.realpath(source.root)
     is_resumed = is_source and source is not None and source.state is not None
     if not iterations or is_resumed:
-        return False
+        return
     problem = f"--save {root}: holds a run, saved up to iteration {iterations[0]}"
     if is_source:
         raise ValueError(
             f"{problem}, and --finetune starts another one with its weights; give another folder for --save"
         )
-    if not config.checkpoint.overwrite_checkpoints:
-        raise ValueError(
-            f"{problem}; give --load {root} to continue it, another folder for --save, or --overwrite-checkpoints to "
-            "delete it"
-        )
-    return True
-
-
-def clear_save_folder(root: str) -> None:
-    """Collective. Delete the checkpoints below --save. Raises ValueError if one can't be deleted."""
-    error = collectives.on_rank_0(lambda: atomic_io.capture_error(lambda: layout.clear(root)))
-    if error is not None:
-        raise ValueError(f"--overwrite-checkpoints: --save {root} can't be cleared ({error}); give another folder")
+    raise ValueError(f"{problem}; give --load {root} to continue it, another folder for --save, or delete it")
 
 
 class Saver:
@@ -148,27 +127,10 @@ class Saver:
         if error is not None:
             return self._abandon(iteration, error)
         self._prune(iteration)
-        self.log_progress(f"Saved checkpoint\tIteration: {iteration}")
         self._reporter.note(
             f"checkpoint saved to {layout.iteration_folder(self.root, iteration)} ({time.monotonic() - started:,.1f} s)"
         )
         return True
-
-    def log_progress(self, text: str) -> None:
-        """Append a line to ``progress.txt`` in stock Megatron-LM's form (--log-progress). Not a collective."""
-        if not (self._config.log_progress and self._is_first):
-            return
-        columns = (
-            datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
-            f"Job ID: {os.environ.get('SLURM_JOB_ID', '')}",
-            f"# GPUs: {torch.distributed.get_world_size()}",
-            text,
-        )
-        try:
-            with open(os.path.join(self.root, _PROGRESS), "a", encoding="utf-8") as file:
-                file.write("\t".join(columns) + "\n")
-        except OSError as error:
-            self._reporter.warning(f"{_PROGRESS} was not written ({atomic_io.describe(error)})")
 
     def _prepare(self, folder: str, state: RunState, digests: dict[str, FileDigest]) -> None:
         """Write the files of rank 0: the run state, and the files that Megatron Core expects beside the shards."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes."""
@@ -13,7 +12,6 @@ Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 class LayerKind:
     """One kind of layer. Bytes and products are those of a token in bf16, in sequences of the measured length."""
 
-    parameters: Parameters
     active: float
     """Bytes that the layer saves for its backward pass if it is trained, its output included."""
     suffix: float
@@ -29,20 +27,16 @@ class LayerKind:
     core: int
     """Other products in a forward pass, as those of attention's scores."""
 
-    @property
-    def size(self) -> int:
-        """The number of parameters."""
-        return count(self.parameters)
-
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredModel:
-    """The layers of a model, and what follows them."""
+    """The layers of a model."""
 
     kinds: tuple[LayerKind, ...]
     layers: tuple[int, ...]
     """The kind of each layer."""
-    final_norm: Parameters
+    parameters: Parameters
+    """All parameters by GPTModel's names; layers have their numbers in the whole model."""
 
     def mean(self, field: str) -> float:
         """Return the mean of a field over the layers."""
@@ -51,8 +45,3 @@ class MeasuredModel:
     def largest(self, field: str) -> float:
         """Return the largest value of a field among the layers."""
         return float(max(getattr(kind, field) for kind in self.kinds))
-
-
-def count(parameters: Parameters) -> int:
-    """Return the number of elements."""
-    return sum(prod(shape) for _, shape in parameters)

@@ -65,12 +65,11 @@ _ASKS_FOR_BLOCKS = (
     "bcd_num_blocks", "bcd_layout", "bcd_order", "bcd_steps_per_block", "bcd_switch", "bcd_frozen", "bcd_head_phase",
     "bcd_prefix_cache", "bcd_sample_ratio", "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage", "bcd_main_params", "optimizer", "fp16", "loss_scale",
-    "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload",
+    "optimizer_cpu_offload",
 )  # fmt: skip
 """Without --bcd-inactive-update these flags make preset finetune train blocks: only runs with blocks use them, or
 inactive updates exclude them."""
-_DEFAULTS = {"bcd_num_blocks": 0, "bcd_main_params": "host", "optimizer": "adam", "exp_avg_dtype": "fp32",
-             "exp_avg_sq_dtype": "fp32"}  # fmt: skip
+_DEFAULTS = {"bcd_num_blocks": 0, "bcd_main_params": "host", "optimizer": "adam"}
 """Values of these flags that do not ask for blocks."""
 
 
@@ -88,22 +87,18 @@ def preset_values(name: str, given: Mapping[str, Any], network: Mapping[str, Any
         network: sizes by field name, from the model of --load-hf where the command line has none.
     """
     rule = given.get("bcd_inactive_update")
-    if name == "finetune" and rule is None and _needs_blocks(given, network or {}):
-        rule = "none"
+    if name == "finetune" and rule is None:
+        asked = any(given.get(field) not in (None, False, _DEFAULTS.get(field)) for field in _ASKS_FOR_BLOCKS)
+        size = given.get("tensor_model_parallel_size", 1)
+        # queries, keys and values can't be updated apart if a rank has less than a query group
+        is_narrow = given.get("muon_split_qkv", True) and ((network or {}).get("num_query_groups") or size) < size
+        rule = "none" if asked or is_narrow else None
     values = preset_fields(name, rule)
     if name != "finetune" and (given.get("bcd_num_blocks") == 1 or rule == "none"):
         values = {field: value for field, value in values.items() if field not in _INACTIVE}
     if given.get("optimizer", "muon") != "muon":
         values = {field: value for field, value in values.items() if field not in _MUON}
     return {field: value for field, value in values.items() if field not in given}
-
-
-def _needs_blocks(given: Mapping[str, Any], network: Mapping[str, Any]) -> bool:
-    asked = any(given.get(field) not in (None, False, _DEFAULTS.get(field)) for field in _ASKS_FOR_BLOCKS)
-    tensor_size = given.get("tensor_model_parallel_size", 1)
-    # queries, keys and values can't be updated apart if a rank has less than a query group
-    is_narrow = given.get("muon_split_qkv", True) and (network.get("num_query_groups") or tensor_size) < tensor_size
-    return asked or is_narrow
 
 
 def derive_schedule(values: dict[str, Any]) -> None:

@@ -66,7 +66,6 @@ class OptimizerSettings:
     hysteresis: int
     overlap_param_gather: bool
     use_distributed_optimizer: bool
-    use_precision_aware_optimizer: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,21 +172,9 @@ class RunConfig:
         return "fp16" if self.transformer.get("fp16") else "fp32"
 
     @property
-    def is_precision_aware(self) -> bool:
-        """Whether Transformer Engine's Adam stores the main parameters, as the low 16 bits that bf16 weights lack."""
-        return self.optimizer.use_precision_aware_optimizer and not self.optimizer.optimizer_cpu_offload
-
-    @property
     def is_muon(self) -> bool:
         """Whether Muon steps the matrices of the active block."""
         return self.optimizer.optimizer == "muon"
-
-    @property
-    def moment_dtypes(self) -> tuple[str, str]:
-        """Precisions of Adam's two moments: ``fp32``, ``bf16``, ``fp16`` or ``int8``."""
-        if self.is_precision_aware:
-            return self.training.exp_avg_dtype, self.training.exp_avg_sq_dtype
-        return self.training.adam_moments_dtype, self.training.adam_moments_dtype
 
     @property
     def is_gated(self) -> bool:
@@ -214,8 +201,7 @@ class RunConfig:
     def steps_block_by_chunk(self) -> bool:
         """Whether breadth-first order steps the matrices of the only block, the whole model, chunk by chunk."""
         is_whole = self.bcd.bcd_num_blocks == 1 and not self.bcd.bcd_head_phase
-        has_rule = self.is_muon or (self.optimizer.optimizer == "adam" and not self.is_precision_aware)
-        has_rule &= self.precision != "fp16"  # these rules have no loss scale
+        has_rule = self.optimizer.optimizer != "sgd" and self.precision != "fp16"  # these rules have no loss scale
         is_freed = self.bcd.bcd_layers_on == "host" or self.optimizer.clip_grad == 0.0
         return self.is_breadth_first and is_whole and has_rule and is_freed
 

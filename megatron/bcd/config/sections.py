@@ -438,16 +438,6 @@ class TrainingConfig:
         choices=("fp32", "bf16", "int8"),
         group=OPTIMIZER,
     )
-    main_grads_dtype: str = option("fp32", "bf16: as --grad-reduce-in-bf16", choices=("fp32", "bf16"), group=OPTIMIZER)
-    exp_avg_dtype: str = option(
-        "fp32",
-        "with --use-precision-aware-optimizer: precision of the first moment",
-        choices=("fp32", "bf16", "fp16"),
-        group=OPTIMIZER,
-    )
-    exp_avg_sq_dtype: str = option(
-        "fp32", "the same of its second moment", choices=("fp32", "bf16", "fp16"), group=OPTIMIZER
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -577,7 +567,6 @@ class CheckpointConfig:
     )
     save_optim: bool = option(True, "save the optimizer state; without it a run resumes with --no-load-optim only")
     save_rng: bool = option(True, "save the random generators; without them a run resumes with --no-load-rng only")
-    log_progress: bool = option(False, "write starts and checkpoints to progress.txt in --save", group=REPORT)
     load: str | None = option(
         None,
         "folder to resume from: its newest valid checkpoint; an empty or absent folder starts a new run. With the same "
@@ -599,7 +588,6 @@ class CheckpointConfig:
     save_hf_interval: int | None = option(
         None, "training steps between further models, in --save-hf/iter_NNNNNNN", range=AT_LEAST_1
     )
-    overwrite_checkpoints: bool = option(False, "delete the checkpoints of another run in --save")
     exit_on_missing_checkpoint: bool = option(False, "end with an error if --load holds no checkpoint")
     finetune: bool = option(False, "load the weights of --load only, and start at iteration 0")
     load_optim: bool = option(True, "load the optimizer state of --load; else the active block starts with a new one")
@@ -669,10 +657,6 @@ class ReportConfig:
     )
     barrier_with_level_1_timing: bool = option(True, "let all ranks wait for each other before timers of level 1")
     log_timers_to_tensorboard: bool = option(False, "write these times to TensorBoard and Weights & Biases too")
-    log_straggler: bool = option(False, "log the slowest and the fastest rank")
-    straggler_minmax_count: int = option(
-        1, "ranks that --log-straggler names at either end", metavar="N", range=AT_LEAST_1
-    )
     profile: bool = option(False, "profile some training steps: --use-pytorch-profiler, or marks for Nsight Systems")
     profile_step_start: int = option(10, "steps before those that are profiled", range=AT_LEAST_0)
     profile_step_end: int = option(12, "last step that is profiled")

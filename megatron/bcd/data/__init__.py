@@ -17,26 +17,3 @@ from megatron.bcd.data.batches import (
 from megatron.bcd.data.lengths import global_batch_size, num_iterations, num_samples, samples_after
 from megatron.bcd.data.sft.dataset import plan_fine_tuning, resolve_epochs
 from megatron.bcd.data.splits import Splits, plan_splits
-
-__all__ = [
-    "INDICES",
-    "Batch",
-    "BatchSharding",
-    "GroupShare",
-    "Splits",
-    "attention_mask",
-    "load_batch",
-    "batches",
-    "global_batch_size",
-    "empty_batches",
-    "num_iterations",
-    "num_samples",
-    "subset_indices",
-    "one_pass",
-    "context_shard",
-    "plan_fine_tuning",
-    "plan_splits",
-    "samples_after",
-    "subset_batches",
-    "resolve_epochs",
-]

@@ -224,11 +224,8 @@ def attention_mask(batch: Batch) -> torch.Tensor | None:
 
     Masks of packed samples are made where they are used, because an iteration may keep all of its batches.
     """
-    return segment_mask(batch["segment_ids"]) if "segment_ids" in batch else batch.get("attention_mask")
-
-
-def segment_mask(segment_ids: torch.Tensor) -> torch.Tensor:
-    """Return the causal mask within segments, bool [B, 1, S, S], True = masked, given each token's segment [B, S]."""
+    if (segment_ids := batch.get("segment_ids")) is None:
+        return batch.get("attention_mask")
     length = segment_ids.size(1)
     is_later = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).triu(1)
     return ((segment_ids[:, :, None] != segment_ids[:, None, :]) | is_later)[:, None]

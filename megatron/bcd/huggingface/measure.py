@@ -32,7 +32,7 @@ def read_model(path: str, *, sequence: int | None, longest: int) -> Transformers
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         text = config.get_text_config()
         tokens = sequence or min(text.max_position_embeddings, longest)
-        measured = measure(text, sequence=tokens)
+        measured = measure(config, sequence=tokens)
     except Exception as error:  # of any model's own code
         raise ValueError(f"cannot be planned ({' '.join(str(error).split())[:200]})") from None
     return TransformersModel(
@@ -69,11 +69,21 @@ def measure(config: Any, *, sequence: int) -> MeasuredModel:
         kinds = list(dict.fromkeys(keys))
         first = [keys.index(key) for key in kinds]
         parent = model.get_submodule(name.rpartition(".")[0])
-        final_norm = [_parameters(child) for key, child in parent.named_children() if "norm" in key]
+        norms = [_parameters(child) for key, child in parent.named_children() if "norm" in key]
+        embedding = (text.vocab_size, text.hidden_size)
         return MeasuredModel(
             kinds=tuple(_measure(layers[index], one[index], two[index], sequence) for index in first),
             layers=tuple(map(kinds.index, keys)),
-            final_norm=final_norm[-1] if final_norm else (),
+            parameters=(
+                ("embedding.word_embeddings.weight", embedding),
+                *(
+                    (f"decoder.layers.{number}.{key}", shape)
+                    for number, layer in enumerate(layers)
+                    for key, shape in _parameters(layer)
+                ),
+                *((f"decoder.final_layernorm.{key}", shape) for norm in norms[-1:] for key, shape in norm),
+                *((("output_layer.weight", embedding),) if not config.tie_word_embeddings else ()),
+            ),
         )
 
 
@@ -135,7 +145,6 @@ def _measure(layer: nn.Module, one: Any, two: Any, sequence: int) -> LayerKind:
     by_tokens = max(0, _passes(layer, *two, is_trained=True)[1] - working)
     suffix, suffix_working = _passes(layer, *one, is_trained=False)
     return LayerKind(
-        parameters=_parameters(layer),
         active=active / sequence,
         suffix=suffix / sequence,
         active_working=by_tokens / sequence,

@@ -1,17 +1,12 @@
-"""Metrics as text: a live progress line on a terminal, single lines in a log file."""
+"""Metrics as text, one line each."""
 
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from megatron.bcd.metrics.schema import EvalMetrics, RunSummary, StepMetrics
 
 _BLOCK_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
-_REFRESH_SECONDS = 0.1
 MIB = 2**20
 GIB = 2**30
 _LINE_LENGTH = 120
@@ -86,30 +81,6 @@ def timer_lines(times: Mapping[str, Sequence[float]], *, option: str) -> list[st
     return [f"{headings[option]} across ranks (ms):", *lines] if lines else []
 
 
-def straggler_lines(times: Mapping[str, Sequence[float]], *, num_named: int) -> list[str]:
-    """Return the fastest and the slowest rank by its forward passes and its batches.
-
-    If `num_named` is at least 2 and less than the number of ranks, list that many ranks by their forward passes.
-    """
-    if not times:
-        return []
-
-    def sorted_ranks(name: str) -> list[str]:
-        return [
-            f"rank {rank} {time:.2f}" for time, rank in sorted((time, rank) for rank, time in enumerate(times[name]))
-        ]
-
-    forward, batch = sorted_ranks("forward"), sorted_ranks("batch")
-    lines = [
-        f"forward passes of a step (ms): {forward[0]} to {forward[-1]} | longest wait for a batch (ms): {batch[0]} to "
-        f"{batch[-1]}"
-    ]
-    if 1 < num_named < len(forward):
-        lines.append(f"  slowest: {', '.join(forward[: -num_named - 1 : -1])}")
-        lines.append(f"  fastest: {', '.join(forward[:num_named])}")
-    return lines
-
-
 def evaluation_line(record: EvalMetrics) -> str:
     """Return the log line of an evaluation."""
     when = "at the end, iteration" if record.is_final else "at iteration"
@@ -154,70 +125,11 @@ def summary_lines(summary: RunSummary) -> list[str]:
     return ["Block coordinate descent on Megatron Core", *(f"{label:<11} {text}" for label, text in facts)]
 
 
-class Screen:
-    """Prints lines, and on a terminal a progress line below them."""
-
-    def __init__(self, console: Console | None, *, train_iters: int, start_iteration: int) -> None:
-        # by default rich obeys FORCE_COLOR, which would write control characters into a log file
-        self._console = console or Console(force_terminal=sys.stdout.isatty(), highlight=False)
-        self._live = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._train_iters = train_iters
-        self._start = self._last = start_iteration
-        self._busy_ms = 0.0
-        self._left = ""
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
-        self._refreshed = 0.0
-
-    def line(self, text: str, *, style: str = "", block: int | None = None) -> None:
-        """Print `text` as one line, neither wrapped nor cut."""
-        rich_text = Text(" ".join(text.splitlines()), style=style)
-        if block is not None:
-            rich_text.highlight_words([" | "], "dim")
-            rich_text.highlight_regex(r"\bloss [\d.]\S+", "bold")
-            rich_text.highlight_words([f"block {block}"], _BLOCK_STYLES[block % len(_BLOCK_STYLES)])
-        self._console.print(rich_text, soft_wrap=True, highlight=False)
-
-    def time_left(self, record: StepMetrics) -> str:
-        """Return the remaining time, given the mean step so far, because blocks differ in speed."""
-        self._busy_ms += record.step_time_ms * max(0, record.iteration - self._last)
-        self._last = max(self._last, record.iteration)
-        done = self._last - self._start
-        self._left = format_time_left(self._busy_ms / done * max(0, self._train_iters - self._last) if done else 0.0)
-        return self._left
-
-    def advance(self, iteration: int, record: StepMetrics | None = None) -> None:
-        """Move the progress line to `iteration`. A record updates its text."""
-        if not self._live:
-            return
-        if self._progress is None:
-            # no refresh thread: it would hold locks while data workers are forked
-            self._progress = Progress(
-                TextColumn("iteration {task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.percentage:.0f}%"),
-                TextColumn("{task.fields[doing]}"),
-                console=self._console,
-                auto_refresh=False,
-                transient=True,
-                expand=True,
-            )
-            self._task = self._progress.add_task("", total=self._train_iters, completed=self._start, doing="")
-            self._progress.start()
-        self._progress.update(self._task, completed=iteration)
-        if record is not None:
-            style = _BLOCK_STYLES[record.block % len(_BLOCK_STYLES)]
-            doing = (
-                f"[{style}]block {record.block}[/{style}]  loss [bold]{record.loss:.4f}[/bold]"
-                f"  {record.tokens_per_second:,.0f} tokens/s  [dim]{self._left}[/dim]"
-            )
-            self._progress.update(self._task, doing=doing)
-        now = time.monotonic()
-        if record is not None or now - self._refreshed >= _REFRESH_SECONDS:
-            self._progress.refresh()
-            self._refreshed = now
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+def styled_line(text: str, *, style: str = "", block: int | None = None) -> Text:
+    """Return `text` as one line, with the colours of a block."""
+    line = Text(" ".join(text.splitlines()), style=style)
+    if block is not None:
+        line.highlight_words([" | "], "dim")
+        line.highlight_regex(r"\bloss [\d.]\S+", "bold")
+        line.highlight_words([f"block {block}"], _BLOCK_STYLES[block % len(_BLOCK_STYLES)])
+    return line

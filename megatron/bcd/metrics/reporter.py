@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +12,10 @@ from rich.console import Console
 
 from megatron.bcd.config import ReportConfig
 from megatron.bcd.metrics.console import (
-    Screen,
     evaluation_line,
+    format_time_left,
     step_lines,
-    straggler_lines,
+    styled_line,
     summary_lines,
     timer_lines,
 )
@@ -52,7 +53,10 @@ class Reporter:
         self._contents: dict[int, str] = {}
         self._switch_time_ms = 0.0
         self._switches: list[tuple[int, int]] = []
-        self._screen = Screen(console, train_iters=train_iters, start_iteration=start_iteration)
+        # by default rich obeys FORCE_COLOR, which would write control characters into a log file
+        self._console = console or Console(force_terminal=sys.stdout.isatty(), highlight=False)
+        self._start = self._last = start_iteration
+        self._busy_ms = 0.0
         file = report.metrics_file
         self._metrics = MetricsFile(file, start_iteration=start_iteration, run=run) if file else None
         self._metrics_fail = False
@@ -74,23 +78,24 @@ class Reporter:
         """Print the run summary, and store the blocks' layers for later lines about phases."""
         self._contents = {block.index: block.contents for block in summary.blocks}
         for line in summary_lines(summary):
-            self._screen.line(line)
+            self._print(line)
 
     def step(self, record: StepMetrics) -> None:
         """Write one log line, one metrics line and one point of every curve."""
-        left = self._screen.time_left(record)
+        # the remaining time, by the mean step so far, because blocks differ in speed
+        self._busy_ms += record.step_time_ms * max(0, record.iteration - self._last)
+        self._last = max(self._last, record.iteration)
+        done, coming = self._last - self._start, max(0, self._train_iters - self._last)
+        left = format_time_left(self._busy_ms / done * coming if done else 0.0)
         for line in step_lines(record, train_iters=self._train_iters, left=left):
-            self._screen.line(line, block=record.block)
+            self._print(line, block=record.block)
         for line in timer_lines(record.timers_ms, option=self._report.timing_log_option):
-            self._screen.line(line)
-        for line in straggler_lines(record.straggler_ms, num_named=self._report.straggler_minmax_count):
-            self._screen.line(line)
-        self._screen.advance(record.iteration, record)
+            self._print(line)
         if self._metrics is not None:
             # all switches since the last line
             values = {**dataclasses.asdict(record), "switch_time_ms": self._switch_time_ms}
             values["switches"] = self._switches
-            for name in ("router_losses", "timers_ms", "straggler_ms", "switches"):
+            for name in ("router_losses", "timers_ms", "switches"):
                 if not values[name]:
                     del values[name]
             self._write_metrics(values)
@@ -98,13 +103,9 @@ class Reporter:
         timers = timer_scalars(record) if self._report.log_timers_to_tensorboard else {}
         self._write_scalars({**step_scalars(record), **timers}, record.iteration)
 
-    def progress(self, iteration: int) -> None:
-        """Move a terminal's progress line between log steps."""
-        self._screen.advance(iteration)
-
     def evaluation(self, record: EvalMetrics) -> None:
         """Write one log line, and one metrics line without `loss`, which is reserved for training losses."""
-        self._screen.line(evaluation_line(record), style="bold")
+        self._print(evaluation_line(record), style="bold")
         if self._metrics is not None:
             self._write_metrics(
                 {
@@ -130,18 +131,22 @@ class Reporter:
             f"-- phase {phase} at iteration {iteration}: cycle {cycle}, block {block}"
             f"{', ' if contents else ''}{contents} active (switch {switch_time_ms:,.0f} ms)"
         )
-        self._screen.line(text, block=block)
+        self._print(text, block=block)
         self._switch_time_ms += switch_time_ms
         self._switches.append((iteration, block))
         self._write_scalars({"bcd/switch-time-ms": switch_time_ms}, iteration)
 
     def note(self, text: str) -> None:
         """Print a line that requires no action."""
-        self._screen.line(text)
+        self._print(text)
 
     def warning(self, text: str) -> None:
         """Print a warning that the user should act on."""
-        self._screen.line(f"warning: {text}", style="yellow")
+        self._print(f"warning: {text}", style="yellow")
+
+    def _print(self, text: str, *, style: str = "", block: int | None = None) -> None:
+        """Print a line, neither wrapped nor cut."""
+        self._console.print(styled_line(text, style=style, block=block), soft_wrap=True, highlight=False)
 
     def _write_metrics(self, values: Mapping[str, object]) -> None:
         """Write a metrics line. A full disk must not end a run: the other ranks wait for this one."""
@@ -166,8 +171,7 @@ class Reporter:
                     sink.close()
 
     def close(self) -> None:
-        """Restore the terminal and close every file. May be called twice."""
-        self._screen.close()
+        """Close every file. May be called twice."""
         if self._metrics is not None:
             try:
                 self._metrics.close()
@@ -196,4 +200,4 @@ class SilentReporter(Reporter):
     def run_summary(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    step = progress = evaluation = exchange = phase = note = warning = close = run_summary
+    step = evaluation = exchange = phase = note = warning = close = run_summary

@@ -39,10 +39,6 @@ class StepMetrics:
     """By rank: moments and main parameters (included in the model state)."""
     host_state_bytes: tuple[int, ...] = ()
     """By rank: optimizer state in host memory (frozen blocks, offload); not included in the model state."""
-    saved_activation_bytes: tuple[int, ...] = ()
-    """By rank: peak of the tensors that autograd saves for the backward pass, in the phase's first iteration."""
-    backward_messages: tuple[int, ...] = ()
-    """By rank: gradient messages sent and received in the last iteration."""
     loss_scale: float | None = None
     """fp16 only."""
     skipped_iterations: int = 0
@@ -62,8 +58,6 @@ class StepMetrics:
     """10^12 floating-point operations per second and rank that the phase requires (--log-throughput)."""
     timers_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Milliseconds per step by timer and rank; 0 if a rank lacks the timer (--timing-log-level)."""
-    straggler_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Milliseconds by rank (--log-straggler). `forward`: forward passes of a step. `batch`: longest wait for one."""
     data_seen: float = 0.0
     """Fraction of one epoch of the training split that the run has trained on, 0 to 1."""
     prefix_cache_hits: int = 0

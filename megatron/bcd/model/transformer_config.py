@@ -55,7 +55,10 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
         )
     if implementation.layers != "transformer_engine":
         fields["persist_layer_norm"] = False
-        fields["apply_rope_fusion"] = _has_compiled_rotation(config, fields)
+        is_compiled = packages.compiles(config.bcd.bcd_compile) and not fields.get("rotary_interleaved")
+        fields["apply_rope_fusion"] = is_compiled and bool(fields.get("apply_rope_fusion"))
+        if is_compiled:
+            megatron_core.patch_rotary_embedding()
         kernels = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")  # Transformer Engine's
         fields |= {field: False for field in kernels if field in fields}
         if "mlp" in (fields.get("recompute_modules") or ()) and fields.get("add_bias_linear", True):
@@ -80,18 +83,6 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
         return _with_yarn(TransformerConfig(**fields), config)
     except AssertionError as error:
         raise ValueError(f"Megatron Core rejects these flags: {error}") from error
-
-
-def _has_compiled_rotation(config: RunConfig, fields: Mapping[str, Any]) -> bool:
-    """Return whether rotary embeddings are compiled, and provide the function.
-
-    Raises:
-        ValueError: --bcd-compile on, but there is no compiler.
-    """
-    is_compiled = packages.compiles(config.bcd.bcd_compile) and not fields.get("rotary_interleaved")
-    if is_compiled:
-        megatron_core.patch_rotary_embedding()
-    return is_compiled and bool(fields.get("apply_rope_fusion"))
 
 
 def _with_yarn(core: TransformerConfig, config: RunConfig) -> TransformerConfig:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,27 +21,13 @@ from megatron.bcd.model.builder import get_host_layers
 from megatron.bcd.model.host_layers import LOW_BITS
 from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
+from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_matrix_optimizer, phase_rules
-from megatron.bcd.optim.state import OUTER_MOMENTUM, BlockOptimizer, ParamState
+from megatron.bcd.optim.state import OUTER_MOMENTUM, ParamState
 from megatron.bcd.optim.switch_check import SwitchCheck
 from megatron.bcd.runtime import memory, replicas
 from megatron.bcd.runtime.compat import megatron_core
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateBytes:
-    """Bytes of this rank, counted from live storages; a shared storage counts once."""
-
-    model_state: int
-    """Weights, gradients, main parameters and moments on the device."""
-    gradients: int
-    """Gradients on the device."""
-    optimizer_state: int
-    """Moments, momenta, low bits and main parameters on the device. In fp32 the main parameters are the weights and do
-    not count."""
-    host: int
-    """Weights, gradients and optimizer state in host memory."""
 
 
 class ActiveBlock:
@@ -84,13 +69,14 @@ class ActiveBlock:
         if config.is_breadth_first:
             self.chunks = stage_chunks(partition, stage, config.bcd.bcd_layers_per_pass)
             self.virtual_chunks = virtual_chunks(partition, config.bcd.bcd_layers_per_pass)
-        self.optimizers: tuple[BlockOptimizer, ...] = (self.core, self.matrices)
+        self.optimizers = (self.core, self.matrices)
         """All that steps parameters and owns their state."""
         self.outer_momenta: dict[str, torch.Tensor] = {}
         """Momenta of the outer step of replica groups, in host memory: by name, flat, this rank's `shard_slice`."""
         self.config = config
         self._model_config = get_model_config(model)
-        self._switch_check: SwitchCheck | None = None
+        self.switch_check: SwitchCheck | None = None
+        """The check of this phase; None between phases."""
         self._in_buffers: list[torch.nn.Parameter] = []
 
     @property
@@ -98,7 +84,7 @@ class ActiveBlock:
         """Number of the active block; None between phases."""
         return self.core.block
 
-    def optimizer_of(self, name: str) -> BlockOptimizer:
+    def optimizer_of(self, name: str) -> CoreOptimizer | MatrixOptimizer:
         """Return the optimizer that steps a parameter."""
         return self.matrices if name in self.matrices.matrices else self.core
 
@@ -132,7 +118,7 @@ class ActiveBlock:
             streamed=self._host_layers.streamed_parameters(),
             block=block,
         )
-        self._switch_check = SwitchCheck(
+        self.switch_check = SwitchCheck(
             self.optimizers,
             self.model.parameters(),
             streamed=self._host_layers.streamed_parameters(),
@@ -150,9 +136,11 @@ class ActiveBlock:
         if not is_end_of_run:
             self.core.save()
         self.matrices.end(keeps_moments=self.offloaded.keeps_moments and not is_end_of_run)
-        self._disconnect()
+        model_config = self._model_config
+        model_config.grad_scale_func = model_config.finalize_model_grads_func = None
+        model_config.no_sync_func = model_config.grad_sync_func = model_config.param_sync_func = None
         self.core.end()
-        self._switch_check = None
+        self.switch_check = None
         self._host_layers.end_phase()
         gc.collect()  # wrapper, buckets and hooks form reference cycles
         on_device = [weight for weight in self._in_buffers if not self._host_layers.is_on_host(weight)]
@@ -188,11 +176,6 @@ class ActiveBlock:
         for optimizer in self.optimizers:
             optimizer.start_reductions()
 
-    def _disconnect(self) -> None:
-        model_config = self._model_config
-        model_config.grad_scale_func = model_config.finalize_model_grads_func = None
-        model_config.no_sync_func = model_config.grad_sync_func = model_config.param_sync_func = None
-
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:
         """Inside the context, every rank has the current weights of its stage, also with --overlap-param-gather, and
@@ -209,17 +192,6 @@ class ActiveBlock:
     def leave_buffers(self) -> None:
         """Wait for all copies of layers, and point their parameters to host memory until they compute again."""
         self._host_layers.leave_buffers()
-
-    def begin_switch_check(self) -> None:
-        """Remember the weights that `check_switch` compares with. Call it when all state of the phase is loaded."""
-        assert self._switch_check is not None, "build() comes first"
-        self.leave_buffers()
-        self._switch_check.begin()
-
-    def check_switch(self) -> str | None:
-        """Return `SwitchCheck.problem`."""
-        assert self._switch_check is not None, "build() comes first"
-        return self._switch_check.problem()
 
     # ------------------------------------------------------------------------------------------------------------ step
 
@@ -261,8 +233,12 @@ class ActiveBlock:
     def _set_outer_momentum(self, name: str, part: slice, tensors: Mapping[str, torch.Tensor], _: int) -> None:
         self.outer_momenta[name] = tensors[OUTER_MOMENTUM].reshape(-1)[part].clone()
 
-    def state_bytes(self) -> StateBytes:
-        """Count the bytes of the present phase."""
+    def state_bytes(self) -> dict[str, int]:
+        """Return the bytes of this rank in the present phase, by field of `StepMetrics`.
+
+        They are counted from live storages, and a shared storage counts once. In fp32 the main parameters are the
+        weights and do not count as optimizer state.
+        """
         frozen = self._host_layers
         weights = [weight for weight in self.model.parameters() if not frozen.is_on_host(weight)]
         weights += frozen.device_tensors()
@@ -274,9 +250,9 @@ class ActiveBlock:
             for optimizer in self.optimizers
             for each in optimizer.state_tensors(on_host=True)
         }
-        return StateBytes(
-            model_state=memory.storage_bytes([*weights, *self.core.weight_buffers(), *gradients, *state]),
-            gradients=memory.storage_bytes(gradients),
-            optimizer_state=memory.storage_bytes(state, without=weights),
-            host=frozen.bytes_on_host() + sum(on_host.values()),
-        )
+        return {
+            "model_state_bytes": memory.storage_bytes([*weights, *self.core.weight_buffers(), *gradients, *state]),
+            "gradient_bytes": memory.storage_bytes(gradients),
+            "optimizer_state_bytes": memory.storage_bytes(state, without=weights),
+            "host_state_bytes": frozen.bytes_on_host() + sum(on_host.values()),
+        }

@@ -101,9 +101,10 @@ def split(
     """Write fp32 `value` into `weight` (bf16), `low_bits` (int16; None drops them) and signs of the second moment."""
     low, high = _halves(value.contiguous())
     torch.sub(high, low >> 15, out=weight.view(torch.int16))
-    if low_bits is not None:
-        low_bits.copy_(low)
-    if low_bits is not None and squares is not None:
+    if low_bits is None:  # this rank does not own the matrix
+        return
+    low_bits.copy_(low)
+    if squares is not None:
         weight.copy_(value)
         is_above = (low == -0x8000) & (weight.view(torch.int16) == high)
         if squares.is_floating_point():

@@ -55,10 +55,7 @@ class OffloadedShard:
         """Copy the state into the same shard of a new optimizer."""
         assert (shard.start, shard.end) == (self.start, self.end), "the parameter is sharded differently than before"
         if self.residual is not None:
-            value = shard.main_param
-            self.residual.restore(shard.weight, main_param=value)
-            if shard.stores_low_bits:  # otherwise `value` is the main parameter, written in place
-                shard.set_main_param(value)
+            self.residual.restore(shard.weight, main_param=shard.main_param)
         elif self.main_param is not None:
             shard.set_main_param(self.main_param)
         shard.set_stored_moments(self.moments, num_steps=self.num_steps)
@@ -103,11 +100,6 @@ class BlockStateStore:
         """Parameters that the next optimizer shards differently; the same on all replicas."""
         self._passing: set[str] = set()
         """Parameters whose state is dropped as soon as an optimizer has it, if the next one steps them."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory of all blocks."""
-        return sum(tensor.nbytes for shard in self.shards.values() for tensor in shard.stored())
 
     def is_sharded(self, parameter: torch.Tensor | None = None) -> bool:
         """Return whether the distributed optimizer shards a parameter's state over several ranks."""

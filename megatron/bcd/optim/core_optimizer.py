@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -18,12 +19,11 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_chunks
-from megatron.bcd.optim import bf16
 from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, ParamShard, param_shards
 from megatron.bcd.optim.parameters import Parameters, ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_optimizer, wrap_model
-from megatron.bcd.optim.state import BlockOptimizer, ParamState
+from megatron.bcd.optim.state import ParamState
 from megatron.bcd.runtime import collectives, device, replicas
 from megatron.bcd.runtime.compat import megatron_core
 
@@ -33,7 +33,7 @@ _CORE_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "main_param_sharded", "
 T = TypeVar("T", int, float)
 
 
-class CoreOptimizer(BlockOptimizer):
+class CoreOptimizer:
     """Owns the DDP wrapper, the optimizer and the optimizer state of the active block and of always-active parameters.
 
     `begin` builds wrapper and optimizer for one phase, `end` frees them. `offloaded` holds the state of frozen blocks.
@@ -56,9 +56,10 @@ class CoreOptimizer(BlockOptimizer):
         """This rank's optimizer state of `block_parameters` and of always-active parameters, by name."""
         self.num_zeros: int | None = None
         """--log-num-zeros-in-grad: zeros in the gradient of the last step; None if it was skipped."""
+        self.next_loss_scaler: Mapping[str, float] | None = None
+        """The state of fp16's loss scale with which the next `begin` starts."""
         self._model, self._config, self._parameters = model, config, parameters
         self._optimizer: MegatronOptimizer | None = None
-        self._loss_scaler_state: Mapping[str, float] | None = None
 
     @property
     def optimizer(self) -> MegatronOptimizer:
@@ -77,9 +78,11 @@ class CoreOptimizer(BlockOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of this phase. The scheduler sets their `lr` and `weight_decay`."""
         return list(self.optimizer.param_groups)
 
     def block_param_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups that belong to the active block."""
         return [
             group
             for each in self.optimizers()
@@ -96,9 +99,9 @@ class CoreOptimizer(BlockOptimizer):
         self.wrapped = wrap_model(self._model, self._config)
         always_active = self._parameters.always_active()
         self._optimizer = build_optimizer(self.wrapped, self._config, always_active=always_active.values())
-        if self._loss_scaler_state is not None:
-            state = {name: int(value) for name, value in self._loss_scaler_state.items()}
-            scale = torch.tensor([self._loss_scaler_state["scale"]])
+        if self.next_loss_scaler is not None:
+            state = {name: int(value) for name, value in self.next_loss_scaler.items()}
+            scale = torch.tensor([self.next_loss_scaler["scale"]])
             for each in self.optimizers():
                 each.grad_scaler.load_state_dict(state | {"scale": scale})
         self.block_parameters = self._parameters.owned_by(block)
@@ -107,7 +110,7 @@ class CoreOptimizer(BlockOptimizer):
 
     def save(self) -> None:
         """Save the state that outlives the phase."""
-        self._loss_scaler_state = self.loss_scaler_state()
+        self.next_loss_scaler = self.loss_scaler_state()
         self.offloaded.save(self.shards, self._parameters.always_active())
 
     def end(self) -> None:
@@ -127,15 +130,18 @@ class CoreOptimizer(BlockOptimizer):
     # ------------------------------------------------------------------------------------------------------------ step
 
     def zero_grad(self) -> None:
+        """Set the gradient buffers to zero."""
         assert self.wrapped is not None
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
+        """Inside the context, gradients are not reduced, because more microbatches follow."""
         assert self.wrapped is not None
         return self.wrapped.no_sync()
 
     def start_reductions(self) -> None:
+        """Start to reduce all gradients of this step. A collective."""
         assert self.wrapped is not None
         self.wrapped.start_grad_sync()
 
@@ -150,7 +156,10 @@ class CoreOptimizer(BlockOptimizer):
 
     @torch.no_grad()
     def step(self, *, norm: float, gradient_scale: float) -> None:
-        """Clip and step. `gradient_scale` has no effect: Megatron Core has scaled the gradients in DDP's buffers."""
+        """Clip by `norm`, the L2 norm of all clipped gradients, and step. A collective.
+
+        `gradient_scale` has no effect: Megatron Core has scaled the gradients in DDP's buffers.
+        """
         for each in self.optimizers():
             if not each.is_stub_optimizer and each.get_parameters() and each.config.clip_grad > 0.0:
                 clip_grad_by_total_norm_fp32(
@@ -169,8 +178,16 @@ class CoreOptimizer(BlockOptimizer):
         """Count the zeros in the clipped gradient. Duplicates count as in the norm of a step. A collective."""
         total = 0
         for each in self.optimizers():
-            gradients = _gradients(each, _counted_main_params(each))
-            on_this_rank = sum(gradient.numel() - int(torch.count_nonzero(gradient)) for gradient in gradients)
+            is_decoupled = each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            groups = [] if each.is_stub_optimizer else each.optimizer.param_groups
+            on_this_rank = 0
+            for main_param in itertools.chain.from_iterable(group["params"] for group in groups):
+                gradient = getattr(main_param, "decoupled_grad" if is_decoupled else "grad", None)
+                is_counted = param_is_not_shared(main_param) and param_is_not_tensor_parallel_duplicate(
+                    main_param, getattr(each, "tp_group", None)
+                )
+                if is_counted and gradient is not None:
+                    on_this_rank += gradient.numel() - int(torch.count_nonzero(gradient))
             total += _sum_over(each.get_grad_stats_parallel_group(), on_this_rank)
         return total
 
@@ -183,7 +200,9 @@ class CoreOptimizer(BlockOptimizer):
         Like stock Megatron-LM, count tensor-parallel duplicates and the tied copy once. For a 16-bit weight that has a
         main parameter now, count that instead. The weights must be current on every rank.
         """
-        by_weight = self._main_params_by_weight()
+        # --optimizer-cpu-offload: main parameters are on the host, and shards of the weights stand for them
+        is_offloaded = self._config.optimizer.optimizer_cpu_offload
+        by_weight = {shard.parameter: shard.weight for shard in self.shards.values()} if is_offloaded else None
         whole, sharded = [0.0, 0.0], [0.0, 0.0]  # of experts that expert-parallel ranks divide: second numbers
         for weight in self._model.parameters():
             if not (param_is_not_shared(weight) and param_is_not_tensor_parallel_duplicate(weight)):
@@ -204,16 +223,6 @@ class CoreOptimizer(BlockOptimizer):
             total += _sum_over(model_group, whole[True] + over_shards)
         return math.sqrt(total)
 
-    def _main_params_by_weight(self) -> dict[torch.Tensor, torch.Tensor] | None:
-        """Return this rank's shards of main parameters that Megatron Core does not attach to the weights.
-
-        With --optimizer-cpu-offload the main parameters are on the host, and shards of the weights stand for them.
-        """
-        is_offloaded = self._config.optimizer.optimizer_cpu_offload
-        if not (self._config.is_precision_aware or is_offloaded):
-            return None
-        return {shard.parameter: shard.weight if is_offloaded else shard.main_param for shard in self.shards.values()}
-
     # ------------------------------------------------------------------------------------------------------ loss scale
 
     def loss_scale(self) -> float:
@@ -225,10 +234,6 @@ class CoreOptimizer(BlockOptimizer):
         scalers = [getattr(each, "grad_scaler", None) for each in self.optimizers()]
         state = scalers[0].state_dict() if scalers and scalers[0] else None
         return {name: float(value) for name, value in state.items()} if state else None
-
-    def remember_loss_scaler(self, state: Mapping[str, float] | None) -> None:
-        """Let the next `begin` start from this state of another run."""
-        self._loss_scaler_state = state
 
     # ----------------------------------------------------------------------------------------------------------- state
 
@@ -263,6 +268,7 @@ class CoreOptimizer(BlockOptimizer):
             )
 
     def main_param(self, name: str) -> torch.Tensor:
+        """Return a whole main parameter, flat, in fp32. A collective over the ranks with the same weights."""
         shard, weight = self.shards.get(name), self._parameters.all()[name]
         if not self.offloaded.is_sharded(weight):
             assert shard is not None, f"no optimizer steps {name}"
@@ -272,22 +278,26 @@ class CoreOptimizer(BlockOptimizer):
 
     @torch.no_grad()
     def set_main_param(self, name: str, value: torch.Tensor) -> None:
+        """Set a weight and its main parameter to a whole flat fp32 value."""
         weight = self._parameters.all()[name].data
-        if self._config.is_precision_aware:  # whose weights round halves away from zero
-            bf16.split(value.view(weight.shape), weight=weight, low_bits=None)
-        else:
-            weight.copy_(value.view(weight.shape))
+        weight.copy_(value.view(weight.shape))
         if (shard := self.shards.get(name)) is not None:
             shard.set_main_param(value[shard.start : shard.end])
 
     def rank_state(self) -> dict[str, Any]:
+        """Return copies in host memory of this rank's whole state, for the same rank of a replica group that joins."""
         return self.offloaded.rank_state(self.shards) | {"loss_scaler": self.loss_scaler_state()}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Load the `rank_state` of another group, whose weights are loaded, while no block is active."""
         self.offloaded.load_rank_state(state, self._parameters.all())
-        self.remember_loss_scaler(state["loss_scaler"])
+        self.next_loss_scaler = state["loss_scaler"]
 
     def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
+        """Yield the tensors that this rank steps in this phase: those of the active block, or of inactive layers.
+
+        Tensors in host memory are reduced to a `host_sample`.
+        """
         return (shard.main_param for shard in self.block_shards.values() if is_of_block)
 
     def weight_buffers(self) -> list[torch.Tensor]:
@@ -298,15 +308,18 @@ class CoreOptimizer(BlockOptimizer):
         return [] if self.wrapped is None else [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
 
     def gradients(self) -> Iterator[torch.Tensor]:
+        """Yield the gradients on the device."""
         yield from (buffer.grad_data for buffer in self._buffers() if buffer.grad_data is not None)
         yield from self._gradients_to_step(on_host=False)
 
     def state_tensors(self, *, on_host: bool) -> Iterator[torch.Tensor]:
-        """Yield tensors of the state. With --optimizer-cpu-offload those in host memory include gradients."""
+        """Yield the stored tensors of the state, on the device or in host memory.
+
+        With --optimizer-cpu-offload those in host memory include gradients.
+        """
         for shard in self.shards.values():
             if shard.on_host == on_host:
-                yield shard.stepped
-                yield from (value for value in shard.state.values() if torch.is_tensor(value))
+                yield from shard.stored()
         if on_host:
             yield from self._gradients_to_step(on_host=True)
             yield from (tensor for shard in self.offloaded.shards.values() for tensor in shard.stored())
@@ -315,23 +328,6 @@ class CoreOptimizer(BlockOptimizer):
         for shard in self.shards.values():
             if shard.on_host == on_host and shard.stepped.grad is not None:
                 yield shard.stepped.grad
-
-
-def _gradients(optimizer: Any, stepped: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gradients that the optimizer will read for the tensors that it steps."""
-    is_decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-    gradients = (getattr(tensor, "decoupled_grad" if is_decoupled else "grad", None) for tensor in stepped)
-    return [gradient for gradient in gradients if gradient is not None]
-
-
-def _counted_main_params(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield the main parameters that the optimizer steps, except those that another rank counts."""
-    for group in [] if optimizer.is_stub_optimizer else optimizer.optimizer.param_groups:
-        for main_param in group["params"]:
-            if param_is_not_shared(main_param) and param_is_not_tensor_parallel_duplicate(
-                main_param, getattr(optimizer, "tp_group", None)
-            ):
-                yield main_param
 
 
 def _sum_over(group: torch.distributed.ProcessGroup, value: T) -> T:

@@ -100,7 +100,7 @@ def store(
 
 
 def encode(moments: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
-    """Return the state entries of flat fp32 moments. `decode` and `encode` again give the same bits."""
+    """Return the state entries of flat fp32 moments. `read` and `encode` again give the same bits."""
     state: dict[str, torch.Tensor] = {}
     for name, values in moments.items():
         empty = zeros(values.numel(), dtype, values.device)
@@ -119,11 +119,6 @@ def read(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     size, step = stored.numel(), chunk_size(stored.device)
     chunks = [load(state, name, start, min(start + step, size)) for start in range(0, size, step)]
     return torch.cat(chunks) if chunks else stored.float()
-
-
-def decode(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return flat fp32 moments by name from state entries, as `read` does."""
-    return {name: read(state, name) for name in names(state)}
 
 
 def names(state: Mapping[str, torch.Tensor]) -> list[str]:

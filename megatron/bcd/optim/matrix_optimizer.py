@@ -42,13 +42,13 @@ from megatron.bcd.optim.matrix import (
     sum_of_squares,
 )
 from megatron.bcd.optim.matrix_update import update_stack
-from megatron.bcd.optim.state import MOMENTUM, BlockOptimizer, ParamState, host_sample
+from megatron.bcd.optim.state import MOMENTUM, ParamState, host_sample
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import device, memory, replicas
 
 
-class MatrixOptimizer(BlockOptimizer):
-    """Steps the matrices of this pipeline stage.
+class MatrixOptimizer:
+    """Steps the matrices of this pipeline stage. Methods that `CoreOptimizer` has, too, do the same.
 
     Args:
         matrices: parameter and layout of each matrix that some phase steps, by name.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from megatron.bcd.model.host_layers import GRADIENT, LOW_BITS
 from megatron.bcd.optim import bf16, low_bit_adam, update_rules
 from megatron.bcd.optim.matrix import FACTORS, Stack, join, write_back
 from megatron.bcd.optim.state import MOMENTUM
+from megatron.bcd.optim.update_rules import FactoredDirection
 from megatron.bcd.runtime.compat.pytorch import compiled
 
 
@@ -32,17 +36,28 @@ def update_stack(
     update = None if is_factored else _orthogonal(stack, clip_coefficient)
     weights, low_bits, factors = join(stack.weights), stack.state(LOW_BITS), stack.state(FACTORS)
     bits, means = join(low_bits) if low_bits else None, join(factors) if is_factored else None
+    direct = None
+    if means is not None:
+        direct = functools.partial(
+            FactoredDirection,
+            stack.gradient,
+            means,
+            stack.layout,
+            gradient_scale=gradient_scale,
+            is_skipped=is_skipped,
+            is_compiled=is_compiled,
+        )
     if is_compiled:
         numbers = [torch.full((), number, device=stack.gradient.device) for number in (rate, decay)]
-        if means is None:
+        if direct is None:
             compiled(update_rules.subtract)(weights, bits, update, is_skipped, *numbers)
         else:
-            direction = _factored_direction(stack, means, gradient_scale, is_compiled=True)
+            direction = direct()
             scales, sizes = (direction.row_scales_KM, direction.column_scales_KPN), direction.sizes
             subtract = compiled(update_rules.subtract_directions)
             subtract(weights, bits, stack.gradient, *scales, is_skipped, *numbers, sizes)
     else:
-        _subtract_by_rows(stack, weights, bits, update, means, gradient_scale, rate=rate, decay=decay)
+        _subtract_by_rows(stack, weights, bits, update, direct, rate=rate, decay=decay)
     for stacked, tensors in ((bits, low_bits), (means, factors), (weights, stack.weights)):
         if stacked is not None:
             write_back(stacked, tensors)
@@ -53,13 +68,12 @@ def _subtract_by_rows(
     weights: torch.Tensor,
     bits: torch.Tensor | None,
     update: torch.Tensor | None,
-    means: torch.Tensor | None,
-    gradient_scale: float,
+    direct: Callable[[], FactoredDirection] | None,
     *,
     rate: float,
     decay: float | torch.Tensor,
 ) -> None:
-    """Subtract `rate` x `update`, or the factored directions that update `means`, with few temporaries in eager code.
+    """Subtract `rate` x `update`, or the factored directions of `direct`, with few temporaries in eager code.
 
     A skipped gradient is zero. A decay of 1 then keeps the bits.
     """
@@ -69,9 +83,9 @@ def _subtract_by_rows(
 
     if stack.is_skipped is not None:
         decay = torch.full_like(stack.is_skipped, decay, dtype=torch.float32).masked_fill_(stack.is_skipped, 1.0)
-    rows = [slice(None)] if means is None else update_rules.rows_at_once(stack.gradient, stack.layout)
+    rows = [slice(None)] if direct is None else update_rules.rows_at_once(stack.gradient, stack.layout)
     value: torch.Tensor | None = load(rows[0])  # before a factored direction, because it takes temporary memory
-    direction = None if means is None else _factored_direction(stack, means, gradient_scale, is_compiled=False)
+    direction = None if direct is None else direct()
     for some in rows:
         value = (load(some) if value is None else value).mul_(decay)
         if direction is None:
@@ -81,19 +95,6 @@ def _subtract_by_rows(
         if bits is not None:
             bf16.split(value, weight=weights[:, some], low_bits=bits[:, some])
         value = None
-
-
-def _factored_direction(
-    stack: Stack, means: torch.Tensor, gradient_scale: float, *, is_compiled: bool
-) -> update_rules.FactoredDirection:
-    return update_rules.FactoredDirection(
-        stack.gradient,
-        means,
-        stack.layout,
-        gradient_scale=gradient_scale,
-        is_skipped=stack.is_skipped,
-        is_compiled=is_compiled,
-    )
 
 
 def _step_adam(stack: Stack, clip_coefficient: float, num_steps: int) -> None:

@@ -5,11 +5,6 @@ stores whole parameters, the same on each of these ranks.
 
 With --optimizer-cpu-offload, the groups of Megatron Core's HybridDeviceOptimizer hold the weights on the device. Inner
 optimizers step copies of them: in host memory, or on the device for the share that is not offloaded.
-
-With --use-precision-aware-optimizer, Transformer Engine's Adam steps bf16 weights and stores the rest of their main
-parameters itself, in 16 bits: the bits of the main parameter minus the bits of the weight, which are its upper half.
-The weight is the main parameter rounded with halves away from zero (`bf16.join`). The moments have a precision of their
-own; in fp16 each tensor has a scale. This module uses only what Transformer Engine documents or Megatron Core calls.
 """
 
 from __future__ import annotations
@@ -22,14 +17,14 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron.bcd.optim import bf16, low_bit_adam
+from megatron.bcd.optim import low_bit_adam
 from megatron.bcd.optim.state import MAIN_PARAM
 from megatron.bcd.runtime.compat import megatron_core
 
 ALWAYS_ACTIVE = "bcd_always_active"
 """Attribute of always-active parameters (--bcd-always-active), and key of their groups in the optimizer."""
-_REMAINDER = "master_param"
-"""Transformer Engine's name for the low 16 bits. With offload an entry of that name is the main parameter."""
+_MAIN_PARAM_OF_OFFLOAD = "master_param"
+"""An entry of the state with --optimizer-cpu-offload, which is the main parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +38,7 @@ class ParamShard:
     """An optimizer of PyTorch, Apex or Transformer Engine."""
     group: dict[str, Any]
     stepped: torch.Tensor
-    """The tensor that the optimizer steps: the main parameter, in fp32 the weight itself. If the optimizer
-    `stores_low_bits`, this shard of the bf16 weight."""
+    """The tensor that the optimizer steps: the main parameter, in fp32 the weight itself."""
     on_host: bool
 
     @property
@@ -53,17 +47,9 @@ class ParamShard:
         return self.optimizer.state.get(self.stepped, {})
 
     @property
-    def stores_low_bits(self) -> bool:
-        """Whether the optimizer stores the low 16 bits of the main parameter (--use-precision-aware-optimizer)."""
-        return bool(getattr(self.optimizer, "store_param_remainders", False))
-
-    @property
     def main_param(self) -> torch.Tensor:
-        """The main parameter, flat, in fp32; a copy if the optimizer `stores_low_bits`."""
-        flat = self.stepped.detach().view(-1)
-        if not self.stores_low_bits:
-            return flat
-        return bf16.join(flat, self.state[_REMAINDER].view(-1)) if self.state else flat.float()
+        """The main parameter, flat, in fp32."""
+        return self.stepped.detach().view(-1)
 
     @property
     def has_own_main_param(self) -> bool:
@@ -84,19 +70,16 @@ class ParamShard:
         return int(self.state.get("step", self.group.get("step", 0)))
 
     def stored_moments(self) -> dict[str, torch.Tensor]:
-        """Return the moments in the optimizer's own precision, flat, by name.
+        """Return the moments in the optimizer's own precision, flat, by name."""
+        return {
+            name: value.detach().reshape(-1)
+            for name, value in self.state.items()
+            if torch.is_tensor(value) and name not in ("step", _MAIN_PARAM_OF_OFFLOAD)
+        }
 
-        Transformer Engine's fp16 moments, which have a scale, are returned in fp32.
-        """
-        if self.stores_low_bits and not self.num_steps:  # setting the main parameter has created moments of zeros
-            return {}
-        moments = {}
-        for name, value in self.state.items():
-            if torch.is_tensor(value) and name not in ("step", _REMAINDER):
-                has_scale = self.stores_low_bits and value.dtype not in (torch.float32, torch.bfloat16)
-                stored = self.optimizer.get_unscaled_state(self.stepped, name) if has_scale else value
-                moments[name] = stored.detach().reshape(-1)
-        return moments
+    def stored(self) -> list[torch.Tensor]:
+        """Return the tensors in memory."""
+        return [self.stepped, *(value for value in self.state.values() if torch.is_tensor(value))]
 
     def names(self) -> list[str]:
         """Return the names of the state's tensors: the moments, and the main parameter unless it is the weight itself.
@@ -119,29 +102,15 @@ class ParamShard:
         if MAIN_PARAM in tensors:
             self.set_main_param(tensors[MAIN_PARAM])
 
-    @torch.no_grad()
     def set_main_param(self, value: torch.Tensor) -> None:
-        """Set the main parameter to a copy of a flat tensor on any device.
-
-        If the optimizer `stores_low_bits`, the weight must be the rounded value. A value halfway between two weights
-        becomes one fp32 step less, if another run rounded it to the lower, even weight.
-        """
-        if not self.stores_low_bits:
-            self.stepped.data.view(-1).copy_(value, non_blocking=True)
-            return
-        bits = value.to(self.stepped.device).contiguous().view(torch.int32)
-        upper = self.stepped.detach().reshape(-1).view(torch.int16).to(torch.int32) << 16
-        remainder = (bits - upper).clamp_(-0x8000, 0x7FFF).to(torch.int16)
-        self._set_state(_REMAINDER, remainder)
+        """Set the main parameter to a copy of a flat tensor on any device."""
+        self.stepped.data.view(-1).copy_(value, non_blocking=True)
 
     def set_stored_moments(self, moments: Mapping[str, torch.Tensor], *, num_steps: int) -> None:
         """Set the moments to copies of `stored_moments` on any device, and the number of steps."""
         if not num_steps and "exp_avg" in moments:  # Adam must find no state, so that it creates its own
             return
         for name, tensor in moments.items():
-            if self.stores_low_bits:
-                self._set_state(name, tensor.to(self.stepped.device, torch.float32, copy=True))
-                continue
             copy = tensor.to(self.stepped.device, copy=True, non_blocking=True)
             is_low_bit = isinstance(self.optimizer, low_bit_adam.LowBitAdam)
             self.optimizer.state[self.stepped][name] = copy if is_low_bit else copy.view_as(self.stepped)
@@ -153,12 +122,6 @@ class ParamShard:
             self.optimizer.state[self.stepped]["step"] = step
         else:
             self.group["step"] = num_steps
-
-    def _set_state(self, name: str, value: torch.Tensor) -> None:
-        """Set an entry of Transformer Engine's state."""
-        if not self.state:  # its first step does not create missing entries where there is any state
-            self.optimizer.initialize_state(self.stepped, True)
-        self.optimizer.set_scaled_state(self.stepped, name, value.view_as(self.stepped))
 
 
 def param_shards(optimizers: Iterable[Any], parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, ParamShard]:

@@ -52,15 +52,6 @@ class ParametersByBlock:
         """Return the layers' matrices that are updated without state in the phases of this block."""
         return self._where(lambda owned: owned.has_inactive_update(block) and owned.module == "layer")
 
-    def inactive_matrices_of(self, block: int | None) -> Parameters:
-        """Return the matrices of the block's layers that are updated without state in the phases of other blocks.
-
-        None selects layers without a block, which are updated without state in every phase.
-        """
-        return self._where(
-            lambda owned: bool(owned.inactive_updates_in) and owned.block == block and owned.module == "layer"
-        )
-
     def outside_layers(self) -> Parameters:
         """Return the embedding and the head, if the rule `factored` steps them (--bcd-embedding-update)."""
         return self._where(lambda owned: owned.is_matrix and owned.module != "layer")

@@ -54,17 +54,11 @@ def build_optimizer(
     settings = config.optimizer
     if config.is_muon:  # `matrix_optimizer` steps Muon's matrices
         settings = replace(settings, optimizer="adam")
-    keywords = core_keywords(settings)
-    if config.is_precision_aware:
-        exp_avg, exp_avg_sq = (DTYPES[dtype] for dtype in config.moment_dtypes)
-        keywords |= {
-            "use_precision_aware_optimizer": True,
-            "store_param_remainders": True,
-            "main_grads_dtype": DTYPES["fp32" if config.ddp.grad_reduce_in_fp32 else "bf16"],
-            "exp_avg_dtype": exp_avg,
-            "exp_avg_sq_dtype": exp_avg_sq,
-        }
-    optimizer_config = OptimizerConfig(**keywords, params_dtype=DTYPES[config.precision])
+    optimizer_config = OptimizerConfig(
+        **core_keywords(settings),
+        params_dtype=DTYPES[config.precision],
+        use_precision_aware_optimizer=settings.optimizer_cpu_offload,  # as in stock, offload is a variant of it
+    )
     overrides = get_standard_config_overrides(optimizer_config)
     for parameter in always_active:
         setattr(parameter, ALWAYS_ACTIVE, True)

@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from megatron.bcd.optim.state import BlockOptimizer, host_sample
+from megatron.bcd.optim.core_optimizer import CoreOptimizer
+from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
+from megatron.bcd.optim.state import host_sample
 from megatron.bcd.runtime import collectives
 
 Fingerprint = tuple[int, int, int]
@@ -28,7 +30,7 @@ class SwitchCheck:
 
     def __init__(
         self,
-        optimizers: Sequence[BlockOptimizer],
+        optimizers: Sequence[CoreOptimizer | MatrixOptimizer],
         parameters: Iterable[torch.Tensor],
         *,
         streamed: Collection[torch.Tensor] = (),

@@ -63,7 +63,7 @@ class BreadthFirstIteration(Iteration):
             Kind.FORWARD_AHEAD: self._forward_ahead,
             Kind.RECOMPUTE: self._recompute,
             Kind.LOSS: self._reduce_loss,
-            Kind.SEND_LOSS: self._send_loss,
+            Kind.SEND_LOSS: lambda action, place: self._messages.send_loss(self._arrived_loss()),
             Kind.RECEIVE_LOSS: self._receive_loss,
             Kind.UPDATE: self._update,
             Kind.KEEP: self._update,
@@ -172,9 +172,6 @@ class BreadthFirstIteration(Iteration):
 
     def _receive_loss(self, action: Action, place: Place) -> None:
         self._loss, self._is_loss_coming = self._messages.receive_loss(), True
-
-    def _send_loss(self, action: Action, place: Place) -> None:
-        self._messages.send_loss(self._arrived_loss())
 
     def _arrived_loss(self) -> torch.Tensor:
         assert self._loss is not None, "LOSS or RECEIVE_LOSS comes first"

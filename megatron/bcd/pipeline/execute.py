@@ -80,7 +80,7 @@ class Iteration:
             Kind.BACKWARD_INPUT: self._backward,
             Kind.SEND_FORWARD: self._send_forward,
             Kind.RECEIVE_FORWARD: self._receive_forward,
-            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.SEND_BACKWARD: lambda action, place: self._messages.send_backward(self._input_gradients.pop(place)),
             Kind.RECEIVE_BACKWARD: self._receive_backward,
         }
 
@@ -181,9 +181,6 @@ class Iteration:
         self._inputs[place] = self._messages_from(virtual - 1).receive_forward(
             self._tensor_shape, needs_gradient=self._shape.needs_input_gradient(virtual)
         )
-
-    def _send_backward(self, action: Action, place: _Place) -> None:
-        self._messages.send_backward(self._input_gradients.pop(place))
 
     def _receive_backward(self, action: Action, place: _Place) -> None:
         self._output_gradients[place] = self._messages.receive_backward(self._tensor_shape)

@@ -32,8 +32,6 @@ class Messages:
     def __init__(
         self, group: torch.distributed.ProcessGroup, *, dtype: torch.dtype, max_sends: int, throttles_cpu: bool = False
     ) -> None:
-        self.num_backward = 0
-        """Number of gradients sent and received."""
         self._group, self._dtype, self._max_sends = group, dtype, max_sends
         places = ((group.rank() + offset) % group.size() for offset in (1, -1))
         self._next, self._previous = (torch.distributed.get_global_rank(group, place) for place in places)
@@ -50,7 +48,6 @@ class Messages:
 
     def send_backward(self, gradient: torch.Tensor) -> None:
         """Send an input gradient to the previous stage."""
-        self.num_backward += 1
         self._send(gradient, self._previous, None)
 
     def receive_forward(self, shape: tuple[int, ...], *, needs_gradient: bool = False) -> torch.Tensor:
@@ -59,7 +56,6 @@ class Messages:
 
     def receive_backward(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Start to receive an input gradient of the next stage. Call `wait_for` before reading its values."""
-        self.num_backward += 1
         return self._receive(shape, self._next, needs_gradient=False)
 
     def send_loss(self, loss: torch.Tensor) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
@@ -66,8 +65,6 @@ class PipelineSchedule:
             by_chunk: with "breadth-first", arguments of `breadth_first_shape`.
         """
         self.name = name
-        self.backward_messages = 0
-        """Number of gradients that this rank sent and received in the last training iteration."""
         self._partition = partition
         self._run_ahead, self._head_passes = run_ahead, head_passes
         self._timeout_minutes = timeout_minutes
@@ -116,8 +113,7 @@ class PipelineSchedule:
         """
         num_stages = self._partition.num_stages
         if self.name == "breadth-first" or (num_stages > 1 and self.name != "stock"):
-            messages, config = self._connect(model).messages, get_model_config(model)
-            messages.num_backward = 0
+            config = get_model_config(model)
             if config.timers is not None:  # Megatron Core's functions start and stop this timer too
                 config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
             if step is None:
@@ -127,18 +123,12 @@ class PipelineSchedule:
             reported = self.execute(shape, model, step=step, **arguments)
             if config.timers is not None:
                 config.timers("forward-backward").stop()
-            num_backward = messages.num_backward
-        else:
-            if num_stages > 1:
-                self._connect(model)
-            reported = get_forward_backward_func()(
-                model=model, num_microbatches=num_microbatches, forward_only=step is None, **arguments
-            )
-            stage = parallel_state.get_pipeline_model_parallel_rank()
-            num_backward = num_microbatches * ((stage > 0) + (stage < num_stages - 1))  # one per neighbour
-        if step is not None:
-            self.backward_messages = num_backward
-        return reported
+            return reported
+        if num_stages > 1:
+            self._connect(model)
+        return get_forward_backward_func()(  # type: ignore[no-any-return]
+            model=model, num_microbatches=num_microbatches, forward_only=step is None, **arguments
+        )
 
     def execute(self, shape: PlanShape, model: Any, *, step: Step | None = None, **arguments: Any) -> list[Any]:
         """Execute this rank's part of the plan of `shape`."""

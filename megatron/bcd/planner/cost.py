@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.config.measured import MeasuredModel, count
+from megatron.bcd.config.measured import MeasuredModel
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 ADAMS_MOMENTS = ("fp32", "fp32")
@@ -18,7 +19,7 @@ ADAMS_MOMENTS = ("fp32", "fp32")
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "uint8": 1}
 OFFLOADED_BYTES = 16
 """Bytes of host memory per parameter with --optimizer-cpu-offload: weight, gradient and two moments, all in fp32."""
-MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1 + 4 / 256}
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}
 """Bytes of an element. 8 bits have an fp32 scale per 256 elements."""
 
 
@@ -37,21 +38,18 @@ def state_budget(
     precision: str,
     moments: Sequence[str] = ADAMS_MOMENTS,
     gradients_in_fp32: bool = True,
-    precision_aware: bool = False,
 ) -> StateBudget:
     """Return the bytes per parameter.
 
     Args:
         moments: the dtypes in which the optimizer stores Adam's two moments, or SGD's momentum.
         gradients_in_fp32: --accumulate-allreduce-grads-in-fp32. Without it gradients of 16-bit weights have 2 bytes.
-        precision_aware: whether the optimizer stores only those 2 bytes of a main parameter that the weight lacks.
     """
     stored = sum(MOMENT_BYTES[dtype] for dtype in moments)
     if precision == "fp32":
         return StateBudget(weight=4, gradient=4, optimizer=stored, moments=tuple(moments))
-    main_param = 2 if precision_aware else 4
     gradient = 4 if gradients_in_fp32 else 2
-    return StateBudget(weight=2, gradient=gradient, optimizer=stored + main_param, moments=tuple(moments))
+    return StateBudget(weight=2, gradient=gradient, optimizer=stored + 4, moments=tuple(moments))
 
 
 def newton_schulz_flops(rows: int, columns: int, *, num_steps: int = 5) -> int:
@@ -121,10 +119,8 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model. A tied head counts once."""
-        if self.measured is not None:
-            layers = sum(self.measured.kinds[kind].size for kind in self.measured.layers)
-            outside = (1 if self.tied else 2) * self.vocab_size * self.hidden_size
-            return layers + count(self.measured.final_norm) + outside
+        if self.parameters:
+            return sum(prod(shape) for _, shape in self.parameters)
         norm = 1 + self.shifted_norms
         layer = pass_products(replace(self, experts=None), sequence=0)[0]
         attention, up = self.query_size + 2 * self.key_value_size, 1 + self.gated

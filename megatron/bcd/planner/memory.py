@@ -88,7 +88,7 @@ def _saving_rank_bytes(state: ModelState, on_node: int) -> float:
             size = tensor.size * (state.num_expert_parts if tensor.is_expert else 1)
             copies = tensor.size * (min(on_node, state.num_expert_parts) if tensor.is_expert else 1)
             is_in_arena = is_on_host and tensor.owned.layer is not None
-            is_active = tensor.is_active(block)
+            is_active = tensor.owned.is_active(block)
             if state.steps_block_by_chunk and tensor.parts:  # written one after the other
                 is_active = not is_in_arena
             has_momentum = 1 if state.is_muon and tensor.parts else len(state.budget.moments)
@@ -97,7 +97,7 @@ def _saving_rank_bytes(state: ModelState, on_node: int) -> float:
                 state_elements += (is_short + has_momentum) * size
             elif is_in_arena:
                 largest = max(largest, tensor.size)
-            elif tensor.has_inactive_update(block):
+            elif tensor.owned.has_inactive_update(block):
                 state_elements += is_short * size
         return weights + 4 * state_elements * on_node / state.num_replicas + 4 * is_short * largest
 

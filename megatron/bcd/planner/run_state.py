@@ -46,8 +46,9 @@ def model_state_of(
 
     ``parameters`` are those of a model on transformers' layers (`ModelShape.parameters`).
     """
+    shape = shape_of(config, vocab_size=padded_vocab_size)
     return _cached_state(
-        shape=replace(shape_of(config, vocab_size=padded_vocab_size), parameters=parameters),
+        shape=replace(shape, parameters=parameters or shape.parameters),
         partition=partition,
         padded_vocabulary=padded_vocab_size,
         num_replicas=num_replicas,
@@ -57,13 +58,12 @@ def model_state_of(
         precision=config.precision,
         budget=cost.state_budget(
             precision=config.precision,
-            moments=moments_of(config, of_adam=config.moment_dtypes),
+            moments=moments_of(config, of_adam=(config.training.adam_moments_dtype,) * 2),
             gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
-            precision_aware=config.is_precision_aware,
         ),
         bcd=replace(config.bcd, bcd_saved_inputs="auto"),  # which changes no state
         optimizer=config.optimizer.optimizer,
-        is_low_bit=set(config.moment_dtypes) != {"fp32"},
+        is_low_bit=config.training.adam_moments_dtype != "fp32",
         is_distributed=config.training.use_distributed_optimizer,
         offload_fraction=offload_fraction(config),
         **_by_chunk(config),
@@ -101,6 +101,7 @@ def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
         fuses_gate=not config.model.quick_geglu,
         experts=_experts_of(config),
         measured=config.measured,
+        parameters=config.measured.parameters if config.measured else (),
     )
 
 

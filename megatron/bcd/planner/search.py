@@ -336,7 +336,9 @@ def layouts(
     elif number is not None or base.method != "bcd":
         # pretrain has a multiplier for three blocks only; finetune has one layer a block
         choices = (number,)
-    for size in _sizes(base.num_gpus // base.config.context_size, stages):
+    for size in _divisors(base.num_gpus // base.config.context_size):
+        if stages not in (None, size):
+            continue
         per_rank, left = divmod(base.global_batch_size, base.num_gpus // (size * base.config.context_size))
         if left:
             continue
@@ -459,14 +461,10 @@ def compare(base: Recipe, *, stages: int | None = None, **cost: float | None) ->
         )
 
     def order(each: Estimate) -> tuple[bool, bool, float]:
-        return each.recipe.num_gpus != base.num_gpus, not reaches_full_loss(each), each.cost.days
+        reaches_full_loss = each.cost.is_to_full_loss or finding(each.recipe).always_reaches_full
+        return each.recipe.num_gpus != base.num_gpus, not reaches_full_loss, each.cost.days
 
     return sorted(estimates, key=order)
-
-
-def reaches_full_loss(estimate: Estimate) -> bool:
-    """Return whether training as estimated is known to reach full training's loss."""
-    return estimate.cost.is_to_full_loss or finding(estimate.recipe).always_reaches_full
 
 
 # ---------------------------------------------------------------- if a plan does not fit
@@ -581,11 +579,6 @@ def _first_that_fits(
 
 
 # ---------------------------------------------------------------- numbers
-
-
-def _sizes(number: int, fixed: int | None) -> list[int]:
-    """Return the pipeline sizes on this number of GPUs. A fixed size is the only one."""
-    return [size for size in _divisors(number) if fixed in (None, size)]
 
 
 def _divisors(number: int) -> list[int]:

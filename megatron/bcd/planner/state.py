@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import compress, product
 
 from megatron.bcd.blocks.chunks import chunk_of, virtual_chunks
 from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
@@ -81,10 +81,6 @@ class StreamedLayers:
     """Elements of a layer with alignment, in host memory and in a device buffer."""
     is_active: tuple[tuple[bool, ...], ...]
     """By block, whether each layer is active."""
-
-    def active_elements(self, block: int) -> int:
-        """Return the elements of the active layers."""
-        return sum(size for size, is_active in zip(self.sizes, self.is_active[block], strict=True) if is_active)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +194,7 @@ class ModelState:
         return self.is_muon or self.bcd.bcd_inactive_update != "none" or self.steps_block_by_chunk
 
     def _buffer(self, tensors: tuple[Tensor, ...], block: int) -> Buffer:
-        stepped = [tensor for tensor in tensors if tensor.is_active(block) and not self._steps_matrix(tensor)]
+        stepped = [tensor for tensor in tensors if tensor.owned.is_active(block) and not self._steps_matrix(tensor)]
         experts = [tensor for tensor in stepped if tensor.is_expert]
         others = [tensor for tensor in stepped if not tensor.is_expert]
         buffer = build_buffer(others, num_ranks=self.num_replicas if self.is_distributed else None)
@@ -224,7 +220,7 @@ class ModelState:
             padded=max((sum(_aligned(tensor.size) for tensor in layer) for layer in layers), default=0),
             is_active=tuple(
                 tuple(
-                    not self.steps_block_by_chunk and any(tensor.is_active(block.index) for tensor in layer)
+                    not self.steps_block_by_chunk and any(tensor.owned.is_active(block.index) for tensor in layer)
                     for layer in layers
                 )
                 for block in self.partition.blocks
@@ -279,16 +275,11 @@ class ModelState:
             buffers = buffers[block : block + 1]
         elements = self.num_parameters[stage] + sum(buffer.padding for buffer in buffers)
         if is_streamed:
-            layers = self.streamed[stage]
-            elements += self._layer_elements(stage, block) - sum(layers.sizes)
+            layers, is_active = self.streamed[stage], self.streamed[stage].is_active[block]
+            elements += sum(compress(layers.sizes, is_active)) - sum(layers.sizes)
+            elements += (not all(is_active)) * self.num_layer_buffers(stage) * layers.padded
             elements -= self.embedding_on_host(stage)
         return elements
-
-    def _layer_elements(self, stage: int, block: int) -> int:
-        """Return the elements of streamed layers that the device stores in the block's phase."""
-        layers = self.streamed[stage]
-        are_all_active = all(layers.is_active[block])
-        return layers.active_elements(block) + (not are_all_active) * self.num_layer_buffers(stage) * layers.padded
 
     def rank(self, stage: int, block: int, replica: int) -> RankMemory:
         """Return the model state of one rank, excluding activations."""
@@ -316,7 +307,7 @@ class ModelState:
         return [
             tensor.size
             for tensor in self.tensors[stage]
-            if any(tensor.is_active(block) or tensor.has_inactive_update(block) for block in phases)
+            if any(tensor.owned.is_active(block) or tensor.owned.has_inactive_update(block) for block in phases)
         ]
 
     def largest_rank(self, stage: int, block: int) -> RankMemory:
@@ -341,7 +332,7 @@ class ModelState:
             return 0
         most, blocks, ranks = 0, range(self.partition.num_blocks), range(self.num_replicas)
         for matrices, block, rank in product(self._matrices, blocks, ranks):
-            sizes = (each.size for each, owners in matrices if rank in owners and not each.is_active(block))
+            sizes = (each.size for each, owners in matrices if rank in owners and not each.owned.is_active(block))
             most = max(most, sum(int(self._momentum_bytes * size) for size in sizes))
         return most
 
@@ -361,8 +352,8 @@ class ModelState:
         total, updated, by_chunk = Counter[str](), [], [0] * len(self.chunks)
         working_by_chunk = list(by_chunk)
         for tensor, owners in self._matrices[stage]:
-            is_active = tensor.is_active(block)
-            is_stepped = is_active and self._steps_matrix(tensor) or tensor.has_inactive_update(block)
+            is_active = tensor.owned.is_active(block)
+            is_stepped = is_active and self._steps_matrix(tensor) or tensor.owned.has_inactive_update(block)
             waits = is_active and not self.steps_block_by_chunk  # for the end of the step
             chunks = self._open_chunks(tensor) if is_stepped and not waits else ()
             if is_stepped:

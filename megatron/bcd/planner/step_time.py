@@ -57,12 +57,6 @@ def layer_pass(recipe: Recipe) -> PassCost:
     return PassCost(flops=2 * recipe.micro_batch_tokens * products, traffic=2 * recipe.memory.layer_bytes.active)
 
 
-def core_pass(recipe: Recipe) -> PassCost:
-    """Return the work of the core of attention in one forward pass of a layer."""
-    _, core = pass_products(recipe.shape, sequence=recipe.tokens)
-    return PassCost(flops=2 * recipe.micro_batch_tokens * core, traffic=2 * recipe.memory.layer_bytes.suffix_core)
-
-
 def head_pass(recipe: Recipe) -> PassCost:
     """Return the work of one pass of the output head and the loss."""
     elements = recipe.micro_batch_tokens * recipe.padded_vocabulary
@@ -71,8 +65,9 @@ def head_pass(recipe: Recipe) -> PassCost:
 
 def pass_seconds(recipe: Recipe) -> tuple[float, float, float]:
     """Return the seconds of a pass of a layer, of the head, and of the core of attention."""
-    layer, head, core = (work(recipe).seconds(recipe) for work in (layer_pass, head_pass, core_pass))
-    return layer, head, core
+    products, bytes_of_core = pass_products(recipe.shape, sequence=recipe.tokens), recipe.memory.layer_bytes.suffix_core
+    core = PassCost(flops=2 * recipe.micro_batch_tokens * products[1], traffic=2 * bytes_of_core)
+    return layer_pass(recipe).seconds(recipe), head_pass(recipe).seconds(recipe), core.seconds(recipe)
 
 
 def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> PhaseTime:

@@ -1,4 +1,4 @@
-"""Read the tables of models, clusters with their prices, placements and published numbers.
+"""Read the tables of models, clusters with their prices, and placements.
 
 They are CSV files that users can edit. Lines that start with # are comments; the first other line names the columns.
 """
@@ -159,17 +159,8 @@ class Placement:
         _check_positive(self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """A number published in the paper."""
-
-    table: str
-    row: str
-    column: str
-    value: str
-
-
-Row = TypeVar("Row", Model, Cluster, Placement, Published)
+Row = TypeVar("Row", bound=Any)
+"""A dataclass of numbers, texts and switches."""
 
 
 def _check_positive(row: Model | Cluster | Placement, *, may_be_zero: tuple[str, ...] = ()) -> None:

@@ -9,7 +9,6 @@ from math import lcm, prod
 
 from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.config.measured import Parameters
 from megatron.bcd.planner.cost import ExpertShape, ModelShape
 
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
@@ -38,14 +37,6 @@ class Tensor:
     """Whether expert-parallel ranks hold different ones."""
     num_factors: int = 0
     """Elements that the factored update keeps for the matrix: means by row and by column, and a step count."""
-
-    def is_active(self, block: int) -> bool:
-        """Return whether the optimizer steps it in the block's phase."""
-        return self.owned.is_active(block)
-
-    def has_inactive_update(self, block: int) -> bool:
-        """Return whether it has an inactive update in the block's phase."""
-        return self.owned.has_inactive_update(block)
 
 
 @lru_cache(maxsize=256)
@@ -127,15 +118,10 @@ def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabu
                 yield f"{before}embedding.position_embeddings.weight", ((shape.num_positions, hidden),)
         for index, layer in enumerate(partition.chunk_layers(stage, chunk)):
             experts = shape.experts if shape.experts and shape.experts.layers[layer] else None
-            kind = shape.measured and shape.measured.kinds[shape.measured.layers[layer]]
-            for name, parts in _measured(kind.parameters) if kind else _layer(shape, experts):
+            for name, parts in _layer(shape, experts):
                 yield f"{before}decoder.layers.{index}.{name}", parts
         if virtual == last:
-            if shape.measured is None:
-                yield from _norm(f"{before}decoder.final_layernorm", hidden, shape)
-            else:
-                for name, parts in _measured(shape.measured.final_norm):
-                    yield f"{before}decoder.final_layernorm.{name}", parts
+            yield from _norm(f"{before}decoder.final_layernorm", hidden, shape)
             if not shape.tied or last > 0:  # on a single stage a tied head is the embedding itself
                 yield f"{before}output_layer.weight", ((vocabulary, hidden),)
 
@@ -168,13 +154,6 @@ def _layer(shape: ModelShape, experts: ExpertShape | None) -> Iterator[_NameAndP
             yield f"{mlp}.gate_weight", ((1, hidden),)
         yield from linear(f"{mlp}.linear_fc1", hidden, (1 + shape.gated) * width)
         yield from linear(f"{mlp}.linear_fc2", width, hidden)
-
-
-def _measured(parameters: Parameters) -> Iterator[_NameAndParts]:
-    """Yield the parameters of a layer of transformers. A stack of matrices has them as parts."""
-    for name, lengths in parameters:
-        rows, columns = (1, *lengths)[-2:]
-        yield name, ((rows, columns),) * prod(lengths[:-2])
 
 
 def _norm(name: str, width: int, shape: ModelShape) -> Iterator[_NameAndParts]:

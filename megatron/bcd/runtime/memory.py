@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import is_dataclass, replace
 from typing import Any
 
@@ -35,11 +35,6 @@ def reset_peak_memory() -> None:
             file.write("5")  # Linux: reset the peak resident set size to the current one
     except OSError:
         pass  # other systems: the peak is that of the whole process
-
-
-def allocated_bytes_function() -> Callable[[], int] | None:
-    """Return the function that counts the bytes allocated on the GPU, or None on a CPU, which has no count."""
-    return torch.cuda.memory_allocated if device.has_cuda() else None
 
 
 def reserved_memory_bytes() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import shutil
 import sysconfig
@@ -24,17 +23,6 @@ def is_importable(module: str) -> bool:
 def has_transformer_engine() -> bool:
     """Return whether Transformer Engine is importable and there is a GPU."""
     return device.has_cuda() and is_importable("transformer_engine.pytorch")
-
-
-def has_precision_aware_adam() -> bool:
-    """Return whether Transformer Engine's Adam can store the low 16 bits of main parameters (from 2.1 on)."""
-    if not has_transformer_engine():
-        return False
-    try:
-        from transformer_engine.pytorch.optimizers import FusedAdam
-    except ImportError:
-        return False
-    return "store_param_remainders" in inspect.signature(FusedAdam).parameters
 
 
 def transformer_engine_version() -> str:

@@ -29,12 +29,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 Factory = Callable[..., Optimizer]
 
 
-def _check_choices(**choices: str) -> None:
-    for name, value in choices.items():
-        if value not in CHOICES[name]:
-            raise ValueError(f"{name} {value!r}: is unknown. Give one of {', '.join(CHOICES[name])}.")
-
-
 class BlockCoordinate(Optimizer):
     """Block coordinate descent (arXiv 2506.12037, Algorithm 1) around optimizers of PyTorch.
 
@@ -70,10 +64,6 @@ class BlockCoordinate(Optimizer):
             orthogonalised gradients. Convolutions count as matrices of outputs x the rest; parameters of fewer than two
             dimensions stay frozen. Weight decay is decoupled, as in AdamW.
         inactive_lr_ratio: learning rate of these updates, relative to the parameter's.
-        switch: "steps" or "plateau". With "plateau" a phase ends when its mean loss over ``plateau_window`` steps has
-            not improved by ``plateau_min_improvement`` (relative) within another window. ``step`` then needs the loss,
-            from its closure or from ``report_loss``.
-        max_steps_per_block: with "plateau", the maximum number of steps per phase.
         seed: seed of the random order. If torch.distributed is initialized, rank 0's seed is used.
 
     Raises:
@@ -98,14 +88,13 @@ class BlockCoordinate(Optimizer):
         always_active_optimizer: Factory | None = None,
         inactive_update: str = "none",
         inactive_lr_ratio: float = 0.2,
-        switch: str = "steps",
-        plateau_window: int = 50,
-        plateau_min_improvement: float = 0.005,
-        max_steps_per_block: int | None = None,
         seed: int = 1234,
         **optimizer_settings: Any,
     ) -> None:
-        _check_choices(order=order, layout=layout, keep_state=keep_state, inactive_update=inactive_update)
+        chosen = {"order": order, "layout": layout, "keep_state": keep_state, "inactive_update": inactive_update}
+        for name, value in chosen.items():
+            if value not in CHOICES[name]:
+                raise ValueError(f"{name} {value!r}: is unknown. Give one of {', '.join(CHOICES[name])}.")
         if not 0 < inactive_lr_ratio < float("inf"):
             raise ValueError(
                 f"inactive_lr_ratio {inactive_lr_ratio}: is not a positive finite number. Give one, such as 0.2."
@@ -127,13 +116,8 @@ class BlockCoordinate(Optimizer):
             seed if _num_ranks() == 1 else collectives.on_rank_0(lambda: seed),
             bcd_steps_per_block=steps_per_block,
             bcd_order=order,
-            bcd_switch=switch,
-            bcd_plateau_window=plateau_window,
-            bcd_plateau_min_improvement=plateau_min_improvement,
-            bcd_max_steps_per_block=max_steps_per_block,
         )
         self._phase_state = PhaseState()
-        self._loss: float | None = None
         self.optimizer_state_bytes = 0
         """Bytes of this rank's optimizer state in the last step, before a switch."""
         self._optimizers = self._make_optimizers(named, optimizer, always_active_optimizer, optimizer_settings)
@@ -229,10 +213,6 @@ class BlockCoordinate(Optimizer):
         layers = ", ".join(map(str, self._parameter_blocks.layers[self.block])) or "none"
         return f"phase {self.phase}: block {self.block}, layers {layers}; {self._schedule.describe()}"
 
-    def report_loss(self, loss: float) -> None:
-        """Set the training loss of the coming step, for ``switch="plateau"``. ``step`` averages it over the ranks."""
-        self._loss = float(loss)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step the active parameters, update the inactive ones and free their gradients; switch at the end of a phase.
@@ -241,32 +221,23 @@ class BlockCoordinate(Optimizer):
             The loss of ``closure``, which is called once.
 
         Raises:
-            ValueError: ``switch="plateau"`` has no loss, or the gradients of several processes were not averaged.
+            ValueError: the gradients of several processes were not averaged.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self.report_loss(loss)
         if _num_ranks() > 1 and not self._is_reduced and not all(map(_is_sharded, self.active_parameters)):
             raise ValueError(
                 f"the gradients of {_num_ranks()} processes were not averaged. Wrap the model in "
                 "DistributedDataParallel, or apply fully_shard to it, and call the whole model."
             )
-        if self._schedule.settings.bcd_switch == "plateau":
-            if self._loss is None:
-                raise ValueError('switch="plateau": has no loss for this step. Call report_loss(loss) before step().')
-            if _num_ranks() > 1:
-                total = torch.tensor(self._loss, device=self.param_groups[0]["params"][0].device)
-                distributed.all_reduce(total)
-                self._loss = float(total) / _num_ranks()
         if self._inactive_update != "none":
             self._step_inactive()
         self._step_active()
         state_bytes = _num_bytes(value for entry in self.state.values() for value in entry.values())
         self.optimizer_state_bytes = state_bytes + self._low_bits_bytes(is_trained=True)
-        before, self._phase_state = self._phase_state, self._schedule.after_step(self._phase_state, loss=self._loss)
-        self._loss = None
+        before, self._phase_state = self._phase_state, self._schedule.after_step(self._phase_state)
         if self._schedule.is_switch(before, self._phase_state):
             self._enter_phase()
         return loss

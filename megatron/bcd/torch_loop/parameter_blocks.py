@@ -70,7 +70,11 @@ def divide_parameters(
     layer_numbers = {id(p): number for number, layer in reversed([*enumerate(chain)]) for p in layer.parameters()}
     names = {name: p for name, p in model.named_parameters() if p.requires_grad}
     always = frozenset(names) & _always_active(model, layer_numbers, always_active)
-    numbers = _block_layers(len(chain), num_blocks, layout)
+    numbers: tuple[tuple[int, ...], ...] = ((),)
+    if layout == "strided" and num_blocks:
+        numbers = tuple(tuple(range(block, len(chain), num_blocks)) for block in range(num_blocks))
+    elif num_blocks:
+        numbers = tuple(map(tuple, divide(len(chain), num_blocks)))
     blocks: tuple[set[str], ...] = tuple(set() for _ in numbers)
     layer_blocks = {layer: block for block, its_layers in enumerate(numbers) for layer in its_layers}
     layer = 0
@@ -79,14 +83,6 @@ def divide_parameters(
         if name not in always and num_blocks:
             blocks[layer_blocks[layer]].add(name)
     return ParameterBlocks(layers=numbers, blocks=tuple(map(frozenset, blocks)), always_active=always)
-
-
-def _block_layers(num_layers: int, num_blocks: int, layout: str) -> tuple[tuple[int, ...], ...]:
-    if num_blocks == 0:
-        return ((),)
-    if layout == "strided":
-        return tuple(tuple(range(block, num_layers, num_blocks)) for block in range(num_blocks))
-    return tuple(map(tuple, divide(num_layers, num_blocks)))
 
 
 def _always_active(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from megatron.core import parallel_state
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.runtime import replicas
-from megatron.bcd.runtime.weight_hash import first_difference
+from megatron.bcd.runtime import collectives, replicas
 from megatron.bcd.training.outputs import RunOutputs
 from megatron.bcd.training.state import StepResult, TrainingFailed, TrainState
 
@@ -31,7 +34,9 @@ class StepChecks:
     def take_reference(self) -> None:
         """Store the current weights for the switch check, if one is still due."""
         if self._is_switch_unchecked:
-            self.active.begin_switch_check()
+            assert self.active.switch_check is not None, "build() comes first"
+            self.active.leave_buffers()
+            self.active.switch_check.begin()
 
     def after_step(self, result: StepResult, state: TrainState) -> None:
         """Run the checks that are due after a step.
@@ -49,8 +54,9 @@ class StepChecks:
         if not self._is_switch_unchecked or result.skipped or not result.learning_rate or not result.grad_norm:
             return
         self._is_switch_unchecked = False
+        assert self.active.switch_check is not None, "build() comes first"
         with self.active.whole_parameters():
-            problem = self.active.check_switch()
+            problem = self.active.switch_check.problem()
         if problem:
             raise RuntimeError(f"iteration {state.iteration}, phase {state.phase_state.phase}: {problem}")
 
@@ -61,7 +67,7 @@ class StepChecks:
             return
         stage, weights = parallel_state.get_pipeline_model_parallel_rank(), unwrap_model(self.active.model)
         with self.active.whole_parameters():
-            difference = first_difference(
+            difference = _first_difference(
                 weights.named_parameters(),
                 place=(stage, parallel_state.get_tensor_model_parallel_rank()),
                 place_of_experts=(stage, *replicas.expert_part()),
@@ -90,3 +96,26 @@ class StepChecks:
             f"(--max-skipped-steps){weights}; {self.outputs.where_to_resume()}. A lower "
             "--lr, a longer warm-up or --clip-grad may help"
         )
+
+
+def _first_difference(
+    weights: Iterable[tuple[str, torch.Tensor]], *, place: tuple[int, ...], place_of_experts: tuple[int, ...]
+) -> str | None:
+    """Return a description of the first weight that differs between ranks of the same place, or None. Collective.
+
+    `place` is the position in the model: pipeline stage and tensor-parallel rank. `place_of_experts` is that of experts
+    of expert-parallel ranks.
+    """
+    digests = {
+        (name, place_of_experts if replicas.is_expert(weight) else place): hashlib.sha256(
+            weight.detach().cpu().contiguous().view(torch.uint8).numpy()
+        ).digest()[:8]
+        for name, weight in weights
+    }
+    first: dict[Any, tuple[int, bytes]] = {}
+    for rank, rank_digests in enumerate(collectives.gather_objects(digests)):
+        for key, digest in rank_digests.items():
+            reference, expected = first.setdefault(key, (rank, digest))
+            if digest != expected:
+                return f"{key[0]} on rank {rank} differs from the copy on rank {reference}"
+    return None

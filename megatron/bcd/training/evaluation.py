@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,27 +21,21 @@ from megatron.bcd.training.state import TrainState
 from megatron.bcd.training.stop import StopRequests
 
 
+@dataclass(kw_only=True)
 class Evaluator:
     """Evaluates the weights of a run and reports the loss. Every method but the properties is a collective."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        splits: data.Splits,
-        global_batch_size: int,
-        state: TrainState,
-        active: ActiveBlock,
-        forward_backward: Callable[[Iterator[data.Batch], int], list[dict[str, Any]]],
-        stop: StopRequests,
-        reporter: Reporter,
-    ) -> None:
-        self._config, self._training, self._splits = config, config.training, splits
-        self._global_batch_size, self._state, self._active = global_batch_size, state, active
-        self._forward_backward, self._stop, self._reporter = forward_backward, stop, reporter
-        self._validation_batches: Iterator[data.Batch] | None = None
-        self._last_validation: tuple[int, float] | None = None
-        """Iteration and loss of the last validation."""
+    config: RunConfig
+    splits: data.Splits
+    global_batch_size: int
+    state: TrainState
+    active: ActiveBlock
+    forward_backward: Callable[[Iterator[data.Batch], int], list[dict[str, Any]]]
+    stop: StopRequests
+    reporter: Reporter
+    _validation_batches: Iterator[data.Batch] | None = field(default=None, init=False)
+    _last_validation: tuple[int, float] | None = field(default=None, init=False)
+    """Iteration and loss of the last validation."""
 
     @torch.no_grad()
     def evaluate(self, split: str, *, is_final: bool = False, can_stop: bool = True) -> float | None:
@@ -50,32 +45,32 @@ class Evaluator:
         --eval-fixed each evaluation reads the first samples, with --full-validation all of them. Returns None if a
         signal ended the evaluation, which `can_stop` allows.
         """
-        training, state = self._training, self._state
+        training, state = self.config.training, self.state
         num_steps = training.eval_iters
         if split == "validation" and training.full_validation:
-            num_steps = math.ceil(self._splits.num_validation / self._global_batch_size)
-        num_microbatches = self._global_batch_size // (
+            num_steps = math.ceil(self.splits.num_validation / self.global_batch_size)
+        num_microbatches = self.global_batch_size // (
             training.micro_batch_size * parallel_state.get_data_parallel_world_size()
         )
         batches = self._batches(split)
         loss_sum, num_tokens, is_stopped = 0.0, 0.0, 0
-        with self._active.whole_parameters():
-            module = self._active.wrapped or self._active.model
+        with self.active.whole_parameters():
+            module = self.active.wrapped or self.active.model
             module.eval()
             for _ in range(num_steps):
                 if training.empty_unused_memory_level >= 1:
                     memory.release_cached_memory()
-                losses = self._forward_backward(batches, num_microbatches)
-                request = self._stop.signal if can_stop else 0
+                losses = self.forward_backward(batches, num_microbatches)
+                request = self.stop.signal if can_stop else 0
                 step_loss, step_tokens, [is_stopped] = reduce_losses(losses, [request])
                 loss_sum, num_tokens = loss_sum + step_loss, num_tokens + step_tokens
                 if is_stopped:
                     break
             module.train()
         if split == "validation" and not self._reads_same_samples:
-            state.consumed_validation_samples += training.eval_iters * self._global_batch_size
+            state.consumed_validation_samples += training.eval_iters * self.global_batch_size
         if is_stopped:
-            self._reporter.note(f"the evaluation on the {split} split after iteration {state.iteration} was stopped")
+            self.reporter.note(f"the evaluation on the {split} split after iteration {state.iteration} was stopped")
             return None
         return self._report(split, loss_sum / max(num_tokens, 1.0), is_final=is_final)
 
@@ -85,26 +80,26 @@ class Evaluator:
         Stock reads further validation samples even if an interval has just ended. If the samples would be the same,
         report the previous loss without computing it again.
         """
-        if not self._training.eval_iters:
+        if not self.config.training.eval_iters:
             return
         loss = self.last_validation_loss if self._reads_same_samples else None
         if loss is None:
             loss = self.evaluate("validation", is_final=True)
         else:
             self._report("validation", loss, is_final=True)
-        if self._splits.has_test and loss is not None:
+        if self.splits.has_test and loss is not None:
             self.evaluate("test", is_final=True)
 
     @property
     def last_validation_loss(self) -> float | None:
         """The validation loss after the current iteration; None if there was no validation."""
-        if self._last_validation is None or self._last_validation[0] != self._state.iteration:
+        if self._last_validation is None or self._last_validation[0] != self.state.iteration:
             return None
         return self._last_validation[1]
 
     def is_due(self, iteration: int) -> bool:
         """Return whether --eval-interval asks for an evaluation after `iteration`."""
-        return bool(self._training.eval_iters) and iteration % self._training.eval_interval == 0
+        return bool(self.config.training.eval_iters) and iteration % self.config.training.eval_interval == 0
 
     def forget_place(self) -> None:
         """Reopen the validation split at the next evaluation, at `state.consumed_validation_samples`."""
@@ -113,11 +108,11 @@ class Evaluator:
     @property
     def _reads_same_samples(self) -> bool:
         """Whether every evaluation reads the same validation samples."""
-        return self._training.eval_fixed or self._training.full_validation
+        return self.config.training.eval_fixed or self.config.training.full_validation
 
     def _report(self, split: str, loss: float, *, is_final: bool) -> float:
-        iteration, samples = self._state.iteration, self._state.consumed_samples
-        self._reporter.evaluation(
+        iteration, samples = self.state.iteration, self.state.consumed_samples
+        self.reporter.evaluation(
             EvalMetrics(iteration=iteration, consumed_samples=samples, split=split, loss=loss, is_final=is_final)
         )
         if split == "validation":
@@ -125,14 +120,14 @@ class Evaluator:
         return loss
 
     def _batches(self, split: str) -> Iterator[data.Batch]:
-        dataset = self._splits.test if split == "test" else self._splits.validation
+        dataset = self.splits.test if split == "test" else self.splits.validation
         if dataset is None:
             return data.empty_batches()
-        if split == "validation" and self._training.full_validation:
-            return data.one_pass(dataset, self._config)
-        if split == "test" or self._training.eval_fixed:
-            return data.batches(dataset, self._config, consumed_samples=0)
+        if split == "validation" and self.config.training.full_validation:
+            return data.one_pass(dataset, self.config)
+        if split == "test" or self.config.training.eval_fixed:
+            return data.batches(dataset, self.config, consumed_samples=0)
         if self._validation_batches is None:
-            consumed = self._state.consumed_validation_samples
-            self._validation_batches = data.batches(dataset, self._config, consumed_samples=consumed)
+            consumed = self.state.consumed_validation_samples
+            self._validation_batches = data.batches(dataset, self.config, consumed_samples=consumed)
         return self._validation_batches

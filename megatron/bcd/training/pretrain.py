@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron.bcd.checkpoint import layout, loader, run_state
-from megatron.bcd.checkpoint.saver import check_save_folder, claim_save_folder, clear_save_folder
+from megatron.bcd.checkpoint.saver import check_save_folder, claim_save_folder
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model import builder
 from megatron.bcd.runtime import collectives, device, dir_claim, distributed, rng, threads
@@ -85,14 +85,12 @@ def _set_up(
     source = loader.find(config)
     if source is not None and source.state is not None:
         run_state.check_same_tokens(source.state.flags, config, source=source.name)
-    overwrites = check_save_folder(config, source)
+    check_save_folder(config, source)
     trainer = Trainer(resolve_run(config, source), build_model, is_restart=is_restart)
     for note in notes:
         trainer.reporter.note(note)
     if is_new and not is_shared:  # created only after everything has been checked
         save_claim = claim_save_folder(save_dir)
-    if overwrites and save_dir is not None:
-        clear_save_folder(save_dir)
     cache = None if config.training.skip_train else config.bcd.bcd_prefix_cache
     cache_claim = dir_claim.claim(cache, flag="--bcd-prefix-cache", contents="prefix caches")
     for warning in (*save_claim.warnings, *cache_claim.warnings):

@@ -230,7 +230,13 @@ class ReplicaGroups:
         change, keeps_steps = self._change(size) if any(trained) else {}, self.due is not None
         # each alone, because the order of a sum depends on the position: a tied weight is in two places
         sums = self._sum(chunk for part in change.values() for chunk in part.split(_CHUNK))
-        self._set_place(rank, size)
+        if (rank, size) != (self.rank, self.size):
+            groups = f"{size} replica group{'s' * (size > 1)}, this is number {rank}"
+            self._trainer.reporter.note(f"iteration {self._iteration}: {groups}")
+        self.rank, self.size = rank, size
+        # from the next batch on
+        share = data.GroupShare(group=rank, num_groups=size, batch_size=self._trainer.global_batch_size)
+        self._trainer.samples.set_share(share)
 
         def conclude() -> bool:
             self._wait(sums)
@@ -329,16 +335,6 @@ class ReplicaGroups:
     def _note_failure(self, error: Exception) -> None:
         self._trainer.reporter.note(f"iteration {self._iteration}: an exchange failed and is repeated ({error})")
         self._agree(is_good=False)
-
-    def _set_place(self, rank: int, size: int) -> None:
-        """Read this group's samples from the next batch on."""
-        if (rank, size) != (self.rank, self.size):
-            self._trainer.reporter.note(
-                f"iteration {self._iteration}: {size} replica group{'s' * (size > 1)}, this is number {rank}"
-            )
-        self.rank, self.size = rank, size
-        share = data.GroupShare(group=rank, num_groups=size, batch_size=self._trainer.global_batch_size)
-        self._trainer.samples.set_share(share)
 
     def _report(self, place: Mapping[str, int]) -> None:
         self._trainer.reporter.exchange(

@@ -220,12 +220,11 @@ def _describe_training(run: ResolvedRun) -> str:
     config, training, optimizer = run.config, run.config.training, run.config.optimizer
     if training.skip_train:
         return "evaluation only"
-    dtypes = list(dict.fromkeys(config.moment_dtypes))
     parts = (
         f"{run.train_iters:,} iterations",
         f"global batch {run.global_batch_size} of micro-batches of {training.micro_batch_size}",
         f"lr {optimizer.lr} {config.schedule.lr_decay_style}",
-        optimizer.optimizer + ("" if dtypes == ["fp32"] else f" with {' and '.join(dtypes)} moments"),
+        optimizer.optimizer + ("" if (dtype := training.adam_moments_dtype) == "fp32" else f" with {dtype} moments"),
         f"clip {optimizer.clip_grad}",
         f"seed {training.seed}",
     )

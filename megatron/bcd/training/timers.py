@@ -1,19 +1,17 @@
-"""Time the parts of a training step (--timing-log-level), and compare ranks to find a slow one (--log-straggler)."""
+"""Time the parts of a training step (--timing-log-level)."""
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.timers import DummyTimer, TimerBase, Timers
 from megatron.core.utils import get_model_config
 
-from megatron.bcd import data
 from megatron.bcd.config.sections import ReportConfig
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.runtime import collectives, device
+from megatron.bcd.runtime import collectives
 
 
 class StepTimers(Timers):
@@ -73,55 +71,3 @@ class StepTimers(Timers):
         ranks = collectives.gather_objects(milliseconds)
         names = dict.fromkeys(name for rank in ranks for name in rank)
         return {name: tuple(rank.get(name, 0.0) for rank in ranks) for name in names}
-
-
-class Stragglers:
-    """Collects the timings that Megatron Core's StragglerDetector reports. Works on CPUs and needs no server.
-
-    Events measure device time, so nothing waits for the device before `take`.
-    """
-
-    def __init__(self, report: ReportConfig) -> None:
-        self._is_on = report.log_straggler
-        self._counts = False
-        self._num_steps = 0
-        self._passes: list[device.Stopwatch] = []
-        self._batch_ms = 0.0
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Inside the context, time the passes of one training step, but no evaluations and measurements."""
-        self._counts = self._is_on
-        self._num_steps += 1
-        try:
-            yield
-        finally:
-            self._counts = False
-
-    def next_batch(self, batches: Iterator[data.Batch]) -> data.Batch:
-        """Read the batch of a forward pass, and start to time the pass."""
-        start = time.perf_counter()
-        batch = next(batches)
-        if self._counts:
-            self._batch_ms = max(self._batch_ms, (time.perf_counter() - start) * 1e3)
-            self._passes.append(device.Stopwatch())
-        return batch
-
-    def after_forward(self) -> None:
-        """Stop timing the forward pass."""
-        if self._counts:
-            self._passes[-1].stop()
-
-    def take(self) -> dict[str, tuple[float, ...]]:
-        """Return milliseconds since the last call, by rank.
-
-        `forward` is the time of a step's forward passes, `batch` the longest wait for a batch. Empty without
-        --log-straggler; otherwise collective, and waits for the device.
-        """
-        if not self._is_on:
-            return {}
-        forward_ms = sum(forward_pass.milliseconds for forward_pass in self._passes) / max(1, self._num_steps)
-        ranks = collectives.gather_objects((forward_ms, self._batch_ms))
-        self._passes, self._batch_ms, self._num_steps = [], 0.0, 0
-        forward, batch = zip(*ranks, strict=True)
-        return {"forward": forward, "batch": batch}

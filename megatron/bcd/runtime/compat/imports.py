@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_WITHOUT_TRAINING = {"--dry-run", "--dry-run-world-size", "--print-config", "--help", "-h"}
+_WITHOUT_TRAINING = {"--dry-run", "--dry-run-world-size", "--help", "-h"}
 
 
 def skip_unused_imports(words: Sequence[str]) -> None:

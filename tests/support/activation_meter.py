@@ -1,10 +1,10 @@
-"""Count the bytes that autograd saves for the backward pass, and their peak."""
+"""Count the bytes that autograd saves for the backward pass on a CPU, and their peak."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -31,16 +31,10 @@ class ActivationMeter:
 
     `peak_bytes` is the highest value since the last `measuring` began. Recomputed activations count while they live.
     Outputs of recomputed norms (--recompute-modules layernorm) count even while they are discarded.
-
-    On a GPU, pass `allocated_bytes`: the meter then reads the allocator's count after every forward pass
-    (`after_forward`), which includes the stage's output. Hooks for saved tensors cannot be used there: they would
-    replace the parameters that Megatron Core's fused weight gradients need.
     """
 
-    def __init__(self, allocated_bytes: Callable[[], int] | None = None) -> None:
+    def __init__(self) -> None:
         self.peak_bytes = 0
-        self._allocated_bytes = allocated_bytes
-        self._bytes_before: int | None = None
         self._live_bytes = 0
         self._uses: Counter[tuple[int, int]] = Counter()
         self._excluded: frozenset[int] = frozenset()
@@ -49,19 +43,9 @@ class ActivationMeter:
     def measuring(self, weights: Iterable[torch.Tensor]) -> Iterator[None]:
         """Count what autograd saves inside the context, except `weights`."""
         self.peak_bytes = self._live_bytes
-        if self._allocated_bytes is not None:
-            self.peak_bytes, self._bytes_before = 0, self._allocated_bytes()
-            yield
-            self._bytes_before = None
-            return
         self._excluded = frozenset(weight.untyped_storage().data_ptr() for weight in weights)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
-
-    def after_forward(self) -> None:
-        """Update the peak. Call this after the forward pass of each microbatch."""
-        if self._allocated_bytes is not None and self._bytes_before is not None and torch.is_grad_enabled():
-            self.peak_bytes = max(self.peak_bytes, self._allocated_bytes() - self._bytes_before)
 
     def _pack(self, tensor: torch.Tensor) -> _Saved | torch.Tensor:
         if tensor.untyped_storage().data_ptr() in self._excluded:
