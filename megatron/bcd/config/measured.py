@@ -38,6 +38,11 @@ class MeasuredModel:
     parameters: Parameters
     """All parameters by GPTModel's names; layers have their numbers in the whole model."""
 
+    @property
+    def has_stacks(self) -> bool:
+        """Whether the experts of a layer are one tensor."""
+        return any(len(axes) == 3 and ".experts." in name for name, axes in self.parameters)
+
     def mean(self, field: str) -> float:
         """Return the mean of a field over the layers."""
         return float(sum(getattr(self.kinds[kind], field) for kind in self.layers) / len(self.layers))

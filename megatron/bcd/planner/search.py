@@ -230,7 +230,10 @@ def reason_for_rule(recipe: Recipe) -> str:
     changes: _Changes = dict.fromkeys(BLOCK_FLAGS) | {"bcd_inactive_update": "factored", "recompute": "none"}
     whole = [*layouts(recipe.varied(**changes), micro_batch_size=1)]
     if not whole:
-        return "blocks: the factored update cannot be combined with the given flags"
+        what = "the given flags"
+        if recipe.model.layer_kinds is not None and recipe.model.layer_kinds.has_stacks:
+            what = "experts in one tensor"
+        return f"blocks: the factored update cannot be combined with {what}"
     if any(fits(each, share=_PLANNED_SHARE) for each in whole):
         return "blocks, as the flags ask; without them every layer by the factored update, which fits"
     return "blocks: every layer by the factored update does not fit"
@@ -273,7 +276,7 @@ def _breadth_first_savings(values: Mapping[str, Any]) -> Iterator[_Changes]:
 
     None of them is always the fastest that fits.
     """
-    loss = values.get("cross_entropy_fusion_impl") or ("linear" if values["task"] == "sft" else None)
+    loss = values.get("cross_entropy_fusion_impl") or ("linear" if _has_linear_loss(values) else None)
     fixed = {"recompute": "none", "bcd_schedule": "breadth-first", "cross_entropy_fusion_impl": loss}
     chunks = [1]
     for size in _divisors(values["model"].layers)[:-1]:
@@ -284,13 +287,18 @@ def _breadth_first_savings(values: Mapping[str, Any]) -> Iterator[_Changes]:
         yield fixed | dict(zip(choices, chosen, strict=True))
 
 
+def _has_linear_loss(values: Mapping[str, Any]) -> bool:
+    """Return whether the planner proposes the loss without logits."""
+    return bool(values["task"] == "sft" and not values["model"].layer_kinds)
+
+
 def _savings_with_blocks(values: Mapping[str, Any], recompute: str | None) -> Iterator[_Changes]:
     place, loss = values.get("bcd_layers_on"), values.get("cross_entropy_fusion_impl")
     is_sft, has_blocks = values["task"] == "sft", not _is_whole(values)
     can_stream = values["method"] in CAN_STREAM and has_blocks and recompute in (None, "none")
     can_stream &= values.get("bcd_layout") in (None, "interleaved")  # breadth-first has no other on several stages
     places = (None, "host") if is_sft and place is None and can_stream else (place,)
-    losses = (None, "linear") if is_sft and loss is None else (loss,)
+    losses = (None, "linear") if _has_linear_loss(values) and loss is None else (loss,)
     choices = ("none", "auto") if recompute is None else (recompute,)
     memory_savers = [(choices[0], loss) for loss in losses] + [(choice, losses[-1]) for choice in choices[1:]]
     heads = _heads(values) if is_sft else _HEADS[:1]
