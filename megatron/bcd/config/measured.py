@@ -37,11 +37,8 @@ class MeasuredModel:
     """The kind of each layer."""
     parameters: Parameters
     """All parameters by GPTModel's names; layers have their numbers in the whole model."""
-
-    @property
-    def has_stacks(self) -> bool:
-        """Whether the experts of a layer are one tensor."""
-        return any(len(axes) == 3 and ".experts." in name for name, axes in self.parameters)
+    has_stacks: bool
+    """Whether the experts of a layer are one tensor."""
 
     def mean(self, field: str) -> float:
         """Return the mean of a field over the layers."""
