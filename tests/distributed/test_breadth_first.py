@@ -262,7 +262,7 @@ def test_a_tied_head_differs_by_rounding(world1: World) -> None:
     [depth] = world1.run(resumed_runs.one_part, config_of(case, **tied))
     [breadth] = world1.run(resumed_runs.one_part, config_of(case, **tied | BREADTH_FIRST))
     for name, weight in depth["weights"].items():
-        assert (breadth["weights"][name] - weight).abs().mean() < 1e-4, f"{name}: a step is 1e-2"
+        assert (breadth["weights"][name] - weight).abs().mean() < 5e-4, f"{name}: a step is 1e-2"
     assert breadth["losses"] == pytest.approx(depth["losses"], rel=1e-5)
 
 
