@@ -215,7 +215,7 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
     except ValueError as error:  # Megatron Core adds the layer's class to the message
         raise ValueError(str(error).split(" when instantiating ")[0]) from error
     for chunk in chunks if config.is_breadth_first and config.pipeline_size == 1 else ():
-        chunk.chunks = stage_chunks(partition_from_config(config), 0, config.bcd.bcd_layers_per_pass)
+        chunk.chunk_layers = stage_chunks(partition_from_config(config), 0, config.bcd.bcd_layers_per_pass)
     model: torch.nn.Module = ChunkedModel(chunks) if num_chunks > 1 else chunks[0]
     is_grouped = config.num_experts and config.transformer["moe_grouped_gemm"]
     if is_grouped and grouped_experts.is_available(stage_config.params_dtype, *config.expert_sizes):
@@ -358,12 +358,13 @@ def unwrap_model(model: torch.nn.Module) -> GPTModel:
 
 
 def select_chunk(model: torch.nn.Module, chunk: int | None) -> None:
-    """Make a stage's forward pass use one of its chunks, or of its chunks (None: all of them). Does nothing if it has
-    neither."""
+    """Make a stage's forward pass use one of its chunks, which are models (`ChunkedModel`) or layers of one model (None:
+    all of them). Does nothing if it has neither."""
     unwrapped: torch.nn.Module = unwrap_model(model)
-    if isinstance(unwrapped, ChunkedModel) and chunk is not None:
-        unwrapped.select(chunk)
-    elif getattr(unwrapped, "chunks", ()):
+    if isinstance(unwrapped, ChunkedModel):
+        if chunk is not None:
+            unwrapped.select(chunk)
+    elif getattr(unwrapped, "chunk_layers", ()):
         unwrapped.select_chunk(chunk)  # type: ignore[operator]
 
 

@@ -17,19 +17,19 @@ class ChunkwiseModel(GPTModel):
     [S, B, H], which `set_input_tensor` sets, to [S, B, H].
     """
 
-    chunks: Sequence[range] = ()
+    chunk_layers: Sequence[range] = ()
     """The layers of each chunk."""
     _chunk: int | None = None
 
     def select_chunk(self, chunk: int | None) -> None:
         """Make `forward` run this chunk, or with None the whole model."""
         self._chunk = chunk
-        self.decoder.chunk = None if chunk is None else self.chunks[chunk]
+        self.decoder.chunk = None if chunk is None else self.chunk_layers[chunk]
 
     @property
     def ends_with_head(self) -> bool:
         """Whether `forward` runs the head."""
-        return self.post_process and self._chunk in (None, len(self.chunks) - 1)
+        return self.post_process and self._chunk in (None, len(self.chunk_layers) - 1)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the selected chunk, or the whole model."""

@@ -58,7 +58,7 @@ class TransformersModel(LanguageModule):
         seed: draws the weights, equal for any number of stages; None if they will be loaded.
     """
 
-    chunks: Sequence[range] = ()
+    chunk_layers: Sequence[range] = ()
     """The layers of each chunk, by their numbers on this stage."""
     _chunk: int | None = None
 
@@ -122,7 +122,7 @@ class TransformersModel(LanguageModule):
     @property
     def ends_with_head(self) -> bool:
         """Whether `forward` runs the head."""
-        return self.post_process and self._chunk in (None, len(self.chunks) - 1)
+        return self.post_process and self._chunk in (None, len(self.chunk_layers) - 1)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Set the input [S, B, H] of a stage or chunk without the embedding."""
@@ -147,7 +147,7 @@ class TransformersModel(LanguageModule):
         Returns:
             The output [S, B, H]; on the last stage losses [B, S], or without labels the logits [B, S, V].
         """
-        layers = range(len(self.decoder.layers)) if self._chunk is None else self.chunks[self._chunk]
+        layers = range(len(self.decoder.layers)) if self._chunk is None else self.chunk_layers[self._chunk]
         received = None if self.pre_process and self._chunk in (None, 0) else self.input_tensor
         inputs: dict[str, Any] = {"position_ids": position_ids if attention_mask is not None else None}
         if received is not None:
