@@ -225,8 +225,8 @@ class BcdConfig:
     )
     bcd_layers_per_pass: int = option(
         1,
-        "with --bcd-schedule breadth-first: layers of a chunk, a divisor of the layers of a stage; chunks of several "
-        "stages are chunks (layout interleaved)",
+        "with --bcd-schedule breadth-first: layers of a chunk, a divisor of the layers of a stage; on several stages "
+        "those of layout interleaved",
         range=AT_LEAST_1,
         may_change=True,
     )

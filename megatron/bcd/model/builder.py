@@ -358,8 +358,8 @@ def unwrap_model(model: torch.nn.Module) -> GPTModel:
 
 
 def select_chunk(model: torch.nn.Module, chunk: int | None) -> None:
-    """Make a stage's forward pass use one of its chunks, which are models (`ChunkedModel`) or layers of one model (None:
-    all of them). Does nothing if it has neither."""
+    """Make a stage's forward pass use one of its chunks, which are models or layers of one model (None: all of them).
+    Does nothing if it has neither."""
     unwrapped: torch.nn.Module = unwrap_model(model)
     if isinstance(unwrapped, ChunkedModel):
         if chunk is not None:

@@ -111,7 +111,7 @@ def _method_flags(recipe: Recipe) -> Iterator[str]:
 
 def _chunk_flags(recipe: Recipe, places: list[str]) -> Iterator[str]:
     bcd, words = recipe.config.bcd, ["--bcd-schedule breadth-first", *places]
-    if bcd.bcd_layers_per_pass > 1 and recipe.config.pipeline_size > 1:  # chunks are chunks
+    if bcd.bcd_layers_per_pass > 1 and recipe.config.pipeline_size > 1:  # the layout's chunks
         words.append(_word("num_virtual_stages_per_pipeline_rank", recipe.config.num_chunks))
     elif bcd.bcd_layers_per_pass > 1:
         words.append(_word("bcd_layers_per_pass", bcd.bcd_layers_per_pass))

@@ -394,7 +394,7 @@ def _build_config(
     derive_blocks(values, given=user_flags)
     stages = values["pipeline_model_parallel_size"]
     chunks = model.layers // (stages * values["bcd_layers_per_pass"])
-    if values["bcd_schedule"] == "breadth-first" and stages > 1 and chunks > 1:  # chunks are chunks
+    if values["bcd_schedule"] == "breadth-first" and stages > 1 and chunks > 1:  # the layout's chunks
         blocks = DEFAULT_NUM_BLOCKS if values["bcd_num_blocks"] is None else max(1, values["bcd_num_blocks"])
         values["num_virtual_stages_per_pipeline_rank"] = chunks = max(1, chunks // blocks) * blocks
         values["bcd_layers_per_pass"] = -(-model.layers // (stages * chunks))
