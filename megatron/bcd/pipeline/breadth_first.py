@@ -21,8 +21,8 @@ _Visit = tuple[int, bool]
 
 
 class BreadthFirstIteration(Iteration):
-    """One iteration of one stage. If it is the only stage, chunks are layers of one model (`model.chunk_layers`), and their
-    outputs and gradients are no messages.
+    """One iteration of one stage. If it is the only stage, chunks are layers of one model (`model.chunk_layers`), and
+    their outputs and gradients are no messages.
 
     It loads the weights of a chunk in host memory before its passes, and lets the training step update it behind them.
 
