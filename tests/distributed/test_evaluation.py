@@ -88,7 +88,7 @@ def test_evaluation_of_a_checkpoint(world_of: Callable[[str], World], text_data:
     flags = {"data_path": text_data, "eval_iters": 2, "eval_interval": 3, "split": "60,40,0", "eval_fixed": True}
     saved = {"save": str(tmp_path), "exit_interval": 3}
     (first,) = world_of("one").run(evaluations, worlds.run_config(**flags | saved))[0]
-    assert first[:3] == (3, 24, "validation")
+    assert first[:3] == (3, 12, "validation")
     alone = flags | {"load": str(tmp_path), "skip_train": True, "train_iters": None, "lr": None}
     again = world_of("one").run(evaluations, worlds.run_config(**alone))[0]
     assert again == [(*first[:4], True)]

@@ -28,7 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "factored_no_block": FACTORED | {"bcd_num_blocks": 0, "bcd_embedding_update": "factored"},
 }
 OUTSIDE = ("embedding.word_embeddings.weight", "output_layer.weight")
-ITERATIONS = {"train_iters": 8, "bcd_steps_per_block": 2, "lr": 3e-3, "micro_batch_size": 4}
+ITERATIONS = {"train_iters": 8, "bcd_steps_per_block": 2, "lr": 3e-3}
 
 
 def plain_orthogonal(g: torch.Tensor, _: dict[str, Any]) -> torch.Tensor:

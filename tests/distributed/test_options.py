@@ -71,7 +71,7 @@ def test_norms_are_recomputed(world1: World, text_data: str) -> None:
     flags: dict[str, Any] = {"data_path": text_data, "train_iters": 1, "bcd_order": "descending"}
     [plain] = world1.run(norm_calls, worlds.run_config(**flags))
     [recomputed] = world1.run(norm_calls, worlds.run_config(**flags, **norms))
-    assert plain == [4] * 6 and recomputed == [4, 4, 4, 4, 8, 8], "four microbatches; the last block is active"
+    assert plain == [2] * 6 and recomputed == [2, 2, 2, 2, 4, 4], "two microbatches; the last block is active"
 
 
 def test_train_samples_is_train_iters(world1: World, text_data: str) -> None:
@@ -80,17 +80,17 @@ def test_train_samples_is_train_iters(world1: World, text_data: str) -> None:
     flags = {"data_path": text_data, "lr_decay_style": "cosine", "min_lr": 1e-3}
     by_iters = worlds.run_config(**flags, lr_warmup_iters=2)
     by_samples = worlds.run_config(
-        **flags | {"train_iters": None, "train_samples": 53, "lr_warmup_samples": 16, "lr_decay_samples": 48}
+        **flags | {"train_iters": None, "train_samples": 27, "lr_warmup_samples": 8, "lr_decay_samples": 24}
     )
     left, right = (world1.run(worlds.train_run, config)[0] for config in (by_iters, by_samples))
     assert left["metrics"] == right["metrics"]
-    assert [line["consumed_samples"] for line in left["metrics"]] == [8, 16, 24, 32, 40, 48]
+    assert [line["consumed_samples"] for line in left["metrics"]] == [4, 8, 12, 16, 20, 24]
 
 
 def test_batch_size_ramp(world2: World, text_data: str) -> None:
     """The batch size grows along a ramp, consumed samples are its sum, and validation data last for all steps."""
     flags = {"data_path": text_data, "train_iters": None, "train_samples": 64, "rampup_batch_size": (2, 2, 24)}
-    flags |= worlds.PIPELINE | {"eval_iters": 1, "eval_interval": 1}
+    flags |= worlds.PIPELINE | {"eval_iters": 1, "eval_interval": 1, "global_batch_size": 8}
     outcome = world2.run(worlds.train_run, worlds.run_config(**flags))[0]
     sizes = [line["global_batch_size"] for line in outcome["metrics"]]
     assert sizes[0] == 2 and sizes[-1] == 8 and sizes == sorted(sizes) and set(sizes) == {2, 4, 6, 8}

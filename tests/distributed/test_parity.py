@@ -43,6 +43,8 @@ INACTIVE = {
 MUON = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_use_nesterov": True, "lr": 3e-3}
 FACTORED = INACTIVE | {"bcd_inactive_update": "factored"}
 FACTORED_EMBEDDING = FACTORED | {"bcd_embedding_update": "factored"}
+SAME_MICROBATCHES = {"global_batch_size": 8, "micro_batch_size": 2}
+"""Auxiliary losses depend on the samples of a microbatch."""
 EQUAL_WEIGHTS = {"check_weight_hash_across_dp_replicas_interval": 1}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
 
@@ -66,10 +68,14 @@ CASES = {
     "moments_int8": Case({}, {"adam_moments_dtype": "int8"}, ("pipeline2",), 1e-4),
     "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | MUON, ("tensor2",)),
     "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP | {"bcd_num_blocks": 3}, ("pipeline2_data2",)),
-    "experts": Case(worlds.EXPERTS, {}, ("expert2_pipeline2_data2",)),
+    "experts": Case(worlds.EXPERTS, SAME_MICROBATCHES, ("expert2_pipeline2_data2",)),
     "experts_muon_divided": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
-        MUON | INACTIVE | {"moe_token_dispatcher_type": "alltoall", "log_params_norm": True} | EQUAL_WEIGHTS,
+        MUON
+        | INACTIVE
+        | EQUAL_WEIGHTS
+        | SAME_MICROBATCHES
+        | {"moe_token_dispatcher_type": "alltoall", "log_params_norm": True},
         ("expert2_data2",),
         2e-4,
     ),

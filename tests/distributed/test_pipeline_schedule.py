@@ -195,6 +195,7 @@ def test_with_tensor_and_data_parallel(world4: World, text_data: str, cut: str) 
 def test_the_batch_size_ramp(world2: World, text_data: str) -> None:
     """On a ramp, stages run ahead by up to the next iteration's number of microbatches, which may be larger."""
     ramp = {"train_iters": None, "train_samples": 94, "rampup_batch_size": (2, 2, 48), "bcd_steps_per_block": 4}
+    ramp["global_batch_size"] = 8
     flags, num_stages, layout = {"data_path": text_data} | ramp, 2, "submodel"
     stock = config_of(num_stages, layout, bcd_schedule="stock", **flags)
     others = [config_of(num_stages, layout, bcd_run_ahead=ahead, **flags) for ahead in (None, MORE_THAN_ALL)]

@@ -172,7 +172,9 @@ def test_two_groups_are_data_parallelism(
 ) -> None:
     """Two groups that exchange after each step train as two data-parallel ranks, on samples of their own."""
     flags = {"data_path": text_data, "optimizer": "sgd", "lr": 0.1, "clip_grad": 0, "log_interval": 1}
-    whole = world2.run(train, worlds.run_config(**flags, world_size=2, bcd_steps_per_block=4, train_iters=12))
+    whole = world2.run(
+        train, worlds.run_config(**flags, world_size=2, global_batch_size=8, bcd_steps_per_block=4, train_iters=12)
+    )
     every_step = MEAN | {"outer_interval": 1, "outer_compression": "fp32", "global_batch_size": 4}
     both = together(other_worlds, configs(2, lighthouse, **flags | every_step))
     agree(*both)
@@ -217,7 +219,7 @@ def test_a_group_is_lost(
     agree(*left)
     assert len(left[0][0]["steps"]) == 12
     consumed = [metric["consumed_samples"] for metric in left[0][0]["metrics"]]
-    assert consumed == [24 * step for step in range(1, 9)] + [24 * 8 + 16 * step for step in range(1, 5)]
+    assert consumed == [12 * step for step in range(1, 9)] + [12 * 8 + 8 * step for step in range(1, 5)]
 
 
 def test_a_signal_while_a_group_waits_for_others(other_worlds: list[World], text_data: str, lighthouse: str) -> None:
@@ -321,7 +323,7 @@ def test_a_group_of_another_run(world1: World, other_worlds: list[World], text_d
     (first,), (second,), refused = together([world1, *other_worlds], planned, starts_with=1)
     assert "ValueError: --lighthouse" in str(refused) and "--lr is 0.5 here and 0.01" in str(refused)
     agree([first], [second])
-    assert [metric["consumed_samples"] for metric in first["metrics"]] == [16 * (step + 1) for step in range(60)]
+    assert [metric["consumed_samples"] for metric in first["metrics"]] == [8 * (step + 1) for step in range(60)]
 
 
 def test_no_groups_at_the_start(world1: World, text_data: str, lighthouse: str) -> None:

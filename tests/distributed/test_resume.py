@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "host": {"bcd_optimizer_state": "host"},
         "host_embedding": {"bcd_optimizer_state": "host", "bcd_always_active": "norms,embedding"},
     },
-    "length": {"iterations": {}, "rampup": {"rampup_batch_size": (4, 4, 16), "micro_batch_size": 2}},
+    "length": {"iterations": {}, "rampup": {"rampup_batch_size": (4, 4, 16), "global_batch_size": 8}},
     # the first step of a run and of a phase, a switch; inside a phase and inside a log interval
     "stops": dict.fromkeys(("stopped_1_4", "saved_at_5", "async_at_6"), {}),
 }
@@ -71,7 +71,7 @@ def by_name(cases: list[Combination]) -> pytest.MarkDecorator:
 
 
 def check(case: Combination, world2: World, text_data: str, folder: Path) -> None:
-    flags: dict[str, Any] = {"data_path": text_data, "micro_batch_size": 4, "num_layers": 4, "bcd_num_blocks": 2}
+    flags: dict[str, Any] = {"data_path": text_data, "micro_batch_size": 2, "num_layers": 4, "bcd_num_blocks": 2}
     flags |= {"bcd_steps_per_block": 2, "train_iters": 8, "log_interval": 3, "lr_warmup_fraction": 0.1, "lr": 3e-3}
     flags |= {"hidden_dropout": 0.1, "attention_dropout": 0.1, "eval_iters": 1, "eval_interval": 4, "save": folder}
     for factor, name in case.items():
@@ -124,7 +124,7 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", RUNS)
 def test_resumed_runs_of_other_kinds(world2: World, text_data: str, tmp_path: Path, name: str) -> None:
     """Runs with subsets, plateaus, experts and other optimizer state resume as the uninterrupted run, bit for bit."""
-    flags = {"data_path": text_data, "micro_batch_size": 4, "hidden_dropout": 0.1, "train_iters": 7, "eval_iters": 1}
+    flags = {"data_path": text_data, "micro_batch_size": 2, "hidden_dropout": 0.1, "train_iters": 7, "eval_iters": 1}
     flags |= {"bcd_steps_per_block": 3, "eval_interval": 3, "save": tmp_path} | RUNS[name]
     config = worlds.run_config(**flags)
     assert world2.run(resumed_runs.stopped_and_resumed, config, (4,), str(tmp_path)) == [[]] * 2
@@ -135,7 +135,7 @@ def test_fp16_goes_on_with_its_loss_scale(world2: World, text_data: str, tmp_pat
     skips."""
     flags = PIPELINE | {"bcd_layout": "submodel", "data_path": text_data, "bcd_steps_per_block": 3, "save": tmp_path}
     flags |= {"fp16": True, "initial_loss_scale": 2**19, "min_loss_scale": 1, "loss_scale_window": 2, "hysteresis": 2}
-    config = worlds.run_config(**flags, micro_batch_size=4, lr_warmup_fraction=0.1, train_iters=9)
+    config = worlds.run_config(**flags, micro_batch_size=2, lr_warmup_fraction=0.1, train_iters=9)
     whole = world2.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, save=None))[0]
     scales, skips = [step["loss_scale"] for step in whole["steps"]], [norm is None for norm in whole["grad_norms"]]
     assert skips[:2] == [True, True] and not skips[-1] and scales[1] < scales[0] > min(scales) < scales[-1], scales

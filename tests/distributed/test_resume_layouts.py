@@ -48,7 +48,7 @@ class Saved:
         """Return rank 0's result of `function` in the world that `cut` needs."""
         base = {
             "num_layers": 4,
-            "micro_batch_size": 4,
+            "micro_batch_size": 2,
             "bcd_steps_per_block": STEPS_PER_BLOCK,
             "train_iters": 12,
             "data_path": self._text_data,

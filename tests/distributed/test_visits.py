@@ -152,6 +152,7 @@ def test_each_phase_trains_on_its_own_subset(world2: World, text_data: str) -> N
     """Each phase trains on another subset, each sample once per pass, in one order for all ranks."""
     paths, ratio = ("3", text_data, "1", text_data), 0.002
     flags = {"data_path": paths, "bcd_sample_ratio": ratio, "bcd_steps_per_block": 4, "train_iters": 12, "seed": 5}
+    flags |= {"global_batch_size": 8}
     first, second = world2.run(samples_of_phases, worlds.run_config(**flags | worlds.CUTS["data2"]))
     assert first["num_samples"] <= first["length"]
     subset = PhaseSubset(num_samples=first["num_samples"], ratio=ratio, seed=5)

@@ -27,7 +27,7 @@ from support.fine_tuning import CHATML, questions, tokenizer_folder, write_recor
 from support.processes import ROOT
 
 PLAN = ["--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1", "--seq-length", "64"]
-STEPS = 200
+STEPS = 120
 WAIT_MS = 280_000  # two busy cores
 WIDTHS = (1280, 400)
 
@@ -112,7 +112,7 @@ def test_plan_run_stop_resume_watch(browser: Any, serve: Any, model: str, tmp_pa
     page.fill("[name='--data-path']", "records.jsonl")
     page.fill("[name=out]", "out/first")
     page.fill("[name='--train-iters']", str(STEPS))
-    page.fill("[name=flags]", "--log-interval 1")
+    page.fill("[name=flags]", "--log-interval 1 --global-batch-size 2")
     page.click("text=Show the command")
     shown = page.inner_text(".command pre")
     other = new_page(page.context, asked)

@@ -27,7 +27,7 @@ def test_conversations_from_model_to_model(runs: ForkedRuns, tmp_path: Path) -> 
     records = [{"messages": TALK}] * 30 + [{"messages": LONG}] * 2
     fine_tuning.write_records(tmp_path / "records.jsonl", records)
     flags = "--sft --data-path records.jsonl --load-hf model --save-hf trained --num-epochs 12 --split 75,25,0"
-    flags += " --seq-length 64 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --lr-warmup-fraction 0.1"
+    flags += " --seq-length 64 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-warmup-fraction 0.1"
     flags += " --pipeline-model-parallel-size 2 --bcd-num-blocks 2 --bcd-steps-per-block 5 --num-workers 0"
     flags += " --log-interval 1 --eval-interval 8 --metrics-file metrics.jsonl"
     results = runs.run(flags.split(), folder=tmp_path, num_ranks=2, script="pretrain_llama_bcd")

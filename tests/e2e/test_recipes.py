@@ -313,7 +313,8 @@ def test_tiny(tmp_path: Path) -> None:
 def test_tiny_fine_tuning(tmp_path: Path, model: str) -> None:
     """The recipe trains, exports and asks the model, and loads it with transformers. It uses the user's records and
     tokenizer and leaves them unchanged."""
-    flags = (model, "rtx4090", *MUCH, "--train-iters", "3", "--lr-warmup-iters", "1", "--eval-iters", "0")
+    flags = (model, "rtx4090", *MUCH, "--train-iters", "2", "--lr-warmup-iters", "1", "--eval-iters", "0")
+    flags += ("--seq-length", "128")
     given = {"cwd": tmp_path, "script": "finetune.sh", "SCALE": "tiny", "OUT": "out", "CUDA_VISIBLE_DEVICES": ""}
     if model == "folder":
         tokenizer_folder(tmp_path / "folder", CHATML)

@@ -19,11 +19,11 @@ from support.processes import ROOT, TORCHRUN, Job
 
 from megatron.bcd.checkpoint import layout
 
-LAST, SAVE_INTERVAL = 30, 4
+LAST, SAVE_INTERVAL = 24, 4
 FLAGS = [
     *("--pipeline-model-parallel-size", "2", "--bcd-layout", "submodel", "--bcd-num-blocks", "3"),
     *("--bcd-steps-per-block", "3", "--num-layers", "6", "--hidden-size", "32", "--num-attention-heads", "4"),
-    *("--seq-length", "16", "--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", str(LAST)),
+    *("--seq-length", "16", "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", str(LAST)),
     *("--lr", "1e-3", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2", "--data-path", "data/text_document"),
     *("--tokenizer-type", "ByteLevelTokenizer", "--split", "80,10,10", "--num-workers", "1"),
     *("--eval-iters", "1", "--eval-interval", "10", "--log-interval", "1", "--metrics-file", "metrics.jsonl"),

@@ -16,7 +16,7 @@ from megatron.bcd.prefix_cache.store import PrefixFile
 from support import worlds
 
 FLAGS: dict[str, Any] = {"bcd_sample_ratio": 0.007, "bcd_steps_per_block": 4, "train_iters": 12, "eval_iters": 1,
-                         "eval_interval": 7}  # fmt: skip
+                         "eval_interval": 7, "global_batch_size": 8}  # fmt: skip
 """A subset that each phase reads several times."""
 
 

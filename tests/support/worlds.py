@@ -47,8 +47,7 @@ _SMALL_RUN: dict[str, object] = {
     "num_attention_heads": 4,
     "seq_length": 32,
     "max_position_embeddings": 32,
-    "micro_batch_size": 2,
-    "global_batch_size": 8,
+    "global_batch_size": 4,
     "train_iters": 6,
     "lr": 1e-2,
     "hidden_dropout": 0,
@@ -94,10 +93,14 @@ SHARED_EXPERT: dict[str, Any] = {"moe_shared_expert_intermediate_size": 16, "moe
 def run_config(**flags: Any) -> RunConfig:
     """Return the configuration of a small run: the given flags, and small sizes for the rest.
 
-    `world_size` is the number of ranks (default 1), `form` selects the script (default gpt).
+    `world_size` is the number of ranks (default 1), `form` selects the script (default gpt). By default each rank has
+    two microbatches.
     """
     values: dict[str, Any] = _SMALL_RUN | flags
-    tensor_size = int(str(values.get("tensor_model_parallel_size", 1)))
+    tensor_size = int(values.get("tensor_model_parallel_size", 1))
+    data_size = values.get("world_size", 1) // tensor_size
+    data_size //= values.get("pipeline_model_parallel_size", 1) * values.get("context_parallel_size", 1)
+    values.setdefault("micro_batch_size", min(max(values["global_batch_size"] // (2 * data_size), 1), 2))
     values.setdefault("make_vocab_size_divisible_by", PADDED_VOCABULARY // tensor_size)
     return config_of(**values)
 
