@@ -22,6 +22,8 @@ UNPLANNED = {
     "gradients_fp16": {"fp16": True, "initial_loss_scale": 256, "no_use_distributed_optimizer": True},
 }
 """Runs that the run summary plans, but tools/plan.py does not."""
+SIZES = {"num_layers": 6, "hidden_size": 40, "micro_batch_size": 2, "global_batch_size": 8}
+"""The batch is that of `planned.recipe_of`."""
 
 
 def counted(
@@ -44,7 +46,7 @@ def counted(
 def test_planned_is_counted(world1: World, world2: World, text_data: str, name: str) -> None:
     """Each phase counts the planned parameters and model state to the byte, and the planned activations within 5 % (10
     % with divided experts). The hidden size 40 is no multiple of any alignment."""
-    flags = {"num_layers": 6, "hidden_size": 40} | RUNS[name]
+    flags = SIZES | RUNS[name]
     recipe = recipe_of(flags)
     state = planned_state(recipe)
     config = worlds.run_config(data_path=text_data, **flags, train_iters=2 * len(state))
@@ -64,9 +66,7 @@ def test_planned_is_counted(world1: World, world2: World, text_data: str, name: 
 @pytest.mark.parametrize("name", UNPLANNED)
 def test_summary_is_counted(world1: World, world2: World, world4: World, text_data: str, name: str) -> None:
     """The run summary has the model state that each rank counts in the second cycle, to the byte."""
-    config = worlds.run_config(
-        data_path=text_data, **{"num_layers": 6, "hidden_size": 40} | UNPLANNED[name], train_iters=6
-    )
+    config = worlds.run_config(data_path=text_data, **SIZES | UNPLANNED[name], train_iters=6)
     world = {1: world1, 2: world2, 4: world4}[UNPLANNED[name].get("world_size", 1)]
     steps, _, told, _, total = world.run(counted, config)[0]
     if "divided" in name and "pretrain" not in name:  # attention, norms, router, and gated experts of width 24
@@ -86,7 +86,7 @@ def described(config: RunConfig) -> list[str]:
 
 def test_summary_of_a_run_without_blocks(world1: World, text_data: str) -> None:
     """The summary of a run that trains every layer names all layers and 100 % of the parameters."""
-    flags = {"num_layers": 6, "hidden_size": 40} | RUNS["finetune_factored_bf16"]
+    flags = SIZES | RUNS["finetune_factored_bf16"]
     [lines] = world1.run(described, worlds.run_config(data_path=text_data, **flags, train_iters=2))
     text = "\n".join(lines)
     assert "layers 0-5 and embedding" in text and "| 100.0% of the parameters | model state" in text
