@@ -79,18 +79,19 @@ def test_a_converged_run_ends(world2: World, text_data: str, tmp_path: Path) -> 
 
 
 def learning_rates(config: RunConfig) -> list[tuple[int, set[float], set[float]]]:
-    """Return by step: the block, and the rates of the block's and of the always-active parameter groups."""
+    """Return by step: the block, and the rates of the block's and of all other parameter groups."""
     rates: list[tuple[int, set[float], set[float]]] = []
     finish = Step.finish
 
     with worlds.started(config) as run:
 
         def recording_finish(step: Step) -> None:
-            groups = [group for each in run.active.core.optimizer.chained_optimizers for group in each.param_groups]
             by_kind: tuple[set[float], set[float]] = (set(), set())
-            for group in groups:
-                if group["params"]:
-                    by_kind["bcd_always_active" in group].add(group["lr"])
+            for optimizer in run.active.optimizers:
+                of_block = [id(group) for group in optimizer.block_param_groups()]
+                for group in optimizer.param_groups:
+                    if group["params"] or group.get("matrices"):
+                        by_kind[id(group) not in of_block].add(group["lr"])
             rates.append((run.block, *by_kind))
             finish(step)
 
@@ -99,16 +100,17 @@ def learning_rates(config: RunConfig) -> list[tuple[int, set[float], set[float]]
     return rates
 
 
-def test_learning_rate_of_blocks_and_phases(world1: World, text_data: str) -> None:
-    """Block multipliers and phase warm-up scale the rate of the block's parameters, and not that of always-active
-    ones."""
+@pytest.mark.parametrize("inactive_update", ["none", "orthogonal"])
+def test_learning_rate_of_blocks_and_phases(world1: World, text_data: str, inactive_update: str) -> None:
+    """Block multipliers and phase warm-up scale the rate of the block's parameters, and not that of always-active ones
+    and inactive layers."""
     flags = {"bcd_phase_warmup_steps": 1, "bcd_block_lr_multipliers": (1, 0.5, 2), "bcd_always_active": "norms"}
     flags |= {"data_path": text_data, "lr_decay_style": "constant", "bcd_steps_per_block": 2}
-    [rates] = world1.run(learning_rates, worlds.run_config(**flags))
+    [rates] = world1.run(learning_rates, worlds.run_config(**flags, bcd_inactive_update=inactive_update))
     factors = [0.5, 1, 0.25, 0.5, 1, 2]
     assert [block for block, _, _ in rates] == [0, 0, 1, 1, 2, 2]
     assert [block_rates for _, block_rates, _ in rates] == [{factor * 1e-2} for factor in factors]
-    assert [always for _, _, always in rates] == [{1e-2}] * 6
+    assert [others for _, _, others in rates] == [{1e-2}] * 6
 
 
 class Recording:

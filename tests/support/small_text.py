@@ -68,13 +68,6 @@ def write_text(path: Path) -> Path:
     return path
 
 
-def write_questions(path: Path) -> Path:
-    """Write the questions that have an answer, as Alpaca's records."""
-    records = [{"instruction": asked, "input": "", "output": answer} for asked, answer in questions() if answer]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
-
-
 def write_vocabulary(folder: Path) -> dict[str, Path]:
     """Train a byte-level BPE on the text and write it in GPT-2's files; return them by the name of their flag.
 
