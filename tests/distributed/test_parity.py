@@ -45,6 +45,8 @@ FACTORED = INACTIVE | {"bcd_inactive_update": "factored"}
 FACTORED_EMBEDDING = FACTORED | {"bcd_embedding_update": "factored"}
 SAME_MICROBATCHES = {"global_batch_size": 8, "micro_batch_size": 2}
 """Auxiliary losses depend on the samples of a microbatch."""
+ONE_SAMPLE = {"micro_batch_size": 1}
+"""One rank sums the gradients of more microbatches than each of two data-parallel ranks."""
 EQUAL_WEIGHTS = {"check_weight_hash_across_dp_replicas_interval": 1}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
 
@@ -61,13 +63,13 @@ class Case(NamedTuple):
 
 CASES = {
     "spread": Case({}, {}, ("tensor2", "context2", "pipeline2_data2")),
-    "submodel": Case({}, {"bcd_layout": "submodel"}, ("pipeline2_data2",)),
+    "submodel": Case({}, ONE_SAMPLE | {"bcd_layout": "submodel"}, ("pipeline2_data2",)),
     "pretrain": Case(LLAMA, PRETRAIN, ("context2_pipeline2",)),
     "masks": Case(LLAMA, MASKS, ("context2",)),
     "per_token": Case({}, {"eod_mask_loss": True, "calculate_per_token_loss": True}, ("context2",)),
     "moments_int8": Case({}, {"adam_moments_dtype": "int8"}, ("pipeline2",), 1e-4),
     "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | MUON, ("tensor2",)),
-    "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP | {"bcd_num_blocks": 3}, ("pipeline2_data2",)),
+    "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP | ONE_SAMPLE | {"bcd_num_blocks": 3}, ("pipeline2_data2",)),
     "experts": Case(worlds.EXPERTS, SAME_MICROBATCHES, ("expert2_pipeline2_data2",)),
     "experts_muon_divided": Case(
         worlds.EXPERTS | worlds.SHARED_EXPERT,
