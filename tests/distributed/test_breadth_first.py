@@ -266,9 +266,9 @@ def test_a_tied_head_differs_by_rounding(world1: World) -> None:
     assert breadth["losses"] == pytest.approx(depth["losses"], rel=1e-5)
 
 
-def repeated_outputs(config: Any) -> tuple[list[bool], int]:
-    """Return whether each repeated forward pass of a step has the output of the first one, bit for bit, and the number
-    of inputs that wait for none of the passes of a chunk."""
+def repeated_outputs(config: Any) -> tuple[list[bool], int, int]:
+    """Return whether each repeated forward pass of a step has the output of the first one, bit for bit, the number of
+    inputs that wait for none of the passes of a chunk, and the number of waiting outputs that hold a graph."""
     outputs: dict[tuple[int, int], torch.Tensor | None] = {}
     are_same: list[bool] = []
     num_waiting: list[int] = []
@@ -290,17 +290,18 @@ def repeated_outputs(config: Any) -> tuple[list[bool], int]:
 
     with mock.patch.object(schedule, "BreadthFirstIteration", Recorded), worlds.started(config) as run:
         run.train()
-    return are_same, sum(num_waiting)
+    num_graphs = sum(output is not None and output.requires_grad for output in outputs.values())
+    return are_same, sum(num_waiting), num_graphs
 
 
 def test_dropout_is_repeated(world2: World) -> None:
     """The backward pass of a chunk repeats the dropout of its forward pass, and by then only saved inputs are on the
-    device."""
+    device, without the graphs of bias and dropout."""
     case = {"cut": "pipeline", "method": "pretrain", "precision": "fp32", "place": "device", "layers": "1"}
     flags = {"hidden_dropout": 0.5, "attention_dropout": 0.5, "train_iters": 1, "eval_iters": 0, "global_batch_size": 4}
     results = world2.run(repeated_outputs, config_of(case, **breadth_first(case), **flags))
-    for number, (are_same, num_waiting) in zip((6 * 4, 5 * 4), results, strict=True):
-        assert len(are_same) == number and all(are_same) and num_waiting == 0
+    for number, (are_same, num_waiting, num_graphs) in zip((6 * 4, 5 * 4), results, strict=True):
+        assert len(are_same) == number and all(are_same) and num_waiting == num_graphs == 0
 
 
 STREAMED_RUNS = """
