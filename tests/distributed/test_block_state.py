@@ -115,3 +115,35 @@ def test_nothing_is_kept_when_the_run_ends(world1: World, text_data: str) -> Non
     """The end of a run offloads no state, because no phase would read it."""
     flags = {"bcd_optimizer_state": "host", "bf16": True, "train_iters": 3}
     assert world1.run(saves_of_a_run, worlds.run_config(data_path=text_data, **flags)) == [2]
+
+
+def states_of_a_joining_rank(config: RunConfig) -> dict[str, Any]:
+    """Return the state of a rank that trained, and what another one has after it has loaded that state and built the
+    same block."""
+    with worlds.started(config) as run:
+        run.train()
+        sent = run.active.rank_state()
+        run.end_phase(is_end_of_run=True)
+        run.active.load_rank_state(sent)
+        run._build_block()
+        return {"sent": sent, "loaded": run.active.rank_state()}
+
+
+@pytest.mark.parametrize(
+    ("cut", "flags"),
+    [
+        ("data2", {"adam_moments_dtype": "int8"}),
+        ("one", {"bcd_inactive_update": "factored", "bcd_schedule": "breadth-first", "bcd_steps_per_block": 3}),
+    ],
+)
+def test_a_joining_rank_has_the_same_state(
+    world1: World, world2: World, text_data: str, cut: str, flags: dict[str, Any]
+) -> None:
+    """A rank that loads the state of the same rank of another group has the same bits, of all blocks."""
+    base = {"data_path": text_data, "bf16": True, "train_iters": 5, "bcd_steps_per_block": 2} | HOST
+    config = worlds.run_config(**base | worlds.CUTS[cut] | flags)
+    for rank in (world2 if cut == "data2" else world1).run(states_of_a_joining_rank, config):
+        pairs = [*zip(rank["sent"]["states"], rank["loaded"]["states"], strict=True)]
+        assert sum(bool(tensors) for (tensors, *_), _ in pairs) > 20
+        for (tensors, *place), (loaded, *loaded_place) in pairs:
+            assert worlds.same_bits(tensors, loaded) == [] and place == loaded_place

@@ -204,7 +204,7 @@ def set_state(portion: Portion, loaded: Mapping[str, torch.Tensor]) -> None:
     """Set this rank's share of the state from the tensors that `requested_state` asked for."""
     for state, summary in portion:
         tensors = {name: loaded[f"{name}.{state.name}"] for name in state.shapes_of(summary["names"])}
-        state.set(tensors, summary["num_steps"])
+        state.set(tensors, summary["num_steps"], None)
 
 
 def _sharded_weights(active: ActiveBlock) -> dict[str, Any]:

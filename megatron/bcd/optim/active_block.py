@@ -119,8 +119,9 @@ class ActiveBlock:
             block=block,
         )
         self.switch_check = SwitchCheck(
-            self.optimizers,
+            self.state,
             self.model.parameters(),
+            owned=self.parameters.owned_by(block),
             streamed=self._host_layers.streamed_parameters(),
             block=block,
             stage=self.stage,
@@ -230,8 +231,32 @@ class ActiveBlock:
                 saver=index % replicas.size(),
             )
 
-    def _set_outer_momentum(self, name: str, part: slice, tensors: Mapping[str, torch.Tensor], _: int) -> None:
-        self.outer_momenta[name] = tensors[OUTER_MOMENTUM].reshape(-1)[part].clone()
+    def _set_outer_momentum(
+        self, name: str, part: slice, tensors: Mapping[str, torch.Tensor], _: int, start: int | None
+    ) -> None:
+        for momentum in tensors.values():
+            self.outer_momenta[name] = (momentum if start is not None else momentum.reshape(-1)[part]).clone()
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return copies in host memory of this rank's state, for the same rank of a replica group that joins."""
+        states = [
+            (
+                {name: read().to("cpu", copy=True) for name, read in each.tensors.items()},
+                int(each.num_steps),
+                each.start,
+            )
+            for each in self.state()
+        ]
+        return {"states": states, "loss_scaler": self.core.loss_scaler_state()}
+
+    def load_rank_state(self, rank_state: Mapping[str, Any]) -> None:
+        """Load the `rank_state` of another group, whose weights are loaded, while no block is active."""
+        self.offloaded.shards, self.outer_momenta = {}, {}
+        for matrix in self.matrices.matrices.values():
+            matrix.state, matrix.offloaded = {}, {}
+        for each, values in zip(self.state(), rank_state["states"], strict=True):
+            each.set(*values)
+        self.core.next_loss_scaler = rank_state["loss_scaler"]
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of this rank in the present phase, by field of `StepMetrics`.

@@ -128,25 +128,34 @@ class BlockStateStore:
         self._moved |= {name for name, parameter in always_active.items() if self.is_sharded(parameter)}
 
     def set(
-        self, name: str, parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor], num_steps: int
+        self,
+        name: str,
+        parameter: torch.nn.Parameter,
+        tensors: Mapping[str, torch.Tensor],
+        num_steps: int,
+        start: int | None,
     ) -> None:
-        """Set this rank's share of a parameter's state from whole tensors. The replicas divide it evenly."""
+        """Set this rank's share of a parameter's state: a shard from `start`, or its part of whole tensors.
+
+        The replicas divide whole tensors evenly. A rank without a shard has no tensors.
+        """
         is_sharded = self.is_sharded(parameter)
-        part = replicas.shard_slice(parameter.numel(), parameter) if is_sharded else slice(0, parameter.numel())
-        moments = {key: tensor.reshape(-1)[part] for key, tensor in tensors.items() if key != MAIN_PARAM}
-        # 8-bit codes share scales, and other elements will when they are sharded differently
-        dtype = "fp32" if is_sharded and self._moments_dtype == "int8" else self._moments_dtype
-        main_param = tensors.get(MAIN_PARAM)
-        self.shards[name] = self._copy(
-            parameter,
-            part,
-            main_param=None if main_param is None else main_param.reshape(-1)[part],
-            moments=moments if dtype == "fp32" else low_bit_adam.encode(moments, dtype),
-            num_steps=num_steps,
-        )
-        self._passing.add(name)
         if is_sharded:
             self._moved.add(name)
+        if not tensors:
+            return
+        flat = {key: tensor.reshape(-1) for key, tensor in tensors.items()}
+        if start is not None:
+            part = slice(start, start + next(iter(flat.values())).numel())
+        else:
+            part = replicas.shard_slice(parameter.numel(), parameter) if is_sharded else slice(0, parameter.numel())
+            flat = {key: tensor[part] for key, tensor in flat.items()}
+        main_param = flat.pop(MAIN_PARAM, None)
+        # 8-bit codes share scales, and other elements will when they are sharded differently
+        dtype = "fp32" if is_sharded and self._moments_dtype == "int8" else self._moments_dtype
+        moments = flat if dtype == "fp32" else low_bit_adam.encode(flat, dtype)
+        self.shards[name] = self._copy(parameter, part, main_param=main_param, moments=moments, num_steps=num_steps)
+        self._passing.add(name)
 
     def restore(self, shards: Mapping[str, ParamShard], parameters: Parameters) -> None:
         """Copy the offloaded state of `parameters`, if any, into the shards of a new optimizer.
@@ -156,7 +165,7 @@ class BlockStateStore:
         moved = {name: parameter for name, parameter in parameters.items() if name in self._moved}
         contents = self._contents(moved)
         for name in parameters:
-            if name in moved:
+            if name in contents:
                 self._restore_moved(name, parameters[name], shards.get(name), *contents[name])
             elif name in shards and name in self.shards:
                 self.shards[name].restore(shards[name])
@@ -205,29 +214,6 @@ class BlockStateStore:
             for name, exception in rank.items():
                 by_name[name].append(exception)
         return {name: _whole_shard(parameters[name], self._places[parameters[name]], by_name[name]) for name in by_name}
-
-    def rank_state(self, live: Mapping[str, ParamShard]) -> dict[str, Any]:
-        """Return copies in host memory of all state. `live` has the shards of the present optimizer."""
-        shards = self.shards | {name: _snapshot(shard) for name, shard in live.items()}
-        return {
-            "shards": {name: memory.copy_to_host(vars(shard)) for name, shard in shards.items()},
-            "moved": {*self._moved},
-        }
-
-    def load_rank_state(self, state: Mapping[str, Any], parameters: Parameters) -> None:
-        """Load the `rank_state` of the same rank of a run with the same layout and the same weights."""
-        self.shards = {}
-        for name, values in state["shards"].items():
-            shard, parameter = OffloadedShard(**values), parameters[name]
-            has_main_param = MAIN_PARAM in shard.names()
-            self.shards[name] = self._copy(
-                parameter,
-                slice(shard.start, shard.end),
-                main_param=shard.read(MAIN_PARAM, parameter.detach().view(-1)) if has_main_param else None,
-                moments=shard.moments,
-                num_steps=shard.num_steps,
-            )
-        self._moved, self._passing = {*state["moved"]}, set(self.shards)
 
     def _copy(
         self,

@@ -23,7 +23,7 @@ from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, ParamShard, param_shards
 from megatron.bcd.optim.parameters import Parameters, ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_optimizer, wrap_model
-from megatron.bcd.optim.state import ParamState
+from megatron.bcd.optim.state import ALWAYS, ParamState
 from megatron.bcd.runtime import collectives, device, replicas
 from megatron.bcd.runtime.compat import megatron_core
 
@@ -254,12 +254,13 @@ class CoreOptimizer:
             shard = self.shards.get(name) if name in active else whole.get(name, offloaded.shards.get(name))
             weight = [] if name in active else [parameter.detach().view(-1)]
             yield ParamState(
-                group="always" if owned.is_always_active else str(owned.block),
+                group=ALWAYS if owned.is_always_active else str(owned.block),
                 block=None if owned.is_always_active else owned.block,
                 name=name,
                 parameter=parameter,
                 set=functools.partial(offloaded.set, name, parameter),
                 tensors={each: functools.partial(shard.read, each, *weight) for each in shard.names()} if shard else {},
+                value=(shard.main_param,) if isinstance(shard, ParamShard) else (),
                 start=shard.start if shard else 0,
                 num_steps=shard.num_steps if shard else 0,
                 is_divided=offloaded.is_sharded(parameter) and name not in whole,
@@ -283,22 +284,6 @@ class CoreOptimizer:
         weight.copy_(value.view(weight.shape))
         if (shard := self.shards.get(name)) is not None:
             shard.set_main_param(value[shard.start : shard.end])
-
-    def rank_state(self) -> dict[str, Any]:
-        """Return copies in host memory of this rank's whole state, for the same rank of a replica group that joins."""
-        return self.offloaded.rank_state(self.shards) | {"loss_scaler": self.loss_scaler_state()}
-
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """Load the `rank_state` of another group, whose weights are loaded, while no block is active."""
-        self.offloaded.load_rank_state(state, self._parameters.all())
-        self.next_loss_scaler = state["loss_scaler"]
-
-    def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
-        """Yield the tensors that this rank steps in this phase: those of the active block, or of inactive layers.
-
-        Tensors in host memory are reduced to a `host_sample`.
-        """
-        return (shard.main_param for shard in self.block_shards.values() if is_of_block)
 
     def weight_buffers(self) -> list[torch.Tensor]:
         """Return DDP's flat buffers of weights."""

@@ -190,7 +190,7 @@ class Matrix:
         if not self.is_owner:
             return {}
         if kind == LOW_BITS:
-            return {MAIN_PARAM: self.main_param_reader()}
+            return {} if self.parameter.dtype == torch.float32 else {MAIN_PARAM: self.main_param_reader()}
         if kind == MOMENTS:
             state = self.adam_state()
             return {name: functools.partial(_read_moment, state, name) for name in low_bit_adam.names(state)}
@@ -212,6 +212,8 @@ class Matrix:
 
     def set_state(self, kind: str, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
         """Set the owner's state of a kind in host memory, or its factors on the device, and all copies of a weight."""
+        if not tensors:
+            return
         if kind == LOW_BITS:
             self.set_main_param(tensors[MAIN_PARAM])
         elif not self.is_owner:
@@ -227,6 +229,11 @@ class Matrix:
             values = tensors[ROW_MEANS], tensors[COLUMN_MEANS], torch.tensor(num_steps)
             for view, value in zip(self.split_factors(factors), values, strict=True):
                 view.copy_(value)
+
+    def value(self) -> tuple[torch.Tensor, ...]:
+        """Return the weight, with the low bits on the owner in bf16."""
+        low_bits = self.get(LOW_BITS)
+        return (self.parameter,) if low_bits is None else (self.parameter, low_bits)
 
     def main_param_reader(self) -> Callable[[], torch.Tensor]:
         """Return a function that returns the owner's fp32 value, flat, from where weight and low bits are now."""

@@ -42,9 +42,9 @@ from megatron.bcd.optim.matrix import (
     sum_of_squares,
 )
 from megatron.bcd.optim.matrix_update import update_stack
-from megatron.bcd.optim.state import MOMENTUM, ParamState, host_sample
+from megatron.bcd.optim.state import MOMENTUM, ParamState
 from megatron.bcd.optim.update_rules import MatrixLayout
-from megatron.bcd.runtime import device, memory, replicas
+from megatron.bcd.runtime import device, replicas
 
 
 class MatrixOptimizer:
@@ -435,13 +435,16 @@ class MatrixOptimizer:
                     parameter=matrix.parameter,
                     set=functools.partial(self._set_state, matrix, kind),
                     tensors=matrix.tensors(kind),
+                    value=matrix.value() if kind == LOW_BITS else (),
                     num_steps=num_steps,
                     saver=matrix.owner,
                     is_resting=matrix.rule is None if kind == LOW_BITS else block not in (None, self._block),
                     shapes=matrix.shapes(kind),
                 )
 
-    def _set_state(self, matrix: Matrix, kind: str, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
+    def _set_state(
+        self, matrix: Matrix, kind: str, tensors: Mapping[str, torch.Tensor], num_steps: int, _start: int | None
+    ) -> None:
         matrix.set_state(kind, tensors, num_steps)
         _, block = matrix.groups[kind]
         if kind == MOMENTS and block is not None:
@@ -452,27 +455,6 @@ class MatrixOptimizer:
 
     def set_main_param(self, name: str, value: torch.Tensor) -> None:
         self.matrices[name].set_main_param(value)
-
-    def rank_state(self) -> dict[str, Any]:
-        states = {name: (matrix.state, matrix.offloaded) for name, matrix in self.matrices.items()}
-        return {"matrices": memory.copy_to_host(states), "num_steps": self.num_steps.copy()}
-
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        self.num_steps = state["num_steps"].copy()
-        for name, (on_device, offloaded) in state["matrices"].items():
-            matrix = self.matrices[name]
-            matrix.offloaded = {}
-            for kind, tensor in offloaded.items():
-                matrix.store_on_host(kind, tensor)
-            matrix.state = {kind: tensor.to(device.current()) for kind, tensor in on_device.items()}
-            matrix.offload(matrix.places)
-
-    def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
-        for group in self._param_groups:
-            for matrix in group["matrices"] if group["is_of_block"] == is_of_block else ():
-                low_bits = matrix.get(LOW_BITS)
-                tensors = [matrix.parameter, *([] if low_bits is None else [low_bits])]
-                yield from map(host_sample, tensors) if matrix.is_streamed else tensors
 
     def gradients(self) -> Iterator[torch.Tensor]:
         opened = (stack for parts in self._chunks.values() for part in parts for stack in part.stacks)

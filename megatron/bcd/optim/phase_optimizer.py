@@ -137,9 +137,8 @@ def _groups(config: RunConfig, owned: Ownership) -> dict[str, tuple[str, int | N
     block, groups = owned.block, dict[str, tuple[str, int | None]]()
     if block is not None:
         groups |= {MOMENTUM: (f"momentum {block}", block)} if config.is_muon else {MOMENTS: (str(block), block)}
-    if config.precision == "bf16":
-        is_with_moments = _steps_adam_by_chunk(config) and block is not None
-        groups[LOW_BITS] = (str(block), block) if is_with_moments else ("matrices", None)
+    is_with_moments = _steps_adam_by_chunk(config) and block is not None
+    groups[LOW_BITS] = (str(block), block) if is_with_moments else ("matrices", None)
     if owned.module != "layer":
         groups[FACTORS] = "factored embedding", None
     elif owned.inactive_updates_in and config.bcd.bcd_inactive_update == update_rules.FACTORED:
