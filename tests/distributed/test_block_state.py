@@ -18,8 +18,8 @@ from megatron.bcd.optim.param_shard import ParamShard
 def copies(parts: dict[str, ParamShard]) -> dict[str, tuple[int, int, int, dict[str, torch.Tensor]]]:
     """Return by parameter: the position of the part, its steps, and its tensors."""
     return {
-        name: (part.start, part.end, part.num_steps, {key: part.read(key).clone() for key in part.names()})
-        for name, part in parts.items()
+        name: (part.start, part.end, part.num_steps, {key: part.read(key, weight).clone() for key in part.names()})
+        for name, part, weight in ((name, live.snapshot(), live.weight) for name, live in parts.items())
     }
 
 
@@ -29,7 +29,7 @@ def switches(config: RunConfig) -> dict[str, Any]:
 
     def look(run: worlds.RecordedRun, when: str) -> None:
         core = run.active.core
-        told.append({"when": when, "block": core.block, "own": copies(core.block_shards)})
+        told.append({"when": when, "block": core.block, "own": copies(worlds.block_shards(core))})
 
     with worlds.started(
         config, before_switch=lambda run: look(run, "end"), after_build=lambda run: look(run, "begin")

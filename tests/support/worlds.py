@@ -31,6 +31,8 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.optim.core_optimizer import CoreOptimizer
+from megatron.bcd.optim.param_shard import ParamShard
 from megatron.bcd.optim.step import Step
 from megatron.bcd.runtime import collectives, device, distributed, rng
 from megatron.bcd.trainer import Trainer
@@ -447,6 +449,11 @@ def save_initial_weights(config: RunConfig, folder: str) -> None:
     """Draw the weights of `config` and write a checkpoint that any layout can load."""
     with started(dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save=folder))) as run:
         assert run.outputs.save()
+
+
+def block_shards(core: CoreOptimizer) -> dict[str, ParamShard]:
+    """Return this rank's optimizer state of the active block's parameters, by name."""
+    return {name: shard for name, shard in core.shards.items() if name in core.block_parameters}
 
 
 def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:

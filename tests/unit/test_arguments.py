@@ -15,18 +15,14 @@ from megatron.bcd.arguments import parse_run_config, run_config_from_dict, run_c
 from megatron.bcd.arguments.flags import CORE_SECTIONS, dashed, generate_flags
 from megatron.bcd.arguments.stock import UNSUPPORTED, stock_flags, why_unsupported
 from megatron.bcd.arguments.validate import CONFLICTS
-from megatron.bcd.blocks.partition import partition_from_config
-from megatron.bcd.blocks.schedule import PhaseState, block_schedule_from_config
 from megatron.bcd.checkpoint.layout import RUN_STATE
 from megatron.bcd.checkpoint.run_state import (
     FORMAT_VERSION,
     RunState,
-    block_contents,
     check_same_network,
     check_same_weights,
     from_json,
     has_same_optimizers,
-    resumed_phase,
 )
 from megatron.bcd.config import RunConfig
 from megatron.bcd.config.sections import ALWAYS_ACTIVE
@@ -242,23 +238,6 @@ def test_chunks_of_several_stages(words: str, chunks: int, size: int, num_blocks
     assert (config.num_chunks, config.bcd.bcd_layers_per_pass, config.is_breadth_first) == (chunks, size, True)
     blocks = 3 if config.bcd.bcd_num_blocks is None else config.bcd.bcd_num_blocks
     assert blocks == num_blocks and config.bcd.bcd_layout == ("interleaved" if chunks > 1 else "spread")
-
-
-def test_checkpoint_of_the_versions_with_greedy_order() -> None:
-    """A checkpoint that names blocks in its phase continues; one of greedy order starts its cycle again."""
-    config, phase = parse(), PhaseState(phase=4, step_in_phase=1)
-    partition = partition_from_config(config)
-    schedule = block_schedule_from_config(config, partition)
-    for order, names, expected in (
-        ("ascending", {"block": None, "visited": []}, phase),
-        ("greedy", {"block": 2, "visited": [0]}, PhaseState(phase=3)),
-    ):
-        flags = run_config_to_dict(config)
-        flags["bcd"] |= {"bcd_order": order, "bcd_greedy_microbatches": 4}
-        saved = from_json(state_of(flags), path="run_state.json")
-        saved.phase, saved.blocks = phase.to_dict() | names, block_contents(partition)
-        resumed, message = resumed_phase(saved, config, partition, schedule)
-        assert resumed == expected and (message is None) == (order == "ascending")
 
 
 def test_checkpoint_of_another_version() -> None:

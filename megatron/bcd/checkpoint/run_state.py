@@ -290,8 +290,6 @@ def resumed_phase(
             f"{config.bcd.bcd_embedding_update} have other optimizer state than the checkpoint's run, so optimizer "
             "state is not loaded"
         )
-    elif saved.flags["bcd"]["bcd_order"] == "greedy":
-        problem = f"--bcd-order {config.bcd.bcd_order} can't resume in the middle of a cycle of greedy order"
     else:
         return state, None
     restarted = PhaseState(phase=cycle * phases.num_blocks)

@@ -18,8 +18,6 @@ from megatron.bcd.blocks.chunks import chunk_of, stage_chunks, virtual_chunks
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_host_layers
-from megatron.bcd.model.host_layers import LOW_BITS
-from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.parameters import ParametersByBlock
@@ -48,17 +46,9 @@ class ActiveBlock:
         self.stage = stage
         self.parameters = ParametersByBlock(model, partition=partition, stage=stage)
         self._host_layers = get_host_layers(model)
-        places = self._host_layers.places.items()
-        self.offloaded = BlockStateStore(
-            places={each: kinds[LOW_BITS].view(-1) for each, kinds in places if LOW_BITS in kinds},
-            are_shared=self._host_layers.is_shared_by_all,
-            keeps_moments=config.bcd.bcd_optimizer_state == "host",
-            keeps_main_params=config.bcd.bcd_main_params == "host",
-            is_distributed=config.training.use_distributed_optimizer,
-            moments_dtype=config.training.adam_moments_dtype,
-        )
-        self.core = CoreOptimizer(model, config, self.parameters, offloaded=self.offloaded)
-        self.matrices = build_matrix_optimizer(config, model, self.parameters, places=self._host_layers.places)
+        self.core = CoreOptimizer(model, config, self.parameters)
+        self.offloaded = self.core.offloaded
+        self.matrices = build_matrix_optimizer(config, model, self.parameters)
         if config.bcd.bcd_inactive_update != "none" or config.steps_block_by_chunk:
             owned = [matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner]
             self._host_layers.set_owned(owned)
@@ -98,12 +88,7 @@ class ActiveBlock:
     def build(self, block: int) -> None:
         """Make `block` the active one. A collective."""
         assert self.wrapped is None, "dispose() of the last phase comes first"
-        rules = phase_rules(
-            self.config,
-            inactive=self.parameters.inactive_updates_in(block),
-            outside_layers=self.parameters.outside_layers(),
-            block=[name for name in self.parameters.owned_by(block) if name in self.matrices.matrices],
-        )
+        rules = phase_rules(self.config, self.parameters, block)
         self.parameters.activate(block, without={name for _, names, _ in rules for name in names})
         self._in_buffers = list(self.parameters.active().values())
         parameters, by_chunk = self.parameters.all(), self.config.steps_block_by_chunk
@@ -111,7 +96,14 @@ class ActiveBlock:
         loaded = [parameters[name] for _, names, is_of_block in rules for name in names if is_of_block and not by_chunk]
         self._host_layers.begin_phase({*self._in_buffers, *loaded}, updated=updated)
         self.core.begin(block)
-        self._connect()
+        # the hooks of Megatron Core's schedule, as Megatron-LM's training loop sets them
+        model_config = self._model_config
+        model_config.grad_scale_func = self.core.optimizer.scale_loss
+        model_config.finalize_model_grads_func = finalize_model_grads
+        if self.config.ddp.overlap_grad_reduce:
+            model_config.no_sync_func = self._no_sync
+            if model_config.pipeline_model_parallel_size > 1:
+                model_config.grad_sync_func = self._start_grad_sync
         self.matrices.begin(
             rules,
             chunk_of=self._chunk_of if self.chunks else None,
@@ -155,16 +147,6 @@ class ActiveBlock:
         if getattr(self.parameters.all()[name], "shared_embedding", False):  # Megatron Core's attribute
             return None
         return chunk_of(self.parameters.ownership(name), self.virtual_chunks) // self.partition.num_stages
-
-    def _connect(self) -> None:
-        """Set the hooks of Megatron Core's schedule, as Megatron-LM's training loop does."""
-        model_config = self._model_config
-        model_config.grad_scale_func = self.core.optimizer.scale_loss
-        model_config.finalize_model_grads_func = finalize_model_grads
-        if self.config.ddp.overlap_grad_reduce:
-            model_config.no_sync_func = self._no_sync
-            if model_config.pipeline_model_parallel_size > 1:
-                model_config.grad_sync_func = self._start_grad_sync
 
     @contextlib.contextmanager
     def _no_sync(self) -> Iterator[None]:

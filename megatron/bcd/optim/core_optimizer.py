@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.builder import get_chunks
+from megatron.bcd.model.builder import get_chunks, get_host_layers
 from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, ParamShard, param_shards
 from megatron.bcd.optim.parameters import Parameters, ParametersByBlock
@@ -44,10 +44,8 @@ class CoreOptimizer:
         model: torch.nn.Module,
         config: RunConfig,
         parameters: ParametersByBlock,
-        *,
-        offloaded: BlockStateStore,
     ) -> None:
-        self.offloaded = offloaded
+        self.offloaded = BlockStateStore(config, get_host_layers(model))
         self.block: int | None = None
         self.wrapped: DistributedDataParallel | None = None
         self.block_parameters: Parameters = {}
@@ -70,11 +68,6 @@ class CoreOptimizer:
     def optimizers(self) -> list[Any]:
         """Return the optimizers that Megatron Core chains; none between phases."""
         return list(getattr(self._optimizer, "chained_optimizers", []))
-
-    @property
-    def block_shards(self) -> dict[str, ParamShard]:
-        """This rank's optimizer state of `block_parameters`, by name."""
-        return {name: shard for name, shard in self.shards.items() if name in self.block_parameters}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -251,16 +244,18 @@ class CoreOptimizer:
             owned = self._parameters.ownership(name)
             if owned.block is None and not owned.is_always_active:
                 continue
-            shard = self.shards.get(name) if name in active else whole.get(name, offloaded.shards.get(name))
-            weight = [] if name in active else [parameter.detach().view(-1)]
+            live = self.shards.get(name)
+            shard = live.snapshot() if live else whole.get(name, offloaded.shards.get(name))
+            shard = None if name in active and live is None else shard
+            weight = parameter.detach().view(-1)
             yield ParamState(
                 group=ALWAYS if owned.is_always_active else str(owned.block),
                 block=None if owned.is_always_active else owned.block,
                 name=name,
                 parameter=parameter,
                 set=functools.partial(offloaded.set, name, parameter),
-                tensors={each: functools.partial(shard.read, each, *weight) for each in shard.names()} if shard else {},
-                value=(shard.main_param,) if isinstance(shard, ParamShard) else (),
+                tensors={each: functools.partial(shard.read, each, weight) for each in shard.names()} if shard else {},
+                value=(live.main_param,) if live else (),
                 start=shard.start if shard else 0,
                 num_steps=shard.num_steps if shard else 0,
                 is_divided=offloaded.is_sharded(parameter) and name not in whole,

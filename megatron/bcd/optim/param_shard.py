@@ -18,6 +18,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.bcd.optim import low_bit_adam
+from megatron.bcd.optim.bf16 import Bf16Residual
 from megatron.bcd.optim.state import MAIN_PARAM
 from megatron.bcd.runtime.compat import megatron_core
 
@@ -25,6 +26,45 @@ ALWAYS_ACTIVE = "bcd_always_active"
 """Attribute of always-active parameters (--bcd-always-active), and key of their groups in the optimizer."""
 _MAIN_PARAM_OF_OFFLOAD = "master_param"
 """An entry of the state with --optimizer-cpu-offload, which is the main parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadedShard:
+    """The state of elements `start` to `end` of a parameter, independent of an optimizer. All tensors are flat."""
+
+    start: int
+    end: int
+    num_steps: int
+    moments: dict[str, torch.Tensor]
+    """Moments as `ParamShard.stored_moments` returns them."""
+    residual: Bf16Residual | None = None
+    """In bf16: the difference between the main parameter and the weight."""
+    main_param: torch.Tensor | None = None
+    """Otherwise, in 16-bit precision: the main parameter."""
+
+    def names(self) -> list[str]:
+        """Return the names of the state's tensors: the moments, and the main parameter unless it is the weight itself.
+
+        Adam's moments are exp_avg and exp_avg_sq, SGD's is momentum_buffer; there are none before the first step.
+        """
+        has_main_param = self.residual is not None or self.main_param is not None
+        return [*low_bit_adam.names(self.moments), *([MAIN_PARAM] if has_main_param else [])]
+
+    def read(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the state in fp32, flat, given the flat weight."""
+        if name != MAIN_PARAM:
+            return low_bit_adam.read(self.moments, name)
+        if self.residual is None:
+            assert self.main_param is not None
+            return self.main_param
+        main_param = torch.empty(self.end - self.start, dtype=torch.float32)
+        self.residual.restore(weight[self.start : self.end].cpu(), main_param=main_param)
+        return main_param
+
+    def stored(self) -> list[torch.Tensor]:
+        """Return the tensors in memory."""
+        residual = [] if self.residual is None else [*vars(self.residual).values()]
+        return [*self.moments.values(), *([] if self.main_param is None else [self.main_param]), *residual]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +121,24 @@ class ParamShard:
         """Return the tensors in memory."""
         return [self.stepped, *(value for value in self.state.values() if torch.is_tensor(value))]
 
-    def names(self) -> list[str]:
-        """Return the names of the state's tensors: the moments, and the main parameter unless it is the weight itself.
+    def snapshot(self) -> OffloadedShard:
+        """Return the state where it is, without a copy."""
+        return OffloadedShard(
+            start=self.start,
+            end=self.end,
+            num_steps=self.num_steps,
+            moments=self.stored_moments(),
+            main_param=self.main_param if self.has_own_main_param else None,
+        )
 
-        Adam's moments are exp_avg and exp_avg_sq, SGD's is momentum_buffer; there are none before the first step.
-        """
-        return [*low_bit_adam.names(self.stored_moments()), *([MAIN_PARAM] if self.has_own_main_param else [])]
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return a tensor of the state in fp32, flat."""
-        return self.main_param if name == MAIN_PARAM else low_bit_adam.read(self.stored_moments(), name)
+    def restore(self, offloaded: OffloadedShard) -> None:
+        """Set the state to a copy of that of the same shard of an earlier optimizer."""
+        assert (offloaded.start, offloaded.end) == (self.start, self.end), "the parameter was sharded differently"
+        if offloaded.residual is not None:
+            offloaded.residual.restore(self.weight, main_param=self.main_param)
+        elif offloaded.main_param is not None:
+            self.set_main_param(offloaded.main_param)
+        self.set_stored_moments(offloaded.moments, num_steps=offloaded.num_steps)
 
     def set(self, tensors: Mapping[str, torch.Tensor], *, num_steps: int) -> None:
         """Set the state to copies of flat `tensors` on any device, and the number of steps."""
