@@ -136,8 +136,6 @@ class HostLayers:
         chunk_layers: int = 1,
         state: Mapping[str, tuple[torch.dtype, int]] | None = None,
     ) -> None:
-        self.num_copies = self.num_write_backs = 0
-        """Number of copies of layers to buffers, and back, since the start."""
         self._chunk_layers = chunk_layers
         self.places: dict[torch.nn.Parameter, State] = {}
         """Tensors in the arena, behind the layer's weights: for what `BlockStateStore` offloads or `MatrixOptimizer`
@@ -399,7 +397,6 @@ class HostLayers:
             buffer = self._find_buffer(layer)
             assert buffer is not None and layer.number in self._loaded, "load() comes first"
             self._unfinished.add(layer.number)
-            self.num_write_backs += 1
             with layer.name_copy_errors("host memory"):
                 if self._arena.is_owner:
                     buffer.written = self._back.copy(buffer.flat[: layer.size], to=layer.on_host)
@@ -452,7 +449,6 @@ class HostLayers:
             buffer.layer.place(buffer.layer.on_host)
         buffer.layer, buffer.has_state = layer, False
         self._copy(layer, layer.on_host, to=buffer.flat[: layer.size], buffer=buffer)
-        self.num_copies += 1
         return buffer
 
     def _copy(self, layer: _Layer, source: torch.Tensor, *, to: torch.Tensor, buffer: _Buffer) -> None:

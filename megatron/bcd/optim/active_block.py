@@ -20,6 +20,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_host_layers
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
+from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE
 from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_matrix_optimizer, phase_rules
 from megatron.bcd.optim.state import OUTER_MOMENTUM, ParamState
@@ -193,8 +194,9 @@ class ActiveBlock:
         scheduler.optimizer = SimpleNamespace(param_groups=groups)
         scheduler.step(0)  # sets the rates without counting a step
         scheduler.optimizer = None  # a reference would keep the optimizer of this phase alive
-        for group in (group for optimizer in self.optimizers for group in optimizer.block_param_groups()):
-            group["lr"] *= block_factor
+        for group in groups:
+            if group.get("is_of_block", not group.get(ALWAYS_ACTIVE)):
+                group["lr"] *= block_factor
 
     def state(self, *, joins: bool = False) -> Iterator[ParamState]:
         """Yield the state of all parameters of the stage. With `joins` a collective, as of `CoreOptimizer.state`."""

@@ -20,7 +20,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_chunks, get_host_layers
 from megatron.bcd.optim.block_state import BlockStateStore
-from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, ParamShard, param_shards
+from megatron.bcd.optim.param_shard import ParamShard, param_shards
 from megatron.bcd.optim.parameters import Parameters, ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_optimizer, wrap_model
 from megatron.bcd.optim.state import ALWAYS, ParamState
@@ -73,16 +73,6 @@ class CoreOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups of this phase. The scheduler sets their `lr` and `weight_decay`."""
         return list(self.optimizer.param_groups)
-
-    def block_param_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups that belong to the active block."""
-        return [
-            group
-            for each in self.optimizers()
-            if not each.is_stub_optimizer
-            for group in each.optimizer.param_groups
-            if not group.get(ALWAYS_ACTIVE)
-        ]
 
     # ---------------------------------------------------------------------------------------------------------- phase
 
@@ -138,14 +128,13 @@ class CoreOptimizer:
         assert self.wrapped is not None
         self.wrapped.start_grad_sync()
 
-    def prepare_step(self) -> bool:
-        """Prepare the reduced gradients for a step. Return False if they overflowed in fp16, so no step may follow."""
-        self.num_zeros = None
-        return not self.optimizer.prepare_grads()
+    def gradient_norm(self) -> float | None:
+        """Prepare the reduced gradients, and return their L2 norm before clipping. The CPU waits for the device.
 
-    def gradient_norm(self) -> float:
-        """Return the L2 norm of the gradient before clipping. The CPU waits for the device."""
-        return float(self.optimizer.get_grad_norm())
+        None if they overflowed in fp16, so that no step may follow.
+        """
+        self.num_zeros = None
+        return None if self.optimizer.prepare_grads() else float(self.optimizer.get_grad_norm())
 
     @torch.no_grad()
     def step(self, *, norm: float, gradient_scale: float) -> None:

@@ -112,7 +112,7 @@ class MatrixOptimizer:
                 offloads_low_bits=offloads_low_bits or LOW_BITS in on_host,
                 places=on_host,
             )
-        self._param_groups: list[dict[str, Any]] = []
+        self.param_groups: list[dict[str, Any]] = []
         """Groups of the present phase: lr and weight_decay as the scheduler sets them; the rule, the matrices, and
         whether the active block owns them."""
         self.stacks: list[Stack] = []
@@ -129,13 +129,6 @@ class MatrixOptimizer:
         self._squares: device.HostCopy | None = None
         """Sums of squares of the gradients with and without a momentum, and the number of skipped layers."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._param_groups
-
-    def block_param_groups(self) -> list[dict[str, Any]]:
-        return [group for group in self._param_groups if group["is_of_block"]]
 
     @property
     def _has_chunks(self) -> bool:
@@ -171,7 +164,7 @@ class MatrixOptimizer:
                 continue
             group: dict[str, Any] = {"params": [], "lr": 0.0, "weight_decay": 0.0}
             group |= {"matrices": [*matrices.values()], "rule": rule, "is_of_block": is_of_block}
-            self._param_groups.append(group)
+            self.param_groups.append(group)
             by_chunk = dict[tuple[int | None, bool], list[Matrix]]()
             for name, matrix in matrices.items():
                 chunk = chunk_of(name) if chunk_of is not None and rule.is_by_chunk else None
@@ -197,11 +190,11 @@ class MatrixOptimizer:
             stack.detach()
         for handle in self._hooks:
             handle.remove()
-        for matrix in (matrix for group in self._param_groups for matrix in group["matrices"]):
+        for matrix in (matrix for group in self.param_groups for matrix in group["matrices"]):
             matrix.end(keeps_moments=keeps_moments)
         if not keeps_moments:
             del self.num_steps[self._block]
-        self._param_groups, self.stacks, self._chunks, self._hooks = [], [], {}, []
+        self.param_groups, self.stacks, self._chunks, self._hooks = [], [], {}, []
 
     # ------------------------------------------------------------------------------------------------------- gradients
 
@@ -268,30 +261,20 @@ class MatrixOptimizer:
             torch.distributed.all_reduce(self._skipped, group=self._pipeline_group)
         self._squares = device.HostCopy(torch.cat([squares, self._skipped]) if self._has_chunks else squares)
 
-    def add_norm(self, norm: float) -> tuple[float, bool]:
+    def add_norm(self, norm: float) -> tuple[float, bool, int]:
         """Add the clipped gradients to the gradient norm of a step. The result is the same on every rank.
 
         Inactive updates are neither clipped nor part of the norm: their size does not depend on that of the gradient.
         Those by chunk have been checked before, and chunks that were skipped do not count.
 
         Returns:
-            The norm, and whether the other gradients are finite.
+            The norm, whether the other gradients are finite, and the number of layers that this step left as they were.
         """
         if not self._is_used:
-            return norm, True
+            return norm, True, 0
         assert self._squares is not None, "reduce_gradients() comes first"
-        clipped, others, *_ = self._squares.tolist()
-        return math.sqrt(norm**2 + clipped), math.isfinite(others)
-
-    def skipped(self) -> int:
-        """Return the number of layers that this step left as they were. `reduce_gradients` comes first.
-
-        Like `add_norm` it reads what has been copied to the host. The result is the same on every rank.
-        """
-        if not self._has_chunks:
-            return 0
-        assert self._squares is not None, "reduce_gradients() comes first"
-        return int(self._squares.tolist()[2])
+        clipped, others, *skipped = self._squares.tolist()
+        return math.sqrt(norm**2 + clipped), math.isfinite(others), int(sum(skipped))
 
     # ---------------------------------------------------------------------------------------------------------- chunks
 

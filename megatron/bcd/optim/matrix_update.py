@@ -125,21 +125,17 @@ def _orthogonal(stack: Stack, clip_coefficient: float) -> torch.Tensor:
     if rule.momentum is not None:
         if clip_coefficient < 1.0:
             gradient = gradient * clip_coefficient
-        gradient = _apply_momentum(stack, gradient, rule.momentum)
+        momenta = stack.state(MOMENTUM)
+        momentum = join(momenta)
+        # Muon's running mean, as in Megatron Core; PyTorch's SGD sums, which is the same up to the scale
+        if stack.is_skipped is None:
+            momentum.copy_(momentum.float().lerp_(gradient, 1 - rule.momentum))
+        else:
+            new = momentum.float().lerp(gradient, 1 - rule.momentum)
+            momentum.copy_(torch.where(stack.is_skipped, momentum, new))
+            del new  # before the direction takes memory
+        write_back(momentum, momenta)
+        gradient = gradient.lerp(momentum.float(), rule.momentum) if rule.nesterov else momentum.float()
     update = update_rules.orthogonal(gradient, stack.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode)
     is_skipped = None if rule.momentum is None else stack.is_skipped  # the gradient is zero, not the momentum
     return update if is_skipped is None else update.masked_fill_(is_skipped, 0.0)
-
-
-def _apply_momentum(stack: Stack, gradient: torch.Tensor, decay: float) -> torch.Tensor:
-    momenta = stack.state(MOMENTUM)
-    momentum = join(momenta)
-    # Muon's running mean, as in Megatron Core; PyTorch's SGD sums, which is the same up to the scale
-    if stack.is_skipped is None:
-        momentum.copy_(momentum.float().lerp_(gradient, 1 - decay))
-    else:
-        new = momentum.float().lerp(gradient, 1 - decay)
-        momentum.copy_(torch.where(stack.is_skipped, momentum, new))
-        del new  # before the direction takes memory
-    write_back(momentum, momenta)
-    return gradient.lerp(momentum.float(), decay) if stack.rule.nesterov else momentum.float()

@@ -63,7 +63,7 @@ class BreadthFirstIteration(Iteration):
             Kind.FORWARD_AHEAD: self._forward_ahead,
             Kind.RECOMPUTE: self._recompute,
             Kind.LOSS: self._reduce_loss,
-            Kind.SEND_LOSS: lambda action, place: self._messages.send_loss(self._arrived_loss()),
+            Kind.SEND_LOSS: lambda action, place: self._messages.send(self._arrived_loss(), is_backward=True),
             Kind.RECEIVE_LOSS: self._receive_loss,
             Kind.UPDATE: self._update,
             Kind.KEEP: self._update,
@@ -171,7 +171,8 @@ class BreadthFirstIteration(Iteration):
             self._training_step.reduce_loss(self._reported)
 
     def _receive_loss(self, action: Action, place: Place) -> None:
-        self._loss, self._is_loss_coming = self._messages.receive_loss(), True
+        loss = self._messages.receive((2,), is_backward=True, dtype=torch.float32)
+        self._loss, self._is_loss_coming = loss, True
 
     def _arrived_loss(self) -> torch.Tensor:
         assert self._loss is not None, "LOSS or RECEIVE_LOSS comes first"
