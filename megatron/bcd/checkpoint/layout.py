@@ -132,7 +132,9 @@ def prune(root: str, keep: int, *, retain_interval: int | None = None) -> list[i
         if iteration != named and (retain_interval is None or iteration % retain_interval)
     ]
     for iteration in old:
-        _remove(iteration_folder(root, iteration))
+        folder = iteration_folder(root, iteration)
+        _set_aside(folder)  # renamed first, so that a part of it never looks complete
+        _delete(folder + _REMOVED)
     return old
 
 
@@ -264,12 +266,6 @@ def _complete(root: str) -> list[int]:
         for iteration in _iterations(root)
         if os.path.isfile(os.path.join(iteration_folder(root, iteration), CHECKSUMS))
     ]
-
-
-def _remove(folder: str) -> None:
-    """Delete a complete checkpoint. It is renamed first, so that a part of it never looks complete."""
-    _set_aside(folder)
-    _delete(folder + _REMOVED)
 
 
 def _set_aside(folder: str) -> None:

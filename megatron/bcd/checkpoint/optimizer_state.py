@@ -200,13 +200,6 @@ def requested_state(active: ActiveBlock, portion: Portion) -> dict[str, Entry]:
     }
 
 
-def set_state(portion: Portion, loaded: Mapping[str, torch.Tensor]) -> None:
-    """Set this rank's share of the state from the tensors that `requested_state` asked for."""
-    for state, summary in portion:
-        tensors = {name: loaded[f"{name}.{state.name}"] for name in state.shapes_of(summary["names"])}
-        state.set(tensors, summary["num_steps"], None)
-
-
 def _sharded_weights(active: ActiveBlock) -> dict[str, Any]:
     """Return the entries of the weights. Each layer has a separate key, because only some layers have state."""
     return unwrap_model(active.model).sharded_state_dict(metadata={"non_homogeneous_layers": True})

@@ -151,7 +151,8 @@ class HostLayers:
         self._buffers: list[_Buffer] = []
         self._stream, self._back = device.CopyStream(), device.CopyStream()
         """To the device, and back: a write-back delays no load."""
-        self._owned: set[torch.nn.Parameter] = set()
+        self.owned: Container[torch.nn.Parameter] = ()
+        """Parameters whose state this rank loads and writes back if a phase steps them. Set before `begin_phase`."""
         self._loaded: set[int] = set()
         """Layers of the last `load`."""
         self._states: dict[torch.nn.Parameter, State] = {}
@@ -252,7 +253,7 @@ class HostLayers:
         for layer in self._layers:
             layer.is_streamed = not any(parameter in active for parameter in layer.parameters)
             layer.updated = [each for each in layer.parameters if each in updated] if layer.is_streamed else []
-            layer.owned = [each for each in layer.updated if each in self._owned and self._kinds]
+            layer.owned = [each for each in layer.updated if each in self.owned and self._kinds]
             if layer.is_streamed:
                 layer.place(layer.on_host)
                 continue
@@ -314,10 +315,6 @@ class HostLayers:
         return sum(tensor.nbytes for tensor in weights) if self.is_used and self._arena.is_owner else 0
 
     # --- steps: the schedule says when
-
-    def set_owned(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Set whose state this rank loads and writes back if a phase steps them. Call it before `begin_phase`."""
-        self._owned = set(parameters)
 
     @torch.no_grad()
     def load(self, layers: Sequence[int], *, with_state: bool = False) -> None:
@@ -435,7 +432,7 @@ class HostLayers:
         """
         if not self._buffers:
             states = (
-                (part.numel() * (each in self._owned) for each, part in layer.state.items()) for layer in self._layers
+                (part.numel() * (each in self.owned) for each, part in layer.state.items()) for layer in self._layers
             )
             state_bytes = max(map(sum, states))
             num_buffers = min(3 * self._chunk_layers + self._num_resident, len(self._layers))

@@ -51,8 +51,8 @@ class ActiveBlock:
         self.offloaded = self.core.offloaded
         self.matrices = build_matrix_optimizer(config, model, self.parameters)
         if config.bcd.bcd_inactive_update != "none" or config.steps_block_by_chunk:
-            owned = [matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner]
-            self._host_layers.set_owned(owned)
+            owned = {matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner}
+            self._host_layers.owned = owned
         self.chunks: Sequence[range] = ()
         """The layers of each chunk of --bcd-schedule breadth-first, by their numbers on this stage."""
         self.virtual_chunks: Sequence[range] = ()
@@ -251,6 +251,7 @@ class ActiveBlock:
         frozen = self._host_layers
         weights = [weight for weight in self.model.parameters() if not frozen.is_on_host(weight)]
         weights += frozen.device_tensors()
+        weight_buffers = [each.param_data for each in self.core.buffers() if each.param_data is not None]
         gradients = [gradient for optimizer in self.optimizers for gradient in optimizer.gradients()]
         state = [tensor for optimizer in self.optimizers for tensor in optimizer.state_tensors(on_host=False)]
         # by address: Megatron Core lists some of its tensors twice, and many are parts of one storage
@@ -260,7 +261,7 @@ class ActiveBlock:
             for each in optimizer.state_tensors(on_host=True)
         }
         return {
-            "model_state_bytes": memory.storage_bytes([*weights, *self.core.weight_buffers(), *gradients, *state]),
+            "model_state_bytes": memory.storage_bytes([*weights, *weight_buffers, *gradients, *state]),
             "gradient_bytes": memory.storage_bytes(gradients),
             "optimizer_state_bytes": memory.storage_bytes(state, without=weights),
             "host_state_bytes": frozen.bytes_on_host() + sum(on_host.values()),

@@ -269,16 +269,13 @@ class CoreOptimizer:
         if (shard := self.shards.get(name)) is not None:
             shard.set_main_param(value[shard.start : shard.end])
 
-    def weight_buffers(self) -> list[torch.Tensor]:
-        """Return DDP's flat buffers of weights."""
-        return [buffer.param_data for buffer in self._buffers() if buffer.param_data is not None]
-
-    def _buffers(self) -> list[Any]:
+    def buffers(self) -> list[Any]:
+        """Return DDP's flat buffers of weights and gradients."""
         return [] if self.wrapped is None else [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield the gradients on the device."""
-        yield from (buffer.grad_data for buffer in self._buffers() if buffer.grad_data is not None)
+        yield from (buffer.grad_data for buffer in self.buffers() if buffer.grad_data is not None)
         yield from self._gradients_to_step(on_host=False)
 
     def state_tensors(self, *, on_host: bool) -> Iterator[torch.Tensor]:

@@ -170,9 +170,9 @@ class Matrix:
         """Return views of this matrix's factors, split as by `update_rules.split_factors`."""
         return update_rules.split_factors(factors, self.parameter.shape[0], len(self.layout.parts) or 1)
 
-    def adam_state(self, *names: str) -> State:
-        """Return the owner's entries of Adam's moments, or of some, flat."""
-        kinds = [name + suffix for name in names or low_bit_adam.MOMENTS for suffix in ("", low_bit_adam.SCALE)]
+    def adam_state(self) -> State:
+        """Return the owner's entries of Adam's moments, flat."""
+        kinds = [name + suffix for name in low_bit_adam.MOMENTS for suffix in ("", low_bit_adam.SCALE)]
         return {kind: entry.view(-1) for kind in kinds if (entry := self.get(kind)) is not None}
 
     def signed_squares(self) -> torch.Tensor | None:
@@ -190,7 +190,12 @@ class Matrix:
         if not self.is_owner:
             return {}
         if kind == LOW_BITS:
-            return {} if self.parameter.dtype == torch.float32 else {MAIN_PARAM: self.main_param_reader()}
+            weight, low_bits, squares = self.parameter.detach(), self.get(LOW_BITS), self.signed_squares()
+            if weight.dtype == torch.float32:
+                return {}
+            if low_bits is None:  # this optimizer has not stepped it yet
+                return {MAIN_PARAM: lambda: weight.float().view(-1)}
+            return {MAIN_PARAM: lambda: bf16.join(weight, low_bits.to(weight.device), squares).view(-1)}
         if kind == MOMENTS:
             state = self.adam_state()
             return {name: functools.partial(_read_moment, state, name) for name in low_bit_adam.names(state)}
@@ -234,13 +239,6 @@ class Matrix:
         """Return the weight, with the low bits on the owner in bf16."""
         low_bits = self.get(LOW_BITS)
         return (self.parameter,) if low_bits is None else (self.parameter, low_bits)
-
-    def main_param_reader(self) -> Callable[[], torch.Tensor]:
-        """Return a function that returns the owner's fp32 value, flat, from where weight and low bits are now."""
-        weight, low_bits, squares = self.parameter.detach(), self.get(LOW_BITS), self.signed_squares()
-        if low_bits is None:  # this optimizer has not stepped it yet
-            return lambda: weight.float().view(-1)
-        return lambda: bf16.join(weight, low_bits.to(weight.device), squares).view(-1)
 
     @torch.no_grad()
     def main_param(self) -> torch.Tensor:

@@ -117,7 +117,7 @@ class Iteration:
         keeps_graph = action.kind.keeps_graph
         received = self._inputs.pop(place, None)
         if received is not None:
-            self._wait_for_input(virtual, received)
+            self._messages_from(virtual - 1).wait_for(received)
         select_chunk(self._model, action.chunk)
         is_next = action.microbatch >= shape.num_microbatches
         number = action.microbatch - shape.num_microbatches if is_next else action.microbatch
@@ -145,7 +145,8 @@ class Iteration:
     def _backward(self, action: Action, place: _Place) -> None:
         output, gradient = self._outputs.pop(place), self._output_gradients.pop(place, None)
         if gradient is not None:
-            self._wait_for_gradient(output, gradient)
+            self._messages.finish_sends(until=output)  # its storage is freed when sent, which backward_step requires
+            self._messages.wait_for(gradient)
         self._num_backwards[action.chunk] -= 1
         is_last = not self._num_backwards[action.chunk]
         # as in Megatron Core, without chunks only the first trainable stage reduces its gradients within its last
@@ -163,13 +164,6 @@ class Iteration:
     def _next_batch(self, action: Action) -> Iterator[Any]:
         """Return an iterator whose next batch is that of the action."""
         return self._batches[action.chunk]
-
-    def _wait_for_input(self, virtual: int, received: torch.Tensor) -> None:
-        self._messages_from(virtual - 1).wait_for(received)
-
-    def _wait_for_gradient(self, output: torch.Tensor, gradient: torch.Tensor) -> None:
-        self._messages.finish_send(output)  # its storage is freed when sent, which backward_step requires
-        self._messages.wait_for(gradient)
 
     def _send_forward(self, action: Action, place: _Place) -> None:
         virtual = self._virtual(action)

@@ -75,19 +75,17 @@ class Messages:
         return tensor
 
     def wait_for(self, tensor: torch.Tensor) -> None:
-        """Wait for the values of a received tensor."""
-        self._coming.pop(id(tensor)).wait()
+        """Wait for the values of a received tensor, unless this has been done. Other tensors need no waiting."""
+        work = self._coming.pop(id(tensor), None)
+        if work is None:
+            return
+        work.wait()
         if self._receive_throttle is not None:
             self._receive_throttle.mark()
 
-    def finish_send(self, tensor: torch.Tensor) -> None:
-        """Wait until the receiver has this tensor and all that were sent before it."""
-        while any(sent.tensor is tensor for sent in self._sent):
-            self._finish_oldest()
-
-    def finish_sends(self) -> None:
-        """Wait until all sent tensors have arrived."""
-        while self._sent:
+    def finish_sends(self, until: torch.Tensor | None = None) -> None:
+        """Wait until all sent tensors have arrived, or this tensor and all that were sent before it."""
+        while any(until is None or sent.tensor is until for sent in self._sent):
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.bcd.blocks.chunks import first_trainable_chunk, is_chunk_active, is_chunk_updated
+from megatron.bcd.blocks.chunks import first_trainable_chunk, is_chunk_updated
 from megatron.bcd.blocks.partition import Partition
 
 
@@ -300,7 +300,10 @@ def breadth_first_shape(
         num_chunks=len(chunks) // partition.num_stages,
         num_microbatches=num_microbatches,
         first_trainable=first_trainable_chunk(partition, block, chunks),
-        active=tuple(is_chunk_active(partition, block, chunks, chunk) for chunk in numbers),
+        active=tuple(
+            partition.trains_chunk(block, chunks[chunk], is_first=chunk == 0, is_last=chunk == numbers[-1])
+            for chunk in numbers
+        ),
         is_breadth_first=True,
         updated=tuple(steps_block_by_chunk or is_chunk_updated(partition, block, chunks, chunk) for chunk in numbers),
         clips_by_chunk=clips_by_chunk,

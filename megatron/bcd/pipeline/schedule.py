@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -24,15 +24,6 @@ from megatron.bcd.pipeline.plan import (
 )
 from megatron.bcd.pipeline.saved_inputs import SavedInputs
 from megatron.bcd.runtime import device, distributed
-
-
-class _Channels(NamedTuple):
-    """A rank's connections to other stages."""
-
-    groups: ProcessGroupCollection
-    messages: Messages
-    prefix_messages: Messages
-    """From stages that only run forward."""
 
 
 class PipelineSchedule:
@@ -74,7 +65,8 @@ class PipelineSchedule:
         self._inputs_ahead: dict[int, torch.Tensor] = {}
         self._chunks, self._by_chunk = chunks, by_chunk or {}
         self._saved_inputs = SavedInputs(on_host=saves_on_host)
-        self._channels: _Channels | None = None
+        self._channels: tuple[ProcessGroupCollection, Messages, Messages] | None = None
+        """Process groups, messages between stages, and those from stages that only run forward."""
 
     def begin_phase(self, block: int, *, is_prefix_cached: bool = False) -> None:
         """Set the active block.
@@ -160,7 +152,7 @@ class PipelineSchedule:
 
         The last of these stages calls the second return value of the forward step with the output.
         """
-        if num_microbatches and self._connect(model).groups.pp.rank() < num_stages:
+        if num_microbatches and self._connect(model)[0].pp.rank() < num_stages:
             shape = evaluation_shape(num_stages=num_stages, num_chunks=num_chunks, num_microbatches=num_microbatches)
             with torch.no_grad():
                 self.execute(shape, model, collect_non_loss_data=True, **arguments)
@@ -194,8 +186,8 @@ class PipelineSchedule:
             run_ahead=0 if self._is_prefix_cached else ahead,
         )
 
-    def _connect(self, model: torch.nn.Module) -> _Channels:
-        """Return the channels between stages. The first call creates them; it is a collective."""
+    def _connect(self, model: torch.nn.Module) -> tuple[ProcessGroupCollection, Messages, Messages]:
+        """Return `_channels`. The first call creates them; it is a collective."""
         if self._channels is not None:
             return self._channels
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "embd", "pos_embd", "cp", "dp_cp"])
@@ -204,7 +196,7 @@ class PipelineSchedule:
         waiting = group
         if group.size() > 1:
             waiting = distributed.build_waiting_group(group, timeout_minutes=self._timeout_minutes)
-        self._channels = _Channels(
+        self._channels = (
             groups,
             Messages(group, dtype=dtype, max_sends=max_sends),
             Messages(waiting, dtype=dtype, max_sends=max_sends, throttles_cpu=True),
