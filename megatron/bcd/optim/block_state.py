@@ -108,8 +108,10 @@ class BlockStateStore:
 
         A collective over the replicas of each parameter that is sharded differently than before.
         """
-        moved = {name: parameter for name, parameter in parameters.items() if name in self._moved}
-        contents = self._contents(moved)
+        moved = parameters.keys() & self._moved
+        mine = {name: (self.shards[name].num_steps, self.shards[name].names()) for name in moved if name in self.shards}
+        ranks = collectives.gather_objects(mine, replicas.group()) if moved else []
+        contents = {name: content for rank in ranks for name, content in rank.items()}
         for name in parameters:
             if name in contents:
                 self._restore_moved(name, parameters[name], shards.get(name), *contents[name])
@@ -118,14 +120,6 @@ class BlockStateStore:
             if name in self._moved | self._passing:
                 self.shards.pop(name, None)
         self._moved -= parameters.keys()
-
-    def _contents(self, parameters: Parameters) -> dict[str, tuple[int, list[str]]]:
-        """Return the number of steps and the names of tensors that the replicas have of each parameter."""
-        mine = {
-            name: (self.shards[name].num_steps, self.shards[name].names()) for name in parameters if name in self.shards
-        }
-        ranks = collectives.gather_objects(mine, replicas.group()) if parameters else []
-        return {name: content for rank in ranks for name, content in rank.items()}
 
     def _restore_moved(
         self, name: str, parameter: torch.nn.Parameter, shard: ParamShard | None, num_steps: int, names: list[str]
@@ -138,7 +132,11 @@ class BlockStateStore:
             if shard is not None:
                 tensors[each] = whole[shard.start : shard.end].clone()
         if shard is not None:
-            shard.set(tensors, num_steps=num_steps)
+            main_param = tensors.pop(MAIN_PARAM, None)
+            joined = OffloadedShard(
+                start=shard.start, end=shard.end, num_steps=num_steps, moments=tensors, main_param=main_param
+            )
+            shard.restore(joined)
 
     def joined(self, parameters: Parameters) -> dict[str, OffloadedShard]:
         """Return the main parameters in shared memory, as the replicas together wrote them, by name.

@@ -132,35 +132,21 @@ class ParamShard:
         )
 
     def restore(self, offloaded: OffloadedShard) -> None:
-        """Set the state to a copy of that of the same shard of an earlier optimizer."""
+        """Set the state to a copy of that of the same shard, on any device, with moments as stored or in fp32."""
         assert (offloaded.start, offloaded.end) == (self.start, self.end), "the parameter was sharded differently"
         if offloaded.residual is not None:
             offloaded.residual.restore(self.weight, main_param=self.main_param)
         elif offloaded.main_param is not None:
             self.set_main_param(offloaded.main_param)
-        self.set_stored_moments(offloaded.moments, num_steps=offloaded.num_steps)
-
-    def set(self, tensors: Mapping[str, torch.Tensor], *, num_steps: int) -> None:
-        """Set the state to copies of flat `tensors` on any device, and the number of steps."""
-        moments = {name: tensor for name, tensor in tensors.items() if name != MAIN_PARAM}
-        if isinstance(self.optimizer, low_bit_adam.LowBitAdam):
-            moments = {name: tensor.to(self.stepped.device) for name, tensor in moments.items()}
-            moments = low_bit_adam.encode(moments, self.optimizer.dtype)
-        self.set_stored_moments(moments, num_steps=num_steps)
-        if MAIN_PARAM in tensors:
-            self.set_main_param(tensors[MAIN_PARAM])
-
-    def set_main_param(self, value: torch.Tensor) -> None:
-        """Set the main parameter to a copy of a flat tensor on any device."""
-        self.stepped.data.view(-1).copy_(value, non_blocking=True)
-
-    def set_stored_moments(self, moments: Mapping[str, torch.Tensor], *, num_steps: int) -> None:
-        """Set the moments to copies of `stored_moments` on any device, and the number of steps."""
+        moments, num_steps = offloaded.moments, offloaded.num_steps
         if not num_steps and "exp_avg" in moments:  # Adam must find no state, so that it creates its own
             return
-        for name, tensor in moments.items():
-            copy = tensor.to(self.stepped.device, copy=True, non_blocking=True)
-            is_low_bit = isinstance(self.optimizer, low_bit_adam.LowBitAdam)
+        is_low_bit = isinstance(self.optimizer, low_bit_adam.LowBitAdam)
+        if is_low_bit and moments and moments["exp_avg"].dtype == torch.float32:
+            moments = {name: moment.to(self.stepped.device) for name, moment in moments.items()}
+            moments = low_bit_adam.encode(moments, self.optimizer.dtype)
+        for name, moment in moments.items():
+            copy = moment.to(self.stepped.device, copy=True, non_blocking=True)
             self.optimizer.state[self.stepped][name] = copy if is_low_bit else copy.view_as(self.stepped)
         if not num_steps:
             return
@@ -170,6 +156,10 @@ class ParamShard:
             self.optimizer.state[self.stepped]["step"] = step
         else:
             self.group["step"] = num_steps
+
+    def set_main_param(self, value: torch.Tensor) -> None:
+        """Set the main parameter to a copy of a flat tensor on any device."""
+        self.stepped.data.view(-1).copy_(value, non_blocking=True)
 
 
 def param_shards(optimizers: Iterable[Any], parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, ParamShard]:

@@ -150,17 +150,6 @@ class PlanShape:
     """Time of a forward and a backward pass of each virtual stage, in any unit. It determines the order of passes and
     messages. If empty, forward, input gradients and weight gradients take equal time."""
 
-    def __post_init__(self) -> None:
-        num_virtual = self.num_stages * self.num_chunks
-        assert min(self.num_stages, self.num_chunks, self.num_microbatches) >= 1 and self.run_ahead >= 0
-        assert 0 <= self.first_trainable <= num_virtual == len(self.active)
-        assert not any(self.active[: self.first_trainable]), "weight gradients before the first trainable stage"
-        assert 0 <= self.done_ahead <= self.num_microbatches
-        assert not (self.done_ahead or self.run_ahead) or (
-            self.num_chunks == 1 and 0 < self.first_trainable < num_virtual and not self.is_prefix_cached
-        ), "nothing can run ahead"
-        assert not self.is_breadth_first or len(self.updated) == num_virtual
-
     @property
     def num_virtual(self) -> int:
         """Number of virtual stages."""

@@ -110,8 +110,21 @@ class PipelineSchedule:
                 config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
             if step is None:
                 shape = self._evaluation_shape(num_microbatches)
+            elif self.name == "breadth-first":
+                shape = breadth_first_shape(
+                    self._partition, self._block, self._chunks, num_microbatches=num_microbatches, **self._by_chunk
+                )
             else:
-                shape = self._training_shape(num_microbatches, num_microbatches_next)
+                ahead = min(microbatches_ahead(self._partition, self._block, self._run_ahead), num_microbatches_next)
+                shape = phase_shape(
+                    self._partition,
+                    self._block,
+                    num_microbatches=num_microbatches,
+                    head=self._head_passes,
+                    is_prefix_cached=self._is_prefix_cached,
+                    done_ahead=self._done_ahead,
+                    run_ahead=0 if self._is_prefix_cached else ahead,
+                )
             reported = self.execute(shape, model, step=step, **arguments)
             if config.timers is not None:
                 config.timers("forward-backward").stop()
@@ -166,24 +179,6 @@ class PipelineSchedule:
             num_chunks=len(self._chunks) // num_stages or self._partition.num_chunks,
             num_microbatches=num_microbatches,
             is_breadth_first=bool(self._chunks),
-        )
-
-    def _training_shape(self, num_microbatches: int, num_next: int) -> PlanShape:
-        """Return the shape of a training iteration, followed by one of `num_next` microbatches."""
-        partition, block = self._partition, self._block
-        if self.name == "breadth-first":
-            return breadth_first_shape(
-                partition, block, self._chunks, num_microbatches=num_microbatches, **self._by_chunk
-            )
-        ahead = min(microbatches_ahead(partition, block, self._run_ahead), num_next)
-        return phase_shape(
-            partition,
-            block,
-            num_microbatches=num_microbatches,
-            head=self._head_passes,
-            is_prefix_cached=self._is_prefix_cached,
-            done_ahead=self._done_ahead,
-            run_ahead=0 if self._is_prefix_cached else ahead,
         )
 
     def _connect(self, model: torch.nn.Module) -> tuple[ProcessGroupCollection, Messages, Messages]:
