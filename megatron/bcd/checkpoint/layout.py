@@ -37,7 +37,6 @@ RUN_STATE = "run_state.json"
 OTHER_FILES = "other files"
 
 _INCOMPLETE, _REMOVED = ".incomplete", ".removed"
-_CHUNK_BYTES = 8 * 2**20
 
 
 class FileDigest(TypedDict):
@@ -61,14 +60,10 @@ def incomplete_folder(root: str, iteration: int) -> str:
 
 
 def file_digest(path: str) -> FileDigest:
-    """Return the size and the SHA-256 of a file. Reads 8 MiB at a time; hashing releases the GIL."""
-    sha256, size = hashlib.sha256(), 0
-    chunk = memoryview(bytearray(_CHUNK_BYTES))
+    """Return the size and the SHA-256 of a file. Hashing releases the GIL."""
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(chunk):
-            sha256.update(chunk[:count])
-            size += count
-    return {"bytes": size, "sha256": sha256.hexdigest()}
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": sha256}
 
 
 def finish(folder: str, digests: Mapping[str, FileDigest]) -> None:

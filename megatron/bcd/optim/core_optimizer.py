@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -29,8 +28,6 @@ from megatron.bcd.runtime.compat import megatron_core
 
 _CORE_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad")
 """Attributes that Megatron Core's DDP and optimizer set on parameters."""
-
-T = TypeVar("T", int, float)
 
 
 class CoreOptimizer:
@@ -151,27 +148,10 @@ class CoreOptimizer:
                     use_decoupled_grad=each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
                 )
         if self._config.report.log_num_zeros_in_grad:
-            self.num_zeros = self._count_zeros()
+            self.num_zeros = int(sum(each.count_zeros() for each in self.optimizers()))
         self.optimizer.step_with_ready_grads()
         if not self._config.optimizer.optimizer_cpu_offload:
             self.optimizer.zero_grad()  # frees fp32 copies of 16-bit gradients
-
-    def _count_zeros(self) -> int:
-        """Count the zeros in the clipped gradient. Duplicates count as in the norm of a step. A collective."""
-        total = 0
-        for each in self.optimizers():
-            is_decoupled = each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            groups = [] if each.is_stub_optimizer else each.optimizer.param_groups
-            on_this_rank = 0
-            for main_param in itertools.chain.from_iterable(group["params"] for group in groups):
-                gradient = getattr(main_param, "decoupled_grad" if is_decoupled else "grad", None)
-                is_counted = param_is_not_shared(main_param) and param_is_not_tensor_parallel_duplicate(
-                    main_param, getattr(each, "tp_group", None)
-                )
-                if is_counted and gradient is not None:
-                    on_this_rank += gradient.numel() - int(torch.count_nonzero(gradient))
-            total += _sum_over(each.get_grad_stats_parallel_group(), on_this_rank)
-        return total
 
     # ----------------------------------------------------------------------------------------------------------- norms
 
@@ -296,11 +276,11 @@ class CoreOptimizer:
                 yield shard.stepped.grad
 
 
-def _sum_over(group: torch.distributed.ProcessGroup, value: T) -> T:
-    """Return the sum of an int, or of a float in fp32, over the ranks of a group. A collective over it."""
+def _sum_over(group: torch.distributed.ProcessGroup, value: float) -> float:
+    """Return the sum over the ranks of a group, in fp32. A collective over it."""
     total = torch.tensor(value, device=device.current())
     torch.distributed.all_reduce(total, group=group)
-    return type(value)(total)
+    return float(total)
 
 
 def _sum_of_squares(tensor: torch.Tensor) -> float:
