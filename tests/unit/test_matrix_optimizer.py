@@ -9,7 +9,7 @@ import torch
 from megatron.bcd.model.host_layers import LOW_BITS
 from megatron.bcd.optim.matrix import MatrixRule
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
-from megatron.bcd.optim.state import MAIN_PARAM, MOMENTUM
+from megatron.bcd.optim.state import MOMENTUM
 from megatron.bcd.optim.update_rules import MatrixLayout
 
 
@@ -74,7 +74,7 @@ def test_the_state_of_one_layer_moves() -> None:
                 optimizer.matrices[moved].begin(rule, is_streamed=False)
                 assert not list(optimizer.state_tensors(on_host=True))
             optimizer.step()
-        return [optimizer.matrices[name].tensors(LOW_BITS)[MAIN_PARAM]() for name in names]
+        return [optimizer.matrices[name].main_param_reader()() for name in names]
 
     for stayed, returned in zip(train(moves=False), train(moves=True), strict=True):
         assert torch.equal(stayed, returned)

@@ -195,7 +195,7 @@ def load_optimizer(source: Source, active: ActiveBlock, *, next_block: int) -> N
         loaded = _load({"optimizer": optimizer_state.requested_state(active, portion)}, source).get("optimizer", {})
         for state, summary in portion:
             tensors = {name: loaded[f"{name}.{state.name}"] for name in state.shapes_of(summary["names"])}
-            state.set(tensors, summary["num_steps"], None)
+            state.set(tensors, summary["num_steps"])
 
 
 def load_random_states(source: Source) -> str | None:

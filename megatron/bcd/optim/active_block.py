@@ -216,7 +216,7 @@ class ActiveBlock:
             )
 
     def _set_outer_momentum(
-        self, name: str, part: slice, tensors: Mapping[str, torch.Tensor], _: int, start: int | None
+        self, name: str, part: slice, tensors: Mapping[str, torch.Tensor], _: int, start: int | None = None
     ) -> None:
         for momentum in tensors.values():
             self.outer_momenta[name] = (momentum if start is not None else momentum.reshape(-1)[part]).clone()

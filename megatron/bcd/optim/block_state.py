@@ -79,7 +79,7 @@ class BlockStateStore:
         parameter: torch.nn.Parameter,
         tensors: Mapping[str, torch.Tensor],
         num_steps: int,
-        start: int | None,
+        start: int | None = None,
     ) -> None:
         """Set this rank's share of a parameter's state: a shard from `start`, or its part of whole tensors.
 

@@ -190,12 +190,7 @@ class Matrix:
         if not self.is_owner:
             return {}
         if kind == LOW_BITS:
-            weight, low_bits, squares = self.parameter.detach(), self.get(LOW_BITS), self.signed_squares()
-            if weight.dtype == torch.float32:
-                return {}
-            if low_bits is None:  # this optimizer has not stepped it yet
-                return {MAIN_PARAM: lambda: weight.float().view(-1)}
-            return {MAIN_PARAM: lambda: bf16.join(weight, low_bits.to(weight.device), squares).view(-1)}
+            return {} if self.parameter.dtype == torch.float32 else {MAIN_PARAM: self.main_param_reader()}
         if kind == MOMENTS:
             state = self.adam_state()
             return {name: functools.partial(_read_moment, state, name) for name in low_bit_adam.names(state)}
@@ -239,6 +234,13 @@ class Matrix:
         """Return the weight, with the low bits on the owner in bf16."""
         low_bits = self.get(LOW_BITS)
         return (self.parameter,) if low_bits is None else (self.parameter, low_bits)
+
+    def main_param_reader(self) -> Callable[[], torch.Tensor]:
+        """Return a function that returns the owner's fp32 value, flat, from where weight and low bits are now."""
+        weight, low_bits, squares = self.parameter.detach(), self.get(LOW_BITS), self.signed_squares()
+        if low_bits is None:  # this optimizer has not stepped it yet
+            return lambda: weight.float().view(-1)
+        return lambda: bf16.join(weight, low_bits.to(weight.device), squares).view(-1)
 
     @torch.no_grad()
     def main_param(self) -> torch.Tensor:

@@ -426,7 +426,7 @@ class MatrixOptimizer:
                 )
 
     def _set_state(
-        self, matrix: Matrix, kind: str, tensors: Mapping[str, torch.Tensor], num_steps: int, _start: int | None
+        self, matrix: Matrix, kind: str, tensors: Mapping[str, torch.Tensor], num_steps: int, _start: int = 0
     ) -> None:
         matrix.set_state(kind, tensors, num_steps)
         _, block = matrix.groups[kind]

@@ -38,9 +38,9 @@ class ParamState:
     """The block in whose phases alone the state is stepped; None if no block is special."""
     name: str
     parameter: torch.nn.Parameter
-    set: Callable[[Mapping[str, torch.Tensor], int, int | None], None]
+    set: Callable[..., None]
     """Sets this rank's share before a block is built, from tensors by name and the number of steps. The tensors are
-    whole if the last argument is None. Otherwise they are this rank's `tensors`, and it is their `start`."""
+    whole, unless a third argument says that they are this rank's `tensors`, and what their `start` is."""
     tensors: Mapping[str, Callable[[], torch.Tensor]]
     """Functions that return what this rank stores, in fp32, by name. They stay valid while the phase trains, unless it
     changes the state or the weight."""
