@@ -16,12 +16,10 @@ from megatron.bcd.planner.tables import GIB
 
 EQUAL_EPOCHS = "equal epochs"
 """The source of the multiplier 1.0 of a method that is not known to reach full training's loss."""
-MULTIPLIERS = {
-    # Adam and three blocks, 2.78 and 2.09 (table 2 of the paper)
-    "bcd": (2.44, "the paper's two GPT-2 runs"),
-}
-"""The B-F multiplier of a method at three blocks, and its source: iterations to full training's loss over full
-training's. In fine-tuning the cost is that of equal epochs, after which the losses differ (`measured.FINE_TUNING`)."""
+PAPER_MULTIPLIER = 2.44
+"""The B-F multiplier of method bcd at three blocks: iterations to full training's loss over full training's. Adam and
+three blocks had 2.78 and 2.09 (table 2 of the paper). In fine-tuning the cost is that of equal epochs, after which the
+losses differ (`measured.FINE_TUNING`)."""
 SMALL_MULTIPLIERS = {"pretrain": 0.53, "muon": 0.52}
 """B-F multipliers that do not count, because they come from models below 10 million parameters: the largest number of
 steps to full Adam's loss in this project's studies, of 0.7 to 3.3 million parameters. The cost is that of full
@@ -129,15 +127,14 @@ class Estimate:
         }
 
 
-def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: float | None = None) -> Estimate:
+def make_estimate(recipe: Recipe, *, tokens: float | None = None) -> Estimate:
     """Estimate a recipe.
 
     Args:
         tokens: number that full training would read. Default: 20 per parameter; in fine-tuning three epochs of Alpaca.
-        multiplier: the B-F multiplier at three blocks, by default the method's.
 
     Raises:
-        ValueError: either is out of range.
+        ValueError: it is out of range.
     """
     phases = cycle_seconds(recipe)
     times = EXPERTS_TIME if recipe.model.experts else 1.0
@@ -161,20 +158,19 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
         tokens_per_second=recipe.global_batch_size * recipe.tokens / seconds,
         copy_share=copy_share,
         full_training_share=flops / seconds / (recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)),
-        cost=training_cost(recipe, seconds, tokens=tokens, multiplier=multiplier),
+        cost=training_cost(recipe, seconds, tokens=tokens),
     )
 
 
-def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multiplier: float | None) -> TrainingCost:
+def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None) -> TrainingCost:
     """Return the cost of training at ``seconds`` per iteration."""
-    for flag, value, most in (("--tokens", tokens, 1e18), ("--bf-multiplier", multiplier, 1e6)):
-        if value is not None and not 0 < value < most:
-            raise ValueError(f"{flag} {value:g}: must be more than 0 and less than {most:g}")
+    if tokens is not None and not 0 < tokens < 1e18:
+        raise ValueError(f"--tokens {tokens:g}: must be more than 0 and less than 1e18")
     if tokens is None:
         is_sft = recipe.task == "sft"
         tokens = DEFAULT_SFT_TOKENS if is_sft else DEFAULT_TOKENS_PER_PARAMETER * recipe.shape.num_parameters
-    value, source = multiplier_of(recipe.method, recipe.partition.num_blocks, multiplier)
-    if multiplier is None and recipe.task == "sft" and recipe.method not in ("full", "offload"):
+    value, source = multiplier_of(recipe.method, recipe.partition.num_blocks)
+    if recipe.task == "sft" and recipe.method not in ("full", "offload"):
         value, source = 1.0, EQUAL_EPOCHS
     iterations = -int(-tokens * value // (recipe.global_batch_size * recipe.tokens))
     hours = iterations * seconds / 3600
@@ -190,16 +186,12 @@ def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multi
     )
 
 
-def multiplier_of(method: str, num_blocks: int, override: float | None = None) -> tuple[float, str]:
-    """Return the B-F multiplier at ``num_blocks``, and its source. ``override`` is the one at three blocks."""
-    if method not in (*MULTIPLIERS, *SMALL_MULTIPLIERS, "finetune"):
-        return 1.0, "full training"
-    usual = 1.0, EQUAL_STEPS if method in SMALL_MULTIPLIERS else EQUAL_EPOCHS
-    value, source = MULTIPLIERS.get(method, usual) if override is None else (override, "--bf-multiplier")
-    if method == "bcd" and num_blocks > 1:
+def multiplier_of(method: str, num_blocks: int) -> tuple[float, str]:
+    """Return the B-F multiplier at ``num_blocks``, and its source."""
+    if method == "bcd":
         # The paper has 2.22, 2.78 and 3.33 at two, three and four blocks (table 11, Adam). A small GPT here had 2.24,
         # 2.89 and more than 5 at two, three and six blocks (studies/gpt_subsets.md). This formula gives 4.6 at six.
-        value = value * (num_blocks + 2) / 5
-    elif method == "bcd":
-        value = 1.0
-    return value, source
+        return PAPER_MULTIPLIER * (num_blocks + 2) / 5 if num_blocks > 1 else 1.0, "the paper's two GPT-2 runs"
+    if method in SMALL_MULTIPLIERS:
+        return 1.0, EQUAL_STEPS
+    return 1.0, EQUAL_EPOCHS if method == "finetune" else "full training"

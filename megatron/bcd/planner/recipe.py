@@ -356,8 +356,8 @@ def make_recipe(**values: Any) -> Recipe:
 
 
 def build_recipe(**values: Any) -> Recipe:
-    """Build a recipe, which may have a fault. A flag has its field name in RunConfig; None leaves it out."""
-    attributes = {name: value for name, value in values.items() if name in _ATTRIBUTES}
+    """Build a recipe, which may have a fault. A flag has its field name in RunConfig; None is the default."""
+    attributes = {name: value for name, value in values.items() if name in _ATTRIBUTES and value is not None}
     flags = {name: value for name, value in values.items() if name not in _ATTRIBUTES}
     if unknown := flags.keys() - _KNOWN:
         raise TypeError(f"no field of RunConfig: {', '.join(sorted(unknown))}")
