@@ -274,7 +274,7 @@ class Recipe:
             yield f"{product}: does not divide --num-gpus {self.num_gpus}. Give a divisor."
         if context > 1 and self.model.sinks:
             yield f"--context-parallel-size {context}: {self.model.name} has attention with sinks. Leave it out."
-        if (measured := self.model.layer_kinds) is not None:
+        if (measured := self.model.measured) is not None:
             if context > 1:
                 yield f"--context-parallel-size {context}: transformers' layers have whole sequences. Leave it out."
             if config.has_linear_loss:
@@ -401,7 +401,7 @@ def _build_config(
         values["bcd_layout"] = "interleaved"
     sections = {name: _build_section(kind, values) for name, kind in _SECTIONS.items()}
     transformer = {name: values[name] for name in _TRANSFORMER if values.get(name) is not None}
-    return RunConfig(transformer=transformer, measured=model.layer_kinds, **sections)
+    return RunConfig(transformer=transformer, measured=model.measured, **sections)
 
 
 def _build_section(kind: Any, values: Mapping[str, Any]) -> Any:

@@ -164,7 +164,7 @@ def _breadth_first(values: Values) -> Iterator[_Changes]:
 
 def _has_linear_loss(values: Values) -> bool:
     """Return whether the planner proposes the loss without logits."""
-    return bool(values["task"] == "sft" and not values["model"].layer_kinds)
+    return bool(values["task"] == "sft" and not values["model"].measured)
 
 
 def _heads(values: Values) -> Sequence[_Changes]:
@@ -316,7 +316,7 @@ def reason_for_rule(recipe: Recipe) -> str:
     whole = [*candidates(recipe.values | changes | open_pipeline)]
     if not whole:
         what = "the given flags"
-        if recipe.model.layer_kinds is not None and recipe.model.layer_kinds.has_stacks:
+        if recipe.model.measured is not None and recipe.model.measured.has_stacks:
             what = "experts in one tensor"
         return f"blocks: the factored update cannot be combined with {what}"
     if any(fits(each, share=_PLANNED_SHARE) for each in whole):
