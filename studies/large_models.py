@@ -63,7 +63,7 @@ def plans(model: str, gpu: str, num_gpus: int, method: str) -> Iterator[tuple[fl
     words += ["--global-batch-size", "64", *METHODS[method]]
     values = plan.searched_values(plan.parse_arguments(words)) | {"memory_share": _SHARE, "host_memory_gb": None}
     fitting = [recipe for recipe in candidates(values) if fits(recipe, share=_SHARE)]
-    timed = [(mean_seconds(recipe, is_rough=True), node_bytes(recipe) / 1e9, recipe) for recipe in fitting]
+    timed = [(mean_seconds(recipe), node_bytes(recipe) / 1e9, recipe) for recipe in fitting]
     fastest = float("inf")
     for limit in (*HOST_GB, float("inf")):
         within = [each for each in timed if each[1] <= limit]

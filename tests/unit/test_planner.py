@@ -144,17 +144,14 @@ def test_one_stage_does_one_thing_after_the_other() -> None:
 @pytest.mark.parametrize("number", [2, 8, 40])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_breadth_first_on_stages(stages: int, number: int, layers_per_pass: int) -> None:
-    """All chunks but the last repeat their forward pass, stages work side by side, and the rough time is close to the
-    exact."""
+    """All chunks but the last repeat their forward pass, and stages work side by side."""
     flags = {"method": "finetune", "bcd_inactive_update": "factored", "bcd_schedule": "breadth-first"}
     flags |= {"bcd_layers_per_pass": layers_per_pass, "precision": "bf16", "global_batch_size": number}
     one = recipe(**flags, num_gpus=stages, pipeline_model_parallel_size=stages)
-    phase, rough = phase_seconds(one, 0), phase_seconds(one, 0, is_rough=True)
+    phase = phase_seconds(one, 0)
     layer, head = layer_pass(one).seconds(one), head_pass(one).seconds(one)
     alone = number * ((4 * 12 - layers_per_pass) * layer + 3 * head)
     assert phase.pipeline * stages * (1 - phase.bubble) == pytest.approx(alone)
-    if number >= stages:
-        assert rough.pipeline == pytest.approx(phase.pipeline, rel=0.01 if stages == 1 else 0.25)
     if stages > 1 and number == 40:
         assert phase.pipeline < 1.3 * alone / stages and phase.bubble > 0
     if number < stages:
@@ -230,7 +227,8 @@ def test_search_finds_the_cheapest() -> None:
     found = search(base)
     every = [make_estimate(each) for each in candidates(base) if fits(each)]
     assert found[0].cost.dollars <= 1.01 * min(plan.cost.dollars for plan in every)
-    assert [plan.cost.dollars for plan in found] == sorted(plan.cost.dollars for plan in found)
+    dollars = [plan.cost.dollars for plan in found]
+    assert dollars == pytest.approx(sorted(dollars))
     assert {plan.recipe.partition.num_blocks for plan in search(base | {"bcd_num_blocks": 3})} == {3}
 
 

@@ -22,8 +22,8 @@ from megatron.bcd.planner.tables import Placement
 
 SEARCHED_BLOCKS = (2, 3, 4, 5, 6)
 """Layout submodel tries only the first two, because it has that many blocks on every stage."""
-_SIMULATED = 3
-"""The number of layouts, cheapest by rough time, whose pipeline is simulated."""
+_NUM_SHOWN = 3
+"""The number of layouts that a search returns."""
 MOST_GPUS = 512
 _PLANNED_SHARE = 0.95
 """The part of a GPU's memory that a plan fills. The estimate is a formula, and an out-of-memory error costs more than
@@ -274,7 +274,7 @@ def _fastest(recipes: Iterable[Recipe]) -> Recipe | None:
     """Return the first of the recipes that fit in their share of the memory and take at most _SLOWER times the
     fastest's time, so layers leave the device, and chunks grow, only for a gain."""
     fitting = _largest_with_experts(recipe for recipe in recipes if fits(recipe, share=recipe.memory_share))
-    seconds = [mean_seconds(recipe, is_rough=True) for recipe in fitting]
+    seconds = [mean_seconds(recipe) for recipe in fitting]
     within = (recipe for recipe, each in zip(fitting, seconds, strict=True) if each <= _SLOWER * min(seconds))
     return next(within, None)
 
@@ -291,11 +291,11 @@ def with_fewest_blocks(recipe: Recipe) -> Recipe:
         return recipe
     if recipe.recompute == "auto" and not recipe.is_streamed:  # one layer a block leaves most memory to activations
         return recipe
-    longest = _STREAMED_SLOWER * mean_seconds(recipe, is_rough=True) if recipe.is_streamed else math.inf
+    longest = _STREAMED_SLOWER * mean_seconds(recipe) if recipe.is_streamed else math.inf
     per_stage = recipe.model.layers // recipe.pipeline_size
     numbers = sorted({math.ceil(per_stage / size) for size in range(2, per_stage)})
     for other in (recipe.varied(bcd_num_blocks=number) for number in numbers):
-        if fits(other, share=_PLANNED_SHARE) and mean_seconds(other, is_rough=True) <= longest:
+        if fits(other, share=_PLANNED_SHARE) and mean_seconds(other) <= longest:
             return other
     return recipe
 
@@ -344,21 +344,20 @@ def _describe_places(recipe: Recipe) -> str:
 def search(values: Values, *, tokens: float | None = None) -> list[Estimate]:
     """Return the candidates of a request that fit and have the lowest cost, an empty list if none fits.
 
-    Costs are GPU hours: all layouts have the same price, which may not be known. All get a rough time; the cheapest are
-    then simulated, and so are their pipelines cut by work.
+    Costs are GPU hours: all layouts have the same price, which may not be known. The pipelines of the cheapest are also
+    cut by work.
     """
 
-    def rough_hours(recipe: Recipe) -> float:
-        return training_cost(recipe, mean_seconds(recipe, is_rough=True), tokens=tokens).gpu_hours
+    def gpu_hours(recipe: Recipe) -> float:
+        hours = training_cost(recipe, mean_seconds(recipe), tokens=tokens).gpu_hours
+        return float(f"{hours:.6g}")  # of equals the first, which keeps most memory free
 
     for rule in _rules(values):
-        fitting = filter(fits, candidates({**values, "bcd_inactive_update": rule}))
-        if not (by_price := sorted(_largest_with_experts(fitting), key=rough_hours)):
-            continue
-        cheapest = by_price[:_SIMULATED]
-        cut = (each.varied(recompute="auto", pipeline_cut="auto") for each in cheapest if each.pipeline_size > 1)
-        estimates = [make_estimate(recipe, tokens=tokens) for recipe in (*cheapest, *filter(fits, cut))]
-        return sorted(estimates, key=lambda estimate: estimate.cost.gpu_hours)[:_SIMULATED]
+        fitting = _largest_with_experts(filter(fits, candidates({**values, "bcd_inactive_update": rule})))
+        if cheapest := sorted(fitting, key=gpu_hours)[:_NUM_SHOWN]:
+            cut = (each.varied(recompute="auto", pipeline_cut="auto") for each in cheapest if each.pipeline_size > 1)
+            best = sorted([*cheapest, *filter(fits, cut)], key=gpu_hours)[:_NUM_SHOWN]
+            return [make_estimate(recipe, tokens=tokens) for recipe in best]
     return []
 
 
