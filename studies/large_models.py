@@ -19,7 +19,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import plan
 
-from megatron.bcd.planner.estimate import make_estimate
+from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.memory import fits, node_bytes
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.search import candidates
@@ -77,7 +77,7 @@ def cell(model: str, gpu: str, num_gpus: int, method: str) -> str:
     """Return tokens per second of the plans, each with its host memory."""
     texts = []
     for limit, recipe in plans(model, gpu, num_gpus, method):
-        texts.append(f"{make_estimate(recipe).tokens_per_second:,.0f} ({limit:.0f} GB)")
+        texts.append(f"{Estimate(recipe=recipe).tokens_per_second:,.0f} ({limit:.0f} GB)")
     return ", ".join(texts) or "no"
 
 

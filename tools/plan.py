@@ -31,7 +31,7 @@ from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.huggingface.architecture import CONFIG, NotInCore, read_architecture
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
-from megatron.bcd.planner.estimate import EQUAL_STEPS, SMALL_MULTIPLIERS, Estimate, make_estimate
+from megatron.bcd.planner.estimate import EQUAL_STEPS, SMALL_MULTIPLIERS, Estimate
 from megatron.bcd.planner.measured import (
     EXPERTS_SOURCE,
     EXPERTS_TIME,
@@ -364,7 +364,7 @@ def answer_to(arguments: argparse.Namespace) -> Answer:
         values, find = searched_values(arguments), search if is_one_method else compare
         return answer_search(arguments, first_allowed(values), find(values, tokens=arguments.tokens))
     recipe = recipe_of(arguments)
-    estimate = make_estimate(recipe, tokens=arguments.tokens)
+    estimate = Estimate(recipe=recipe, tokens=arguments.tokens)
     data = estimate.as_dict()
     if estimate.fits:
         return (
@@ -420,7 +420,7 @@ def what_fits(arguments: argparse.Namespace) -> tuple[str, list[dict[str, str]]]
             changes["bcd_preset"] = None
         flags, command = " ".join(words_of(changes)), changed_command(arguments, changes)
         data.append({"flags": flags, "command": command})
-        estimate = make_estimate(recipe)
+        estimate = Estimate(recipe=recipe)
         figures = (f"{estimate.peak.total / GIB:.1f}", f"{estimate.tokens_per_second:,.0f}")
         rows.append((flags, str(recipe.num_gpus), f"{recipe.pipeline_size} x {recipe.data_size}", *figures))
     if not data:
@@ -450,7 +450,7 @@ def command_of(estimate: Estimate) -> str:
 
 def plan_view(arguments: argparse.Namespace) -> View:
     """Return the answer to a command line of tools/plan.py, and the methods side by side."""
-    estimate = make_estimate(recipe_of(arguments), tokens=arguments.tokens)
+    estimate = Estimate(recipe=recipe_of(arguments), tokens=arguments.tokens)
     every = argparse.Namespace(**vars(arguments) | {"method": None, "bcd_preset": None})
     try:
         estimates, reason = compare(searched_values(every), tokens=arguments.tokens), ""
@@ -532,7 +532,7 @@ def show_figures(estimate: Estimate) -> str:
     else:
         settings = textwrap.fill(settings, _WIDTH)
     return (
-        f"{recipe.model.name}: {estimate.parameters:,} parameters, {recipe.name}, on "
+        f"{recipe.model.name}: {recipe.num_parameters:,} parameters, {recipe.name}, on "
         f"{recipe.num_gpus} x {recipe.cluster.gpu} ({nodes})\n{settings}\n\n"
         f"memory per rank, GiB (of {recipe.cluster.memory_gib:g})\n{_memory(estimate)}\n\n"
         f"time of an iteration, ms\n{_time(estimate)}\n\n{_cost(estimate)}\n{learning_rate(recipe).text}"

@@ -23,6 +23,7 @@ from megatron.bcd.planner.cost import ModelShape
 from megatron.bcd.planner.memory import rank_memory
 from megatron.bcd.planner.recipe import make_recipe
 from megatron.bcd.planner.run_state import RunMemory
+from megatron.bcd.planner.tensors import count_parameters
 
 CARD = ("--gpu", "rtx4090", "--num-gpus", "1")
 COLUMNS = "name,form,layers,hidden,heads,groups,ffn,vocabulary,sequence,source"
@@ -98,7 +99,7 @@ def test_a_published_model_by_its_config(capsys: pytest.CaptureFixture[str], tmp
     task = "sft" if name == "gpt-oss-20b" else "pretrain"  # only --load-hf has flags for its biases
     whole = json.loads(run(capsys, "--model", where, "--gpu", "a100", "--num-gpus", "16", "--task", task, "--json"))
     assert whole["model"]["parameters"] == parameters and whole["model"]["name"] == name
-    assert shape_named(str(where / "config.json"), models=None).num_parameters == parameters
+    assert count_parameters(shape_named(str(where / "config.json"), models=None)) == parameters
 
 
 def test_a_row_says_what_a_config_says(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from support.planned import active_parameters
 
 from megatron.bcd.config import LAYOUTS
 from megatron.bcd.planner import step_time
-from megatron.bcd.planner.estimate import make_estimate, multiplier_of
+from megatron.bcd.planner.estimate import Estimate, multiplier_of
 from megatron.bcd.planner.memory import fits, host_bytes, peak, rank_memory, saving_bytes
 from megatron.bcd.planner.recipe import Recipe, make_recipe
 from megatron.bcd.planner.search import candidates, compare, fewest_gpus, first_allowed, place, remedies, search
@@ -196,12 +196,12 @@ def test_what_makes_an_iteration_slow() -> None:
     """Recomputation and a slow network cost time, more microbatches shrink the bubble, and data parallelism adds
     reductions."""
     base = recipe("G-5.4B", num_gpus=8, pipeline_model_parallel_size=8, method="full")
-    plain, more = make_estimate(base), make_estimate(base.changed(global_batch_size=256))
-    assert make_estimate(replace(base, recompute="full")).iteration_seconds > 1.25 * plain.iteration_seconds
+    plain, more = Estimate(recipe=base), Estimate(recipe=base.changed(global_batch_size=256))
+    assert Estimate(recipe=replace(base, recompute="full")).iteration_seconds > 1.25 * plain.iteration_seconds
     slow = replace(base.cluster, gpus_per_node=4, network_gb_per_s=0.1)
-    assert make_estimate(replace(base, cluster=slow)).iteration_seconds > plain.iteration_seconds
+    assert Estimate(recipe=replace(base, cluster=slow)).iteration_seconds > plain.iteration_seconds
     assert more.bubble < plain.bubble and 0 < more.full_training_share < base.cluster.compute_share
-    shorter = make_estimate(base.changed(pipeline_model_parallel_size=4))
+    shorter = Estimate(recipe=base.changed(pipeline_model_parallel_size=4))
     assert shorter.phases[0].reductions > 0 == plain.phases[0].reductions
 
 
@@ -209,23 +209,23 @@ def test_bill() -> None:
     """Days and dollars follow from time, tokens and the multiplier, which is 1 for full training and the paper's for
     blocks."""
     one = recipe("G-1.6B", bcd_num_blocks=4)
-    plan = make_estimate(one, tokens=1e9)
+    plan = Estimate(recipe=one, tokens=1e9)
     assert plan.cost.multiplier == pytest.approx(2.44 * 6 / 5)
     assert plan.cost.iterations == -int(-2.44e9 * 6 / 5 // (64 * 1024))
     hours = plan.cost.iterations * plan.iteration_seconds / 3600
     assert plan.cost.days == pytest.approx(hours / 24)
     assert plan.cost.dollars == pytest.approx(0.29 * hours)
-    assert make_estimate(one.changed(method="full", bcd_num_blocks=None)).cost.multiplier == 1
+    assert Estimate(recipe=one.changed(method="full", bcd_num_blocks=None)).cost.multiplier == 1
     for num_blocks, epochs in ((2, 40), (3, 50), (4, 60)):  # table 11 of the paper
         assert multiplier_of("bcd", num_blocks)[0] / 2.44 == pytest.approx(epochs / 50)
-    assert make_estimate(one).cost.tokens == 20 * one.shape.num_parameters
+    assert Estimate(recipe=one).cost.tokens == 20 * one.num_parameters
 
 
 def test_search_finds_the_cheapest() -> None:
     """A search finds the cheapest layout within 1 %, in order of price, and keeps a given number of blocks."""
     base = request("G-1.6B", num_gpus=2, global_batch_size=8)
     found = search(base)
-    every = [make_estimate(each) for each in candidates(base) if fits(each)]
+    every = [Estimate(recipe=each) for each in candidates(base) if fits(each)]
     assert found[0].cost.dollars <= 1.01 * min(plan.cost.dollars for plan in every)
     dollars = [plan.cost.dollars for plan in found]
     assert dollars == pytest.approx(sorted(dollars))
@@ -247,10 +247,10 @@ def test_fewest_gpus_fit() -> None:
 def test_what_fits_is_the_shortest_pipeline_and_the_largest_micro_batch() -> None:
     """The largest micro-batch fits and twice as many samples do not; the shortest pipeline that fits is chosen."""
     one = recipe("G-1.6B")
-    largest = make_estimate(one).largest_micro_batch
+    largest = Estimate(recipe=one).largest_micro_batch
     assert largest is not None and fits(one.changed(micro_batch_size=largest))
     assert not fits(one.changed(micro_batch_size=2 * largest))
-    assert make_estimate(recipe("G-10B")).largest_micro_batch is None
+    assert Estimate(recipe=recipe("G-10B")).largest_micro_batch is None
     eight = request("G-5.4B", precision="bf16", num_gpus=8)
     chosen = place(**eight, is_open=False)
     assert fits(chosen)

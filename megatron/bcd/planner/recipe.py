@@ -16,6 +16,7 @@ from megatron.bcd.planner.cost import ModelShape
 from megatron.bcd.planner.run_state import RunMemory
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.planner.tables import GIB, Cluster, Model
+from megatron.bcd.planner.tensors import count_parameters
 from megatron.bcd.tokenizer import padded_vocab_size
 
 STREAMED = {"full, streamed": "full", "muon, streamed": "muon"}
@@ -227,6 +228,11 @@ class Recipe:
     def shape(self) -> ModelShape:
         """The sizes of the model, with the unpadded vocabulary."""
         return run_state.shape_of(self.config, vocab_size=self.model.vocabulary)
+
+    @property
+    def num_parameters(self) -> int:
+        """The parameters of the model, unpadded."""
+        return count_parameters(self.shape)
 
     @cached_property
     def partition(self) -> Partition:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
-from megatron.bcd.planner.estimate import Estimate, make_estimate, training_cost
+from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.measured import LARGE_STEP, finding, whole_rules
 from megatron.bcd.planner.memory import fits, node_bytes
 from megatron.bcd.planner.recipe import DEFAULTS, MAX_GPUS, PRESET_OF, STREAMED, WHOLE, Recipe, build_recipe
@@ -348,16 +348,18 @@ def search(values: Values, *, tokens: float | None = None) -> list[Estimate]:
     cut by work.
     """
 
-    def gpu_hours(recipe: Recipe) -> float:
-        hours = training_cost(recipe, mean_seconds(recipe), tokens=tokens).gpu_hours
-        return float(f"{hours:.6g}")  # of equals the first, which keeps most memory free
+    def gpu_hours(estimate: Estimate) -> float:
+        return float(f"{estimate.cost.gpu_hours:.6g}")  # of equals the first, which keeps most memory free
 
     for rule in _rules(values):
         fitting = _largest_with_experts(filter(fits, candidates({**values, "bcd_inactive_update": rule})))
-        if cheapest := sorted(fitting, key=gpu_hours)[:_NUM_SHOWN]:
-            cut = (each.varied(recompute="auto", pipeline_cut="auto") for each in cheapest if each.pipeline_size > 1)
-            best = sorted([*cheapest, *filter(fits, cut)], key=gpu_hours)[:_NUM_SHOWN]
-            return [make_estimate(recipe, tokens=tokens) for recipe in best]
+        estimates = [Estimate(recipe=recipe, tokens=tokens) for recipe in fitting]
+        for each in sorted(estimates, key=gpu_hours)[:_NUM_SHOWN]:
+            cut = each.recipe.varied(recompute="auto", pipeline_cut="auto")
+            if each.recipe.pipeline_size > 1 and fits(cut):
+                estimates.append(Estimate(recipe=cut, tokens=tokens))
+        if estimates:
+            return sorted(estimates, key=gpu_hours)[:_NUM_SHOWN]
     return []
 
 
