@@ -87,7 +87,7 @@ def phase_seconds(recipe: Recipe, block: int) -> PhaseTime:
         block=block,
         pipeline=pipeline,
         optimizer=step,
-        orthogonalization=_orthogonalization_seconds(recipe, slowest),
+        orthogonalization=slowest.orthogonalization / recipe.cluster.flops_per_s("bf16"),
         reductions=max(
             _reduction_seconds(recipe, buffer.size, shares[stage][0].messages) for stage, buffer in enumerate(buffers)
         ),
@@ -123,13 +123,6 @@ def _costs(recipe: Recipe, block: int) -> ActionCosts:
         if choice.granularity == "selective":
             backward[-1] += num_inputs * core
     return _with_head(recipe, block, forward, backward)
-
-
-def num_head_passes(recipe: Recipe, block: int) -> tuple[int, int]:
-    """Return the passes of the head in a microbatch's forward and backward pass."""
-    is_active = recipe.partition.head_active(block)
-    # a linear loss computes the gradient of its input in the forward pass, and the logits again for the weight's
-    return (2, 2 * is_active) if recipe.config.has_linear_loss else (1, 1 + is_active)
 
 
 def chunk_seconds(recipe: Recipe, block: int) -> list[tuple[float, float]]:
@@ -176,10 +169,11 @@ def _breadth_first_costs(recipe: Recipe, block: int, update: float) -> ActionCos
 
 def _with_head(recipe: Recipe, block: int, forward: list[float], backward: list[float]) -> ActionCosts:
     """Return the costs of passes of layers with those of the head, which follows the last ones."""
-    head = pass_seconds(recipe)[1]
-    forward_passes, backward_passes = num_head_passes(recipe, block)
-    forward[-1] += forward_passes * head
-    backward[-1] += backward_passes * head
+    head, is_active = pass_seconds(recipe)[1], recipe.partition.head_active(block)
+    # a linear loss computes the gradient of its input in the forward pass, and the logits again for the weight's
+    is_linear = recipe.config.has_linear_loss
+    forward[-1] += (1 + is_linear) * head
+    backward[-1] += (2 * is_active if is_linear else 1 + is_active) * head
     return ActionCosts(forward=forward, backward=backward, backward_input=backward, message=_message_seconds(recipe))
 
 
@@ -243,16 +237,14 @@ def _with_microbatches(shape: PlanShape, number: int) -> PlanShape:
 
 
 def _step_seconds(recipe: Recipe, stored: int, share: MatrixShare) -> float:
-    """Return the time of Adam's step on `stored` elements, plus that of the rank's matrix steps."""
+    """Return the time of Adam's step on `stored` elements, plus that of the rank's matrix steps.
+
+    They orthogonalise in bf16 whatever the precision of the run.
+    """
     traffic = 4 * ADAM_PASSES * stored + share.traffic
     if recipe.method == "offload":
         return traffic / (1e9 * recipe.cluster.host_gb_per_s)
-    return traffic / recipe.cluster.bytes_per_s + _orthogonalization_seconds(recipe, share)
-
-
-def _orthogonalization_seconds(recipe: Recipe, share: MatrixShare) -> float:
-    """Return the time of the orthogonalisation, which is in bf16 whatever the precision of the run."""
-    return share.orthogonalization / recipe.cluster.flops_per_s("bf16")
+    return traffic / recipe.cluster.bytes_per_s + share.orthogonalization / recipe.cluster.flops_per_s("bf16")
 
 
 def _reduction_seconds(recipe: Recipe, size: int, messages: int) -> float:
