@@ -407,16 +407,20 @@ def _rope(read: _Reader) -> tuple[int, float | None]:
 
 def architecture_flags(network: Architecture) -> dict[str, Any]:
     """Return the training flags, by field name, that determine the weights or their meaning."""
-    if network.family == TRANSFORMERS:
-        return _transformers_flags(network)
-    is_grouped = network.num_query_groups != network.num_attention_heads
     values: dict[str, Any] = {
         "num_layers": network.num_layers,
         "hidden_size": network.hidden_size,
         "ffn_hidden_size": network.ffn_hidden_size,
         "num_attention_heads": network.num_attention_heads,
         "kv_channels": network.head_size,
-        "group_query_attention": is_grouped,
+        "group_query_attention": network.num_query_groups != network.num_attention_heads,
+        "untie_embeddings_and_output_weights": not network.tied,
+    }
+    if values["group_query_attention"]:
+        values["num_query_groups"] = network.num_query_groups
+    if network.family == TRANSFORMERS:
+        return values | _transformers_flags(network)
+    values |= {
         "normalization": "LayerNorm" if network.family == "gpt2" else "RMSNorm",
         "layernorm_epsilon": network.norm_epsilon,
         "add_bias_linear": network.linear_bias,
@@ -429,13 +433,10 @@ def architecture_flags(network: Architecture) -> dict[str, Any]:
         "squared_relu": False,
         "openai_gelu": network.gelu == "tanh",
         "num_moe_experts": network.num_experts or None,
-        "untie_embeddings_and_output_weights": not network.tied,
         "softmax_type": "learnable" if network.family == "gpt_oss" else "vanilla",
         "window_size": [network.sliding_window - 1, 0] if network.sliding_window and network.window_layers else None,
         "position_embedding_type": "learned_absolute" if network.rotary_base is None else "rope",
     }
-    if is_grouped:
-        values["num_query_groups"] = network.num_query_groups
     if network.num_experts:
         values |= {
             "moe_router_topk": network.experts_per_token,
@@ -463,26 +464,17 @@ def architecture_flags(network: Architecture) -> dict[str, Any]:
 
 
 def _transformers_flags(network: Architecture) -> dict[str, Any]:
-    """Return sizes, and neutral values of the flags that choose among Megatron Core's layers."""
-    is_grouped = network.num_query_groups != network.num_attention_heads
-    values: dict[str, Any] = {
+    """Return neutral values of the flags that choose among Megatron Core's layers, and dropout."""
+    return {
         "transformer_impl": TRANSFORMERS,
-        "num_layers": network.num_layers,
-        "hidden_size": network.hidden_size,
-        "ffn_hidden_size": network.ffn_hidden_size,
-        "num_attention_heads": network.num_attention_heads,
-        "kv_channels": network.head_size,
-        "group_query_attention": is_grouped,
         "normalization": "RMSNorm",
         "add_bias_linear": False,
         "swiglu": True,
         "position_embedding_type": "none",
-        "untie_embeddings_and_output_weights": not network.tied,
         "hidden_dropout": network.hidden_dropout,
         "attention_dropout": network.attention_dropout,
         "make_vocab_size_divisible_by": 1,
     }
-    return values | ({"num_query_groups": network.num_query_groups} if is_grouped else {})
 
 
 def _gpt_oss_flags(network: Architecture) -> dict[str, Any]:

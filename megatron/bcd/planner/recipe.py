@@ -16,6 +16,7 @@ from megatron.bcd.planner.cost import ModelShape
 from megatron.bcd.planner.run_state import RunMemory
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.planner.tables import GIB, Cluster, Model
+from megatron.bcd.planner.tensors import count_parameters
 from megatron.bcd.tokenizer import padded_vocab_size
 
 STREAMED = {"full, streamed": "full", "muon, streamed": "muon"}
@@ -228,6 +229,11 @@ class Recipe:
         """The sizes of the model, with the unpadded vocabulary."""
         return run_state.shape_of(self.config, vocab_size=self.model.vocabulary)
 
+    @property
+    def num_parameters(self) -> int:
+        """The parameters of the model, unpadded."""
+        return count_parameters(self.shape)
+
     @cached_property
     def partition(self) -> Partition:
         """Which layers form which block. A method without blocks has a single one."""
@@ -274,7 +280,7 @@ class Recipe:
             yield f"{product}: does not divide --num-gpus {self.num_gpus}. Give a divisor."
         if context > 1 and self.model.sinks:
             yield f"--context-parallel-size {context}: {self.model.name} has attention with sinks. Leave it out."
-        if (measured := self.model.layer_kinds) is not None:
+        if (measured := self.model.measured) is not None:
             if context > 1:
                 yield f"--context-parallel-size {context}: transformers' layers have whole sequences. Leave it out."
             if config.has_linear_loss:
@@ -356,8 +362,8 @@ def make_recipe(**values: Any) -> Recipe:
 
 
 def build_recipe(**values: Any) -> Recipe:
-    """Build a recipe, which may have a fault. A flag has its field name in RunConfig; None leaves it out."""
-    attributes = {name: value for name, value in values.items() if name in _ATTRIBUTES}
+    """Build a recipe, which may have a fault. A flag has its field name in RunConfig; None is the default."""
+    attributes = {name: value for name, value in values.items() if name in _ATTRIBUTES and value is not None}
     flags = {name: value for name, value in values.items() if name not in _ATTRIBUTES}
     if unknown := flags.keys() - _KNOWN:
         raise TypeError(f"no field of RunConfig: {', '.join(sorted(unknown))}")
@@ -401,7 +407,7 @@ def _build_config(
         values["bcd_layout"] = "interleaved"
     sections = {name: _build_section(kind, values) for name, kind in _SECTIONS.items()}
     transformer = {name: values[name] for name in _TRANSFORMER if values.get(name) is not None}
-    return RunConfig(transformer=transformer, measured=model.layer_kinds, **sections)
+    return RunConfig(transformer=transformer, measured=model.measured, **sections)
 
 
 def _build_section(kind: Any, values: Mapping[str, Any]) -> Any:

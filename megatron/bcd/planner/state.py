@@ -301,15 +301,6 @@ class ModelState:
             optimizer_work=max(int(on_device * adam_work), share.working),
         )
 
-    def trained(self, stage: int, *blocks: int) -> list[int]:
-        """Return the sizes of a rank's parameters that are updated in the phases of these blocks (default: all)."""
-        phases = blocks or range(self.partition.num_blocks)
-        return [
-            tensor.size
-            for tensor in self.tensors[stage]
-            if any(tensor.owned.is_active(block) or tensor.owned.has_inactive_update(block) for block in phases)
-        ]
-
     def largest_rank(self, stage: int, block: int) -> RankMemory:
         """Return the rank of the stage with the most state."""
         ranks = (self.rank(stage, block, replica) for replica in range(self.num_replicas))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
 
 from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.blocks.partition import partition as one_block
 from megatron.bcd.planner.cost import ExpertShape, ModelShape
 
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
@@ -52,8 +53,6 @@ def stage_tensors(
 ) -> tuple[Tensor, ...]:
     """Return the parameters of a rank of the stage in GPTModel's order. Vocabulary 0 leaves out embedding and head."""
     has_copy = shape.tied and partition.num_stages > 1
-    if shape.experts is not None:
-        shape = replace(shape, experts=replace(shape.experts, on_rank=shape.experts.number // expert_size))
 
     def tensor(name: str, parts: tuple[tuple[int, int], ...], num_axes: int | None = None) -> Tensor:
         owned = ownership(name, partition=partition, stage=stage, num_axes=num_axes)
@@ -72,8 +71,18 @@ def stage_tensors(
     if shape.parameters:
         listed = _stage_parameters(shape, partition, stage)
         return tuple(tensor(name, (_rows_and_columns(axes),), len(axes)) for name, axes in listed)
-    everything = _names_and_parts(shape, partition, stage, padded_vocabulary)
+    everything = _names_and_parts(shape, partition, stage, vocabulary=padded_vocabulary, expert_size=expert_size)
     return tuple(tensor(name, parts) for name, parts in everything if any(map(prod, parts)))
+
+
+@lru_cache(maxsize=256)
+def count_parameters(shape: ModelShape) -> int:
+    """Return the number of parameters of the whole model. A tied head counts once."""
+    if shape.parameters:
+        return sum(prod(axes) for _, axes in shape.parameters)
+    whole = one_block(num_layers=shape.num_layers, num_stages=1, num_blocks=1, layout="spread", tied=shape.tied)
+    everything = _names_and_parts(shape, whole, 0, vocabulary=shape.vocab_size)
+    return sum(prod(part) for _, parts in everything for part in parts)
 
 
 def _rows_and_columns(axes: tuple[int, ...]) -> tuple[int, int]:
@@ -106,7 +115,9 @@ def _num_factors(name: str, parts: tuple[tuple[int, int], ...], tensor_size: int
     return (rows + columns // tensor_size if slices_columns else rows // tensor_size + columns) + 1
 
 
-def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabulary: int) -> Iterator[_NameAndParts]:
+def _names_and_parts(
+    shape: ModelShape, partition: Partition, stage: int, *, vocabulary: int, expert_size: int = 1
+) -> Iterator[_NameAndParts]:
     """Yield each parameter's name and the (rows, columns) of its parts. A vector has one row."""
     hidden, last = shape.hidden_size, partition.num_virtual_stages - 1
     for chunk in range(partition.num_chunks):
@@ -118,7 +129,7 @@ def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabu
                 yield f"{before}embedding.position_embeddings.weight", ((shape.num_positions, hidden),)
         for index, layer in enumerate(partition.chunk_layers(stage, chunk)):
             experts = shape.experts if shape.experts and shape.experts.layers[layer] else None
-            for name, parts in _layer(shape, experts):
+            for name, parts in _layer(shape, experts, expert_size):
                 yield f"{before}decoder.layers.{index}.{name}", parts
         if virtual == last:
             yield from _norm(f"{before}decoder.final_layernorm", hidden, shape)
@@ -126,7 +137,7 @@ def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabu
                 yield f"{before}output_layer.weight", ((vocabulary, hidden),)
 
 
-def _layer(shape: ModelShape, experts: ExpertShape | None) -> Iterator[_NameAndParts]:
+def _layer(shape: ModelShape, experts: ExpertShape | None, expert_size: int) -> Iterator[_NameAndParts]:
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
 
     def linear(name: str, inputs: int, *outputs: int, has_bias: bool = shape.biases) -> Iterator[_NameAndParts]:
@@ -147,7 +158,8 @@ def _layer(shape: ModelShape, experts: ExpertShape | None) -> Iterator[_NameAndP
     mlps = {"mlp": ffn}
     if experts is not None:
         yield from linear("mlp.router", hidden, experts.number)
-        mlps = {f"mlp.experts.local_experts.{index}": experts.ffn_hidden_size for index in range(experts.on_rank)}
+        on_rank = range(experts.number // expert_size)
+        mlps = {f"mlp.experts.local_experts.{index}": experts.ffn_hidden_size for index in on_rank}
         mlps |= {"mlp.shared_experts": experts.shared} if experts.shared else {}
     for mlp, width in mlps.items():
         if mlp.endswith("shared_experts") and experts is not None and experts.is_gated:
