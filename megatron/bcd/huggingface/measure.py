@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.bcd.blocks.ownership import is_stack
 from megatron.bcd.config.measured import LayerKind, MeasuredModel, Parameters
 from megatron.bcd.planner.tables import TransformersModel
 from megatron.bcd.runtime.compat.fake_tensors import MATRIX_PRODUCTS, LiveBytes, count_flops, fake_tensors
@@ -75,7 +74,6 @@ def measure(config: Any, *, sequence: int) -> MeasuredModel:
         return MeasuredModel(
             kinds=tuple(_measure(layers[index], one[index], two[index], sequence) for index in first),
             layers=tuple(map(kinds.index, keys)),
-            has_stacks=any(is_stack(name, each.dim()) for name, each in layers.named_parameters()),
             parameters=(
                 ("embedding.word_embeddings.weight", embedding),
                 *(

@@ -274,16 +274,13 @@ class Recipe:
             yield f"{product}: does not divide --num-gpus {self.num_gpus}. Give a divisor."
         if context > 1 and self.model.sinks:
             yield f"--context-parallel-size {context}: {self.model.name} has attention with sinks. Leave it out."
-        if (measured := self.model.layer_kinds) is not None:
+        if self.model.layer_kinds is not None:
             if context > 1:
                 yield f"--context-parallel-size {context}: transformers' layers have whole sequences. Leave it out."
             if config.has_linear_loss:
                 yield "--cross-entropy-fusion-impl linear: transformers' models compute the logits. Leave it out."
             if self.recompute == "auto":
                 yield "--recompute auto: transformers' layers are recomputed whole. Give full, or leave it out."
-            if self.is_whole and measured.has_stacks:
-                rule = config.bcd.bcd_inactive_update
-                yield f"--bcd-inactive-update {rule}: experts in one tensor are trained in blocks. Give none."
         if context > 1 and self.tokens % (2 * context):
             yield f"--seq-length {self.tokens}: must be a multiple of {2 * context}, 2 x --context-parallel-size"
         if self.global_batch_size % (per_step := self.micro_batch_size * self.data_size):

@@ -230,10 +230,7 @@ def reason_for_rule(recipe: Recipe) -> str:
     changes: _Changes = dict.fromkeys(BLOCK_FLAGS) | {"bcd_inactive_update": "factored", "recompute": "none"}
     whole = [*layouts(recipe.varied(**changes), micro_batch_size=1)]
     if not whole:
-        what = "the given flags"
-        if recipe.model.layer_kinds is not None and recipe.model.layer_kinds.has_stacks:
-            what = "experts in one tensor"
-        return f"blocks: the factored update cannot be combined with {what}"
+        return "blocks: the factored update cannot be combined with the given flags"
     if any(fits(each, share=_PLANNED_SHARE) for each in whole):
         return "blocks, as the flags ask; without them every layer by the factored update, which fits"
     return "blocks: every layer by the factored update does not fit"

@@ -33,6 +33,8 @@ class Tensor:
     is_shared: bool = False  # a tied embedding on several stages, or its copy: it has a separate bucket
     parts: tuple[tuple[int, int], ...] = ()
     """Rows and columns of the parts that an inactive update steps apart (queries, keys, values); empty for others."""
+    num_matrices: int = 1
+    """Matrices of experts in one parameter, each with these parts."""
     is_expert: bool = False
     """Whether expert-parallel ranks hold different ones."""
     num_factors: int = 0
@@ -55,29 +57,31 @@ def stage_tensors(
     if shape.experts is not None:
         shape = replace(shape, experts=replace(shape.experts, on_rank=shape.experts.number // expert_size))
 
-    def tensor(name: str, parts: tuple[tuple[int, int], ...], num_axes: int | None = None) -> Tensor:
+    def tensor(
+        name: str, parts: tuple[tuple[int, int], ...], num_axes: int | None = None, num_matrices: int = 1
+    ) -> Tensor:
         owned = ownership(name, partition=partition, stage=stage, num_axes=num_axes)
         is_expert = ".local_experts." in name
         num_slices = (expert_tensor_size or tensor_size) if is_expert else tensor_size
         return Tensor(
             name=name,
-            size=-(-sum(map(prod, parts)) // (num_slices if name.endswith(_SHARED_BY_TENSOR_RANKS) else 1)),
+            size=num_matrices
+            * -(-sum(map(prod, parts)) // (num_slices if name.endswith(_SHARED_BY_TENSOR_RANKS) else 1)),
             is_shared=has_copy and name.endswith(("embedding.word_embeddings.weight", "output_layer.weight")),
             owned=owned,
             parts=parts if owned.is_matrix else (),
+            num_matrices=num_matrices,
             is_expert=is_expert and expert_size > 1,
-            num_factors=_num_factors(name, parts, num_slices) if owned.is_matrix else 0,
+            num_factors=num_matrices * _num_factors(name, parts, num_slices) if owned.is_matrix else 0,
         )
 
     if shape.parameters:
         listed = _stage_parameters(shape, partition, stage)
-        return tuple(tensor(name, (_rows_and_columns(axes),), len(axes)) for name, axes in listed)
+        return tuple(
+            tensor(name, ((prod(axes[-2:-1]), axes[-1]),), len(axes), prod(axes[:-2])) for name, axes in listed
+        )
     everything = _names_and_parts(shape, partition, stage, padded_vocabulary)
     return tuple(tensor(name, parts) for name, parts in everything if any(map(prod, parts)))
-
-
-def _rows_and_columns(axes: tuple[int, ...]) -> tuple[int, int]:
-    return (axes[0], axes[1]) if len(axes) == 2 else (1, prod(axes))
 
 
 def _stage_parameters(shape: ModelShape, partition: Partition, stage: int) -> Iterator[tuple[str, tuple[int, ...]]]:
