@@ -23,7 +23,7 @@ _FACTORED = ("embedding.word_embeddings.weight", "output_layer.weight")
 _MATRIX, _BIAS = re.compile(r"\.(gate_)?weight\d*$"), re.compile(r"[._]bias\d*$|conv\w*\.weight$")
 """Transformer Engine numbers the experts' matrices that it multiplies together: weight0, weight1 and so on."""
 
-_NORM, _SINKS = re.compile(r"norm|\.ln_"), "softmax_offset"
+_NORM = re.compile(r"norm|\.ln_")
 
 Module = Literal["embedding", "layer", "final_norm", "head"]
 
@@ -89,8 +89,7 @@ def ownership(name: str, *, partition: Partition, stage: int, num_axes: int | No
     elif name.startswith("decoder.layers."):
         module, layer = "layer", partition.chunk_layers(stage, chunk)[int(name.split(".")[2])]
         block = partition.layer_block[layer]
-        is_vector = num_axes == 1 and not name.endswith(_SINKS)
-        is_bias = not is_norm and (is_vector or _BIAS.search(name) is not None)
+        is_bias = not is_norm and (num_axes == 1 or _BIAS.search(name) is not None)
         is_always_active |= is_bias and "biases" in partition.always_active
     else:
         raise KeyError(name)

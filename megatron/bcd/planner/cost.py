@@ -99,8 +99,6 @@ class ModelShape:
     shifted_norms: bool  # whether norms have a shift beside their scale (LayerNorm)
     qkv_bias: bool = False  # whether queries, keys and values have a bias; with `biases` they always do
     qk_norm_size: int = 0  # width of a head where queries and keys are normalised; else 0
-    sinks: int = 0  # attention heads if each has a parameter; else 0
-    fuses_gate: bool = True  # whether activation and gate are one kernel (SwiGLU), which saves only its inputs
     experts: ExpertShape | None = None
     measured: MeasuredModel | None = None
     """Layers of a model of transformers; then the sizes of layers above do not count."""
@@ -126,7 +124,7 @@ class ModelShape:
         attention, up = self.query_size + 2 * self.key_value_size, 1 + self.gated
         layer += attention * (self.biases or self.qkv_bias)
         layer += (2 * self.hidden_size + up * self.ffn_hidden_size) * self.biases
-        layer += 2 * norm * (self.hidden_size + self.qk_norm_size) + self.sinks
+        layer += 2 * norm * (self.hidden_size + self.qk_norm_size)
         tables = (1 if self.tied else 2) * self.vocab_size + self.num_positions
         total = self.num_layers * layer + (tables + norm) * self.hidden_size
         return total + (0 if self.experts is None else self.experts.more_than_dense(self))

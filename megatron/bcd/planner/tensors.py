@@ -16,7 +16,7 @@ _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
 
 _SHARED_BY_TENSOR_RANKS = (
     "word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight",
-    "linear_fc1.bias", "linear_proj.weight", "linear_fc2.weight", "softmax_offset",
+    "linear_fc1.bias", "linear_proj.weight", "linear_fc2.weight",
 )  # fmt: skip
 """Ends of the names of the parameters that tensor parallelism slices. Each rank holds the others whole."""
 
@@ -140,8 +140,6 @@ def _layer(shape: ModelShape, experts: ExpertShape | None) -> Iterator[_NameAndP
 
     heads, groups = shape.query_size, shape.key_value_size
     yield from _norm("input_layernorm", hidden, shape)
-    if shape.sinks:
-        yield "self_attention.core_attention.softmax_offset", ((1, shape.sinks),)
     yield from linear("self_attention.linear_proj", heads, hidden)
     has_bias = shape.biases or shape.qkv_bias
     yield from linear("self_attention.linear_qkv", hidden, heads, groups, groups, has_bias=has_bias)
