@@ -113,11 +113,11 @@ OURS = {name for flag in generate_flags() for name in (*flag.names, *flag.off_na
 
 def test_every_flag_of_stock_is_accepted_or_in_the_table() -> None:
     """Each stock flag is accepted or refused by name, and each entry of the table matches a flag that exists."""
-    for name in sorted(stock_flags() - OURS)[::13]:
-        if why_unsupported(name) is None and name != "--no-position-embedding":
+    for name in sorted(stock_flags() - OURS - {"--no-position-embedding"})[::13]:
+        if why_unsupported(name) is None:
             assert parse(name, "1") == parse(), name
         else:
-            with pytest.raises(ValueError, match=f"^{name}[ :]"):
+            with pytest.raises(ValueError, match=f"^{name} "):
                 parse(name, "9")
     starts = " ".join(UNSUPPORTED.values()).split()
     fields = [dashed(field.name) for core, _ in CORE_SECTIONS.values() for field in dataclasses.fields(core)]

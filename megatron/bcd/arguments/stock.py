@@ -237,7 +237,6 @@ BELONG_TO = {
     "--no-mock-data": "full_validation",
     "--sft": "sft_prompt_format sft_ignore_keys sft_skip_bad_records sft_packing sft_drop_long num_epochs",
     "--profile": "use_pytorch_profiler profile_step_start profile_step_end profile_ranks",
-    "--timing-log-level": "log_timers_to_tensorboard",
     "--context-parallel-size": "cp_comm_type",
     "--bcd-switch=plateau": "bcd_plateau_window bcd_plateau_min_improvement bcd_min_steps_per_block "
     "bcd_max_steps_per_block",
@@ -324,7 +323,7 @@ UNSUPPORTED = {
     ),
     "give --adam-moments-dtype bf16 or int8": "--exp-avg-dtype --exp-avg-sq-dtype",
     "give --grad-reduce-in-bf16": "--main-grads-dtype",
-    "give --timing-log-level 1 --timing-log-option all": "--log-straggler --straggler-",
+    "give --profile, which shows each rank's time": "--log-straggler --straggler-",
     "only matrices have weight decay; --apply-wd-to-qk-layernorm adds norms": "--no-weight-decay-cond-type",
     "only --use-rope-scaling scales positions": "--rotary-seq-len-interpolation-factor",
     "give parallel sizes; a checkpoint fits all of them": "--use-mp-args-from-checkpoint-args",

@@ -98,7 +98,7 @@ def sharded_state(
                 ).cpu()
             elif not saves:
                 continue
-            elif can_wait and shape == parameter.shape:
+            elif can_wait and name not in (ROW_MEANS, COLUMN_MEANS):
                 tensor = torch.empty(shape, device="meta")
             else:
                 tensor = torch.zeros(shape) if read is None else read().to("cpu", copy=True)

@@ -57,6 +57,8 @@ class Counters:
     """Distinct training samples of each earlier phase, summed over the phases."""
     skipped_steps: int = 0
     """Number of last steps that were skipped in a row because their loss or gradient was not finite."""
+    owes_evaluation: bool = False
+    """Whether a signal stopped the evaluation after `iteration`, which a resumed run repeats."""
 
 
 @dataclass(kw_only=True)
@@ -97,7 +99,8 @@ def from_json(text: str, *, path: str) -> RunState:
     try:
         values = json.loads(text)
         version = values["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
+        values.setdefault("owes_evaluation", False)  # later than the format
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error})") from error
     if version != FORMAT_VERSION:
         raise ValueError(

@@ -639,16 +639,6 @@ class ReportConfig:
     log_params_norm: bool = option(False, "log the norm of all weights")
     log_num_zeros_in_grad: bool = option(False, "log the number of zeros in the active gradient")
     log_throughput: bool = option(False, "log TFLOP/s per GPU, of what the phase computes")
-    timing_log_level: int = option(
-        0,
-        "log times of parts of a step: 1 = passes, reductions, optimizer; 2 = each pass and message too",
-        choices=(0, 1, 2),
-    )
-    timing_log_option: str = option(
-        "minmax", "statistic of these times over the ranks", choices=("max", "minmax", "all")
-    )
-    barrier_with_level_1_timing: bool = option(True, "let all ranks wait for each other before timers of level 1")
-    log_timers_to_tensorboard: bool = option(False, "write these times to TensorBoard and Weights & Biases too")
     profile: bool = option(False, "profile some training steps: --use-pytorch-profiler, or marks for Nsight Systems")
     profile_step_start: int = option(10, "steps before those that are profiled", range=AT_LEAST_0)
     profile_step_end: int = option(12, "last step that is profiled")

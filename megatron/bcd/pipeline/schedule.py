@@ -113,17 +113,11 @@ class PipelineSchedule:
         """
         num_stages = self._partition.num_stages
         if self.name == "breadth-first" or (num_stages > 1 and self.name != "stock"):
-            config = get_model_config(model)
-            if config.timers is not None:  # Megatron Core's functions start and stop this timer too
-                config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
             if step is None:
                 shape = self._evaluation_shape(num_microbatches)
             else:
                 shape = self._training_shape(num_microbatches, num_microbatches_next)
-            reported = self.execute(shape, model, step=step, **arguments)
-            if config.timers is not None:
-                config.timers("forward-backward").stop()
-            return reported
+            return self.execute(shape, model, step=step, **arguments)
         if num_stages > 1:
             self._connect(model)
         return get_forward_backward_func()(  # type: ignore[no-any-return]
