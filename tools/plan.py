@@ -252,7 +252,6 @@ def named_model(name: str, *, models: str | None, sequence: int | None = None) -
             experts=network.num_experts,
             experts_per_token=network.experts_per_token or 2,
             expert_ffn=network.expert_ffn_size,
-            sinks=network.family == "gpt_oss",
         )
     rows = read_models(MODELS) | (read_models(models) if models else {})
     try:

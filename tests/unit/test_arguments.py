@@ -250,7 +250,6 @@ def test_checkpoint_of_another_version() -> None:
 
 
 ROPE, EXPERTS = "--position-embedding-type rope", "--num-experts 4 --disable-bias-linear"
-YARN, GATE = "--position-embedding-type yarn", "--quick-geglu --disable-bias-linear"
 
 
 @pytest.mark.parametrize(
@@ -259,12 +258,6 @@ YARN, GATE = "--position-embedding-type yarn", "--quick-geglu --disable-bias-lin
         (ROPE, "--rotary-percent 0.5"),
         (ROPE, "--use-rope-scaling"),
         (ROPE + " --use-rope-scaling", "--rope-scaling-factor 32.0"),
-        (YARN, "--yarn-original-max-position-embeddings 8"),
-        (YARN, "--no-yarn-correction-range-round-to-int"),
-        ("", "--window-size 7,0"),
-        ("--window-size 7,0", "--window-attn-skip-freq 2"),
-        (GATE, "--activation-func-clamp-value 7.0"),
-        ("", "--softmax-type learnable"),
         (EXPERTS, "--moe-router-score-function sigmoid"),
         (EXPERTS, "--moe-layer-freq 2"),
     ],
@@ -272,7 +265,7 @@ YARN, GATE = "--position-embedding-type yarn", "--quick-geglu --disable-bias-lin
 def test_weights_of_another_network_are_refused(words: str, flag: str) -> None:
     """--finetune, --skip-train and a resume refuse each flag of the network that the saving run had and this one lacks,
     or the other way round."""
-    without, name = parse(*words.split()), flag.split()[0].replace("--no-yarn", "--yarn")
+    without, name = parse(*words.split()), flag.split()[0]
     with_flag = parse(*words.split(), *flag.split())
     for saved, now in ((without, with_flag), (with_flag, without)):
         flags = run_config_to_dict(saved)

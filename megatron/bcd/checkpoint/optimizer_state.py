@@ -122,7 +122,8 @@ def _entry(
     if state_name not in (ROW_MEANS, COLUMN_MEANS):
         entry = make_sharded_optimizer_tensor(weight, tensor, f"{PREFIX}.{state_name}")
         return replace(entry, replica_id=(*entry.replica_id[:-1], replica))  # type: ignore[misc]
-    # row means [M] or column means [P, N]: sliced over tensor-parallel ranks if rows or columns are
+    # row means [M] or column means [P, N]: sliced over tensor-parallel ranks if rows or columns are. Experts in one
+    # parameter have [E, M] and [E, P, N], and are not sliced
     key, layout = f"{PREFIX}.{state_name}.{weight.key}", active.matrices.matrices[name].layout
     dim = 0 if state_name == ROW_MEANS else 1
     tensor = tensor.detach().to("cpu", copy=True)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.bcd.blocks.ownership import is_stack
 from megatron.bcd.config.measured import LayerKind, MeasuredModel
 from megatron.bcd.huggingface.any_decoder import parameters_of
 from megatron.bcd.model.skeleton import LAYERS, Pass, Skeleton, read_config
@@ -69,7 +68,6 @@ def measure(config: Any, *, sequence: int) -> MeasuredModel:
         return MeasuredModel(
             kinds=tuple(_measure(layers[index], one[index], two[index], sequence) for index in first),
             layers=tuple(map(kinds.index, keys)),
-            has_stacks=any(is_stack(name, each.dim()) for layer in layers for name, each in layer.named_parameters()),
             parameters=parameters,
         )
 

@@ -5,15 +5,16 @@ Shapes: K = matrices of a stack, M = rows, N = columns.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from megatron.bcd.blocks.ownership import matrix_stacks
+from megatron.bcd.blocks.ownership import EXPERT_STACK_ELEMENTS, matrix_stacks
 from megatron.bcd.model.host_layers import LOW_BITS, State
 from megatron.bcd.optim import bf16, low_bit_adam, update_rules
 from megatron.bcd.optim.state import COLUMN_MEANS, MAIN_PARAM, MOMENTUM, ROW_MEANS
@@ -60,7 +61,10 @@ Rules = list[tuple[MatrixRule, Iterable[str], bool]]
 
 @dataclass(kw_only=True, eq=False)
 class Matrix:
-    """A matrix of a layer, or this rank's tensor-parallel slice of it, with its state."""
+    """A matrix of a layer, or this rank's tensor-parallel slice of it, with its state.
+
+    A parameter [E, M, N] of E experts has the state of E matrices.
+    """
 
     name: str
     parameter: torch.nn.Parameter
@@ -161,14 +165,14 @@ class Matrix:
         return self.state.get(kind, self.offloaded.get(kind))
 
     def zero_factors(self) -> torch.Tensor:
-        """Return the factors before the first step, flat."""
-        rows, columns = self.parameter.shape
+        """Return the factors before the first step, [F] or [E, F]."""
+        *experts, rows, columns = self.parameter.shape
         size = update_rules.num_factors(rows, columns, len(self.layout.parts) or 1)
-        return torch.zeros(size, device=device.current())
+        return torch.zeros(*experts, size, device=device.current())
 
     def split_factors(self, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return views of this matrix's factors, split as by `update_rules.split_factors`."""
-        return update_rules.split_factors(factors, self.parameter.shape[0], len(self.layout.parts) or 1)
+        return update_rules.split_factors(factors, self.parameter.shape[-2], len(self.layout.parts) or 1)
 
     def adam_state(self) -> State:
         """Return the owner's entries of Adam's moments, flat."""
@@ -204,9 +208,12 @@ class Matrix:
     def shapes(self, kind: str) -> dict[str, torch.Size]:
         """Return the shapes of these tensors."""
         if kind == FACTORS:
-            rows, columns = self.parameter.shape
+            *experts, rows, columns = self.parameter.shape
             num_parts = len(self.layout.parts) or 1
-            return {ROW_MEANS: torch.Size([rows]), COLUMN_MEANS: torch.Size([num_parts, columns])}
+            return {
+                ROW_MEANS: torch.Size([*experts, rows]),
+                COLUMN_MEANS: torch.Size([*experts, num_parts, columns]),
+            }
         names = low_bit_adam.MOMENTS if kind == MOMENTS else [MAIN_PARAM if kind == LOW_BITS else MOMENTUM]
         return dict.fromkeys(names, self.parameter.shape)
 
@@ -288,9 +295,11 @@ class Stack:
         self.is_owner, self.num_ranks = matrices[0].is_owner, matrices[0].num_ranks
         weight = matrices[0].parameter
         self.rule: MatrixRule = param_group["rule"]
-        shape, dtype = (len(matrices), *weight.shape), self.rule.grad_dtype
-        self.gradient = torch.zeros(shape, dtype=dtype, device=device.current())
+        shape = (len(matrices) * weight.shape[:-2].numel(), *weight.shape[-2:])
+        self.gradient = torch.zeros(shape, dtype=self.rule.grad_dtype, device=device.current())
         """[K, M, N]; the `main_grad` of each matrix is a slice."""
+        self.experts = slice(None)
+        """The experts of a parameter that `weights` and `state` return."""
         self._num_missing = len(matrices)
         self.is_reducing = False
         self.is_shared = getattr(weight, "shared_embedding", False)
@@ -307,17 +316,32 @@ class Stack:
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        return [matrix.parameter.data for matrix in self.matrices]
+        """The weights of each parameter, [1, M, N] or [E, M, N]."""
+        return [self._view(matrix, matrix.parameter.data) for matrix in self.matrices]
 
     def state(self, kind: str) -> list[torch.Tensor]:
-        """Return the state of a kind of each matrix that has it on the device."""
-        return [matrix.state[kind] for matrix in self.matrices if kind in matrix.state]
+        """Return the state of a kind of each parameter that has it on the device, [1, ...] or [E, ...]."""
+        return [self._view(matrix, matrix.state[kind]) for matrix in self.matrices if kind in matrix.state]
+
+    def _view(self, matrix: Matrix, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[None] if matrix.parameter.dim() == 2 else tensor[self.experts]
+
+    def divided(self) -> Iterator[Stack]:
+        """Yield views of this stack with some experts of a single large parameter each, to save temporary memory."""
+        at_once = max(1, EXPERT_STACK_ELEMENTS // self.gradient[0].numel())
+        if len(self.matrices) > 1 or self.rule.name == update_rules.ADAM:  # Adam steps a parameter by itself in parts
+            at_once = len(self.gradient)
+        for start in range(0, len(self.gradient), at_once):
+            part = copy.copy(self)
+            part.experts = slice(start, start + at_once)
+            part.gradient = self.gradient[part.experts]
+            yield part
 
     def attach(self) -> None:
         """Give each matrix its gradient buffer."""
-        for matrix, gradient in zip(self.matrices, self.gradient, strict=True):
+        for matrix, gradient in zip(self.matrices, self.gradient.chunk(len(self.matrices)), strict=True):
             matrix.stack = self
-            matrix.parameter.main_grad = gradient  # type: ignore[attr-defined]
+            matrix.parameter.main_grad = gradient.view_as(matrix.parameter)  # type: ignore[attr-defined]
             matrix.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def detach(self) -> None:
@@ -385,14 +409,14 @@ def build_stacks(matrices: Sequence[Matrix], param_group: dict[str, Any]) -> lis
 
 
 def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return matrices stacked as [K, ...]: a view of a single one, otherwise a copy."""
-    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
+    """Return tensors [E, ...] joined as [K, ...]: a single one itself, otherwise a copy."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def write_back(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Write `values` back into the tensors that `join` copied."""
     if len(tensors) > 1:
-        pytorch.copy_each(tensors, values.unbind())
+        pytorch.copy_each(tensors, values.chunk(len(tensors)))
 
 
 def sum_of_squares(stacks: Iterable[Stack]) -> torch.Tensor:

@@ -391,9 +391,10 @@ class MatrixOptimizer:
 
     def _step(self, stacks: Sequence[Stack], *, clip_coefficient: float = 1.0, gradient_scale: float = 1.0) -> None:
         settings: dict[str, Any] = {"clip_coefficient": clip_coefficient, "gradient_scale": gradient_scale}
+        settings |= {"num_steps": self.num_steps[self._block], "is_compiled": self._is_compiled}
         for stack in stacks:
-            if stack.is_owner:
-                update_stack(stack, **settings, num_steps=self.num_steps[self._block], is_compiled=self._is_compiled)
+            for part in stack.divided() if stack.is_owner else ():
+                update_stack(part, **settings)
         for stack in stacks:  # after all updates, so that all owners compute at the same time
             stack.broadcast()
 
@@ -408,7 +409,7 @@ class MatrixOptimizer:
             for kind, (group, block) in matrix.groups.items():
                 num_steps: int | torch.Tensor = 0
                 if kind == FACTORS and (factors := matrix.get(FACTORS)) is not None:
-                    num_steps = factors[-1]
+                    num_steps = factors.view(-1)[-1]
                 elif kind != MOMENTUM and block is not None:
                     num_steps = self.num_steps[block]
                 yield ParamState(

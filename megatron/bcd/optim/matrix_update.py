@@ -80,7 +80,7 @@ def _step_adam(stack: Stack, clip_coefficient: float, num_steps: int) -> None:
     """Step the matrices of a stack with Adam, some elements at a time, which bounds temporary memory."""
     settings = {**stack.rule.adam, "step": num_steps + 1}
     settings |= {name: stack.param_group[name] for name in ("lr", "weight_decay")}
-    for matrix, gradients in zip(stack.matrices, stack.gradient, strict=True):
+    for matrix, gradients in zip(stack.matrices, stack.gradient.chunk(len(stack.matrices)), strict=True):
         state = {kind: tensor.view(-1) for kind, tensor in matrix.state.items() if kind != GRADIENT}
         parts = low_bit_adam.parts(matrix.parameter.data.view(-1), gradients.view(-1), state)
         for start, weight, gradient, part in parts:

@@ -55,9 +55,9 @@ def layer_bytes(config: RunConfig, state: ModelState, *, unfused_attention: bool
     hidden, ffn = shape.hidden_size, shape.active_ffn // tensor_size
     vocabulary = state.padded_vocabulary // tensor_size
     query, key_value = shape.query_size // tensor_size, shape.key_value_size // tensor_size
-    # query, key, value and context are twice this; in fp32 and with sinks, attention repeats keys and values for each
+    # query, key, value and context are twice this; in fp32 attention repeats keys and values for each
     # query of a group
-    heads = query + (query if element == 4 or shape.sinks else key_value)
+    heads = query + (query if element == 4 else key_value)
     attention = (
         int(config.transformer["num_attention_heads"]) // tensor_size
     )  # in fp32: the logarithm of the sum of each row of scores
@@ -148,14 +148,11 @@ def _saved_elements(shape: ModelShape, heads: int, ffn: int) -> tuple[int, int]:
     hidden = shape.hidden_size
     if shape.gated:
         # norm input and output, query-key-value, rotated query and key, context, the second norm's; gate, up, product
-        kept = (2 if shape.sinks else 3) * heads  # attention with sinks keeps copies alone
-        active, suffix = 4 * hidden + kept + 3 * ffn, 2 * hidden + kept + 2 * ffn
+        active, suffix = 4 * hidden + 3 * heads + 3 * ffn, 2 * hidden + 3 * heads + 2 * ffn
     else:
         # norm input and output, query-key-value, context, the second norm's; before and after GELU
         active, suffix = 4 * hidden + 2 * heads + 2 * ffn, 2 * hidden + 2 * heads + ffn
     more = heads if shape.qk_norm_size else 0  # the norms keep copies of queries and keys
-    if not shape.fuses_gate:  # clamped gate and up, sigmoid, both factors of the product, and the product by itself
-        more += 5 * ffn
     return active + more, suffix + more
 
 

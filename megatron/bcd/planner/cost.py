@@ -90,8 +90,6 @@ class ModelShape:
     shifted_norms: bool  # whether norms have a shift beside their scale (LayerNorm)
     qkv_bias: bool = False  # whether queries, keys and values have a bias; with `biases` they always do
     qk_norm_size: int = 0  # width of a head where queries and keys are normalised; else 0
-    sinks: int = 0  # attention heads if each has a parameter; else 0
-    fuses_gate: bool = True  # whether activation and gate are one kernel (SwiGLU), which saves only its inputs
     experts: ExpertShape | None = None
     measured: MeasuredModel | None = None
     """Layers of a model of transformers; then the sizes of layers above do not count."""

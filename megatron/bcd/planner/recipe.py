@@ -58,7 +58,7 @@ _TRANSFORMER = (
     "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "pipeline_model_parallel_size",
     "context_parallel_size", "bf16", "fp16", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl",
     "recompute_granularity", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
-    "moe_grouped_gemm", "softmax_type", "expert_model_parallel_size",
+    "moe_grouped_gemm", "expert_model_parallel_size",
 )  # fmt: skip
 """The fields of Megatron Core's TransformerConfig that the formulas read."""
 _SECTIONS = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)}
@@ -278,18 +278,13 @@ class Recipe:
         if self.num_gpus % (stages * context):
             product = f"--context-parallel-size {context} x --pipeline-model-parallel-size {stages}"
             yield f"{product}: does not divide --num-gpus {self.num_gpus}. Give a divisor."
-        if context > 1 and self.model.sinks:
-            yield f"--context-parallel-size {context}: {self.model.name} has attention with sinks. Leave it out."
-        if (measured := self.model.measured) is not None:
+        if self.model.measured is not None:
             if context > 1:
                 yield f"--context-parallel-size {context}: transformers' layers have whole sequences. Leave it out."
             if config.has_linear_loss:
                 yield "--cross-entropy-fusion-impl linear: transformers' models compute the logits. Leave it out."
             if self.recompute == "auto":
                 yield "--recompute auto: transformers' layers are recomputed whole. Give full, or leave it out."
-            if self.is_whole and measured.has_stacks:
-                rule = config.bcd.bcd_inactive_update
-                yield f"--bcd-inactive-update {rule}: experts in one tensor are trained in blocks. Give none."
         if context > 1 and self.tokens % (2 * context):
             yield f"--seq-length {self.tokens}: must be a multiple of {2 * context}, 2 x --context-parallel-size"
         if self.global_batch_size % (per_step := self.micro_batch_size * self.data_size):

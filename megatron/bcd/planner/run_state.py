@@ -84,14 +84,12 @@ def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
         num_positions=config.model.max_position_embeddings if has_positions else 0,
         tied=config.tied,
         biases=bool(fields["add_bias_linear"]),
-        gated=config.is_gated,
+        gated=config.model.swiglu,
         query_size=heads * channels,
         key_value_size=(fields.get("num_query_groups") or heads) * channels,
         shifted_norms=fields.get("normalization", "LayerNorm") == "LayerNorm",
         qkv_bias=bool(fields.get("add_qkv_bias")),
         qk_norm_size=channels if fields.get("qk_layernorm") else 0,
-        sinks=heads if fields.get("softmax_type") == "learnable" else 0,
-        fuses_gate=not config.model.quick_geglu,
         experts=_experts_of(config),
         measured=config.measured,
         parameters=config.measured.parameters if config.measured else (),
@@ -232,8 +230,7 @@ class RunMemory:
     @cached_property
     def layer_bytes(self) -> LayerBytes:
         """The activations of one microbatch."""
-        unfused = self.unfused_attention or self.config.has_unfused_attention
-        return layer_bytes(self.config, self.state, unfused_attention=unfused)
+        return layer_bytes(self.config, self.state, unfused_attention=self.unfused_attention)
 
     def schedule_shape(self, block: int) -> PlanShape:
         """Return the pipeline schedule in the middle of the block's phase."""

@@ -315,10 +315,7 @@ def reason_for_rule(recipe: Recipe) -> str:
     open_pipeline = {"micro_batch_size": 1, "pipeline_model_parallel_size": None}
     whole = [*candidates(recipe.values | changes | open_pipeline)]
     if not whole:
-        what = "the given flags"
-        if recipe.model.measured is not None and recipe.model.measured.has_stacks:
-            what = "experts in one tensor"
-        return f"blocks: the factored update cannot be combined with {what}"
+        return "blocks: the factored update cannot be combined with the given flags"
     if any(fits(each, share=_PLANNED_SHARE) for each in whole):
         return "blocks, as the flags ask; without them every layer by the factored update, which fits"
     return "blocks: every layer by the factored update does not fit"

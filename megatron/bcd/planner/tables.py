@@ -39,7 +39,6 @@ class Model:
     experts: int = 0  # experts of every layer; 0 in a dense model
     experts_per_token: int = 2
     expert_ffn: int = 0  # inner width of an expert; 0: ffn
-    sinks: bool | None = None  # whether attention has sinks and the gate is quick GELU, as in gpt-oss
     measured: MeasuredModel | None = None  # no column: layers of transformers, in place of formulas
 
     def __post_init__(self) -> None:
@@ -80,9 +79,7 @@ class Model:
             "add_qkv_bias": has_biases or self.biases == "qkv",
             "qk_layernorm": bool(self.qk_norm),
             "normalization": "LayerNorm" if is_gpt else "RMSNorm",
-            "swiglu": not is_gpt and not self.sinks,
-            "quick_geglu": bool(self.sinks),
-            "softmax_type": "learnable" if self.sinks else "vanilla",
+            "swiglu": not is_gpt,
         }
 
 

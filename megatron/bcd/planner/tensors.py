@@ -17,7 +17,7 @@ _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
 
 _SHARED_BY_TENSOR_RANKS = (
     "word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight",
-    "linear_fc1.bias", "linear_proj.weight", "linear_fc2.weight", "softmax_offset",
+    "linear_fc1.bias", "linear_proj.weight", "linear_fc2.weight",
 )  # fmt: skip
 """Ends of the names of the parameters that tensor parallelism slices. Each rank holds the others whole."""
 
@@ -34,6 +34,8 @@ class Tensor:
     is_shared: bool = False  # a tied embedding on several stages, or its copy: it has a separate bucket
     parts: tuple[tuple[int, int], ...] = ()
     """Rows and columns of the parts that an inactive update steps apart (queries, keys, values); empty for others."""
+    num_matrices: int = 1
+    """Matrices of experts in one parameter, each with these parts."""
     is_expert: bool = False
     """Whether expert-parallel ranks hold different ones."""
     num_factors: int = 0
@@ -54,23 +56,29 @@ def stage_tensors(
     """Return the parameters of a rank of the stage in GPTModel's order. Vocabulary 0 leaves out embedding and head."""
     has_copy = shape.tied and partition.num_stages > 1
 
-    def tensor(name: str, parts: tuple[tuple[int, int], ...], num_axes: int | None = None) -> Tensor:
+    def tensor(
+        name: str, parts: tuple[tuple[int, int], ...], num_axes: int | None = None, num_matrices: int = 1
+    ) -> Tensor:
         owned = ownership(name, partition=partition, stage=stage, num_axes=num_axes)
         is_expert = ".local_experts." in name
         num_slices = (expert_tensor_size or tensor_size) if is_expert else tensor_size
         return Tensor(
             name=name,
-            size=-(-sum(map(prod, parts)) // (num_slices if name.endswith(_SHARED_BY_TENSOR_RANKS) else 1)),
+            size=num_matrices
+            * -(-sum(map(prod, parts)) // (num_slices if name.endswith(_SHARED_BY_TENSOR_RANKS) else 1)),
             is_shared=has_copy and name.endswith(("embedding.word_embeddings.weight", "output_layer.weight")),
             owned=owned,
             parts=parts if owned.is_matrix else (),
+            num_matrices=num_matrices,
             is_expert=is_expert and expert_size > 1,
-            num_factors=_num_factors(name, parts, num_slices) if owned.is_matrix else 0,
+            num_factors=num_matrices * _num_factors(name, parts, num_slices) if owned.is_matrix else 0,
         )
 
     if shape.parameters:
         listed = _stage_parameters(shape, partition, stage)
-        return tuple(tensor(name, (_rows_and_columns(axes),), len(axes)) for name, axes in listed)
+        return tuple(
+            tensor(name, ((prod(axes[-2:-1]), axes[-1]),), len(axes), prod(axes[:-2])) for name, axes in listed
+        )
     everything = _names_and_parts(shape, partition, stage, vocabulary=padded_vocabulary, expert_size=expert_size)
     return tuple(tensor(name, parts) for name, parts in everything if any(map(prod, parts)))
 
@@ -83,10 +91,6 @@ def count_parameters(shape: ModelShape) -> int:
     whole = one_block(num_layers=shape.num_layers, num_stages=1, num_blocks=1, layout="spread", tied=shape.tied)
     everything = _names_and_parts(shape, whole, 0, vocabulary=shape.vocab_size)
     return sum(prod(part) for _, parts in everything for part in parts)
-
-
-def _rows_and_columns(axes: tuple[int, ...]) -> tuple[int, int]:
-    return (axes[0], axes[1]) if len(axes) == 2 else (1, prod(axes))
 
 
 def _stage_parameters(shape: ModelShape, partition: Partition, stage: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -147,8 +151,6 @@ def _layer(shape: ModelShape, experts: ExpertShape | None, expert_size: int) -> 
 
     heads, groups = shape.query_size, shape.key_value_size
     yield from _norm("input_layernorm", hidden, shape)
-    if shape.sinks:
-        yield "self_attention.core_attention.softmax_offset", ((1, shape.sinks),)
     yield from linear("self_attention.linear_proj", heads, hidden)
     has_bias = shape.biases or shape.qkv_bias
     yield from linear("self_attention.linear_qkv", hidden, heads, groups, groups, has_bias=has_bias)
