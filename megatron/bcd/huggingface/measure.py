@@ -28,7 +28,7 @@ def read_model(path: str, *, sequence: int | None, longest: int) -> Model:
     """
     folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
     try:
-        config = read_config(folder)
+        config = read_config(folder, is_quantised=True)
         tokens = sequence or min(config.max_position_embeddings, longest)
         measured = measure(config, sequence=tokens)
     except Exception as error:  # of any model's own code
