@@ -19,10 +19,10 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import plan
 
-from megatron.bcd.planner.estimate import make_estimate
+from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.memory import fits, node_bytes
 from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.search import layouts
+from megatron.bcd.planner.search import candidates
 from megatron.bcd.planner.step_time import mean_seconds
 from megatron.bcd.planner.tables import read_models
 
@@ -54,26 +54,21 @@ _GAIN = 1.02
 _SHARE = 0.95
 
 
-def base_recipe(model: str, gpu: str, num_gpus: int, method: str) -> Recipe:
-    words = ["--task", "sft", "--models", str(MODELS), "--model", model, "--gpu", gpu, "--num-gpus", str(num_gpus)]
-    words += ["--global-batch-size", "64", "--search"]
-    words += METHODS[method]
-    return plan.recipe_of(plan.parse_arguments(words)).changed(memory_share=_SHARE, host_memory_gb=None)
-
-
 def plans(model: str, gpu: str, num_gpus: int, method: str) -> Iterator[tuple[float, Recipe]]:
     """Yield the fastest plans: the host memory of a node in GB, and the recipe; less memory first.
 
     A plan that needs more than HOST_GB is yielded only if none needs less.
     """
-    base = base_recipe(model, gpu, num_gpus, method)
-    fitting = [recipe for recipe in layouts(base) if fits(recipe, share=_SHARE)]
-    timed = [(mean_seconds(recipe, is_rough=True), node_bytes(recipe) / 1e9, recipe) for recipe in fitting]
+    words = ["--task", "sft", "--models", str(MODELS), "--model", model, "--gpu", gpu, "--num-gpus", str(num_gpus)]
+    words += ["--global-batch-size", "64", *METHODS[method]]
+    values = plan.searched_values(plan.parse_arguments(words)) | {"memory_share": _SHARE, "host_memory_gb": None}
+    fitting = [recipe for recipe in candidates(values) if fits(recipe, share=_SHARE)]
+    timed = [(mean_seconds(recipe), node_bytes(recipe) / 1e9, recipe) for recipe in fitting]
     fastest = float("inf")
     for limit in (*HOST_GB, float("inf")):
         within = [each for each in timed if each[1] <= limit]
-        seconds, need, recipe = min(within, key=lambda each: each[0], default=(float("inf"), 0.0, base))
-        if fastest > _GAIN * seconds and (limit in HOST_GB or fastest == float("inf")):
+        seconds, need, recipe = min(within, key=lambda each: each[0], default=(float("inf"), 0.0, None))
+        if recipe and fastest > _GAIN * seconds and (limit in HOST_GB or fastest == float("inf")):
             fastest = seconds
             yield (limit if limit in HOST_GB else need), recipe
 
@@ -82,7 +77,7 @@ def cell(model: str, gpu: str, num_gpus: int, method: str) -> str:
     """Return tokens per second of the plans, each with its host memory."""
     texts = []
     for limit, recipe in plans(model, gpu, num_gpus, method):
-        texts.append(f"{make_estimate(recipe).tokens_per_second:,.0f} ({limit:.0f} GB)")
+        texts.append(f"{Estimate(recipe=recipe).tokens_per_second:,.0f} ({limit:.0f} GB)")
     return ", ".join(texts) or "no"
 
 

@@ -121,7 +121,7 @@ class Paper:
 
     def _memory(self, table: int, row: str, column: str) -> tuple[float, str]:
         """Return the model state of the whole model in GiB: 16 bytes per parameter, 8 with a third active."""
-        parameters = make_recipe(model=self._model(row), cluster=self.cluster, num_gpus=1).shape.num_parameters
+        parameters = make_recipe(model=self._model(row), cluster=self.cluster, num_gpus=1).num_parameters
         if column == "bcd_mem_gib":
             gib, note = (4 * parameters + 12 * parameters / 3) / GIB, "4 + 12 / 3 bytes per parameter"
         else:

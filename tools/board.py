@@ -29,7 +29,7 @@ from _parser import Parser, command, run_main
 from _records import has_tokenizer
 from board_views import render
 
-from megatron.bcd.planner.estimate import make_estimate
+from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.recipe import METHODS
 from megatron.bcd.planner.tables import read_clusters, read_models
 
@@ -57,7 +57,7 @@ def training_command(form: Any, *, is_complete: bool = False) -> str:
     ValueError if `is_complete` and something is missing."""
     arguments, values, out, more = planned(form), {}, form.get("out", ""), form.get("flags", "")
     shlex.split(more)  # fails here if a quotation mark is left open
-    estimate = make_estimate(plan.recipe_of(arguments), tokens=arguments.tokens, multiplier=arguments.bf_multiplier)
+    estimate = Estimate(recipe=plan.recipe_of(arguments), tokens=arguments.tokens)
     text = plan.command_of(estimate) if estimate.fits else ""
     if not text or "$" in text:  # the shell's variables of several nodes
         if is_complete:

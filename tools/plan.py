@@ -31,29 +31,26 @@ from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.huggingface.architecture import CONFIG, NotInCore, read_architecture
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
-from megatron.bcd.planner.estimate import EQUAL_STEPS, MULTIPLIERS, SMALL_MULTIPLIERS, Estimate, make_estimate
+from megatron.bcd.planner.estimate import EQUAL_STEPS, SMALL_MULTIPLIERS, Estimate
 from megatron.bcd.planner.measured import (
     EXPERTS_SOURCE,
     EXPERTS_TIME,
     LARGE_STEP,
     finding,
     learning_rate,
-    whole_rules,
 )
 from megatron.bcd.planner.memory import fits, fits_on_host, node_bytes
 from megatron.bcd.planner.recipe import DEFAULTS, METHODS, PRESET_OF, STREAMED, WHOLE, Recipe, flag_of
 from megatron.bcd.planner.search import (
     BLOCK_FLAGS,
     COMPARED,
-    asks_for_blocks,
+    OF_BLOCKS,
     compare,
-    pipelines,
+    first_allowed,
     place,
     reason_for_rule,
     remedies,
     search,
-    shortest_that_fits,
-    with_largest_micro_batch,
 )
 from megatron.bcd.planner.tables import (
     GIB,
@@ -153,9 +150,6 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add("--data", metavar="FILE", help="with --task sft: plan three epochs of these records in place of Alpaca's,"
         " counted with the tokenizer in --model's folder")  # fmt: skip
     add("--sft-ignore-keys", nargs="*", metavar="KEY", help="keys of --data that the training leaves out")
-    add("--bf-multiplier", type=float, metavar="K", help="iterations of BCD with three blocks over those of full"
-        " training to the same loss; with --compare that of pretrain"
-        f" (default: {MULTIPLIERS['bcd'][0]}; method pretrain: 1)")  # fmt: skip
     if task == "sft":
         parser.set_defaults(**SFT_DEFAULTS)
     return parser
@@ -183,8 +177,8 @@ def add_recipe_flags(group: Any) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises ValueError for an unknown or missing flag, or an invalid value."""
-    if "--bcd-frozen-weights" in (sys.argv if argv is None else argv):
-        raise ValueError("--bcd-frozen-weights: removed. Give --bcd-layers-on.")
+    if "--bf-multiplier" in (sys.argv if argv is None else argv):
+        raise ValueError("--bf-multiplier: removed. Multiply the --tokens of full training by it.")
     task = build_parser().parse_args(argv).task
     return with_records(build_parser(task).parse_args(argv))
 
@@ -212,7 +206,7 @@ def methods_of(arguments: argparse.Namespace) -> tuple[str, ...]:
             return ("finetune",)
         if arguments.precision == "fp16":  # inactive updates and Muon have no loss scale
             return ("bcd",)
-        blocks_alone = BLOCK_FLAGS[: -6 if arguments.bcd_layers_on == "host" else None]
+        blocks_alone = OF_BLOCKS if arguments.bcd_layers_on == "host" else BLOCK_FLAGS
         is_given = any(getattr(arguments, name) is not None for name in blocks_alone)
         return ("pretrain",) if is_given else ("muon", "pretrain")
     if preset is None:
@@ -258,7 +252,6 @@ def named_model(name: str, *, models: str | None, sequence: int | None = None) -
             experts=network.num_experts,
             experts_per_token=network.experts_per_token or 2,
             expert_ffn=network.expert_ffn_size,
-            sinks=network.family == "gpt_oss",
         )
     rows = read_models(MODELS) | (read_models(models) if models else {})
     try:
@@ -293,7 +286,7 @@ def recipe_values(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
     """
     if method not in PRESET_OF:
         is_streamed = method in STREAMED.values() and arguments.bcd_layers_on == "host"
-        for name in set(BLOCK_FLAGS[: -6 if is_streamed else None]) - {"bcd_num_blocks"}:
+        for name in set(OF_BLOCKS if is_streamed else BLOCK_FLAGS) - {"bcd_num_blocks"}:
             if (value := getattr(arguments, name)) is not None:
                 raise ValueError(f"{flag_of(name)} {value}: --method {method} has no blocks. Leave it out.")
     elif (chunks := arguments.num_virtual_stages_per_pipeline_rank) and arguments.bcd_layout != "interleaved":
@@ -308,32 +301,39 @@ def recipe_values(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
     }
 
 
-def recipe_of(arguments: argparse.Namespace) -> Recipe:
-    """Return the recipe of the flags. Raises ValueError naming a missing or invalid flag."""
+def require_names(arguments: argparse.Namespace) -> None:
+    """Raise ValueError if model, GPU or their number is missing."""
     for name in ("model", "gpu", "num_gpus"):
         if getattr(arguments, name) is None:
             raise ValueError(f"{flag_of(name)}: is required")
+
+
+def recipe_of(arguments: argparse.Namespace) -> Recipe:
+    """Return the planned recipe of the flags. Raises ValueError naming a missing or invalid flag."""
+    require_names(arguments)
     *others, method = methods_of(arguments)
-    if arguments.search or arguments.compare:
-        values = recipe_values(arguments, "bcd" if others else method)
-        values |= {"recompute": "none", "micro_batch_size": arguments.micro_batch_size or 1}
-        if values["method"] == "finetune" and values["bcd_inactive_update"] is None:
-            has_blocks = asks_for_blocks(values) or values["precision"] == "fp16"
-            tokens = values["global_batch_size"] * (values["seq_length"] or values["model"].sequence)
-            values["bcd_inactive_update"] = "none" if has_blocks else whole_rules(tokens)[0]
-        return pipelines(**values)[0].checked()
     for other in others:
         if fits(recipe := place(**recipe_values(arguments, other))):
             return recipe
-    return planned(is_placed=is_open(arguments), **recipe_values(arguments, method)).checked()
+    return planned(is_open=is_open(arguments), **recipe_values(arguments, method)).checked()
 
 
-def planned(*, is_placed: bool = False, **values: Any) -> Recipe:
+def searched_values(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the values for --search and --compare, which choose micro-batch and recomputation.
+
+    Raises ValueError naming a missing or invalid flag.
+    """
+    require_names(arguments)
+    *others, method = methods_of(arguments)
+    values = recipe_values(arguments, "bcd" if others else method)
+    values |= {"recompute": None, "micro_batch_size": None}
+    first_allowed(values).checked()
+    return values
+
+
+def planned(*, is_open: bool = False, **values: Any) -> Recipe:
     """Return the recipe of these values with the planner's choice of those that are open. It may have a fault."""
-    if is_placed or values["task"] == "sft" or values["method"] == "finetune":
-        return place(**values)
-    recipe = shortest_that_fits(pipelines(**values | {"recompute": values["recompute"] or "none"}))
-    return recipe if values["micro_batch_size"] else with_largest_micro_batch(recipe)
+    return place(is_open=is_open or values["task"] == "sft" or values["method"] == "finetune", **values)
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
@@ -356,20 +356,14 @@ Answer = tuple[str, Any, int]
 
 def answer_to(arguments: argparse.Namespace) -> Answer:
     """Return the answer to a command line. Raises ValueError for a user's mistake."""
-    recipe = recipe_of(arguments)
     is_one_method = bool(arguments.method or arguments.bcd_preset)
     if arguments.compare and is_one_method:
         raise ValueError("--compare: shows all methods. Leave out --method and --bcd-preset.")
-    cost = {"tokens": arguments.tokens, "multiplier": arguments.bf_multiplier}
     if arguments.compare or arguments.search:
-        find = search if is_one_method else compare
-        estimates = find(recipe, stages=arguments.pipeline_model_parallel_size, **cost)
-        for rule in ("factored", "none") if recipe.is_whole and arguments.bcd_inactive_update is None else ():
-            if not estimates:
-                recipe = recipe.changed(bcd_inactive_update=rule)
-                estimates = find(recipe, stages=arguments.pipeline_model_parallel_size, **cost)
-        return answer_search(arguments, recipe, estimates)
-    estimate = make_estimate(recipe, **cost)
+        values, find = searched_values(arguments), search if is_one_method else compare
+        return answer_search(arguments, first_allowed(values), find(values, tokens=arguments.tokens))
+    recipe = recipe_of(arguments)
+    estimate = Estimate(recipe=recipe, tokens=arguments.tokens)
     data = estimate.as_dict()
     if estimate.fits:
         return (
@@ -425,7 +419,7 @@ def what_fits(arguments: argparse.Namespace) -> tuple[str, list[dict[str, str]]]
             changes["bcd_preset"] = None
         flags, command = " ".join(words_of(changes)), changed_command(arguments, changes)
         data.append({"flags": flags, "command": command})
-        estimate = make_estimate(recipe)
+        estimate = Estimate(recipe=recipe)
         figures = (f"{estimate.peak.total / GIB:.1f}", f"{estimate.tokens_per_second:,.0f}")
         rows.append((flags, str(recipe.num_gpus), f"{recipe.pipeline_size} x {recipe.data_size}", *figures))
     if not data:
@@ -455,12 +449,10 @@ def command_of(estimate: Estimate) -> str:
 
 def plan_view(arguments: argparse.Namespace) -> View:
     """Return the answer to a command line of tools/plan.py, and the methods side by side."""
-    cost = {"tokens": arguments.tokens, "multiplier": arguments.bf_multiplier}
-    values = vars(arguments) | {"search": False, "compare": False}
-    estimate = make_estimate(recipe_of(argparse.Namespace(**values)), **cost)
-    every = argparse.Namespace(**values | {"compare": True, "method": None, "bcd_preset": None})
+    estimate = Estimate(recipe=recipe_of(arguments), tokens=arguments.tokens)
+    every = argparse.Namespace(**vars(arguments) | {"method": None, "bcd_preset": None})
     try:
-        estimates, reason = compare(recipe_of(every), stages=every.pipeline_model_parallel_size, **cost), ""
+        estimates, reason = compare(searched_values(every), tokens=arguments.tokens), ""
     except ValueError as error:  # a flag that only the planned method has, or nothing fits
         estimates, reason = [], str(error)
     return {
@@ -474,7 +466,7 @@ def plan_view(arguments: argparse.Namespace) -> View:
         "price": price,
         "reason": reason,
         "command": command_of(estimate) if estimate.fits else "",
-        "remedies": [] if estimate.fits else what_fits(argparse.Namespace(**values))[1],
+        "remedies": [] if estimate.fits else what_fits(arguments)[1],
     }
 
 
@@ -539,7 +531,7 @@ def show_figures(estimate: Estimate) -> str:
     else:
         settings = textwrap.fill(settings, _WIDTH)
     return (
-        f"{recipe.model.name}: {estimate.parameters:,} parameters, {recipe.name}, on "
+        f"{recipe.model.name}: {recipe.num_parameters:,} parameters, {recipe.name}, on "
         f"{recipe.num_gpus} x {recipe.cluster.gpu} ({nodes})\n{settings}\n\n"
         f"memory per rank, GiB (of {recipe.cluster.memory_gib:g})\n{_memory(estimate)}\n\n"
         f"time of an iteration, ms\n{_time(estimate)}\n\n{_cost(estimate)}\n{learning_rate(recipe).text}"
@@ -703,7 +695,7 @@ def show_search(recipe: Recipe, estimates: Sequence[Estimate], ratios: Sequence[
         elif cost.multiplier_source == EQUAL_STEPS:
             multiplier = f"({SMALL_MULTIPLIERS[layout.method]:.2f})"
             sources[EQUAL_STEPS] = f"B-F multipliers in brackets: {SMALL}; days and dollars are those of {EQUAL_STEPS}"
-        elif layout.method in (*MULTIPLIERS, *SMALL_MULTIPLIERS):
+        elif layout.method == "bcd":
             sources[name] = f"B-F multiplier of {name}: {cost.multiplier_source}"
         rows.append(
             (

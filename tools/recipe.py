@@ -27,7 +27,7 @@ from _parser import Parser, print_error, run_main
 from plan import ROOT, SFT_DEFAULTS, add_recipe_flags, host_misfit, recipe_values, show_figures, words_of
 
 from megatron.bcd.planner.command import SCRIPTS, layout_flags, network_flags
-from megatron.bcd.planner.estimate import make_estimate
+from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.measured import learning_rate
 from megatron.bcd.planner.recipe import METHODS, PRESET_OF, Recipe
 from megatron.bcd.planner.search import place, reason_for_rule, remedies
@@ -128,7 +128,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 def as_bash(recipe: Recipe, values: Mapping[str, Any], extra: Sequence[str], *, tiny: int | None = None) -> str:
     """Return assignments for eval. PLAN is the whole recipe's estimate even if the flags are scaled down."""
-    estimate = make_estimate(recipe)
+    estimate = Estimate(recipe=recipe)
     shown = recipe if tiny is None else scaled_down(recipe, num_gpus=tiny)
     misfit = ""
     if not estimate.fits:

@@ -25,7 +25,6 @@ from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     reconfigure_num_microbatches_calculator,
 )
-from megatron.core.utils import get_model_config
 
 from megatron.bcd import __version__, data
 from megatron.bcd.blocks.schedule import PhaseState
@@ -58,7 +57,6 @@ from megatron.bcd.training.resolve import ResolvedRun
 from megatron.bcd.training.state import StepResult, TrainState
 from megatron.bcd.training.step_metrics import collect_step_metrics
 from megatron.bcd.training.stop import StopRequests
-from megatron.bcd.training.timers import StepTimers
 
 ModelBuilder = Callable[[RunConfig, int, Implementation], torch.nn.Module]
 
@@ -174,7 +172,6 @@ class Trainer:
             should_stop=self.stop.is_signalled,
         )
         self.recomputation = Recomputation(config, model=self.model, stage=self.stage, run=run.memory)
-        self.timers = StepTimers(config.report)
         self.profiler = StepProfiler(config.report)
         self.groups = None if config.groups.lighthouse is None else ReplicaGroups(self)
         self._has_joined = False
@@ -228,6 +225,8 @@ class Trainer:
             if self._has_joined:  # this may be the first group, and only the first one saves after this step
                 is_stopped = self.outputs.after_step(state.iteration, is_last=is_at_end)
             self.module.train()
+            if state.owes_evaluation and self.config.training.eval_iters:
+                self.evaluator.evaluate("validation")
             if is_at_end and not self._has_joined:
                 self.outputs.export(state.iteration, is_last=True)  # the run may have been killed here before
             while state.iteration < self.train_iters and not (is_last or is_stopped):
@@ -268,10 +267,7 @@ class Trainer:
             if state.iteration > 1:  # as in stock, the first iteration also counts in the first interval
                 state.interval = []
         if self.groups is not None and self.groups.is_due(state.iteration, state.phase_state):
-            timer = self.timers("exchange", log_level=1)
-            timer.start()
             is_in_step = self.groups.exchange(state.phase_state)
-            timer.stop()
             self.checks.take_reference()
             if not is_in_step:
                 return state.iteration >= self.train_iters
@@ -388,15 +384,13 @@ class Trainer:
         learning_rate = float(self.lr_scheduler.get_lr({})) * block_factor
         active.set_learning_rate(self.lr_scheduler, block_factor=block_factor)
         step = Step(active, lambda: self.stop.on_this_rank(is_writing=self.outputs.is_writing))
-        with self.timers.connected(active):
-            reported = self.forward_backward(
-                batches, get_num_microbatches(), step, num_microbatches_next=num_microbatches_next
-            )
+        reported = self.forward_backward(
+            batches, get_num_microbatches(), step, num_microbatches_next=num_microbatches_next
+        )
         if training.empty_unused_memory_level >= 1:
             memory.release_cached_memory()
         step.reduce_loss(reported)
-        with self.timers.connected(active), self.timers.timing_optimizer():
-            step.finish()
+        step.finish()
         if step.grad_norm is not None:
             self.lr_scheduler.num_steps += get_current_global_batch_size()
         if training.empty_unused_memory_level >= 2:
@@ -447,12 +441,7 @@ class Trainer:
             The output of the stage (token losses [B, S] on the last stage), and the function that reduces it to the
             loss.
         """
-        timers = get_model_config(model).timers
-        if timers is not None:
-            timers("batch-generator", log_level=2).start()
         batch = next(batches)
-        if timers is not None:
-            timers("batch-generator").stop()
         prefix_inputs: dict[str, Any] = {}
         if "prefix_output" in batch:
             prefix_inputs = {"decoder_input": batch["prefix_output"], "extra_block_kwargs": {"behind_prefix": True}}
@@ -482,20 +471,19 @@ class Trainer:
         if not schedule.is_switch(before, state.phase_state):
             self._begin_phase()
             return
-        timer = self.timers("switch", log_level=0)
-        timer.start()
+        stopwatch = device.Stopwatch()
         if self.saver is not None and self.config.bcd.bcd_layers_on == "host":
             self.saver.finish()  # the writer reads frozen weights from the memory that the switch reuses
         self.end_phase()
         self._build_block()
         self._begin_phase()
-        timer.stop()
+        stopwatch.stop()
         self.reporter.phase(
             iteration=state.iteration,
             cycle=schedule.cycle(state.phase_state),
             phase=state.phase_state.phase,
             block=schedule.block(state.phase_state),
-            switch_time_ms=timer.elapsed() * 1e3,
+            switch_time_ms=stopwatch.milliseconds,
         )
 
     def end_phase(self, *, is_end_of_run: bool = False) -> None:

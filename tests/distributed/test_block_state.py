@@ -18,8 +18,8 @@ from megatron.bcd.optim.param_shard import ParamShard
 def copies(parts: dict[str, ParamShard]) -> dict[str, tuple[int, int, int, dict[str, torch.Tensor]]]:
     """Return by parameter: the position of the part, its steps, and its tensors."""
     return {
-        name: (part.start, part.end, part.num_steps, {key: part.read(key).clone() for key in part.names()})
-        for name, part in parts.items()
+        name: (part.start, part.end, part.num_steps, {key: part.read(key, weight).clone() for key in part.names()})
+        for name, part, weight in ((name, live.snapshot(), live.weight) for name, live in parts.items())
     }
 
 
@@ -29,7 +29,7 @@ def switches(config: RunConfig) -> dict[str, Any]:
 
     def look(run: worlds.RecordedRun, when: str) -> None:
         core = run.active.core
-        told.append({"when": when, "block": core.block, "own": copies(core.block_shards)})
+        told.append({"when": when, "block": core.block, "own": copies(worlds.block_shards(core))})
 
     with worlds.started(
         config, before_switch=lambda run: look(run, "end"), after_build=lambda run: look(run, "begin")
@@ -115,3 +115,35 @@ def test_nothing_is_kept_when_the_run_ends(world1: World, text_data: str) -> Non
     """The end of a run offloads no state, because no phase would read it."""
     flags = {"bcd_optimizer_state": "host", "bf16": True, "train_iters": 3}
     assert world1.run(saves_of_a_run, worlds.run_config(data_path=text_data, **flags)) == [2]
+
+
+def states_of_a_joining_rank(config: RunConfig) -> dict[str, Any]:
+    """Return the state of a rank that trained, and what another one has after it has loaded that state and built the
+    same block."""
+    with worlds.started(config) as run:
+        run.train()
+        sent = run.active.rank_state()
+        run.end_phase(is_end_of_run=True)
+        run.active.load_rank_state(sent)
+        run._build_block()
+        return {"sent": sent, "loaded": run.active.rank_state()}
+
+
+@pytest.mark.parametrize(
+    ("cut", "flags"),
+    [
+        ("data2", {"adam_moments_dtype": "int8"}),
+        ("one", {"bcd_inactive_update": "factored", "bcd_schedule": "breadth-first", "bcd_steps_per_block": 3}),
+    ],
+)
+def test_a_joining_rank_has_the_same_state(
+    world1: World, world2: World, text_data: str, cut: str, flags: dict[str, Any]
+) -> None:
+    """A rank that loads the state of the same rank of another group has the same bits, of all blocks."""
+    base = {"data_path": text_data, "bf16": True, "train_iters": 5, "bcd_steps_per_block": 2} | HOST
+    config = worlds.run_config(**base | worlds.CUTS[cut] | flags)
+    for rank in (world2 if cut == "data2" else world1).run(states_of_a_joining_rank, config):
+        pairs = [*zip(rank["sent"]["states"], rank["loaded"]["states"], strict=True)]
+        assert sum(bool(tensors) for (tensors, *_), _ in pairs) > 20
+        for (tensors, *place), (loaded, *loaded_place) in pairs:
+            assert worlds.same_bits(tensors, loaded) == [] and place == loaded_place

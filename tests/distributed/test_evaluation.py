@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,36 @@ def evaluations(config: RunConfig) -> list[tuple[int, int, str, float, bool]]:
             (record.iteration, record.consumed_samples, record.split, record.loss, record.is_final)
             for record in run.recorder.evaluations
         ]
+
+
+def evaluations_until_a_signal(config: RunConfig) -> list[tuple[int, int, str, float, bool]]:
+    """Return the evaluations of a run that one rank is asked to stop in its second evaluation."""
+    with worlds.started(config) as run:
+        forward_backward = run.evaluator.forward_backward
+
+        def ask(*args: Any) -> Any:
+            if run.iteration == 4 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+                signal.raise_signal(signal.SIGUSR1)
+            return forward_backward(*args)
+
+        run.evaluator.forward_backward = ask
+        run.train()
+        assert run.iteration == 4
+        return [
+            (record.iteration, record.consumed_samples, record.split, record.loss, record.is_final)
+            for record in run.recorder.evaluations
+        ]
+
+
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_a_signal_during_an_evaluation(world2: World, text_data: str, tmp_path: Path, is_fixed: bool) -> None:
+    """The resumed run repeats the evaluation that a signal stopped, and continues like the undisturbed run."""
+    flags = CUTS["pipeline2"] | {"data_path": text_data, "eval_iters": 2, "eval_interval": 2, "split": "60,40,0"}
+    flags |= {"eval_fixed": is_fixed, "train_iters": 6}
+    [whole, _] = world2.run(evaluations, worlds.run_config(**flags))
+    [first, _] = world2.run(evaluations_until_a_signal, worlds.run_config(**flags, save=str(tmp_path)))
+    [rest, _] = world2.run(evaluations, worlds.run_config(**flags, load=str(tmp_path)))
+    assert len(first) == 1 and first + rest == whole
 
 
 def losses(config: RunConfig) -> list[float]:

@@ -132,7 +132,7 @@ def host_bytes_and_start(config: RunConfig) -> tuple[list[int], list[bool]]:
     starts: list[bool] = []
 
     def compare(run: worlds.RecordedRun) -> None:
-        shards = run.active.core.block_shards.values()
+        shards = worlds.block_shards(run.active.core).values()
         starts.append(all(torch.equal(shard.main_param.flatten(), shard.weight.float()) for shard in shards))
 
     with worlds.started(config, after_build=compare) as run:

@@ -56,7 +56,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "gpt_data2": ("gpt", 2, UNFUSED | {"no_use_distributed_optimizer": True}, EXACT),
     "gpt_spread": ("gpt", 2, UNFUSED | {"pipeline_model_parallel_size": 2}, EXACT),
     "gpt_submodel_recomputed": ("gpt", 2, UNFUSED | PIPELINE | RECOMPUTED, EXACT),
-    "gpt_oss_pipeline2": ("gpt", 2, worlds.GPT_OSS | PIPELINE | {"moe_aux_loss_coeff": 0}, {}),
     "gpt_tensor2_biases": ("gpt", 2, TENSOR | {"openai_gelu": True, "bcd_always_active": "biases"}, TANH),
 }
 LOGITS, GRADIENTS = 5e-5, 1e-5

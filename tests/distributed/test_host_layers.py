@@ -78,10 +78,10 @@ def test_the_same_bits(world1: World, world2: World, case: dict[str, str]) -> No
         assert worlds.same_bits(left["weights"], other["weights"]) == []
 
 
-def test_the_same_bits_with_experts_and_sinks(world1: World) -> None:
-    """Layers with experts, biases, sinks and windows in host memory train as on the device, bit for bit."""
+def test_the_same_bits_with_experts_and_biases(world1: World) -> None:
+    """Layers with experts and biases in host memory train as on the device, bit for bit."""
     flags = {"num_layers": 4, "mock_data": True, "split": None, "bcd_preset": "finetune", "bcd_num_blocks": 2}
-    flags |= worlds.GPT_OSS | {"bcd_schedule": "breadth-first"}
+    flags |= worlds.EXPERT_BIASES | {"bcd_schedule": "breadth-first"}
     [on_device] = world1.run(worlds.train_run, worlds.run_config(**flags))
     [on_host] = world1.run(worlds.train_run, worlds.run_config(**flags, bcd_layers_on="host"))
     assert on_device["steps"] == on_host["steps"] and len(set(on_host["blocks"])) == 2

@@ -208,7 +208,7 @@ def owners_of_matrices(config: Any) -> list[tuple[list[str], dict[str, int]]]:
     def after_step(run: worlds.RecordedRun) -> None:
         core, matrices = run.active.core, run.active.matrices.matrices
         low_bits = {name: matrix.state["low_bits"].data_ptr() for name, matrix in matrices.items() if matrix.is_owner}
-        seen.append((sorted(core.block_shards.keys() & matrices), low_bits))
+        seen.append((sorted(worlds.block_shards(core).keys() & matrices), low_bits))
 
     with worlds.started(config, after_step=after_step) as run:
         run.train()

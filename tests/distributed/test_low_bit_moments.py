@@ -29,7 +29,7 @@ def trained(config: RunConfig) -> dict[str, Any]:
         last, summary = run.recorder.steps[-1], run.recorder.summary
         kinds = {
             str(tensor.dtype)
-            for shard in run.active.core.block_shards.values()
+            for shard in worlds.block_shards(run.active.core).values()
             for tensor in shard.stored_moments().values()
         }
         return {
@@ -37,7 +37,7 @@ def trained(config: RunConfig) -> dict[str, Any]:
             "counted": list(last.model_state_bytes),
             "told": list(summary.blocks[run.active.block].model_state_bytes),
             "optimizer": max(run.active.state_bytes()["optimizer_state_bytes"], 0),
-            "active": sum(shard.end - shard.start for shard in run.active.core.block_shards.values()),
+            "active": sum(shard.end - shard.start for shard in worlds.block_shards(run.active.core).values()),
             "host": max(last.host_state_bytes),
             "kinds": kinds,
             "training": summary.training,
@@ -68,7 +68,8 @@ def second_moments(config: RunConfig) -> dict[str, tuple[int, torch.Tensor]]:
     with worlds.started(config) as run:
         run.train()
         return {
-            n: (shard.start, shard.stored_moments()["exp_avg_sq"]) for n, shard in run.active.core.block_shards.items()
+            n: (shard.start, shard.stored_moments()["exp_avg_sq"])
+            for n, shard in worlds.block_shards(run.active.core).items()
         }
 
 
@@ -88,7 +89,10 @@ def test_chance_is_that_of_the_whole_parameter(world1: World, world2: World, ini
 def resumed_moments(config: RunConfig, folder: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return a resumed run's second moments before its first step, and its checkpoint's in fp32."""
     with worlds.started(resumed_runs.with_checkpoints(config, load=folder)) as run:
-        return {name: shard.read("exp_avg_sq") for name, shard in run.active.core.block_shards.items()}
+        return {
+            name: shard.snapshot().read("exp_avg_sq", shard.weight)
+            for name, shard in worlds.block_shards(run.active.core).items()
+        }
 
 
 def test_a_resumed_run_may_store_moments_otherwise(world1: World, text_data: str, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ CASES = {
         | {"moe_grouped_gemm": True},
         ("expert2_context2",),
     ),
-    "gpt_oss": Case(worlds.GPT_OSS, FACTORED | {"sequence_parallel": True}, ("expert2_tensor2_etp1",)),
+    "expert_biases": Case(worlds.EXPERT_BIASES, FACTORED | {"sequence_parallel": True}, ("expert2_tensor2_etp1",)),
 }
 
 

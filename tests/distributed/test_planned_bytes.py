@@ -53,7 +53,7 @@ def test_planned_is_counted(world1: World, world2: World, text_data: str, name: 
     steps, kept, told, stages, total = (world2 if "world_size" in flags else world1).run(counted, config)[0]
     assert stages == stage_parameters(recipe.shape, recipe.partition, padded=recipe.padded_vocabulary)
     padding = (recipe.padded_vocabulary - 257) * 40 * (2 - recipe.shape.tied)
-    assert total - padding == recipe.shape.num_parameters, "unpadded, a tied copy once"
+    assert total - padding == recipe.num_parameters, "unpadded, a tied copy once"
     # in the first cycle the blocks to come are not in a buffer yet
     assert steps[len(state) :] == state
     assert told == state

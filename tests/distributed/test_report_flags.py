@@ -57,42 +57,6 @@ def test_change_nothing(world1: World, text_data: str, tmp_path: Path) -> None:
         assert tflops == pytest.approx(flops / milliseconds / 1e9, rel=1e-9)
 
 
-TIMED = ("forward-backward", "all-grads-sync", "embedding-grads-all-reduce", "optimizer", "optimizer-inner-step")
-TIMED_IN_DETAIL = (*TIMED, "batch-generator", "forward-compute", "backward-compute")
-
-
-def timed_run(config: Any) -> dict[str, Any]:
-    """Return a run, its step times in each log line, and how often ranks waited for each other."""
-    with worlds.started(config) as run:
-        with mock.patch.object(torch.distributed, "barrier", wraps=torch.distributed.barrier) as barrier:
-            run.train()
-        times = [dict(record.timers_ms) for record in run.recorder.steps]
-        return worlds.outcome(run) | {"times": times, "barriers": barrier.call_count}
-
-
-TIMED_LAYOUT = worlds.PIPELINE | {"bcd_layout": "submodel"}
-
-
-def test_timers(world2: World, text_data: str) -> None:
-    """Timers appear by level and on request only, cover both ranks, and leave losses unchanged. Ranks wait for each
-    other unless --no-barrier-with-level-1-timing is given."""
-    flags = {"data_path": text_data, "train_iters": 4, "log_interval": 2, "eval_iters": 1, "eval_interval": 2}
-
-    def run(**more: Any) -> list[dict[str, Any]]:
-        return world2.run(timed_run, worlds.run_config(**flags, **TIMED_LAYOUT, **more))
-
-    plain = run()
-    assert plain[0]["times"] == [{}] * 3 and plain[0]["barriers"] == 0
-    for level, names in ((1, TIMED), (2, TIMED_IN_DETAIL)):
-        ranks = run(timing_log_level=level, no_barrier_with_level_1_timing=level == 2)
-        assert bool(ranks[0]["barriers"]) == (level == 1)
-        assert [rank["losses"] for rank in ranks] == [rank["losses"] for rank in plain]
-        for times in ranks[0]["times"]:
-            assert {*names} <= {*times} and all(len(by_rank) == 2 for by_rank in times.values())
-            assert times["forward-backward"] and min(times["forward-backward"]) > 0.0
-            assert ("forward-compute" in times) == (level == 2)
-
-
 def broken_run(config: Any, at: int) -> dict[str, Any]:
     """Run with one wrong bit on the second rank after step `at`."""
 

@@ -33,29 +33,13 @@ def run(runs: ForkedRuns, folder: Path, tool: str, *words: object) -> tuple[obje
     return result.code, result.stdout, result.stderr
 
 
-def test_generate(runs: ForkedRuns, model: Path, tmp_path: Path) -> None:
-    """Each prompt has an answer, draws depend on the seed alone, and --json prints JSON only."""
-    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
-    words = ["--model", model, "--prompt", "zero", "--prompts", "prompts.txt", "--max-new-tokens", 9]
-    draws = []
-    for seed in (1, 1, 2):
-        drawn = [*words, "--temperature", 1.5, "--top-p", 0.9, "--seed", seed, "--json"]
-        code, said, error = run(runs, tmp_path, "generate", *drawn)
-        assert code == 0, error
-        draws.append(json.loads(said))
-    assert [item["prompt"] for item in draws[0]] == ["zero", "one", "two"]
-    assert all(entry["tokens"] <= 9 for entry in draws[0])
-    assert draws[0] == draws[1] != draws[2]
-
-
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 
 
 def test_chat(runs: ForkedRuns, tmp_path: Path) -> None:
-    """--chat puts the prompt and the system message into the template, and ends at the template's end token. The answer
-    begins a new line."""
+    """--chat puts the prompt into the template, and ends at the template's end token. The answer begins a new line."""
     folder = models.write_model("llama2", tmp_path / "model")
     vocabulary = {chr(code): code - 31 for code in range(32, 127)} | {"</s>": 0}
     engine = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="</s>"))
@@ -67,29 +51,28 @@ def test_chat(runs: ForkedRuns, tmp_path: Path) -> None:
     assert code == 2 and "--chat" in error
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     answers = []
-    for flags in (["--chat", "--system", "s"], ["--chat"], []):
+    for flags in (["--chat"], []):
         code, said, error = run(runs, tmp_path, "generate", *words, *flags)
         assert code == 0, error
         answers.append(json.loads(said)[0]["answer"])
-    words[words.index("hi")] = "<system>s<user>hi<a>"
+    words[words.index("hi")] = "<user>hi<a>"
     code, said, error = run(runs, tmp_path, "generate", *words)
-    assert json.loads(said)[0]["answer"] == answers[0] and len(set(answers)) == 3
-    end = answers[1].split()[-1]
+    assert json.loads(said)[0]["answer"] == answers[0] and len(set(answers)) == 2
+    end = answers[0].split()[-1]
     engine.add_tokens([tokenizers.AddedToken(end)])
     engine.save(str(folder / "tokenizer.json"))
     with_end = f"{{% if m.role == 'assistant' %}}{{{{ {json.dumps(end)} }}}}{{% endif %}}{{% endfor"
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("{% endfor", with_end))
-    words[words.index("<system>s<user>hi<a>")] = "hi"
+    words[words.index("<user>hi<a>")] = "hi"
     code, said, error = run(runs, tmp_path, "generate", *words, "--chat")
     assert code == 0, error
     ended = json.loads(said)[0]
     assert f"hi\n{ended['answer']}\n" in run(runs, tmp_path, "generate", *words[:-1], "--chat")[1]
-    assert ended["is_ended"] and end not in ended["answer"].split() and answers[1].startswith(ended["answer"])
+    assert ended["is_ended"] and end not in ended["answer"].split() and answers[0].startswith(ended["answer"])
 
 
 REFUSED = {
     "--prompt": ["--model", "MODEL"],
-    "--prompts absent.txt": ["--model", "MODEL", "--prompts", "absent.txt"],
     "70 tokens": ["--model", "MODEL", "--prompt", "x" * 70],
 }
 

@@ -16,7 +16,6 @@ TEXT = [f"The planner has {n} layers,  and\tthe model has {n * n} of them. \u00d
 SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
 RUN = "--micro-batch-size 2 --train-iters 2 --lr 1e-2 --bcd-num-blocks 2 --bcd-steps-per-block 1 --eval-iters 0"
 ROWS = "--make-vocab-size-divisible-by 400"  # the softmax of a checkpoint includes padding rows, which are not exported
-PROMPT = "The planner has"
 
 
 def test_from_text_to_transformers(runs: ForkedRuns, tmp_path: Path) -> None:
@@ -29,7 +28,6 @@ def test_from_text_to_transformers(runs: ForkedRuns, tmp_path: Path) -> None:
         return result.stdout
 
     (tmp_path / "text.txt").write_text("\n".join(TEXT), encoding="utf-8")
-    (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n", encoding="utf-8")
     rules = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
     rules |= {"vocab_size": 400, "model_type": "bpe", "allow_whitespace_only_pieces": True, "minloglevel": 2}
     prefix = str(tmp_path / "sp")
@@ -46,7 +44,7 @@ def test_from_text_to_transformers(runs: ForkedRuns, tmp_path: Path) -> None:
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
         assert [theirs(text)["input_ids"] for text in TEXT] == [ours.tokenize(text) for text in TEXT]
         assert json.loads((tmp_path / folder / "config.json").read_text())["eos_token_id"] == ours.eod
-    words = "--prompts prompts.txt --max-new-tokens 12 --json"
+    words = "--prompt planner --max-new-tokens 12 --json"
     assert len({run("generate", f"--model {model} {words}") for model in ("run", "out")}) == 1
     again = f"{RUN} --seq-length 64 --data-path data_text_document --split 1,0,0 --num-workers 0 --load-hf out"
     run("pretrain_llama_bcd", f"{again} --save-hf again")

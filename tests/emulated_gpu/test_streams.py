@@ -162,7 +162,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _without_wait(self: p2p.Messages, tensor: torch.Tensor) -> None:
-    self._coming.pop(id(tensor))
+    self._coming.pop(id(tensor), None)
 
 
 RACE, DEVICE = r"\[emulated\] RACE", "same device"

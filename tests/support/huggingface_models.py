@@ -13,7 +13,7 @@ from torch.distributed import checkpoint
 from megatron.bcd.checkpoint.shard_writer import IndexWriter, write_beside_shards
 from megatron.bcd.huggingface.folder import ModelFolder
 
-FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3_moe", "qwen3", "phi3", "smollm3", "gpt_oss")
+FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3_moe", "qwen3")
 VOCABULARY, LAYERS = 259, 4
 _SIZES = {
     "vocab_size": VOCABULARY,
@@ -28,8 +28,6 @@ _SIZES = {
 }
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
 _LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_YARN = {"rope_type": "yarn", "rope_theta": 150.0, "factor": 4.0, "original_max_position_embeddings": 16}
-_YARN |= {"truncate": False, "beta_fast": 4.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt2_exact_untied": {"activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 40},
@@ -40,13 +38,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 64},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
-    "phi3": {"pad_token_id": None, "sliding_window": 64},
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "qwen3_moe_plain": {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8}
-    | {"rope_parameters": _YARN, "swiglu_limit": 0.2},
-    "smollm3": {"no_rope_layers": [1, 0, 0, 1], "pad_token_id": None, "tie_word_embeddings": True},
 }
 """Settings that differ from `_SIZES` and transformers' defaults."""
 

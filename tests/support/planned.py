@@ -23,9 +23,7 @@ LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linea
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 96, "disable_bias_linear": True, "bf16": True}
 EXPERTS |= {"moe_grouped_gemm": True}  # as the planner plans them
 EXPERTS |= {"moe_token_dispatcher_type": "alltoall"}
-SINKS = {"num_experts": 4, "moe_ffn_hidden_size": 96, "quick_geglu": True, "softmax_type": "learnable"}
-SINKS |= {"moe_token_dispatcher_type": "alltoall", "activation_func_clamp_value": 7, "seq_length": 96}
-SINKS |= {"max_position_embeddings": 96}
+BIASES = {"num_experts": 4, "moe_ffn_hidden_size": 96, "moe_token_dispatcher_type": "alltoall"}
 RUNS: dict[str, dict[str, Any]] = {
     "one": {},
     "linear_loss_bf16_pipeline2": TWO | {"bf16": True, "pipeline_model_parallel_size": 2} | LINEAR,
@@ -50,7 +48,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "head_phase_pipeline2": TWO
     | {"pipeline_model_parallel_size": 2, "bf16": True}
     | {"untie_embeddings_and_output_weights": True, "bcd_head_phase": True},
-    "sinks_bf16_pipeline2": TWO | SINKS | {"bf16": True, "pipeline_model_parallel_size": 2},
+    "expert_biases_bf16_pipeline2": TWO | BIASES | {"bf16": True, "pipeline_model_parallel_size": 2},
     "experts_divided_streamed": TWO | EXPERTS | worlds.EXPERT2 | BREADTH_FIRST | {"bcd_layers_on": "host"},
     "pipeline2_submodel": TWO | {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "num_layers": 7},
 }
@@ -75,7 +73,6 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
         qk_norm=flags.get("qk_layernorm"),
         experts=flags.get("num_experts", 0),
         expert_ffn=flags.get("moe_ffn_hidden_size", 0),
-        sinks="softmax_type" in flags,
     )
     names = (
         "bcd_layout", "bcd_inactive_update", "bcd_layers_on", "bcd_resident_layers", "bcd_frozen",

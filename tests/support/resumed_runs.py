@@ -40,9 +40,9 @@ def with_rounded_norm(config: RunConfig) -> dict[str, Any]:
     """Return `one_part` of a run that clips by a gradient norm of three digits, in whatever order its parts add up."""
     add_norm = MatrixOptimizer.add_norm
 
-    def rounded(self: Any, norm: float) -> tuple[float, bool]:
-        exact, is_finite = add_norm(self, norm)
-        return float(f"{exact:.3g}"), is_finite
+    def rounded(self: Any, norm: float) -> tuple[float, bool, int]:
+        exact, is_finite, skipped = add_norm(self, norm)
+        return float(f"{exact:.3g}"), is_finite, skipped
 
     with mock.patch.object(MatrixOptimizer, "add_norm", rounded):
         return one_part(config)

@@ -100,7 +100,7 @@ class Run:
             for layer in self.layers:
                 layer.to(device.current())
             self.frozen = OnDevice(self.layers)
-        self.frozen.set_owned({matrix for matrix, owner in self.owners.items() if owner == dist.get_rank()})
+        self.frozen.owned = {matrix for matrix, owner in self.owners.items() if owner == dist.get_rank()}
         self.frozen.begin_phase((), self.updated)
 
     def step(self, number: int) -> None:

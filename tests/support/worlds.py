@@ -31,6 +31,8 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.optim.core_optimizer import CoreOptimizer
+from megatron.bcd.optim.param_shard import ParamShard
 from megatron.bcd.optim.step import Step
 from megatron.bcd.runtime import collectives, device, distributed, rng
 from megatron.bcd.trainer import Trainer
@@ -80,13 +82,10 @@ EXPERTS |= {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01, "sequence_paral
 """Flags of a small run with experts: two of four for each token, and losses large enough to be seen."""
 EXPERT2: dict[str, Any] = {"expert_model_parallel_size": 2, "use_cpu_initialization": False}
 """Two ranks have one half of the experts each."""
-GPT_OSS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 24, "quick_geglu": True, "glu_linear_offset": 1}
-GPT_OSS |= {"activation_func_clamp_value": 0.2, "softmax_type": "learnable", "window_size": "7,0"}
-GPT_OSS |= {"window_attn_skip_freq": 2, "position_embedding_type": "yarn", "rotary_scaling_factor": 4}
-GPT_OSS |= {"yarn_original_max_position_embeddings": 16, "normalization": "RMSNorm"}
-GPT_OSS |= {"untie_embeddings_and_output_weights": True, "group_query_attention": True, "num_query_groups": 2}
-GPT_OSS |= {"moe_aux_loss_coeff": 0.1}
-"""Flags of a small gpt-oss: sinks and windows, YaRN, and experts with biases and clamped gates."""
+EXPERT_BIASES: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 24, "swiglu": True}
+EXPERT_BIASES |= {"position_embedding_type": "rope", "normalization": "RMSNorm", "moe_aux_loss_coeff": 0.1}
+EXPERT_BIASES |= {"untie_embeddings_and_output_weights": True, "group_query_attention": True, "num_query_groups": 2}
+"""Flags of a small run whose routers and experts have biases."""
 SHARED_EXPERT: dict[str, Any] = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True}
 
 
@@ -450,6 +449,11 @@ def save_initial_weights(config: RunConfig, folder: str) -> None:
     """Draw the weights of `config` and write a checkpoint that any layout can load."""
     with started(dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save=folder))) as run:
         assert run.outputs.save()
+
+
+def block_shards(core: CoreOptimizer) -> dict[str, ParamShard]:
+    """Return this rank's optimizer state of the active block's parameters, by name."""
+    return {name: shard for name, shard in core.shards.items() if name in core.block_parameters}
 
 
 def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:

@@ -24,12 +24,13 @@ BAD_RUNS = {
 --foo
 --moe-grouped-gemm --num-experts 8
 --moe-shared-expert-intermediate-size 16 --num-experts 8
---softmax-type off-by-one
---window-size 7
---window-size -1,0
---window-attn-skip-freq [0,1] --window-size 7,0
---activation-func-clamp-value 0 --quick-geglu
 --mscale 2
+--softmax-type learnable
+--window-size 127,0
+--position-embedding-type yarn
+--yarn-beta-fast 32
+--quick-geglu
+--no-rope-freq 4
 --moe-router-topk 5 --num-experts 4 --disable-bias-linear
 --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear
 --expert-tensor-parallel-size 2 --num-experts 4 --disable-bias-linear

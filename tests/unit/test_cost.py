@@ -10,6 +10,7 @@ from support.planned import active_parameters, shape_of, stage_parameters
 from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.config import LAYOUTS
 from megatron.bcd.planner.cost import compute_ratio, layer_work, newton_schulz_flops
+from megatron.bcd.planner.tensors import count_parameters
 
 
 def cut_of(*, layers: int, stages: int = 1, blocks: int | None = 3, layout: str = "spread") -> Partition:
@@ -23,7 +24,7 @@ def test_stage_parameters_sum_to_the_model(layout: str, stages: int, extra: int,
     cut = cut_of(layers=3 * stages + extra, stages=stages, blocks=None, layout=layout)
     shape = shape_of(layers=cut.num_layers, hidden=8, vocabulary=257, positions=16)
     held, copies = stage_parameters(shape, cut, padded=257 + padding), int(stages > 1)
-    assert sum(held) == shape.num_parameters + copies * 257 * 8 + (1 + copies) * padding * 8
+    assert sum(held) == count_parameters(shape) + copies * 257 * 8 + (1 + copies) * padding * 8
     for block in range(cut.num_blocks):
         active = active_parameters(shape, cut, block, padded=257 + padding)
         assert [count > 0 for count in active] == [

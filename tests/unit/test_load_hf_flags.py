@@ -23,9 +23,10 @@ LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size
 LLAMA |= {"rms_norm_eps": 1e-6, "rope_theta": 500.0, "vocab_size": 300}
 GPT2 = {"model_type": "gpt2", "n_layer": 6, "n_embd": 48, "n_head": 4, "n_positions": 64, "vocab_size": 300}
 GPT2 |= {"resid_pdrop": 0.25, "embd_pdrop": 0.25, "activation_function": "gelu"}
+PHI = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": None}
+SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "pad_token_id": None}
 GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 16}
-GPT_OSS |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "router_aux_loss_coef": 0.9}
-FULL_ATTENTION = GPT_OSS | {"layer_types": ["full_attention"] * 6, "output_router_logits": True}
+GPT_OSS |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "layer_types": None}
 
 
 GEMMA = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 6}
@@ -52,8 +53,7 @@ def test_the_model_sets_the_flags(tmp_path: Path) -> None:
 def test_flags_win_where_weights_do_not_depend_on_them(tmp_path: Path) -> None:
     """A flag wins where weights do not depend on it, and one that agrees is accepted; the folder's tokenizer is the
     default."""
-    windows = {"window_size": "7,0", "window_attn_skip_freq": "[1,0]*3"}
-    assert parse(tmp_path / "m", GPT_OSS, **windows).transformer == parse(tmp_path / "m", GPT_OSS).transformer
+    assert parse(tmp_path / "m", LLAMA, num_query_groups=2).transformer == parse(tmp_path / "m", LLAMA).transformer
     config = parse(
         tmp_path / "m", GPT2 | {"embd_pdrop": 0.1}, hidden_dropout=0, num_layers=6, make_vocab_size_divisible_by=64
     )
@@ -67,14 +67,9 @@ def test_flags_win_where_weights_do_not_depend_on_them(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"num_layers": 4}, "--num-layers"),
-    (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, {}, "quantised weights .* a copy in bf16"),
-    (GPT_OSS | {"layer_types": ["linear_attention"] * 6}, {}, "layer_types"),
-    (GPT_OSS | {"swiglu_alpha": 1.5}, {"transformer_impl": "local"}, "swiglu_alpha 1.5"),
-    (
-        GPT_OSS | {"rope_scaling": {"rope_type": "default"}},
-        {"transformer_impl": "local"},
-        "rope_type 'default' is not supported",
-    ),
+    (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, {}, "quantised weights"),
+    (GPT_OSS, {"transformer_impl": "local"}, "gpt_oss: its attention has sinks"),
+    (PHI, {"transformer_impl": "local"}, "phi3: its queries, keys and values are one matrix"),
     (LLAMA, {"transformer_impl": "transformers", "load_hf": None}, "--transformer-impl transformers needs --load-hf"),
     (GEMMA, {"tensor_model_parallel_size": 2, "world_size": 2}, "transformers and --tensor-model-parallel-size 2"),
     (GEMMA, {"recompute_activations": True}, "transformers and --recompute-granularity selective"),
@@ -85,7 +80,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"model_type": "t5"}, {}, "t5 has an encoder"),
     ({"model_type": "gemma3", "vision_config": {}}, {}, "gemma3 reads more than text"),
     ({"model_type": "unheard_of", "auto_map": {}}, {}, "transformers can't read its config.json"),
-    (GPT_OSS, {"window_size": "8,0"}, "--window-size .* contradicts"),
     (GPT2, {"untie_embeddings_and_output_weights": True}, "--untie-embeddings-and-output-weights"),
     (LLAMA | {"head_dim": "64"}, {}, "head_dim is '64', but must be a whole number above 0"),
     (GPT2, {"seq_length": 65}, "--seq-length"),
@@ -110,6 +104,8 @@ def test_what_is_refused(tmp_path: Path, case: tuple[dict[str, Any], dict[str, A
 
 def test_layers_of_transformers(tmp_path: Path) -> None:
     """A model that Megatron Core can't express runs on transformers' layers, with sizes from config.json."""
+    for other in (PHI, SMOLLM3, GPT_OSS):
+        assert parse(tmp_path / "m", other).model.transformer_impl == "transformers"
     config = parse(tmp_path / "m", GEMMA, form="llama")
     assert config.model.transformer_impl == "transformers" and config.tied
     assert (config.num_layers, config.hidden_size, config.transformer["num_query_groups"]) == (6, 48, 2)
@@ -184,9 +180,7 @@ def test_flags_that_a_resumed_run_leaves_out(tmp_path: Path) -> None:
     assert changes({"bcd_num_blocks": 3, "kv_channels": 12}, {"bcd_num_blocks": 3}) == []
 
 
-@pytest.mark.parametrize(
-    "config", [LLAMA, GPT2, GPT_OSS, FULL_ATTENTION, LLAMA | {"attention_bias": True, "mlp_bias": True}]
-)
+@pytest.mark.parametrize("config", [LLAMA, GPT2, LLAMA | {"attention_bias": True, "mlp_bias": True}])
 def test_config_json_and_flags_say_the_same(tmp_path: Path, config: dict[str, Any]) -> None:
     """A config.json made from flags describes the network of the flags."""
     network = architecture_from_config(config, source="config.json")
@@ -248,23 +242,15 @@ def test_what_transformers_does_not_have(tmp_path: Path) -> None:
 
 
 EXPERTS = {"form": "llama", "num_experts": 4, "moe_router_topk": 2}
-SINKS = {"softmax_type": "learnable", "quick_geglu": True, "no_swiglu": True, "add_bias_linear": True}
-SINKS |= {"position_embedding_type": "yarn", "glu_linear_offset": 1.0}
-LIMIT = {"activation_func_clamp_value": 7.0}
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"form": "llama", "window_size": "127,0"}, r"--window-size \[127, 0\]: transformers' llama model has None"),
-        (EXPERTS | SINKS, "--activation-func-clamp-value None: transformers' gpt_oss model has 7.0"),
-        (EXPERTS | SINKS | LIMIT | {"glu_linear_offset": 0.5}, "--glu-linear-offset 0.5: .* has 1.0"),
         (EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"}, "--moe-router-load-balancing-type sinkhorn"),
-        ({"form": "llama", "softmax_type": "learnable"}, "--softmax-type learnable: transformers' llama model has"),
         ({"form": "llama", "qk_layernorm": True, "add_bias_linear": True}, "--add-bias-linear True: .* qwen3"),
         ({"num_query_groups": 2, "group_query_attention": True}, "--group-query-attention True"),
-        ({"quick_geglu": True}, "--quick-geglu True"),
-        (EXPERTS | SINKS | LIMIT, None),
+        (EXPERTS, None),
     ],
     ids=lambda value: (value or "exported")[:30] if not isinstance(value, dict) else "",
 )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from megatron.bcd.model.host_layers import LOW_BITS
-from megatron.bcd.optim.matrix import MatrixRule
+from megatron.bcd.optim import matrix
+from megatron.bcd.optim.matrix import FACTORS, MOMENTS, MatrixRule
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.state import MOMENTUM
 from megatron.bcd.optim.update_rules import MatrixLayout
@@ -78,3 +80,60 @@ def test_the_state_of_one_layer_moves() -> None:
 
     for stayed, returned in zip(train(moves=False), train(moves=True), strict=True):
         assert torch.equal(stayed, returned)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "factored": {"name": "factored"},
+    "orthogonal": {"name": "orthogonal"},
+    "muon": {"name": "orthogonal", "momentum": 0.9, "nesterov": True},
+    "adam": {
+        "name": "adam",
+        "adam": {"betas": (0.9, 0.95), "eps": 1e-8, "dtype": "fp32", "decoupled_weight_decay": True},
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", RULES)
+def test_experts_in_one_parameter(monkeypatch: pytest.MonkeyPatch, rule: str, dtype: torch.dtype) -> None:
+    """A parameter [E, M, N] is stepped as E matrices, bit for bit, also some experts at a time and after its state has
+    gone through a checkpoint. A step that is skipped changes neither weights nor state."""
+    experts, shape = ["0", "1", "2"], (6, 4)
+    monkeypatch.setattr(matrix, "EXPERT_STACK_ELEMENTS", 2 * 6 * 4)
+
+    def train(names: list[str], *, resumes: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)
+        group: Any = OneRank()
+        whole = torch.randn(3, *shape).to(dtype)
+        parameters: list[Any] = [torch.nn.Parameter(each.clone()) for each in (whole if len(names) > 1 else [whole])]
+        matrices = {name: (each, MatrixLayout()) for name, each in zip(names, parameters, strict=True)}
+        kinds = {"factored": [FACTORS], "muon": [MOMENTUM], "adam": [MOMENTS]}.get(rule, []) + [LOW_BITS]
+        groups = {name: {kind: (kind, 0) for kind in kinds} for name in names}
+        for step in range(4):
+            if step == 0 or (step == 2 and resumes):
+                before = None if step == 0 else [*optimizer.state()]  # noqa: F821
+                optimizer = MatrixOptimizer(matrices, group=group, groups=groups)
+                for state, new in zip(before or [], optimizer.state(), strict=bool(before)):
+                    tensors = {name: read().view(new.shapes[name]).clone() for name, read in state.tensors.items()}
+                    new.set(tensors, int(state.num_steps))
+                optimizer.begin([(MatrixRule(grad_dtype=dtype, scale=0.1, **RULES[rule]), names, True)])
+                optimizer.param_groups[0] |= {"lr": 0.1, "weight_decay": 0.1}
+            gradient = torch.randn(3, *shape).to(dtype)
+            for parameter, each in zip(parameters, gradient if len(names) > 1 else [gradient], strict=True):
+                parameter.main_grad.copy_(each)
+            for stack in optimizer.stacks:
+                stack.is_skipped = torch.tensor(step == 3)
+            kept = {name: optimizer.matrices[name].main_param_reader()().clone() for name in names}
+            optimizer.step(norm=1.0)
+            changed = [not torch.equal(kept[name], optimizer.matrices[name].main_param_reader()()) for name in names]
+            assert changed == [step != 3] * len(names)
+        result: dict[str, list[torch.Tensor]] = {}
+        for state in optimizer.state():
+            for name, read in state.tensors.items():
+                result.setdefault(name, []).append(read().reshape(-1))
+        return {name: torch.cat(tensors) for name, tensors in result.items()}
+
+    wanted = train(experts, resumes=False)
+    for resumes in (False, True):
+        stepped = train(["experts"], resumes=resumes)
+        assert stepped.keys() == wanted.keys() and all(torch.equal(stepped[name], wanted[name]) for name in wanted)

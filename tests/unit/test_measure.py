@@ -87,10 +87,19 @@ def test_a_plan_of_gemma(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert f"gemma: {size:,} parameters" in capsys.readouterr().out
 
 
-def test_a_model_without_a_decoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan of an encoder-decoder ends with one line that names the folder."""
-    transformers.T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
-    words = ["--model", str(tmp_path / "t5"), "--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1"]
-    assert plan.main(words) == 2
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (transformers.T5Config(architectures=["T5ForConditionalGeneration"]), ("T5ForConditionalGeneration",)),
+        (transformers.Gemma3Config(architectures=["Gemma3ForConditionalGeneration"]), ("reads more than text",)),
+    ],
+)
+def test_a_model_that_no_run_loads_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: Any, words: tuple[str, ...]
+) -> None:
+    """A plan of an encoder-decoder, or of a model of images and text, ends with one line that says why."""
+    config.save_pretrained(tmp_path / "model")
+    flags = ["--model", str(tmp_path / "model"), "--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1"]
+    assert plan.main(flags) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
-    assert "T5ForConditionalGeneration" in line and "cannot be planned" in line
+    assert all(word in line for word in (*words, "cannot be planned"))

@@ -90,3 +90,20 @@ def test_unknown_name() -> None:
     cut = partition(num_layers=6, num_stages=1, num_blocks=3, layout="spread", tied=False)
     with pytest.raises(KeyError, match="mtp"):
         ownership("mtp.layers.0.weight", partition=cut, stage=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_axes", "is_matrix"),
+    [
+        ("mlp.experts.gate_up_proj", 3, True),
+        ("mlp.experts.gate_up_proj_bias", 2, False),
+        ("mlp.router.weight", 2, True),
+        ("linear_attn.conv1d.weight", 3, False),
+        ("linear_attn.A_log", 1, False),
+    ],
+)
+def test_matrices_of_transformers(name: str, num_axes: int, *, is_matrix: bool) -> None:
+    """Parameters of experts with three axes are matrices; their biases and convolutions count as biases."""
+    cut = partition(num_layers=2, num_stages=1, num_blocks=2, layout="spread", tied=True, has_inactive_updates=True)
+    owned = ownership(f"decoder.layers.1.{name}", partition=cut, stage=0, num_axes=num_axes)
+    assert owned.is_matrix == is_matrix

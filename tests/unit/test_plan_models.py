@@ -23,6 +23,7 @@ from megatron.bcd.planner.cost import ModelShape
 from megatron.bcd.planner.memory import rank_memory
 from megatron.bcd.planner.recipe import make_recipe
 from megatron.bcd.planner.run_state import RunMemory
+from megatron.bcd.planner.tensors import count_parameters
 
 CARD = ("--gpu", "rtx4090", "--num-gpus", "1")
 COLUMNS = "name,form,layers,hidden,heads,groups,ffn,vocabulary,sequence,source"
@@ -32,8 +33,8 @@ def config(kind: str, layers: int, hidden: int, heads: tuple[int, int], ffn: int
     """A config.json of LLaMA's form."""
     sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads[0]}
     sizes |= {"num_key_value_heads": heads[1], "intermediate_size": ffn, "vocab_size": vocabulary}
-    name = next(name for name, family in FAMILIES.items() if family == kind)
-    names = {"architectures": [name], "model_type": kind, "max_position_embeddings": 4096}
+    classes = [name for name, family in FAMILIES.items() if family == kind]
+    names = {"architectures": classes, "model_type": kind, "max_position_embeddings": 4096}
     return names | sizes | {"tie_word_embeddings": False} | more
 
 
@@ -90,15 +91,19 @@ def run(capsys: pytest.CaptureFixture[str], *flags: str | Path, code: int = 0) -
     return captured.err if code == 2 else captured.out
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ("Phi-4", "SmolLM3-3B"))) for name in PUBLISHED]
+)
 def test_a_published_model_by_its_config(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     """A plan by config.json has the parameters of the published model."""
     content, parameters = PUBLISHED[name]
     where = folder(tmp_path, content, name=name)
-    task = "sft" if name == "gpt-oss-20b" else "pretrain"  # only --load-hf has flags for its biases
-    whole = json.loads(run(capsys, "--model", where, "--gpu", "a100", "--num-gpus", "16", "--task", task, "--json"))
-    assert whole["model"]["parameters"] == parameters and whole["model"]["name"] == name
-    assert shape_named(str(where / "config.json"), models=None).num_parameters == parameters
+    if name in ("GPT-2", "SmolLM3-3B", "gpt-oss-20b"):
+        whole = json.loads(
+            run(capsys, "--model", where, "--gpu", "a100", "--num-gpus", "16", "--task", "pretrain", "--json")
+        )
+        assert whole["model"]["parameters"] == parameters and whole["model"]["name"] == name
+    assert count_parameters(shape_named(str(where / "config.json"), models=None)) == parameters
 
 
 def test_a_row_says_what_a_config_says(tmp_path: Path) -> None:
@@ -267,8 +272,7 @@ def compared(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[list[dict
 
 
 def test_no_cost_to_a_loss_that_was_not_reached(capsys: pytest.CaptureFixture[str]) -> None:
-    """In fine-tuning only full training has a cost ratio, unless --bf-multiplier is given; each other row names its
-    loss, if measured."""
+    """In fine-tuning only full training has a cost ratio; each other row names its loss, if measured."""
     rows, text = compared(capsys, "--task", "sft", "--model", "L-1.5B")
     names = {row["recipe"]["name"] for row in rows}
     streamed = {"full, streamed", "muon, streamed"}
@@ -281,8 +285,6 @@ def test_no_cost_to_a_loss_that_was_not_reached(capsys: pytest.CaptureFixture[st
         ends = f"loss {result.loss_text} at {result.place_text}" if result.loss else "not measured"
         assert any(line.startswith(f"{name} ") and line.endswith(ends) for line in text.splitlines()), name
         assert f"\n{name}, at equal epochs: " in text, "where it is from"
-    rows, _ = compared(capsys, "--task", "sft", "--model", "L-1.5B", "--bf-multiplier", "2")
-    assert {row["recipe"]["method"] for row in rows if row["cost_ratio"]} == {"full", "offload", "pretrain"}
 
 
 def test_a_loss_says_where_it_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,14 +332,15 @@ def test_the_host_limit_is_this_machines_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan must fit in this machine's memory, whatever its size, or in --host-memory-gb."""
-    flags = ("--task", "sft", "--model", folder(tmp_path, LARGE["Qwen2.5-14B"][0]), *CARD)
-    monkeypatch.setattr(plan, "memory_here", lambda: int(32e9))
+    model = folder(tmp_path, LARGE["Qwen2.5-14B"][0] | {"num_hidden_layers": 24})
+    flags = ("--task", "sft", "--model", model, *CARD, "--bcd-layers-on", "host")
+    monkeypatch.setattr(plan, "memory_here", lambda: int(16e9))
     text = run(capsys, *flags, code=1)
     assert re.search(
-        r"does NOT fit: a node needs \d\d GB of host memory, also to save, more than this machine's 32", text
+        r"does NOT fit: a node needs \d\d GB of host memory, also to save, more than this machine's 16", text
     )
-    assert re.search(r"\n--host-memory-gb 6\d +1 ", text)
-    assert "fits: " in run(capsys, *flags, "--host-memory-gb", "64")
+    [enough] = re.findall(r"\n--host-memory-gb (\d\d) +1 ", text)
+    assert "fits: " in run(capsys, *flags, "--host-memory-gb", enough)
 
 
 def test_what_fits_on_the_same_gpus_comes_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -367,7 +370,7 @@ def test_dropped_main_parameters_need_no_host_memory(capsys: pytest.CaptureFixtu
 
 def test_plans_with_experts_have_the_measured_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Time, speed and price are 5 times the formulas', as measured, and the micro-batch is the largest that fits."""
-    model = folder(tmp_path, PUBLISHED["Qwen3-30B-A3B"][0])
+    model = folder(tmp_path, PUBLISHED["Qwen3-30B-A3B"][0] | {"num_hidden_layers": 4})
     flags = ("--model", model, "--gpu", "h200", "--num-gpus", "1", "--task", "sft")
     found = json.loads(run(capsys, *flags, "--json"))
     phases = [phase["total"] for phase in found["time"]["phases"]]

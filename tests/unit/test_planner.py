@@ -15,19 +15,10 @@ from support.planned import active_parameters
 
 from megatron.bcd.config import LAYOUTS
 from megatron.bcd.planner import step_time
-from megatron.bcd.planner.estimate import make_estimate, multiplier_of
+from megatron.bcd.planner.estimate import Estimate, multiplier_of
 from megatron.bcd.planner.memory import fits, host_bytes, peak, rank_memory, saving_bytes
 from megatron.bcd.planner.recipe import Recipe, make_recipe
-from megatron.bcd.planner.search import (
-    compare,
-    fewest_gpus,
-    layouts,
-    pipelines,
-    place,
-    remedies,
-    search,
-    shortest_that_fits,
-)
+from megatron.bcd.planner.search import candidates, compare, fewest_gpus, first_allowed, place, remedies, search
 from megatron.bcd.planner.step_time import head_pass, layer_pass, phase_seconds
 from megatron.bcd.planner.tables import Model, read_clusters, read_models
 from megatron.bcd.planner.tensors import build_buffer, stage_tensors
@@ -44,6 +35,12 @@ SMALL = Model(
 def recipe(model: str | Model = SMALL, gpu: str = "rtx4090", **fields: Any) -> Recipe:
     named = MODELS[model] if isinstance(model, str) else model
     return make_recipe(model=named, cluster=CLUSTERS[gpu], **({"num_gpus": 1, "precision": "fp32"} | fields))
+
+
+def request(model: str, **fields: Any) -> dict[str, Any]:
+    """Return a request on RTX 4090s that leaves all but `fields` open."""
+    values = {"model": MODELS[model], "cluster": CLUSTERS["rtx4090"], "method": "bcd", "task": "pretrain"}
+    return values | {"precision": "fp32"} | fields
 
 
 @st.composite
@@ -147,17 +144,14 @@ def test_one_stage_does_one_thing_after_the_other() -> None:
 @pytest.mark.parametrize("number", [2, 8, 40])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_breadth_first_on_stages(stages: int, number: int, layers_per_pass: int) -> None:
-    """All chunks but the last repeat their forward pass, stages work side by side, and the rough time is close to the
-    exact."""
+    """All chunks but the last repeat their forward pass, and stages work side by side."""
     flags = {"method": "finetune", "bcd_inactive_update": "factored", "bcd_schedule": "breadth-first"}
     flags |= {"bcd_layers_per_pass": layers_per_pass, "precision": "bf16", "global_batch_size": number}
     one = recipe(**flags, num_gpus=stages, pipeline_model_parallel_size=stages)
-    phase, rough = phase_seconds(one, 0), phase_seconds(one, 0, is_rough=True)
+    phase = phase_seconds(one, 0)
     layer, head = layer_pass(one).seconds(one), head_pass(one).seconds(one)
     alone = number * ((4 * 12 - layers_per_pass) * layer + 3 * head)
     assert phase.pipeline * stages * (1 - phase.bubble) == pytest.approx(alone)
-    if number >= stages:
-        assert rough.pipeline == pytest.approx(phase.pipeline, rel=0.01 if stages == 1 else 0.25)
     if stages > 1 and number == 40:
         assert phase.pipeline < 1.3 * alone / stages and phase.bubble > 0
     if number < stages:
@@ -202,12 +196,12 @@ def test_what_makes_an_iteration_slow() -> None:
     """Recomputation and a slow network cost time, more microbatches shrink the bubble, and data parallelism adds
     reductions."""
     base = recipe("G-5.4B", num_gpus=8, pipeline_model_parallel_size=8, method="full")
-    plain, more = make_estimate(base), make_estimate(base.changed(global_batch_size=256))
-    assert make_estimate(replace(base, recompute="full")).iteration_seconds > 1.25 * plain.iteration_seconds
+    plain, more = Estimate(recipe=base), Estimate(recipe=base.changed(global_batch_size=256))
+    assert Estimate(recipe=replace(base, recompute="full")).iteration_seconds > 1.25 * plain.iteration_seconds
     slow = replace(base.cluster, gpus_per_node=4, network_gb_per_s=0.1)
-    assert make_estimate(replace(base, cluster=slow)).iteration_seconds > plain.iteration_seconds
+    assert Estimate(recipe=replace(base, cluster=slow)).iteration_seconds > plain.iteration_seconds
     assert more.bubble < plain.bubble and 0 < more.full_training_share < base.cluster.compute_share
-    shorter = make_estimate(base.changed(pipeline_model_parallel_size=4))
+    shorter = Estimate(recipe=base.changed(pipeline_model_parallel_size=4))
     assert shorter.phases[0].reductions > 0 == plain.phases[0].reductions
 
 
@@ -215,54 +209,54 @@ def test_bill() -> None:
     """Days and dollars follow from time, tokens and the multiplier, which is 1 for full training and the paper's for
     blocks."""
     one = recipe("G-1.6B", bcd_num_blocks=4)
-    plan = make_estimate(one, tokens=1e9, multiplier=2.0)
-    assert plan.cost.multiplier == pytest.approx(2.4)
-    assert plan.cost.iterations == -int(-2.4e9 // (64 * 1024))
+    plan = Estimate(recipe=one, tokens=1e9)
+    assert plan.cost.multiplier == pytest.approx(2.44 * 6 / 5)
+    assert plan.cost.iterations == -int(-2.44e9 * 6 / 5 // (64 * 1024))
     hours = plan.cost.iterations * plan.iteration_seconds / 3600
     assert plan.cost.days == pytest.approx(hours / 24)
     assert plan.cost.dollars == pytest.approx(0.29 * hours)
-    assert make_estimate(one.changed(method="full", bcd_num_blocks=None)).cost.multiplier == 1
-    for num_blocks, epochs in ((2, 40), (3, 50), (4, 60)):  # table 11 of the paper: 18 epochs in full training
-        assert multiplier_of("bcd", num_blocks, 50 / 18)[0] == pytest.approx(epochs / 18)
-    assert make_estimate(one).cost.tokens == 20 * one.shape.num_parameters
+    assert Estimate(recipe=one.changed(method="full", bcd_num_blocks=None)).cost.multiplier == 1
+    for num_blocks, epochs in ((2, 40), (3, 50), (4, 60)):  # table 11 of the paper
+        assert multiplier_of("bcd", num_blocks)[0] / 2.44 == pytest.approx(epochs / 50)
+    assert Estimate(recipe=one).cost.tokens == 20 * one.num_parameters
 
 
 def test_search_finds_the_cheapest() -> None:
     """A search finds the cheapest layout within 1 %, in order of price, and keeps a given number of blocks."""
-    base = recipe("G-1.6B", num_gpus=2, global_batch_size=8)
+    base = request("G-1.6B", num_gpus=2, global_batch_size=8)
     found = search(base)
-    every = [make_estimate(each) for each in layouts(base) if fits(each)]
-    # other cuts and ways to form blocks are tried on the cheapest of these
+    every = [Estimate(recipe=each) for each in candidates(base) if fits(each)]
     assert found[0].cost.dollars <= 1.01 * min(plan.cost.dollars for plan in every)
-    assert [plan.cost.dollars for plan in found] == sorted(plan.cost.dollars for plan in found)
-    assert {plan.recipe.partition.num_blocks for plan in search(base.changed(bcd_num_blocks=3))} == {3}
+    dollars = [plan.cost.dollars for plan in found]
+    assert dollars == pytest.approx(sorted(dollars))
+    assert {plan.recipe.partition.num_blocks for plan in search(base | {"bcd_num_blocks": 3})} == {3}
 
 
 def test_fewest_gpus_fit() -> None:
     """The fewest GPUs are enough, half of them are not, and their number need not be a power of two."""
-    base = recipe("G-10B", num_gpus=2)
+    base = request("G-10B", num_gpus=2)
     assert search(base) == []
     number = fewest_gpus(base)
-    assert number is not None and any(fits(each) for each in layouts(replace(base, num_gpus=number)))
-    assert not search(replace(base, num_gpus=number // 2))
-    little = replace(recipe("G-5.4B", num_gpus=2), cluster=replace(CLUSTERS["rtx4090"], memory_gib=20.0))
+    assert number is not None and search(base | {"num_gpus": number}) and not search(base | {"num_gpus": number // 2})
+    little = base | {"model": MODELS["G-5.4B"], "cluster": replace(CLUSTERS["rtx4090"], memory_gib=20.0)}
     number = fewest_gpus(little)
     assert number is not None and number & (number - 1), "no power of two"
-    assert any(fits(each) for each in layouts(little.changed(num_gpus=number, pipeline_model_parallel_size=number)))
+    assert any(map(fits, candidates(little | {"num_gpus": number})))
 
 
 def test_what_fits_is_the_shortest_pipeline_and_the_largest_micro_batch() -> None:
     """The largest micro-batch fits and twice as many samples do not; the shortest pipeline that fits is chosen."""
     one = recipe("G-1.6B")
-    largest = make_estimate(one).largest_micro_batch
+    largest = Estimate(recipe=one).largest_micro_batch
     assert largest is not None and fits(one.changed(micro_batch_size=largest))
     assert not fits(one.changed(micro_batch_size=2 * largest))
-    assert make_estimate(recipe("G-10B")).largest_micro_batch is None
-    suited = pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8)
-    chosen = shortest_that_fits(suited)
+    assert Estimate(recipe=recipe("G-10B")).largest_micro_batch is None
+    eight = request("G-5.4B", precision="bf16", num_gpus=8)
+    chosen = place(**eight, is_open=False)
     assert fits(chosen)
+    suited = candidates(eight | {"micro_batch_size": 1, "bcd_num_blocks": 3}, is_open=False)
     assert not any(fits(each) for each in suited if each.pipeline_size < chosen.pipeline_size)
-    [refused] = pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8, bcd_num_blocks=40)
+    refused = first_allowed(eight | {"bcd_num_blocks": 40})
     assert "--bcd-num-blocks" in str(refused.fault) and not fits(refused)
 
 
@@ -294,17 +288,12 @@ def test_a_cluster_that_cannot_be(field: str, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "find",
-    [
-        place,
-        lambda **values: remedies(values, place),
-        *(lambda find=find, **values: find(make_recipe(**values)) for find in (search, compare, fewest_gpus)),
-    ],
+    "find", [lambda values: place(**values), lambda values: remedies(values, place), search, compare, fewest_gpus]
 )
 @pytest.mark.parametrize("mistake", ["search.fits", "recipe.partition_from_config"])
-def test_a_mistake_in_a_formula_is_no_refusal(find: Callable[..., object], mistake: str) -> None:
+def test_a_mistake_in_a_formula_is_no_refusal(find: Callable[[dict[str, Any]], object], mistake: str) -> None:
     """A mistake of the planner itself ends a search: it is not taken for a layout that the run refuses."""
     values = recipe(task="sft", method="finetune", bcd_inactive_update="none", num_gpus=2).values
     wrong = mock.patch(f"megatron.bcd.planner.{mistake}", side_effect=ValueError("zip() argument 2 is shorter"))
     with wrong, pytest.raises(ValueError, match="zip"):
-        find(**values)
+        find(values)

@@ -133,9 +133,9 @@ def test_few_messages_are_held(monkeypatch: pytest.MonkeyPatch, receives: bool) 
     messages = Messages(group, dtype=torch.float32, max_sends=2, throttles_cpu=True)
     for _ in range(20):
         if receives:
-            messages.wait_for(messages.receive_forward((1,)))
+            messages.wait_for(messages.receive((1,)))
         else:
-            messages.send_forward(torch.zeros(1))
+            messages.send(torch.zeros(1))
     assert Mark.most_ahead == 3
 
 

@@ -170,25 +170,6 @@ def test_tensorboard_tags(tensorboard: mock.Mock) -> None:
     assert "loss-scale" not in scalars
 
 
-TIMES = {"forward-backward": (80.0, 90.5), "optimizer": (0.0, 3.25), "forward-recv": (0.0, 0.0)}
-
-
-def test_timers(tmp_path: Path, tensorboard: mock.Mock) -> None:
-    """Timers have Megatron's tags and are in seconds in TensorBoard, and in milliseconds in the metrics file."""
-    with quiet(
-        tensorboard_dir="tb",
-        metrics_file=str(tmp_path / "m.jsonl"),
-        timing_log_option="max",
-        log_timers_to_tensorboard=True,
-    ) as reporter:
-        reporter.step(collect_step_metrics())
-        reporter.step(collect_step_metrics(timers_ms=TIMES))
-    results = {tag: value for tag, (value, _) in scalars_of(tensorboard).items() if tag.endswith("-time")}
-    assert results == {"iteration-time": 0.12344, "forward-backward-time": 0.0905, "optimizer-time": 0.00325}
-    before, after = metrics(tmp_path / "m.jsonl")
-    assert "timers_ms" not in before and after["timers_ms"]["optimizer"] == [0.0, 3.25]
-
-
 def test_wandb_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings and metrics reach wandb, and its run is finished."""
     wandb = mock.Mock()

@@ -129,8 +129,8 @@ def test_compiled_updates_are_the_eager_ones(rule: str, dtype: torch.dtype, part
                 rule=MatrixRule(name=rule, grad_dtype=dtype),
                 param_group={"lr": 1e-2, "weight_decay": 0.1},
                 layout=MatrixLayout(parts=parts),
-                weights=weights,
-                state=state.__getitem__,
+                weights=[matrix[None] for matrix in weights],
+                state=lambda kind: [tensor[None] for tensor in state[kind]],
                 gradient=gradient(*shape, seed=step).to(dtype),
                 is_skipped=torch.tensor([step == 1]),
             )

@@ -98,12 +98,6 @@ def _derive_network(values: Values) -> None:
         values["apply_rope_fusion"] = False
     if not values["group_query_attention"]:
         values["num_query_groups"] = None
-    every, num_layers = values["no_rope_freq"], values["num_layers"] or 0
-    if isinstance(every, int) and every > 0:
-        values["no_rope_freq"] = [int(number % every == 0) for number in range(1, num_layers + 1)]
-    every = values["window_attn_skip_freq"]
-    if values["window_size"] is not None and (every is None or isinstance(every, int)):
-        values["window_attn_skip_freq"] = [int(not every or number % every != 0) for number in range(1, num_layers + 1)]
     if values["add_bias_linear"]:
         values["add_qkv_bias"] = True
     if values["swiglu"] and values["ffn_hidden_size"] is None and values["hidden_size"]:

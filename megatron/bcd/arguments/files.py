@@ -53,10 +53,10 @@ def model_values(
                 f"says {fixed[flag.field]}. Leave the flag out."
             )
     window, length = network.sliding_window, given.get("seq_length")
-    if length is not None and window is not None and not network.window_layers and length > window:
+    if length is not None and window is not None and length > window:
         raise ValueError(
             f"--seq-length {length}: the sliding window of --load-hf {name} has {window} tokens, and attention here "
-            f"has no window. Give at most {window}."
+            f"has no window. Give at most {window}, or --transformer-impl transformers."
         )
     inner, outer = network.hidden_dropout, network.embedding_dropout
     if network.family == "gpt2" and inner != outer and "hidden_dropout" not in given:

@@ -9,7 +9,6 @@ import argparse
 import ast
 import functools
 import importlib.resources
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +38,6 @@ TRANSFORMER_FIELDS = {
     NETWORK: "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups hidden_dropout "
     "attention_dropout normalization layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias "
     "qk_layernorm apply_residual_connection_post_layernorm apply_query_key_layer_scaling rotary_interleaved "
-    "no_rope_freq softmax_type window_size window_attn_skip_freq activation_func_clamp_value glu_linear_offset "
     "attention_backend init_method_std embedding_init_method_std use_cpu_initialization",
     EXPERTS: "num_moe_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq moe_router_load_balancing_type "
     "moe_aux_loss_coeff moe_z_loss_coeff moe_router_score_function moe_router_pre_softmax "
@@ -103,18 +101,6 @@ def layer_pattern(text: str) -> int | list[int]:
     raise problem
 
 
-def attention_window(text: str) -> list[int]:
-    """Return stock's attention window: the numbers of earlier and of later tokens, such as ``127,0``.
-
-    Raises:
-        ArgumentTypeError: `text` is no window of causal attention.
-    """
-    match = re.fullmatch(r"\(?(\d+), *0\)?", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no window of causal attention. Give two numbers, such as 127,0.")
-    return [int(match[1]), 0]
-
-
 DIFFERENCES: dict[str, dict[str, Any]] = {
     # names and defaults of stock that Megatron Core's dataclasses do not have
     "masked_softmax_fusion": {"name": "--no-masked-softmax-fusion", "default": True},
@@ -128,25 +114,6 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "optimizer_offload_fraction": {"default": 1.0},
     "pin_cpu_grads": {"name": "--no-pin-cpu-grads"},
     "muon_split_qkv": {"name": "--muon-no-split-qkv"},
-    "no_rope_freq": {
-        "type": layer_pattern,
-        "help": "layers without RoPE: every N-th, or a list like '([0]*3+[1])*8' with 1 for each of them",
-    },
-    "softmax_type": {
-        "choices": ("vanilla", "learnable"),
-        "help": "learnable: each attention head has a sink, a parameter in the sum of its softmax",
-    },
-    "window_size": {
-        "type": attention_window,
-        "nargs": None,
-        "help": "attend to N earlier tokens and the token itself, as N,0",
-    },
-    "window_attn_skip_freq": {
-        "type": layer_pattern,
-        "help": "layers without the window: every N-th, or a list like '[1,0]*12' with 0 for each of them",
-    },
-    "activation_func_clamp_value": {"help": "with --quick-geglu: clamp the gate from above and the rest at both ends"},
-    "glu_linear_offset": {"help": "with --quick-geglu: add this to what the gate multiplies"},
     "num_moe_experts": {"name": "--num-experts", "help": "experts in each layer's feed-forward part"},
     "moe_layer_freq": {
         "type": layer_pattern,
@@ -204,8 +171,7 @@ _RANGES: dict[Range, str] = {
     "expert_tensor_parallel_size",
     AT_LEAST_0: "min_lr decoupled_min_lr weight_decay clip_grad moe_aux_loss_coeff moe_z_loss_coeff",
     ABOVE_0: "lr decoupled_lr adam_eps layernorm_epsilon init_method_std embedding_init_method_std loss_scale "
-    "initial_loss_scale min_loss_scale muon_extra_scale_factor moe_router_topk_scaling_factor "
-    "activation_func_clamp_value",
+    "initial_loss_scale min_loss_scale muon_extra_scale_factor moe_router_topk_scaling_factor",
     BELOW_1: "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum muon_momentum",
     SHARE: "optimizer_offload_fraction",
 }
@@ -244,13 +210,8 @@ BELONG_TO = {
     "--save-hf": "save_hf_interval",
     "--group-query-attention": "num_query_groups",
     "--num-experts": TRANSFORMER_FIELDS[EXPERTS].replace("num_moe_experts ", ""),
-    "--position-embedding-type=rope --use-rotary-position-embeddings": "rotary_percent rotary_interleaved "
-    "use_rope_scaling no_rope_freq",
-    "--position-embedding-type=rope --use-rotary-position-embeddings --position-embedding-type=yarn": "rotary_base",
-    "--position-embedding-type=yarn": "rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast "
-    "yarn_beta_slow yarn_correction_range_round_to_int",
-    "--window-size": "window_attn_skip_freq",
-    "--quick-geglu": "activation_func_clamp_value glu_linear_offset",
+    "--position-embedding-type=rope --use-rotary-position-embeddings": "rotary_base rotary_percent "
+    "rotary_interleaved use_rope_scaling",
     "--recompute-granularity=full": "recompute_method recompute_num_layers distribute_saved_activations",
     "--recompute-granularity=selective --recompute-activations": "recompute_modules",
     "--no-sequence-parallel": "distribute_saved_activations",
@@ -276,7 +237,6 @@ BELONG_TO = {
     "--no-mock-data": "full_validation",
     "--sft": "sft_prompt_format sft_ignore_keys sft_skip_bad_records sft_packing sft_drop_long num_epochs",
     "--profile": "use_pytorch_profiler profile_step_start profile_step_end profile_ranks",
-    "--timing-log-level": "log_timers_to_tensorboard",
     "--context-parallel-size": "cp_comm_type",
     "--bcd-switch=plateau": "bcd_plateau_window bcd_plateau_min_improvement bcd_min_steps_per_block "
     "bcd_max_steps_per_block",
@@ -286,6 +246,7 @@ BELONG_TO = {
 }
 """Conditions (see ``flags.holds``), and the fields whose flags have no effect unless one of them is met."""
 
+_ANY_DECODER = "give --load-hf, with the folder of a config.json, and --transformer-impl transformers"
 _ORDERS = "ascending, descending or random"
 _INSTEAD = {
     "Train every layer with --bcd-preset finetune (6 bytes a parameter), or train LoRA with peft.": (
@@ -316,6 +277,7 @@ REMOVED_CHOICES = {
     "--bcd-order: invalid choice: 'greedy'": f"--bcd-order greedy: removed. Give {_ORDERS}.",
     "--bcd-layout: invalid choice: 'experts'": "--bcd-layout experts: removed, because blocks of layers learn as much. "
     "Give spread, with --bcd-inactive-update factored.",
+    "--position-embedding-type: invalid choice: 'yarn'": f"--position-embedding-type yarn: removed; {_ANY_DECODER}.",
     "--outer-compression: invalid choice: '4bit'": "--outer-compression 4bit: removed. Give bf16, and --outer-delay if "
     "steps wait for a slow link.",
 }
@@ -337,7 +299,12 @@ UNSUPPORTED = {
     ),
     "Megatron Core's multi-latent attention needs Transformer Engine": "--multi-latent-attention",
     "all layers are the same transformer layer": (
-        "--hybrid- --is-hybrid-model --heterogeneous- --spec --mtp- --enable-gpt-oss --rope-type"
+        "--hybrid- --is-hybrid-model --heterogeneous- --spec --mtp- --rope-type"
+    ),
+    _ANY_DECODER: (
+        "--enable-gpt-oss --softmax-type --window-size --window-attn-skip-freq --quick-geglu "
+        "--activation-func-clamp-value --glu-linear-offset --no-rope-freq --rotary-scaling-factor --yarn- --no-yarn- "
+        "--mscale"
     ),
     "weights are drawn as --init-method-std says": "--init-method-xavier-uniform --use-mup --mup-",
     "Muon is quintic, and Adam steps the rest": "--muon-coefficient-type --muon-scalar-optimizer --lion-",
@@ -356,9 +323,9 @@ UNSUPPORTED = {
     ),
     "give --adam-moments-dtype bf16 or int8": "--exp-avg-dtype --exp-avg-sq-dtype",
     "give --grad-reduce-in-bf16": "--main-grads-dtype",
-    "give --timing-log-level 1 --timing-log-option all": "--log-straggler --straggler-",
+    "give --profile, which shows each rank's time": "--log-straggler --straggler-",
     "only matrices have weight decay; --apply-wd-to-qk-layernorm adds norms": "--no-weight-decay-cond-type",
-    "only --use-rope-scaling and YaRN scale positions": "--rotary-seq-len-interpolation-factor --mscale",
+    "only --use-rope-scaling scales positions": "--rotary-seq-len-interpolation-factor",
     "give parallel sizes; a checkpoint fits all of them": "--use-mp-args-from-checkpoint-args",
     "a run starts from --load or --load-hf; tools/convert_checkpoint.py converts": (
         "--ckpt-convert- --load-main-params-from-ckpt --pretrained-checkpoint --override-ckpt-iteration"
@@ -387,6 +354,7 @@ UNSUPPORTED = {
 _HARMLESS = {
     **dict.fromkeys(("--main-params-dtype", "--main-grads-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"), ["fp32"]),
     "--dataloader-type": ["single"],
+    "--softmax-type": ["vanilla"],
     "--rotary-seq-len-interpolation-factor": ["1"],
 }
 """The value of an unsupported flag that asks for what this program does anyway."""

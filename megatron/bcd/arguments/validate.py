@@ -33,7 +33,7 @@ Run = Any
 """Namespace of all values by field name."""
 
 AT_MOST_ONE = (
-    "--swiglu --quick-geglu --squared-relu --openai-gelu",
+    "--swiglu --squared-relu --openai-gelu",
     "--fp16 --bf16",
     "--train-iters --train-samples --num-epochs",
     "--lr-warmup-fraction --lr-warmup-iters --lr-warmup-samples",
@@ -51,7 +51,7 @@ CONFLICTS = {
     "--pipeline-cut=auto": "--pipeline-model-parallel-layout --account-for-embedding-in-pipeline-split "
     "--account-for-loss-in-pipeline-split",
     # Megatron Core's unfused attention needs the scores of whole sequences
-    "--context-parallel-size": "--attention-backend=unfused --softmax-type=learnable --window-size",
+    "--context-parallel-size": "--attention-backend=unfused",
     "--sft": "--mock-data --eod-mask-loss --context-parallel-size",
     "--save-hf": "--skip-train",
     "--num-experts": "--fp8-format --hierarchical-context-parallel-sizes",
@@ -239,11 +239,6 @@ def _check_network(run: Run) -> None:
         groups is None or heads % groups == 0,
         f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}. Give a divisor of {heads}.",
     )
-    windows = run.window_attn_skip_freq
-    require(
-        windows is None or len(windows) == run.num_layers,
-        f"--window-attn-skip-freq {windows}: must have a number for each of {run.num_layers} layers",
-    )
     require(
         not (run.test_mode and run.qk_layernorm and run.normalization == "RMSNorm"),
         "--test-mode with --qk-layernorm needs --normalization LayerNorm: Megatron Core compares biases too",
@@ -274,11 +269,6 @@ def _check_positions(run: Run, given: Mapping[str, Any]) -> None:
         require(
             rotated >= 2 and rotated % 2 == 0,
             f"--rotary-percent {run.rotary_percent} rotates {rotated} channels of a head: must be an even number",
-        )
-        pattern = run.no_rope_freq or [0] * run.num_layers
-        require(
-            len(pattern) == run.num_layers,
-            f"--no-rope-freq has {len(pattern)} numbers for {run.num_layers} layers. Give one for each layer.",
         )
 
 

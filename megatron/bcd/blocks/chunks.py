@@ -34,20 +34,6 @@ def first_trainable_chunk(partition: Partition, block: int, chunks: Sequence[ran
     return next((number for number, layers in enumerate(chunks) if first_layer in layers), len(chunks) - 1)
 
 
-def is_chunk_active(partition: Partition, block: int, chunks: Sequence[range], chunk: int) -> bool:
-    """Return whether the block's phase updates anything in a virtual chunk, with or without state.
-
-    Embedding and head belong to the first and the last chunk.
-    """
-    is_first, is_last = chunk == 0, chunk == len(chunks) - 1
-    return (
-        any(partition.trains_matrices(layer, block) for layer in chunks[chunk])
-        or bool({"norms", "biases"} & partition.always_active)
-        or (is_first and partition.embedding_active(block))
-        or (is_last and (partition.head_active(block) or partition.final_norm_active(block)))
-    )
-
-
 def is_chunk_updated(partition: Partition, block: int, chunks: Sequence[range], chunk: int) -> bool:
     """Return whether the block's phase updates matrices of a virtual chunk at once, without state.
 

@@ -20,10 +20,10 @@ EXPERT_STACK_ELEMENTS = 1 << 25
 _FACTORED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters of --bcd-embedding-update. The table of positions is small and keeps Adam."""
 
-_MATRIX, _BIAS = re.compile(r"\.(gate_)?weight\d*$"), re.compile(r"\.bias\d*$|conv\w*\.weight$")
+_MATRIX, _BIAS = re.compile(r"\.(gate_)?weight\d*$"), re.compile(r"[._]bias\d*$|conv\w*\.weight$")
 """Transformer Engine numbers the experts' matrices that it multiplies together: weight0, weight1 and so on."""
 
-_NORM, _SINKS = re.compile(r"norm|\.ln_"), "softmax_offset"
+_NORM = re.compile(r"norm|\.ln_")
 
 Module = Literal["embedding", "layer", "final_norm", "head"]
 
@@ -61,8 +61,8 @@ class Ownership:
 def ownership(name: str, *, partition: Partition, stage: int, num_axes: int | None = None) -> Ownership:
     """Return the ownership of the parameter that GPTModel calls ``name`` on pipeline stage ``stage``.
 
-    ``num_axes`` of the parameter decides in layers of transformers, whose names are their own: matrices have two, and
-    vectors that are no norms count as biases.
+    ``num_axes`` of the parameter decides in layers of transformers, whose names are their own: matrices have two,
+    stacks of the matrices of experts three, and vectors that are no norms count as biases.
 
     If a stage has several chunks, the name starts with ``chunks.`` and the number of the chunk.
 
@@ -89,14 +89,14 @@ def ownership(name: str, *, partition: Partition, stage: int, num_axes: int | No
     elif name.startswith("decoder.layers."):
         module, layer = "layer", partition.chunk_layers(stage, chunk)[int(name.split(".")[2])]
         block = partition.layer_block[layer]
-        is_vector = num_axes == 1 and not name.endswith(_SINKS)
-        is_bias = not is_norm and (is_vector or _BIAS.search(name) is not None)
+        is_bias = not is_norm and (num_axes == 1 or _BIAS.search(name) is not None)
         is_always_active |= is_bias and "biases" in partition.always_active
     else:
         raise KeyError(name)
     kind = "norms" if is_norm else module
     is_frozen = kind in partition.frozen
-    is_in_layer = module == "layer" and not is_norm and _MATRIX.search(name) is not None and num_axes in (None, 2)
+    is_matrix = num_axes == 3 if _MATRIX.search(name) is None else num_axes in (None, 2, 3)
+    is_in_layer = module == "layer" and not is_norm and is_matrix and _BIAS.search(name) is None
     is_outside = partition.embedding_update == "factored" and is_always_active and name in _FACTORED
     return Ownership(
         module=module,
@@ -112,11 +112,6 @@ def ownership(name: str, *, partition: Partition, stage: int, num_axes: int | No
             if is_outside or (is_in_layer and layer is not None and partition.has_inactive_update(layer, each.index))
         ),
     )
-
-
-def is_stack(name: str, num_axes: int) -> bool:
-    """Return whether a parameter stacks the matrices of experts, as transformers does. Only Adam steps it."""
-    return num_axes > 2 and _BIAS.search(name) is None
 
 
 def matrix_owners(sizes: Sequence[int], num_ranks: int, blocks: Sequence[Hashable] = ()) -> list[int]:

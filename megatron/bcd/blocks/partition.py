@@ -234,17 +234,23 @@ class Partition:
         is_owned = self.has_active_block and self.blocks[block].owns_final_norm and "head" not in self.frozen
         return is_owned or self.head_always_active
 
+    def trains_chunk(self, block: int, layers: Sequence[int], *, is_first: bool, is_last: bool) -> bool:
+        """Return whether the block's phase updates anything in a chunk of the model, with or without state.
+
+        The first chunk has the embedding, the last one the final norm and the head.
+        """
+        return (
+            any(self.trains_matrices(layer, block) for layer in layers)
+            or bool(_IN_LAYERS & self.always_active)
+            or (is_first and self.embedding_active(block))
+            or (is_last and (self.head_active(block) or self.final_norm_active(block)))
+        )
+
     def virtual_stage_active(self, block: int, virtual: int) -> bool:
         """Return whether a virtual stage has anything that the block's phase updates, with or without state."""
         chunk, stage = divmod(virtual, self.num_stages)
-        submodels = self.blocks[block].submodels if self.has_active_block else ()
-        return (
-            any((submodel.chunk, submodel.stage) == (chunk, stage) for submodel in submodels)
-            or any(self.has_inactive_update(layer, block) for layer in self.chunk_layers(stage, chunk))
-            or bool(_IN_LAYERS & self.always_active)
-            or (virtual == 0 and self.embedding_active(block))
-            or (virtual == self.num_virtual_stages - 1 and (self.head_active(block) or self.final_norm_active(block)))
-        )
+        is_last = virtual == self.num_virtual_stages - 1
+        return self.trains_chunk(block, self.chunk_layers(stage, chunk), is_first=virtual == 0, is_last=is_last)
 
     def first_trainable_virtual_stage(self, block: int) -> int:
         """Return the first virtual stage that runs backward in the block's phase."""
@@ -384,7 +390,9 @@ def partition(
     of blocks. Raises Refusal, one line that names the flags, if the layout does not fit.
     """
     assert layout in LAYOUTS and num_layers >= 1 and num_stages >= 1
-    frozen = _never_trained(frozen, always_active, tied=tied)
+    frozen = with_tied_parts(frozen, tied=tied)
+    if both := sorted(frozen & with_tied_parts(always_active, tied=tied)):
+        raise Refusal(f"--bcd-frozen and --bcd-always-active both name {' and '.join(both)}: leave it out of one")
     _check_num_blocks(
         num_blocks, num_stages, layout, inactive_updates=has_inactive_updates, always_active=always_active
     )
@@ -402,8 +410,23 @@ def partition(
     else:
         sizes = layers_per_stage or tuple(len(layers) for layers in divide(num_layers, num_stages))
         _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages, least=num_submodels)
-        places = _parts(sizes, parts=None if layout == "strided" else num_submodels)
-    submodels = _submodels(places, has_chunks=layout == "interleaved" and num_stages > 1)  # one stage is one chunk
+        places = [
+            (stage, layers[part.start : part.stop])
+            for stage, layers in enumerate(consecutive(sizes))
+            for part in divide(len(layers), len(layers) if layout == "strided" else num_submodels)
+        ]
+    has_chunks = layout == "interleaved" and num_stages > 1  # one stage is one chunk
+    submodels = tuple(
+        Submodel(
+            index=index,
+            stage=stage,
+            layers=layers,
+            first=index == 0,
+            last=index == len(places) - 1,
+            chunk=index // num_stages if has_chunks else 0,
+        )
+        for index, (stage, layers) in enumerate(places)
+    )
     return Partition(
         layout=layout,
         layers_per_stage=tuple(
@@ -420,15 +443,6 @@ def partition(
         has_active_block=num_blocks != 0,
         num_chunks=1 + max(submodel.chunk for submodel in submodels),
     )
-
-
-def _never_trained(frozen: frozenset[str], always_active: frozenset[str], *, tied: bool) -> frozenset[str]:
-    """Return ``frozen`` with tied parts. Raises Refusal if one of them is always active too."""
-    frozen = with_tied_parts(frozen, tied=tied)
-    both = sorted(frozen & with_tied_parts(always_active, tied=tied))
-    if both:
-        raise Refusal(f"--bcd-frozen and --bcd-always-active both name {' and '.join(both)}: leave it out of one")
-    return frozen
 
 
 def with_tied_parts(parts: frozenset[str], *, tied: bool) -> frozenset[str]:
@@ -479,15 +493,6 @@ def _check_sizes(sizes: Sequence[int], *, num_layers: int, num_stages: int, leas
         )
 
 
-def _parts(layers_per_stage: Sequence[int], *, parts: int | None) -> list[tuple[int, range]]:
-    """Return the stage and the layers of each of ``parts`` submodels of every stage; None: each layer is a submodel."""
-    return [
-        (stage, layers[part.start : part.stop])
-        for stage, layers in enumerate(consecutive(layers_per_stage))
-        for part in divide(len(layers), len(layers) if parts is None else parts)
-    ]
-
-
 def _chunks(
     sizes: Sequence[int] | None, num_layers: int, *, num_stages: int, num_parts: int, parts: int
 ) -> list[tuple[int, range]]:
@@ -499,22 +504,6 @@ def _chunks(
         return [(stage, layers) for part in by_part for stage, layers in enumerate(part)]
     _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages * num_parts, least=1)
     return [(index % num_stages, layers) for index, layers in enumerate(consecutive(sizes))]
-
-
-def _submodels(places: Sequence[tuple[int, range]], *, has_chunks: bool) -> tuple[Submodel, ...]:
-    """Return the submodels of these stages and layers, ordered by depth."""
-    num_stages = 1 + places[-1][0]
-    return tuple(
-        Submodel(
-            index=index,
-            stage=stage,
-            layers=layers,
-            first=index == 0,
-            last=index == len(places) - 1,
-            chunk=index // num_stages if has_chunks else 0,
-        )
-        for index, (stage, layers) in enumerate(places)
-    )
 
 
 def _group(submodels: tuple[Submodel, ...], *, parts: int, layout: str) -> tuple[Block, ...]:

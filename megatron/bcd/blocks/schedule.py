@@ -25,10 +25,6 @@ class CycleEnd:
     """Mean loss per token; infinite if the loss of the evaluation was not finite."""
 
 
-_OF_GREEDY_ORDER = ("block", "visited")
-"""Entries of the phase state in checkpoints of the versions that had this order."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PhaseState:
     """Position of a run in its phases. It is stored in checkpoints, so that a resumed run makes the same decisions."""
@@ -61,11 +57,7 @@ class PhaseState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PhaseState:
-        """Return the state that ``to_dict`` wrote, or one that names blocks in ``_OF_GREEDY_ORDER``.
-
-        Raises ValueError if an entry is missing or unknown.
-        """
-        values = {name: value for name, value in values.items() if name not in _OF_GREEDY_ORDER}
+        """Return the state that ``to_dict`` wrote. Raises ValueError if an entry is missing or unknown."""
         if values.keys() != cls.__dataclass_fields__.keys():
             raise ValueError(f"the phase state has the entries {sorted(values)}, and not {sorted(vars(cls()))}")
         ends = (

@@ -57,10 +57,6 @@ class PhaseSubset:
             indices[is_in_pass] = _pass(self, phase, number)[places[is_in_pass]]
         return indices
 
-    def times_used(self, num_samples: int) -> float:
-        """Return how often a phase of ``num_samples`` (steps x global batch) passes over its subset."""
-        return num_samples / self.size
-
 
 @functools.lru_cache(maxsize=1)
 def _indices(subset: PhaseSubset, phase: int) -> Indices:

@@ -37,7 +37,6 @@ RUN_STATE = "run_state.json"
 OTHER_FILES = "other files"
 
 _INCOMPLETE, _REMOVED = ".incomplete", ".removed"
-_CHUNK_BYTES = 8 * 2**20
 
 
 class FileDigest(TypedDict):
@@ -61,14 +60,10 @@ def incomplete_folder(root: str, iteration: int) -> str:
 
 
 def file_digest(path: str) -> FileDigest:
-    """Return the size and the SHA-256 of a file. Reads 8 MiB at a time; hashing releases the GIL."""
-    sha256, size = hashlib.sha256(), 0
-    chunk = memoryview(bytearray(_CHUNK_BYTES))
+    """Return the size and the SHA-256 of a file. Hashing releases the GIL."""
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(chunk):
-            sha256.update(chunk[:count])
-            size += count
-    return {"bytes": size, "sha256": sha256.hexdigest()}
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": sha256}
 
 
 def finish(folder: str, digests: Mapping[str, FileDigest]) -> None:
@@ -132,7 +127,9 @@ def prune(root: str, keep: int, *, retain_interval: int | None = None) -> list[i
         if iteration != named and (retain_interval is None or iteration % retain_interval)
     ]
     for iteration in old:
-        _remove(iteration_folder(root, iteration))
+        folder = iteration_folder(root, iteration)
+        _set_aside(folder)  # renamed first, so that a part of it never looks complete
+        _delete(folder + _REMOVED)
     return old
 
 
@@ -264,12 +261,6 @@ def _complete(root: str) -> list[int]:
         for iteration in _iterations(root)
         if os.path.isfile(os.path.join(iteration_folder(root, iteration), CHECKSUMS))
     ]
-
-
-def _remove(folder: str) -> None:
-    """Delete a complete checkpoint. It is renamed first, so that a part of it never looks complete."""
-    _set_aside(folder)
-    _delete(folder + _REMOVED)
 
 
 def _set_aside(folder: str) -> None:

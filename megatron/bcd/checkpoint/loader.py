@@ -74,7 +74,7 @@ def find(config: RunConfig) -> Source | None:
     root, step = config.checkpoint.load, config.checkpoint.ckpt_step
     if root is None:
         return None
-    iterations, problem = _on_rank_0(lambda: _candidates(root) if step is None else (_only(root, step), None))
+    iterations, problem = _on_rank_0(lambda: _candidates(root, step))
     messages = [problem] if problem else []
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     for iteration in iterations:
@@ -97,13 +97,20 @@ def find(config: RunConfig) -> Source | None:
     return None
 
 
-def _candidates(root: str) -> tuple[list[int], str | None]:
-    """Return the iterations to try, best first, and what is wrong with the tracker, or None.
+def _candidates(root: str, step: int | None) -> tuple[list[int], str | None]:
+    """Return the iterations to try, best first, and what is wrong with the tracker, or None. `step` is --ckpt-step.
 
     Raises:
-        ValueError: there is a tracker but no checkpoint.
+        ValueError: there is a tracker but no checkpoint, or no checkpoint of `step`.
     """
     iterations, named = layout.candidates(root), layout.read_tracker(root)
+    if step is not None:
+        if not os.path.isdir(layout.iteration_folder(root, step)):
+            numbers = ", ".join(map(str, sorted(iterations))) or "none"
+            raise ValueError(
+                f"--ckpt-step {step}: --load {root} has checkpoints of iterations {numbers}; give one of them"
+            )
+        return [step], None
     problem = None
     if named is None and os.path.lexists(os.path.join(root, layout.TRACKER)):
         problem = f"--load {root}: {layout.TRACKER} holds no iteration number"
@@ -112,16 +119,6 @@ def _candidates(root: str) -> tuple[list[int], str | None]:
     if problem and not iterations:
         raise ValueError(f"{problem}, and there is no other checkpoint; give a folder that has one")
     return iterations, problem
-
-
-def _only(root: str, step: int) -> list[int]:
-    """Return the iteration of --ckpt-step. Raises ValueError if its checkpoint is missing."""
-    if not os.path.isdir(layout.iteration_folder(root, step)):
-        iterations = ", ".join(map(str, sorted(layout.candidates(root)))) or "none"
-        raise ValueError(
-            f"--ckpt-step {step}: --load {root} has checkpoints of iterations {iterations}; give one of them"
-        )
-    return [step]
 
 
 def _check_may_start_anew(config: RunConfig, root: str) -> None:
@@ -195,8 +192,10 @@ def load_optimizer(source: Source, active: ActiveBlock, *, next_block: int) -> N
     """
     assert source.state is not None
     for portion in optimizer_state.portions(active, source.state.optimizer_state, next_block=next_block):
-        loaded = _load({"optimizer": optimizer_state.requested_state(active, portion)}, source)
-        optimizer_state.set_state(portion, loaded.get("optimizer", {}))
+        loaded = _load({"optimizer": optimizer_state.requested_state(active, portion)}, source).get("optimizer", {})
+        for state, summary in portion:
+            tensors = {name: loaded[f"{name}.{state.name}"] for name in state.shapes_of(summary["names"])}
+            state.set(tensors, summary["num_steps"])
 
 
 def load_random_states(source: Source) -> str | None:

@@ -98,7 +98,7 @@ def sharded_state(
                 ).cpu()
             elif not saves:
                 continue
-            elif can_wait and shape == parameter.shape:
+            elif can_wait and name not in (ROW_MEANS, COLUMN_MEANS):
                 tensor = torch.empty(shape, device="meta")
             else:
                 tensor = torch.zeros(shape) if read is None else read().to("cpu", copy=True)
@@ -122,7 +122,8 @@ def _entry(
     if state_name not in (ROW_MEANS, COLUMN_MEANS):
         entry = make_sharded_optimizer_tensor(weight, tensor, f"{PREFIX}.{state_name}")
         return replace(entry, replica_id=(*entry.replica_id[:-1], replica))  # type: ignore[misc]
-    # row means [M] or column means [P, N]: sliced over tensor-parallel ranks if rows or columns are
+    # row means [M] or column means [P, N]: sliced over tensor-parallel ranks if rows or columns are. Experts in one
+    # parameter have [E, M] and [E, P, N], and are not sliced
     key, layout = f"{PREFIX}.{state_name}.{weight.key}", active.matrices.matrices[name].layout
     dim = 0 if state_name == ROW_MEANS else 1
     tensor = tensor.detach().to("cpu", copy=True)
@@ -198,13 +199,6 @@ def requested_state(active: ActiveBlock, portion: Portion) -> dict[str, Entry]:
         for state, summary in portion
         for name, shape in state.shapes_of(summary["names"]).items()
     }
-
-
-def set_state(portion: Portion, loaded: Mapping[str, torch.Tensor]) -> None:
-    """Set this rank's share of the state from the tensors that `requested_state` asked for."""
-    for state, summary in portion:
-        tensors = {name: loaded[f"{name}.{state.name}"] for name in state.shapes_of(summary["names"])}
-        state.set(tensors, summary["num_steps"])
 
 
 def _sharded_weights(active: ActiveBlock) -> dict[str, Any]:

@@ -19,8 +19,7 @@ _COMPUTATION = ("make_vocab_size_divisible_by", "transformer_impl")
 _NETWORK = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
             "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "layernorm_epsilon",
             "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "rotary_interleaved",
-            "no_rope_freq", "softmax_type", "window_size", "window_attn_skip_freq", "activation_func_clamp_value",
-            "glu_linear_offset", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk",
+            "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk",
             "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
             "moe_router_num_groups", "moe_router_group_topk", "moe_shared_expert_intermediate_size",
             "moe_shared_expert_gate", *(each.name for each in fields(ModelConfig) if each.name not in _COMPUTATION),
@@ -58,6 +57,8 @@ class Counters:
     """Distinct training samples of each earlier phase, summed over the phases."""
     skipped_steps: int = 0
     """Number of last steps that were skipped in a row because their loss or gradient was not finite."""
+    owes_evaluation: bool = False
+    """Whether a signal stopped the evaluation after `iteration`, which a resumed run repeats."""
 
 
 @dataclass(kw_only=True)
@@ -98,7 +99,8 @@ def from_json(text: str, *, path: str) -> RunState:
     try:
         values = json.loads(text)
         version = values["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
+        values.setdefault("owes_evaluation", False)  # later than the format
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error})") from error
     if version != FORMAT_VERSION:
         raise ValueError(
@@ -290,8 +292,6 @@ def resumed_phase(
             f"{config.bcd.bcd_embedding_update} have other optimizer state than the checkpoint's run, so optimizer "
             "state is not loaded"
         )
-    elif saved.flags["bcd"]["bcd_order"] == "greedy":
-        problem = f"--bcd-order {config.bcd.bcd_order} can't resume in the middle of a cycle of greedy order"
     else:
         return state, None
     restarted = PhaseState(phase=cycle * phases.num_blocks)

@@ -37,8 +37,6 @@ class MeasuredModel:
     """The kind of each layer."""
     parameters: Parameters
     """All parameters by GPTModel's names; layers have their numbers in the whole model."""
-    has_stacks: bool
-    """Whether the experts of a layer are one tensor."""
 
     def mean(self, field: str) -> float:
         """Return the mean of a field over the layers."""

@@ -177,16 +177,6 @@ class RunConfig:
         return self.optimizer.optimizer == "muon"
 
     @property
-    def is_gated(self) -> bool:
-        """Whether the feed-forward part multiplies two projections."""
-        return self.model.swiglu or self.model.quick_geglu
-
-    @property
-    def has_unfused_attention(self) -> bool:
-        """Whether attention has sinks or windows, which only Megatron Core's unfused attention supports."""
-        return self.transformer.get("softmax_type") == "learnable" or bool(self.transformer.get("window_size"))
-
-    @property
     def has_linear_loss(self) -> bool:
         """Whether head and loss are one function that stores the logits of LOSS_CHUNK tokens (`model.linear_loss`)."""
         fields = self.transformer

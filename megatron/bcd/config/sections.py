@@ -305,7 +305,7 @@ class ModelConfig:
     position_embedding_type: str = option(
         "learned_absolute",
         "position embedding",
-        choices=("learned_absolute", "rope", "yarn", "none"),
+        choices=("learned_absolute", "rope", "none"),
     )
     rotary_base: int = option(10000, "base of the rotary position embedding", range=AT_LEAST_1)
     rotary_percent: float = option(1.0, "share of the head dimension that is rotated", range=SHARE)
@@ -313,19 +313,11 @@ class ModelConfig:
         False, "lower the rotary embedding's low frequencies as Llama 3.1 does, for sequences longer than 8,192 tokens"
     )
     rope_scaling_factor: float = option(8.0, "factor of --use-rope-scaling", range=ABOVE_0)
-    rotary_scaling_factor: float = option(1.0, "YaRN: largest factor by which frequencies are lowered", range=ABOVE_0)
-    yarn_original_max_position_embeddings: int = option(
-        4096, "YaRN: positions that the model was trained with before", range=AT_LEAST_1
-    )
-    yarn_beta_fast: float = option(32.0, "YaRN: rotations above which a frequency stays", range=ABOVE_0)
-    yarn_beta_slow: float = option(1.0, "YaRN: rotations below which a frequency gets the whole factor", range=ABOVE_0)
-    yarn_correction_range_round_to_int: bool = option(True, "YaRN: round the range between both to whole channels")
     make_vocab_size_divisible_by: int = option(
         128, "pad the vocabulary to a multiple of this x tensor parallel size", range=AT_LEAST_1
     )
     untie_embeddings_and_output_weights: bool = option(False, "give the output head its own weights")
     swiglu: bool = option(False, "gated linear units with SiLU instead of GELU")
-    quick_geglu: bool = option(False, "gated linear units with x sigmoid(1.702 x) instead of GELU")
     squared_relu: bool = option(False, "the square of ReLU instead of GELU")
     openai_gelu: bool = option(
         False,
@@ -647,16 +639,6 @@ class ReportConfig:
     log_params_norm: bool = option(False, "log the norm of all weights")
     log_num_zeros_in_grad: bool = option(False, "log the number of zeros in the active gradient")
     log_throughput: bool = option(False, "log TFLOP/s per GPU, of what the phase computes")
-    timing_log_level: int = option(
-        0,
-        "log times of parts of a step: 1 = passes, reductions, optimizer; 2 = each pass and message too",
-        choices=(0, 1, 2),
-    )
-    timing_log_option: str = option(
-        "minmax", "statistic of these times over the ranks", choices=("max", "minmax", "all")
-    )
-    barrier_with_level_1_timing: bool = option(True, "let all ranks wait for each other before timers of level 1")
-    log_timers_to_tensorboard: bool = option(False, "write these times to TensorBoard and Weights & Biases too")
     profile: bool = option(False, "profile some training steps: --use-pytorch-profiler, or marks for Nsight Systems")
     profile_step_start: int = option(10, "steps before those that are profiled", range=AT_LEAST_0)
     profile_step_end: int = option(12, "last step that is profiled")

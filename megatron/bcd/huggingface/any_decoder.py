@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.bcd.config import RunConfig
+from megatron.bcd.config.measured import Parameters
 from megatron.bcd.huggingface import tensors
 from megatron.bcd.huggingface.architecture import TRANSFORMERS, Architecture
 from megatron.bcd.model.skeleton import EMBEDDING, HEAD, Skeleton, read_config
@@ -51,16 +52,20 @@ def _skeleton(path: str) -> Skeleton:
     return Skeleton(read_config(path))
 
 
-def list_parameters(config: RunConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def list_parameters(config: RunConfig) -> Parameters:
     """Return names and shapes of the parameters of a run on transformers' layers; nothing for other runs."""
     if config.model.transformer_impl != TRANSFORMERS:
         return ()
-    skeleton = _skeleton(str(config.checkpoint.load_hf))
+    return parameters_of(_skeleton(str(config.checkpoint.load_hf)), tied=config.tied)
+
+
+def parameters_of(skeleton: Skeleton, *, tied: bool) -> Parameters:
+    """Return names and shapes of a model's parameters. A tied head counts once."""
     parameters = dict(skeleton.model.named_parameters(remove_duplicate=False))
     return tuple(
         (key, tuple(tensor.shape))
         for key, name, tensor in skeleton.state()
-        if name in parameters and not (config.tied and key == f"{HEAD}.weight")
+        if name in parameters and not (tied and key == f"{HEAD}.weight")
     )
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 CONFIG = "config.json"
@@ -19,21 +19,18 @@ FAMILIES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
-    "Phi3ForCausalLM": "phi3",
-    "SmolLM3ForCausalLM": "smollm3",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
-    "GptOssForCausalLM": "gpt_oss",
 }
 """Families, which are also the ``model_type``, by transformers' class."""
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Megatron Core's RoPE scaling. Only the factor can be set."""
 
-_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-"""transformers' default of a gpt-oss's ``rope_parameters``."""
-
 _DIFFERENCES = {
+    "gpt_oss": "its attention has sinks",
+    "smollm3": "some of its layers have no positions",
+    "phi3": "its queries, keys and values are one matrix",
     "olmoe": "its norms of queries and keys span all heads",
     "num_experts num_local_experts n_routed_experts": "its layers have experts",
     "kv_lora_rank": "its attention is multi-latent",
@@ -51,17 +48,6 @@ _DIFFERENCES = {
 
 MISTRAL_WINDOW = 4096
 """transformers' default of a Mistral's sliding window."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Yarn:
-    """Factors of YaRN's rotary embedding, as in transformers' ``rope_parameters``."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
-    truncate: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +70,6 @@ class Architecture:
     """None if positions are learned."""
     rope_scaling_factor: float | None = None
     """Factor of LLaMA 3's scaling; None without it."""
-    yarn: Yarn | None = None
-    no_rope_layers: tuple[int, ...] = ()
-    """1 for each layer without RoPE, else 0. Empty if all layers have it."""
     linear_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -102,10 +85,6 @@ class Architecture:
     """``tanh`` or ``exact``; None for SwiGLU."""
     sliding_window: int | None = None
     """Number of tokens that a token attends to; None for all."""
-    window_layers: tuple[int, ...] = ()
-    """1 for each layer with the window, else 0. Empty if Megatron Core's attention has no window."""
-    gate_limit: float | None = None
-    """Largest value of gpt-oss's gate."""
     hidden_dropout: float = 0.0
     embedding_dropout: float = 0.0
     """Dropout of the embedding's output. Megatron Core applies `hidden_dropout` there too."""
@@ -116,8 +95,7 @@ class Architecture:
     @property
     def plain_positions(self) -> int:
         """Maximum number of positions for which attention needs no sliding window."""
-        has_window = self.sliding_window is not None and not self.window_layers
-        return min(self.max_positions, self.sliding_window or 0) if has_window else self.max_positions
+        return min(self.max_positions, self.sliding_window or self.max_positions)
 
 
 def read_architecture(path: str, *, is_quantised: bool = False) -> Architecture:
@@ -162,8 +140,7 @@ def architecture_from_config(config: Mapping[str, Any], *, source: str) -> Archi
         )
     family = _family(config, source)
     read = _Reader(config, source)
-    make = {"gpt2": _gpt2, "gpt_oss": _gpt_oss}.get(family)
-    return _llama(read, family) if make is None else make(read)
+    return _gpt2(read) if family == "gpt2" else _llama(read, family)
 
 
 def _family(config: Mapping[str, Any], source: str) -> str:
@@ -282,7 +259,7 @@ def _llama(read: _Reader, family: str) -> Architecture:
             f"attention_bias {bias} without the same mlp_bias is not supported: Megatron Core's layers have biases "
             "everywhere, nowhere, or only in queries, keys and values",
         )
-    has_window = read.switch("use_sliding_window", family in ("mistral", "phi3", "mixtral"))
+    has_window = read.switch("use_sliding_window", family in ("mistral", "mixtral"))
     # a Mistral without the key has transformers' default window; one with null has none
     window = (
         read.optional_size("sliding_window", MISTRAL_WINDOW if family == "mistral" else None) if has_window else None
@@ -301,56 +278,13 @@ def _llama(read: _Reader, family: str) -> Architecture:
         tied=read.switch("tie_word_embeddings", False),
         rotary_base=base,
         rope_scaling_factor=factor,
-        no_rope_layers=_no_rope_layers(read) if family == "smollm3" else (),
         linear_bias=bias,
         qkv_bias=bias or family == "qwen2",
         qk_norm=family in ("qwen3", "qwen3_moe"),
         sliding_window=window,
-        hidden_dropout=read.number("resid_pdrop", 0.0) if family == "phi3" else 0.0,
         attention_dropout=read.number("attention_dropout", 0.0),
-        **(_experts(read, family) if family in ("mixtral", "qwen3_moe", "gpt_oss") else {}),
+        **(_experts(read, family) if family in ("mixtral", "qwen3_moe") else {}),
     )
-
-
-def _gpt_oss(read: _Reader) -> Architecture:
-    """Read a LLaMA with biases and experts, and what gpt-oss has more: sinks, windows, YaRN and a clamped gate."""
-    read.require("attention_bias", True, True)
-    read.require("swiglu_alpha", 1.702, 1.702)
-    num_layers, window = read.size("num_hidden_layers"), read.optional_size("sliding_window", 128)
-    kinds = {"sliding_attention": int(window is not None), "full_attention": 0}
-    layers = read.config.get("layer_types") or (list(kinds) * num_layers)[:num_layers]
-    if not isinstance(layers, list) or len(layers) != num_layers or not set(layers) <= set(kinds):
-        options = " or ".join(kinds)
-        raise ValueError(f"{read.source}: layer_types is {_shown(layers)}, but must have {options} for every layer")
-    windows = tuple(kinds[layer] for layer in layers)
-    base, yarn = _yarn(read)
-    as_llama = {"rope_parameters": {"rope_theta": base}, "head_dim": read.size("head_dim", 64), "mlp_bias": True}
-    llama = _llama(_Reader({"attention_bias": True, **read.config, **as_llama}, read.source), "gpt_oss")
-    return replace(
-        llama,
-        yarn=yarn,
-        sliding_window=window if any(windows) else None,
-        window_layers=windows if any(windows) else (),
-        gate_limit=read.number("swiglu_limit", 7.0),
-        router_loss=llama.router_loss if read.switch("output_router_logits", False) else 0.0,
-    )
-
-
-def _yarn(read: _Reader) -> tuple[float, Yarn]:
-    """Return the base of a gpt-oss's rotary embedding, and its YaRN."""
-    rope = read.config.get("rope_parameters") or read.config.get("rope_scaling") or _GPT_OSS_ROPE
-    inner = _Reader(rope if isinstance(rope, dict) else {}, read.source)
-    inner.require("rope_type", None, "yarn")
-    for name in ("attention_factor", "mscale", "mscale_all_dim"):
-        inner.require(name, None, None)
-    yarn = Yarn(
-        factor=inner.number("factor", math.nan),
-        original_max_position_embeddings=inner.size("original_max_position_embeddings"),
-        beta_fast=inner.number("beta_fast", 32.0),
-        beta_slow=inner.number("beta_slow", 1.0),
-        truncate=inner.switch("truncate", True),
-    )
-    return inner.number("rope_theta", read.number("rope_theta", 150000.0)), yarn
 
 
 def _experts(read: _Reader, family: str) -> dict[str, Any]:
@@ -366,18 +300,6 @@ def _experts(read: _Reader, family: str) -> dict[str, Any]:
         "normalizes_probabilities": family != "qwen3_moe" or read.switch("norm_topk_prob", False),
         "router_loss": read.number("router_aux_loss_coef", 0.001),
     }
-
-
-def _no_rope_layers(read: _Reader) -> tuple[int, ...]:
-    """Return `Architecture.no_rope_layers`. transformers' list has 1 for a layer with RoPE."""
-    num_layers, interval = read.size("num_hidden_layers"), read.size("no_rope_layer_interval", 4)
-    with_rope = read.config.get("no_rope_layers")
-    if with_rope is None:
-        with_rope = [(number + 1) % interval != 0 for number in range(num_layers)]
-    if not isinstance(with_rope, list) or len(with_rope) != num_layers or not set(with_rope) <= {0, 1}:
-        raise ValueError(f"{read.source}: no_rope_layers is {_shown(with_rope)}, but must have 0 or 1 for every layer")
-    layers = tuple(1 - int(has_rope) for has_rope in with_rope)
-    return layers if any(layers) else ()
 
 
 def _rope(read: _Reader) -> tuple[int, float | None]:
@@ -407,35 +329,33 @@ def _rope(read: _Reader) -> tuple[int, float | None]:
 
 def architecture_flags(network: Architecture) -> dict[str, Any]:
     """Return the training flags, by field name, that determine the weights or their meaning."""
-    if network.family == TRANSFORMERS:
-        return _transformers_flags(network)
-    is_grouped = network.num_query_groups != network.num_attention_heads
     values: dict[str, Any] = {
         "num_layers": network.num_layers,
         "hidden_size": network.hidden_size,
         "ffn_hidden_size": network.ffn_hidden_size,
         "num_attention_heads": network.num_attention_heads,
         "kv_channels": network.head_size,
-        "group_query_attention": is_grouped,
+        "group_query_attention": network.num_query_groups != network.num_attention_heads,
+        "untie_embeddings_and_output_weights": not network.tied,
+    }
+    if values["group_query_attention"]:
+        values["num_query_groups"] = network.num_query_groups
+    if network.family == TRANSFORMERS:
+        return values | _transformers_flags(network)
+    values |= {
         "normalization": "LayerNorm" if network.family == "gpt2" else "RMSNorm",
         "layernorm_epsilon": network.norm_epsilon,
         "add_bias_linear": network.linear_bias,
         "add_qkv_bias": network.qkv_bias,
         "qk_layernorm": network.qk_norm,
-        "swiglu": network.gelu is None and network.family != "gpt_oss",
+        "swiglu": network.gelu is None,
         "layernorm_zero_centered_gamma": False,
         "apply_residual_connection_post_layernorm": False,
-        "quick_geglu": network.family == "gpt_oss",
         "squared_relu": False,
         "openai_gelu": network.gelu == "tanh",
         "num_moe_experts": network.num_experts or None,
-        "untie_embeddings_and_output_weights": not network.tied,
-        "softmax_type": "learnable" if network.family == "gpt_oss" else "vanilla",
-        "window_size": [network.sliding_window - 1, 0] if network.sliding_window and network.window_layers else None,
         "position_embedding_type": "learned_absolute" if network.rotary_base is None else "rope",
     }
-    if is_grouped:
-        values["num_query_groups"] = network.num_query_groups
     if network.num_experts:
         values |= {
             "moe_router_topk": network.experts_per_token,
@@ -454,49 +374,22 @@ def architecture_flags(network: Architecture) -> dict[str, Any]:
     else:
         values |= {"rotary_base": network.rotary_base, "rotary_percent": 1.0, "rotary_interleaved": False}
         values["use_rope_scaling"] = network.rope_scaling_factor is not None
-        values["no_rope_freq"] = list(network.no_rope_layers) or None
     if network.rope_scaling_factor is not None:
         values["rope_scaling_factor"] = network.rope_scaling_factor
-    if network.family == "gpt_oss":
-        values |= _gpt_oss_flags(network)
     return values
 
 
 def _transformers_flags(network: Architecture) -> dict[str, Any]:
-    """Return sizes, and neutral values of the flags that choose among Megatron Core's layers."""
-    is_grouped = network.num_query_groups != network.num_attention_heads
-    values: dict[str, Any] = {
+    """Return neutral values of the flags that choose among Megatron Core's layers, and dropout."""
+    return {
         "transformer_impl": TRANSFORMERS,
-        "num_layers": network.num_layers,
-        "hidden_size": network.hidden_size,
-        "ffn_hidden_size": network.ffn_hidden_size,
-        "num_attention_heads": network.num_attention_heads,
-        "kv_channels": network.head_size,
-        "group_query_attention": is_grouped,
         "normalization": "RMSNorm",
         "add_bias_linear": False,
         "swiglu": True,
         "position_embedding_type": "none",
-        "untie_embeddings_and_output_weights": not network.tied,
         "hidden_dropout": network.hidden_dropout,
         "attention_dropout": network.attention_dropout,
         "make_vocab_size_divisible_by": 1,
-    }
-    return values | ({"num_query_groups": network.num_query_groups} if is_grouped else {})
-
-
-def _gpt_oss_flags(network: Architecture) -> dict[str, Any]:
-    assert network.yarn is not None
-    return {
-        "window_attn_skip_freq": list(network.window_layers) or None,
-        "activation_func_clamp_value": network.gate_limit,
-        "glu_linear_offset": 1.0,
-        "position_embedding_type": "yarn",
-        "rotary_scaling_factor": network.yarn.factor,
-        "yarn_original_max_position_embeddings": network.yarn.original_max_position_embeddings,
-        "yarn_beta_fast": network.yarn.beta_fast,
-        "yarn_beta_slow": network.yarn.beta_slow,
-        "yarn_correction_range_round_to_int": network.yarn.truncate,
     }
 
 
@@ -548,7 +441,7 @@ def _gpt2_config(network: Architecture) -> dict[str, Any]:
 
 
 def _llama_config(network: Architecture) -> dict[str, Any]:
-    is_sparse = network.family in ("mixtral", "gpt_oss")
+    is_sparse = network.family == "mixtral"
     values: dict[str, Any] = {
         "num_hidden_layers": network.num_layers,
         "hidden_size": network.hidden_size,
@@ -574,15 +467,4 @@ def _llama_config(network: Architecture) -> dict[str, Any]:
     if network.family == "qwen3_moe":
         values |= {"moe_intermediate_size": network.expert_ffn_size, "mlp_only_layers": [], "decoder_sparse_step": 1}
         values["norm_topk_prob"] = network.normalizes_probabilities
-    if network.yarn is not None:
-        values["rope_scaling"] = {"rope_type": "yarn", **asdict(network.yarn)}
-        layers = network.window_layers or [0] * network.num_layers
-        values["layer_types"] = [("full_attention", "sliding_attention")[has_window] for has_window in layers]
-        values["sliding_window"] = network.sliding_window
-        if network.gate_limit is not None:
-            values["swiglu_limit"] = network.gate_limit
-        values["output_router_logits"] = network.router_loss > 0
-    if network.no_rope_layers:
-        values["no_rope_layers"] = [1 - without for without in network.no_rope_layers]
-        values["pad_token_id"] = None  # transformers' default is an id of the published vocabulary
     return values

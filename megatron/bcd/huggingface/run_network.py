@@ -10,7 +10,6 @@ from megatron.bcd.config import RunConfig, run_config_from_dict
 from megatron.bcd.huggingface import convert, folder, tokenizer_export
 from megatron.bcd.huggingface.architecture import (
     Architecture,
-    Yarn,
     architecture_flags,
     architecture_from_config,
     make_config,
@@ -135,7 +134,7 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
     """
     fields, model = config.transformer, config.model
     heads = int(fields["num_attention_heads"])
-    is_rope = model.position_embedding_type in ("rope", "yarn")
+    is_rope = model.position_embedding_type == "rope"
     linear_bias = bool(fields.get("add_bias_linear", True))
     qkv_bias, qk_norm = linear_bias or bool(fields.get("add_qkv_bias")), bool(fields.get("qk_layernorm"))
     is_fused = is_on_gpu and linear_bias and bool(fields.get("bias_activation_fusion"))
@@ -143,9 +142,7 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
         is_rope=is_rope,
         qk_norm=qk_norm,
         only_qkv_bias=qkv_bias and not linear_bias,
-        has_no_rope_layers=bool(fields.get("no_rope_freq")),
         has_experts=bool(config.num_experts),
-        has_sinks=bool(config.num_experts) and fields.get("softmax_type") == "learnable",
     )
     network = Architecture(
         family=family,
@@ -161,11 +158,6 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
         tied=config.tied,
         rotary_base=model.rotary_base if is_rope else None,
         rope_scaling_factor=float(model.rope_scaling_factor) if model.use_rope_scaling else None,
-        no_rope_layers=tuple(fields.get("no_rope_freq") or ()),
-        yarn=_yarn(config) if family == "gpt_oss" else None,
-        sliding_window=fields["window_size"][0] + 1 if fields.get("window_size") else None,
-        window_layers=tuple(fields.get("window_attn_skip_freq") or ()),
-        gate_limit=fields.get("activation_func_clamp_value"),
         linear_bias=linear_bias,
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
@@ -174,7 +166,7 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
         expert_ffn_size=int(fields.get("moe_ffn_hidden_size") or 0),
         normalizes_probabilities=family != "qwen3_moe" or not fields.get("moe_router_pre_softmax"),
         router_loss=float(fields.get("moe_aux_loss_coeff") or 0.0),
-        gelu=None if config.is_gated else "tanh" if model.openai_gelu or is_fused else "exact",
+        gelu=None if model.swiglu else "tanh" if model.openai_gelu or is_fused else "exact",
         hidden_dropout=float(fields.get("hidden_dropout", 0.1)),
         embedding_dropout=float(fields.get("hidden_dropout", 0.1)),
         attention_dropout=float(fields.get("attention_dropout", 0.1)),
@@ -183,35 +175,12 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
     return network
 
 
-def _family(
-    *,
-    is_rope: bool,
-    qk_norm: bool,
-    only_qkv_bias: bool,
-    has_no_rope_layers: bool,
-    has_experts: bool,
-    has_sinks: bool,
-) -> str:
-    if has_sinks:
-        return "gpt_oss"
+def _family(*, is_rope: bool, qk_norm: bool, only_qkv_bias: bool, has_experts: bool) -> str:
     if not is_rope:
         return "gpt2"
     if has_experts:
         return "qwen3_moe" if qk_norm else "mixtral"
-    if has_no_rope_layers:
-        return "smollm3"
     return "qwen3" if qk_norm else "qwen2" if only_qkv_bias else "llama"
-
-
-def _yarn(config: RunConfig) -> Yarn:
-    model = config.model
-    return Yarn(
-        factor=model.rotary_scaling_factor,
-        original_max_position_embeddings=model.yarn_original_max_position_embeddings,
-        beta_fast=model.yarn_beta_fast,
-        beta_slow=model.yarn_beta_slow,
-        truncate=model.yarn_correction_range_round_to_int,
-    )
 
 
 def _check_expressible(config: RunConfig, network: Architecture) -> None:

@@ -105,7 +105,7 @@ def _transpose(tensor: Tensor) -> Tensor:
 def _llama_rows(network: Architecture) -> Iterator[Row]:
     vocabulary, hidden, inner = network.vocab_size, network.hidden_size, network.ffn_hidden_size
     heads, groups, width = network.num_attention_heads, network.num_query_groups, network.head_size
-    qkv, is_fused = _QueryKeyValue(groups, heads // groups, width), network.family == "phi3"
+    qkv = _QueryKeyValue(groups, heads // groups, width)
 
     def layer_row(key: str, names: Sequence[str], *shapes: tuple[int, ...], **transforms: Any) -> Row:
         theirs = tuple("model.layers.{}." + name for name in names)
@@ -123,11 +123,7 @@ def _llama_rows(network: Architecture) -> Iterator[Row]:
         projections = tuple(f"self_attn.{letter}_proj.{kind}" for letter in "qkv")
         shapes = tuple((count * width, *rest) for count in (heads, groups, groups))
         gate_up = (f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}")
-        if has_qkv and is_fused:
-            fused, name = (sum(shape[0] for shape in shapes), *rest), f"self_attn.qkv_proj.{kind}"
-            transforms = {"join": qkv.join_fused, "split": qkv.split_fused}
-            yield layer_row(f"self_attention.linear_qkv.{kind}", (name,), fused, **transforms)
-        elif has_qkv:
+        if has_qkv:
             yield layer_row(f"self_attention.linear_qkv.{kind}", projections, *shapes, join=qkv.join, split=qkv.split)
         if has_others:
             out, down = ((hidden, heads * width), (hidden, inner)) if rest else ((hidden,), (hidden,))
@@ -135,21 +131,15 @@ def _llama_rows(network: Architecture) -> Iterator[Row]:
             yield layer_row(f"self_attention.linear_proj.{kind}", (f"self_attn.o_proj.{kind}",), out)
             if network.num_experts:
                 continue
-            if is_fused:
-                yield layer_row(f"mlp.linear_fc1.{kind}", (f"mlp.gate_up_proj.{kind}",), (2 * inner, *rest))
-            else:
-                halves = {"join": torch.cat, "split": lambda tensor: tensor.chunk(2)}
-                yield layer_row(f"mlp.linear_fc1.{kind}", gate_up, fc1, fc1, **halves)
+            halves = {"join": torch.cat, "split": lambda tensor: tensor.chunk(2)}
+            yield layer_row(f"mlp.linear_fc1.{kind}", gate_up, fc1, fc1, **halves)
             yield layer_row(f"mlp.linear_fc2.{kind}", (f"mlp.down_proj.{kind}",), down)
     if network.qk_norm:
         for letter in "qk":
             yield layer_row(f"self_attention.{letter}_layernorm.weight", (f"self_attn.{letter}_norm.weight",), (width,))
     norm = "pre_mlp_layernorm.weight" if network.num_experts else "mlp.linear_fc1.layer_norm_weight"
     yield layer_row(norm, ("post_attention_layernorm.weight",), (hidden,))
-    if network.family == "gpt_oss":
-        yield layer_row("self_attention.core_attention.softmax_offset", ("self_attn.sinks",), (heads,))
-        yield from (layer_row(key, (name,), shape, **more) for key, name, shape, more in _gpt_oss_experts(network))
-    elif network.num_experts:
+    if network.num_experts:
         yield from (layer_row(key, names, *shapes, **more) for key, names, shapes, more in _experts(network))
     yield Row(key="decoder.final_layernorm.weight", names=("model.norm.weight",), shapes=((hidden,),))
     yield from _head(network)
@@ -176,31 +166,6 @@ def _experts(network: Architecture) -> Iterator[tuple[str, tuple[str, ...], list
     names = tuple(f"{mlp}.experts.{expert}.{down}.weight" for expert in experts)
     transforms = {"join": lambda parts: torch.stack(list(parts)), "split": torch.unbind}
     yield "mlp.experts.experts.linear_fc2.weight", names, [(hidden, inner)] * len(names), transforms
-
-
-def _gpt_oss_experts(network: Architecture) -> Iterator[tuple[str, str, tuple[int, ...], dict[str, Any]]]:
-    """Yield the rows of router and experts. gpt-oss stores matrices as [inputs, outputs], gate and up in turn."""
-    experts, hidden, inner = network.num_experts, network.hidden_size, network.expert_ffn_size
-
-    def join(parts: Sequence[Tensor]) -> Tensor:
-        turned = parts[0].transpose(1, -1)  # a bias has two axes, which stay
-        return torch.cat((turned[:, ::2], turned[:, 1::2]), dim=1)
-
-    def split(tensor: Tensor) -> Sequence[Tensor]:
-        return (torch.stack(tensor.chunk(2, dim=1), dim=2).flatten(1, 2).transpose(1, -1).contiguous(),)
-
-    def turn(tensor: Tensor) -> Tensor:
-        return tensor.transpose(1, -1).contiguous()
-
-    halves = {"join": join, "split": split}
-    turned = {"join": lambda parts: turn(parts[0]), "split": lambda tensor: (turn(tensor),)}
-    fc1, fc2 = "mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2"
-    yield "mlp.router.weight", "mlp.router.weight", (experts, hidden), {}
-    yield "mlp.router.bias", "mlp.router.bias", (experts,), {}
-    yield f"{fc1}.weight", "mlp.experts.gate_up_proj", (experts, hidden, 2 * inner), halves
-    yield f"{fc1}.bias", "mlp.experts.gate_up_proj_bias", (experts, 2 * inner), halves
-    yield f"{fc2}.weight", "mlp.experts.down_proj", (experts, inner, hidden), turned
-    yield f"{fc2}.bias", "mlp.experts.down_proj_bias", (experts, hidden), {}
 
 
 def _gpt2_rows(network: Architecture) -> Iterator[Row]:

@@ -1,6 +1,6 @@
 """Metrics as text, one line each."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
@@ -65,20 +65,6 @@ def step_lines(record: StepMetrics, *, train_iters: int, left: str) -> list[str]
         else:
             lines.append(f"  {part}")
     return lines
-
-
-def timer_lines(times: Mapping[str, Sequence[float]], *, option: str) -> list[str]:
-    """Return the times of parts of a step by name and rank, in the format of --timing-log-option. Omit zeros."""
-    headings = {"max": "max time", "minmax": "(min, max) time", "all": "times"}
-    lines = []
-    for name, by_rank in times.items():
-        measured = [time for time in by_rank if time > 0.0]
-        if measured and option == "all":
-            lines.append(f"  {name}: " + ", ".join(f"rank {rank} {time:.2f}" for rank, time in enumerate(by_rank)))
-        elif measured:
-            shown = f"{max(measured):.2f}" if option == "max" else f"({min(measured):.2f}, {max(measured):.2f})"
-            lines.append(f"  {name}: {shown}")
-    return [f"{headings[option]} across ranks (ms):", *lines] if lines else []
 
 
 def evaluation_line(record: EvalMetrics) -> str:

@@ -17,10 +17,9 @@ from megatron.bcd.metrics.console import (
     step_lines,
     styled_line,
     summary_lines,
-    timer_lines,
 )
 from megatron.bcd.metrics.schema import EvalMetrics, ExchangeMetrics, RunSummary, StepMetrics
-from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, evaluation_scalars, step_scalars, timer_scalars
+from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, evaluation_scalars, step_scalars
 
 
 def _reason(error: OSError) -> str:
@@ -89,19 +88,16 @@ class Reporter:
         left = format_time_left(self._busy_ms / done * coming if done else 0.0)
         for line in step_lines(record, train_iters=self._train_iters, left=left):
             self._print(line, block=record.block)
-        for line in timer_lines(record.timers_ms, option=self._report.timing_log_option):
-            self._print(line)
         if self._metrics is not None:
             # all switches since the last line
             values = {**dataclasses.asdict(record), "switch_time_ms": self._switch_time_ms}
             values["switches"] = self._switches
-            for name in ("router_losses", "timers_ms", "switches"):
+            for name in ("router_losses", "switches"):
                 if not values[name]:
                     del values[name]
             self._write_metrics(values)
         self._switch_time_ms, self._switches = 0.0, []
-        timers = timer_scalars(record) if self._report.log_timers_to_tensorboard else {}
-        self._write_scalars({**step_scalars(record), **timers}, record.iteration)
+        self._write_scalars(step_scalars(record), record.iteration)
 
     def evaluation(self, record: EvalMetrics) -> None:
         """Write one log line, and one metrics line without `loss`, which is reserved for training losses."""

@@ -56,8 +56,6 @@ class StepMetrics:
     """Number of zeros in the last step's gradient (--log-num-zeros-in-grad)."""
     tflops_per_gpu: float | None = None
     """10^12 floating-point operations per second and rank that the phase requires (--log-throughput)."""
-    timers_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Milliseconds per step by timer and rank; 0 if a rank lacks the timer (--timing-log-level)."""
     data_seen: float = 0.0
     """Fraction of one epoch of the training split that the run has trained on, 0 to 1."""
     prefix_cache_hits: int = 0

@@ -130,11 +130,6 @@ def step_scalars(record: StepMetrics) -> dict[str, float]:
     return {tag: value for tag, value in scalars.items() if value is not None}
 
 
-def timer_scalars(record: StepMetrics) -> dict[str, float]:
-    """Return the times under Megatron-LM's tags "NAME-time": the maximum over the ranks in seconds."""
-    return {f"{name}-time": max(times) / 1000.0 for name, times in record.timers_ms.items() if max(times) > 0.0}
-
-
 def evaluation_scalars(record: EvalMetrics) -> dict[str, float]:
     """Return the curves of an evaluation under Megatron-LM's tags "lm loss validation", "lm loss validation ppl"."""
     tag = f"lm loss {record.split}"

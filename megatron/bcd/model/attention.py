@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import get_sliding_window_causal_mask
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
@@ -109,25 +107,6 @@ class ScaledDotProductAttention(MegatronModule):
             **arguments,
         )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
-
-
-class UnfusedAttention(DotProductAttention):
-    """Megatron Core's attention with sinks and windows. A window adds to another mask, instead of replacing it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        softmax = self.scale_mask_softmax
-        self._window, softmax.window_size = softmax.window_size, None
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Compute attention. The arguments are those of `ScaledDotProductAttention`."""
-        if self._window is not None:
-            outside = get_sliding_window_causal_mask(len(query), len(key), self._window)
-            attention_mask = outside if attention_mask is None else attention_mask | outside
-        context: Tensor = super().forward(query, key, value, attention_mask, *args, **kwargs)
-        return context
 
 
 def whole_sequence(part_LB: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:

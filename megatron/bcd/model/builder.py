@@ -28,10 +28,10 @@ from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model import grouped_experts, transformers_model
-from megatron.bcd.model.attention import ScaledDotProductAttention, UnfusedAttention
+from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.chunks import ChunkwiseFloat16Module, ChunkwiseModel
 from megatron.bcd.model.host_layers import HostLayers, StreamedLayer
-from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, TRANSFORMERS, UNFUSED, Implementation
+from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, TRANSFORMERS, Implementation
 from megatron.bcd.model.linear_loss import LinearLossModel
 from megatron.bcd.model.transformer_block import BcdTransformerBlock
 from megatron.bcd.model.transformer_config import build_transformer_config
@@ -170,8 +170,6 @@ def _layer_kind_spec(
         spec.module, spec.params = StreamedLayer, {**spec.params, "host_layers": host_layers}
     if implementation.attention == SCALED_DOT_PRODUCT:
         spec.submodules.self_attention.submodules.core_attention = ScaledDotProductAttention
-    elif implementation.attention == UNFUSED:
-        spec.submodules.self_attention.submodules.core_attention = UnfusedAttention
     if norm is not None:
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = norm
@@ -228,9 +226,7 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
             # Tensor-parallel ranks have biases of different experts: they do not add them up, and each counts its own.
             module.bias.sequence_parallel = False
             tensor_parallel.set_tensor_model_parallel_attributes(module.bias, is_parallel=True, dim=0, stride=1)
-    for name, parameter in model.named_parameters():
-        if name.endswith(".softmax_offset"):  # Megatron Core would count the sinks of one tensor-parallel rank alone
-            tensor_parallel.set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if config.has_embedding_on_host and chunks[0].pre_process:
         host_layers.add_embedding(chunks[0].embedding.word_embeddings)

@@ -136,8 +136,6 @@ class HostLayers:
         chunk_layers: int = 1,
         state: Mapping[str, tuple[torch.dtype, int]] | None = None,
     ) -> None:
-        self.num_copies = self.num_write_backs = 0
-        """Number of copies of layers to buffers, and back, since the start."""
         self._chunk_layers = chunk_layers
         self.places: dict[torch.nn.Parameter, State] = {}
         """Tensors in the arena, behind the layer's weights: for what `BlockStateStore` offloads or `MatrixOptimizer`
@@ -153,7 +151,8 @@ class HostLayers:
         self._buffers: list[_Buffer] = []
         self._stream, self._back = device.CopyStream(), device.CopyStream()
         """To the device, and back: a write-back delays no load."""
-        self._owned: set[torch.nn.Parameter] = set()
+        self.owned: Container[torch.nn.Parameter] = ()
+        """Parameters whose state this rank loads and writes back if a phase steps them. Set before `begin_phase`."""
         self._loaded: set[int] = set()
         """Layers of the last `load`."""
         self._states: dict[torch.nn.Parameter, State] = {}
@@ -254,7 +253,7 @@ class HostLayers:
         for layer in self._layers:
             layer.is_streamed = not any(parameter in active for parameter in layer.parameters)
             layer.updated = [each for each in layer.parameters if each in updated] if layer.is_streamed else []
-            layer.owned = [each for each in layer.updated if each in self._owned and self._kinds]
+            layer.owned = [each for each in layer.updated if each in self.owned and self._kinds]
             if layer.is_streamed:
                 layer.place(layer.on_host)
                 continue
@@ -316,10 +315,6 @@ class HostLayers:
         return sum(tensor.nbytes for tensor in weights) if self.is_used and self._arena.is_owner else 0
 
     # --- steps: the schedule says when
-
-    def set_owned(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Set whose state this rank loads and writes back if a phase steps them. Call it before `begin_phase`."""
-        self._owned = set(parameters)
 
     @torch.no_grad()
     def load(self, layers: Sequence[int], *, with_state: bool = False) -> None:
@@ -399,7 +394,6 @@ class HostLayers:
             buffer = self._find_buffer(layer)
             assert buffer is not None and layer.number in self._loaded, "load() comes first"
             self._unfinished.add(layer.number)
-            self.num_write_backs += 1
             with layer.name_copy_errors("host memory"):
                 if self._arena.is_owner:
                     buffer.written = self._back.copy(buffer.flat[: layer.size], to=layer.on_host)
@@ -438,7 +432,7 @@ class HostLayers:
         """
         if not self._buffers:
             states = (
-                (part.numel() * (each in self._owned) for each, part in layer.state.items()) for layer in self._layers
+                (part.numel() * (each in self.owned) for each, part in layer.state.items()) for layer in self._layers
             )
             state_bytes = max(map(sum, states))
             num_buffers = min(3 * self._chunk_layers + self._num_resident, len(self._layers))
@@ -452,7 +446,6 @@ class HostLayers:
             buffer.layer.place(buffer.layer.on_host)
         buffer.layer, buffer.has_state = layer, False
         self._copy(layer, layer.on_host, to=buffer.flat[: layer.size], buffer=buffer)
-        self.num_copies += 1
         return buffer
 
     def _copy(self, layer: _Layer, source: torch.Tensor, *, to: torch.Tensor, buffer: _Buffer) -> None:

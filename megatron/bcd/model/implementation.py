@@ -34,8 +34,7 @@ def available_implementation(config: RunConfig) -> Implementation:
     """Return Transformer Engine's layers if available, else Megatron Core's local ones.
 
     Its layers use PyTorch's attention in fp32, because its own would materialise the S x S scores of every head. They
-    also use it with --reset-attention-mask: its fused attention is causal and takes no mask. With sinks or windows
-    attention is Megatron Core's unfused one in all layers.
+    also use it with --reset-attention-mask: its fused attention is causal and takes no mask.
 
     Raises:
         ValueError: --transformer-impl transformer_engine, but that is not available.
@@ -55,11 +54,11 @@ def available_implementation(config: RunConfig) -> Implementation:
         attention = SCALED_DOT_PRODUCT if uses_sdpa else "Transformer Engine"
         return Implementation(
             layers="transformer_engine",
-            attention=UNFUSED if config.has_unfused_attention else attention,
+            attention=attention,
             norm="Transformer Engine",
             optimizer=optimizer,
         )
-    attention = UNFUSED if config.has_unfused_attention or asks_unfused else SCALED_DOT_PRODUCT
+    attention = UNFUSED if asks_unfused else SCALED_DOT_PRODUCT
     normalization = config.transformer.get("normalization", "LayerNorm")
     is_apex = normalization == "LayerNorm" and packages.has_apex()
     norm = f"Apex fused {normalization}" if is_apex else f"PyTorch {normalization}"

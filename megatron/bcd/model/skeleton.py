@@ -33,8 +33,10 @@ def has_weights(path: str) -> bool:
     return not os.path.isdir(path) or any(not name.endswith(_TEXT) for name in os.listdir(path))
 
 
-def read_config(path: str) -> Any:
+def read_config(path: str, *, is_quantised: bool = False) -> Any:
     """Return transformers' configuration of a model's text part in a folder, or of a name on the hub.
+
+    With `is_quantised` the weights may be quantised: they will not be read.
 
     Raises:
         ValueError: the configuration can't be read, or such a model can't be trained here. One line.
@@ -57,6 +59,8 @@ def read_config(path: str) -> Any:
             f"--load-hf {path}: {config.model_type} reads more than text. Give its text part, saved by itself "
             "(transformers: model.language_model)."
         )
+    if is_quantised and hasattr(config, "quantization_config"):
+        del config.quantization_config
     if getattr(config, "quantization_config", None):
         raise ValueError(
             f"--load-hf {path}: quantization_config: quantised weights can't be trained. Give the original ones."

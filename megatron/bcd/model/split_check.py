@@ -28,7 +28,7 @@ _WIDTHS = {
 def _small_configs(config: Any) -> Iterator[Any]:
     """Yield small configurations with one to four layers of all kinds: narrow ones first, then one of full width."""
     text = config.to_dict()
-    number = text["num_hidden_layers"]
+    number = config.num_hidden_layers  # GPT-2 has another name for it in its file
     patterns = {name: value for name, value in text.items() if isinstance(value, list) and len(value) == number}
     kinds: dict[Any, int] = {}
     for layer in range(number):

@@ -31,13 +31,12 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     fields = dict(config.transformer, params_dtype=dtype, pipeline_dtype=dtype, deallocate_pipeline_outputs=True)
     if "attention_backend" in fields:
         fields["attention_backend"] = AttnBackend[str(fields["attention_backend"])]
-    if config.is_gated:
-        is_quick = config.model.quick_geglu
-        fields.update(gated_linear_unit=True, activation_func=quick_gelu if is_quick else torch.nn.functional.silu)
+    if config.model.swiglu:
+        fields.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
     if config.model.squared_relu:
         fields["activation_func"] = squared_relu
     has_bias = fields.get("add_bias_linear", True)
-    has_fused_gelu = has_bias and not (config.model.squared_relu or config.model.quick_geglu or config.num_experts)
+    has_fused_gelu = has_bias and not (config.model.squared_relu or config.num_experts)
     if not (device.has_cuda() and (config.model.swiglu or has_fused_gelu)):
         fields["bias_activation_fusion"] = False
     if config.model.openai_gelu and not fields["bias_activation_fusion"]:
@@ -70,7 +69,7 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     has_kernel = device.has_cuda() and packages.is_importable("fused_weight_gradient_mlp_cuda")
     if not has_kernel or _has_narrow_gradients(config):
         fields["gradient_accumulation_fusion"] = False
-    if not device.has_cuda() or not packages.is_importable("scaled_masked_softmax_cuda") or fields.get("window_size"):
+    if not device.has_cuda() or not packages.is_importable("scaled_masked_softmax_cuda"):
         fields["masked_softmax_fusion"] = False
     _check_compiled_fusions(config, fields)
     cut = partition_from_config(config)
@@ -80,19 +79,9 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     elif len(set(cut.layers_per_stage)) > 1:
         fields["pipeline_model_parallel_layout"] = _uneven_layout(cut.layers_per_stage)
     try:
-        return _with_yarn(TransformerConfig(**fields), config)
+        return TransformerConfig(**fields)
     except AssertionError as error:
         raise ValueError(f"Megatron Core rejects these flags: {error}") from error
-
-
-def _with_yarn(core: TransformerConfig, config: RunConfig) -> TransformerConfig:
-    """Set the factors of YaRN, which Megatron Core reads from attributes that its class does not declare. Without an
-    mscale it scales attention as the YaRN paper does."""
-    if config.model.position_embedding_type == "yarn":
-        core.__dict__ |= {name: value for name, value in vars(config.model).items() if name.startswith("yarn_")}
-        core.yarn_rotary_scaling_factor = config.model.rotary_scaling_factor
-        core.yarn_mscale = core.yarn_mscale_all_dim = None
-    return core
 
 
 def _has_narrow_gradients(config: RunConfig) -> bool:
@@ -127,14 +116,9 @@ def squared_relu(x: Tensor) -> Tensor:
     return torch.nn.functional.relu(x).pow(2)
 
 
-def quick_gelu(x: Tensor) -> Tensor:
-    """Return x sigmoid(1.702 x) (--quick-geglu), elementwise. Megatron Core's needs a compiler."""
-    return x * torch.sigmoid(1.702 * x)
-
-
 def describe_activation(config: TransformerConfig) -> str:
     """Return the name of the MLP's activation."""
-    names = {torch.nn.functional.silu: "SwiGLU", quick_gelu: "gated quick GELU", squared_relu: "squared ReLU"}
+    names = {torch.nn.functional.silu: "SwiGLU", squared_relu: "squared ReLU"}
     if config.activation_func in names:
         return names[config.activation_func]
     return "GELU (tanh form)" if config.bias_activation_fusion or config.activation_func is tanh_gelu else "GELU"

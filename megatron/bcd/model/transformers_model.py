@@ -16,7 +16,6 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron.bcd.blocks.ownership import is_stack
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.host_layers import HostLayers
@@ -237,12 +236,6 @@ def build_chunks(
     for chunk in range(config.num_chunks):
         skeleton = Skeleton(hf_config, dtype=stage_config.params_dtype)
         skeleton.returns_tuple = returns_tuple
-        has_stacks = any(is_stack(name, each.dim()) for name, each in skeleton.layers[-1].named_parameters())
-        if has_stacks and not partition.has_active_block:
-            raise ValueError(
-                f"--bcd-num-blocks 0: no inactive update steps the stacked experts of {skeleton.name}. Give "
-                "--bcd-inactive-update none."
-            )
         for number, layer in enumerate(skeleton.layers):
             layer.layer_number = number + 1  # type: ignore[assignment]
         if is_on_host and chunk == 0:

@@ -18,10 +18,9 @@ from megatron.bcd.blocks.chunks import chunk_of, stage_chunks, virtual_chunks
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_host_layers
-from megatron.bcd.model.host_layers import LOW_BITS
-from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
+from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE
 from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_matrix_optimizer, phase_rules
 from megatron.bcd.optim.state import OUTER_MOMENTUM, ParamState
@@ -48,20 +47,12 @@ class ActiveBlock:
         self.stage = stage
         self.parameters = ParametersByBlock(model, partition=partition, stage=stage)
         self._host_layers = get_host_layers(model)
-        places = self._host_layers.places.items()
-        self.offloaded = BlockStateStore(
-            places={each: kinds[LOW_BITS].view(-1) for each, kinds in places if LOW_BITS in kinds},
-            are_shared=self._host_layers.is_shared_by_all,
-            keeps_moments=config.bcd.bcd_optimizer_state == "host",
-            keeps_main_params=config.bcd.bcd_main_params == "host",
-            is_distributed=config.training.use_distributed_optimizer,
-            moments_dtype=config.training.adam_moments_dtype,
-        )
-        self.core = CoreOptimizer(model, config, self.parameters, offloaded=self.offloaded)
-        self.matrices = build_matrix_optimizer(config, model, self.parameters, places=self._host_layers.places)
+        self.core = CoreOptimizer(model, config, self.parameters)
+        self.offloaded = self.core.offloaded
+        self.matrices = build_matrix_optimizer(config, model, self.parameters)
         if config.bcd.bcd_inactive_update != "none" or config.steps_block_by_chunk:
-            owned = [matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner]
-            self._host_layers.set_owned(owned)
+            owned = {matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner}
+            self._host_layers.owned = owned
         self.chunks: Sequence[range] = ()
         """The layers of each chunk of --bcd-schedule breadth-first, by their numbers on this stage."""
         self.virtual_chunks: Sequence[range] = ()
@@ -98,12 +89,7 @@ class ActiveBlock:
     def build(self, block: int) -> None:
         """Make `block` the active one. A collective."""
         assert self.wrapped is None, "dispose() of the last phase comes first"
-        rules = phase_rules(
-            self.config,
-            inactive=self.parameters.inactive_updates_in(block),
-            outside_layers=self.parameters.outside_layers(),
-            block=[name for name in self.parameters.owned_by(block) if name in self.matrices.matrices],
-        )
+        rules = phase_rules(self.config, self.parameters, block)
         self.parameters.activate(block, without={name for _, names, _ in rules for name in names})
         self._in_buffers = list(self.parameters.active().values())
         parameters, by_chunk = self.parameters.all(), self.config.steps_block_by_chunk
@@ -111,7 +97,14 @@ class ActiveBlock:
         loaded = [parameters[name] for _, names, is_of_block in rules for name in names if is_of_block and not by_chunk]
         self._host_layers.begin_phase({*self._in_buffers, *loaded}, updated=updated)
         self.core.begin(block)
-        self._connect()
+        # the hooks of Megatron Core's schedule, as Megatron-LM's training loop sets them
+        model_config = self._model_config
+        model_config.grad_scale_func = self.core.optimizer.scale_loss
+        model_config.finalize_model_grads_func = finalize_model_grads
+        if self.config.ddp.overlap_grad_reduce:
+            model_config.no_sync_func = self._no_sync
+            if model_config.pipeline_model_parallel_size > 1:
+                model_config.grad_sync_func = self._start_grad_sync
         self.matrices.begin(
             rules,
             chunk_of=self._chunk_of if self.chunks else None,
@@ -119,8 +112,9 @@ class ActiveBlock:
             block=block,
         )
         self.switch_check = SwitchCheck(
-            self.optimizers,
+            self.state,
             self.model.parameters(),
+            owned=self.parameters.owned_by(block),
             streamed=self._host_layers.streamed_parameters(),
             block=block,
             stage=self.stage,
@@ -154,16 +148,6 @@ class ActiveBlock:
         if getattr(self.parameters.all()[name], "shared_embedding", False):  # Megatron Core's attribute
             return None
         return chunk_of(self.parameters.ownership(name), self.virtual_chunks) // self.partition.num_stages
-
-    def _connect(self) -> None:
-        """Set the hooks of Megatron Core's schedule, as Megatron-LM's training loop does."""
-        model_config = self._model_config
-        model_config.grad_scale_func = self.core.optimizer.scale_loss
-        model_config.finalize_model_grads_func = finalize_model_grads
-        if self.config.ddp.overlap_grad_reduce:
-            model_config.no_sync_func = self._no_sync
-            if model_config.pipeline_model_parallel_size > 1:
-                model_config.grad_sync_func = self._start_grad_sync
 
     @contextlib.contextmanager
     def _no_sync(self) -> Iterator[None]:
@@ -210,8 +194,9 @@ class ActiveBlock:
         scheduler.optimizer = SimpleNamespace(param_groups=groups)
         scheduler.step(0)  # sets the rates without counting a step
         scheduler.optimizer = None  # a reference would keep the optimizer of this phase alive
-        for group in (group for optimizer in self.optimizers for group in optimizer.block_param_groups()):
-            group["lr"] *= block_factor
+        for group in groups:
+            if group.get("is_of_block", not group.get(ALWAYS_ACTIVE)):
+                group["lr"] *= block_factor
 
     def state(self, *, joins: bool = False) -> Iterator[ParamState]:
         """Yield the state of all parameters of the stage. With `joins` a collective, as of `CoreOptimizer.state`."""
@@ -230,8 +215,32 @@ class ActiveBlock:
                 saver=index % replicas.size(),
             )
 
-    def _set_outer_momentum(self, name: str, part: slice, tensors: Mapping[str, torch.Tensor], _: int) -> None:
-        self.outer_momenta[name] = tensors[OUTER_MOMENTUM].reshape(-1)[part].clone()
+    def _set_outer_momentum(
+        self, name: str, part: slice, tensors: Mapping[str, torch.Tensor], _: int, start: int | None = None
+    ) -> None:
+        for momentum in tensors.values():
+            self.outer_momenta[name] = (momentum if start is not None else momentum.reshape(-1)[part]).clone()
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return copies in host memory of this rank's state, for the same rank of a replica group that joins."""
+        states = [
+            (
+                {name: read().to("cpu", copy=True) for name, read in each.tensors.items()},
+                int(each.num_steps),
+                each.start,
+            )
+            for each in self.state()
+        ]
+        return {"states": states, "loss_scaler": self.core.loss_scaler_state()}
+
+    def load_rank_state(self, rank_state: Mapping[str, Any]) -> None:
+        """Load the `rank_state` of another group, whose weights are loaded, while no block is active."""
+        self.offloaded.shards, self.outer_momenta = {}, {}
+        for matrix in self.matrices.matrices.values():
+            matrix.state, matrix.offloaded = {}, {}
+        for each, values in zip(self.state(), rank_state["states"], strict=True):
+            each.set(*values)
+        self.core.next_loss_scaler = rank_state["loss_scaler"]
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of this rank in the present phase, by field of `StepMetrics`.
@@ -242,6 +251,7 @@ class ActiveBlock:
         frozen = self._host_layers
         weights = [weight for weight in self.model.parameters() if not frozen.is_on_host(weight)]
         weights += frozen.device_tensors()
+        weight_buffers = [each.param_data for each in self.core.buffers() if each.param_data is not None]
         gradients = [gradient for optimizer in self.optimizers for gradient in optimizer.gradients()]
         state = [tensor for optimizer in self.optimizers for tensor in optimizer.state_tensors(on_host=False)]
         # by address: Megatron Core lists some of its tensors twice, and many are parts of one storage
@@ -251,7 +261,7 @@ class ActiveBlock:
             for each in optimizer.state_tensors(on_host=True)
         }
         return {
-            "model_state_bytes": memory.storage_bytes([*weights, *self.core.weight_buffers(), *gradients, *state]),
+            "model_state_bytes": memory.storage_bytes([*weights, *weight_buffers, *gradients, *state]),
             "gradient_bytes": memory.storage_bytes(gradients),
             "optimizer_state_bytes": memory.storage_bytes(state, without=weights),
             "host_state_bytes": frozen.bytes_on_host() + sum(on_host.values()),

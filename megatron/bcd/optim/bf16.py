@@ -45,10 +45,10 @@ class Bf16Residual:
         for start in range(0, main_param.numel(), _CHUNK):
             upper = _upper(weight[start : start + _CHUNK].to(main_param.device))
             difference = self.differences[start : start + _CHUNK].to(main_param.device, non_blocking=True)
-            _bits(main_param[start : start + _CHUNK]).copy_(upper + difference)
+            main_param[start : start + _CHUNK].view(torch.int32).copy_(upper + difference)
         if self.exception_indices.numel():
             indices, bits = self.exception_indices.to(main_param.device), self.exception_bits.to(main_param.device)
-            _bits(main_param)[indices] = bits
+            main_param.view(torch.int32)[indices] = bits
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def bf16_residual(main_param: torch.Tensor, weight: torch.Tensor, *, out: torch.
     """
     indices, exceptions = [], []
     for start in range(0, main_param.numel(), _CHUNK):
-        bits = _bits(main_param[start : start + _CHUNK])
+        bits = main_param[start : start + _CHUNK].view(torch.int32)
         upper = _upper(weight[start : start + _CHUNK].to(main_param.device))
         difference = (bits - upper).to(torch.int16)
         exception = torch.nonzero(upper + difference != bits).view(-1)
@@ -72,10 +72,6 @@ def bf16_residual(main_param: torch.Tensor, weight: torch.Tensor, *, out: torch.
         exception_indices=torch.cat(indices) if indices else torch.empty(0, dtype=torch.int64),
         exception_bits=torch.cat(exceptions) if exceptions else torch.empty(0, dtype=torch.int32),
     )
-
-
-def _bits(main_param: torch.Tensor) -> torch.Tensor:
-    return main_param.view(torch.int32)
 
 
 def _upper(weight: torch.Tensor) -> torch.Tensor:

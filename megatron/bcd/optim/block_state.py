@@ -8,92 +8,38 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from megatron.bcd.config import RunConfig
+from megatron.bcd.model.host_layers import LOW_BITS, HostLayers
 from megatron.bcd.optim import low_bit_adam
 from megatron.bcd.optim.bf16 import Bf16Residual, bf16_residual
-from megatron.bcd.optim.param_shard import ParamShard
+from megatron.bcd.optim.param_shard import OffloadedShard, ParamShard
 from megatron.bcd.optim.parameters import Parameters
 from megatron.bcd.optim.state import MAIN_PARAM
 from megatron.bcd.runtime import collectives, device, memory, replicas
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadedShard:
-    """Offloaded state of elements `start` to `end` of a parameter. All tensors are flat."""
-
-    start: int
-    end: int
-    num_steps: int
-    moments: dict[str, torch.Tensor]
-    """Moments as `ParamShard.stored_moments` returns them."""
-    residual: Bf16Residual | None = None
-    """In bf16: the difference between the main parameter and the weight."""
-    main_param: torch.Tensor | None = None
-    """Otherwise, in 16-bit precision: the main parameter."""
-
-    def names(self) -> list[str]:
-        """Return the names of the state's tensors, as of `ParamShard`."""
-        has_main_param = self.residual is not None or self.main_param is not None
-        return [*low_bit_adam.names(self.moments), *([MAIN_PARAM] if has_main_param else [])]
-
-    def read(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the state in fp32, flat, given the flat weight."""
-        if name != MAIN_PARAM:
-            return low_bit_adam.read(self.moments, name)
-        if self.residual is None:
-            assert self.main_param is not None
-            return self.main_param
-        main_param = torch.empty(self.end - self.start, dtype=torch.float32)
-        self.residual.restore(weight[self.start : self.end].cpu(), main_param=main_param)
-        return main_param
-
-    def restore(self, shard: ParamShard) -> None:
-        """Copy the state into the same shard of a new optimizer."""
-        assert (shard.start, shard.end) == (self.start, self.end), "the parameter is sharded differently than before"
-        if self.residual is not None:
-            self.residual.restore(shard.weight, main_param=shard.main_param)
-        elif self.main_param is not None:
-            shard.set_main_param(self.main_param)
-        shard.set_stored_moments(self.moments, num_steps=self.num_steps)
-
-    def stored(self) -> list[torch.Tensor]:
-        """Return the tensors in memory."""
-        residual = [] if self.residual is None else [*vars(self.residual).values()]
-        return [*self.moments.values(), *([] if self.main_param is None else [self.main_param]), *residual]
 
 
 class BlockStateStore:
     """Optimizer state of this rank between phases.
 
     Host memory is allocated when a parameter is first saved, and reused afterwards.
-
-    Args:
-        keeps_moments: --bcd-optimizer-state host.
-        keeps_main_params: --bcd-main-params host.
-        is_distributed: the distributed optimizer shards parameters over their replicas.
-        moments_dtype: precision of Adam's moments: fp32, bf16 or int8.
-        places: preallocated flat host buffers for the main parameters of whole parameters.
-        are_shared: all replicas share the memory of `places`.
     """
 
-    def __init__(
-        self,
-        *,
-        keeps_moments: bool,
-        keeps_main_params: bool = True,
-        is_distributed: bool = False,
-        moments_dtype: str = "fp32",
-        places: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
-        are_shared: bool = False,
-    ) -> None:
-        self._places, self._are_shared = places or {}, are_shared
-        self._is_distributed, self._moments_dtype = is_distributed, moments_dtype
-        self.keeps_moments = keeps_moments
-        self.keeps_main_params = keeps_main_params
+    def __init__(self, config: RunConfig, host_layers: HostLayers) -> None:
+        self._places = {
+            parameter: kinds[LOW_BITS].view(-1) for parameter, kinds in host_layers.places.items() if LOW_BITS in kinds
+        }
+        """Preallocated flat host buffers for the main parameters of whole parameters."""
+        self._are_shared = host_layers.is_shared_by_all
+        """Whether all replicas share the memory of `_places`."""
+        self._is_distributed = config.training.use_distributed_optimizer
+        self._moments_dtype = config.training.adam_moments_dtype
+        self.keeps_moments = config.bcd.bcd_optimizer_state == "host"
+        self.keeps_main_params = config.bcd.bcd_main_params == "host"
         self.shards: dict[str, OffloadedShard] = {}
         """This rank's shards by parameter. Those of the active block are from the start of its phase."""
         self._moved: set[str] = set()
@@ -113,7 +59,7 @@ class BlockStateStore:
         for name, shard in shards.items():
             has_main_param = self.keeps_main_params and shard.has_own_main_param
             if name in always_active:
-                self.shards[name] = _snapshot(shard)
+                self.shards[name] = shard.snapshot()
             elif self.keeps_moments or has_main_param:
                 self.shards[name] = self._copy(
                     shard.parameter,
@@ -128,49 +74,52 @@ class BlockStateStore:
         self._moved |= {name for name, parameter in always_active.items() if self.is_sharded(parameter)}
 
     def set(
-        self, name: str, parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor], num_steps: int
+        self,
+        name: str,
+        parameter: torch.nn.Parameter,
+        tensors: Mapping[str, torch.Tensor],
+        num_steps: int,
+        start: int | None = None,
     ) -> None:
-        """Set this rank's share of a parameter's state from whole tensors. The replicas divide it evenly."""
+        """Set this rank's share of a parameter's state: a shard from `start`, or its part of whole tensors.
+
+        The replicas divide whole tensors evenly. A rank without a shard has no tensors.
+        """
         is_sharded = self.is_sharded(parameter)
-        part = replicas.shard_slice(parameter.numel(), parameter) if is_sharded else slice(0, parameter.numel())
-        moments = {key: tensor.reshape(-1)[part] for key, tensor in tensors.items() if key != MAIN_PARAM}
-        # 8-bit codes share scales, and other elements will when they are sharded differently
-        dtype = "fp32" if is_sharded and self._moments_dtype == "int8" else self._moments_dtype
-        main_param = tensors.get(MAIN_PARAM)
-        self.shards[name] = self._copy(
-            parameter,
-            part,
-            main_param=None if main_param is None else main_param.reshape(-1)[part],
-            moments=moments if dtype == "fp32" else low_bit_adam.encode(moments, dtype),
-            num_steps=num_steps,
-        )
-        self._passing.add(name)
         if is_sharded:
             self._moved.add(name)
+        if not tensors:
+            return
+        flat = {key: tensor.reshape(-1) for key, tensor in tensors.items()}
+        if start is not None:
+            part = slice(start, start + next(iter(flat.values())).numel())
+        else:
+            part = replicas.shard_slice(parameter.numel(), parameter) if is_sharded else slice(0, parameter.numel())
+            flat = {key: tensor[part] for key, tensor in flat.items()}
+        main_param = flat.pop(MAIN_PARAM, None)
+        # 8-bit codes share scales, and other elements will when they are sharded differently
+        dtype = "fp32" if is_sharded and self._moments_dtype == "int8" else self._moments_dtype
+        moments = flat if dtype == "fp32" else low_bit_adam.encode(flat, dtype)
+        self.shards[name] = self._copy(parameter, part, main_param=main_param, moments=moments, num_steps=num_steps)
+        self._passing.add(name)
 
     def restore(self, shards: Mapping[str, ParamShard], parameters: Parameters) -> None:
         """Copy the offloaded state of `parameters`, if any, into the shards of a new optimizer.
 
         A collective over the replicas of each parameter that is sharded differently than before.
         """
-        moved = {name: parameter for name, parameter in parameters.items() if name in self._moved}
-        contents = self._contents(moved)
+        moved = parameters.keys() & self._moved
+        mine = {name: (self.shards[name].num_steps, self.shards[name].names()) for name in moved if name in self.shards}
+        ranks = collectives.gather_objects(mine, replicas.group()) if moved else []
+        contents = {name: content for rank in ranks for name, content in rank.items()}
         for name in parameters:
-            if name in moved:
+            if name in contents:
                 self._restore_moved(name, parameters[name], shards.get(name), *contents[name])
             elif name in shards and name in self.shards:
-                self.shards[name].restore(shards[name])
+                shards[name].restore(self.shards[name])
             if name in self._moved | self._passing:
                 self.shards.pop(name, None)
         self._moved -= parameters.keys()
-
-    def _contents(self, parameters: Parameters) -> dict[str, tuple[int, list[str]]]:
-        """Return the number of steps and the names of tensors that the replicas have of each parameter."""
-        mine = {
-            name: (self.shards[name].num_steps, self.shards[name].names()) for name in parameters if name in self.shards
-        }
-        ranks = collectives.gather_objects(mine, replicas.group()) if parameters else []
-        return {name: content for rank in ranks for name, content in rank.items()}
 
     def _restore_moved(
         self, name: str, parameter: torch.nn.Parameter, shard: ParamShard | None, num_steps: int, names: list[str]
@@ -183,7 +132,11 @@ class BlockStateStore:
             if shard is not None:
                 tensors[each] = whole[shard.start : shard.end].clone()
         if shard is not None:
-            shard.set(tensors, num_steps=num_steps)
+            main_param = tensors.pop(MAIN_PARAM, None)
+            joined = OffloadedShard(
+                start=shard.start, end=shard.end, num_steps=num_steps, moments=tensors, main_param=main_param
+            )
+            shard.restore(joined)
 
     def joined(self, parameters: Parameters) -> dict[str, OffloadedShard]:
         """Return the main parameters in shared memory, as the replicas together wrote them, by name.
@@ -205,29 +158,6 @@ class BlockStateStore:
             for name, exception in rank.items():
                 by_name[name].append(exception)
         return {name: _whole_shard(parameters[name], self._places[parameters[name]], by_name[name]) for name in by_name}
-
-    def rank_state(self, live: Mapping[str, ParamShard]) -> dict[str, Any]:
-        """Return copies in host memory of all state. `live` has the shards of the present optimizer."""
-        shards = self.shards | {name: _snapshot(shard) for name, shard in live.items()}
-        return {
-            "shards": {name: memory.copy_to_host(vars(shard)) for name, shard in shards.items()},
-            "moved": {*self._moved},
-        }
-
-    def load_rank_state(self, state: Mapping[str, Any], parameters: Parameters) -> None:
-        """Load the `rank_state` of the same rank of a run with the same layout and the same weights."""
-        self.shards = {}
-        for name, values in state["shards"].items():
-            shard, parameter = OffloadedShard(**values), parameters[name]
-            has_main_param = MAIN_PARAM in shard.names()
-            self.shards[name] = self._copy(
-                parameter,
-                slice(shard.start, shard.end),
-                main_param=shard.read(MAIN_PARAM, parameter.detach().view(-1)) if has_main_param else None,
-                moments=shard.moments,
-                num_steps=shard.num_steps,
-            )
-        self._moved, self._passing = {*state["moved"]}, set(self.shards)
 
     def _copy(
         self,
@@ -258,17 +188,6 @@ class BlockStateStore:
         return OffloadedShard(
             start=part.start, end=part.stop, num_steps=num_steps, moments=kept, residual=residual, main_param=copy
         )
-
-
-def _snapshot(shard: ParamShard) -> OffloadedShard:
-    """Return the state of a shard where it is, without a copy."""
-    return OffloadedShard(
-        start=shard.start,
-        end=shard.end,
-        num_steps=shard.num_steps,
-        moments=shard.stored_moments(),
-        main_param=shard.main_param if shard.has_own_main_param else None,
-    )
 
 
 def _whole_shard(parameter: torch.nn.Parameter, place: torch.Tensor, exceptions: Sequence[Any]) -> OffloadedShard:

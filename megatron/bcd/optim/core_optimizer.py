@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -18,19 +17,17 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.builder import get_chunks
+from megatron.bcd.model.builder import get_chunks, get_host_layers
 from megatron.bcd.optim.block_state import BlockStateStore
-from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, ParamShard, param_shards
+from megatron.bcd.optim.param_shard import ParamShard, param_shards
 from megatron.bcd.optim.parameters import Parameters, ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_optimizer, wrap_model
-from megatron.bcd.optim.state import ParamState
+from megatron.bcd.optim.state import ALWAYS, ParamState
 from megatron.bcd.runtime import collectives, device, replicas
 from megatron.bcd.runtime.compat import megatron_core
 
 _CORE_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad")
 """Attributes that Megatron Core's DDP and optimizer set on parameters."""
-
-T = TypeVar("T", int, float)
 
 
 class CoreOptimizer:
@@ -44,10 +41,8 @@ class CoreOptimizer:
         model: torch.nn.Module,
         config: RunConfig,
         parameters: ParametersByBlock,
-        *,
-        offloaded: BlockStateStore,
     ) -> None:
-        self.offloaded = offloaded
+        self.offloaded = BlockStateStore(config, get_host_layers(model))
         self.block: int | None = None
         self.wrapped: DistributedDataParallel | None = None
         self.block_parameters: Parameters = {}
@@ -72,24 +67,9 @@ class CoreOptimizer:
         return list(getattr(self._optimizer, "chained_optimizers", []))
 
     @property
-    def block_shards(self) -> dict[str, ParamShard]:
-        """This rank's optimizer state of `block_parameters`, by name."""
-        return {name: shard for name, shard in self.shards.items() if name in self.block_parameters}
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups of this phase. The scheduler sets their `lr` and `weight_decay`."""
         return list(self.optimizer.param_groups)
-
-    def block_param_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups that belong to the active block."""
-        return [
-            group
-            for each in self.optimizers()
-            if not each.is_stub_optimizer
-            for group in each.optimizer.param_groups
-            if not group.get(ALWAYS_ACTIVE)
-        ]
 
     # ---------------------------------------------------------------------------------------------------------- phase
 
@@ -145,14 +125,13 @@ class CoreOptimizer:
         assert self.wrapped is not None
         self.wrapped.start_grad_sync()
 
-    def prepare_step(self) -> bool:
-        """Prepare the reduced gradients for a step. Return False if they overflowed in fp16, so no step may follow."""
-        self.num_zeros = None
-        return not self.optimizer.prepare_grads()
+    def gradient_norm(self) -> float | None:
+        """Prepare the reduced gradients, and return their L2 norm before clipping. The CPU waits for the device.
 
-    def gradient_norm(self) -> float:
-        """Return the L2 norm of the gradient before clipping. The CPU waits for the device."""
-        return float(self.optimizer.get_grad_norm())
+        None if they overflowed in fp16, so that no step may follow.
+        """
+        self.num_zeros = None
+        return None if self.optimizer.prepare_grads() else float(self.optimizer.get_grad_norm())
 
     @torch.no_grad()
     def step(self, *, norm: float, gradient_scale: float) -> None:
@@ -169,27 +148,10 @@ class CoreOptimizer:
                     use_decoupled_grad=each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
                 )
         if self._config.report.log_num_zeros_in_grad:
-            self.num_zeros = self._count_zeros()
+            self.num_zeros = int(sum(each.count_zeros() for each in self.optimizers()))
         self.optimizer.step_with_ready_grads()
         if not self._config.optimizer.optimizer_cpu_offload:
             self.optimizer.zero_grad()  # frees fp32 copies of 16-bit gradients
-
-    def _count_zeros(self) -> int:
-        """Count the zeros in the clipped gradient. Duplicates count as in the norm of a step. A collective."""
-        total = 0
-        for each in self.optimizers():
-            is_decoupled = each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            groups = [] if each.is_stub_optimizer else each.optimizer.param_groups
-            on_this_rank = 0
-            for main_param in itertools.chain.from_iterable(group["params"] for group in groups):
-                gradient = getattr(main_param, "decoupled_grad" if is_decoupled else "grad", None)
-                is_counted = param_is_not_shared(main_param) and param_is_not_tensor_parallel_duplicate(
-                    main_param, getattr(each, "tp_group", None)
-                )
-                if is_counted and gradient is not None:
-                    on_this_rank += gradient.numel() - int(torch.count_nonzero(gradient))
-            total += _sum_over(each.get_grad_stats_parallel_group(), on_this_rank)
-        return total
 
     # ----------------------------------------------------------------------------------------------------------- norms
 
@@ -251,15 +213,18 @@ class CoreOptimizer:
             owned = self._parameters.ownership(name)
             if owned.block is None and not owned.is_always_active:
                 continue
-            shard = self.shards.get(name) if name in active else whole.get(name, offloaded.shards.get(name))
-            weight = [] if name in active else [parameter.detach().view(-1)]
+            live = self.shards.get(name)
+            shard = live.snapshot() if live else whole.get(name, offloaded.shards.get(name))
+            shard = None if name in active and live is None else shard
+            weight = parameter.detach().view(-1)
             yield ParamState(
-                group="always" if owned.is_always_active else str(owned.block),
+                group=ALWAYS if owned.is_always_active else str(owned.block),
                 block=None if owned.is_always_active else owned.block,
                 name=name,
                 parameter=parameter,
                 set=functools.partial(offloaded.set, name, parameter),
-                tensors={each: functools.partial(shard.read, each, *weight) for each in shard.names()} if shard else {},
+                tensors={each: functools.partial(shard.read, each, weight) for each in shard.names()} if shard else {},
+                value=(live.main_param,) if live else (),
                 start=shard.start if shard else 0,
                 num_steps=shard.num_steps if shard else 0,
                 is_divided=offloaded.is_sharded(parameter) and name not in whole,
@@ -284,32 +249,13 @@ class CoreOptimizer:
         if (shard := self.shards.get(name)) is not None:
             shard.set_main_param(value[shard.start : shard.end])
 
-    def rank_state(self) -> dict[str, Any]:
-        """Return copies in host memory of this rank's whole state, for the same rank of a replica group that joins."""
-        return self.offloaded.rank_state(self.shards) | {"loss_scaler": self.loss_scaler_state()}
-
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """Load the `rank_state` of another group, whose weights are loaded, while no block is active."""
-        self.offloaded.load_rank_state(state, self._parameters.all())
-        self.next_loss_scaler = state["loss_scaler"]
-
-    def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
-        """Yield the tensors that this rank steps in this phase: those of the active block, or of inactive layers.
-
-        Tensors in host memory are reduced to a `host_sample`.
-        """
-        return (shard.main_param for shard in self.block_shards.values() if is_of_block)
-
-    def weight_buffers(self) -> list[torch.Tensor]:
-        """Return DDP's flat buffers of weights."""
-        return [buffer.param_data for buffer in self._buffers() if buffer.param_data is not None]
-
-    def _buffers(self) -> list[Any]:
+    def buffers(self) -> list[Any]:
+        """Return DDP's flat buffers of weights and gradients."""
         return [] if self.wrapped is None else [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield the gradients on the device."""
-        yield from (buffer.grad_data for buffer in self._buffers() if buffer.grad_data is not None)
+        yield from (buffer.grad_data for buffer in self.buffers() if buffer.grad_data is not None)
         yield from self._gradients_to_step(on_host=False)
 
     def state_tensors(self, *, on_host: bool) -> Iterator[torch.Tensor]:
@@ -330,11 +276,11 @@ class CoreOptimizer:
                 yield shard.stepped.grad
 
 
-def _sum_over(group: torch.distributed.ProcessGroup, value: T) -> T:
-    """Return the sum of an int, or of a float in fp32, over the ranks of a group. A collective over it."""
+def _sum_over(group: torch.distributed.ProcessGroup, value: float) -> float:
+    """Return the sum over the ranks of a group, in fp32. A collective over it."""
     total = torch.tensor(value, device=device.current())
     torch.distributed.all_reduce(total, group=group)
-    return type(value)(total)
+    return float(total)
 
 
 def _sum_of_squares(tensor: torch.Tensor) -> float:

@@ -5,15 +5,16 @@ Shapes: K = matrices of a stack, M = rows, N = columns.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from megatron.bcd.blocks.ownership import matrix_stacks
+from megatron.bcd.blocks.ownership import EXPERT_STACK_ELEMENTS, matrix_stacks
 from megatron.bcd.model.host_layers import LOW_BITS, State
 from megatron.bcd.optim import bf16, low_bit_adam, update_rules
 from megatron.bcd.optim.state import COLUMN_MEANS, MAIN_PARAM, MOMENTUM, ROW_MEANS
@@ -60,7 +61,10 @@ Rules = list[tuple[MatrixRule, Iterable[str], bool]]
 
 @dataclass(kw_only=True, eq=False)
 class Matrix:
-    """A matrix of a layer, or this rank's tensor-parallel slice of it, with its state."""
+    """A matrix of a layer, or this rank's tensor-parallel slice of it, with its state.
+
+    A parameter [E, M, N] of E experts has the state of E matrices.
+    """
 
     name: str
     parameter: torch.nn.Parameter
@@ -161,18 +165,18 @@ class Matrix:
         return self.state.get(kind, self.offloaded.get(kind))
 
     def zero_factors(self) -> torch.Tensor:
-        """Return the factors before the first step, flat."""
-        rows, columns = self.parameter.shape
+        """Return the factors before the first step, [F] or [E, F]."""
+        *experts, rows, columns = self.parameter.shape
         size = update_rules.num_factors(rows, columns, len(self.layout.parts) or 1)
-        return torch.zeros(size, device=device.current())
+        return torch.zeros(*experts, size, device=device.current())
 
     def split_factors(self, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return views of this matrix's factors, split as by `update_rules.split_factors`."""
-        return update_rules.split_factors(factors, self.parameter.shape[0], len(self.layout.parts) or 1)
+        return update_rules.split_factors(factors, self.parameter.shape[-2], len(self.layout.parts) or 1)
 
-    def adam_state(self, *names: str) -> State:
-        """Return the owner's entries of Adam's moments, or of some, flat."""
-        kinds = [name + suffix for name in names or low_bit_adam.MOMENTS for suffix in ("", low_bit_adam.SCALE)]
+    def adam_state(self) -> State:
+        """Return the owner's entries of Adam's moments, flat."""
+        kinds = [name + suffix for name in low_bit_adam.MOMENTS for suffix in ("", low_bit_adam.SCALE)]
         return {kind: entry.view(-1) for kind in kinds if (entry := self.get(kind)) is not None}
 
     def signed_squares(self) -> torch.Tensor | None:
@@ -190,7 +194,7 @@ class Matrix:
         if not self.is_owner:
             return {}
         if kind == LOW_BITS:
-            return {MAIN_PARAM: self.main_param_reader()}
+            return {} if self.parameter.dtype == torch.float32 else {MAIN_PARAM: self.main_param_reader()}
         if kind == MOMENTS:
             state = self.adam_state()
             return {name: functools.partial(_read_moment, state, name) for name in low_bit_adam.names(state)}
@@ -204,14 +208,19 @@ class Matrix:
     def shapes(self, kind: str) -> dict[str, torch.Size]:
         """Return the shapes of these tensors."""
         if kind == FACTORS:
-            rows, columns = self.parameter.shape
+            *experts, rows, columns = self.parameter.shape
             num_parts = len(self.layout.parts) or 1
-            return {ROW_MEANS: torch.Size([rows]), COLUMN_MEANS: torch.Size([num_parts, columns])}
+            return {
+                ROW_MEANS: torch.Size([*experts, rows]),
+                COLUMN_MEANS: torch.Size([*experts, num_parts, columns]),
+            }
         names = low_bit_adam.MOMENTS if kind == MOMENTS else [MAIN_PARAM if kind == LOW_BITS else MOMENTUM]
         return dict.fromkeys(names, self.parameter.shape)
 
     def set_state(self, kind: str, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
         """Set the owner's state of a kind in host memory, or its factors on the device, and all copies of a weight."""
+        if not tensors:
+            return
         if kind == LOW_BITS:
             self.set_main_param(tensors[MAIN_PARAM])
         elif not self.is_owner:
@@ -227,6 +236,11 @@ class Matrix:
             values = tensors[ROW_MEANS], tensors[COLUMN_MEANS], torch.tensor(num_steps)
             for view, value in zip(self.split_factors(factors), values, strict=True):
                 view.copy_(value)
+
+    def value(self) -> tuple[torch.Tensor, ...]:
+        """Return the weight, with the low bits on the owner in bf16."""
+        low_bits = self.get(LOW_BITS)
+        return (self.parameter,) if low_bits is None else (self.parameter, low_bits)
 
     def main_param_reader(self) -> Callable[[], torch.Tensor]:
         """Return a function that returns the owner's fp32 value, flat, from where weight and low bits are now."""
@@ -281,9 +295,11 @@ class Stack:
         self.is_owner, self.num_ranks = matrices[0].is_owner, matrices[0].num_ranks
         weight = matrices[0].parameter
         self.rule: MatrixRule = param_group["rule"]
-        shape, dtype = (len(matrices), *weight.shape), self.rule.grad_dtype
-        self.gradient = torch.zeros(shape, dtype=dtype, device=device.current())
+        shape = (len(matrices) * weight.shape[:-2].numel(), *weight.shape[-2:])
+        self.gradient = torch.zeros(shape, dtype=self.rule.grad_dtype, device=device.current())
         """[K, M, N]; the `main_grad` of each matrix is a slice."""
+        self.experts = slice(None)
+        """The experts of a parameter that `weights` and `state` return."""
         self._num_missing = len(matrices)
         self.is_reducing = False
         self.is_shared = getattr(weight, "shared_embedding", False)
@@ -300,17 +316,32 @@ class Stack:
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        return [matrix.parameter.data for matrix in self.matrices]
+        """The weights of each parameter, [1, M, N] or [E, M, N]."""
+        return [self._view(matrix, matrix.parameter.data) for matrix in self.matrices]
 
     def state(self, kind: str) -> list[torch.Tensor]:
-        """Return the state of a kind of each matrix that has it on the device."""
-        return [matrix.state[kind] for matrix in self.matrices if kind in matrix.state]
+        """Return the state of a kind of each parameter that has it on the device, [1, ...] or [E, ...]."""
+        return [self._view(matrix, matrix.state[kind]) for matrix in self.matrices if kind in matrix.state]
+
+    def _view(self, matrix: Matrix, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[None] if matrix.parameter.dim() == 2 else tensor[self.experts]
+
+    def divided(self) -> Iterator[Stack]:
+        """Yield views of this stack with some experts of a single large parameter each, to save temporary memory."""
+        at_once = max(1, EXPERT_STACK_ELEMENTS // self.gradient[0].numel())
+        if len(self.matrices) > 1 or self.rule.name == update_rules.ADAM:  # Adam steps a parameter by itself in parts
+            at_once = len(self.gradient)
+        for start in range(0, len(self.gradient), at_once):
+            part = copy.copy(self)
+            part.experts = slice(start, start + at_once)
+            part.gradient = self.gradient[part.experts]
+            yield part
 
     def attach(self) -> None:
         """Give each matrix its gradient buffer."""
-        for matrix, gradient in zip(self.matrices, self.gradient, strict=True):
+        for matrix, gradient in zip(self.matrices, self.gradient.chunk(len(self.matrices)), strict=True):
             matrix.stack = self
-            matrix.parameter.main_grad = gradient  # type: ignore[attr-defined]
+            matrix.parameter.main_grad = gradient.view_as(matrix.parameter)  # type: ignore[attr-defined]
             matrix.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def detach(self) -> None:
@@ -378,14 +409,14 @@ def build_stacks(matrices: Sequence[Matrix], param_group: dict[str, Any]) -> lis
 
 
 def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return matrices stacked as [K, ...]: a view of a single one, otherwise a copy."""
-    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
+    """Return tensors [E, ...] joined as [K, ...]: a single one itself, otherwise a copy."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def write_back(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Write `values` back into the tensors that `join` copied."""
     if len(tensors) > 1:
-        pytorch.copy_each(tensors, values.unbind())
+        pytorch.copy_each(tensors, values.chunk(len(tensors)))
 
 
 def sum_of_squares(stacks: Iterable[Stack]) -> torch.Tensor:

@@ -42,9 +42,9 @@ from megatron.bcd.optim.matrix import (
     sum_of_squares,
 )
 from megatron.bcd.optim.matrix_update import update_stack
-from megatron.bcd.optim.state import MOMENTUM, ParamState, host_sample
+from megatron.bcd.optim.state import MOMENTUM, ParamState
 from megatron.bcd.optim.update_rules import MatrixLayout
-from megatron.bcd.runtime import device, memory, replicas
+from megatron.bcd.runtime import device, replicas
 
 
 class MatrixOptimizer:
@@ -112,7 +112,7 @@ class MatrixOptimizer:
                 offloads_low_bits=offloads_low_bits or LOW_BITS in on_host,
                 places=on_host,
             )
-        self._param_groups: list[dict[str, Any]] = []
+        self.param_groups: list[dict[str, Any]] = []
         """Groups of the present phase: lr and weight_decay as the scheduler sets them; the rule, the matrices, and
         whether the active block owns them."""
         self.stacks: list[Stack] = []
@@ -129,13 +129,6 @@ class MatrixOptimizer:
         self._squares: device.HostCopy | None = None
         """Sums of squares of the gradients with and without a momentum, and the number of skipped layers."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._param_groups
-
-    def block_param_groups(self) -> list[dict[str, Any]]:
-        return [group for group in self._param_groups if group["is_of_block"]]
 
     @property
     def _has_chunks(self) -> bool:
@@ -171,7 +164,7 @@ class MatrixOptimizer:
                 continue
             group: dict[str, Any] = {"params": [], "lr": 0.0, "weight_decay": 0.0}
             group |= {"matrices": [*matrices.values()], "rule": rule, "is_of_block": is_of_block}
-            self._param_groups.append(group)
+            self.param_groups.append(group)
             by_chunk = dict[tuple[int | None, bool], list[Matrix]]()
             for name, matrix in matrices.items():
                 chunk = chunk_of(name) if chunk_of is not None and rule.is_by_chunk else None
@@ -197,11 +190,11 @@ class MatrixOptimizer:
             stack.detach()
         for handle in self._hooks:
             handle.remove()
-        for matrix in (matrix for group in self._param_groups for matrix in group["matrices"]):
+        for matrix in (matrix for group in self.param_groups for matrix in group["matrices"]):
             matrix.end(keeps_moments=keeps_moments)
         if not keeps_moments:
             del self.num_steps[self._block]
-        self._param_groups, self.stacks, self._chunks, self._hooks = [], [], {}, []
+        self.param_groups, self.stacks, self._chunks, self._hooks = [], [], {}, []
 
     # ------------------------------------------------------------------------------------------------------- gradients
 
@@ -268,30 +261,20 @@ class MatrixOptimizer:
             torch.distributed.all_reduce(self._skipped, group=self._pipeline_group)
         self._squares = device.HostCopy(torch.cat([squares, self._skipped]) if self._has_chunks else squares)
 
-    def add_norm(self, norm: float) -> tuple[float, bool]:
+    def add_norm(self, norm: float) -> tuple[float, bool, int]:
         """Add the clipped gradients to the gradient norm of a step. The result is the same on every rank.
 
         Inactive updates are neither clipped nor part of the norm: their size does not depend on that of the gradient.
         Those by chunk have been checked before, and chunks that were skipped do not count.
 
         Returns:
-            The norm, and whether the other gradients are finite.
+            The norm, whether the other gradients are finite, and the number of layers that this step left as they were.
         """
         if not self._is_used:
-            return norm, True
+            return norm, True, 0
         assert self._squares is not None, "reduce_gradients() comes first"
-        clipped, others, *_ = self._squares.tolist()
-        return math.sqrt(norm**2 + clipped), math.isfinite(others)
-
-    def skipped(self) -> int:
-        """Return the number of layers that this step left as they were. `reduce_gradients` comes first.
-
-        Like `add_norm` it reads what has been copied to the host. The result is the same on every rank.
-        """
-        if not self._has_chunks:
-            return 0
-        assert self._squares is not None, "reduce_gradients() comes first"
-        return int(self._squares.tolist()[2])
+        clipped, others, *skipped = self._squares.tolist()
+        return math.sqrt(norm**2 + clipped), math.isfinite(others), int(sum(skipped))
 
     # ---------------------------------------------------------------------------------------------------------- chunks
 
@@ -408,9 +391,10 @@ class MatrixOptimizer:
 
     def _step(self, stacks: Sequence[Stack], *, clip_coefficient: float = 1.0, gradient_scale: float = 1.0) -> None:
         settings: dict[str, Any] = {"clip_coefficient": clip_coefficient, "gradient_scale": gradient_scale}
+        settings |= {"num_steps": self.num_steps[self._block], "is_compiled": self._is_compiled}
         for stack in stacks:
-            if stack.is_owner:
-                update_stack(stack, **settings, num_steps=self.num_steps[self._block], is_compiled=self._is_compiled)
+            for part in stack.divided() if stack.is_owner else ():
+                update_stack(part, **settings)
         for stack in stacks:  # after all updates, so that all owners compute at the same time
             stack.broadcast()
 
@@ -425,7 +409,7 @@ class MatrixOptimizer:
             for kind, (group, block) in matrix.groups.items():
                 num_steps: int | torch.Tensor = 0
                 if kind == FACTORS and (factors := matrix.get(FACTORS)) is not None:
-                    num_steps = factors[-1]
+                    num_steps = factors.view(-1)[-1]
                 elif kind != MOMENTUM and block is not None:
                     num_steps = self.num_steps[block]
                 yield ParamState(
@@ -435,13 +419,16 @@ class MatrixOptimizer:
                     parameter=matrix.parameter,
                     set=functools.partial(self._set_state, matrix, kind),
                     tensors=matrix.tensors(kind),
+                    value=matrix.value() if kind == LOW_BITS else (),
                     num_steps=num_steps,
                     saver=matrix.owner,
                     is_resting=matrix.rule is None if kind == LOW_BITS else block not in (None, self._block),
                     shapes=matrix.shapes(kind),
                 )
 
-    def _set_state(self, matrix: Matrix, kind: str, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
+    def _set_state(
+        self, matrix: Matrix, kind: str, tensors: Mapping[str, torch.Tensor], num_steps: int, _start: int = 0
+    ) -> None:
         matrix.set_state(kind, tensors, num_steps)
         _, block = matrix.groups[kind]
         if kind == MOMENTS and block is not None:
@@ -452,27 +439,6 @@ class MatrixOptimizer:
 
     def set_main_param(self, name: str, value: torch.Tensor) -> None:
         self.matrices[name].set_main_param(value)
-
-    def rank_state(self) -> dict[str, Any]:
-        states = {name: (matrix.state, matrix.offloaded) for name, matrix in self.matrices.items()}
-        return {"matrices": memory.copy_to_host(states), "num_steps": self.num_steps.copy()}
-
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        self.num_steps = state["num_steps"].copy()
-        for name, (on_device, offloaded) in state["matrices"].items():
-            matrix = self.matrices[name]
-            matrix.offloaded = {}
-            for kind, tensor in offloaded.items():
-                matrix.store_on_host(kind, tensor)
-            matrix.state = {kind: tensor.to(device.current()) for kind, tensor in on_device.items()}
-            matrix.offload(matrix.places)
-
-    def stepped_tensors(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
-        for group in self._param_groups:
-            for matrix in group["matrices"] if group["is_of_block"] == is_of_block else ():
-                low_bits = matrix.get(LOW_BITS)
-                tensors = [matrix.parameter, *([] if low_bits is None else [low_bits])]
-                yield from map(host_sample, tensors) if matrix.is_streamed else tensors
 
     def gradients(self) -> Iterator[torch.Tensor]:
         opened = (stack for parts in self._chunks.values() for part in parts for stack in part.stacks)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -32,14 +31,15 @@ def update_stack(
     is_factored = rule.name == update_rules.FACTORED
     if is_skipped is not None and not (is_factored and is_compiled):
         stack.gradient.masked_fill_(is_skipped, 0.0)
-    decay, rate = 1.0 - group["lr"] * group["weight_decay"], group["lr"] * rule.scale
+    decay: Any = 1.0 - group["lr"] * group["weight_decay"]
+    rate = group["lr"] * rule.scale
     update = None if is_factored else _orthogonal(stack, clip_coefficient)
     weights, low_bits, factors = join(stack.weights), stack.state(LOW_BITS), stack.state(FACTORS)
     bits, means = join(low_bits) if low_bits else None, join(factors) if is_factored else None
-    direct = None
-    if means is not None:
-        direct = functools.partial(
-            FactoredDirection,
+
+    def directions() -> FactoredDirection:
+        assert means is not None
+        return FactoredDirection(
             stack.gradient,
             means,
             stack.layout,
@@ -47,61 +47,40 @@ def update_stack(
             is_skipped=is_skipped,
             is_compiled=is_compiled,
         )
+
     if is_compiled:
         numbers = [torch.full((), number, device=stack.gradient.device) for number in (rate, decay)]
-        if direct is None:
+        if update is not None:
             compiled(update_rules.subtract)(weights, bits, update, is_skipped, *numbers)
         else:
-            direction = direct()
+            direction = directions()
             scales, sizes = (direction.row_scales_KM, direction.column_scales_KPN), direction.sizes
             subtract = compiled(update_rules.subtract_directions)
             subtract(weights, bits, stack.gradient, *scales, is_skipped, *numbers, sizes)
-    else:
-        _subtract_by_rows(stack, weights, bits, update, direct, rate=rate, decay=decay)
+    else:  # with few temporaries
+        if is_skipped is not None:  # the gradient is zero, and a decay of 1 keeps the bits
+            decay = torch.full_like(is_skipped, decay, dtype=torch.float32).masked_fill_(is_skipped, 1.0)
+        factored = None
+        for rows in [slice(None)] if update is not None else update_rules.rows_at_once(stack.gradient, stack.layout):
+            value = weights[:, rows] if bits is None else bf16.join(weights[:, rows], bits[:, rows])
+            if update is not None:
+                value.mul_(decay).add_(update, alpha=-rate)
+            else:
+                factored = factored or directions()  # behind the first value, because it takes temporary memory
+                factored.subtract_from(value.mul_(decay), rows, rate=rate)
+            if bits is not None:
+                bf16.split(value, weight=weights[:, rows], low_bits=bits[:, rows])
+            del value
     for stacked, tensors in ((bits, low_bits), (means, factors), (weights, stack.weights)):
         if stacked is not None:
             write_back(stacked, tensors)
-
-
-def _subtract_by_rows(
-    stack: Stack,
-    weights: torch.Tensor,
-    bits: torch.Tensor | None,
-    update: torch.Tensor | None,
-    direct: Callable[[], FactoredDirection] | None,
-    *,
-    rate: float,
-    decay: float | torch.Tensor,
-) -> None:
-    """Subtract `rate` x `update`, or the factored directions of `direct`, with few temporaries in eager code.
-
-    A skipped gradient is zero. A decay of 1 then keeps the bits.
-    """
-
-    def load(rows: slice) -> torch.Tensor:
-        return weights[:, rows] if bits is None else bf16.join(weights[:, rows], bits[:, rows])
-
-    if stack.is_skipped is not None:
-        decay = torch.full_like(stack.is_skipped, decay, dtype=torch.float32).masked_fill_(stack.is_skipped, 1.0)
-    rows = [slice(None)] if direct is None else update_rules.rows_at_once(stack.gradient, stack.layout)
-    value: torch.Tensor | None = load(rows[0])  # before a factored direction, because it takes temporary memory
-    direction = None if direct is None else direct()
-    for some in rows:
-        value = (load(some) if value is None else value).mul_(decay)
-        if direction is None:
-            value.add_(update, alpha=-rate)
-        else:
-            direction.subtract_from(value, some, rate=rate)
-        if bits is not None:
-            bf16.split(value, weight=weights[:, some], low_bits=bits[:, some])
-        value = None
 
 
 def _step_adam(stack: Stack, clip_coefficient: float, num_steps: int) -> None:
     """Step the matrices of a stack with Adam, some elements at a time, which bounds temporary memory."""
     settings = {**stack.rule.adam, "step": num_steps + 1}
     settings |= {name: stack.param_group[name] for name in ("lr", "weight_decay")}
-    for matrix, gradients in zip(stack.matrices, stack.gradient, strict=True):
+    for matrix, gradients in zip(stack.matrices, stack.gradient.chunk(len(stack.matrices)), strict=True):
         state = {kind: tensor.view(-1) for kind, tensor in matrix.state.items() if kind != GRADIENT}
         parts = low_bit_adam.parts(matrix.parameter.data.view(-1), gradients.view(-1), state)
         for start, weight, gradient, part in parts:
@@ -125,21 +104,17 @@ def _orthogonal(stack: Stack, clip_coefficient: float) -> torch.Tensor:
     if rule.momentum is not None:
         if clip_coefficient < 1.0:
             gradient = gradient * clip_coefficient
-        gradient = _apply_momentum(stack, gradient, rule.momentum)
+        momenta = stack.state(MOMENTUM)
+        momentum = join(momenta)
+        # Muon's running mean, as in Megatron Core; PyTorch's SGD sums, which is the same up to the scale
+        if stack.is_skipped is None:
+            momentum.copy_(momentum.float().lerp_(gradient, 1 - rule.momentum))
+        else:
+            new = momentum.float().lerp(gradient, 1 - rule.momentum)
+            momentum.copy_(torch.where(stack.is_skipped, momentum, new))
+            del new  # before the direction takes memory
+        write_back(momentum, momenta)
+        gradient = gradient.lerp(momentum.float(), rule.momentum) if rule.nesterov else momentum.float()
     update = update_rules.orthogonal(gradient, stack.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode)
     is_skipped = None if rule.momentum is None else stack.is_skipped  # the gradient is zero, not the momentum
     return update if is_skipped is None else update.masked_fill_(is_skipped, 0.0)
-
-
-def _apply_momentum(stack: Stack, gradient: torch.Tensor, decay: float) -> torch.Tensor:
-    momenta = stack.state(MOMENTUM)
-    momentum = join(momenta)
-    # Muon's running mean, as in Megatron Core; PyTorch's SGD sums, which is the same up to the scale
-    if stack.is_skipped is None:
-        momentum.copy_(momentum.float().lerp_(gradient, 1 - decay))
-    else:
-        new = momentum.float().lerp(gradient, 1 - decay)
-        momentum.copy_(torch.where(stack.is_skipped, momentum, new))
-        del new  # before the direction takes memory
-    write_back(momentum, momenta)
-    return gradient.lerp(momentum.float(), decay) if stack.rule.nesterov else momentum.float()

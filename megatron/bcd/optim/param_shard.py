@@ -18,6 +18,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.bcd.optim import low_bit_adam
+from megatron.bcd.optim.bf16 import Bf16Residual
 from megatron.bcd.optim.state import MAIN_PARAM
 from megatron.bcd.runtime.compat import megatron_core
 
@@ -25,6 +26,45 @@ ALWAYS_ACTIVE = "bcd_always_active"
 """Attribute of always-active parameters (--bcd-always-active), and key of their groups in the optimizer."""
 _MAIN_PARAM_OF_OFFLOAD = "master_param"
 """An entry of the state with --optimizer-cpu-offload, which is the main parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadedShard:
+    """The state of elements `start` to `end` of a parameter, independent of an optimizer. All tensors are flat."""
+
+    start: int
+    end: int
+    num_steps: int
+    moments: dict[str, torch.Tensor]
+    """Moments as `ParamShard.stored_moments` returns them."""
+    residual: Bf16Residual | None = None
+    """In bf16: the difference between the main parameter and the weight."""
+    main_param: torch.Tensor | None = None
+    """Otherwise, in 16-bit precision: the main parameter."""
+
+    def names(self) -> list[str]:
+        """Return the names of the state's tensors: the moments, and the main parameter unless it is the weight itself.
+
+        Adam's moments are exp_avg and exp_avg_sq, SGD's is momentum_buffer; there are none before the first step.
+        """
+        has_main_param = self.residual is not None or self.main_param is not None
+        return [*low_bit_adam.names(self.moments), *([MAIN_PARAM] if has_main_param else [])]
+
+    def read(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the state in fp32, flat, given the flat weight."""
+        if name != MAIN_PARAM:
+            return low_bit_adam.read(self.moments, name)
+        if self.residual is None:
+            assert self.main_param is not None
+            return self.main_param
+        main_param = torch.empty(self.end - self.start, dtype=torch.float32)
+        self.residual.restore(weight[self.start : self.end].cpu(), main_param=main_param)
+        return main_param
+
+    def stored(self) -> list[torch.Tensor]:
+        """Return the tensors in memory."""
+        residual = [] if self.residual is None else [*vars(self.residual).values()]
+        return [*self.moments.values(), *([] if self.main_param is None else [self.main_param]), *residual]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,38 +121,32 @@ class ParamShard:
         """Return the tensors in memory."""
         return [self.stepped, *(value for value in self.state.values() if torch.is_tensor(value))]
 
-    def names(self) -> list[str]:
-        """Return the names of the state's tensors: the moments, and the main parameter unless it is the weight itself.
+    def snapshot(self) -> OffloadedShard:
+        """Return the state where it is, without a copy."""
+        return OffloadedShard(
+            start=self.start,
+            end=self.end,
+            num_steps=self.num_steps,
+            moments=self.stored_moments(),
+            main_param=self.main_param if self.has_own_main_param else None,
+        )
 
-        Adam's moments are exp_avg and exp_avg_sq, SGD's is momentum_buffer; there are none before the first step.
-        """
-        return [*low_bit_adam.names(self.stored_moments()), *([MAIN_PARAM] if self.has_own_main_param else [])]
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return a tensor of the state in fp32, flat."""
-        return self.main_param if name == MAIN_PARAM else low_bit_adam.read(self.stored_moments(), name)
-
-    def set(self, tensors: Mapping[str, torch.Tensor], *, num_steps: int) -> None:
-        """Set the state to copies of flat `tensors` on any device, and the number of steps."""
-        moments = {name: tensor for name, tensor in tensors.items() if name != MAIN_PARAM}
-        if isinstance(self.optimizer, low_bit_adam.LowBitAdam):
-            moments = {name: tensor.to(self.stepped.device) for name, tensor in moments.items()}
-            moments = low_bit_adam.encode(moments, self.optimizer.dtype)
-        self.set_stored_moments(moments, num_steps=num_steps)
-        if MAIN_PARAM in tensors:
-            self.set_main_param(tensors[MAIN_PARAM])
-
-    def set_main_param(self, value: torch.Tensor) -> None:
-        """Set the main parameter to a copy of a flat tensor on any device."""
-        self.stepped.data.view(-1).copy_(value, non_blocking=True)
-
-    def set_stored_moments(self, moments: Mapping[str, torch.Tensor], *, num_steps: int) -> None:
-        """Set the moments to copies of `stored_moments` on any device, and the number of steps."""
+    def restore(self, offloaded: OffloadedShard) -> None:
+        """Set the state to a copy of that of the same shard, on any device, with moments as stored or in fp32."""
+        assert (offloaded.start, offloaded.end) == (self.start, self.end), "the parameter was sharded differently"
+        if offloaded.residual is not None:
+            offloaded.residual.restore(self.weight, main_param=self.main_param)
+        elif offloaded.main_param is not None:
+            self.set_main_param(offloaded.main_param)
+        moments, num_steps = offloaded.moments, offloaded.num_steps
         if not num_steps and "exp_avg" in moments:  # Adam must find no state, so that it creates its own
             return
-        for name, tensor in moments.items():
-            copy = tensor.to(self.stepped.device, copy=True, non_blocking=True)
-            is_low_bit = isinstance(self.optimizer, low_bit_adam.LowBitAdam)
+        is_low_bit = isinstance(self.optimizer, low_bit_adam.LowBitAdam)
+        if is_low_bit and moments and moments["exp_avg"].dtype == torch.float32:
+            moments = {name: moment.to(self.stepped.device) for name, moment in moments.items()}
+            moments = low_bit_adam.encode(moments, self.optimizer.dtype)
+        for name, moment in moments.items():
+            copy = moment.to(self.stepped.device, copy=True, non_blocking=True)
             self.optimizer.state[self.stepped][name] = copy if is_low_bit else copy.view_as(self.stepped)
         if not num_steps:
             return
@@ -122,6 +156,10 @@ class ParamShard:
             self.optimizer.state[self.stepped]["step"] = step
         else:
             self.group["step"] = num_steps
+
+    def set_main_param(self, value: torch.Tensor) -> None:
+        """Set the main parameter to a copy of a flat tensor on any device."""
+        self.stepped.data.view(-1).copy_(value, non_blocking=True)
 
 
 def param_shards(optimizers: Iterable[Any], parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, ParamShard]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,8 @@ from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.ownership import Ownership
 from megatron.bcd.config import RunConfig, core_keywords
-from megatron.bcd.model.host_layers import LOW_BITS, State
+from megatron.bcd.model.builder import get_host_layers
+from megatron.bcd.model.host_layers import LOW_BITS
 from megatron.bcd.optim import update_rules
 from megatron.bcd.optim.low_bit_adam import LowBitAdam
 from megatron.bcd.optim.matrix import FACTORS, MOMENTS, MatrixRule, Rules
@@ -82,14 +83,8 @@ def build_optimizer(
     return optimizer
 
 
-def build_matrix_optimizer(
-    config: RunConfig,
-    model: torch.nn.Module,
-    parameters: ParametersByBlock,
-    *,
-    places: Mapping[torch.nn.Parameter, State],
-) -> MatrixOptimizer:
-    """Build the optimizer of this stage's matrices. `places` as for `MatrixOptimizer`."""
+def build_matrix_optimizer(config: RunConfig, model: torch.nn.Module, parameters: ParametersByBlock) -> MatrixOptimizer:
+    """Build the optimizer of this stage's matrices."""
     if not _has_matrix_optimizer(config):
         return MatrixOptimizer({}, group=replicas.group(), is_used=False)
     model_config, settings = get_model_config(model), config.optimizer
@@ -121,7 +116,7 @@ def build_matrix_optimizer(
         has_signed_squares=_steps_adam_by_chunk(config),
         overlaps_reduction=config.ddp.overlap_grad_reduce,
         max_norm=config.optimizer.clip_grad,
-        places=places,
+        places=get_host_layers(model).places,
         is_compiled=packages.compiles(config.bcd.bcd_compile),
         stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
         pipeline_group=(
@@ -137,9 +132,8 @@ def _groups(config: RunConfig, owned: Ownership) -> dict[str, tuple[str, int | N
     block, groups = owned.block, dict[str, tuple[str, int | None]]()
     if block is not None:
         groups |= {MOMENTUM: (f"momentum {block}", block)} if config.is_muon else {MOMENTS: (str(block), block)}
-    if config.precision == "bf16":
-        is_with_moments = _steps_adam_by_chunk(config) and block is not None
-        groups[LOW_BITS] = (str(block), block) if is_with_moments else ("matrices", None)
+    is_with_moments = _steps_adam_by_chunk(config) and block is not None
+    groups[LOW_BITS] = (str(block), block) if is_with_moments else ("matrices", None)
     if owned.module != "layer":
         groups[FACTORS] = "factored embedding", None
     elif owned.inactive_updates_in and config.bcd.bcd_inactive_update == update_rules.FACTORED:
@@ -147,12 +141,10 @@ def _groups(config: RunConfig, owned: Ownership) -> dict[str, tuple[str, int | N
     return groups
 
 
-def phase_rules(
-    config: RunConfig, *, inactive: Iterable[str], outside_layers: Iterable[str], block: Iterable[str]
-) -> Rules:
+def phase_rules(config: RunConfig, parameters: ParametersByBlock, block: int) -> Rules:
     """Return the matrices that the matrix optimizer steps in a phase, with their rules.
 
-    These are the matrices of the block and of `inactive` layers, and the embedding and the head with rule `factored`.
+    These are the matrices of the block and of inactive layers, and the embedding and the head with rule `factored`.
     """
     if not _has_matrix_optimizer(config):
         return []
@@ -165,9 +157,12 @@ def phase_rules(
         num_steps=settings.muon_num_ns_steps,
     )
     embedding = replace(no_state, name=bcd.bcd_embedding_update, scale=1.0)
-    rules: Rules = [(no_state, inactive, False), (embedding, outside_layers, False)]
+    rules: Rules = [
+        (no_state, parameters.inactive_updates_in(block), False),
+        (embedding, parameters.outside_layers(), False),
+    ]
     if config.is_muon:
-        muon = MatrixRule(
+        rule = MatrixRule(
             name=update_rules.ORTHOGONAL,
             scale=settings.muon_extra_scale_factor,
             grad_dtype=DTYPES[bcd.muon_grad_dtype],
@@ -177,7 +172,6 @@ def phase_rules(
             num_steps=settings.muon_num_ns_steps,
             scale_mode=settings.muon_scale_mode,
         )
-        rules.append((muon, block, True))
     else:
         adam = {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps}
         adam |= {"dtype": config.training.adam_moments_dtype, "decoupled_weight_decay": settings.decoupled_weight_decay}
@@ -187,8 +181,7 @@ def phase_rules(
             is_by_chunk=config.steps_block_by_chunk,
             adam=adam,
         )
-        rules.append((rule, block, True))
-    return rules
+    return [*rules, (rule, [name for name in parameters.owned_by(block) if name in parameters.matrices()], True)]
 
 
 def _has_matrix_optimizer(config: RunConfig) -> bool:

@@ -1,9 +1,9 @@
 """The optimizer state of a stage: named tensors of parameters.
 
 `MatrixOptimizer` steps the matrices of layers, in a run with a rule for matrices. `CoreOptimizer` steps all other
-parameters of the active block, and those that are always active, with Megatron Core's optimizer. `ActiveBlock`, the
-switch check, the outer step and joining groups treat both alike. An owner without parameters has empty state, so
-callers need not check.
+parameters of the active block, and those that are always active, with Megatron Core's optimizer. Both list their state
+as `ParamState`: checkpoints, joining groups and the switch check read nothing else. An owner without parameters has
+empty state, so callers need not check.
 
 A checkpoint stores the state in groups, under these keys: `N` for moments and main parameters of block N, `always` for
 those of always-active parameters, `matrices` for the main parameters of matrices, `momentum N` for Muon's momenta,
@@ -13,17 +13,16 @@ those of always-active parameters, `matrices` for the main parameters of matrice
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+ALWAYS = "always"
+"""Group of always-active parameters."""
 MAIN_PARAM, MOMENTUM, OUTER_MOMENTUM = "master", "momentum_buffer", "outer"
 """Names of tensors in checkpoints, beside Adam's moments."""
 ROW_MEANS, COLUMN_MEANS = "exp_avg_sq_row", "exp_avg_sq_col"
 """Names of the second moments of the rule `factored` in checkpoints."""
-
-_SAMPLE_STRIDE = 4099
-"""A sample has every 4099th element. The stride is prime, so that every column of a matrix has elements in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +38,14 @@ class ParamState:
     """The block in whose phases alone the state is stepped; None if no block is special."""
     name: str
     parameter: torch.nn.Parameter
-    set: Callable[[Mapping[str, torch.Tensor], int], None]
-    """Sets this rank's share from whole tensors and the number of steps, before a block is built."""
-    tensors: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    set: Callable[..., None]
+    """Sets this rank's share before a block is built, from tensors by name and the number of steps. The tensors are
+    whole, unless a third argument says that they are this rank's `tensors`, and what their `start` is."""
+    tensors: Mapping[str, Callable[[], torch.Tensor]]
     """Functions that return what this rank stores, in fp32, by name. They stay valid while the phase trains, unless it
     changes the state or the weight."""
+    value: tuple[torch.Tensor, ...] = ()
+    """The stored tensors that together have this rank's share of the parameter's value."""
     start: int = 0
     """First element of this rank's shard of the flat parameter."""
     num_steps: int | torch.Tensor = 0
@@ -61,8 +63,3 @@ class ParamState:
         if self.shapes is None:
             return dict.fromkeys(names, self.parameter.shape)
         return {name: self.shapes[name] for name in names if name in self.shapes}
-
-
-def host_sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor in host memory that the switch check compares. The CPU reads slowly."""
-    return tensor.detach().view(-1)[::_SAMPLE_STRIDE]

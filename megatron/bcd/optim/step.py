@@ -82,10 +82,10 @@ class Step:
         if self._is_skipped:
             return
         self._matrices.reduce_gradients(gradient_scale=self._gradient_scale)
-        if not self._active.core.prepare_step():
+        norm = self._active.core.gradient_norm()
+        if norm is None:
             return
-        norm, is_finite = self._matrices.add_norm(self._active.core.gradient_norm())
-        self.skipped_layers = self._matrices.skipped()
+        norm, is_finite, self.skipped_layers = self._matrices.add_norm(norm)
         if not self._skips_non_finite or (math.isfinite(norm) and is_finite):
             self.grad_norm = norm
 

@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 
-from megatron.bcd.optim.core_optimizer import CoreOptimizer
-from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
-from megatron.bcd.optim.state import host_sample
+from megatron.bcd.optim.state import ALWAYS, ParamState
 from megatron.bcd.runtime import collectives
 
 Fingerprint = tuple[int, int, int]
 """Number of elements, and two sums over their bits."""
 _CHUNK = 1 << 22
 """Elements that are summed at once; even. Torch converts each to eight bytes first."""
+_SAMPLE_STRIDE = 4099
+"""In host memory every 4099th element is compared, because the CPU reads slowly. The stride is prime, so that every
+column of a matrix has elements in the sample."""
 
 
 class SwitchCheck:
     """Compares this rank's weights with those at the last call of `begin`.
 
     Args:
-        optimizers: the optimizers of this phase.
+        state: lists the optimizer state of the stage.
         parameters: all parameters of the stage.
-        streamed: parameters in host memory. Only a sample of the frozen ones is compared, because the CPU reads slowly.
+        owned: names of the block's parameters.
+        streamed: parameters in host memory, of which a sample is compared.
         block: number of the active block, for messages.
         stage: this pipeline stage.
     """
 
     def __init__(
         self,
-        optimizers: Sequence[CoreOptimizer | MatrixOptimizer],
+        state: Callable[[], Iterable[ParamState]],
         parameters: Iterable[torch.Tensor],
         *,
-        streamed: Collection[torch.Tensor] = (),
+        owned: Collection[str],
+        streamed: Collection[torch.Tensor],
         block: int,
         stage: int,
     ) -> None:
-        self._optimizers = optimizers
+        self._state, self._owned, self._streamed = state, owned, streamed
         self._frozen_parameters = [parameter for parameter in parameters if not parameter.requires_grad]
-        self._streamed = streamed
-        self._block = block
-        self._stage = stage
+        self._block, self._stage = block, stage
         self._at_start: dict[str, Fingerprint] = {}
 
     def begin(self) -> None:
@@ -75,21 +76,18 @@ class SwitchCheck:
         return None
 
     def _fingerprints(self) -> dict[str, Fingerprint]:
-        def stepped(*, is_of_block: bool) -> Fingerprint:
-            optimizers = self._optimizers
-            return fingerprint(
-                tensor for each in optimizers for tensor in each.stepped_tensors(is_of_block=is_of_block)
-            )
+        values: dict[str, list[torch.Tensor]] = {"active": [], "inactive": [], "frozen": []}
 
-        frozen = (
-            host_sample(parameter) if parameter in self._streamed else parameter
-            for parameter in self._frozen_parameters
-        )
-        return {
-            "active": stepped(is_of_block=True),
-            "inactive": stepped(is_of_block=False),
-            "frozen": fingerprint(frozen),
-        }
+        def add(kind: str, parameter: torch.Tensor, value: Iterable[torch.Tensor]) -> None:
+            stride = _SAMPLE_STRIDE if parameter in self._streamed else 1
+            values[kind] += [tensor.detach().view(-1)[::stride] for tensor in value]
+
+        for state in self._state():
+            if not state.is_resting and state.group != ALWAYS:
+                add("active" if state.name in self._owned else "inactive", state.parameter, state.value)
+        for parameter in self._frozen_parameters:
+            add("frozen", parameter, [parameter])
+        return {kind: fingerprint(tensors) for kind, tensors in values.items()}
 
 
 @torch.no_grad()

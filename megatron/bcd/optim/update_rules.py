@@ -10,7 +10,6 @@ Shapes: M = rows (outputs), N = columns (inputs); MN also stands for KMN, K matr
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -186,7 +185,7 @@ class FactoredDirection:
         `gradient_scale` multiplies the gradients first. Where `is_skipped`, a boolean on the device, is true, the means
         stay; the number of steps counts on, so it stays the same for all matrices of a checkpoint's group.
         """
-        self._gradient_KMN, self._layout, self._is_compiled = gradient_KMN, layout, is_compiled
+        self._gradient_KMN, self._is_compiled = gradient_KMN, is_compiled
         self.sizes = sizes = layout.parts or (gradient_KMN.shape[1],)
         row_squares_KM, column_squares_KPN = self._run(_squares)(gradient_KMN, sizes)
         num_slices = [1, 1]
@@ -199,11 +198,18 @@ class FactoredDirection:
             factors_KF, row_squares_KM, column_squares_KPN, is_skipped, sizes, layout.sharded_dim, (*num_slices,),
             gradient_scale,
         )  # fmt: skip
-        norms_KPN = (
-            self._run(_scaled_column_norms)(gradient_KMN, self.row_scales_KM, sizes)
-            if is_compiled
-            else (self._eager_column_norms())
-        )
+        self.rows = rows_at_once(gradient_KMN, layout)
+        """The rows of each call of `subtract_from`."""
+        self._scaled_KMN: torch.Tensor | None = None
+        """The gradient times the rows' scales, in fp32, until `subtract_from` has used it. None if it is too large."""
+        if is_compiled:
+            norms_KPN = self._run(_scaled_column_norms)(gradient_KMN, self.row_scales_KM, sizes)
+        elif len(self.rows) == 1:
+            self._scaled_KMN = self._scaled(self.rows[0])
+            norms_KPN = _column_norms(_parts(self._scaled_KMN, sizes))
+        else:
+            squares = [torch.linalg.vector_norm(self._scaled(rows), dim=1).square_() for rows in self.rows]
+            norms_KPN = sum(squares, torch.zeros_like(squares[0])).div_(gradient_KMN.shape[1]).sqrt_()[:, None]
         squares_KP = (norms_KPN * self.column_scales_KPN).square_().mean(2)
         if layout.sharded_dim is not None:
             layout.all_reduce(squares_KP).div_(layout.num_slices)
@@ -212,39 +218,21 @@ class FactoredDirection:
     def _run(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return compiled(function) if self._is_compiled else function
 
-    @functools.cached_property
-    def rows(self) -> Sequence[slice]:
-        """The rows of each call of `subtract_from`."""
-        return rows_at_once(self._gradient_KMN, self._layout)
-
     def subtract_from(self, value_KMN: torch.Tensor, rows: slice, *, rate: float) -> None:
         """Subtract `rate` x the directions of some rows from these rows of the fp32 values.
 
         Call it once for each slice of `rows`.
         """
-        scaled = self._scaled(rows)
-        self.__dict__.pop("_all_scaled", None)  # so that it is freed at the end
+        scaled = self._scaled(rows) if self._scaled_KMN is None else self._scaled_KMN
+        self._scaled_KMN = None  # so that it is freed at the end
         sizes = self.sizes if len(self.sizes) > 1 else (scaled.shape[1],)
         parts = zip(_parts(value_KMN, sizes), _parts(scaled, sizes), self.column_scales_KPN.unbind(1), strict=True)
         for value, part, scale_KN in parts:
             value.addcmul_(part, scale_KN[:, None, None], value=-rate)
 
     def _scaled(self, rows: slice) -> torch.Tensor:
-        """Return the gradient of some rows times the rows' scales, in fp32. Computed once if these are all rows."""
-        if len(self.rows) == 1:
-            return self._all_scaled
+        """Return the gradient of some rows times the rows' scales, in fp32."""
         return self._gradient_KMN[:, rows] * self.row_scales_KM[:, rows, None]
-
-    @functools.cached_property
-    def _all_scaled(self) -> torch.Tensor:
-        return self._gradient_KMN * self.row_scales_KM[..., None]
-
-    def _eager_column_norms(self) -> torch.Tensor:
-        if len(self.rows) == 1:
-            return _column_norms(_parts(self._all_scaled, self.sizes))
-        squares = sum(torch.linalg.vector_norm(self._scaled(rows), dim=1).square_() for rows in self.rows)
-        assert isinstance(squares, torch.Tensor)
-        return squares.div_(self._gradient_KMN.shape[1]).sqrt_()[:, None]
 
 
 def _squares(gradient_KMN: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

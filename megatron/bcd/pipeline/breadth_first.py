@@ -53,7 +53,7 @@ class BreadthFirstIteration(Iteration):
         self._repeats_random_numbers = has_dropout and self._shape.is_training
         self._loss: torch.Tensor | None = None
         """The loss, on its way from the last stage to the first one."""
-        self._is_loss_coming, self._is_loss_taken = False, False
+        self._is_loss_taken = False
         self._visits = [*dict.fromkeys(_visit(action) for action in self._actions if action.kind.computes)]
         """The coming visits."""
         self._visit: _Visit | None = None
@@ -63,7 +63,7 @@ class BreadthFirstIteration(Iteration):
             Kind.FORWARD_AHEAD: self._forward_ahead,
             Kind.RECOMPUTE: self._recompute,
             Kind.LOSS: self._reduce_loss,
-            Kind.SEND_LOSS: lambda action, place: self._messages.send_loss(self._arrived_loss()),
+            Kind.SEND_LOSS: lambda action, place: self._messages.send(self._arrived_loss(), is_backward=True),
             Kind.RECEIVE_LOSS: self._receive_loss,
             Kind.UPDATE: self._update,
             Kind.KEEP: self._update,
@@ -75,8 +75,8 @@ class BreadthFirstIteration(Iteration):
     def run(self) -> list[Any]:
         """Run all actions. Return the results of the loss function by microbatch on the last stage, elsewhere []."""
         reported = super().run()
-        if self._is_loss_coming:  # a stage without updates
-            self._arrived_loss()
+        if self._loss is not None:
+            self._messages.wait_for(self._loss)  # a stage without updates has not
         select_chunk(self._model, None)
         if self._clipped:  # their norm needs all gradients
             self._training_step.update_clipped(self._clipped)
@@ -105,8 +105,8 @@ class BreadthFirstIteration(Iteration):
         """Run the first forward pass, whose output is the input of the next virtual stage."""
         self._enter(action)
         virtual, received = self._virtual(action), self._inputs.pop(place, None)
-        if received is not None and self._has_messages:
-            super()._wait_for_input(virtual, received)
+        if received is not None:
+            self._messages_from(virtual - 1).wait_for(received)
         runs_again = action.kind is Kind.FORWARD_ONLY and not self._shape.is_forward_only(virtual)
         if runs_again and received is not None:
             self._saved_inputs.save(place, received.detach())
@@ -149,13 +149,6 @@ class BreadthFirstIteration(Iteration):
     def _next_batch(self, action: Action) -> Iterator[Any]:
         return iter([self._microbatches[action.microbatch]])
 
-    def _wait_for_input(self, virtual: int, received: torch.Tensor) -> None:
-        """Do nothing: the first pass has waited before it saved the input."""
-
-    def _wait_for_gradient(self, output: torch.Tensor, gradient: torch.Tensor) -> None:
-        if self._has_messages:
-            super()._wait_for_gradient(output, gradient)
-
     def _backward(self, action: Action, place: Place) -> None:
         self._enter(action)
         if action in self._next_recomputed:  # its input arrives during this backward pass
@@ -171,13 +164,11 @@ class BreadthFirstIteration(Iteration):
             self._training_step.reduce_loss(self._reported)
 
     def _receive_loss(self, action: Action, place: Place) -> None:
-        self._loss, self._is_loss_coming = self._messages.receive_loss(), True
+        self._loss = self._messages.receive((2,), is_backward=True, dtype=torch.float32)
 
     def _arrived_loss(self) -> torch.Tensor:
         assert self._loss is not None, "LOSS or RECEIVE_LOSS comes first"
-        if self._is_loss_coming:
-            self._messages.wait_for(self._loss)
-            self._is_loss_coming = False
+        self._messages.wait_for(self._loss)
         return self._loss
 
     def _update(self, action: Action, place: Place) -> None:

@@ -16,7 +16,7 @@ less than that.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -263,7 +263,7 @@ class _PolicySchedule:
     def __init__(self, shape: PlanShape, policy: _Policy, bounds: Sequence[int]) -> None:
         self._shape, self._bounds = shape, bounds
         self._clock = _Clock(shape)
-        self._queues = [list(_queues(shape, stage)) for stage in range(shape.num_stages)]
+        self._queues = [self._passes_by_queue(stage) for stage in range(shape.num_stages)]
         forward = [shape.duration(virtual, Kind.FORWARD) for virtual in range(shape.num_virtual)]
         self._forward_delay = sum(forward) / len(forward) * policy.forward_delay
         self._lead = policy.lead * shape.num_stages
@@ -278,7 +278,11 @@ class _PolicySchedule:
             start, stage = min((option[1], stage) for stage, option in enumerate(options) if option is not None)
             option = options[stage]
             assert option is not None
-            self._take(stage, queue=option[0][1], start=start)
+            action = self._queues[stage][option[0][1]].pop()
+            self._num_graphs[stage] += (action.kind is Kind.FORWARD) - action.kind.is_backward
+            first = self._shape.chunk_of(self._shape.first_trainable)
+            self._num_started[stage] += action.kind is Kind.FORWARD and action.chunk == first
+            self._clock.run(stage, action, start)
             # a pass can only enable passes of the same stage and of the two neighbours
             for changed in {stage, (stage + 1) % len(stages), (stage - 1) % len(stages)}:
                 options[changed] = self._option(changed)
@@ -303,19 +307,11 @@ class _PolicySchedule:
             return self._num_graphs[stage] >= self._bounds[stage]
         return action.kind is Kind.FORWARD_ONLY and action.microbatch >= self._num_started[stage] + self._lead
 
-    def _take(self, stage: int, *, queue: int, start: float) -> None:
-        action = self._queues[stage][queue].pop()
-        self._num_graphs[stage] += (action.kind is Kind.FORWARD) - action.kind.is_backward
-        first = self._shape.chunk_of(self._shape.first_trainable)
-        self._num_started[stage] += action.kind is Kind.FORWARD and action.chunk == first
-        self._clock.run(stage, action, start)
-
-
-def _queues(shape: PlanShape, stage: int) -> Iterator[list[Action]]:
-    """Yield the three queues: backward, forward with a graph, forward only. Each is a stack: the next pass is last."""
-    passes = [*_passes(shape, stage, is_backward=True), *_passes(shape, stage, is_backward=False)][::-1]
-    for kinds in ((Kind.BACKWARD, Kind.BACKWARD_INPUT), (Kind.FORWARD,), (Kind.FORWARD_ONLY,)):
-        yield [action for action in passes if action is not None and action.kind in kinds]
+    def _passes_by_queue(self, stage: int) -> list[list[Action]]:
+        """Return the three queues: backward, forward with a graph, forward only. The next pass is the last one."""
+        shape, queues = self._shape, ((Kind.BACKWARD, Kind.BACKWARD_INPUT), (Kind.FORWARD,), (Kind.FORWARD_ONLY,))
+        passes = [*_passes(shape, stage, is_backward=True), *_passes(shape, stage, is_backward=False)][::-1]
+        return [[action for action in passes if action is not None and action.kind in kinds] for kinds in queues]
 
 
 def _insert_messages(shape: PlanShape, timeline: _Timeline) -> tuple[tuple[Action, ...], ...]:

@@ -54,7 +54,10 @@ class Iteration:
         self._batches: list[Iterator[Any]] = list(itertools.tee(data_iterator, shape.num_chunks))
         if shape.is_prefix_cached:  # only one chunk reads the cached output of the prefix
             for chunk in range(shape.chunk_of(shape.first_trainable) + 1, shape.num_chunks):
-                self._batches[chunk] = map(_without_prefix_output, self._batches[chunk])
+                self._batches[chunk] = (
+                    {name: value for name, value in batch.items() if name != "prefix_output"}
+                    for batch in self._batches[chunk]
+                )
         [self._tensor_shape] = get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -80,7 +83,9 @@ class Iteration:
             Kind.BACKWARD_INPUT: self._backward,
             Kind.SEND_FORWARD: self._send_forward,
             Kind.RECEIVE_FORWARD: self._receive_forward,
-            Kind.SEND_BACKWARD: lambda action, place: self._messages.send_backward(self._input_gradients.pop(place)),
+            Kind.SEND_BACKWARD: lambda action, place: self._messages.send(
+                self._input_gradients.pop(place), is_backward=True
+            ),
             Kind.RECEIVE_BACKWARD: self._receive_backward,
         }
 
@@ -112,7 +117,7 @@ class Iteration:
         keeps_graph = action.kind.keeps_graph
         received = self._inputs.pop(place, None)
         if received is not None:
-            self._wait_for_input(virtual, received)
+            self._messages_from(virtual - 1).wait_for(received)
         select_chunk(self._model, action.chunk)
         is_next = action.microbatch >= shape.num_microbatches
         number = action.microbatch - shape.num_microbatches if is_next else action.microbatch
@@ -140,7 +145,8 @@ class Iteration:
     def _backward(self, action: Action, place: _Place) -> None:
         output, gradient = self._outputs.pop(place), self._output_gradients.pop(place, None)
         if gradient is not None:
-            self._wait_for_gradient(output, gradient)
+            self._messages.finish_sends(until=output)  # its storage is freed when sent, which backward_step requires
+            self._messages.wait_for(gradient)
         self._num_backwards[action.chunk] -= 1
         is_last = not self._num_backwards[action.chunk]
         # as in Megatron Core, without chunks only the first trainable stage reduces its gradients within its last
@@ -159,31 +165,24 @@ class Iteration:
         """Return an iterator whose next batch is that of the action."""
         return self._batches[action.chunk]
 
-    def _wait_for_input(self, virtual: int, received: torch.Tensor) -> None:
-        self._messages_from(virtual - 1).wait_for(received)
-
-    def _wait_for_gradient(self, output: torch.Tensor, gradient: torch.Tensor) -> None:
-        self._messages.finish_send(output)  # its storage is freed when sent, which backward_step requires
-        self._messages.wait_for(gradient)
-
     def _send_forward(self, action: Action, place: _Place) -> None:
         virtual = self._virtual(action)
         if self._shape.is_forward_only(virtual) or self._shape.is_breadth_first:
-            self._messages_from(virtual).send_forward(self._outputs.pop(place))
+            self._messages_from(virtual).send(self._outputs.pop(place))
         else:  # the backward pass needs the graph, but not the values
-            self._messages.send_forward(self._outputs[place], when_sent=self._free)
+            self._messages.send(self._outputs[place], when_sent=self._free)
 
     def _free(self, output: torch.Tensor) -> None:
         deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
     def _receive_forward(self, action: Action, place: _Place) -> None:
         virtual = self._virtual(action)
-        self._inputs[place] = self._messages_from(virtual - 1).receive_forward(
+        self._inputs[place] = self._messages_from(virtual - 1).receive(
             self._tensor_shape, needs_gradient=self._shape.needs_input_gradient(virtual)
         )
 
     def _receive_backward(self, action: Action, place: _Place) -> None:
-        self._output_gradients[place] = self._messages.receive_backward(self._tensor_shape)
+        self._output_gradients[place] = self._messages.receive(self._tensor_shape, is_backward=True)
 
     def _defer_gradient_reduction(self) -> None:
         if self._shape.is_training:
@@ -207,7 +206,3 @@ class Iteration:
                 self._num_tokens if self._config.calculate_per_token_loss else None,
                 pg_collection=self._groups,
             )
-
-
-def _without_prefix_output(batch: Any) -> Any:
-    return {name: value for name, value in batch.items() if name != "prefix_output"}

@@ -42,62 +42,54 @@ class Messages:
             device.Throttle(max_sends) if throttles_cpu else None for _ in range(2)
         )
 
-    def send_forward(self, output: torch.Tensor, *, when_sent: Callable[[torch.Tensor], None] | None = None) -> None:
-        """Send an output to the next stage. Call `when_sent` with it as soon as it has arrived."""
-        self._send(output, self._next, when_sent)
+    def send(
+        self,
+        tensor: torch.Tensor,
+        *,
+        is_backward: bool = False,
+        when_sent: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        """Send an output to the next stage, or with `is_backward` an input gradient or the loss to the previous one.
 
-    def send_backward(self, gradient: torch.Tensor) -> None:
-        """Send an input gradient to the previous stage."""
-        self._send(gradient, self._previous, None)
-
-    def receive_forward(self, shape: tuple[int, ...], *, needs_gradient: bool = False) -> torch.Tensor:
-        """Start to receive an output of the previous stage. Call `wait_for` before reading its values."""
-        return self._receive(shape, self._previous, needs_gradient=needs_gradient)
-
-    def receive_backward(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Start to receive an input gradient of the next stage. Call `wait_for` before reading its values."""
-        return self._receive(shape, self._next, needs_gradient=False)
-
-    def send_loss(self, loss: torch.Tensor) -> None:
-        """Send the sum of the losses and the number of tokens to the previous stage."""
-        self._send(loss, self._previous, None)
-
-    def receive_loss(self) -> torch.Tensor:
-        """Start to receive what `send_loss` sends on the next stage. Call `wait_for` before reading it."""
-        return self._receive((2,), self._next, needs_gradient=False, dtype=torch.float32)
-
-    def wait_for(self, tensor: torch.Tensor) -> None:
-        """Wait for the values of a received tensor."""
-        self._coming.pop(id(tensor)).wait()
-        if self._receive_throttle is not None:
-            self._receive_throttle.mark()
-
-    def finish_send(self, tensor: torch.Tensor) -> None:
-        """Wait until the receiver has this tensor and all that were sent before it."""
-        while any(sent.tensor is tensor for sent in self._sent):
-            self._finish_oldest()
-
-    def finish_sends(self) -> None:
-        """Wait until all sent tensors have arrived."""
-        while self._sent:
-            self._finish_oldest()
-
-    def _send(self, tensor: torch.Tensor, target: int, when_sent: Callable[[torch.Tensor], None] | None) -> None:
+        Call `when_sent` with the tensor as soon as it has arrived.
+        """
         while len(self._sent) >= self._max_sends:
             self._finish_oldest()
         if self._send_throttle is not None:
             self._send_throttle.mark()
+        target = self._previous if is_backward else self._next
         self._sent.append(_Sent(tensor, torch.distributed.isend(tensor, target, self._group), when_sent))
+
+    def receive(
+        self,
+        shape: tuple[int, ...],
+        *,
+        is_backward: bool = False,
+        needs_gradient: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Start to receive what `send` sends on the neighbour. Call `wait_for` before reading its values."""
+        tensor = torch.empty(shape, dtype=dtype or self._dtype, device=device.current(), requires_grad=needs_gradient)
+        source = self._next if is_backward else self._previous
+        self._coming[id(tensor)] = torch.distributed.irecv(tensor, source, self._group)
+        return tensor
+
+    def wait_for(self, tensor: torch.Tensor) -> None:
+        """Wait for the values of a received tensor, unless this has been done. Other tensors need no waiting."""
+        work = self._coming.pop(id(tensor), None)
+        if work is None:
+            return
+        work.wait()
+        if self._receive_throttle is not None:
+            self._receive_throttle.mark()
+
+    def finish_sends(self, until: torch.Tensor | None = None) -> None:
+        """Wait until all sent tensors have arrived, or this tensor and all that were sent before it."""
+        while any(until is None or sent.tensor is until for sent in self._sent):
+            self._finish_oldest()
 
     def _finish_oldest(self) -> None:
         sent = self._sent.popleft()
         sent.work.wait()
         if sent.when_sent is not None:
             sent.when_sent(sent.tensor)
-
-    def _receive(
-        self, shape: tuple[int, ...], source: int, *, needs_gradient: bool, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype or self._dtype, device=device.current(), requires_grad=needs_gradient)
-        self._coming[id(tensor)] = torch.distributed.irecv(tensor, source, self._group)
-        return tensor

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.bcd.blocks.chunks import first_trainable_chunk, is_chunk_active, is_chunk_updated
+from megatron.bcd.blocks.chunks import first_trainable_chunk, is_chunk_updated
 from megatron.bcd.blocks.partition import Partition
 
 
@@ -149,17 +149,6 @@ class PlanShape:
     work: tuple[tuple[float, float], ...] = ()
     """Time of a forward and a backward pass of each virtual stage, in any unit. It determines the order of passes and
     messages. If empty, forward, input gradients and weight gradients take equal time."""
-
-    def __post_init__(self) -> None:
-        num_virtual = self.num_stages * self.num_chunks
-        assert min(self.num_stages, self.num_chunks, self.num_microbatches) >= 1 and self.run_ahead >= 0
-        assert 0 <= self.first_trainable <= num_virtual == len(self.active)
-        assert not any(self.active[: self.first_trainable]), "weight gradients before the first trainable stage"
-        assert 0 <= self.done_ahead <= self.num_microbatches
-        assert not (self.done_ahead or self.run_ahead) or (
-            self.num_chunks == 1 and 0 < self.first_trainable < num_virtual and not self.is_prefix_cached
-        ), "nothing can run ahead"
-        assert not self.is_breadth_first or len(self.updated) == num_virtual
 
     @property
     def num_virtual(self) -> int:
@@ -300,7 +289,10 @@ def breadth_first_shape(
         num_chunks=len(chunks) // partition.num_stages,
         num_microbatches=num_microbatches,
         first_trainable=first_trainable_chunk(partition, block, chunks),
-        active=tuple(is_chunk_active(partition, block, chunks, chunk) for chunk in numbers),
+        active=tuple(
+            partition.trains_chunk(block, chunks[chunk], is_first=chunk == 0, is_last=chunk == numbers[-1])
+            for chunk in numbers
+        ),
         is_breadth_first=True,
         updated=tuple(steps_block_by_chunk or is_chunk_updated(partition, block, chunks, chunk) for chunk in numbers),
         clips_by_chunk=clips_by_chunk,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -24,15 +24,6 @@ from megatron.bcd.pipeline.plan import (
 )
 from megatron.bcd.pipeline.saved_inputs import SavedInputs
 from megatron.bcd.runtime import device, distributed
-
-
-class _Channels(NamedTuple):
-    """A rank's connections to other stages."""
-
-    groups: ProcessGroupCollection
-    messages: Messages
-    prefix_messages: Messages
-    """From stages that only run forward."""
 
 
 class PipelineSchedule:
@@ -74,7 +65,8 @@ class PipelineSchedule:
         self._inputs_ahead: dict[int, torch.Tensor] = {}
         self._chunks, self._by_chunk = chunks, by_chunk or {}
         self._saved_inputs = SavedInputs(on_host=saves_on_host)
-        self._channels: _Channels | None = None
+        self._channels: tuple[ProcessGroupCollection, Messages, Messages] | None = None
+        """Process groups, messages between stages, and those from stages that only run forward."""
 
     def begin_phase(self, block: int, *, is_prefix_cached: bool = False) -> None:
         """Set the active block.
@@ -113,17 +105,24 @@ class PipelineSchedule:
         """
         num_stages = self._partition.num_stages
         if self.name == "breadth-first" or (num_stages > 1 and self.name != "stock"):
-            config = get_model_config(model)
-            if config.timers is not None:  # Megatron Core's functions start and stop this timer too
-                config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
             if step is None:
                 shape = self._evaluation_shape(num_microbatches)
+            elif self.name == "breadth-first":
+                shape = breadth_first_shape(
+                    self._partition, self._block, self._chunks, num_microbatches=num_microbatches, **self._by_chunk
+                )
             else:
-                shape = self._training_shape(num_microbatches, num_microbatches_next)
-            reported = self.execute(shape, model, step=step, **arguments)
-            if config.timers is not None:
-                config.timers("forward-backward").stop()
-            return reported
+                ahead = min(microbatches_ahead(self._partition, self._block, self._run_ahead), num_microbatches_next)
+                shape = phase_shape(
+                    self._partition,
+                    self._block,
+                    num_microbatches=num_microbatches,
+                    head=self._head_passes,
+                    is_prefix_cached=self._is_prefix_cached,
+                    done_ahead=self._done_ahead,
+                    run_ahead=0 if self._is_prefix_cached else ahead,
+                )
+            return self.execute(shape, model, step=step, **arguments)
         if num_stages > 1:
             self._connect(model)
         return get_forward_backward_func()(  # type: ignore[no-any-return]
@@ -160,7 +159,7 @@ class PipelineSchedule:
 
         The last of these stages calls the second return value of the forward step with the output.
         """
-        if num_microbatches and self._connect(model).groups.pp.rank() < num_stages:
+        if num_microbatches and self._connect(model)[0].pp.rank() < num_stages:
             shape = evaluation_shape(num_stages=num_stages, num_chunks=num_chunks, num_microbatches=num_microbatches)
             with torch.no_grad():
                 self.execute(shape, model, collect_non_loss_data=True, **arguments)
@@ -176,26 +175,8 @@ class PipelineSchedule:
             is_breadth_first=bool(self._chunks),
         )
 
-    def _training_shape(self, num_microbatches: int, num_next: int) -> PlanShape:
-        """Return the shape of a training iteration, followed by one of `num_next` microbatches."""
-        partition, block = self._partition, self._block
-        if self.name == "breadth-first":
-            return breadth_first_shape(
-                partition, block, self._chunks, num_microbatches=num_microbatches, **self._by_chunk
-            )
-        ahead = min(microbatches_ahead(partition, block, self._run_ahead), num_next)
-        return phase_shape(
-            partition,
-            block,
-            num_microbatches=num_microbatches,
-            head=self._head_passes,
-            is_prefix_cached=self._is_prefix_cached,
-            done_ahead=self._done_ahead,
-            run_ahead=0 if self._is_prefix_cached else ahead,
-        )
-
-    def _connect(self, model: torch.nn.Module) -> _Channels:
-        """Return the channels between stages. The first call creates them; it is a collective."""
+    def _connect(self, model: torch.nn.Module) -> tuple[ProcessGroupCollection, Messages, Messages]:
+        """Return `_channels`. The first call creates them; it is a collective."""
         if self._channels is not None:
             return self._channels
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "embd", "pos_embd", "cp", "dp_cp"])
@@ -204,7 +185,7 @@ class PipelineSchedule:
         waiting = group
         if group.size() > 1:
             waiting = distributed.build_waiting_group(group, timeout_minutes=self._timeout_minutes)
-        self._channels = _Channels(
+        self._channels = (
             groups,
             Messages(group, dtype=dtype, max_sends=max_sends),
             Messages(waiting, dtype=dtype, max_sends=max_sends, throttles_cpu=True),

@@ -17,7 +17,7 @@ from functools import cache
 from operator import le, mul
 
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS
+from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS, RunConfig
 from megatron.bcd.config.measured import MeasuredModel
 from megatron.bcd.pipeline.build import build_plan, kept_passes, max_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape
@@ -45,27 +45,22 @@ class LayerBytes:
     forward_working: int  # temporary memory of a prefix layer's forward pass
 
 
-def layer_bytes(
-    state: ModelState,
-    *,
-    tokens: int,
-    sequence: int,
-    num_heads: int,
-    context_size: int = 1,
-    unfused_attention: bool = False,
-    linear_loss: bool = False,
-) -> LayerBytes:
-    """Return the bytes for ``tokens`` tokens of a rank in one microbatch, in sequences of ``sequence`` tokens."""
+def layer_bytes(config: RunConfig, state: ModelState, *, unfused_attention: bool) -> LayerBytes:
+    """Return the bytes of the tokens of a rank in one microbatch."""
     shape, element, tensor_size = state.shape, state.budget.weight, state.tensor_size
+    sequence, context_size, linear_loss = config.model.seq_length, config.context_size, config.has_linear_loss
+    tokens = config.training.micro_batch_size * sequence // context_size
     if shape.measured is not None:
         return _measured_bytes(state, shape.measured, tokens, linear_loss=linear_loss)
     hidden, ffn = shape.hidden_size, shape.active_ffn // tensor_size
     vocabulary = state.padded_vocabulary // tensor_size
     query, key_value = shape.query_size // tensor_size, shape.key_value_size // tensor_size
-    # query, key, value and context are twice this; in fp32 and with sinks, attention repeats keys and values for each
+    # query, key, value and context are twice this; in fp32 attention repeats keys and values for each
     # query of a group
-    heads = query + (query if element == 4 or shape.sinks else key_value)
-    attention = num_heads // tensor_size  # in fp32: the logarithm of the sum of each row of scores
+    heads = query + (query if element == 4 else key_value)
+    attention = (
+        int(config.transformer["num_attention_heads"]) // tensor_size
+    )  # in fp32: the logarithm of the sum of each row of scores
     active, suffix = _saved_elements(shape, heads, ffn)
     router = 0  # bytes of a token: its experts' numbers and probabilities, and the probabilities of all
     if (experts := shape.experts) is not None:
@@ -153,14 +148,11 @@ def _saved_elements(shape: ModelShape, heads: int, ffn: int) -> tuple[int, int]:
     hidden = shape.hidden_size
     if shape.gated:
         # norm input and output, query-key-value, rotated query and key, context, the second norm's; gate, up, product
-        kept = (2 if shape.sinks else 3) * heads  # attention with sinks keeps copies alone
-        active, suffix = 4 * hidden + kept + 3 * ffn, 2 * hidden + kept + 2 * ffn
+        active, suffix = 4 * hidden + 3 * heads + 3 * ffn, 2 * hidden + 3 * heads + 2 * ffn
     else:
         # norm input and output, query-key-value, context, the second norm's; before and after GELU
         active, suffix = 4 * hidden + 2 * heads + 2 * ffn, 2 * hidden + 2 * heads + ffn
     more = heads if shape.qk_norm_size else 0  # the norms keep copies of queries and keys
-    if not shape.fuses_gate:  # clamped gate and up, sigmoid, both factors of the product, and the product by itself
-        more += 5 * ffn
     return active + more, suffix + more
 
 
@@ -233,14 +225,12 @@ def _first_layers(numbers: Sequence[int], whole: int) -> Recomputed:
 class StageActivations:
     """Activations and messages of one stage in the phase of one block."""
 
+    config: RunConfig
     state: ModelState
-    sequence: int
     sizes: LayerBytes
     shape: PlanShape
     stage: int
     block: int
-    saved_inputs: str = "device"
-    """--bcd-saved-inputs; auto counts as device."""
 
     @property
     def partition(self) -> Partition:
@@ -296,7 +286,7 @@ class StageActivations:
         chunk, and two that are copied back.
         """
         number, size = self.num_saved_inputs, self.sizes.input
-        if self.saved_inputs == "host":
+        if self.config.bcd.bcd_saved_inputs == "host":  # auto counts as device
             if place == "host":  # page-locked memory has sizes of powers of two
                 return (1 << (size - 1).bit_length()) * max(0, number - 1) * self.shape.num_microbatches
             return size * (min(number, 1) * self.shape.num_microbatches + 2)
@@ -341,7 +331,7 @@ class StageActivations:
 
     def least_recomputation(self, *, limit: float) -> Recomputed:
         """Return the least recomputation with which a rank's peak is at most ``limit`` bytes; all layers if none is."""
-        matrices, core = pass_products(self.state.shape, sequence=self.sequence)
+        matrices, core = pass_products(self.state.shape, sequence=self.config.model.seq_length)
         rank = self.state.largest_rank(self.stage, self.block)
 
         def fits(choice: Recomputed) -> bool:

@@ -7,8 +7,7 @@ storages instead (`optim.state_bytes`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config.measured import MeasuredModel
@@ -71,15 +70,7 @@ class ExpertShape:
     shared: int = 0  # inner width of the expert that every token passes through; 0 without one
     is_gated: bool = False  # whether a gate scales the shared expert's output
     layers: tuple[bool, ...]  # whether each layer has experts
-    on_rank: int = 0  # experts of a layer on one rank; 0 in the whole model
     is_grouped: bool = False  # whether one product computes all of them
-
-    def more_than_dense(self, shape: ModelShape) -> int:
-        """Return how many parameters the model has more than with a dense feed-forward part in every layer."""
-        width = self.number * self.ffn_hidden_size + self.shared - shape.ffn_hidden_size
-        more = shape.hidden_size * ((2 + shape.gated) * width + self.number + self.is_gated)
-        biases = (self.number - 1) * shape.hidden_size + (1 + shape.gated) * width + self.number
-        return sum(self.layers) * (more + biases * shape.biases)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +90,6 @@ class ModelShape:
     shifted_norms: bool  # whether norms have a shift beside their scale (LayerNorm)
     qkv_bias: bool = False  # whether queries, keys and values have a bias; with `biases` they always do
     qk_norm_size: int = 0  # width of a head where queries and keys are normalised; else 0
-    sinks: int = 0  # attention heads if each has a parameter; else 0
-    fuses_gate: bool = True  # whether activation and gate are one kernel (SwiGLU), which saves only its inputs
     experts: ExpertShape | None = None
     measured: MeasuredModel | None = None
     """Layers of a model of transformers; then the sizes of layers above do not count."""
@@ -115,21 +104,6 @@ class ModelShape:
         experts = self.experts
         number, width = sum(experts.layers), experts.per_token * experts.ffn_hidden_size + experts.shared
         return (number * width + (self.num_layers - number) * self.ffn_hidden_size) // self.num_layers
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the whole model. A tied head counts once."""
-        if self.parameters:
-            return sum(prod(shape) for _, shape in self.parameters)
-        norm = 1 + self.shifted_norms
-        layer = pass_products(replace(self, experts=None), sequence=0)[0]
-        attention, up = self.query_size + 2 * self.key_value_size, 1 + self.gated
-        layer += attention * (self.biases or self.qkv_bias)
-        layer += (2 * self.hidden_size + up * self.ffn_hidden_size) * self.biases
-        layer += 2 * norm * (self.hidden_size + self.qk_norm_size) + self.sinks
-        tables = (1 if self.tied else 2) * self.vocab_size + self.num_positions
-        total = self.num_layers * layer + (tables + norm) * self.hidden_size
-        return total + (0 if self.experts is None else self.experts.more_than_dense(self))
 
 
 def pass_products(shape: ModelShape, *, sequence: int) -> tuple[int, int]:

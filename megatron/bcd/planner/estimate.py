@@ -16,12 +16,10 @@ from megatron.bcd.planner.tables import GIB
 
 EQUAL_EPOCHS = "equal epochs"
 """The source of the multiplier 1.0 of a method that is not known to reach full training's loss."""
-MULTIPLIERS = {
-    # Adam and three blocks, 2.78 and 2.09 (table 2 of the paper)
-    "bcd": (2.44, "the paper's two GPT-2 runs"),
-}
-"""The B-F multiplier of a method at three blocks, and its source: iterations to full training's loss over full
-training's. In fine-tuning the cost is that of equal epochs, after which the losses differ (`measured.FINE_TUNING`)."""
+PAPER_MULTIPLIER = 2.44
+"""The B-F multiplier of method bcd at three blocks: iterations to full training's loss over full training's. Adam and
+three blocks had 2.78 and 2.09 (table 2 of the paper). In fine-tuning the cost is that of equal epochs, after which the
+losses differ (`measured.FINE_TUNING`)."""
 SMALL_MULTIPLIERS = {"pretrain": 0.53, "muon": 0.52}
 """B-F multipliers that do not count, because they come from models below 10 million parameters: the largest number of
 steps to full Adam's loss in this project's studies, of 0.7 to 3.3 million parameters. The cost is that of full
@@ -62,19 +60,15 @@ class Estimate:
     """The memory, time and cost of a recipe."""
 
     recipe: Recipe
-    parameters: int  # of the model, unpadded
-    ranks: tuple[RankMemory, ...]  # data-parallel rank 0 of every stage, in every phase
-    host_bytes: int  # per rank
-    saving_bytes: int  # more host memory of a node while it saves
-    phases: tuple[PhaseTime, ...]
-    iteration_seconds: float  # mean over a cycle; with experts EXPERTS_TIME times the phases' mean
-    bubble: float  # mean over a cycle
-    tokens_per_second: float
-    copy_share: float  # part of the time that waits for copies of frozen layers
-    full_training_share: float  # part of the GPUs' peak that full training would achieve at this speed
-    cost: TrainingCost
+    tokens: float | None = None
+    """Tokens that full training would read; None is 20 per parameter, in fine-tuning three epochs of Alpaca."""
 
-    @property
+    @cached_property
+    def ranks(self) -> tuple[RankMemory, ...]:
+        """The memory of data-parallel rank 0 of every stage, in every phase."""
+        return rank_memory(self.recipe)
+
+    @cached_property
     def peak(self) -> RankMemory:
         """The rank and phase with the largest peak."""
         return peak(self.ranks)
@@ -96,11 +90,87 @@ class Estimate:
         """Whether GPUs and hosts have enough memory."""
         return self.peak.total <= self.recipe.cluster.memory_gib * GIB and fits_on_host(self.recipe)
 
+    @cached_property
+    def host_bytes(self) -> int:
+        """The host memory of a rank."""
+        return host_bytes(self.recipe)
+
+    @property
+    def saving_bytes(self) -> int:
+        """The additional host memory that a node needs while it saves."""
+        return saving_bytes(self.recipe)
+
+    @cached_property
+    def phases(self) -> tuple[PhaseTime, ...]:
+        """The time of an iteration in every phase."""
+        return cycle_seconds(self.recipe)
+
+    @property
+    def iteration_seconds(self) -> float:
+        """The mean time of an iteration; with experts EXPERTS_TIME times the phases' mean."""
+        return self._mean_seconds(self.phases)
+
+    def _mean_seconds(self, phases: tuple[PhaseTime, ...]) -> float:
+        times = EXPERTS_TIME if self.recipe.model.experts else 1.0
+        return times * sum(phase.total for phase in phases) / len(phases)
+
+    @property
+    def bubble(self) -> float:
+        """The mean bubble over a cycle."""
+        return sum(phase.bubble for phase in self.phases) / len(self.phases)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The speed."""
+        return self.recipe.step_tokens / self.iteration_seconds
+
+    @property
+    def copy_share(self) -> float:
+        """The part of the time that waits for copies of frozen layers."""
+        if not self.recipe.is_streamed:
+            return 0.0
+        at_once = replace(self.recipe, cluster=replace(self.recipe.cluster, copy_gb_per_s=1e9))
+        return 1 - self._mean_seconds(cycle_seconds(at_once)) / self.iteration_seconds
+
+    @property
+    def full_training_share(self) -> float:
+        """The part of the GPUs' peak that full training without recomputation would achieve at this speed."""
+        recipe = self.recipe
+        flops = 3 * (recipe.model.layers * layer_pass(recipe).flops + head_pass(recipe).flops)  # three passes
+        flops *= recipe.num_microbatches * recipe.num_replicas
+        peak = recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)
+        return flops / self.iteration_seconds / peak
+
+    @cached_property
+    def cost(self) -> TrainingCost:
+        """The cost of the training. Raises ValueError if `tokens` is out of range."""
+        recipe, tokens = self.recipe, self.tokens
+        if tokens is not None and not 0 < tokens < 1e18:
+            raise ValueError(f"--tokens {tokens:g}: must be more than 0 and less than 1e18")
+        if tokens is None:
+            is_sft = recipe.task == "sft"
+            tokens = DEFAULT_SFT_TOKENS if is_sft else DEFAULT_TOKENS_PER_PARAMETER * recipe.num_parameters
+        value, source = multiplier_of(recipe.method, recipe.partition.num_blocks)
+        if recipe.task == "sft" and recipe.method not in ("full", "offload"):
+            value, source = 1.0, EQUAL_EPOCHS
+        iterations = -int(-tokens * value // recipe.step_tokens)
+        hours = iterations * self.iteration_seconds / 3600
+        gpu_hours = hours * recipe.num_gpus
+        return TrainingCost(
+            tokens=tokens,
+            multiplier=value,
+            multiplier_source=source,
+            iterations=iterations,
+            days=hours / 24,
+            gpu_hours=gpu_hours,
+            dollars=gpu_hours * recipe.cluster.usd_per_gpu_hour,
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, in bytes, seconds and dollars."""
         recipe = self.recipe
         return {
-            "model": asdict(recipe.model) | {"parameters": self.parameters},
+            "model": asdict(recipe.model) | {"parameters": recipe.num_parameters},
             "cluster": asdict(recipe.cluster),
             "recipe": {
                 "name": recipe.name,
@@ -129,77 +199,12 @@ class Estimate:
         }
 
 
-def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: float | None = None) -> Estimate:
-    """Estimate a recipe.
-
-    Args:
-        tokens: number that full training would read. Default: 20 per parameter; in fine-tuning three epochs of Alpaca.
-        multiplier: the B-F multiplier at three blocks, by default the method's.
-
-    Raises:
-        ValueError: either is out of range.
-    """
-    phases = cycle_seconds(recipe)
-    times = EXPERTS_TIME if recipe.model.experts else 1.0
-    seconds = times * sum(phase.total for phase in phases) / len(phases)
-    copy_share = 0.0
-    if recipe.is_streamed:
-        at_once = cycle_seconds(replace(recipe, cluster=replace(recipe.cluster, copy_gb_per_s=1e9)))
-        copy_share = 1 - times * sum(phase.total for phase in at_once) / len(phases) / seconds
-    # full training without recomputation: three passes through layers and head
-    flops = 3 * (recipe.model.layers * layer_pass(recipe).flops + head_pass(recipe).flops)
-    flops *= recipe.num_microbatches * recipe.num_replicas
-    return Estimate(
-        recipe=recipe,
-        parameters=recipe.shape.num_parameters,
-        ranks=rank_memory(recipe),
-        host_bytes=host_bytes(recipe),
-        saving_bytes=saving_bytes(recipe),
-        phases=phases,
-        iteration_seconds=seconds,
-        bubble=sum(phase.bubble for phase in phases) / len(phases),
-        tokens_per_second=recipe.global_batch_size * recipe.tokens / seconds,
-        copy_share=copy_share,
-        full_training_share=flops / seconds / (recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)),
-        cost=training_cost(recipe, seconds, tokens=tokens, multiplier=multiplier),
-    )
-
-
-def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multiplier: float | None) -> TrainingCost:
-    """Return the cost of training at ``seconds`` per iteration."""
-    for flag, value, most in (("--tokens", tokens, 1e18), ("--bf-multiplier", multiplier, 1e6)):
-        if value is not None and not 0 < value < most:
-            raise ValueError(f"{flag} {value:g}: must be more than 0 and less than {most:g}")
-    if tokens is None:
-        is_sft = recipe.task == "sft"
-        tokens = DEFAULT_SFT_TOKENS if is_sft else DEFAULT_TOKENS_PER_PARAMETER * recipe.shape.num_parameters
-    value, source = multiplier_of(recipe.method, recipe.partition.num_blocks, multiplier)
-    if multiplier is None and recipe.task == "sft" and recipe.method not in ("full", "offload"):
-        value, source = 1.0, EQUAL_EPOCHS
-    iterations = -int(-tokens * value // (recipe.global_batch_size * recipe.tokens))
-    hours = iterations * seconds / 3600
-    gpu_hours = hours * recipe.num_gpus
-    return TrainingCost(
-        tokens=tokens,
-        multiplier=value,
-        multiplier_source=source,
-        iterations=iterations,
-        days=hours / 24,
-        gpu_hours=gpu_hours,
-        dollars=gpu_hours * recipe.cluster.usd_per_gpu_hour,
-    )
-
-
-def multiplier_of(method: str, num_blocks: int, override: float | None = None) -> tuple[float, str]:
-    """Return the B-F multiplier at ``num_blocks``, and its source. ``override`` is the one at three blocks."""
-    if method not in (*MULTIPLIERS, *SMALL_MULTIPLIERS, "finetune"):
-        return 1.0, "full training"
-    usual = 1.0, EQUAL_STEPS if method in SMALL_MULTIPLIERS else EQUAL_EPOCHS
-    value, source = MULTIPLIERS.get(method, usual) if override is None else (override, "--bf-multiplier")
-    if method == "bcd" and num_blocks > 1:
+def multiplier_of(method: str, num_blocks: int) -> tuple[float, str]:
+    """Return the B-F multiplier at ``num_blocks``, and its source."""
+    if method == "bcd":
         # The paper has 2.22, 2.78 and 3.33 at two, three and four blocks (table 11, Adam). A small GPT here had 2.24,
         # 2.89 and more than 5 at two, three and six blocks (studies/gpt_subsets.md). This formula gives 4.6 at six.
-        value = value * (num_blocks + 2) / 5
-    elif method == "bcd":
-        value = 1.0
-    return value, source
+        return PAPER_MULTIPLIER * (num_blocks + 2) / 5 if num_blocks > 1 else 1.0, "the paper's two GPT-2 runs"
+    if method in SMALL_MULTIPLIERS:
+        return 1.0, EQUAL_STEPS
+    return 1.0, EQUAL_EPOCHS if method == "finetune" else "full training"

@@ -45,7 +45,7 @@ class Finding:
         """Return the loss beside full training's, where it was measured, and the size of the recipe."""
         if not self.loss:
             return "not measured"
-        yours = f"yours: {_size(recipe.shape.num_parameters)}, {recipe.step_tokens:,}"
+        yours = f"yours: {_size(recipe.num_parameters)}, {recipe.step_tokens:,}"
         source = "; ".join(filter(None, (self.runs, self.source)))
         return f"{self.loss_text} beside full training's, measured at {self.place_text} ({source}); {yours}"
 
@@ -160,7 +160,7 @@ def learning_rate(recipe: Recipe) -> LearningRate:
     if times is None:
         times, with_blocks = _blocks_rate(number), f" with {number} block{'s' * (number > 1)}"
     if recipe.task == "sft":
-        page, (full, guess) = "docs/fine_tuning.md", _full_rate(recipe.shape.num_parameters)
+        page, (full, guess) = "docs/fine_tuning.md", _full_rate(recipe.num_parameters)
     else:
         page, full = "docs/learning.md", _PRETRAINING_RATE
         guess = f", full Adam's {_short(full)} as is usual at larger sizes"

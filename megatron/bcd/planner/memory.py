@@ -26,18 +26,18 @@ def rank_memory(recipe: Recipe, *, replica: int = 0) -> tuple[RankMemory, ...]:
 @lru_cache(maxsize=256)
 def recomputation(recipe: Recipe) -> tuple[tuple[Recomputed, ...], ...]:
     """Return what is recomputed, by stage and block: the recipe's setting, or with auto the least that fits."""
-    blocks = range(recipe.partition.num_blocks)
-    return tuple(tuple(_recomputed(recipe, stage, block) for block in blocks) for stage in range(recipe.pipeline_size))
-
-
-def _recomputed(recipe: Recipe, stage: int, block: int) -> Recomputed:
-    numbers = recipe.partition.num_behind_prefix(stage, block)
-    if recipe.recompute == "none" or not any(numbers):
-        return Recomputed()
-    if recipe.recompute == "full":
-        return Recomputed(granularity="full", layers=tuple(numbers))
     limit = recipe.memory_share * recipe.cluster.memory_gib * GIB - int(recipe.cluster.framework_gib * GIB)
-    return recipe.memory.activations(stage, block).least_recomputation(limit=limit)
+
+    def recomputed(stage: int, block: int) -> Recomputed:
+        numbers = recipe.partition.num_behind_prefix(stage, block)
+        if recipe.recompute == "none" or not any(numbers):
+            return Recomputed()
+        if recipe.recompute == "full":
+            return Recomputed(granularity="full", layers=tuple(numbers))
+        return recipe.memory.activations(stage, block).least_recomputation(limit=limit)
+
+    blocks = range(recipe.partition.num_blocks)
+    return tuple(tuple(recomputed(stage, block) for block in blocks) for stage in range(recipe.pipeline_size))
 
 
 def host_bytes(recipe: Recipe) -> int:

@@ -16,6 +16,7 @@ from megatron.bcd.planner.cost import ModelShape
 from megatron.bcd.planner.run_state import RunMemory
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.planner.tables import GIB, Cluster, Model
+from megatron.bcd.planner.tensors import count_parameters
 from megatron.bcd.tokenizer import padded_vocab_size
 
 STREAMED = {"full, streamed": "full", "muon, streamed": "muon"}
@@ -57,7 +58,7 @@ _TRANSFORMER = (
     "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "pipeline_model_parallel_size",
     "context_parallel_size", "bf16", "fp16", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl",
     "recompute_granularity", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
-    "moe_grouped_gemm", "softmax_type", "expert_model_parallel_size",
+    "moe_grouped_gemm", "expert_model_parallel_size",
 )  # fmt: skip
 """The fields of Megatron Core's TransformerConfig that the formulas read."""
 _SECTIONS = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)}
@@ -228,6 +229,11 @@ class Recipe:
         """The sizes of the model, with the unpadded vocabulary."""
         return run_state.shape_of(self.config, vocab_size=self.model.vocabulary)
 
+    @property
+    def num_parameters(self) -> int:
+        """The parameters of the model, unpadded."""
+        return count_parameters(self.shape)
+
     @cached_property
     def partition(self) -> Partition:
         """Which layers form which block. A method without blocks has a single one."""
@@ -272,18 +278,13 @@ class Recipe:
         if self.num_gpus % (stages * context):
             product = f"--context-parallel-size {context} x --pipeline-model-parallel-size {stages}"
             yield f"{product}: does not divide --num-gpus {self.num_gpus}. Give a divisor."
-        if context > 1 and self.model.sinks:
-            yield f"--context-parallel-size {context}: {self.model.name} has attention with sinks. Leave it out."
-        if (measured := self.model.layer_kinds) is not None:
+        if self.model.measured is not None:
             if context > 1:
                 yield f"--context-parallel-size {context}: transformers' layers have whole sequences. Leave it out."
             if config.has_linear_loss:
                 yield "--cross-entropy-fusion-impl linear: transformers' models compute the logits. Leave it out."
             if self.recompute == "auto":
                 yield "--recompute auto: transformers' layers are recomputed whole. Give full, or leave it out."
-            if self.is_whole and measured.has_stacks:
-                rule = config.bcd.bcd_inactive_update
-                yield f"--bcd-inactive-update {rule}: experts in one tensor are trained in blocks. Give none."
         if context > 1 and self.tokens % (2 * context):
             yield f"--seq-length {self.tokens}: must be a multiple of {2 * context}, 2 x --context-parallel-size"
         if self.global_batch_size % (per_step := self.micro_batch_size * self.data_size):
@@ -356,8 +357,8 @@ def make_recipe(**values: Any) -> Recipe:
 
 
 def build_recipe(**values: Any) -> Recipe:
-    """Build a recipe, which may have a fault. A flag has its field name in RunConfig; None leaves it out."""
-    attributes = {name: value for name, value in values.items() if name in _ATTRIBUTES}
+    """Build a recipe, which may have a fault. A flag has its field name in RunConfig; None is the default."""
+    attributes = {name: value for name, value in values.items() if name in _ATTRIBUTES and value is not None}
     flags = {name: value for name, value in values.items() if name not in _ATTRIBUTES}
     if unknown := flags.keys() - _KNOWN:
         raise TypeError(f"no field of RunConfig: {', '.join(sorted(unknown))}")
@@ -401,7 +402,7 @@ def _build_config(
         values["bcd_layout"] = "interleaved"
     sections = {name: _build_section(kind, values) for name, kind in _SECTIONS.items()}
     transformer = {name: values[name] for name in _TRANSFORMER if values.get(name) is not None}
-    return RunConfig(transformer=transformer, measured=model.layer_kinds, **sections)
+    return RunConfig(transformer=transformer, measured=model.measured, **sections)
 
 
 def _build_section(kind: Any, values: Mapping[str, Any]) -> Any:

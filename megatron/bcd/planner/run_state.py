@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition_from_config
@@ -66,15 +65,9 @@ def model_state_of(
         is_low_bit=config.training.adam_moments_dtype != "fp32",
         is_distributed=config.training.use_distributed_optimizer,
         offload_fraction=offload_fraction(config),
-        **_by_chunk(config),
+        steps_block_by_chunk=config.steps_block_by_chunk,
+        state_on_host=tuple(config.state_on_host.items()),
     )
-
-
-def _by_chunk(config: RunConfig) -> dict[str, Any]:
-    return {
-        "steps_block_by_chunk": config.steps_block_by_chunk,
-        "state_on_host": tuple(config.state_on_host.items()),
-    }
 
 
 def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
@@ -91,14 +84,12 @@ def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
         num_positions=config.model.max_position_embeddings if has_positions else 0,
         tied=config.tied,
         biases=bool(fields["add_bias_linear"]),
-        gated=config.is_gated,
+        gated=config.model.swiglu,
         query_size=heads * channels,
         key_value_size=(fields.get("num_query_groups") or heads) * channels,
         shifted_norms=fields.get("normalization", "LayerNorm") == "LayerNorm",
         qkv_bias=bool(fields.get("add_qkv_bias")),
         qk_norm_size=channels if fields.get("qk_layernorm") else 0,
-        sinks=heads if fields.get("softmax_type") == "learnable" else 0,
-        fuses_gate=not config.model.quick_geglu,
         experts=_experts_of(config),
         measured=config.measured,
         parameters=config.measured.parameters if config.measured else (),
@@ -197,7 +188,13 @@ class RunMemory:
     def _at(self, layers_on: str, num_resident: int, saved_inputs: str) -> RunMemory:
         places = {"bcd_layers_on": layers_on, "bcd_resident_layers": num_resident, "bcd_saved_inputs": saved_inputs}
         config = self.config.replace_section("bcd", **places)
-        return replace(self, config=config, state=replace(self.state, bcd=config.bcd, **_by_chunk(config)))
+        state = replace(
+            self.state,
+            bcd=config.bcd,
+            steps_block_by_chunk=config.steps_block_by_chunk,
+            state_on_host=tuple(config.state_on_host.items()),
+        )
+        return replace(self, config=config, state=state)
 
     def fits_in(self, memory_bytes: float) -> bool:
         """Return whether every rank fits in every phase, with what Megatron-LM's flags recompute."""
@@ -233,16 +230,7 @@ class RunMemory:
     @cached_property
     def layer_bytes(self) -> LayerBytes:
         """The activations of one microbatch."""
-        config = self.config
-        return layer_bytes(
-            self.state,
-            tokens=config.training.micro_batch_size * config.model.seq_length // config.context_size,
-            sequence=config.model.seq_length,
-            num_heads=int(config.transformer["num_attention_heads"]),
-            context_size=config.context_size,
-            unfused_attention=self.unfused_attention or config.has_unfused_attention,
-            linear_loss=config.has_linear_loss,
-        )
+        return layer_bytes(self.config, self.state, unfused_attention=self.unfused_attention)
 
     def schedule_shape(self, block: int) -> PlanShape:
         """Return the pipeline schedule in the middle of the block's phase."""
@@ -251,14 +239,9 @@ class RunMemory:
 
     def activations(self, stage: int, block: int) -> StageActivations:
         """Return the activations of a stage in the block's phase."""
+        shape = self.schedule_shape(block)
         return StageActivations(
-            state=self.state,
-            sequence=self.config.model.seq_length,
-            sizes=self.layer_bytes,
-            shape=self.schedule_shape(block),
-            stage=stage,
-            block=block,
-            saved_inputs=self.config.bcd.bcd_saved_inputs,
+            config=self.config, state=self.state, sizes=self.layer_bytes, shape=shape, stage=stage, block=block
         )
 
 

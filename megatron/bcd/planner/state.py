@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import compress, product
 
 from megatron.bcd.blocks.chunks import chunk_of, virtual_chunks
-from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
+from megatron.bcd.blocks.ownership import EXPERT_STACK_ELEMENTS, matrix_owners, matrix_stacks
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import BcdConfig
 from megatron.bcd.planner.cost import DTYPE_BYTES, MOMENT_BYTES, ModelShape, StateBudget, newton_schulz_flops
@@ -301,15 +301,6 @@ class ModelState:
             optimizer_work=max(int(on_device * adam_work), share.working),
         )
 
-    def trained(self, stage: int, *blocks: int) -> list[int]:
-        """Return the sizes of a rank's parameters that are updated in the phases of these blocks (default: all)."""
-        phases = blocks or range(self.partition.num_blocks)
-        return [
-            tensor.size
-            for tensor in self.tensors[stage]
-            if any(tensor.owned.is_active(block) or tensor.owned.has_inactive_update(block) for block in phases)
-        ]
-
     def largest_rank(self, stage: int, block: int) -> RankMemory:
         """Return the rank of the stage with the most state."""
         ranks = (self.rank(stage, block, replica) for replica in range(self.num_replicas))
@@ -376,13 +367,16 @@ class ModelState:
                 passes = _MUON_PASSES if self.is_muon else ADAM_PASSES
                 total["traffic"] += 4 * (passes if is_active else _INACTIVE_PASSES[rule]) * tensor.size
                 if self.is_muon if is_active else rule == "orthogonal":
-                    total["orthogonalization"] += sum(newton_schulz_flops(*part) for part in tensor.parts)
-        keys = [(tensor.parts, is_active, chunks) for tensor, is_active, chunks in updated]
+                    flops = sum(newton_schulz_flops(*part) for part in tensor.parts)
+                    total["orthogonalization"] += tensor.num_matrices * flops
+        keys = [(tensor.parts, tensor.num_matrices, is_active, chunks) for tensor, is_active, chunks in updated]
         names, sizes = [tensor.name for tensor, _, _ in updated], [tensor.size for tensor, _, _ in updated]
         for stack in matrix_stacks(keys, names, sizes):
             first, is_active, chunks = updated[stack[0]]
             by_form = _WORKING_BYTES["orthogonal" if is_active else self._inactive_rule(first)]
             size = len(stack) * first.size
+            if first.num_matrices > 1 and len(stack) == 1:
+                size = min(size, max(EXPERT_STACK_ELEMENTS, first.size // first.num_matrices))
             if by_form is _WORKING_BYTES["factored"] and len(first.parts) == 1:
                 size = min(size, ROWS_ELEMENTS)
             working = by_form[2 if len(first.parts) > 1 else len(stack) > 1] * size

@@ -10,14 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron.bcd.pipeline.build import build_plan
-from megatron.bcd.pipeline.plan import Kind, PlanShape
+from megatron.bcd.pipeline.plan import PlanShape
 from megatron.bcd.pipeline.simulate import ActionCosts, simulate
 from megatron.bcd.planner.cost import pass_products
 from megatron.bcd.planner.memory import recomputation
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.state import ADAM_PASSES, MatrixShare
 
-_SIMULATED_BLOCKS = 5
 _SIMULATED_ROUNDS = 3
 """Number of simulated microbatches per stage. The time of the others is extrapolated."""
 
@@ -70,11 +69,8 @@ def pass_seconds(recipe: Recipe) -> tuple[float, float, float]:
     return layer_pass(recipe).seconds(recipe), head_pass(recipe).seconds(recipe), core.seconds(recipe)
 
 
-def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> PhaseTime:
-    """Return the time of an iteration in the middle of the block's phase.
-
-    ``is_rough`` replaces the simulation by fill, drain and the slowest stage: fast, and exact for balanced stages.
-    """
+def phase_seconds(recipe: Recipe, block: int) -> PhaseTime:
+    """Return the time of an iteration in the middle of the block's phase."""
     buffers = [by_block[block] for by_block in recipe.state.buffers]
     ranks = range(len(buffers[0].stored))
     shares = [[recipe.state.share(stage, block, rank) for rank in ranks] for stage in range(len(buffers))]
@@ -86,12 +82,12 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> Phas
     step, slowest = max(steps, key=lambda rank: rank[0])
     shape = recipe.memory.schedule_shape(block)
     costs = _breadth_first_costs(recipe, block, step) if shape.is_breadth_first else _costs(recipe, block)
-    pipeline, bubble = _rough_seconds(shape, costs) if is_rough else _pipeline_seconds(shape, costs)
+    pipeline, bubble = _pipeline_seconds(shape, costs)
     return PhaseTime(
         block=block,
         pipeline=pipeline,
         optimizer=step,
-        orthogonalization=_orthogonalization_seconds(recipe, slowest),
+        orthogonalization=slowest.orthogonalization / recipe.cluster.flops_per_s("bf16"),
         reductions=max(
             _reduction_seconds(recipe, buffer.size, shares[stage][0].messages) for stage, buffer in enumerate(buffers)
         ),
@@ -100,30 +96,14 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> Phas
 
 
 def cycle_seconds(recipe: Recipe) -> tuple[PhaseTime, ...]:
-    """Return the time of an iteration in the phase of every block.
-
-    If there are many blocks, only some are simulated. The others get a rough time, corrected by the factor of the
-    nearest simulated block.
-    """
-    blocks = range(recipe.partition.num_blocks)
-    if len(blocks) <= _SIMULATED_BLOCKS:
-        return tuple(phase_seconds(recipe, block) for block in blocks)
-    chosen = [index * (len(blocks) - 1) // (_SIMULATED_BLOCKS - 1) for index in range(_SIMULATED_BLOCKS)]
-    simulated = {block: phase_seconds(recipe, block) for block in chosen}
-    rough = [phase_seconds(recipe, block, is_rough=True) for block in blocks]
-    phases = []
-    for phase in rough:
-        nearest = min(chosen, key=lambda block: abs(block - phase.block))
-        factor = simulated[nearest].pipeline / rough[nearest].pipeline
-        corrected = replace(phase, pipeline=factor * phase.pipeline, bubble=1 - (1 - phase.bubble) / factor)
-        phases.append(simulated.get(phase.block, corrected))
-    return tuple(phases)
+    """Return the time of an iteration in the phase of every block."""
+    return tuple(phase_seconds(recipe, block) for block in range(recipe.partition.num_blocks))
 
 
-def mean_seconds(recipe: Recipe, *, is_rough: bool = False) -> float:
+def mean_seconds(recipe: Recipe) -> float:
     """Return the mean time of an iteration over a cycle. Every block has the same number of steps."""
-    blocks = range(recipe.partition.num_blocks)
-    return sum(phase_seconds(recipe, each, is_rough=is_rough).total for each in blocks) / len(blocks)
+    phases = cycle_seconds(recipe)
+    return sum(phase.total for phase in phases) / len(phases)
 
 
 def _costs(recipe: Recipe, block: int) -> ActionCosts:
@@ -143,13 +123,6 @@ def _costs(recipe: Recipe, block: int) -> ActionCosts:
         if choice.granularity == "selective":
             backward[-1] += num_inputs * core
     return _with_head(recipe, block, forward, backward)
-
-
-def num_head_passes(recipe: Recipe, block: int) -> tuple[int, int]:
-    """Return the passes of the head in a microbatch's forward and backward pass."""
-    is_active = recipe.partition.head_active(block)
-    # a linear loss computes the gradient of its input in the forward pass, and the logits again for the weight's
-    return (2, 2 * is_active) if recipe.config.has_linear_loss else (1, 1 + is_active)
 
 
 def chunk_seconds(recipe: Recipe, block: int) -> list[tuple[float, float]]:
@@ -196,10 +169,11 @@ def _breadth_first_costs(recipe: Recipe, block: int, update: float) -> ActionCos
 
 def _with_head(recipe: Recipe, block: int, forward: list[float], backward: list[float]) -> ActionCosts:
     """Return the costs of passes of layers with those of the head, which follows the last ones."""
-    head = pass_seconds(recipe)[1]
-    forward_passes, backward_passes = num_head_passes(recipe, block)
-    forward[-1] += forward_passes * head
-    backward[-1] += backward_passes * head
+    head, is_active = pass_seconds(recipe)[1], recipe.partition.head_active(block)
+    # a linear loss computes the gradient of its input in the forward pass, and the logits again for the weight's
+    is_linear = recipe.config.has_linear_loss
+    forward[-1] += (1 + is_linear) * head
+    backward[-1] += (2 * is_active if is_linear else 1 + is_active) * head
     return ActionCosts(forward=forward, backward=backward, backward_input=backward, message=_message_seconds(recipe))
 
 
@@ -262,47 +236,15 @@ def _with_microbatches(shape: PlanShape, number: int) -> PlanShape:
     return replace(shape, num_microbatches=number, done_ahead=ahead, run_ahead=ahead)
 
 
-def _rough_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
-    """Return time and bubble without a simulation.
-
-    One microbatch passes through the trainable stages; then the slowest stage works on all others. With several chunks
-    or breadth-first the slowest stage works on all, and other stages add the passes of a chunk.
-    """
-    if shape.num_chunks > 1 or shape.is_breadth_first:
-        work = [0.0] * shape.num_stages
-        for virtual in range(shape.num_virtual):
-            work[shape.stage_of(virtual)] += costs.duration(virtual, Kind.FORWARD)
-            if not shape.is_forward_only(virtual):
-                work[shape.stage_of(virtual)] += costs.duration(virtual, Kind.BACKWARD)
-                if shape.is_breadth_first and virtual < shape.last:
-                    work[shape.stage_of(virtual)] += costs.duration(virtual, Kind.RECOMPUTE)
-        fill = (sum(work) - max(work)) / shape.num_chunks + 2 * (shape.num_stages - 1) * costs.message
-        # in breadth-first order all stages wait if there are fewer microbatches than stages
-        number = max(shape.num_microbatches, shape.num_stages * shape.is_breadth_first)
-        total, busy = number * max(work) + fill, shape.num_microbatches * sum(work)
-        return total, 1 - busy / (total * shape.num_stages)
-    forward = [costs.duration(stage, Kind.FORWARD) for stage in range(shape.num_stages)]
-    both = [
-        forward[stage] + costs.duration(stage, Kind.BACKWARD)
-        for stage in range(shape.first_trainable, shape.num_stages)
-    ]
-    slowest = max(*both, *forward)
-    total = sum(both) + 2 * (len(both) - 1) * costs.message + (shape.num_microbatches - 1) * slowest
-    busy = shape.num_microbatches * (sum(both) + sum(forward[: shape.first_trainable]))
-    return total, 1 - busy / (total * shape.num_stages)
-
-
 def _step_seconds(recipe: Recipe, stored: int, share: MatrixShare) -> float:
-    """Return the time of Adam's step on `stored` elements, plus that of the rank's matrix steps."""
+    """Return the time of Adam's step on `stored` elements, plus that of the rank's matrix steps.
+
+    They orthogonalise in bf16 whatever the precision of the run.
+    """
     traffic = 4 * ADAM_PASSES * stored + share.traffic
     if recipe.method == "offload":
         return traffic / (1e9 * recipe.cluster.host_gb_per_s)
-    return traffic / recipe.cluster.bytes_per_s + _orthogonalization_seconds(recipe, share)
-
-
-def _orthogonalization_seconds(recipe: Recipe, share: MatrixShare) -> float:
-    """Return the time of the orthogonalisation, which is in bf16 whatever the precision of the run."""
-    return share.orthogonalization / recipe.cluster.flops_per_s("bf16")
+    return traffic / recipe.cluster.bytes_per_s + share.orthogonalization / recipe.cluster.flops_per_s("bf16")
 
 
 def _reduction_seconds(recipe: Recipe, size: int, messages: int) -> float:

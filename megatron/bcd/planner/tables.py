@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ class Model:
     experts: int = 0  # experts of every layer; 0 in a dense model
     experts_per_token: int = 2
     expert_ffn: int = 0  # inner width of an expert; 0: ffn
-    sinks: bool | None = None  # whether attention has sinks and the gate is quick GELU, as in gpt-oss
+    measured: MeasuredModel | None = None  # no column: layers of transformers, in place of formulas
 
     def __post_init__(self) -> None:
         if self.form not in ("gpt", "llama"):
@@ -51,11 +51,6 @@ class Model:
             raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
         if self.heads % self.groups:
             raise ValueError(f"heads {self.heads} is not divisible by groups {self.groups}")
-
-    @property
-    def layer_kinds(self) -> MeasuredModel | None:
-        """Measured layers, in place of formulas."""
-        return None
 
     @property
     def is_tied(self) -> bool:
@@ -84,22 +79,8 @@ class Model:
             "add_qkv_bias": has_biases or self.biases == "qkv",
             "qk_layernorm": bool(self.qk_norm),
             "normalization": "LayerNorm" if is_gpt else "RMSNorm",
-            "swiglu": not is_gpt and not self.sinks,
-            "quick_geglu": bool(self.sinks),
-            "softmax_type": "learnable" if self.sinks else "vanilla",
+            "swiglu": not is_gpt,
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransformersModel(Model):
-    """A model that runs with transformers' layers."""
-
-    measured: MeasuredModel
-
-    @property
-    def layer_kinds(self) -> MeasuredModel:
-        """Measured layers."""
-        return self.measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +200,11 @@ def _by_name(path: str | Path, kind: type[Any]) -> dict[str, Any]:
 
 def columns_of(kind: type[Row]) -> str:
     """Return the columns of a table; those in brackets are optional."""
-    return ",".join(field.name if field.default is MISSING else f"[{field.name}]" for field in fields(kind))
+    return ",".join(field.name if field.default is MISSING else f"[{field.name}]" for field in _columns(kind))
+
+
+def _columns(kind: type[Row]) -> list[Field[Any]]:
+    return [field for field in fields(kind) if str(field.type) in _CONVERTERS]
 
 
 def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:
@@ -231,8 +216,8 @@ def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip() and line[0] != "#"]
     table = csv.reader(line for _, line in lines)
     columns = next(table, [])
-    converters = {field.name: _CONVERTERS[str(field.type)] for field in fields(kind)}
-    optional = {field.name for field in fields(kind) if field.default is not MISSING}
+    converters = {field.name: _CONVERTERS[str(field.type)] for field in _columns(kind)}
+    optional = {field.name for field in _columns(kind) if field.default is not MISSING}
     if len(set(columns)) < len(columns) or not converters.keys() - optional <= set(columns) <= converters.keys():
         raise ValueError(f"{path}: its columns must be {columns_of(kind)}")
     rows = []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
 
 from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.blocks.partition import partition as one_block
 from megatron.bcd.planner.cost import ExpertShape, ModelShape
 
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
@@ -16,7 +17,7 @@ _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
 
 _SHARED_BY_TENSOR_RANKS = (
     "word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight",
-    "linear_fc1.bias", "linear_proj.weight", "linear_fc2.weight", "softmax_offset",
+    "linear_fc1.bias", "linear_proj.weight", "linear_fc2.weight",
 )  # fmt: skip
 """Ends of the names of the parameters that tensor parallelism slices. Each rank holds the others whole."""
 
@@ -33,6 +34,8 @@ class Tensor:
     is_shared: bool = False  # a tied embedding on several stages, or its copy: it has a separate bucket
     parts: tuple[tuple[int, int], ...] = ()
     """Rows and columns of the parts that an inactive update steps apart (queries, keys, values); empty for others."""
+    num_matrices: int = 1
+    """Matrices of experts in one parameter, each with these parts."""
     is_expert: bool = False
     """Whether expert-parallel ranks hold different ones."""
     num_factors: int = 0
@@ -52,32 +55,42 @@ def stage_tensors(
 ) -> tuple[Tensor, ...]:
     """Return the parameters of a rank of the stage in GPTModel's order. Vocabulary 0 leaves out embedding and head."""
     has_copy = shape.tied and partition.num_stages > 1
-    if shape.experts is not None:
-        shape = replace(shape, experts=replace(shape.experts, on_rank=shape.experts.number // expert_size))
 
-    def tensor(name: str, parts: tuple[tuple[int, int], ...], num_axes: int | None = None) -> Tensor:
+    def tensor(
+        name: str, parts: tuple[tuple[int, int], ...], num_axes: int | None = None, num_matrices: int = 1
+    ) -> Tensor:
         owned = ownership(name, partition=partition, stage=stage, num_axes=num_axes)
         is_expert = ".local_experts." in name
         num_slices = (expert_tensor_size or tensor_size) if is_expert else tensor_size
         return Tensor(
             name=name,
-            size=-(-sum(map(prod, parts)) // (num_slices if name.endswith(_SHARED_BY_TENSOR_RANKS) else 1)),
+            size=num_matrices
+            * -(-sum(map(prod, parts)) // (num_slices if name.endswith(_SHARED_BY_TENSOR_RANKS) else 1)),
             is_shared=has_copy and name.endswith(("embedding.word_embeddings.weight", "output_layer.weight")),
             owned=owned,
             parts=parts if owned.is_matrix else (),
+            num_matrices=num_matrices,
             is_expert=is_expert and expert_size > 1,
-            num_factors=_num_factors(name, parts, num_slices) if owned.is_matrix else 0,
+            num_factors=num_matrices * _num_factors(name, parts, num_slices) if owned.is_matrix else 0,
         )
 
     if shape.parameters:
         listed = _stage_parameters(shape, partition, stage)
-        return tuple(tensor(name, (_rows_and_columns(axes),), len(axes)) for name, axes in listed)
-    everything = _names_and_parts(shape, partition, stage, padded_vocabulary)
+        return tuple(
+            tensor(name, ((prod(axes[-2:-1]), axes[-1]),), len(axes), prod(axes[:-2])) for name, axes in listed
+        )
+    everything = _names_and_parts(shape, partition, stage, vocabulary=padded_vocabulary, expert_size=expert_size)
     return tuple(tensor(name, parts) for name, parts in everything if any(map(prod, parts)))
 
 
-def _rows_and_columns(axes: tuple[int, ...]) -> tuple[int, int]:
-    return (axes[0], axes[1]) if len(axes) == 2 else (1, prod(axes))
+@lru_cache(maxsize=256)
+def count_parameters(shape: ModelShape) -> int:
+    """Return the number of parameters of the whole model. A tied head counts once."""
+    if shape.parameters:
+        return sum(prod(axes) for _, axes in shape.parameters)
+    whole = one_block(num_layers=shape.num_layers, num_stages=1, num_blocks=1, layout="spread", tied=shape.tied)
+    everything = _names_and_parts(shape, whole, 0, vocabulary=shape.vocab_size)
+    return sum(prod(part) for _, parts in everything for part in parts)
 
 
 def _stage_parameters(shape: ModelShape, partition: Partition, stage: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -106,7 +119,9 @@ def _num_factors(name: str, parts: tuple[tuple[int, int], ...], tensor_size: int
     return (rows + columns // tensor_size if slices_columns else rows // tensor_size + columns) + 1
 
 
-def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabulary: int) -> Iterator[_NameAndParts]:
+def _names_and_parts(
+    shape: ModelShape, partition: Partition, stage: int, *, vocabulary: int, expert_size: int = 1
+) -> Iterator[_NameAndParts]:
     """Yield each parameter's name and the (rows, columns) of its parts. A vector has one row."""
     hidden, last = shape.hidden_size, partition.num_virtual_stages - 1
     for chunk in range(partition.num_chunks):
@@ -118,7 +133,7 @@ def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabu
                 yield f"{before}embedding.position_embeddings.weight", ((shape.num_positions, hidden),)
         for index, layer in enumerate(partition.chunk_layers(stage, chunk)):
             experts = shape.experts if shape.experts and shape.experts.layers[layer] else None
-            for name, parts in _layer(shape, experts):
+            for name, parts in _layer(shape, experts, expert_size):
                 yield f"{before}decoder.layers.{index}.{name}", parts
         if virtual == last:
             yield from _norm(f"{before}decoder.final_layernorm", hidden, shape)
@@ -126,7 +141,7 @@ def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabu
                 yield f"{before}output_layer.weight", ((vocabulary, hidden),)
 
 
-def _layer(shape: ModelShape, experts: ExpertShape | None) -> Iterator[_NameAndParts]:
+def _layer(shape: ModelShape, experts: ExpertShape | None, expert_size: int) -> Iterator[_NameAndParts]:
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
 
     def linear(name: str, inputs: int, *outputs: int, has_bias: bool = shape.biases) -> Iterator[_NameAndParts]:
@@ -136,8 +151,6 @@ def _layer(shape: ModelShape, experts: ExpertShape | None) -> Iterator[_NameAndP
 
     heads, groups = shape.query_size, shape.key_value_size
     yield from _norm("input_layernorm", hidden, shape)
-    if shape.sinks:
-        yield "self_attention.core_attention.softmax_offset", ((1, shape.sinks),)
     yield from linear("self_attention.linear_proj", heads, hidden)
     has_bias = shape.biases or shape.qkv_bias
     yield from linear("self_attention.linear_qkv", hidden, heads, groups, groups, has_bias=has_bias)
@@ -147,7 +160,8 @@ def _layer(shape: ModelShape, experts: ExpertShape | None) -> Iterator[_NameAndP
     mlps = {"mlp": ffn}
     if experts is not None:
         yield from linear("mlp.router", hidden, experts.number)
-        mlps = {f"mlp.experts.local_experts.{index}": experts.ffn_hidden_size for index in range(experts.on_rank)}
+        on_rank = range(experts.number // expert_size)
+        mlps = {f"mlp.experts.local_experts.{index}": experts.ffn_hidden_size for index in on_rank}
         mlps |= {"mlp.shared_experts": experts.shared} if experts.shared else {}
     for mlp, width in mlps.items():
         if mlp.endswith("shared_experts") and experts is not None and experts.is_gated:

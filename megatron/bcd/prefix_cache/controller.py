@@ -127,7 +127,7 @@ class PrefixCache:
         if not num_layers or subset is None:
             return None
         contents = f"{subset.size:,} outputs of {num_layers} layer{'s' * (num_layers > 1)}"
-        uses = subset.times_used(num_samples)
+        uses = num_samples / subset.size
         if uses < BREAK_EVEN:
             self._note_computing(f"{contents} are used {uses:,.2f} times, and a cache pays from {BREAK_EVEN:.2f} on")
             return None
@@ -200,7 +200,8 @@ class PrefixCache:
             for name, parameter in unwrap_model(self.model).named_parameters():
                 place = ownership(name, partition=self.partition, stage=self.stage)
                 if place.module == "embedding" or (place.layer is not None and place.layer < num_layers):
-                    mine.append((self.stage, tensor_rank, name, _digest(parameter)))
+                    content = parameter.detach().cpu().contiguous().view(torch.uint8).numpy()
+                    mine.append((self.stage, tensor_rank, name, hashlib.sha256(content).hexdigest()))
         return sorted(itertools.chain.from_iterable(collectives.gather_objects(mine)))
 
     def _read_outputs(self, batches: Iterator[data.Batch], file: PrefixFile, position: int) -> Iterator[data.Batch]:
@@ -354,8 +355,3 @@ def _describe_data(config: RunConfig, dataset: Any) -> list[str]:
                 status = os.stat(path)
                 parts.append(f"{os.path.basename(path)} {status.st_size} {status.st_mtime_ns}")
     return parts
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    on_host = tensor.detach().cpu().contiguous()
-    return hashlib.sha256(on_host.view(torch.uint8).numpy()).hexdigest()

@@ -67,11 +67,14 @@ class Evaluator:
                 if is_stopped:
                     break
             module.train()
-        if split == "validation" and not self._reads_same_samples:
-            state.consumed_validation_samples += training.eval_iters * self.global_batch_size
         if is_stopped:
+            state.owes_evaluation = not is_final
             self.reporter.note(f"the evaluation on the {split} split after iteration {state.iteration} was stopped")
             return None
+        if split == "validation":
+            state.owes_evaluation = False
+            if not self._reads_same_samples:
+                state.consumed_validation_samples += training.eval_iters * self.global_batch_size
         return self._report(split, loss_sum / max(num_tokens, 1.0), is_final=is_final)
 
     def evaluate_at_end(self) -> None:

@@ -352,9 +352,9 @@ class ReplicaGroups:
         others. torchft's thread calls it while this thread waits."""
         active = self._active
         active.leave_buffers()
-        tensors = {"weights": active.parameters.all(), "outer_momenta": active.outer_momenta, "anchor": self._anchor}
+        tensors = {"weights": active.parameters.all(), "anchor": self._anchor}
         return memory.copy_to_host(tensors) | {
-            "owners": [owner.rank_state() for owner in active.optimizers],
+            "optimizer": active.rank_state(),
             "identity": self._identity,
             "counters": self._trainer.counters(),
             "lineage": self._lineage,
@@ -382,9 +382,7 @@ class ReplicaGroups:
         """Load another group's tensors while no block is active. `build` then activates its block."""
         for name, parameter in self._active.parameters.all().items():
             parameter.data.copy_(state["weights"][name])
-        self._active.outer_momenta = dict(state["outer_momenta"])
-        for owner, owner_state in zip(self._active.optimizers, state["owners"], strict=True):
-            owner.load_rank_state(owner_state)
+        self._active.load_rank_state(state["optimizer"])
         build()
 
 

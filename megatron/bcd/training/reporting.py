@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bcd.blocks.chunks import virtual_chunks
-from megatron.bcd.blocks.ownership import is_stack, ownership
+from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition, describe_layers
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.checkpoint.loader import Source
@@ -166,7 +166,6 @@ def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module, 
         "num_token_parameters": sum(size for name, size in sizes.items() if name.endswith("word_embeddings.weight"))
         + sum(heads),
         "full_state": _full_state_bytes(config, weights.values()),
-        "num_stacked": sum(weight.numel() for name, weight in weights.items() if is_stack(name, weight.dim())),
         "num_frozen": sum(sizes[name] for name, owner in owners.items() if owner.is_frozen),
         "tied_copy": tied_copy,
         "active": [
@@ -262,8 +261,6 @@ def _notes(
             f"{'all other layers' if partition.has_active_block else 'every layer'}, {bcd.bcd_inactive_lr_ratio:g} "
             f"of the learning rate, gradients in {bcd.bcd_inactive_grad_dtype}"
         )
-        if num_stacked := sum(rank["num_stacked"] for rank in ranks if rank["replica"] == 0):
-            yield f"Adam steps stacked experts, {num_stacked:,} parameters, with their block alone"
     if bcd.bcd_embedding_update != "adam":
         yield f"--bcd-embedding-update {bcd.bcd_embedding_update}: word embedding and untied head, in every phase"
     if config.training.skip_train:

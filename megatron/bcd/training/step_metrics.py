@@ -36,7 +36,7 @@ def collect_step_metrics(trainer: Any, phase_state: PhaseState, *, learning_rate
     cache = trainer.prefix_cache
     ranks = collectives.gather_integers(*counted.values(), cache.take_hits(), cache.bytes_on_disk())
     *by_rank, hits, cached = zip(*ranks, strict=True)
-    optional: dict[str, Any] = {"timers_ms": trainer.timers.take()}
+    optional: dict[str, Any] = {}
     if config.num_experts:
         optional["router_losses"] = router_losses.collect(get_num_microbatches())
     if config.report.log_params_norm:
