@@ -234,7 +234,7 @@ def converted(config: RunConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor
     if not _is_llama(config):
         return huggingface_weights.to_gpt2(tensors, num_heads=heads)
     groups = config.transformer.get("num_query_groups", heads)
-    return huggingface_weights.to_llama(tensors, num_heads=heads, num_groups=groups, is_gated=config.is_gated)
+    return huggingface_weights.to_llama(tensors, num_heads=heads, num_groups=groups, is_gated=config.model.swiglu)
 
 
 @pytest.mark.parametrize("case", CASES)

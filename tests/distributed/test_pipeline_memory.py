@@ -77,13 +77,13 @@ def _storages(tree: Any) -> set[torch.UntypedStorage]:
 @contextlib.contextmanager
 def counting_sends(count: dict[str, int]) -> Iterator[None]:
     """Count the peak number of a stage's unfinished sends in `peak`, which may be reset to 0 at any time."""
-    original = Messages._send
+    original = Messages.send
 
-    def send(messages: Messages, *args: Any) -> None:
-        original(messages, *args)
+    def send(messages: Messages, *args: Any, **kwargs: Any) -> None:
+        original(messages, *args, **kwargs)
         count["peak"] = max(count["peak"], len(messages._sent))
 
-    with mock.patch.object(Messages, "_send", send):
+    with mock.patch.object(Messages, "send", send):
         yield
 
 

@@ -15,6 +15,7 @@ from support.dist import World
 
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
+from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE
 from megatron.bcd.optim.step import Step
 
 
@@ -88,10 +89,10 @@ def learning_rates(config: RunConfig) -> list[tuple[int, set[float], set[float]]
         def recording_finish(step: Step) -> None:
             by_kind: tuple[set[float], set[float]] = (set(), set())
             for optimizer in run.active.optimizers:
-                of_block = [id(group) for group in optimizer.block_param_groups()]
                 for group in optimizer.param_groups:
                     if group["params"] or group.get("matrices"):
-                        by_kind[id(group) not in of_block].add(group["lr"])
+                        is_of_block = group.get("is_of_block", not group.get(ALWAYS_ACTIVE))
+                        by_kind[not is_of_block].add(group["lr"])
             rates.append((run.block, *by_kind))
             finish(step)
 
