@@ -225,8 +225,8 @@ class Trainer:
             if self._has_joined:  # this may be the first group, and only the first one saves after this step
                 is_stopped = self.outputs.after_step(state.iteration, is_last=is_at_end)
             self.module.train()
-            if state.owes_evaluation and self.config.training.eval_iters:
-                self.evaluator.evaluate("validation")
+            if state.owes_evaluation and self.config.training.eval_iters and not is_stopped:
+                is_stopped = self.evaluator.evaluate("validation") is None
             if is_at_end and not self._has_joined:
                 self.outputs.export(state.iteration, is_last=True)  # the run may have been killed here before
             while state.iteration < self.train_iters and not (is_last or is_stopped):

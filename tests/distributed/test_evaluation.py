@@ -55,11 +55,13 @@ def evaluations_until_a_signal(config: RunConfig) -> list[tuple[int, int, str, f
 
 @pytest.mark.parametrize("is_fixed", [True, False])
 def test_a_signal_during_an_evaluation(world2: World, text_data: str, tmp_path: Path, is_fixed: bool) -> None:
-    """The resumed run repeats the evaluation that a signal stopped, and continues like the undisturbed run."""
+    """The resumed run repeats the evaluation that a signal stopped, also twice, and equals the undisturbed run."""
     flags = CUTS["pipeline2"] | {"data_path": text_data, "eval_iters": 2, "eval_interval": 2, "split": "60,40,0"}
     flags |= {"eval_fixed": is_fixed, "train_iters": 6}
     [whole, _] = world2.run(evaluations, worlds.run_config(**flags))
     [first, _] = world2.run(evaluations_until_a_signal, worlds.run_config(**flags, save=str(tmp_path)))
+    again = worlds.run_config(**flags, save=str(tmp_path), load=str(tmp_path))
+    assert world2.run(evaluations_until_a_signal, again) == [[], []]
     [rest, _] = world2.run(evaluations, worlds.run_config(**flags, load=str(tmp_path)))
     assert len(first) == 1 and first + rest == whole
 

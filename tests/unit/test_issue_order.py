@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from support.issue_order import Case, Event, Rank, record, simulate
+from support.issue_order import Case, Event, OrderError, Rank, record, simulate
+from support.schedule_mutants import MUTANTS
 
 MORE_THAN_ALL = 9  # microbatches
 
@@ -86,3 +87,13 @@ def test_breadth_first_plans(num_stages: int) -> None:
                     is_breadth_first=True)  # fmt: skip
         check(case)
     check(replace(case, data_size=2, tensor_size=2, overlaps_reduction=True))
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("num_stages, first_trainable", [(2, 1), (4, 2)])
+def test_wrong_schedules_are_seen(name: str, num_stages: int, first_trainable: int) -> None:
+    """The checker accepts the right schedule and refuses each wrong one."""
+    case = Case(num_stages=num_stages, num_microbatches=4, events=(Event("train", first_trainable),) * 3)
+    check(case)
+    with MUTANTS[name](), pytest.raises(OrderError):
+        check(case)

@@ -25,6 +25,7 @@ from megatron.bcd.metrics.schema import BlockSummary, RunSummary
 from megatron.bcd.model import grouped_experts
 from megatron.bcd.model.builder import count_parameters, unwrap_model
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
+from megatron.bcd.model.skeleton import has_weights
 from megatron.bcd.model.transformer_config import describe_activation
 from megatron.bcd.pipeline.build import kept_passes
 from megatron.bcd.pipeline.plan import microbatches_ahead
@@ -57,7 +58,7 @@ def report_source(checkpoint: CheckpointConfig, source: Source | None, reporter:
     if source is None:
         if checkpoint.load is not None:
             reporter.note(f"--load {checkpoint.load} holds no checkpoint: starting from iteration 0")
-        if checkpoint.load_hf is not None:
+        if checkpoint.load_hf is not None and has_weights(checkpoint.load_hf):
             reporter.note(f"weights of {checkpoint.load_hf} loaded")
         return
     for message in source.messages:
