@@ -25,6 +25,8 @@ _NETWORK = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads
             "moe_shared_expert_gate", *(each.name for each in fields(ModelConfig) if each.name not in _COMPUTATION),
             "bf16", "fp16", "optimizer")  # fmt: skip
 """Flags that must not change: the weights or the optimizer state would not fit, or mean something else."""
+_REMOVED = ("softmax_type", "window_size", "no_rope_freq", "quick_geglu", "position_embedding_type")
+"""Flags of networks that earlier versions trained by Megatron Core's layers, and this one by transformers' alone."""
 _MAY_CHANGE_WITHOUT_STATE = ("seq_length", "max_position_embeddings", "bf16", "fp16", "optimizer")
 """Those flags that may change if a run loads only the weights."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
@@ -112,7 +114,18 @@ def from_json(text: str, *, path: str) -> RunState:
             f"{path}: entries {different} are missing or unknown; use the Megatron-BCD that wrote it, or add "
             "--finetune to load the weights only"
         )
+    _check_is_built(values["flags"], source=path)
     return RunState(**values)
+
+
+def _check_is_built(saved: Mapping[str, Any], *, source: str) -> None:
+    """Raise ValueError if the saved flags describe a network of `_REMOVED`."""
+    network, now = _network(saved), (None, False, "vanilla", "learned_absolute", "rope", "none")
+    if flags := [f"{_flag(name)} {_show(network[name])}" for name in _REMOVED if network.get(name) not in now]:
+        raise ValueError(
+            f"{source} is of a run with {', '.join(flags)}, which this version has in transformers' layers alone: "
+            "export it with the Megatron-BCD that wrote it, and give the model to --load-hf"
+        )
 
 
 def consumed_samples(text: str) -> int:
@@ -155,6 +168,7 @@ def check_same_weights(text: str, config: RunConfig, *, source: str) -> None:
         sections = {section: saved[section] for section in ("transformer", "model")}
     except (ValueError, KeyError, TypeError):
         return  # this version wrote other sections; shapes are compared when the weights are loaded
+    _check_is_built(sections, source=source)
     names = [name for name in _NETWORK if name not in _MAY_CHANGE_WITHOUT_STATE]
     check_same_network(sections, config, source=source, names=names)
 
