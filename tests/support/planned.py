@@ -44,7 +44,8 @@ RUNS: dict[str, dict[str, Any]] = {
     | {"bcd_layers_on": "host", "bcd_saved_inputs": "host", "untie_embeddings_and_output_weights": True},
     "adam_streamed_pipeline2": TWO
     | {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "num_layers": 12, "pipeline_model_parallel_size": 2},
-    "muon_streamed": {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "optimizer": "muon"},
+    "muon8_streamed": {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "optimizer": "muon"}
+    | {"muon_momentum_dtype": "int8"},
     "head_phase_pipeline2": TWO
     | {"pipeline_model_parallel_size": 2, "bf16": True}
     | {"untie_embeddings_and_output_weights": True, "bcd_head_phase": True},
@@ -77,7 +78,7 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
     names = (
         "bcd_layout", "bcd_inactive_update", "bcd_layers_on", "bcd_resident_layers", "bcd_frozen",
         "bcd_always_active", "bcd_head_phase", "adam_moments_dtype", "cross_entropy_fusion_impl", "bcd_schedule",
-        "bcd_layers_per_pass", "bcd_saved_inputs", "bcd_saved_activations", "optimizer",
+        "bcd_layers_per_pass", "bcd_saved_inputs", "bcd_saved_activations", "optimizer", "muon_momentum_dtype",
         "pipeline_model_parallel_size", "context_parallel_size", "bcd_order", "expert_model_parallel_size",
     )  # fmt: skip
     method = "offload" if flags.get("optimizer_cpu_offload") else flags.get("bcd_preset", "bcd")

@@ -86,6 +86,7 @@ RULES: dict[str, dict[str, Any]] = {
     "factored": {"name": "factored"},
     "orthogonal": {"name": "orthogonal"},
     "muon": {"name": "orthogonal", "momentum": 0.9, "nesterov": True},
+    "muon8": {"name": "orthogonal", "momentum": 0.9, "nesterov": True},
     "adam": {
         "name": "adam",
         "adam": {"betas": (0.9, 0.95), "eps": 1e-8, "dtype": "fp32", "decoupled_weight_decay": True},
@@ -107,12 +108,13 @@ def test_experts_in_one_parameter(monkeypatch: pytest.MonkeyPatch, rule: str, dt
         whole = torch.randn(3, *shape).to(dtype)
         parameters: list[Any] = [torch.nn.Parameter(each.clone()) for each in (whole if len(names) > 1 else [whole])]
         matrices = {name: (each, MatrixLayout()) for name, each in zip(names, parameters, strict=True)}
-        kinds = {"factored": [FACTORS], "muon": [MOMENTUM], "adam": [MOMENTS]}.get(rule, []) + [LOW_BITS]
+        kinds = {"factored": [FACTORS], "muon": [MOMENTUM], "muon8": [MOMENTUM], "adam": [MOMENTS]}.get(rule, []) + [LOW_BITS]
         groups = {name: {kind: (kind, 0) for kind in kinds} for name in names}
         for step in range(4):
             if step == 0 or (step == 2 and resumes):
                 before = None if step == 0 else [*optimizer.state()]  # noqa: F821
-                optimizer = MatrixOptimizer(matrices, group=group, groups=groups)
+                momentum_dtype = torch.int8 if rule == "muon8" else torch.float32
+                optimizer = MatrixOptimizer(matrices, group=group, groups=groups, momentum_dtype=momentum_dtype)
                 for state, new in zip(before or [], optimizer.state(), strict=bool(before)):
                     tensors = {name: read().view(new.shapes[name]).clone() for name, read in state.tensors.items()}
                     new.set(tensors, int(state.num_steps))

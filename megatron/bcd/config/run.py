@@ -212,12 +212,12 @@ class RunConfig:
         """State in host memory with each matrix, beside low bits: its precision, and how many elements share one."""
         if not (self.steps_block_by_chunk and self.bcd.bcd_layers_on == "host"):
             return {}
-        dtype = self.training.adam_moments_dtype
+        dtype = self.bcd.muon_momentum_dtype if self.is_muon else self.training.adam_moments_dtype
         state = {"exp_avg": (dtype, 1), "exp_avg_sq": ("uint8" if dtype == "int8" else dtype, 1)}
         if self.is_muon:
-            state = {"momentum_buffer": (self.bcd.muon_momentum_dtype, 1)}
-        elif dtype == "int8":
-            state |= {"exp_avg_scale": ("fp32", 256), "exp_avg_sq_scale": ("fp32", 256)}
+            state = {"momentum_buffer": (dtype, 1)}
+        if dtype == "int8":
+            state |= {f"{name}_scale": ("fp32", 256) for name in state}
         return state | ({"gradient": (self.main_grad_dtype, 1)} if self.clips_by_chunk else {})
 
     @property

@@ -21,6 +21,7 @@ SWITCHES = ("steps", "plateau")
 ALWAYS_ACTIVE = ("norms", "biases", "embedding", "head")
 FROZEN = ("embedding", "head", "norms")
 BF16_OR_FP32 = ("bf16", "fp32")
+MOMENT_DTYPES = ("fp32", "bf16", "int8")
 
 # groups of --help with fields of several dataclasses
 NETWORK = "network size"
@@ -198,7 +199,12 @@ class BcdConfig:
         choices=("adam", "factored"),
     )
     bcd_inactive_grad_dtype: str = option("bf16", "precision of gradients of inactive updates", choices=BF16_OR_FP32)
-    muon_momentum_dtype: str = option("fp32", "precision of Muon's momentum", choices=BF16_OR_FP32, group=OPTIMIZER)
+    muon_momentum_dtype: str = option(
+        "fp32",
+        "precision of Muon's momentum; int8: 8-bit codes with an fp32 scale per 256 elements",
+        choices=MOMENT_DTYPES,
+        group=OPTIMIZER,
+    )
     muon_grad_dtype: str = option(
         "fp32", "precision in which gradients for Muon are reduced", choices=BF16_OR_FP32, group=OPTIMIZER
     )
@@ -427,7 +433,7 @@ class TrainingConfig:
     adam_moments_dtype: str = option(
         "fp32",
         "precision in which Adam's two moments are stored; int8: 8-bit codes with an fp32 scale per 256 elements",
-        choices=("fp32", "bf16", "int8"),
+        choices=MOMENT_DTYPES,
         group=OPTIMIZER,
     )
 

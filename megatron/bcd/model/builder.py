@@ -294,10 +294,7 @@ def _host_layers(config: RunConfig, stage_config: TransformerConfig, padded_voca
         group=replicas.group(),
         part=replicas.expert_part(),
         chunk_layers=max(map(len, stage_chunks(partition, stage, config.bcd.bcd_layers_per_pass))),
-        state={
-            kind: (device.DTYPES.get(dtype) or getattr(torch, dtype), shared)
-            for kind, (dtype, shared) in config.state_on_host.items()
-        },
+        state={kind: (device.DTYPES[dtype], shared) for kind, (dtype, shared) in config.state_on_host.items()},
     )
 
 

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from megatron.bcd.blocks.ownership import EXPERT_STACK_ELEMENTS, matrix_stacks
 from megatron.bcd.model.host_layers import LOW_BITS, State
-from megatron.bcd.optim import bf16, low_bit_adam, update_rules
+from megatron.bcd.optim import bf16, low_bit_adam, low_bit_momentum, update_rules
 from megatron.bcd.optim.state import COLUMN_MEANS, MAIN_PARAM, MOMENTUM, ROW_MEANS
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import device
@@ -24,6 +24,8 @@ from megatron.bcd.runtime.compat import pytorch
 
 FACTORS = "factors"
 """Kind of state, beside LOW_BITS, MOMENTUM and Adam's entries."""
+MOMENTUM_SCALE = MOMENTUM + low_bit_adam.SCALE
+"""Kind of state: the scales of a momentum in 8-bit codes."""
 MOMENTS = "moments"
 """Adam's entries together, in `Matrix.groups`."""
 
@@ -77,6 +79,7 @@ class Matrix:
     groups: Mapping[str, tuple[str, int | None]]
     """The state that checkpoints store, by kind: the group's key, and the block in whose phases alone it is stepped."""
     momentum_dtype: torch.dtype
+    """int8: codes, and scales as the kind MOMENTUM_SCALE."""
     moments_dtype: str
     """Precision of Adam's moments: fp32, bf16 or int8."""
     has_signed_squares: bool
@@ -112,6 +115,11 @@ class Matrix:
                 self.offloaded[kind] = place.zero_()
         if rule.momentum is not None:
             self._prepare(MOMENTUM, lambda: self._zeros(self.momentum_dtype))
+            if self.momentum_dtype == torch.int8:
+                self._prepare(
+                    MOMENTUM_SCALE,
+                    functools.partial(low_bit_momentum.zero_scales, self.parameter.shape, device.current()),
+                )
         if rule.name == update_rules.ADAM:
             if not self.adam_state():
                 self.state |= low_bit_adam.zeros(self.parameter.numel(), rule.adam["dtype"], device.current())
@@ -125,7 +133,7 @@ class Matrix:
         """End the phase: move its momentum or Adam's moments to host memory, or drop them."""
         self.parameter.requires_grad_(False)
         self.rule = None
-        moments = [MOMENTUM, *self.adam_state()]
+        moments = [MOMENTUM, MOMENTUM_SCALE, *self.adam_state()]
         for kind in moments if not keeps_moments else ():
             self.state.pop(kind, None)
         self.offload([*moments, LOW_BITS] if self.offloads_low_bits else moments)
@@ -201,7 +209,8 @@ class Matrix:
         if (tensor := self.get(kind)) is None:
             return {}
         if kind == MOMENTUM:
-            return {MOMENTUM: lambda: tensor.detach().float()}
+            scales = self.get(MOMENTUM_SCALE)
+            return {MOMENTUM: lambda: _read_momentum(tensor.detach(), scales)}
         rows, columns, _ = self.split_factors(tensor)
         return {ROW_MEANS: rows.detach, COLUMN_MEANS: columns.detach}
 
@@ -225,6 +234,10 @@ class Matrix:
             self.set_main_param(tensors[MAIN_PARAM])
         elif not self.is_owner:
             return
+        elif kind == MOMENTUM and self.momentum_dtype == torch.int8:
+            codes, scales = low_bit_momentum.encode(tensors[MOMENTUM].view(self.parameter.shape))
+            self.store_on_host(MOMENTUM, codes)
+            self.store_on_host(MOMENTUM_SCALE, scales)
         elif kind == MOMENTUM:
             self.store_on_host(MOMENTUM, tensors[MOMENTUM].to(self.momentum_dtype, copy=True))
         elif kind == MOMENTS:
@@ -283,6 +296,12 @@ def _read_moment(state: State, name: str) -> torch.Tensor:
     return moment.abs() if name == "exp_avg_sq" else moment  # without the signs of `bf16.split`
 
 
+def _read_momentum(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    if scales is None:
+        return stored.float()
+    return low_bit_momentum.decode(stored, scales.view(*stored.shape[:-2], -1))
+
+
 class Stack:
     """Matrices of one shape, owner and layout in one phase, up to `ownership.STACK_ELEMENTS` elements.
 
@@ -324,7 +343,9 @@ class Stack:
         return [self._view(matrix, matrix.state[kind]) for matrix in self.matrices if kind in matrix.state]
 
     def _view(self, matrix: Matrix, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[None] if matrix.parameter.dim() == 2 else tensor[self.experts]
+        if matrix.parameter.dim() == 2:
+            return tensor[None]
+        return tensor.view(len(matrix.parameter), -1, *tensor.shape[2:])[self.experts]
 
     def divided(self) -> Iterator[Stack]:
         """Yield views of this stack with some experts of a single large parameter each, to save temporary memory."""

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from megatron.bcd.model.host_layers import GRADIENT, LOW_BITS
-from megatron.bcd.optim import bf16, low_bit_adam, update_rules
-from megatron.bcd.optim.matrix import FACTORS, Stack, join, write_back
+from megatron.bcd.optim import bf16, low_bit_adam, low_bit_momentum, update_rules
+from megatron.bcd.optim.matrix import FACTORS, MOMENTUM_SCALE, Stack, join, write_back
 from megatron.bcd.optim.state import MOMENTUM
 from megatron.bcd.optim.update_rules import FactoredDirection
-from megatron.bcd.runtime.compat.pytorch import compiled
+from megatron.bcd.runtime.compat.pytorch import compiled, copy_each
 
 
 def update_stack(
@@ -104,17 +104,21 @@ def _orthogonal(stack: Stack, clip_coefficient: float) -> torch.Tensor:
     if rule.momentum is not None:
         if clip_coefficient < 1.0:
             gradient = gradient * clip_coefficient
-        momenta = stack.state(MOMENTUM)
-        momentum = join(momenta)
+        momenta, scales = stack.state(MOMENTUM), stack.state(MOMENTUM_SCALE)
+        stored = join(momenta)
+        momentum = low_bit_momentum.decode(stored, join(scales)) if scales else stored.float()
         # Muon's running mean, as in Megatron Core; PyTorch's SGD sums, which is the same up to the scale
         if stack.is_skipped is None:
-            momentum.copy_(momentum.float().lerp_(gradient, 1 - rule.momentum))
+            momentum.lerp_(gradient, 1 - rule.momentum)
+        else:  # a momentum that is read and written again keeps its bits
+            momentum = torch.where(stack.is_skipped, momentum, momentum.lerp(gradient, 1 - rule.momentum))
+        if scales:
+            for targets, values in zip((momenta, scales), low_bit_momentum.encode(momentum), strict=True):
+                copy_each(targets, values.chunk(len(targets)))
         else:
-            new = momentum.float().lerp(gradient, 1 - rule.momentum)
-            momentum.copy_(torch.where(stack.is_skipped, momentum, new))
-            del new  # before the direction takes memory
-        write_back(momentum, momenta)
-        gradient = gradient.lerp(momentum.float(), rule.momentum) if rule.nesterov else momentum.float()
+            momentum = stored.copy_(momentum).float()
+            write_back(stored, momenta)
+        gradient = gradient.lerp(momentum, rule.momentum) if rule.nesterov else momentum
     update = update_rules.orthogonal(gradient, stack.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode)
     is_skipped = None if rule.momentum is None else stack.is_skipped  # the gradient is zero, not the momentum
     return update if is_skipped is None else update.masked_fill_(is_skipped, 0.0)

@@ -12,7 +12,13 @@ from typing import TypeAlias
 
 import torch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
 """Dtypes by their names in flags."""
 
 
