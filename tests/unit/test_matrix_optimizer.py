@@ -108,7 +108,7 @@ def test_experts_in_one_parameter(monkeypatch: pytest.MonkeyPatch, rule: str, dt
         whole = torch.randn(3, *shape).to(dtype)
         parameters: list[Any] = [torch.nn.Parameter(each.clone()) for each in (whole if len(names) > 1 else [whole])]
         matrices = {name: (each, MatrixLayout()) for name, each in zip(names, parameters, strict=True)}
-        kinds = {"factored": [FACTORS], "muon": [MOMENTUM], "muon8": [MOMENTUM], "adam": [MOMENTS]}.get(rule, []) + [LOW_BITS]
+        kinds = {"factored": [FACTORS], "orthogonal": [], "adam": [MOMENTS]}.get(rule, [MOMENTUM]) + [LOW_BITS]
         groups = {name: {kind: (kind, 0) for kind in kinds} for name in names}
         for step in range(4):
             if step == 0 or (step == 2 and resumes):
