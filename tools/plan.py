@@ -89,6 +89,7 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
         " every layer in every step, none = blocks (default: if no flag asks for blocks the first that fits, orthogonal"
         f" only with {LARGE_STEP:,} tokens a step or more)"},
     "adam_moments_dtype": {},
+    "muon_momentum_dtype": {},
     "bcd_layers_on": {"choices": ("device", "host"), "help": "where inactive layers are (default: device)"},
     "bcd_resident_layers": {},
     "bcd_schedule": {"choices": ("bcd", "breadth-first")},

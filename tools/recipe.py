@@ -51,7 +51,7 @@ _BY_THE_RECIPE = {
     " --use-rotary-position-embeddings --untie-embeddings-and-output-weights --no-untie-embeddings-and-output-weights",
     "give --seq-length": "--max-position-embeddings",
     "METHOD decides it. For another value write the command yourself": "--bcd-preset --optimizer"
-    " --optimizer-cpu-offload --optimizer-offload-fraction --muon-momentum-dtype --muon-grad-dtype"
+    " --optimizer-cpu-offload --optimizer-offload-fraction --muon-grad-dtype"
     " --bcd-inactive-grad-dtype --bcd-embedding-update",
     "the estimate covers its default only. Write the command yourself": "--tensor-model-parallel-size"
     " --attention-backend --no-use-distributed-optimizer --grad-reduce-in-bf16 --make-vocab-size-divisible-by",

@@ -1,4 +1,4 @@
-"""--adam-moments-dtype: runs whose moments have fewer bits."""
+"""--adam-moments-dtype and --muon-momentum-dtype: runs whose moments have fewer bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from support import resumed_runs, worlds
 from support.dist import World
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.optim import low_bit_adam
+from megatron.bcd.optim import low_bit_adam, low_bit_momentum
+from megatron.bcd.optim.state import MOMENTUM
 
 
 def small_run(text_data: str, dtype: str, **flags: Any) -> RunConfig:
@@ -110,3 +111,47 @@ def test_a_resumed_run_may_store_moments_otherwise(world1: World, text_data: str
         expected = low_bit_adam.read(low_bit_adam.encode({"exp_avg_sq": moment}, "int8"), "exp_avg_sq")
         assert torch.equal(rounded[name], expected) and bool(moment.any())
         assert torch.equal(as_fp32[name], of_int8[name])
+
+
+def momenta(config: RunConfig, folder: str) -> dict[str, torch.Tensor]:
+    """Return Muon's momenta in fp32 of a resumed run before its first step."""
+    with worlds.started(resumed_runs.with_checkpoints(config, load=folder)) as run:
+        states = [state for state in run.active.state() if MOMENTUM in state.tensors]
+        return {state.name: state.tensors[MOMENTUM]() for state in states}
+
+
+def test_a_resumed_run_may_store_a_momentum_otherwise(world1: World, text_data: str, tmp_path: Path) -> None:
+    """A run with 8-bit momenta resumes from bf16 ones in codes, and a bf16 run from codes as the rounded numbers."""
+    flags = {"data_path": text_data, "bcd_num_blocks": 1, "bcd_steps_per_block": None, "optimizer": "muon"}
+    flags |= {"train_iters": 2, "eval_iters": 0}
+    exact, coarse = (worlds.run_config(**flags, muon_momentum_dtype=dtype) for dtype in ("bf16", "int8"))
+    for config, folder in ((exact, str(tmp_path / "bf16")), (coarse, str(tmp_path / "int8"))):
+        world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, save=folder, exit_interval=1))
+    (of_bf16,) = world1.run(momenta, exact, str(tmp_path / "bf16"))
+    (rounded,) = world1.run(momenta, coarse, str(tmp_path / "bf16"))
+    (of_int8,) = world1.run(momenta, coarse, str(tmp_path / "int8"))
+    (as_bf16,) = world1.run(momenta, exact, str(tmp_path / "int8"))
+    assert of_bf16
+    for name, momentum in of_bf16.items():
+        expected = low_bit_momentum.decode(*low_bit_momentum.encode(momentum))
+        assert torch.equal(rounded[name], expected) and bool(momentum.any())
+        assert torch.equal(as_bf16[name], of_int8[name].bfloat16().float())
+
+
+def test_codes_of_a_momentum() -> None:
+    """A group of zeros stays zero, decoding and encoding again changes no bit, and an element is off by at most half a
+    code of its group's largest; also with a last group that is not full."""
+    torch.manual_seed(1)
+    for shape in ((3, 16, 32), (2, 33, 17), (1, 5)):
+        for scale in (1.0, 1e-20, 1e30):
+            values = torch.randn(shape) * torch.exp(4 * torch.randn(*shape[:-1], 1)) * scale
+            values[..., 0, : min(shape[-1], 3)] = 0.0
+            codes, scales = low_bit_momentum.encode(values)
+            decoded = low_bit_momentum.decode(codes, scales)
+            assert scales.shape == (*shape[:-2], -(-shape[-2] * shape[-1] // low_bit_momentum.GROUP))
+            again = low_bit_momentum.encode(decoded)
+            assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
+            largest = scales.repeat_interleave(low_bit_momentum.GROUP, -1)[..., : shape[-2] * shape[-1]]
+            assert bool(((decoded - values).abs().flatten(-2) <= 0.501 * largest).all())
+    codes, scales = low_bit_momentum.encode(torch.full((1, 256), 1e-38))
+    assert not codes.any() and not scales.any()

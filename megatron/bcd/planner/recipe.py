@@ -320,6 +320,8 @@ class Recipe:
         if not 0 <= bcd.bcd_resident_layers <= self.model.layers:
             yield f"--bcd-resident-layers {bcd.bcd_resident_layers}: must be 0 to {self.model.layers}"
         moments = self.config.training.adam_moments_dtype
+        if (momentum := self.flag("muon_momentum_dtype")) and not self.config.is_muon:
+            yield f"--muon-momentum-dtype {momentum}: {method} has no momentum. Leave it out."
         if moments != "fp32" and self.method == "offload":
             yield f"--adam-moments-dtype {moments}: the optimizer on the host stores fp32. Leave it out."
         if moments == "int8" and self.config.tied and 1 < self.pipeline_size < self.num_gpus:

@@ -509,6 +509,8 @@ def _settings(values: Values) -> Iterator[list[_Changes]]:
         yield [{"host_memory_gb": None}]
     if method != "offload" and values.get("adam_moments_dtype") != "int8":
         yield [{"adam_moments_dtype": "int8"}]
+    if method in ("muon", "pretrain") and values.get("muon_momentum_dtype") != "int8":
+        yield [{"muon_momentum_dtype": "int8"}]
     if values["precision"] == "fp32":
         yield [{"precision": "bf16"}]
     if is_whole or method == "pretrain":
