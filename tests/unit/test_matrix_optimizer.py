@@ -9,7 +9,7 @@ import torch
 
 from megatron.bcd.model.host_layers import LOW_BITS
 from megatron.bcd.optim import matrix
-from megatron.bcd.optim.matrix import FACTORS, MOMENTS, MatrixRule
+from megatron.bcd.optim.matrix import FACTORS, MOMENTS, MOMENTUM_SCALE, MatrixRule
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.state import MOMENTUM
 from megatron.bcd.optim.update_rules import MatrixLayout
@@ -139,3 +139,12 @@ def test_experts_in_one_parameter(monkeypatch: pytest.MonkeyPatch, rule: str, dt
     for resumes in (False, True):
         stepped = train(["experts"], resumes=resumes)
         assert stepped.keys() == wanted.keys() and all(torch.equal(stepped[name], wanted[name]) for name in wanted)
+
+
+def test_experts_that_divide_no_scale_are_refused() -> None:
+    """8-bit momenta of experts in host memory need matrices of a multiple of 256 elements."""
+    group: Any = OneRank()
+    weight: Any = torch.nn.Parameter(torch.ones(2, 6, 4))
+    places = {weight: {MOMENTUM_SCALE: torch.zeros(1)}}
+    with pytest.raises(ValueError, match=r"^--muon-momentum-dtype int8: experts has experts of 24 elements"):
+        MatrixOptimizer({"experts": (weight, MatrixLayout())}, group=group, momentum_dtype=torch.int8, places=places)

@@ -31,9 +31,11 @@ from megatron.core import parallel_state
 from megatron.bcd.blocks.ownership import matrix_owners
 from megatron.bcd.model.host_layers import GRADIENT, LOW_BITS, State
 from megatron.bcd.optim import update_rules
+from megatron.bcd.optim.low_bit_momentum import GROUP
 from megatron.bcd.optim.matrix import (
     FACTORS,
     MOMENTS,
+    MOMENTUM_SCALE,
     ChunkMatrices,
     Matrix,
     Rules,
@@ -98,6 +100,11 @@ class MatrixOptimizer:
         for name, (parameter, layout) in matrices.items():
             ranks, owner = owners[name]
             on_host = (places or {}).get(parameter, {}) if owner == ranks.rank() else {}
+            if MOMENTUM_SCALE in on_host and parameter.dim() == 3 and (size := parameter[0].numel()) % GROUP:
+                raise ValueError(
+                    f"--muon-momentum-dtype int8: {name} has experts of {size:,} elements, not a multiple of {GROUP}, "
+                    "with layers in host memory. Give bf16."
+                )
             self.matrices[name] = Matrix(
                 name=name,
                 parameter=parameter,
