@@ -112,6 +112,7 @@ def _derive_network(values: Values) -> None:
     values["bias_activation_fusion"] = values["bias_swiglu_fusion"] if values["swiglu"] else is_fused
     # passes outside a step, such as those of an evaluation, would read outdated weights
     values["disable_parameter_transpose_cache"] = True if values["fp8"] else None
+    values["fp8_recipe"] = values["fp8_recipe"] or ("delayed" if values["fp8"] else None)
 
 
 def _derive_experts(values: Values) -> None:

@@ -134,7 +134,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "fp8_amax_history_len": {"default": None},
     "fp8_amax_compute_algo": {"default": None},
     # values
-    "fp8_recipe": {"default": None, "choices": ("delayed",)},
+    "fp8_recipe": {"default": None, "choices": ("delayed", "tensorwise")},
     "attention_backend": {"choices": ("auto", "flash", "fused", "unfused", "local")},
     "cp_comm_type": {"choices": ("p2p", "all_gather", "a2a", "a2a+p2p")},
     "recompute_modules": {"choices": ("core_attn", "layernorm", "mlp"), "metavar": "MODULE"},
@@ -230,7 +230,8 @@ BELONG_TO = {
     "--use-distributed-optimizer": "overlap_param_gather",
     "--bf16": "grad_reduce_in_bf16",
     "--bf16 --fp16": "bcd_main_params",
-    "--fp8-format": "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
+    "--fp8-format": "fp8_recipe",
+    "--fp8-recipe=delayed": "fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
     "--decoupled-lr": "decoupled_min_lr",
     "--weight-decay-incr-style": "start_weight_decay end_weight_decay",
     "--eval-iters!=0": "eval_fixed full_validation",
@@ -308,7 +309,7 @@ UNSUPPORTED = {
     ),
     "weights are drawn as --init-method-std says": "--init-method-xavier-uniform --use-mup --mup-",
     "Muon is quintic, and Adam steps the rest": "--muon-coefficient-type --muon-scalar-optimizer --lion-",
-    "FP8 is supported only as --fp8-format with delayed scaling": (
+    "FP8 is supported only as --fp8-format with delayed scaling or a scale a tensor": (
         "--fp4- --fp8-quantizer-factory --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 "
         "--num-layers-at- --kitchen- --use-kitchen --te-precision-config-file --fp8-output-proj"
     ),

@@ -27,7 +27,7 @@ from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.config import DataConfig, RunConfig
 from megatron.bcd.huggingface.folder import CONFIG, RUN
-from megatron.bcd.runtime import packages
+from megatron.bcd.runtime import device, packages
 
 Run = Any
 """Namespace of all values by field name."""
@@ -62,17 +62,18 @@ CONFLICTS = {
     "--bcd-main-params=drop": "--optimizer=muon --bcd-inactive-update",  # these keep main parameters on the device
     "--bcd-inactive-update": "--fp16 --loss-scale --optimizer=sgd",  # the optimizer of all matrices has neither
     # these write frozen layers, or draw them differently on the ranks that share them
-    "--bcd-layers-on!=device": "--data-parallel-random-init --fp8-format",
+    "--bcd-layers-on!=device": "--data-parallel-random-init --fp8-recipe=delayed",
     # these need all gradients of a step at once, or run separate passes
-    "--bcd-schedule=breadth-first": "--fp8-format --bcd-run-ahead --optimizer-cpu-offload",
+    "--bcd-schedule=breadth-first": "--fp8-recipe=delayed --bcd-run-ahead --optimizer-cpu-offload",
     "--bcd-switch=plateau": "--bcd-steps-per-block",
     "--bcd-stop-cycle-improvement": "--eval-iters=0",
     "--bcd-run-ahead": "--bcd-schedule=stock",
     "--bcd-prefix-cache": "--sequence-parallel --fp8-format",  # a rank that reads the cache would not scale
-    "--fp8-format": "--transformer-impl=local",
+    "--fp8-recipe=delayed": "--transformer-impl=local",
+    "--fp8-recipe=tensorwise": "--transformer-impl=transformer_engine",
     # these are Megatron Core's, or need its layers
-    "--transformer-impl=transformers": "--tensor-model-parallel-size --context-parallel-size --fp8-format --recompute "
-    "--recompute-granularity=selective --cross-entropy-loss-fusion --bcd-prefix-cache",
+    "--transformer-impl=transformers": "--tensor-model-parallel-size --context-parallel-size --fp8-recipe=delayed "
+    "--recompute --recompute-granularity=selective --cross-entropy-loss-fusion --bcd-prefix-cache",
     # each replica group would decide these by its own samples, or would not divide the samples
     "--lighthouse": "--skip-train --bcd-switch=plateau --bcd-stop-cycle-improvement --bcd-prefix-cache "
     "--rampup-batch-size",
@@ -466,9 +467,9 @@ def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
     )
     # Transformer Engine updates the scales only at the end of a pass with gradients
     require(
-        run.fp8 is None or not any(map(partition.first_trainable_virtual_stage, range(num_blocks))),
-        f"--fp8-format {run.fp8} needs gradients on every pipeline stage in every phase. Give --bcd-layout spread, or "
-        "--bcd-num-blocks 1.",
+        run.fp8_recipe != "delayed" or not any(map(partition.first_trainable_virtual_stage, range(num_blocks))),
+        "--fp8-recipe delayed needs gradients on every pipeline stage in every phase. Give tensorwise, --bcd-layout "
+        "spread, or --bcd-num-blocks 1.",
     )
     if not run.optimizer_cpu_offload:
         return
@@ -577,8 +578,12 @@ def _check_groups(config: RunConfig, run: Run, partition: Partition) -> None:
 
 def _check_packages(run: Run) -> None:
     require(
-        run.fp8 is None or packages.has_transformer_engine(),
-        f"--fp8-format {run.fp8} needs Transformer Engine and a GPU. Leave it out.",
+        run.fp8_recipe != "delayed" or packages.has_transformer_engine(),
+        "--fp8-recipe delayed needs Transformer Engine and a GPU. Give tensorwise.",
+    )
+    require(
+        run.fp8_recipe != "tensorwise" or device.can_multiply_fp8(),
+        f"--fp8-format {run.fp8}: this GPU has no FP8. Leave it out, or use one of compute capability 8.9 or above.",
     )
 
 
@@ -586,6 +591,12 @@ def _check_batch(run: Run, world_size: int) -> None:
     model_ranks = run.tensor_model_parallel_size * run.pipeline_model_parallel_size * run.context_parallel_size
     ranks = world_size // model_ranks
     step, total = run.micro_batch_size * ranks, run.global_batch_size
+    tokens = run.micro_batch_size * run.seq_length // run.context_parallel_size
+    require(
+        run.fp8_recipe != "tensorwise" or tokens % 16 == 0,
+        f"--micro-batch-size {run.micro_batch_size}: --fp8-recipe tensorwise needs micro-batches of a multiple of 16 "
+        f"tokens on a rank, but they have {tokens}. Give another size or --seq-length.",
+    )
     product = f"--micro-batch-size {run.micro_batch_size} x data parallel size {ranks}"
     require(
         total % step == 0,

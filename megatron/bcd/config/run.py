@@ -201,6 +201,11 @@ class RunConfig:
         return self.steps_block_by_chunk and self.optimizer.clip_grad > 0.0
 
     @property
+    def fp8_products(self) -> str | None:
+        """The --fp8-format with which linear layers multiply by PyTorch's scaled products; None for Megatron's ways."""
+        return self.transformer["fp8"] if self.transformer.get("fp8_recipe") == "tensorwise" else None
+
+    @property
     def main_grad_dtype(self) -> str:
         """Precision in which gradients of the block add up."""
         if self.is_muon:

@@ -27,7 +27,7 @@ from megatron.bcd.blocks.chunks import stage_chunks
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model import grouped_experts, transformers_model
+from megatron.bcd.model import fp8, grouped_experts, transformers_model
 from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.chunks import ChunkwiseFloat16Module, ChunkwiseModel
 from megatron.bcd.model.host_layers import HostLayers, StreamedLayer
@@ -226,6 +226,8 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
             # Tensor-parallel ranks have biases of different experts: they do not add them up, and each counts its own.
             module.bias.sequence_parallel = False
             tensor_parallel.set_tensor_model_parallel_attributes(module.bias, is_parallel=True, dim=0, stride=1)
+    if config.fp8_products:
+        fp8.use_products(model, config)
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if config.has_embedding_on_host and chunks[0].pre_process:

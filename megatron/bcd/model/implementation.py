@@ -49,7 +49,7 @@ def available_implementation(config: RunConfig) -> Implementation:
     optimizer = packages.optimizer_implementation()
     if wanted == TRANSFORMERS:
         return Implementation(layers=TRANSFORMERS, attention=SCALED_DOT_PRODUCT, norm=TRANSFORMERS, optimizer=optimizer)
-    if has_engine and wanted != "local":
+    if has_engine and wanted != "local" and not config.fp8_products:
         uses_sdpa = config.data.reset_attention_mask or config.precision == "fp32" and not asks_unfused
         attention = SCALED_DOT_PRODUCT if uses_sdpa else "Transformer Engine"
         return Implementation(

@@ -43,6 +43,8 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
         # the fused kernel always computes the tanh form, but Megatron Core accepts it for torch's GELU only
         fields["activation_func"] = tanh_gelu
     fields.pop("cross_entropy_fusion_impl", None)
+    if config.fp8_products:  # Megatron Core knows only Transformer Engine's
+        del fields["fp8"], fields["fp8_recipe"]
     if config.has_linear_loss or not device.has_cuda():
         fields["cross_entropy_loss_fusion"] = False
     if not device.has_cuda():

@@ -43,6 +43,11 @@ def name() -> str:
     return torch.cuda.get_device_name() if has_cuda() else "cpu"
 
 
+def can_multiply_fp8() -> bool:
+    """Return whether this process's device multiplies matrices in FP8: a CPU, or a GPU from Ada and Hopper on."""
+    return not has_cuda() or torch.cuda.get_device_capability() >= (8, 9)
+
+
 def set_allocator() -> None:
     """Let PyTorch's allocator extend its segments, unless an environment variable configures it. Comes before CUDA.
 

@@ -91,7 +91,8 @@ def summarize(
     token_share = sum(rank["num_token_parameters"] for rank in one_replica) / num_parameters
     return RunSummary(
         model=_describe_model(config, unwrap_model(model).config, run.vocab_size, run.padded_vocab_size),
-        parallel=f"{config.describe_ranks(parallel_state.get_data_parallel_world_size())}, {config.precision}",
+        parallel=f"{config.describe_ranks(parallel_state.get_data_parallel_world_size())}, {config.precision}"
+        + (f" with {config.fp8_products} FP8 products" if config.fp8_products else ""),
         parameters_per_stage=per_stage,
         total_parameters=sum(per_stage) - by_stage[partition.num_stages - 1]["tied_copy"],
         blocks=tuple(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -72,6 +72,11 @@ def clear_router_losses() -> None:
         destroy_moe_metrics_tracker()
     else:
         moe_utils.get_moe_layer_wise_logging_tracker().clear()
+
+
+def set_linear_function(module: Any, function: Callable[..., Any]) -> None:
+    """Replace the function by which a tensor-parallel linear layer multiplies; called with keyword arguments."""
+    module._forward_impl = function
 
 
 @functools.cache

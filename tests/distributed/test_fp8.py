@@ -1,0 +1,77 @@
+"""--fp8-recipe tensorwise: linear products in FP8, without Transformer Engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support import resumed_runs, worlds
+from support.dist import World
+
+from megatron.bcd.model import fp8
+
+FP8 = {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+CUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tensor": {"world_size": 2, "tensor_model_parallel_size": 2},
+    "sequence": {"world_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pipeline": {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel"},
+}
+
+
+def relative(value: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((value.float() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize(("name", "most"), [("e4m3", 0.05), ("hybrid", 0.08)])
+def test_a_product_and_its_gradients(name: str, most: float) -> None:
+    """Output and both gradients are near those in fp32, and not equal to those in bf16. Zeros stay zero, and infinite
+    inputs give NaN."""
+    torch.manual_seed(1)
+    x, weight, grad = (torch.randn(size, dtype=torch.bfloat16) for size in ((4, 8, 64), (48, 64), (4, 8, 48)))
+    x.requires_grad_(), weight.requires_grad_()
+    output = fp8._Product.apply(x, weight, fp8._GRADIENTS[name], False)
+    output.backward(grad)
+    (x32, weight32, grad32), (x_grad, weight_grad) = (
+        (each.detach().float() for each in (x, weight, grad)),
+        (x.grad, weight.grad),
+    )
+    wanted = (x32 @ weight32.t(), grad32 @ weight32, grad32.flatten(0, 1).t() @ x32.flatten(0, 1))
+    for value, exact in zip((output.detach(), x_grad, weight_grad), wanted, strict=True):
+        assert value is not None and 0.005 < relative(value, exact) < most
+    zeros = torch.zeros(16, 64, dtype=torch.bfloat16)
+    assert not fp8._Product.apply(zeros, weight, torch.float8_e5m2, False).any()
+    zeros[0, 0] = torch.inf
+    assert fp8._Product.apply(zeros, weight, torch.float8_e5m2, False).isnan().all()
+
+
+def losses(config: Any) -> tuple[list[float], int]:
+    """Return the losses of a run, and the number of FP8 products."""
+    with mock.patch.object(fp8, "scaled_mm", side_effect=fp8.scaled_mm) as product, worlds.started(config) as run:
+        run.train()
+        return [step["loss"] for step in run.results], product.call_count
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_losses(world1: World, world2: World, text_data: str, cut: str) -> None:
+    """Losses are those of bf16 within 2 %, and not the same, on slices and stages, too."""
+    flags = {"data_path": text_data, "train_iters": 6, "bcd_steps_per_block": 2, "hidden_size": 64, "eval_iters": 0}
+    world = world1 if cut == "one" else world2
+    (wide, none), *_ = reversed(world.run(losses, worlds.run_config(bf16=True, **flags | CUTS[cut])))
+    (narrow, number), *_ = reversed(world.run(losses, worlds.run_config(**flags | CUTS[cut] | FP8)))
+    assert none == 0 < number and narrow != wide
+    assert narrow == pytest.approx(wide, rel=0.02)
+
+
+@pytest.mark.parametrize("preset", ["pretrain", "finetune"])
+def test_layers_on_the_host(world1: World, text_data: str, tmp_path: Path, preset: str) -> None:
+    """Training with layers in host memory equals that on the device bit for bit."""
+    flags = FP8 | {"data_path": text_data, "train_iters": 4, "bcd_preset": preset, "clip_grad": 0.0, "eval_iters": 0}
+    flags |= {"bcd_steps_per_block": 2} if preset == "pretrain" else {"bcd_inactive_update": "factored"}
+    flags |= {"bcd_schedule": "breadth-first"}
+    configs = [worlds.run_config(**flags, bcd_layers_on=place) for place in ("device", "host")]
+    [device], [host] = (world1.run(resumed_runs.one_part, config) for config in configs)
+    assert resumed_runs.differences(device, [host]) == []
