@@ -12,7 +12,9 @@ import pytest
 import torch
 from _self_test import FLAGS, ONE_BLOCK, TOLERANCE, Runner, flag_words
 
+from megatron.bcd.model import fp8
 from megatron.bcd.optim.bf16 import bf16_residual
+from megatron.bcd.runtime import device
 
 pytestmark = pytest.mark.timeout(1800)
 SUBMODEL = {"bcd_num_blocks": 2, "bcd_layout": "submodel", "bcd_steps_per_block": 2, "train_iters": 8}
@@ -80,3 +82,20 @@ def test_apex(num_gpus: int, tmp_path: Path, precision: str) -> None:
     assert "layers local" in summary and "norm Apex fused LayerNorm, optimizer Apex fused Adam" in summary
     reference = runner.train(f"cpu_{precision}", flags, on_cpu=True)
     assert run.losses == pytest.approx(reference.losses, rel=TOLERANCE[precision])
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_products(num_gpus: int, grad_dtype: torch.dtype) -> None:
+    """FP8 products and their gradients on a GPU are those of a CPU, apart from the rounding of sums."""
+    if not device.can_multiply_fp8():
+        pytest.skip("needs compute capability 8.9")
+    results = []
+    for place in ("cpu", "cuda"):
+        torch.manual_seed(1)
+        x, weight, grad = (torch.randn(size, dtype=torch.bfloat16) for size in ((2, 32, 64), (48, 64), (2, 32, 48)))
+        x, weight = (each.to(place).requires_grad_() for each in (x, weight))
+        output = fp8._Product.apply(x, weight, grad_dtype, False)
+        output.backward(grad.to(place))
+        results.append([each.detach().cpu().float() for each in (output, x.grad, weight.grad)])
+    for on_cpu, on_gpu in zip(*results, strict=True):
+        assert (on_gpu - on_cpu).norm() < 0.005 * on_cpu.norm()
