@@ -355,10 +355,9 @@ SCHEDULES = {
     "depth_first_device": "--bcd-schedule bcd",
 }
 NETWORKS = {"8b": LLAMA_8B, "14b": QWEN_14B, "experts": QWEN_30B_A3B}
-COMPILED = ("8b_breadth_first_host", "8b_breadth_first_device", "8b_depth_first_device", "14b_breadth_first_host",
-            "experts_breadth_first_device")  # fmt: skip
-EVERY_SCHEDULE = (*COMPILED, "experts_breadth_first_host", "14b_breadth_first_device")
-"""Runs of every layer. Those in COMPILED are repeated with compiled updates."""
+DENSE = ("8b_breadth_first_host", "8b_breadth_first_device", "8b_depth_first_device", "14b_breadth_first_host")
+EVERY_SCHEDULE = (*DENSE, "experts_breadth_first_device", "experts_breadth_first_host", "14b_breadth_first_device")
+"""Runs of every layer. Those in DENSE are repeated with FP8 products."""
 COPIES = """
 import json, sys, time, torch
 count, streams = 8, [torch.cuda.Stream() for _ in range(2)]
@@ -400,16 +399,16 @@ def speed(setting: Setting, results: Results) -> list[Job]:
     adam = time_steps(setting, "8b_full_adam_8_bit_host", LLAMA_8B, ADAM_ON_HOST, limit=True)
     copies = Job(name="copies", words=(sys.executable, "-c", COPIES, "{metrics}"), seconds=60, kind="json")
     profile = [kernels] if setting.has_gpu and not setting.is_tiny else []
-    compiled = [time_schedule(setting, name, suffix="_compiled") for name in COMPILED]
-    every_layer = [time_schedule(setting, name) for name in EVERY_SCHEDULE]
-    return [*compiled, *profile, *([copies] if setting.has_gpu else []), *every_layer, adam, *jobs]
+    fp8 = [time_schedule(setting, name, is_fp8=True) for name in DENSE]
+    first, *others = [time_schedule(setting, name) for name in EVERY_SCHEDULE]
+    return [first, *fp8, *profile, *others, *([copies] if setting.has_gpu else []), adam, *jobs]
 
 
-def time_schedule(setting: Setting, name: str, *, suffix: str = "") -> Job:
+def time_schedule(setting: Setting, name: str, *, is_fp8: bool = False) -> Job:
     """Return the job that trains every layer; `name` joins names of NETWORKS and SCHEDULES."""
     model, _, schedule = name.partition("_")
-    flags = f"{EVERY_LAYER} {SCHEDULES[schedule]}"
-    return time_steps(setting, name + suffix, NETWORKS[model], flags, limit="host" in schedule)
+    flags = f"{EVERY_LAYER} {SCHEDULES[schedule]}" + " --fp8-format hybrid --fp8-recipe tensorwise" * is_fp8
+    return time_steps(setting, name + "_fp8" * is_fp8, NETWORKS[model], flags, limit="host" in schedule)
 
 
 def time_steps(setting: Setting, name: str, network: str, flags: str, *, limit: bool = False) -> Job:

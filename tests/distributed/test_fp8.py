@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support import resumed_runs, worlds
+from support import decoders, resumed_runs, worlds
 from support.dist import World
 
 from megatron.bcd.model import fp8
@@ -75,3 +75,15 @@ def test_layers_on_the_host(world1: World, text_data: str, tmp_path: Path, prese
     configs = [worlds.run_config(**flags, bcd_layers_on=place) for place in ("device", "host")]
     [device], [host] = (world1.run(resumed_runs.one_part, config) for config in configs)
     assert resumed_runs.differences(device, [host]) == []
+
+
+def test_transformers_layers(world1: World, text_data: str, tmp_path: Path) -> None:
+    """Layers of transformers train with losses near those in bf16."""
+    model = decoders.write_model("llama", tmp_path / "model")
+    flags = {"load_hf": model, "data_path": text_data, "tokenizer_type": "ByteLevelTokenizer", "seq_length": 24}
+    flags |= {"transformer_impl": "transformers", "micro_batch_size": 2, "global_batch_size": 4, "train_iters": 3}
+    flags |= {"lr": 1e-3, "eval_iters": 0, "log_interval": 1, "bcd_preset": "finetune", "num_workers": 0}
+    [(wide, none)], [(narrow, number)] = (
+        world1.run(losses, worlds.config_of(**flags | precision)) for precision in ({"bf16": True}, FP8)
+    )
+    assert none == 0 < number and narrow != wide and narrow == pytest.approx(wide, rel=0.02)

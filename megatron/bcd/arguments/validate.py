@@ -194,6 +194,8 @@ def _check_tables(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterat
     derived, conflicting = dict[str, str](), set[str]()
     if values["bcd_layers_on"] != "device" and "bcd_schedule" not in given:  # name the flag that the user gave
         derived["--bcd-schedule=breadth-first"] = "--bcd-layers-on"
+    if "fp8_recipe" not in given:
+        derived["--fp8-recipe=delayed"] = "--fp8-format"
     pairs = (f"{flag} {other}" for flag, others in CONFLICTS.items() for other in others.split())
     for row in (*AT_MOST_ONE, *pairs):
         flags = [_describe(values, derived.get(flag, flag)) for flag in row.split() if holds(values, flag)]
@@ -468,8 +470,8 @@ def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
     # Transformer Engine updates the scales only at the end of a pass with gradients
     require(
         run.fp8_recipe != "delayed" or not any(map(partition.first_trainable_virtual_stage, range(num_blocks))),
-        "--fp8-recipe delayed needs gradients on every pipeline stage in every phase. Give tensorwise, --bcd-layout "
-        "spread, or --bcd-num-blocks 1.",
+        f"--fp8-format {run.fp8}: delayed scaling needs gradients on every pipeline stage in every phase. Give "
+        "--fp8-recipe tensorwise, --bcd-layout spread, or --bcd-num-blocks 1.",
     )
     if not run.optimizer_cpu_offload:
         return
@@ -579,7 +581,7 @@ def _check_groups(config: RunConfig, run: Run, partition: Partition) -> None:
 def _check_packages(run: Run) -> None:
     require(
         run.fp8_recipe != "delayed" or packages.has_transformer_engine(),
-        "--fp8-recipe delayed needs Transformer Engine and a GPU. Give tensorwise.",
+        f"--fp8-format {run.fp8}: delayed scaling needs Transformer Engine and a GPU. Give --fp8-recipe tensorwise.",
     )
     require(
         run.fp8_recipe != "tensorwise" or device.can_multiply_fp8(),

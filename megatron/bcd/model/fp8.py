@@ -11,7 +11,6 @@ Shapes: T tokens, I inputs, O outputs of a layer.
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import torch
@@ -38,27 +37,21 @@ _GRADIENTS = {"e4m3": torch.float8_e4m3fn, "hybrid": torch.float8_e5m2}
 """Format of output gradients by --fp8-format."""
 
 
-def use_products(model: torch.nn.Module, config: RunConfig) -> int:
-    """Let the linear layers of the model's transformer layers multiply in FP8, and return their number.
+def use_products(model: torch.nn.Module, config: RunConfig) -> None:
+    """Let the linear layers inside the model's transformer layers multiply in FP8.
 
-    Embedding, head, router and layers whose sizes are no multiples of ALIGNMENT are left as they are.
+    Embedding, head, routers, experts and layers whose sizes are no multiples of ALIGNMENT are left as they are.
     """
-    number, settings = 0, (_GRADIENTS[str(config.fp8_products)], packages.compiles(config.bcd.bcd_compile))
+    settings = (_GRADIENTS[str(config.fp8_products)], packages.compiles(config.bcd.bcd_compile))
     for name, module in model.named_modules():
-        if not re.search(r"\.layers\.\d+\.", name) or any(size % ALIGNMENT for size in _sizes(module)):
+        shape = getattr(getattr(module, "weight", None), "shape", ())
+        is_router = name.endswith((".gate", ".router"))
+        if is_router or ".layers." not in name or any(size % ALIGNMENT for size in shape):
             continue
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             megatron_core.set_linear_function(module, functools.partial(_parallel_linear, settings))
-            number += 1
         elif isinstance(module, torch.nn.Linear):
             module.forward = functools.partial(_linear, settings, module)  # type: ignore[method-assign]
-            number += 1
-    return number
-
-
-def _sizes(module: torch.nn.Module) -> tuple[int, ...]:
-    weight = getattr(module, "weight", None)
-    return () if weight is None else tuple(weight.shape)
 
 
 def _linear(settings: tuple[torch.dtype, bool], module: torch.nn.Linear, input: Tensor) -> Tensor:
