@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from filelock import Timeout, UnixFileLock
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from support import worlds
 from support.dist import World
 
@@ -121,3 +126,27 @@ def test_evaluation_disturbs_nothing(world2: World, text_data: str) -> None:
     assert evaluated["losses"] == without["losses"]
     assert [iteration for iteration, *_ in evaluated["evaluations"]] == [2, 4, 6, 6]
     assert len({loss for *_, loss in evaluated["evaluations"]}) == 4, "each on the next samples"
+
+
+def is_locked_while_built(config: RunConfig) -> list[bool]:
+    """Return whether other jobs have to wait while the datasets are built, and afterwards."""
+    others, is_locked = UnixFileLock(f"{config.data.data_cache_path}/.lock"), []
+    build = BlendedMegatronDatasetBuilder.build
+
+    def is_free() -> bool:
+        with contextlib.suppress(Timeout), others.acquire(blocking=False):
+            return True
+        return False
+
+    def built(self: BlendedMegatronDatasetBuilder) -> Any:
+        is_locked.append(not is_free())
+        return build(self)
+
+    with mock.patch.object(BlendedMegatronDatasetBuilder, "build", built), worlds.started(config):
+        return [*is_locked, not is_free()]
+
+
+def test_one_job_at_a_time_writes_the_index_cache(world1: World, text_data: str, tmp_path: Path) -> None:
+    """Two jobs on the same data do not read each other's incomplete files."""
+    config = worlds.run_config(data_path=text_data, data_cache_path=tmp_path / "cache")
+    assert world1.run(is_locked_while_built, config) == [[True, False]]

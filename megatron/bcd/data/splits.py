@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import glob
 import math
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
+import torch
+from filelock import UnixFileLock
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -115,9 +118,10 @@ def _build_splits(
     """
     dataset_class = MockGPTDataset if config.data.mock_data else GPTDataset
     try:
-        built = BlendedMegatronDatasetBuilder(
-            dataset_class, list(sizes), lambda: stage_needs_data(config), dataset_config
-        ).build()
+        with _one_job_at_a_time(next(iter(_cache_folders(config)), None)):
+            built = BlendedMegatronDatasetBuilder(
+                dataset_class, list(sizes), lambda: stage_needs_data(config), dataset_config
+            ).build()
     except (ValueError, EOFError, pickle.UnpicklingError) as error:  # raised by numpy for a truncated file
         damaged = _damaged_indexes(config)
         if not damaged:
@@ -145,17 +149,31 @@ def _build_splits(
     )
 
 
-def _damaged_indexes(config: RunConfig) -> list[str]:
-    """Return the incomplete files of the index cache. Megatron Core writes a file again if it is missing."""
+@contextlib.contextmanager
+def _one_job_at_a_time(folder: str | None) -> Iterator[None]:
+    """Let rank 0 wait while another job writes the index cache, which would read files that are not complete."""
+    with contextlib.ExitStack() as stack:
+        if folder is not None and torch.distributed.get_rank() == 0:
+            with contextlib.suppress(OSError):  # a disk without locks; Megatron Core says if it is not writable
+                os.makedirs(folder, exist_ok=True)
+                stack.enter_context(UnixFileLock(os.path.join(folder, ".lock"), fallback_to_soft=False))
+        yield
+
+
+def _cache_folders(config: RunConfig) -> list[str]:
+    """Return the folders of the index cache: the given one, or Megatron Core's default beside each dataset."""
     data = config.data
     if data.data_cache_path is not None:
-        folders = [data.data_cache_path]
-    else:  # Megatron Core's default
-        paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-        prefixes = [prefix for words in paths if words for prefix in get_blend_from_list(list(words))[0]]
-        folders = [os.path.join(prefix, "cache", f"{GPTDataset.__name__}_indices") for prefix in prefixes]
+        return [data.data_cache_path]
+    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    prefixes = [prefix for words in paths if words for prefix in get_blend_from_list(list(words))[0]]
+    return [os.path.join(prefix, "cache", f"{GPTDataset.__name__}_indices") for prefix in dict.fromkeys(prefixes)]
+
+
+def _damaged_indexes(config: RunConfig) -> list[str]:
+    """Return the incomplete files of the index cache. Megatron Core writes a file again if it is missing."""
     damaged = []
-    for folder in dict.fromkeys(folders):
+    for folder in _cache_folders(config):
         for file in sorted(glob.glob(os.path.join(glob.escape(folder), "*_index.npy"))):
             try:
                 numpy.load(file, mmap_mode="r")
