@@ -177,8 +177,6 @@ def add_recipe_flags(group: Any) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises ValueError for an unknown or missing flag, or an invalid value."""
-    if "--bf-multiplier" in (sys.argv if argv is None else argv):
-        raise ValueError("--bf-multiplier: removed. Multiply the --tokens of full training by it.")
     task = build_parser().parse_args(argv).task
     return with_records(build_parser(task).parse_args(argv))
 

@@ -68,12 +68,6 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     add("--input", nargs="+", required=True, metavar="FILE", help="files and quoted globs, read in this order: .jsonl "
         "and .json with an object per line, .txt with a document per line, also with .gz")  # fmt: skip
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (default: text)")
-    for flag in ("--input-format", "--documents"):
-        add(flag, type=_removed, help=argparse.SUPPRESS)
-
-
-def _removed(value: str) -> None:
-    raise argparse.ArgumentTypeError(f"{value}: removed. {OTHER_FORMATS}")
 
 
 def find_sources(args: argparse.Namespace) -> list[tuple[str, str]]:
