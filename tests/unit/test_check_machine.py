@@ -128,7 +128,7 @@ def test_a_gpu_machine(monkeypatch: pytest.MonkeyPatch, probed: dict[str, Any], 
 
 
 def test_a_slow_link() -> None:
-    """A link below its table's rate, or below 1 GB/s without one, fails and names its ranks; one rank skips the check."""
+    """A link below its table's rate, or below 1 GB/s without one, fails and names its ranks; one rank skips it."""
     known = check_machine.known_gpu(GPU["name"], read_clusters(TABLE))
     assert check_machine.check_links(RATES, None).verdict == PASS
     slow = RATES | {"device": "cuda"} | {"links": {"by_pair": {"0-1": 30.0, "1-2": 0.9}, "all_reduce": 0.5}}
