@@ -29,8 +29,8 @@ from _parser import (
     add_json,
     check_writable,
     command,
-    print_table,
     run_main,
+    table,
     write_atomically,
     write_figures,
 )
@@ -52,7 +52,6 @@ LINES: dict[str, dict[str, Any]] = {
 BLOCK_TINTS = ("#fdeccb", "#ddefd8", "#dfe7f7", "#f8dfe8", "#ece5f6", "#dcf1f0")
 INK, FAINT = "#2b2b2b", "#6f6f6f"
 MAX_BANDS = 150  # more could not be told apart
-MAX_RANKS_AS_BARS = 16
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "xtick.color": FAINT, "ytick.color": FAINT}
 
 
@@ -264,11 +263,6 @@ def as_json(figures: Sequence[Figures]) -> dict[str, Any]:
 # ---------------------------------------------------------------- pictures
 
 
-def phased_run(runs: Sequence[Run]) -> Run | None:
-    """Return the first run that switched blocks, or None."""
-    return next((run for run in runs if len({step["block"] for step in run.steps}) > 1), None)
-
-
 def phase_bands(run: Run) -> list[tuple[float, float, int]]:
     """Return (start, end, block) of each phase in iterations, joining neighbours of the same block.
 
@@ -321,7 +315,8 @@ def loss_chart(runs: Sequence[Run]) -> View:
         smooth.append(smoothed(values))
         curves += [(run.name, colour, "thin", places, values), (run.name, colour, "line", places, smooth[-1])]
         curves.append((f"{run.name}, validation", colour, "dots", *finite(run.validations, "validation_loss")))
-    phased, limits = phased_run(runs), loss_limits(smooth)
+    phased = next((run for run in runs if len({step["block"] for step in run.steps}) > 1), None)
+    limits = loss_limits(smooth)
     bands = phase_bands(phased) if phased else []
     hint = "thin: before smoothing; dots: validation" + "; initial losses cut off" * bool(limits)
     hint += f"; shade: active block of {phased.name}" if phased else ""
@@ -360,24 +355,15 @@ def loss_limits(curves: Sequence[Sequence[float]]) -> tuple[float, float] | None
 
 
 def _draw_model_state(axes: Any, figures: Sequence[Figures]) -> None:
-    """Draw a group of bars per rank, a bar per run; beyond MAX_RANKS_AS_BARS only the highest rank."""
-    states = [row["model_state_bytes"] or () for row in figures]
-    labels = [f"rank {rank}" for rank in range(max(map(len, states)))]
-    if len(labels) > MAX_RANKS_AS_BARS:
-        states, labels = [(max(state),) if state else () for state in states], ["highest rank"]
-    width = 0.8 / len(figures)
-    form = "{:,.0f}" if max((max(state) for state in states if state), default=0) >= 100 * MIB else "{:,.1f}"
-    for index, state in enumerate(states):
-        centres = [rank + (index - (len(figures) - 1) / 2) * width for rank in range(len(state))]
-        heights = [num_bytes / MIB for num_bytes in state]
-        bars = axes.bar(centres, heights, width=width * 0.92, color=RUN_COLOURS[index % len(RUN_COLOURS)])
-        if len(states) * len(state) <= 8:
-            axes.bar_label(bars, fmt=form, padding=2, fontsize=9, color=INK)
-    axes.set_xticks(range(len(labels)), labels, rotation=0 if len(labels) <= 3 else 90)
-    axes.tick_params(axis="x", length=0)
+    """Draw a bar per run: the model state of its largest rank."""
+    sizes = [max(row["model_state_bytes"] or (0,)) / MIB for row in figures]
+    colours = [RUN_COLOURS[index % len(RUN_COLOURS)] for index in range(len(sizes))]
+    bars = axes.bar(range(len(sizes)), sizes, color=colours)
+    axes.bar_label(bars, fmt="{:,.1f}", padding=2, fontsize=9, color=INK)
+    axes.set_xticks([])
     axes.set_ylabel("MiB")
     axes.margins(y=0.1)
-    axes.set_title("Model state\nmaximum over phases", loc="left", fontsize=10, color=FAINT)
+    axes.set_title("Model state\nof the largest rank, maximum over phases", loc="left", fontsize=10, color=FAINT)
     axes.grid(axis="y", color="#b5b5b5", linewidth=0.6, alpha=0.5)
 
 
@@ -396,8 +382,8 @@ def report_view(runs: Sequence[Run], figures: Sequence[Figures]) -> View:
         draw_chart("Memory, MiB", "peak; dashed: model state; on the rank with the most", memory, limits=(0, 0)),
     ]
     tests = [f"{row['run']}: test loss {row['test_loss']:.4f}" for row in figures if row["test_loss"] is not None]
-    table = {"columns": COLUMNS, "rows": table_rows(figures), "notes": notes(figures) + tests}
-    return {"names": [run.name for run in runs], "charts": [chart for chart in charts if chart], **table}
+    shown = {"names": [run.name for run in runs], "charts": [chart for chart in charts if chart]}
+    return shown | {"columns": COLUMNS, "rows": table_rows(figures), "notes": notes(figures) + tests}
 
 
 # ---------------------------------------------------------------- command line
@@ -428,21 +414,15 @@ def report(arguments: argparse.Namespace) -> None:
     check_writable(arguments.json, flag="--json")
     runs = read_runs(arguments.run)
     figures = [run_figures(run) for run in runs]
+    text = "\n".join([table(COLUMNS, table_rows(figures)), *notes(figures)])
     if arguments.figure:
         write_atomically(arguments.figure, lambda name: draw(name, kind[1:], runs, figures), flag="--figure")
     if arguments.html:
         write_page(arguments.html, "watch", report_view(runs, figures))
-    write_figures(arguments.json, as_json(figures), lambda: show(figures))
+    write_figures(arguments.json, as_json(figures), lambda: print(text))
     for path in filter(None, (arguments.figure, arguments.html)):
         if arguments.json != STDOUT:
             print(f"wrote {path}")
-
-
-def show(figures: Sequence[Figures]) -> None:
-    """Print the table and its notes."""
-    print_table(COLUMNS, table_rows(figures))
-    for note in notes(figures):
-        print(note)
 
 
 @command(PROG)
