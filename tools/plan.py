@@ -524,10 +524,9 @@ def show_figures(estimate: Estimate) -> str:
         f"{_layout(recipe)}, {recipe.precision}, sequence {recipe.tokens:,}, global batch {recipe.global_batch_size} "
         f"({recipe.num_microbatches} microbatches)"
     )
+    settings = textwrap.fill(settings, _WIDTH)
     if recipe.method == "finetune":
-        settings = f"{textwrap.fill(settings, _WIDTH)}\n{reason_for_rule(recipe)}"
-    else:
-        settings = textwrap.fill(settings, _WIDTH)
+        settings += f"\n{reason_for_rule(recipe)}"
     return (
         f"{recipe.model.name}: {recipe.num_parameters:,} parameters, {recipe.name}, on "
         f"{recipe.num_gpus} x {recipe.cluster.gpu} ({nodes})\n{settings}\n\n"

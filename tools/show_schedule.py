@@ -285,17 +285,16 @@ def _nearest(cells: float) -> int:
 
 def figures(timelines: Mapping[str, Timeline]) -> str:
     """Return a table of the schedules' costs, with one column per schedule."""
-
-    def is_sent(action: Action) -> bool:
-        return action.kind is Kind.SEND_BACKWARD
-
     rows = [["", *timelines]]
     for name, value_of in (
         ("iteration time", lambda timeline: f"{timeline.iteration_time:g}"),
         ("bubble", lambda timeline: f"{100 * timeline.bubble:.0f} %"),
         ("work", lambda timeline: f"{sum(timeline.busy_times):g}"),
         ("activations kept (microbatches)", lambda timeline: str(sum(map(peak_graphs, timeline.plan.stages)))),
-        ("backward messages", lambda timeline: str(sum(map(is_sent, chain(*timeline.plan.stages))))),
+        (
+            "backward messages",
+            lambda timeline: str([each.kind for each in chain(*timeline.plan.stages)].count(Kind.SEND_BACKWARD)),
+        ),
     ):
         rows.append([name, *map(value_of, timelines.values())])
     return "\n".join(f"{name:<32}{''.join(value.rjust(9) for value in values)}".rstrip() for name, *values in rows)
