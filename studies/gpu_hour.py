@@ -32,6 +32,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 from _parser import Parser, command, run_main
 from _processes import ROOT, failure_reason, kill, start
 from gpu_hour_jobs import JOBS, PARTS, WIDTHS, Job, Setting, read_results
+from study import commit, tell
 
 PROG = "studies/gpu_hour.py"
 KEPT_FIELDS = ("iteration", "consumed_samples", "phase", "block", "loss", "learning_rate", "grad_norm", "step_time_ms",
@@ -82,16 +83,6 @@ def hardware() -> dict[str, Any]:
     if done.returncode:
         raise ValueError(f"torch does not start: {done.stderr.strip().splitlines()[-1:]}; check the environment")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-@functools.cache
-def commit() -> str:
-    """Return BCD_COMMIT if it is set, because a copy may have another history, or else the commit from git."""
-    if "BCD_COMMIT" in os.environ:
-        return os.environ["BCD_COMMIT"]
-    words = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 # ---------------------------------------------------------------- running
@@ -194,10 +185,6 @@ class Runner:
         words = [sys.executable, __file__, "--score", str(model), *map(str, texts)]
         done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
         return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
-
-
-def tell(line: str) -> None:
-    print(time.strftime("%H:%M:%S"), line, file=sys.stderr, flush=True)
 
 
 def score(model_folder: Path, texts: Sequence[Path], *, seq_length: int = 256, batch: int = 16) -> dict[str, float]:

@@ -11,7 +11,7 @@ import re
 import shlex
 import statistics
 import textwrap
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -85,37 +85,13 @@ class Study:
         return next(method for method in self.methods if method.name == name)
 
 
-def read_yaml(path: str, *, instead: str) -> Any:
-    """Return the contents of the file. `instead` ends error messages: it says what to give.
-
-    Raises:
-        ValueError: the file can't be read, is not YAML, or has a key twice. The message begins with the path.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            return yaml.load(file, Loader=_Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ValueError(f"{path}: {reason}; {instead}") from None
-    except Exception as error:  # the reader raises many types, for "!!bool x" or a 13th month
-        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}; {instead}") from None
-
-
-class _Loader(yaml.SafeLoader):
-    """A loader that refuses duplicate keys, where YAML's loader takes the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        names = [key.value for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1 and name != "<<":
-                raise yaml.constructor.ConstructorError(None, None, f"{name} stands twice", node.start_mark)
-        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep=deep)
-        return mapping
-
-
 def read_study(path: str) -> Study:
     """Read a study file. Raises ValueError naming the file, the key, and the problem."""
-    entries = _mapping(read_yaml(path, instead="give a study file, such as studies/gpt_10_minutes.yaml"), path)
+    try:
+        entries = _mapping(yaml.safe_load(Path(path).read_text(encoding="utf-8")), path)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: {reason}; give a study file, such as studies/gpt_10_minutes.yaml") from None
     for key in {"models", "data", "methods"} & entries.keys():
         named = _mapping(entries[key], f"{path}: {key}").items()
         entries[key] = tuple(

@@ -29,7 +29,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
 import psutil
-from _parser import Parser, command, print_table, run_main
+from _parser import Parser, command, run_main, table
 from _processes import ROOT, SCRIPTS, CannotRun, failure_reason, kill, launcher, run, start, text_commands
 
 PROG = "studies/soak.py"
@@ -312,7 +312,7 @@ def main(argv: list[str]) -> int:
     (folder / "soak.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     if runs := figures.get("runs"):
         rows = [[name, *(str(value) for value in run_figures.values())] for name, run_figures in runs.items()]
-        print_table(["run", *runs["disturbed"]], rows)
+        print(table(["run", *runs["disturbed"]], rows))
         print(f"validation loss: {figures['loss_change_percent']:+.2f} % to the undisturbed run's")
     for problem in figures["problems"]:
         print(f"FAILED: {problem}")

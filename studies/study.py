@@ -38,7 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from _parser import Parser, check_positive, command, cpu_model, run_main
-from _processes import failure_reason
+from _processes import CannotRun, failure_reason, read_metrics
+from _processes import run as run_process
 from results import (
     ROOT,
     Point,
@@ -57,6 +58,8 @@ from results import (
 )
 
 from megatron.bcd.blocks.partition import partition_from_config
+from megatron.bcd.planner.cost import newton_schulz_flops
+from megatron.bcd.planner.run_state import shape_of
 
 PROG = "studies/study.py"
 PICTURES = ROOT / "docs" / "images"
@@ -269,19 +272,11 @@ class Runner:
             metrics = Path(name, "metrics.jsonl")
             words = self.commands.start(run, metrics)
             words += ["--bcd-steps-per-block", str(TIMING_STEPS_PER_BLOCK), "--log-interval", "1"]
-            done = subprocess.run(
-                words,
-                cwd=ROOT,
-                env=self.commands.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            )
-            if done.returncode:
-                raise ValueError(f"{run}: {failure_reason(done.stdout, done.returncode)}")
-            lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+            try:
+                run_process(words, Path(name, "log"), threads=self.study.threads)
+                lines = read_metrics(metrics)
+            except CannotRun as error:
+                raise ValueError(f"{run}: {error}") from None
         return fastest_step_ms([line for line in lines if "step_time_ms" in line])
 
     def _stop_all(self) -> None:
@@ -304,6 +299,9 @@ def tell(line: str) -> None:
 
 @functools.cache
 def commit() -> str:
+    """Return BCD_COMMIT if it is set, because a copy may have another history, or else the commit from git."""
+    if "BCD_COMMIT" in os.environ:
+        return os.environ["BCD_COMMIT"]
     words = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else "unknown"
@@ -343,22 +341,18 @@ def flags_arithmetic(form: str, flags: Sequence[str]) -> float | None:
 
 def _newton_schulz(config: Any) -> float:
     """Return the cost of Newton-Schulz for one layer's matrices, relative to a forward pass of the layer for one
-    iteration's tokens.
-
-    A step multiplies m x n matrices (m <= n) in 4 m^2 n + 2 m^3 operations, a forward pass takes 2 m n per token.
+    iteration's tokens, which takes 2 m n operations per token and m x n matrix.
     """
-    sizes = config.transformer
-    hidden, heads = config.hidden_size, int(sizes["num_attention_heads"])
-    ffn, head_size = int(sizes.get("ffn_hidden_size") or 4 * hidden), int(sizes.get("kv_channels") or hidden // heads)
-    query, key = heads * head_size, int(sizes.get("num_query_groups") or heads) * head_size
+    shape = shape_of(config, vocab_size=0)
+    hidden, query, key, ffn = shape.hidden_size, shape.query_size, shape.key_value_size, shape.ffn_hidden_size
     attention = [(query, hidden), (key, hidden), (key, hidden)]
     if not config.optimizer.muon_split_qkv:
         attention = [(query + 2 * key, hidden)]
-    up = ffn * (2 if config.transformer.get("gated_linear_unit") else 1)
-    matrices = [*attention, (hidden, query), (up, hidden), (hidden, ffn)]
-    operations = sum(4 * min(mn) * math.prod(mn) + 2 * min(mn) ** 3 for mn in matrices)
+    matrices = [*attention, (hidden, query), ((1 + shape.gated) * ffn, hidden), (hidden, ffn)]
+    num_steps = config.optimizer.muon_num_ns_steps
+    operations = sum(newton_schulz_flops(*each, num_steps=num_steps) for each in matrices)
     tokens = config.training.global_batch_size * config.model.seq_length
-    return config.optimizer.muon_num_ns_steps * operations / (2 * tokens * sum(map(math.prod, matrices)))
+    return operations / (2 * tokens * sum(map(math.prod, matrices)))
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

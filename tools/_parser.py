@@ -149,11 +149,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: in
     return "\n".join(texts)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int = 1) -> None:
-    """Print a `table`."""
-    print(table(columns, rows, num_left=num_left))
-
-
 def cpu_model() -> str:
     """Return the CPU's name as Linux knows it, or else Python's."""
     try:

@@ -77,16 +77,12 @@ TOLERANCE = {"fp32": 2e-4, "tf32": 3e-3, "bf16": 5e-3}
 """Relative tolerance of losses; ten times as much for gradient norms, which are not compared in bf16."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """The metrics of a run."""
+Steps = tuple[Mapping[str, Any], ...]
+"""The metrics lines of a run's training steps."""
 
-    steps: tuple[Mapping[str, Any], ...]
-    """The metrics lines of training steps."""
 
-    @property
-    def losses(self) -> list[float]:
-        return [step["loss"] for step in self.steps]
+def losses(steps: Steps) -> list[float]:
+    return [step["loss"] for step in steps]
 
 
 def flag_words(values: Mapping[str, Any]) -> list[str]:
@@ -150,7 +146,7 @@ class Runner:
         num_ranks: int | None = None,
         on_cpu: bool = False,
         until: Callable[[], bool] = lambda: False,
-    ) -> Run:
+    ) -> Steps:
         """Train on all ranks, or on `num_ranks`, from the initial weights unless `flags` has --load. Raises CannotRun
         if the run failed."""
         num_ranks = num_ranks or self.num_ranks
@@ -164,7 +160,7 @@ class Runner:
         environment = {**self.environment, **(NO_GPU if on_cpu else {})}
         command = [*launcher(num_ranks), SCRIPTS["gpt"], *flag_words(values)]
         run(command, self.folder / f"{name}.log", seconds=self.seconds, environment=environment, until=until)
-        return Run(steps=tuple(line for line in read_metrics(metrics) if "loss" in line))
+        return tuple(line for line in read_metrics(metrics) if "loss" in line)
 
 
 # ---------------------------------------------------------------- parts
@@ -181,7 +177,7 @@ class SelfTest:
     fp32: str
     """Key of TOLERANCE for fp32 runs: tf32 if Transformer Engine multiplies fp32 matrices in TF32."""
     only: Callable[[str], bool] = field(default=lambda part: True)
-    _runs: dict[Any, Run] = field(default_factory=dict)
+    _runs: dict[Any, Steps] = field(default_factory=dict)
 
     def checks(self) -> Iterator[Check]:
         """Yield each part's result when it is known. Stops if the initial weights cannot be written."""
@@ -238,10 +234,10 @@ class SelfTest:
         tracker = folder / "latest_checkpointed_iteration.txt"
         self.runner.train("killed", flags, until=tracker.is_file)
         again = self.runner.train("resumed", flags | {"load": folder})
-        first = again.steps[0]["iteration"] if again.steps else 0
+        first = again[0]["iteration"] if again else 0
         if first <= 1:
             return failed(part, "the second start did not resume", remedy="see the log of the run", first=first)
-        ours, theirs = again.losses, whole.losses[first - 1 :]
+        ours, theirs = losses(again), losses(whole[first - 1 :])
         if ours != theirs:
             remedy = "see docs/checkpoints.md; a kernel that is not deterministic may be the reason"
             return failed(part, f"losses after iteration {first - 1} differ", remedy=remedy, ours=ours, theirs=theirs)
@@ -251,7 +247,7 @@ class SelfTest:
         """Compare a run that reads the frozen layers' outputs from disk with one that computes them."""
         flags = self._on_stages(PREFIX_CACHE)
         cached = flags | {"bcd_prefix_cache": self.runner.folder / "prefix"}
-        hits = sum(step["prefix_cache_hits"] for step in self._train(cached).steps)
+        hits = sum(step["prefix_cache_hits"] for step in self._train(cached))
         if not hits:
             remedy = "the folder needs a file system with free space and locks: give another with --output"
             return failed(part, "no sample was read from the cache", remedy=remedy)
@@ -264,7 +260,7 @@ class SelfTest:
             return skipped(part, "needs a CUDA GPU")
         return self.compare(part, ONE_BLOCK | {"optimizer_cpu_offload": True}, ONE_BLOCK, on_cpu=False)
 
-    def _train(self, flags: Mapping[str, Any], *, num_ranks: int | None = None, on_cpu: bool = False) -> Run:
+    def _train(self, flags: Mapping[str, Any], *, num_ranks: int | None = None, on_cpu: bool = False) -> Steps:
         sizes = {"num_ranks": num_ranks or self.runner.num_ranks, "on_cpu": on_cpu or not self.runner.on_gpu}
         key = json.dumps([flags, sizes], sort_keys=True, default=str)
         if key not in self._runs:
@@ -291,9 +287,9 @@ class SelfTest:
             return skipped(part, "one process on the CPU is the reference itself")
         run = self._train(flags)
         reference = self._train(wanted, num_ranks=num_ranks, on_cpu=one_rank if on_cpu is None else on_cpu)
-        pairs = {"loss": (run.losses, reference.losses)}
+        pairs = {"loss": (losses(run), losses(reference))}
         if precision != "bf16":
-            norms = ([step["grad_norm"] or 0.0 for step in side.steps] for side in (run, reference))
+            norms = ([step["grad_norm"] or 0.0 for step in side] for side in (run, reference))
             pairs["gradient norm"] = tuple(norms)
         for quantity, (ours, theirs) in pairs.items():
             allowed = TOLERANCE[precision] * (10 if quantity == "gradient norm" else 1)
@@ -304,5 +300,5 @@ class SelfTest:
                 detail = f"{quantity} differs from the reference run's: {place}, more than {allowed:g} apart"
                 return failed(part, detail, remedy=NUMERICS, ours=ours, theirs=theirs)
         deviation = max(abs(x / y - 1) for x, y in zip(*pairs["loss"], strict=True))
-        detail = f"{len(run.steps)} losses equal the reference run's within {deviation:.1e} ({precision})"
-        return passed(part, detail, loss=run.losses)
+        detail = f"{len(run)} losses equal the reference run's within {deviation:.1e} ({precision})"
+        return passed(part, detail, loss=losses(run))

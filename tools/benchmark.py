@@ -45,8 +45,8 @@ from _parser import (
     check_writable,
     command,
     cpu_model,
-    print_table,
     run_main,
+    table,
     write_figures,
 )
 from _processes import ROOT, SCRIPTS, CannotRun, launcher, read_metrics, run
@@ -348,14 +348,14 @@ def show(figures: Mapping[str, Any]) -> None:
         "arithmetic": ("arithmetic", ".3f"),
         "loss": ("loss", ".4f"),
     }
-    print_table([*columns], [cells(row, columns) for row in rows])
+    print(table([*columns], [cells(row, columns) for row in rows]))
     blocks = [block | {"method": row["method"]} for row in rows for block in row["blocks"]]
     if blocks:
         block_columns = {name: (name, "") for name in ("method", "block", "layers")}
         block_columns |= {name: columns[name] for name in ("ms/step", "ratio", "arithmetic")}
         block_columns["switch ms"] = ("switch_ms", ",.1f")
         print()
-        print_table([*block_columns], [cells(block, block_columns) for block in blocks], num_left=3)
+        print(table([*block_columns], [cells(block, block_columns) for block in blocks], num_left=3))
     for name, reason in figures["not_run"].items():
         print(f"{name} did not run: {reason}")
     references = {row["method"]: row["against"] for row in rows if row["against"] != row["method"]}

@@ -286,14 +286,12 @@ def known_gpu(name: str, clusters: Mapping[str, Cluster]) -> Cluster | None:
     return replace(rows[0], link_gb_per_s=min(rows[0].link_gb_per_s, PCIE_LINK)) if on_pcie else rows[0]
 
 
-def check_links(rates: Mapping[str, Any], known: Cluster | None, *, least: float | None) -> Check:
-    """Check the slowest link between neighbouring ranks against `least`, the table's, or MIN_LINK."""
+def check_links(rates: Mapping[str, Any], known: Cluster | None) -> Check:
+    """Check the slowest link between neighbouring ranks against the table's rate, or MIN_LINK."""
     if "links" not in rates:
         return skipped("link", "one rank")
     pair, rate = min(rates["links"]["by_pair"].items(), key=lambda item: item[1])
-    minimum = least
-    if minimum is None:
-        minimum = MIN_SHARE_OF_TABLE * known.link_gb_per_s if known else MIN_LINK[rates["device"]]
+    minimum = MIN_SHARE_OF_TABLE * known.link_gb_per_s if known else MIN_LINK[rates["device"]]
     detail = f"ranks {pair}: {rate:.2f} GB/s, all-reduce {rates['links']['all_reduce']:.2f} GB/s"
     if rate < minimum:
         remedy = "see nvidia-smi topo -m; NCCL_DEBUG=INFO shows the path that NCCL uses; NCCL_P2P_DISABLE must be unset"
@@ -413,8 +411,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--calibrate", action="store_true", help="measure rates, and write OUTPUT/clusters.csv")
     add("--clusters", metavar="FILE", default=str(ROOT / "examples" / "clusters.csv"), help="the cluster table that"
         " --calibrate adds a row to (default: examples/clusters.csv)")  # fmt: skip
-    add("--least-link-gb-per-s", type=float, metavar="RATE", help="slower links fail (default: a quarter of the"
-        " cluster table's for this GPU)")  # fmt: skip
     add("--output", metavar="FOLDER", help="logs, checkpoints and tables; kept (default: a folder that is removed if"
         " nothing failed)")  # fmt: skip
     add_json(parser)
@@ -493,7 +489,7 @@ def self_test(arguments: argparse.Namespace, folder: Path, probed: dict[str, Any
         yield failed("link", str(error), remedy=f"see {folder / 'rates.log'}")
         return
     if only("link"):
-        yield check_links(figures, known, least=arguments.least_link_gb_per_s)
+        yield check_links(figures, known)
     if arguments.calibrate:
         gpu, target = gpus[0]["name"] if gpus else cpu_model().replace(",", " "), folder / "clusters.csv"
         row = cluster_row(figures, gpu=gpu, known=known, like=next(iter(clusters.values())), num_ranks=num_ranks)

@@ -6,8 +6,8 @@
 Trains each configuration (compare_runs.yaml, --list) with the code before and after, on the CPU, with the same Python
 interpreter and the same text. Compares all lines of the metrics files, except times and peak memory, and all tensors of
 the last checkpoints. Both versions are copied first, so they may change meanwhile. Prints one line per configuration:
-equal, or the first difference. Before the runs, both versions resolve the flags of every configuration and of
---recipes, and the results are compared. The exit code is 0 if all are equal, 1 if not, 2 for bad flags.
+equal, or the first difference. Before the runs, both versions resolve the flags of every configuration, and the results
+are compared. The exit code is 0 if all are equal, 1 if not, 2 for bad flags.
 """
 
 from __future__ import annotations
@@ -124,8 +124,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--before", metavar="REV|FOLDER", help="a git revision, or the folder of a checkout")
     add("--after", metavar="REV|FOLDER", help="the same (default: the working tree of this tool)")
     add("--only", metavar="NAME,...", help="these configurations (default: all)")
-    add("--recipes", metavar="FILE,...", help="also compare the resolved flags of these command lines: JSON lists of "
-        "{name, world_size, flags}")  # fmt: skip
     add("--no-runs", action="store_true", help="compare resolved flags only, train nothing")
     add("--list", action="store_true", help="show the configurations and exit")
     add("--jobs", type=int, default=1, metavar="N", help="number of configurations run at once (default: 1)")
@@ -263,22 +261,13 @@ def run_difference(before: Path, after: Path) -> str | None:
 # ---------------------------------------------------------------- resolved flags
 
 
-def command_lines(configurations: Configurations, recipes: Sequence[str]) -> dict[str, tuple[str, int, list[str]]]:
-    """Return family, ranks and flags by name: of all starts, and of each recipe with its flags and with one block.
-    Raises ValueError if a file of --recipes has other content."""
-    lines = {}
-    for name, starts in configurations.items():
-        for number, start in enumerate(starts, start=1):
-            words = start.words(folder=Path("run"), data=Path("text"))
-            lines[f"{name}, start {number}"] = (start.family, start.processes, words)
-    for file in recipes:
-        try:
-            for row in json.loads(Path(file).read_text()):
-                for flags in ([], ["--bcd-num-blocks", "1"]):
-                    lines[" ".join([row["name"], *flags])] = ("gpt", row["world_size"], [*row["flags"], *flags])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"--recipes {file}: not a JSON list of {{name, world_size, flags}} ({error!r})") from error
-    return lines
+def command_lines(configurations: Configurations) -> dict[str, tuple[str, int, list[str]]]:
+    """Return family, ranks and flags of all starts by name."""
+    return {
+        f"{name}, start {number}": (start.family, start.processes, start.words(folder=Path("run"), data=Path("text")))
+        for name, starts in configurations.items()
+        for number, start in enumerate(starts, start=1)
+    }
 
 
 Resolved = dict[str, object] | str
@@ -414,7 +403,6 @@ def compare(arguments: argparse.Namespace) -> int:
         for name, starts in configurations.items():
             print(f"{name:<20}", *(f"{start.family}, {start.processes} ranks: {start.flags}" for start in starts))
         return 0
-    named = command_lines(configurations, arguments.recipes.split(",") if arguments.recipes else [])
     if arguments.before is None:
         raise ValueError("--before is required: a git revision, or the folder of a checkout")
     check_positive(arguments, "jobs")
@@ -426,7 +414,7 @@ def compare(arguments: argparse.Namespace) -> int:
         task = Task(checkouts=checkouts, output=output, stop=threading.Event())
         started = time.monotonic()
         try:
-            different = [] if _report(FLAGS, resolved_difference(named, task)) else [FLAGS]
+            different = [] if _report(FLAGS, resolved_difference(command_lines(configurations), task)) else [FLAGS]
             if arguments.no_runs:
                 return 1 if different else 0
             different += [] if _report(TEXT, tokenize_text(task)) else [TEXT]

@@ -24,8 +24,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the parsed flags. Raises ValueError if a flag is unknown or missing."""
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
-    add("--from", dest="source", default="bcd", help="bcd, the only format of --input; may be left out")
-    add("--to", default="hf", help="hf, the only format of --output; may be left out")
     add("--input", required=True, help="a folder of --save (its newest checkpoint is used), or one checkpoint in it")
     add("--output", required=True, help="an empty or absent folder")
     add("--config", metavar="DIR", help="folder with the config.json to write and the tokenizer's files; default: a"
@@ -33,8 +31,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--vocab-size", type=int, metavar="N", help="rows of the embedding without padding, if neither a config.json "
         "nor the run's tokenizer gives it")  # fmt: skip
     options = parser.parse_args(argv)
-    if (options.source, options.to) != ("bcd", "hf"):
-        raise ValueError(f"--from {options.source} --to {options.to}: removed. Give the model to --load-hf.")
     check_positive(options, "vocab_size")
     return options
 

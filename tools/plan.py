@@ -178,8 +178,6 @@ def add_recipe_flags(group: Any) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises ValueError for an unknown or missing flag, or an invalid value."""
-    if "--bf-multiplier" in (sys.argv if argv is None else argv):
-        raise ValueError("--bf-multiplier: removed. Multiply the --tokens of full training by it.")
     task = build_parser().parse_args(argv).task
     return with_records(build_parser(task).parse_args(argv))
 
@@ -527,10 +525,9 @@ def show_figures(estimate: Estimate) -> str:
         f"{_layout(recipe)}, {recipe.precision}, sequence {recipe.tokens:,}, global batch {recipe.global_batch_size} "
         f"({recipe.num_microbatches} microbatches)"
     )
+    settings = textwrap.fill(settings, _WIDTH)
     if recipe.method == "finetune":
-        settings = f"{textwrap.fill(settings, _WIDTH)}\n{reason_for_rule(recipe)}"
-    else:
-        settings = textwrap.fill(settings, _WIDTH)
+        settings += f"\n{reason_for_rule(recipe)}"
     return (
         f"{recipe.model.name}: {recipe.num_parameters:,} parameters, {recipe.name}, on "
         f"{recipe.num_gpus} x {recipe.cluster.gpu} ({nodes})\n{settings}\n\n"

@@ -29,7 +29,8 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,6 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     add("--input", nargs="+", required=True, metavar="FILE", help="files and quoted globs, read in this order: .jsonl "
         "and .json with an object per line, .txt with a document per line, also with .gz")  # fmt: skip
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (default: text)")
-    for flag in ("--input-format", "--documents"):
-        add(flag, type=_removed, help=argparse.SUPPRESS)
-
-
-def _removed(value: str) -> None:
-    raise argparse.ArgumentTypeError(f"{value}: removed. {OTHER_FORMATS}")
 
 
 def find_sources(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -165,16 +160,6 @@ def _parse_json_document(line: str, json_keys: Sequence[str]) -> dict[str, list[
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderConfig:
-    """All that a worker needs. Keep it small: every worker receives a copy."""
-
-    tokenizer_type: str
-    tokenizer_options: dict[str, Any]
-    json_keys: tuple[str, ...]
-    append_eod: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class EncodedDocuments:
     """Tokens of the documents of one batch, for one key.
 
@@ -185,29 +170,30 @@ class EncodedDocuments:
     lengths: list[list[int]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncodedBatch:
-    num_documents: int
-    documents: dict[str, EncodedDocuments]
-
+EncodedBatch = dict[str, EncodedDocuments]
+"""The documents of a batch by key."""
 
 # --- encoding
 
 
+@dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """Turns batches of lines into token ids. Built once per process."""
+    """Turns batches of lines into token ids. Every worker receives a copy and builds its own tokenizer."""
 
-    def __init__(self, config: EncoderConfig) -> None:
-        self.config = config
-        self.tokenizer: Tokenizer = build_tokenizer(config.tokenizer_type, **config.tokenizer_options)
+    tokenizer_type: str
+    tokenizer_options: dict[str, Any]
+    json_keys: tuple[str, ...]
+    append_eod: bool
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return build_tokenizer(self.tokenizer_type, **self.tokenizer_options)
 
     def encode(self, batch: Batch) -> EncodedBatch:
         """Encode a batch. Raises ValueError that names file and line if text cannot be read or tokenized."""
-        tokens: dict[str, list[int]] = {key: [] for key in self.config.json_keys}
-        lengths: dict[str, list[list[int]]] = {key: [] for key in self.config.json_keys}
-        num_documents = 0
-        for number, document in read_documents(batch, self.config.json_keys):
-            num_documents += 1
+        tokens: dict[str, list[int]] = {key: [] for key in self.json_keys}
+        lengths: dict[str, list[list[int]]] = {key: [] for key in self.json_keys}
+        for number, document in read_documents(batch, self.json_keys):
             for key, texts in document.items():
                 try:
                     sequences = self._encode_document(texts)
@@ -216,17 +202,14 @@ class Encoder:
                 for sequence in sequences:
                     tokens[key].extend(sequence)
                 lengths[key].append([len(sequence) for sequence in sequences])
-        return EncodedBatch(
-            num_documents=num_documents,
-            documents={
-                key: EncodedDocuments(tokens=numpy.array(tokens[key], dtype=numpy.int32), lengths=lengths[key])
-                for key in tokens
-            },
-        )
+        return {
+            key: EncodedDocuments(tokens=numpy.array(tokens[key], dtype=numpy.int32), lengths=lengths[key])
+            for key in tokens
+        }
 
     def _encode_document(self, texts: list[str]) -> list[list[int]]:
         sequences = [ids for text in texts if (ids := self.tokenizer.tokenize(text))]
-        if sequences and self.config.append_eod:
+        if sequences and self.append_eod:
             sequences[-1].append(self.tokenizer.eod)
         return sequences
 
@@ -234,13 +217,13 @@ class Encoder:
 _worker_encoder: Encoder | None = None
 
 
-def _start_worker(config: EncoderConfig) -> None:
+def _start_worker(encoder: Encoder) -> None:
     global _worker_encoder
     # Ctrl-C reaches the whole process group; only the parent should handle it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A parent that was killed cannot stop its workers, which would wait for work forever.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _worker_encoder = Encoder(config)
+    _worker_encoder = encoder
 
 
 def _exit_with_parent() -> None:
@@ -268,7 +251,7 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, num_workers: int)
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(encoder.config,),
+        initargs=(replace(encoder),),  # without its tokenizer
     ) as pool:
         pending: deque[Future[EncodedBatch]] = deque()
         try:
@@ -371,25 +354,23 @@ def run(args: argparse.Namespace) -> str:
     sources = find_sources(args)
     names = "vocab_file merge_file tokenizer_model vocab_size tiktoken_pattern tiktoken_num_special_tokens"
     encoder = Encoder(
-        EncoderConfig(
-            tokenizer_type=args.tokenizer_type,
-            tokenizer_options={name: getattr(args, name) for name in names.split()},
-            json_keys=tuple(dict.fromkeys(args.json_keys)),
-            append_eod=args.append_eod,
-        )
+        tokenizer_type=args.tokenizer_type,
+        tokenizer_options={name: getattr(args, name) for name in names.split()},
+        json_keys=tuple(dict.fromkeys(args.json_keys)),
+        append_eod=args.append_eod,
     )
-    keys, count, start = encoder.config.json_keys, Counter[str](), time.perf_counter()
+    keys, count, start = encoder.json_keys, Counter[str](), time.perf_counter()
     with (
         contextlib.closing(DatasetWriter(args.output_prefix, keys, encoder.tokenizer.vocab_size)) as writer,
         contextlib.closing(encode_batches(read_batches(sources), encoder, args.workers)) as encoded_batches,
     ):
         for batch in encoded_batches:
-            for key, documents in batch.documents.items():
+            for key, documents in batch.items():
                 writer.add(key, documents)
                 count["tokens"] += documents.tokens.size
                 count["empty"] += documents.lengths.count([])
             num_reported = count["documents"] // args.log_interval
-            count["documents"] += batch.num_documents
+            count["documents"] += len(batch[keys[0]].lengths)
             if count["documents"] // args.log_interval > num_reported:
                 print(f"{count['documents']:,} documents, {count['tokens']:,} tokens", file=sys.stderr, flush=True)
         if count["tokens"] == 0:

@@ -29,8 +29,8 @@ from _parser import (
     add_json,
     check_writable,
     command,
-    print_table,
     run_main,
+    table,
     write_atomically,
     write_figures,
 )
@@ -43,12 +43,15 @@ FIGURE_FORMATS = (".png", ".svg", ".pdf")
 COLUMNS = ("run", "model state per rank", "ms per step", "tokens/s", "validation loss", "perplexity")
 
 RUN_COLOURS = ("#1f4e9c", "#c8453b", "#2f7d4f", "#7b4fa3", "#8a6d1f", "#2b8a99")
-RUN_MARKERS = "oDs^vP"
+LINES: dict[str, dict[str, Any]] = {
+    "thin": {"linewidth": 0.7, "alpha": 0.35},
+    "line": {"linewidth": 1.9},
+    "dots": {"linestyle": "none", "marker": "o", "markeredgecolor": "white", "markersize": 8, "zorder": 4},
+}
+"""The kinds of curves of `draw_chart`, in Matplotlib's words."""
 BLOCK_TINTS = ("#fdeccb", "#ddefd8", "#dfe7f7", "#f8dfe8", "#ece5f6", "#dcf1f0")
 INK, FAINT = "#2b2b2b", "#6f6f6f"
 MAX_BANDS = 150  # more could not be told apart
-MIN_LABELLED_BAND = 0.02  # share of the axis; a narrower band has no room for its number
-MAX_RANKS_AS_BARS = 16
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "xtick.color": FAINT, "ytick.color": FAINT}
 
 
@@ -260,11 +263,6 @@ def as_json(figures: Sequence[Figures]) -> dict[str, Any]:
 # ---------------------------------------------------------------- pictures
 
 
-def phased_run(runs: Sequence[Run]) -> Run | None:
-    """Return the first run that switched blocks, or None."""
-    return next((run for run in runs if len({step["block"] for step in run.steps}) > 1), None)
-
-
 def phase_bands(run: Run) -> list[tuple[float, float, int]]:
     """Return (start, end, block) of each phase in iterations, joining neighbours of the same block.
 
@@ -298,7 +296,7 @@ def draw(path: str, kind: str, runs: Sequence[Run], figures: Sequence[Figures]) 
         figure = Figure(figsize=(12, 6.75), dpi=100, layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.04)  # type: ignore[union-attr]
         losses, model_state = figure.subplots(1, 2, width_ratios=(3.4, 1))
-        _draw_losses(losses, runs)
+        _draw_losses(losses, loss_chart(runs))
         _draw_model_state(model_state, figures)
         figure.savefig(path, format=kind)
 
@@ -308,35 +306,40 @@ def finite(lines: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[f
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _draw_losses(axes: Any, runs: Sequence[Run]) -> None:
-    """Draw training losses (thin and smoothed), validation losses (markers), and phases of the first run with
+def loss_chart(runs: Sequence[Run]) -> View:
+    """Return the arguments of `draw_chart` for training losses, validation losses, and phases of the first run with
     blocks."""
-    from matplotlib.lines import Line2D
-
-    iterations = [line["iteration"] for run in runs for line in (*run.steps, *run.validations)]
-    first, last = min(iterations, default=1) - 1, max(iterations, default=1)
-    handles: list[Any] = []
-    curves = []
+    curves, smooth = list[Any](), []
     for index, run in enumerate(runs):
-        colour = RUN_COLOURS[index % len(RUN_COLOURS)]
-        marker = {"marker": RUN_MARKERS[index % len(RUN_MARKERS)], "markeredgecolor": "white", "markersize": 8}
-        places, values = finite(run.steps, "loss")
-        curves.append(smoothed(values))
-        axes.plot(places, values, color=colour, linewidth=0.7, alpha=0.35)
-        axes.plot(places, curves[-1], color=colour, linewidth=1.9)
-        axes.plot(*finite(run.validations, "validation_loss"), color=colour, linestyle="none", zorder=4, **marker)
-        handles.append(Line2D([], [], color=colour, linewidth=2, label=run.name.replace("$", r"\$"), **marker))
-    axes.set(xlim=(first, first + (last - first) * 1.01), xlabel="iteration", ylabel="loss (nats per token)")
-    subtitle = "line: training (smoothed over thin), marker: validation"
-    if limits := loss_limits(curves):
-        axes.set_ylim(limits)
-        subtitle += ", initial losses cut off"
-    if phased := phased_run(runs):
-        handles += _draw_bands(axes, phased, last - first)
-        subtitle += f", shade: active block of {phased.name}".replace("$", r"\$")
-    axes.set_title(f"Loss\n{subtitle}", loc="left", fontsize=10, color=FAINT)
+        colour, (places, values) = index % len(RUN_COLOURS), finite(run.steps, "loss")
+        smooth.append(smoothed(values))
+        curves += [(run.name, colour, "thin", places, values), (run.name, colour, "line", places, smooth[-1])]
+        curves.append((f"{run.name}, validation", colour, "dots", *finite(run.validations, "validation_loss")))
+    phased = next((run for run in runs if len({step["block"] for step in run.steps}) > 1), None)
+    limits = loss_limits(smooth)
+    bands = phase_bands(phased) if phased else []
+    hint = "thin: before smoothing; dots: validation" + "; initial losses cut off" * bool(limits)
+    hint += f"; shade: active block of {phased.name}" if phased else ""
+    bands = bands if len(bands) <= MAX_BANDS else []
+    return {"title": "Loss", "hint": hint, "curves": curves, "limits": limits, "bands": bands}
+
+
+def _draw_losses(axes: Any, chart: View) -> None:
+    """Draw `loss_chart`. The legend names the runs and, if their tints differ, the blocks."""
+    for name, colour, kind, places, values in chart["curves"]:
+        label = name.replace("$", r"\$") if kind == "line" else None
+        axes.plot(places, values, color=RUN_COLOURS[colour], label=label, **LINES[kind])
+    unnamed = {block for *_, block in chart["bands"]}
+    unnamed = unnamed if len(unnamed) <= len(BLOCK_TINTS) else set()
+    for start, end, block in chart["bands"]:
+        label = f"block {block} active" if block in unnamed else None
+        unnamed.discard(block)
+        axes.axvspan(start, end, color=BLOCK_TINTS[block % len(BLOCK_TINTS)], linewidth=0, zorder=0, label=label)
+    axes.set(xlabel="iteration", ylabel="loss (nats per token)", ylim=chart["limits"])
+    axes.margins(x=0)
+    axes.set_title(f"{chart['title']}\n{chart['hint']}".replace("$", r"\$"), loc="left", fontsize=10, color=FAINT)
     axes.grid(axis="y", color="#b5b5b5", linewidth=0.6, alpha=0.5)
-    axes.legend(handles=handles, loc="upper right", bbox_to_anchor=(0.99, 0.95))
+    axes.legend(loc="upper right")
 
 
 def loss_limits(curves: Sequence[Sequence[float]]) -> tuple[float, float] | None:
@@ -351,72 +354,36 @@ def loss_limits(curves: Sequence[Sequence[float]]) -> tuple[float, float] | None
     return None
 
 
-def _draw_bands(axes: Any, run: Run, width: float) -> list[Any]:
-    """Shade the phases and number their blocks. Return legend handles, one per block."""
-    from matplotlib.patches import Patch
-
-    bands = phase_bands(run)
-    if len(bands) > MAX_BANDS:
-        return []
-    for start, end, block in bands:
-        axes.axvspan(start, end, color=BLOCK_TINTS[block % len(BLOCK_TINTS)], linewidth=0, zorder=0)
-        if (end - start) / width >= MIN_LABELLED_BAND:
-            place = {"ha": "center", "va": "top", "transform": axes.get_xaxis_transform()}
-            axes.text((start + end) / 2, 0.99, str(block), fontsize=9, color=FAINT, **place)
-    blocks = sorted({block for _, _, block in bands})
-    if len(blocks) > len(BLOCK_TINTS):
-        return []  # tints repeat, so only the numbers identify the blocks
-    return [Patch(color=BLOCK_TINTS[block], label=f"block {block} active") for block in blocks]
-
-
 def _draw_model_state(axes: Any, figures: Sequence[Figures]) -> None:
-    """Draw a group of bars per rank, a bar per run; beyond MAX_RANKS_AS_BARS only the highest rank."""
-    states = [row["model_state_bytes"] or () for row in figures]
-    labels = [f"rank {rank}" for rank in range(max(map(len, states)))]
-    if len(labels) > MAX_RANKS_AS_BARS:
-        states, labels = [(max(state),) if state else () for state in states], ["highest rank"]
-    width = 0.8 / len(figures)
-    form = "{:,.0f}" if max((max(state) for state in states if state), default=0) >= 100 * MIB else "{:,.1f}"
-    for index, state in enumerate(states):
-        centres = [rank + (index - (len(figures) - 1) / 2) * width for rank in range(len(state))]
-        heights = [num_bytes / MIB for num_bytes in state]
-        bars = axes.bar(centres, heights, width=width * 0.92, color=RUN_COLOURS[index % len(RUN_COLOURS)])
-        if len(states) * len(state) <= 8:
-            axes.bar_label(bars, fmt=form, padding=2, fontsize=9, color=INK)
-    axes.set_xticks(range(len(labels)), labels, rotation=0 if len(labels) <= 3 else 90)
-    axes.tick_params(axis="x", length=0)
+    """Draw a bar per run: the model state of its largest rank."""
+    sizes = [max(row["model_state_bytes"] or (0,)) / MIB for row in figures]
+    colours = [RUN_COLOURS[index % len(RUN_COLOURS)] for index in range(len(sizes))]
+    bars = axes.bar(range(len(sizes)), sizes, color=colours)
+    axes.bar_label(bars, fmt="{:,.1f}", padding=2, fontsize=9, color=INK)
+    axes.set_xticks([])
     axes.set_ylabel("MiB")
     axes.margins(y=0.1)
-    axes.set_title("Model state\nmaximum over phases", loc="left", fontsize=10, color=FAINT)
+    axes.set_title("Model state\nof the largest rank, maximum over phases", loc="left", fontsize=10, color=FAINT)
     axes.grid(axis="y", color="#b5b5b5", linewidth=0.6, alpha=0.5)
 
 
 def report_view(runs: Sequence[Run], figures: Sequence[Figures]) -> View:
     """Return the charts and the table of a page."""
-    losses, speeds, memory, smooth = list[Any](), list[Any](), list[Any](), []
+    speeds, memory = list[Any](), list[Any]()
     for index, run in enumerate(runs):
         name, colour = run.name, index % len(RUN_COLOURS)
-        places, values = finite(run.steps, "loss")
-        smooth.append(smoothed(values))
-        losses += [(name, colour, "thin", places, values), (name, colour, "line", places, smooth[-1])]
-        validations = finite(run.validations, "validation_loss")
-        losses.append((f"{name}, validation", colour, "dots", *validations))
         speeds.append((name, colour, "line", *finite(run.steps, "tokens_per_second")))
         for field, label, kind in (("peak_memory_bytes", "", "line"), ("model_state_bytes", ", state", "dashed")):
             most = {step["iteration"]: max(step[field]) / MIB for step in run.steps if step.get(field)}
             memory.append((name + label, colour, kind, [*most], [*most.values()]))
-    phased, limits = phased_run(runs), loss_limits(smooth)
-    bands = phase_bands(phased) if phased else []
-    hint = "thin: before smoothing; dots: validation" + "; initial losses cut off" * bool(limits)
-    hint += f"; shade: active block of {phased.name}" if phased else ""
     charts = [
-        draw_chart("Loss", hint, losses, limits=limits, bands=bands if len(bands) <= MAX_BANDS else []),
+        draw_chart(**loss_chart(runs)),
         draw_chart("Tokens per second", "all ranks together", speeds, limits=(0, 0)),
         draw_chart("Memory, MiB", "peak; dashed: model state; on the rank with the most", memory, limits=(0, 0)),
     ]
     tests = [f"{row['run']}: test loss {row['test_loss']:.4f}" for row in figures if row["test_loss"] is not None]
-    table = {"columns": COLUMNS, "rows": table_rows(figures), "notes": notes(figures) + tests}
-    return {"names": [run.name for run in runs], "charts": [chart for chart in charts if chart], **table}
+    shown = {"names": [run.name for run in runs], "charts": [chart for chart in charts if chart]}
+    return shown | {"columns": COLUMNS, "rows": table_rows(figures), "notes": notes(figures) + tests}
 
 
 # ---------------------------------------------------------------- command line
@@ -447,21 +414,15 @@ def report(arguments: argparse.Namespace) -> None:
     check_writable(arguments.json, flag="--json")
     runs = read_runs(arguments.run)
     figures = [run_figures(run) for run in runs]
+    text = "\n".join([table(COLUMNS, table_rows(figures)), *notes(figures)])
     if arguments.figure:
         write_atomically(arguments.figure, lambda name: draw(name, kind[1:], runs, figures), flag="--figure")
     if arguments.html:
         write_page(arguments.html, "watch", report_view(runs, figures))
-    write_figures(arguments.json, as_json(figures), lambda: show(figures))
+    write_figures(arguments.json, as_json(figures), lambda: print(text))
     for path in filter(None, (arguments.figure, arguments.html)):
         if arguments.json != STDOUT:
             print(f"wrote {path}")
-
-
-def show(figures: Sequence[Figures]) -> None:
-    """Print the table and its notes."""
-    print_table(COLUMNS, table_rows(figures))
-    for note in notes(figures):
-        print(note)
 
 
 @command(PROG)

@@ -16,6 +16,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -290,15 +291,13 @@ def figures(timelines: Mapping[str, Timeline]) -> str:
         ("bubble", lambda timeline: f"{100 * timeline.bubble:.0f} %"),
         ("work", lambda timeline: f"{sum(timeline.busy_times):g}"),
         ("activations kept (microbatches)", lambda timeline: str(sum(map(peak_graphs, timeline.plan.stages)))),
-        ("backward messages", lambda timeline: str(sum(map(backward_messages, timeline.plan.stages)))),
+        (
+            "backward messages",
+            lambda timeline: str([each.kind for each in chain(*timeline.plan.stages)].count(Kind.SEND_BACKWARD)),
+        ),
     ):
         rows.append([name, *map(value_of, timelines.values())])
     return "\n".join(f"{name:<32}{''.join(value.rjust(9) for value in values)}".rstrip() for name, *values in rows)
-
-
-def backward_messages(actions: Sequence[Action]) -> int:
-    """Return the number of gradients that a stage sends in one iteration."""
-    return sum(action.kind is Kind.SEND_BACKWARD for action in actions)
 
 
 def show(timelines: Mapping[str, Timeline]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _self_test import FLAGS, ONE_BLOCK, TOLERANCE, Runner, flag_words
+from _self_test import FLAGS, ONE_BLOCK, TOLERANCE, Runner, flag_words, losses
 
 from megatron.bcd.model import fp8
 from megatron.bcd.optim.bf16 import bf16_residual
@@ -59,7 +59,7 @@ def test_weights_across_implementations(num_gpus: int, tmp_path: Path) -> None:
         runner.train(f"written_by_{writer}", SUBMODEL | {"transformer_impl": writer, "save": folder})
         loaded = {"load": folder, "finetune": True, "train_iters": 1}
         first = [
-            runner.train(f"{writer}_read_by_{reader}", SUBMODEL | loaded | {"transformer_impl": reader}).losses[0]
+            runner.train(f"{writer}_read_by_{reader}", SUBMODEL | loaded | {"transformer_impl": reader})[0]["loss"]
             for reader in ("transformer_engine", "local")
         ]
         assert first[0] == pytest.approx(first[1], rel=TOLERANCE["tf32"])
@@ -81,7 +81,7 @@ def test_apex(num_gpus: int, tmp_path: Path, precision: str) -> None:
     summary = " ".join((runner.folder / f"apex_{precision}.log").read_text().split())
     assert "layers local" in summary and "norm Apex fused LayerNorm, optimizer Apex fused Adam" in summary
     reference = runner.train(f"cpu_{precision}", flags, on_cpu=True)
-    assert run.losses == pytest.approx(reference.losses, rel=TOLERANCE[precision])
+    assert losses(run) == pytest.approx(losses(reference), rel=TOLERANCE[precision])
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from operator import le, mul
+from operator import mul
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS, RunConfig
@@ -47,7 +47,7 @@ class LayerBytes:
 
 def layer_bytes(config: RunConfig, state: ModelState, *, unfused_attention: bool) -> LayerBytes:
     """Return the bytes of the tokens of a rank in one microbatch."""
-    shape, element, tensor_size = state.shape, state.budget.weight, state.tensor_size
+    shape, element, tensor_size = state.shape, state.budget.weight, config.tensor_size
     sequence, context_size, linear_loss = config.model.seq_length, config.context_size, config.has_linear_loss
     tokens = config.training.micro_batch_size * sequence // context_size
     if shape.measured is not None:
@@ -66,7 +66,7 @@ def layer_bytes(config: RunConfig, state: ModelState, *, unfused_attention: bool
     if (experts := shape.experts) is not None:
         # copies of a token for its experts; the router's input; without a fused kernel, products before their weighting
         share, routed = sum(experts.layers) / shape.num_layers, experts.per_token
-        width = experts.ffn_hidden_size // state.expert_tensor_size * (not shape.gated)
+        width = experts.ffn_hidden_size // state.config.expert_tensor_size * (not shape.gated)
         active += round(share * routed * (hidden + width))
         suffix += round(share * (hidden + routed * width))
         router = round(share * (routed * (20 + element) + experts.number * (1 + element)))
@@ -94,7 +94,7 @@ def layer_bytes(config: RunConfig, state: ModelState, *, unfused_attention: bool
 def _measured_bytes(state: ModelState, measured: MeasuredModel, tokens: int, *, linear_loss: bool) -> LayerBytes:
     """Return the bytes of a model of transformers: those of its mean layer, in breadth-first order of its largest."""
     hidden, element = state.shape.hidden_size, state.budget.weight
-    saved = measured.largest if state.is_breadth_first else measured.mean
+    saved = measured.largest if state.config.is_breadth_first else measured.mean
     factor = tokens * element / 2  # measured in bf16
 
     def working(field: str) -> int:
@@ -122,8 +122,8 @@ def _active_working(state: ModelState, tokens: int) -> int:
     That of experts' forward pass, or of the backward pass through the second linear layer, the activation, and the
     first linear layer; the gradient of a weight is added to the buffer before the next one begins.
     """
-    hidden, ffn, element = state.shape.hidden_size, state.shape.active_ffn // state.tensor_size, state.budget.weight
-    projections, weight = 2 if state.shape.gated else 1, _weight_bytes(state)
+    shape, element, weight = state.shape, state.budget.weight, _weight_bytes(state)
+    hidden, ffn, projections = shape.hidden_size, shape.active_ffn // state.config.tensor_size, 1 + shape.gated
     return max(
         tokens * _routing_elements(state) * element,
         tokens * (hidden + ffn) * element + weight,
@@ -140,7 +140,7 @@ def _routing_elements(state: ModelState) -> int:
     """
     if (experts := state.shape.experts) is None:
         return 0
-    return (3 + (state.expert_size > 1)) * experts.per_token * state.shape.hidden_size
+    return (3 + (state.config.expert_size > 1)) * experts.per_token * state.shape.hidden_size
 
 
 def _saved_elements(shape: ModelShape, heads: int, ffn: int) -> tuple[int, int]:
@@ -158,9 +158,10 @@ def _saved_elements(shape: ModelShape, heads: int, ffn: int) -> tuple[int, int]:
 
 def _weight_bytes(state: ModelState) -> int:
     """Return the bytes of the gradient of a linear layer of an MLP, without a gate."""
-    ffn, experts = state.shape.active_ffn // state.tensor_size, state.shape.experts
+    config, experts = state.config, state.shape.experts
+    ffn = state.shape.active_ffn // config.tensor_size
     if experts is not None and experts.is_grouped:  # the gradients of all experts are one tensor
-        ffn = max(ffn, experts.number // state.expert_size * experts.ffn_hidden_size // state.expert_tensor_size)
+        ffn = max(ffn, experts.number // config.expert_size * experts.ffn_hidden_size // config.expert_tensor_size)
     return state.shape.hidden_size * ffn * state.budget.weight
 
 
@@ -238,7 +239,7 @@ class StageActivations:
 
     def saved_bytes(self, recomputed: Recomputed) -> int:
         """Return the bytes that autograd saves for all microbatches in flight."""
-        if self.state.is_breadth_first:
+        if self.config.is_breadth_first:
             by_chunk = [sum(saved for saved, _ in passes) for passes in self._chunks(recomputed)]
             return max(*by_chunk, by_chunk[-1] + self.sizes.head * self._is_last_stage)
         chunk_bytes = [
@@ -254,21 +255,26 @@ class StageActivations:
 
     def peak_bytes(self, recomputed: Recomputed) -> int:
         """Return the saved bytes plus the largest temporary memory of a microbatch's passes."""
-        if self.state.is_breadth_first:
+        if self.config.is_breadth_first:
             return max(self.chunk_peaks(recomputed))
-        sizes, partition, beside = self.sizes, self.partition, 0
-        for chunk in range(partition.num_chunks):
-            has_head = self._has_head(chunk)
-            head_active = has_head and partition.head_active(self.block)
-            if has_head:
-                beside = max(beside, sizes.head_working[head_active])
-            freed = sizes.head * has_head  # by this microbatch, before the backward pass reaches the layer
-            if partition.tied and partition.num_virtual_stages == 1:  # its gradient waits for the embedding's
-                freed -= sizes.head_weight * head_active
-            for saved, working in reversed(self._chunk_layers(chunk, recomputed)):
-                beside = max(beside, working - freed)
-                freed += saved
-        return max(self.saved_bytes(recomputed) + beside, sizes.forward_working)
+        chunks, partition, waiting = range(self.partition.num_chunks), self.partition, 0
+        if partition.tied and partition.num_virtual_stages == 1:  # the head's gradient waits for the embedding's
+            waiting = self.sizes.head_weight * partition.head_active(self.block)
+        working = (
+            self._working(self._chunk_layers(chunk, recomputed), has_head=self._has_head(chunk), waiting=waiting)
+            for chunk in chunks
+        )
+        return max(self.saved_bytes(recomputed) + max(working), self.sizes.forward_working)
+
+    def _working(self, layers: Sequence[tuple[int, int]], *, has_head: bool, waiting: int = 0) -> int:
+        """Return the largest temporary memory of a microbatch's backward pass through a chunk, less what it has freed
+        before; `waiting` is the gradient that it does not free."""
+        largest = self.sizes.head_working[self.partition.head_active(self.block)] if has_head else 0
+        freed = self.sizes.head * has_head - waiting
+        for saved, working in reversed(layers):
+            largest = max(largest, working - freed)
+            freed += saved
+        return largest
 
     # --bcd-schedule breadth-first: a microbatch has the activations of one chunk
 
@@ -299,15 +305,11 @@ class StageActivations:
 
     def chunk_peaks(self, recomputed: Recomputed) -> list[int]:
         """Return the peak of a microbatch in each chunk: what autograd saves and the largest temporary memory."""
-        sizes, peaks, chunks = self.sizes, [], self._chunks(recomputed)
-        for number, passes in enumerate(chunks, 1):
+        peaks, chunks = [], self._chunks(recomputed)
+        for number, layers in enumerate(chunks, 1):
             has_head = self._is_last_stage and number == len(chunks)
-            beside = sizes.head_working[self.partition.head_active(self.block)] if has_head else 0
-            freed = sizes.head * has_head
-            for saved, working in reversed(passes):
-                beside = max(beside, working - freed)
-                freed += saved
-            peaks.append(max(freed + beside, sizes.forward_working))
+            saved = sum(saved for saved, _ in layers) + self.sizes.head * has_head
+            peaks.append(max(saved + self._working(layers, has_head=has_head), self.sizes.forward_working))
         return peaks
 
     def _chunks(self, recomputed: Recomputed) -> list[list[tuple[int, int]]]:
@@ -372,10 +374,8 @@ class StageActivations:
 
 @cache
 def microbatches_in_flight(shape: PlanShape, stage: int) -> tuple[tuple[int, ...], ...]:
-    """Return, by chunk, how many microbatches' activations an interleaved stage stores at the same time.
-
-    There is one result for each moment, without those at which every chunk stores at most as many as at another moment.
-    """
+    """Return, by chunk, how many microbatches' activations an interleaved stage stores at the same time, after each
+    forward pass."""
     kept, moments = [0] * shape.num_chunks, {(0,) * shape.num_chunks}
     for action in build_plan(shape).stages[stage]:
         if action.kind is Kind.FORWARD:
@@ -383,8 +383,4 @@ def microbatches_in_flight(shape: PlanShape, stage: int) -> tuple[tuple[int, ...
             moments.add(tuple(kept))
         elif action.kind.is_backward:
             kept[action.chunk] -= 1
-
-    def is_exceeded(numbers: tuple[int, ...]) -> bool:
-        return any(numbers != other and all(map(le, numbers, other)) for other in moments)
-
-    return tuple(numbers for numbers in sorted(moments) if not is_exceeded(numbers))
+    return tuple(moments)

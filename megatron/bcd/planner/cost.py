@@ -6,15 +6,13 @@ storages instead (`optim.state_bytes`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.config import RunConfig
 from megatron.bcd.config.measured import MeasuredModel
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-ADAMS_MOMENTS = ("fp32", "fp32")
-"""The dtypes of Adam's moments in stock Megatron-LM."""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "uint8": 1}
 OFFLOADED_BYTES = 16
 """Bytes of host memory per parameter with --optimizer-cpu-offload: weight, gradient and two moments, all in fp32."""
@@ -29,26 +27,24 @@ class StateBudget:
     weight: int  # every parameter, active or frozen
     gradient: int  # active parameters: Megatron's main gradient
     optimizer: float  # active parameters: moments, and the fp32 main parameter of a 16-bit weight
-    moments: tuple[str, ...] = ADAMS_MOMENTS  # dtypes
+    moments: tuple[str, ...]  # dtypes of Adam's two moments, or of SGD's momentum
 
 
-def state_budget(
-    *,
-    precision: str,
-    moments: Sequence[str] = ADAMS_MOMENTS,
-    gradients_in_fp32: bool = True,
-) -> StateBudget:
-    """Return the bytes per parameter.
+def offload_fraction(config: RunConfig) -> float:
+    """Return the share of the optimizer state that is in host memory."""
+    return config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
 
-    Args:
-        moments: the dtypes in which the optimizer stores Adam's two moments, or SGD's momentum.
-        gradients_in_fp32: --accumulate-allreduce-grads-in-fp32. Without it gradients of 16-bit weights have 2 bytes.
-    """
+
+def state_budget(config: RunConfig, *, adam_moments: str | None = None) -> StateBudget:
+    """Return the bytes per parameter. `adam_moments` is the dtype of Adam's moments, by default the run's."""
+    moments: tuple[str, ...] = (adam_moments or config.training.adam_moments_dtype,) * 2
+    if config.optimizer.optimizer == "sgd":
+        moments = ("fp32",) * (config.optimizer.sgd_momentum != 0.0)
     stored = sum(MOMENT_BYTES[dtype] for dtype in moments)
-    if precision == "fp32":
-        return StateBudget(weight=4, gradient=4, optimizer=stored, moments=tuple(moments))
-    gradient = 4 if gradients_in_fp32 else 2
-    return StateBudget(weight=2, gradient=gradient, optimizer=stored + 4, moments=tuple(moments))
+    if config.precision == "fp32":
+        return StateBudget(weight=4, gradient=4, optimizer=stored, moments=moments)
+    gradient = 4 if config.ddp.grad_reduce_in_fp32 else 2
+    return StateBudget(weight=2, gradient=gradient, optimizer=stored + 4, moments=moments)
 
 
 def newton_schulz_flops(rows: int, columns: int, *, num_steps: int = 5) -> int:

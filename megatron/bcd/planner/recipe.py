@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -61,6 +61,8 @@ _TRANSFORMER = (
     "moe_grouped_gemm", "expert_model_parallel_size",
 )  # fmt: skip
 """The fields of Megatron Core's TransformerConfig that the formulas read."""
+_NOT_OF_STATE = ("micro_batch_size", "global_batch_size", "bcd_saved_inputs", "bcd_saved_activations")
+"""Flags that change no model state."""
 _SECTIONS = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)}
 
 
@@ -242,17 +244,20 @@ class Recipe:
     @cached_property
     def memory(self) -> RunMemory:
         """The memory formulas of the run, which the trainer uses too."""
-        padded, replicas = self.padded_vocabulary, self.num_replicas
         return RunMemory(
             config=self.config,
-            state=run_state.model_state_of(
-                self.config, self.partition, padded_vocab_size=padded, num_replicas=replicas
-            ),
+            state=_model_state(self._without_batch),
             num_microbatches=self.num_microbatches,
             unfused_attention=self.unfused_attention,
         ).with_kept(
             memory_bytes=GIB * (self.memory_share * self.cluster.memory_gib - self.cluster.framework_gib),
         )
+
+    @property
+    def _without_batch(self) -> Recipe:
+        """A recipe with the same model state. A search tries many batch sizes."""
+        flags = frozenset((name, value) for name, value in self.flags if name not in _NOT_OF_STATE)
+        return replace(self, flags=flags, recompute="none", memory_share=1.0, unfused_attention=False)
 
     @property
     def state(self) -> ModelState:
@@ -347,6 +352,12 @@ class Recipe:
         if self.model.layers % (stages * size):
             layers = f"the {self.model.layers / stages:g} layers of a stage"
             yield f"--bcd-layers-per-pass {size}: must divide {layers}. Give a divisor."
+
+
+@lru_cache(maxsize=64)
+def _model_state(recipe: Recipe) -> ModelState:
+    padded, replicas = recipe.padded_vocabulary, recipe.num_replicas
+    return run_state.model_state_of(recipe.config, recipe.partition, padded_vocab_size=padded, num_replicas=replicas)
 
 
 _ATTRIBUTES = {each.name for each in fields(Recipe)} - {"flags"}

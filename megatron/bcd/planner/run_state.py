@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -15,22 +14,6 @@ from megatron.bcd.pipeline.plan import PlanShape, breadth_first_shape, steady_sh
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.activations import LayerBytes, Recomputed, StageActivations, layer_bytes
 from megatron.bcd.planner.state import ModelState, RankMemory
-
-
-def offload_fraction(config: RunConfig) -> float:
-    """Return the share of the optimizer state that is in host memory."""
-    if not config.optimizer.optimizer_cpu_offload:
-        return 0.0
-    return config.optimizer.optimizer_offload_fraction
-
-
-def moments_of(config: RunConfig, *, of_adam: Sequence[str]) -> Sequence[str]:
-    """Return the dtypes of the optimizer's moments."""
-    optimizer = config.optimizer
-    return ("fp32",) * (optimizer.sgd_momentum != 0.0) if optimizer.optimizer == "sgd" else of_adam
-
-
-_cached_state = lru_cache(maxsize=64)(ModelState)  # a search tries many batch sizes with the same state
 
 
 def model_state_of(
@@ -46,27 +29,12 @@ def model_state_of(
     ``parameters`` are those of a model on transformers' layers (`ModelShape.parameters`).
     """
     shape = shape_of(config, vocab_size=padded_vocab_size)
-    return _cached_state(
+    return ModelState(
+        config=config,
         shape=replace(shape, parameters=parameters or shape.parameters),
         partition=partition,
         padded_vocabulary=padded_vocab_size,
         num_replicas=num_replicas,
-        tensor_size=config.tensor_size,
-        expert_size=config.expert_size,
-        expert_tensor_size=config.expert_tensor_size,
-        precision=config.precision,
-        budget=cost.state_budget(
-            precision=config.precision,
-            moments=moments_of(config, of_adam=(config.training.adam_moments_dtype,) * 2),
-            gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
-        ),
-        bcd=replace(config.bcd, bcd_saved_inputs="auto"),  # which changes no state
-        optimizer=config.optimizer.optimizer,
-        is_low_bit=config.training.adam_moments_dtype != "fp32",
-        is_distributed=config.training.use_distributed_optimizer,
-        offload_fraction=offload_fraction(config),
-        steps_block_by_chunk=config.steps_block_by_chunk,
-        state_on_host=tuple(config.state_on_host.items()),
     )
 
 
@@ -188,13 +156,7 @@ class RunMemory:
     def _at(self, layers_on: str, num_resident: int, saved_inputs: str) -> RunMemory:
         places = {"bcd_layers_on": layers_on, "bcd_resident_layers": num_resident, "bcd_saved_inputs": saved_inputs}
         config = self.config.replace_section("bcd", **places)
-        state = replace(
-            self.state,
-            bcd=config.bcd,
-            steps_block_by_chunk=config.steps_block_by_chunk,
-            state_on_host=tuple(config.state_on_host.items()),
-        )
-        return replace(self, config=config, state=state)
+        return replace(self, config=config, state=replace(self.state, config=config))
 
     def fits_in(self, memory_bytes: float) -> bool:
         """Return whether every rank fits in every phase, with what Megatron-LM's flags recompute."""
@@ -215,7 +177,7 @@ class RunMemory:
         state, activations = self.state, self.activations(stage, block)
         rank = state.largest_rank(stage, block) if replica is None else state.rank(stage, block, replica)
         rank = replace(rank, communication=activations.message_bytes)
-        if not state.is_breadth_first:
+        if not state.config.is_breadth_first:
             return replace(rank, activations=activations.peak_bytes(choice))
         share, none = state.share(stage, block, replica or 0), (0,) * len(state.chunks)
         chunks = slice(stage, None, state.partition.num_stages)
@@ -247,7 +209,7 @@ class RunMemory:
 
 @lru_cache(maxsize=4096)
 def _schedule_shape(state: ModelState, block: int, num_microbatches: int, sequence: int, *, num_kept: int) -> PlanShape:
-    if state.is_breadth_first:
+    if state.config.is_breadth_first:
         return breadth_first_shape(
             state.partition, block, state.chunks, num_microbatches=num_microbatches, num_kept=num_kept
         )

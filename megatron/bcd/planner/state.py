@@ -15,8 +15,9 @@ from itertools import compress, product
 from megatron.bcd.blocks.chunks import chunk_of, virtual_chunks
 from megatron.bcd.blocks.ownership import EXPERT_STACK_ELEMENTS, matrix_owners, matrix_stacks
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.config import BcdConfig
-from megatron.bcd.planner.cost import DTYPE_BYTES, MOMENT_BYTES, ModelShape, StateBudget, newton_schulz_flops
+from megatron.bcd.config import BcdConfig, RunConfig
+from megatron.bcd.planner import cost
+from megatron.bcd.planner.cost import DTYPE_BYTES, MOMENT_BYTES, ModelShape
 from megatron.bcd.planner.tensors import Buffer, Tensor, build_buffer, stage_tensors
 
 STEP_COUNTER_BYTES = 4
@@ -101,47 +102,33 @@ class MatrixShare:
 class ModelState:
     """Weights, gradients and optimizer state of all ranks (`run_state.model_state_of`)."""
 
+    config: RunConfig
     shape: ModelShape
     partition: Partition
     padded_vocabulary: int
     num_replicas: int
     """Number of ranks with the same weights: data-parallel times context-parallel ones."""
-    tensor_size: int = 1
-    expert_size: int = 1
-    """Number of ranks over which a layer's experts are divided."""
-    expert_tensor_size: int = 1
-    precision: str
-    budget: StateBudget
-    bcd: BcdConfig
-    optimizer: str
-    is_low_bit: bool  # whether Adam's moments have fewer bits than fp32
-    is_distributed: bool = True  # whether the ranks with the same weights shard the optimizer state
-    offload_fraction: float = 0.0  # share of the optimizer state that is in host memory
-    steps_block_by_chunk: bool = False
-    """Whether breadth-first steps the matrices of the only block, the whole model, chunk by chunk."""
-    state_on_host: tuple[tuple[str, tuple[str, int]], ...] = ()
-    """`RunConfig.state_on_host`."""
 
     @property
-    def is_breadth_first(self) -> bool:
-        """Whether all microbatches of a step pass through a chunk of the model before the next one."""
-        return self.bcd.bcd_schedule == "breadth-first"
+    def bcd(self) -> BcdConfig:
+        """The settings of the blocks."""
+        return self.config.bcd
+
+    @cached_property
+    def budget(self) -> cost.StateBudget:
+        """Bytes per parameter of the parameters that Megatron Core's optimizer steps."""
+        return cost.state_budget(self.config)
 
     @cached_property
     def chunks(self) -> tuple[range, ...]:
         """The layers of each virtual chunk of --bcd-schedule breadth-first."""
-        return virtual_chunks(self.partition, self.bcd.bcd_layers_per_pass) if self.is_breadth_first else ()
-
-    @property
-    def is_muon(self) -> bool:
-        """Whether Muon steps the active block's matrices."""
-        return self.optimizer == "muon"
+        return virtual_chunks(self.partition, self.bcd.bcd_layers_per_pass) if self.config.is_breadth_first else ()
 
     @cached_property
     def tensors(self) -> tuple[tuple[Tensor, ...], ...]:
         """The parameters of a rank, by stage."""
-        names = ("padded_vocabulary", "tensor_size", "expert_size", "expert_tensor_size")
-        sizes = {name: getattr(self, name) for name in names}
+        sizes = {name: getattr(self.config, name) for name in ("tensor_size", "expert_size", "expert_tensor_size")}
+        sizes["padded_vocabulary"] = self.padded_vocabulary
         return tuple(
             stage_tensors(self.shape, self.partition, stage, **sizes) for stage in range(self.partition.num_stages)
         )
@@ -149,17 +136,17 @@ class ModelState:
     @cached_property
     def _experts_place(self) -> list[int]:
         """Index among the ranks with the same experts, by index among those with the same other weights."""
-        if self.expert_size == 1:
+        if self.config.expert_size == 1:
             return list(range(self.num_replicas))
-        ranks = self.expert_size * self.expert_tensor_size
-        return [replica * self.tensor_size // ranks for replica in range(self.num_replicas)]
+        ranks = self.config.expert_size * self.config.expert_tensor_size
+        return [replica * self.config.tensor_size // ranks for replica in range(self.num_replicas)]
 
     @property
     def _num_expert_replicas(self) -> int:
         """Number of ranks with the same experts."""
-        if self.expert_size == 1:
+        if self.config.expert_size == 1:
             return self.num_replicas
-        return self.num_replicas * self.tensor_size // (self.expert_size * self.expert_tensor_size)
+        return self.num_replicas * self.config.tensor_size // (self.config.expert_size * self.config.expert_tensor_size)
 
     @property
     def num_expert_parts(self) -> int:
@@ -181,27 +168,27 @@ class ModelState:
     @property
     def layer_state_bytes(self) -> float:
         """The bytes of state of an element of a layer in host memory, beside its weight."""
-        is_stepped = self.bcd.bcd_inactive_update != "none" or self.steps_block_by_chunk
-        low_bits = 2 * (self.precision == "bf16" and is_stepped)
-        return low_bits + sum(DTYPE_BYTES[dtype] / shared for _, (dtype, shared) in self.state_on_host)
+        is_stepped = self.bcd.bcd_inactive_update != "none" or self.config.steps_block_by_chunk
+        low_bits = 2 * (self.config.precision == "bf16" and is_stepped)
+        return low_bits + sum(DTYPE_BYTES[dtype] / shared for dtype, shared in self.config.state_on_host.values())
 
     def _steps_matrix(self, tensor: Tensor) -> bool:
         """Return whether a matrix of the active block is stepped without Megatron Core's optimizer."""
         return bool(tensor.parts) and self._has_matrix_optimizer
 
-    @property
+    @cached_property
     def _has_matrix_optimizer(self) -> bool:
-        return self.is_muon or self.bcd.bcd_inactive_update != "none" or self.steps_block_by_chunk
+        return self.config.is_muon or self.bcd.bcd_inactive_update != "none" or self.config.steps_block_by_chunk
 
     def _buffer(self, tensors: tuple[Tensor, ...], block: int) -> Buffer:
         stepped = [tensor for tensor in tensors if tensor.owned.is_active(block) and not self._steps_matrix(tensor)]
+        if not self.config.training.use_distributed_optimizer:
+            return build_buffer(stepped, num_ranks=None)
         experts = [tensor for tensor in stepped if tensor.is_expert]
-        others = [tensor for tensor in stepped if not tensor.is_expert]
-        buffer = build_buffer(others, num_ranks=self.num_replicas if self.is_distributed else None)
+        buffer = build_buffer([each for each in stepped if not each.is_expert], num_ranks=self.num_replicas)
         if not experts:
             return buffer
-        num_ranks = self._num_expert_replicas if self.is_distributed else None
-        return buffer.joined(build_buffer(experts, num_ranks=num_ranks), self._experts_place)
+        return buffer.joined(build_buffer(experts, num_ranks=self._num_expert_replicas), self._experts_place)
 
     @cached_property
     def streamed(self) -> tuple[StreamedLayers, ...]:
@@ -211,18 +198,16 @@ class ModelState:
     def _streamed(self, tensors: tuple[Tensor, ...]) -> StreamedLayers:
         by_layer = dict[int, list[Tensor]]()
         for tensor in tensors:
-            is_streamed = bool(tensor.parts) if self.steps_block_by_chunk else not tensor.owned.is_always_active
+            is_streamed = bool(tensor.parts) if self.config.steps_block_by_chunk else not tensor.owned.is_always_active
             if tensor.owned.layer is not None and is_streamed:
                 by_layer.setdefault(tensor.owned.layer, []).append(tensor)
         layers = list(by_layer.values())
+        by_chunk = self.config.steps_block_by_chunk
         return StreamedLayers(
             sizes=tuple(sum(tensor.size for tensor in layer) for layer in layers),
             padded=max((sum(_aligned(tensor.size) for tensor in layer) for layer in layers), default=0),
             is_active=tuple(
-                tuple(
-                    not self.steps_block_by_chunk and any(tensor.owned.is_active(block.index) for tensor in layer)
-                    for layer in layers
-                )
+                tuple(not by_chunk and any(each.owned.is_active(block.index) for each in layer) for layer in layers)
                 for block in self.partition.blocks
             ),
         )
@@ -231,7 +216,7 @@ class ModelState:
         """Return the elements of the stage's embedding if it is in host memory (`RunConfig.has_embedding_on_host`)."""
         partition = self.partition
         is_on_host = self.bcd.bcd_layers_on != "device" and "embedding" in partition.frozen and not partition.tied
-        return self.padded_vocabulary // self.tensor_size * self.shape.hidden_size * (is_on_host and stage == 0)
+        return self.padded_vocabulary // self.config.tensor_size * self.shape.hidden_size * (is_on_host and stage == 0)
 
     def num_layer_buffers(self, stage: int) -> int:
         """Return the device buffers for layers in host memory."""
@@ -245,8 +230,8 @@ class ModelState:
         by_layer = Counter[int]()
         for tensor, owners in self._matrices[stage]:
             if tensor.owned.layer is not None and replica in owners:
-                number = 2 * (self.precision == "bf16") * _aligned(tensor.size)
-                for _, (dtype, shared) in self.state_on_host:
+                number = 2 * (self.config.precision == "bf16") * _aligned(tensor.size)
+                for dtype, shared in self.config.state_on_host.values():
                     number += DTYPE_BYTES[dtype] * _aligned(-(-tensor.size // shared))
                 by_layer[tensor.owned.layer] += number
         return self.num_layer_buffers(stage) * max(by_layer.values(), default=0)
@@ -262,7 +247,7 @@ class ModelState:
             some = [tensor for tensor in matrices if tensor.is_expert == are_experts]
             places = self._experts_place if are_experts else range(self.num_replicas)
             num_owners = self._num_expert_replicas if are_experts else self.num_replicas
-            blocks = [] if self.is_muon else [each.owned.block for each in some]
+            blocks = [] if self.config.is_muon else [each.owned.block for each in some]
             numbers = matrix_owners([each.size for each in some], num_owners, blocks)
             for tensor, owner in zip(some, numbers, strict=True):
                 owners[tensor.name] = [rank for rank, place in enumerate(places) if place == owner]
@@ -286,12 +271,13 @@ class ModelState:
         buffer, share = self.buffers[stage][block], self.share(stage, block, replica)
         index = replica % len(buffer.stored)
         stored, count = buffer.stored[index], buffer.counts[index]
-        has_counters = self.optimizer != "sgd" and not self.is_low_bit
+        is_low_bit = self.config.training.adam_moments_dtype != "fp32"
+        has_counters = self.config.optimizer.optimizer != "sgd" and not is_low_bit
         of_adam = int(self.budget.optimizer * stored) + STEP_COUNTER_BYTES * count * has_counters
         # gradients of 2 bytes are copied to fp32, and SGD adds weight decay to a copy
-        adam_work = 4 * stored * ((self.budget.gradient == 2) + (self.optimizer == "sgd"))
-        adam_work += _LOW_BIT_WORK * min(stored, _LOW_BIT_CHUNK) * self.is_low_bit
-        on_device = 1 - self.offload_fraction
+        adam_work = 4 * stored * ((self.budget.gradient == 2) + (self.config.optimizer.optimizer == "sgd"))
+        adam_work += _LOW_BIT_WORK * min(stored, _LOW_BIT_CHUNK) * is_low_bit
+        on_device = 1 - cost.offload_fraction(self.config)
         return RankMemory(
             stage=stage,
             block=block,
@@ -330,22 +316,22 @@ class ModelState:
     @property
     def _momentum_bytes(self) -> float:
         """The bytes of state of an element that is stepped without Megatron Core's optimizer, beside its low bits."""
-        if self.is_muon:
+        if self.config.is_muon:
             return MOMENT_BYTES[self.bcd.muon_momentum_dtype]
         return sum(MOMENT_BYTES[dtype] for dtype in self.budget.moments) if self._has_matrix_optimizer else 0
 
     def rank_share(self, stage: int, block: int, rank: int) -> MatrixShare:
         """Compute `share`."""
         bcd = self.bcd
-        block_gradient = DTYPE_BYTES[bcd.muon_grad_dtype] if self.is_muon else self.budget.gradient
+        block_gradient = DTYPE_BYTES[bcd.muon_grad_dtype] if self.config.is_muon else self.budget.gradient
         inactive_gradient = DTYPE_BYTES[bcd.bcd_inactive_grad_dtype]
-        low_bits = 2 if self.precision == "bf16" else 0
+        low_bits = 2 if self.config.precision == "bf16" else 0
         total, updated, by_chunk = Counter[str](), [], [0] * len(self.chunks)
         working_by_chunk = list(by_chunk)
         for tensor, owners in self._matrices[stage]:
             is_active = tensor.owned.is_active(block)
             is_stepped = is_active and self._steps_matrix(tensor) or tensor.owned.has_inactive_update(block)
-            waits = is_active and not self.steps_block_by_chunk  # for the end of the step
+            waits = is_active and not self.config.steps_block_by_chunk  # for the end of the step
             chunks = self._open_chunks(tensor) if is_stepped and not waits else ()
             if is_stepped:
                 gradient = block_gradient if is_active else inactive_gradient
@@ -364,10 +350,10 @@ class ModelState:
             if is_stepped:
                 updated.append((tensor, is_active, chunks))
                 rule = self._inactive_rule(tensor)
-                passes = _MUON_PASSES if self.is_muon else ADAM_PASSES
+                passes = _MUON_PASSES if self.config.is_muon else ADAM_PASSES
                 total["traffic"] += 4 * (passes if is_active else _INACTIVE_PASSES[rule]) * tensor.size
-                if self.is_muon if is_active else rule == "orthogonal":
-                    flops = sum(newton_schulz_flops(*part) for part in tensor.parts)
+                if self.config.is_muon if is_active else rule == "orthogonal":
+                    flops = sum(cost.newton_schulz_flops(*part) for part in tensor.parts)
                     total["orthogonalization"] += tensor.num_matrices * flops
         keys = [(tensor.parts, tensor.num_matrices, is_active, chunks) for tensor, is_active, chunks in updated]
         names, sizes = [tensor.name for tensor, _, _ in updated], [tensor.size for tensor, _, _ in updated]
@@ -380,7 +366,7 @@ class ModelState:
             if by_form is _WORKING_BYTES["factored"] and len(first.parts) == 1:
                 size = min(size, ROWS_ELEMENTS)
             working = by_form[2 if len(first.parts) > 1 else len(stack) > 1] * size
-            if is_active and not self.is_muon:
+            if is_active and not self.config.is_muon:
                 working = (_CHUNK_WORK if chunks else MATRIX_WORK) * min(first.size, _LOW_BIT_CHUNK)
             if chunks:
                 working_by_chunk[chunks[0]] = max(working_by_chunk[chunks[0]], int(working))
@@ -392,7 +378,7 @@ class ModelState:
         """Return the chunks during which an inactive update's matrix has a gradient; none if it waits for the step."""
         if tensor.owned.layer is None and self.partition.tied:
             return range(len(self.chunks)) if self.partition.num_stages == 1 else ()
-        return (chunk_of(tensor.owned, self.chunks),) if self.is_breadth_first else ()
+        return (chunk_of(tensor.owned, self.chunks),) if self.config.is_breadth_first else ()
 
     def _inactive_rule(self, tensor: Tensor) -> str:
         is_in_layer = tensor.owned.module == "layer"

@@ -187,7 +187,7 @@ def copy_bytes(recipe: Recipe, stage: int, block: int) -> tuple[tuple[float, flo
     elements, config = share * layers.padded, recipe.config
     weights = recipe.bytes_per_element * elements
     updated = weights + recipe.state.layer_state_bytes * elements / recipe.num_replicas
-    is_updated = config.bcd.bcd_inactive_update != "none" or recipe.state.steps_block_by_chunk
+    is_updated = config.bcd.bcd_inactive_update != "none" or config.steps_block_by_chunk
     return (weights, weights if config.clips_by_chunk else updated), updated * is_updated
 
 

@@ -30,7 +30,6 @@ from megatron.bcd.model.transformer_config import describe_activation
 from megatron.bcd.pipeline.build import kept_passes
 from megatron.bcd.pipeline.plan import microbatches_ahead
 from megatron.bcd.planner import cost
-from megatron.bcd.planner.run_state import moments_of, offload_fraction
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.runtime import collectives, device, distributed, replicas
 from megatron.bcd.training.recompute import Recomputation
@@ -180,15 +179,11 @@ def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module, 
 
 def _full_state_bytes(config: RunConfig, weights: Iterable[torch.Tensor]) -> int:
     """Return the model state of full training by stock Megatron-LM: Adam with fp32 moments, or SGD, without padding."""
-    budget = cost.state_budget(
-        precision=config.precision,
-        moments=moments_of(config, of_adam=cost.ADAMS_MOMENTS),
-        gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
-    )
+    budget = cost.state_budget(config, adam_moments="fp32")
     by_shards = Counter[int]()
     for weight in weights:
         by_shards[replicas.size(weight) if config.training.use_distributed_optimizer else 1] += weight.numel()
-    per_element = (1 - offload_fraction(config)) * budget.optimizer
+    per_element = (1 - cost.offload_fraction(config)) * budget.optimizer
     optimizer = math.ceil(sum(per_element * number / shards for shards, number in by_shards.items()))
     return (budget.weight + budget.gradient) * sum(by_shards.values()) + optimizer
 
@@ -267,7 +262,7 @@ def _notes(
         yield f"--bcd-embedding-update {bcd.bcd_embedding_update}: word embedding and untied head, in every phase"
     if config.training.skip_train:
         return
-    fraction = offload_fraction(config)
+    fraction = cost.offload_fraction(config)
     if fraction:
         num_parameters = max(rank["num_parameters"] for rank in ranks)
         num_bytes = math.ceil(cost.OFFLOADED_BYTES * fraction * num_parameters / replicas.size())
