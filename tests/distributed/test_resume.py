@@ -15,7 +15,6 @@ from support.pairwise import Combination, pairwise
 
 PIPELINE = worlds.PIPELINE
 CUTS = {name: worlds.CUTS[name] for name in ("pipeline2", "data2", "tensor2")}
-WHOLE = {"no_use_distributed_optimizer": True}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "cut": CUTS,
     "blocks": {
@@ -27,9 +26,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "precision": {"fp32": {}, "bf16": {"bf16": True}},
     "optimizer": {
         "sharded": {},
-        "sgd": {"optimizer": "sgd"},
         "moments_bf16": {"adam_moments_dtype": "bf16"},
-        "moments_int8": {"adam_moments_dtype": "int8"} | WHOLE,
+        "moments_int8": {"adam_moments_dtype": "int8"},
         "muon": {"optimizer": "muon", "muon_use_nesterov": True},
         "factored": {"bcd_inactive_update": "factored"},
         "orthogonal": {"bcd_inactive_update": "orthogonal", "adam_moments_dtype": "int8"},
@@ -57,7 +55,7 @@ tensor2-spread-bf16-sharded-host-rampup-stopped_1_4
 tensor2-submodel-bf16-muon-reset-iterations-async_at_6
 data2-spread-fp32-moments_int8-host_embedding-iterations-stopped_1_4
 data2-one_block-bf16-moments_bf16-reset-iterations-saved_at_5
-pipeline2-stage-fp32-sgd-host-iterations-async_at_6
+pipeline2-stage-fp32-sharded-host-iterations-async_at_6
 pipeline2-submodel-bf16-factored-host-iterations-stopped_1_4
 data2-submodel-fp32-orthogonal-host-rampup-saved_at_5
 """

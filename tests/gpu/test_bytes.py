@@ -141,7 +141,6 @@ UPDATES = {
     "gradients_bf16": {"grad_reduce_in_bf16": True},
     "moments_bf16": {"adam_moments_dtype": "bf16"},
     "moments_int8": {"adam_moments_dtype": "int8"},
-    "sgd": {"optimizer": "sgd"},
 }
 
 

@@ -242,8 +242,6 @@ WITHOUT_EFFECT = """
 --position-embedding-type none | --rotary-percent 0.5
 --recompute-activations | --recompute-num-layers 1
  | --distribute-saved-activations
---optimizer sgd | --use-distributed-optimizer
---overlap-grad-reduce --no-use-distributed-optimizer | --overlap-param-gather
  | --sequence-parallel
 --bf16 | --use-precision-aware-optimizer
  | --no-data-sharding

@@ -57,10 +57,10 @@ CONFLICTS = {
     "--num-experts": "--fp8-format --hierarchical-context-parallel-sizes",
     "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss",  # its gradients have no loss scale
     "--bcd-embedding-update=factored": "--decoupled-lr",  # only Megatron Core's optimizer supports it
-    "--optimizer-cpu-offload": "--optimizer!=adam --no-decoupled-weight-decay --no-use-distributed-optimizer "
-    "--adam-moments-dtype --bcd-inactive-update",
+    "--optimizer-cpu-offload": "--optimizer!=adam --no-decoupled-weight-decay --adam-moments-dtype "
+    "--bcd-inactive-update",
     "--bcd-main-params=drop": "--optimizer=muon --bcd-inactive-update",  # these keep main parameters on the device
-    "--bcd-inactive-update": "--fp16 --loss-scale --optimizer=sgd",  # the optimizer of all matrices has neither
+    "--bcd-inactive-update": "--fp16 --loss-scale",  # the optimizer of all matrices has no loss scale
     # these write frozen layers, or draw them differently on the ranks that share them
     "--bcd-layers-on!=device": "--data-parallel-random-init --fp8-format",
     # these need all gradients of a step at once, or run separate passes
@@ -371,12 +371,10 @@ def _check_parallel(run: Run, world_size: int) -> None:
         "and values cannot be updated apart. Give --muon-no-split-qkv.",
     )
     is_tied_pipeline = pipeline > 1 and not run.untie_embeddings_and_output_weights
-    is_sharded = run.use_distributed_optimizer and world_size > tensor * pipeline
     require(
-        run.adam_moments_dtype != "int8" or not is_tied_pipeline or not is_sharded,
+        run.adam_moments_dtype != "int8" or not is_tied_pipeline or world_size == tensor * pipeline,
         "--adam-moments-dtype int8 over data parallel ranks of a pipeline with a tied head: the embedding and its copy "
-        "would be rounded differently. Give bf16, --no-use-distributed-optimizer, or "
-        "--untie-embeddings-and-output-weights.",
+        "would be rounded differently. Give bf16, or --untie-embeddings-and-output-weights.",
     )
 
 
@@ -521,7 +519,6 @@ def _check_places(run: Run) -> None:
         return
     for flag_given, is_given, remedy in (
         ("--fp16", run.fp16, "Give --bf16"),
-        ("--optimizer sgd", run.optimizer == "sgd", "Give adam or muon"),
         ("--lighthouse", run.lighthouse is not None, "Leave it out"),
     ):
         require(not is_given, f"{flag_given} is not supported by {flag} --bcd-num-blocks 1. {remedy}.")

@@ -421,9 +421,6 @@ class TrainingConfig:
     distributed_timeout_minutes: int = option(
         10, "minutes after which a collective fails", group=PARALLELISM, range=AT_LEAST_1
     )
-    use_distributed_optimizer: bool = option(
-        True, "shard optimizer state over the data-parallel ranks", group=PARALLELISM
-    )
     adam_moments_dtype: str = option(
         "fp32",
         "precision in which Adam's two moments are stored; int8: 8-bit codes with an fp32 scale per 256 elements",

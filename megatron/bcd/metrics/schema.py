@@ -139,7 +139,7 @@ class RunSummary:
     phases: str
     """Order and length of the phases."""
     full_model_state_bytes: tuple[int, ...]
-    """By rank: stock Megatron-LM's full training with fp32 moments of Adam, or with SGD."""
+    """By rank: stock Megatron-LM's full training with fp32 moments of Adam."""
     training: str
     notes: tuple[str, ...] = ()
     """Information such as the implementation of attention, norm and optimizer."""

@@ -41,7 +41,7 @@ def state_budget(
     """Return the bytes per parameter.
 
     Args:
-        moments: the dtypes in which the optimizer stores Adam's two moments, or SGD's momentum.
+        moments: the dtypes in which the optimizer stores Adam's two moments.
         gradients_in_fp32: --accumulate-allreduce-grads-in-fp32. Without it gradients of 16-bit weights have 2 bytes.
     """
     stored = sum(MOMENT_BYTES[dtype] for dtype in moments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -22,12 +21,6 @@ def offload_fraction(config: RunConfig) -> float:
     if not config.optimizer.optimizer_cpu_offload:
         return 0.0
     return config.optimizer.optimizer_offload_fraction
-
-
-def moments_of(config: RunConfig, *, of_adam: Sequence[str]) -> Sequence[str]:
-    """Return the dtypes of the optimizer's moments."""
-    optimizer = config.optimizer
-    return ("fp32",) * (optimizer.sgd_momentum != 0.0) if optimizer.optimizer == "sgd" else of_adam
 
 
 _cached_state = lru_cache(maxsize=64)(ModelState)  # a search tries many batch sizes with the same state
@@ -57,13 +50,12 @@ def model_state_of(
         precision=config.precision,
         budget=cost.state_budget(
             precision=config.precision,
-            moments=moments_of(config, of_adam=(config.training.adam_moments_dtype,) * 2),
+            moments=(config.training.adam_moments_dtype,) * 2,
             gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
         ),
         bcd=replace(config.bcd, bcd_saved_inputs="auto"),  # which changes no state
         optimizer=config.optimizer.optimizer,
         is_low_bit=config.training.adam_moments_dtype != "fp32",
-        is_distributed=config.training.use_distributed_optimizer,
         offload_fraction=offload_fraction(config),
         steps_block_by_chunk=config.steps_block_by_chunk,
         state_on_host=tuple(config.state_on_host.items()),

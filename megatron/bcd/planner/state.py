@@ -115,7 +115,6 @@ class ModelState:
     bcd: BcdConfig
     optimizer: str
     is_low_bit: bool  # whether Adam's moments have fewer bits than fp32
-    is_distributed: bool = True  # whether the ranks with the same weights shard the optimizer state
     offload_fraction: float = 0.0  # share of the optimizer state that is in host memory
     steps_block_by_chunk: bool = False
     """Whether breadth-first steps the matrices of the only block, the whole model, chunk by chunk."""
@@ -197,11 +196,10 @@ class ModelState:
         stepped = [tensor for tensor in tensors if tensor.owned.is_active(block) and not self._steps_matrix(tensor)]
         experts = [tensor for tensor in stepped if tensor.is_expert]
         others = [tensor for tensor in stepped if not tensor.is_expert]
-        buffer = build_buffer(others, num_ranks=self.num_replicas if self.is_distributed else None)
+        buffer = build_buffer(others, num_ranks=self.num_replicas)
         if not experts:
             return buffer
-        num_ranks = self._num_expert_replicas if self.is_distributed else None
-        return buffer.joined(build_buffer(experts, num_ranks=num_ranks), self._experts_place)
+        return buffer.joined(build_buffer(experts, num_ranks=self._num_expert_replicas), self._experts_place)
 
     @cached_property
     def streamed(self) -> tuple[StreamedLayers, ...]:
@@ -284,12 +282,9 @@ class ModelState:
     def rank(self, stage: int, block: int, replica: int) -> RankMemory:
         """Return the model state of one rank, excluding activations."""
         buffer, share = self.buffers[stage][block], self.share(stage, block, replica)
-        index = replica % len(buffer.stored)
-        stored, count = buffer.stored[index], buffer.counts[index]
-        has_counters = self.optimizer != "sgd" and not self.is_low_bit
-        of_adam = int(self.budget.optimizer * stored) + STEP_COUNTER_BYTES * count * has_counters
-        # gradients of 2 bytes are copied to fp32, and SGD adds weight decay to a copy
-        adam_work = 4 * stored * ((self.budget.gradient == 2) + (self.optimizer == "sgd"))
+        stored, count = buffer.stored[replica], buffer.counts[replica]
+        of_adam = int(self.budget.optimizer * stored) + STEP_COUNTER_BYTES * count * (not self.is_low_bit)
+        adam_work = 4 * stored * (self.budget.gradient == 2)  # gradients of 2 bytes are copied to fp32
         adam_work += _LOW_BIT_WORK * min(stored, _LOW_BIT_CHUNK) * self.is_low_bit
         on_device = 1 - self.offload_fraction
         return RankMemory(

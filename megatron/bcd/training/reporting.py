@@ -30,7 +30,7 @@ from megatron.bcd.model.transformer_config import describe_activation
 from megatron.bcd.pipeline.build import kept_passes
 from megatron.bcd.pipeline.plan import microbatches_ahead
 from megatron.bcd.planner import cost
-from megatron.bcd.planner.run_state import moments_of, offload_fraction
+from megatron.bcd.planner.run_state import offload_fraction
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.runtime import collectives, device, distributed, replicas
 from megatron.bcd.training.recompute import Recomputation
@@ -178,15 +178,15 @@ def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module, 
 
 
 def _full_state_bytes(config: RunConfig, weights: Iterable[torch.Tensor]) -> int:
-    """Return the model state of full training by stock Megatron-LM: Adam with fp32 moments, or SGD, without padding."""
+    """Return the model state of full training by stock Megatron-LM: Adam with fp32 moments, without padding."""
     budget = cost.state_budget(
         precision=config.precision,
-        moments=moments_of(config, of_adam=cost.ADAMS_MOMENTS),
+        moments=cost.ADAMS_MOMENTS,
         gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
     )
     by_shards = Counter[int]()
     for weight in weights:
-        by_shards[replicas.size(weight) if config.training.use_distributed_optimizer else 1] += weight.numel()
+        by_shards[replicas.size(weight)] += weight.numel()
     per_element = (1 - offload_fraction(config)) * budget.optimizer
     optimizer = math.ceil(sum(per_element * number / shards for shards, number in by_shards.items()))
     return (budget.weight + budget.gradient) * sum(by_shards.values()) + optimizer
