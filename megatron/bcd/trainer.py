@@ -263,7 +263,7 @@ class Trainer:
         self.checks.after_step(result, state)
         is_last = state.iteration == self.train_iters
         if state.iteration % self.config.report.log_interval == 0 or state.iteration == 1 or is_last:
-            self._report_step(state.phase_state)
+            self.reporter.step(collect_step_metrics(self, state.phase_state))
             if state.iteration > 1:  # as in stock, the first iteration also counts in the first interval
                 state.interval = []
         if self.groups is not None and self.groups.is_due(state.iteration, state.phase_state):
@@ -310,17 +310,9 @@ class Trainer:
             f"--bcd-stop-cycle-improvement {least}"
         )
         if state.interval:
-            self._report_step(before)
+            self.reporter.step(collect_step_metrics(self, before))
             state.interval = []
         return True
-
-    def _report_step(self, phase_state: PhaseState) -> None:
-        """Report the steps since the last log line; the last one belonged to the phase `phase_state`."""
-        if self.block_schedule.scales_learning_rate:
-            learning_rate = self.state.interval[-1].learning_rate
-        else:  # as stock: the rate of the next step
-            learning_rate = float(self.lr_scheduler.get_lr({}))
-        self.reporter.step(collect_step_metrics(self, phase_state, learning_rate=learning_rate))
 
     def _num_microbatches_next(self) -> int:
         """Return the number of microbatches in the iteration after the next one.
@@ -380,9 +372,8 @@ class Trainer:
         stopwatch = device.Stopwatch()
         active.zero_grad()
         router_losses.clear()
-        block_factor = self.block_schedule.learning_rate_factor(self.state.phase_state)
-        learning_rate = float(self.lr_scheduler.get_lr({})) * block_factor
-        active.set_learning_rate(self.lr_scheduler, block_factor=block_factor)
+        learning_rate = float(self.lr_scheduler.get_lr({}))
+        active.set_learning_rate(self.lr_scheduler)
         step = Step(active, lambda: self.stop.on_this_rank(is_writing=self.outputs.is_writing))
         reported = self.forward_backward(
             batches, get_num_microbatches(), step, num_microbatches_next=num_microbatches_next

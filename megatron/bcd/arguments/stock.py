@@ -249,6 +249,9 @@ _INSTEAD = {
         "--bcd-low-rank --bcd-low-rank-alpha --bcd-low-rank-layers --bcd-low-rank-lr-ratio --save-adapters"
     ),
     f"Leave it out, and give --bcd-order {_ORDERS}.": "--bcd-greedy-microbatches",
+    "Leave it out: --lr-warmup-iters and the run's schedule apply to all blocks and phases.": (
+        "--bcd-phase-warmup-steps --bcd-block-lr-multipliers"
+    ),
     "Leave it out: every inactive layer is updated.": "--bcd-inactive-layers --bcd-resting-layers",
     "Leave it out: a CPU runs Megatron Core's own functions.": "--cpu-kernels",
     "Leave it out, and give tools/generate.py a folder of --save-hf.": "--eval-generate --eval-generate-tokens",

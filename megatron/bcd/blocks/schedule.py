@@ -96,7 +96,7 @@ def even_phase_length(num_steps: int, *, num_blocks: int, longest: float) -> flo
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSchedule:
-    """Order, length, end and learning rate of the phases.
+    """Order, length and end of the phases.
 
     Raises:
         ValueError: a flag has a bad value; the message names it.
@@ -110,7 +110,7 @@ class BlockSchedule:
 
     def __post_init__(self) -> None:
         assert self.num_blocks >= 1
-        _check(self.settings, self.num_blocks)
+        _check(self.settings)
 
     def least_steps(self, phase: int) -> int:
         """Return the minimum number of steps in a phase.
@@ -229,23 +229,6 @@ class BlockSchedule:
         improvement = before.validation_loss - last.validation_loss
         return improvement < self.settings.bcd_stop_cycle_improvement * abs(before.validation_loss)
 
-    @property
-    def scales_learning_rate(self) -> bool:
-        """Whether ``learning_rate_factor`` may differ from 1."""
-        return bool(self.settings.bcd_block_lr_multipliers or self.settings.bcd_phase_warmup_steps)
-
-    def learning_rate_factor(self, state: PhaseState) -> float:
-        """Return the factor of the next step's learning rate: the block's multiplier times the phase's warm-up.
-
-        The warm-up factor of step s (from 0) of W warm-up steps is (s + 1) / (W + 1). A single block has no warm-up,
-        because there is no switch.
-        """
-        multipliers, warmup = self.settings.bcd_block_lr_multipliers, self.settings.bcd_phase_warmup_steps
-        multiplier = multipliers[self.block(state)] if multipliers else 1.0
-        if self.num_blocks == 1 or state.step_in_phase >= warmup:
-            return multiplier
-        return multiplier * (state.step_in_phase + 1) / (warmup + 1)
-
     def _with_loss(self, state: PhaseState, loss: float) -> PhaseState:
         """Return ``state`` after its last step, with that step's loss included in the mean."""
         if not math.isfinite(loss):
@@ -296,13 +279,9 @@ def _hash(*values: int) -> int:
     return int.from_bytes(sha256(repr(values).encode()).digest(), "big")
 
 
-def _check(settings: BcdConfig, num_blocks: int) -> None:
+def _check(settings: BcdConfig) -> None:
     """Raise ValueError if a flag has a bad value; the message names the first."""
-    multipliers, warmup = settings.bcd_block_lr_multipliers or (), settings.bcd_phase_warmup_steps
-    longest: float | None = settings.mean_steps
     least, most = settings.bcd_min_steps_per_block, settings.bcd_max_steps_per_block
-    if settings.bcd_switch != "steps":
-        longest = most
     rules = {
         f"--bcd-order {settings.bcd_order}: must be one of {', '.join(ORDERS)}": settings.bcd_order in ORDERS,
         f"--bcd-switch {settings.bcd_switch}: must be one of {', '.join(SWITCHES)}": settings.bcd_switch in SWITCHES,
@@ -317,12 +296,6 @@ def _check(settings: BcdConfig, num_blocks: int) -> None:
         ),
         f"--bcd-stop-cycle-improvement {settings.bcd_stop_cycle_improvement}: must be at least 0 and less than 1": (
             settings.bcd_stop_cycle_improvement is None or 0 <= settings.bcd_stop_cycle_improvement < 1
-        ),
-        f"--bcd-phase-warmup-steps {warmup}: must be at least 0, and less than the longest phase, {longest} steps": (
-            warmup >= 0 and (longest is None or warmup < longest)
-        ),
-        f"--bcd-block-lr-multipliers: must be {num_blocks} finite numbers above 0, one for each block": (
-            len(multipliers) in (0, num_blocks) and all(math.isfinite(value) and value > 0 for value in multipliers)
         ),
     }
     for problem, is_met in rules.items():

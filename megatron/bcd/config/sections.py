@@ -135,10 +135,6 @@ class BcdConfig:
     bcd_stop_cycle_improvement: float | None = option(
         None, "evaluate after each cycle; end the run when one improved the validation loss by less than this, relative"
     )
-    bcd_phase_warmup_steps: int = option(0, "steps at the start of each phase over which the learning rate rises")
-    bcd_block_lr_multipliers: tuple[float, ...] | None = option(
-        None, "one factor of the learning rate per block", metavar="FACTOR"
-    )
     bcd_optimizer_state: str = option(
         "reset",
         "a block's optimizer state when its phase ends: reset = freed, host = offloaded to host memory until the next "

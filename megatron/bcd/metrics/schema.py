@@ -18,7 +18,7 @@ class StepMetrics:
     loss: float
     """Mean over the log interval, as in Megatron-LM."""
     learning_rate: float
-    """Rate of the next step, as in Megatron-LM; with a phase warm-up or factors per block, of the last step."""
+    """Rate of the next step, as in Megatron-LM."""
     step_learning_rate: float | None = None
     """Rate of the last step, which the log line shows."""
     grad_norm: float | None
