@@ -348,16 +348,16 @@ class Trainer:
         )
 
     def _warn_untrained(self, *, num_steps: int) -> None:
-        """Warn of layers that will certainly stay untrained for `num_steps` more steps, or with 0 are untrained now."""
+        """Warn of blocks that will certainly not be active in `num_steps` more steps, or with 0 have not been."""
         schedule, phase_state = self.block_schedule, self.state.phase_state
+        number = phase_state.phase + (phase_state.step_in_phase > 0)
         if num_steps > 0:
-            phase_state = PhaseState(phase=schedule.phases_within(phase_state, num_steps))
-        visited = schedule.visited(phase_state)
-        if parts := self.partition.describe_untrained(visited):
+            number = schedule.phases_within(phase_state, num_steps)
+        if number < schedule.num_blocks and not self.partition.has_inactive_updates:
             self.reporter.warning(
-                f"{len(visited)} of {schedule.num_blocks} blocks are active in {self.train_iters:,} steps "
-                f"({schedule.describe()}); {', '.join(parts)} {'will stay' if num_steps > 0 else 'stayed'} as at the "
-                "start: give more steps, fewer blocks or shorter phases"
+                f"{number} of {schedule.num_blocks} blocks are active in {self.train_iters:,} steps "
+                f"({schedule.describe()}); the others stay as at the start: give more steps, fewer blocks or shorter "
+                "phases"
             )
 
     # -------------------------------------------------------------------------------------------------- train_step

@@ -143,7 +143,6 @@ def find_problems(
         lambda: _check_context(run),
         lambda: _check_chunks(config, run, given),
         lambda: partitions.append(partition_from_config(config)),
-        lambda: block_schedule_from_config(config, partitions[0]),
         lambda: _check_blocks(config, run, partitions[0]),
         lambda: _check_inactive_update(run, partitions[0]),
         lambda: _check_places(run),
@@ -440,7 +439,11 @@ def _check_chunks(config: RunConfig, run: Run, given: Mapping[str, Any]) -> None
 
 
 def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
-    most, window = run.bcd_max_steps_per_block, run.bcd_plateau_window
+    least, most, window = run.bcd_min_steps_per_block, run.bcd_max_steps_per_block, run.bcd_plateau_window
+    require(
+        most is None or most >= least,
+        f"--bcd-max-steps-per-block {most}: must be at least --bcd-min-steps-per-block {least}",
+    )
     require(
         run.bcd_switch != "plateau" or most is None or most > 2 * window,
         f"--bcd-max-steps-per-block {most}: no phase would last long enough to end at a plateau; must be more than "

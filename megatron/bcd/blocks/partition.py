@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, groupby, pairwise
@@ -324,16 +324,6 @@ class Partition:
             f"blocks of {', '.join(map(str, sizes))} layers: --bcd-num-blocks {' or '.join(map(str, nearest))} divides "
             "them evenly"
         )
-
-    def describe_untrained(self, visited: Collection[int]) -> tuple[str, ...]:
-        """Return names of parts that the `visited` blocks leave untrained, although another block would train them."""
-        layers = {
-            layer for block in visited for layer in (*self.blocks[block].layers, *self.layers_updated_inactive(block))
-        }
-        untrained = describe_layers([layer for layer in range(self.num_layers) if layer not in layers])
-        trained = {extra for block in visited for extra in self.describe_extras(block)}
-        extras = dict.fromkeys(extra for block in self.blocks for extra in self.describe_extras(block.index))
-        return (*([f"layers {untrained}"] if untrained else []), *(extra for extra in extras if extra not in trained))
 
 
 # -------------------------------------------------------------------------------------------------------- construction

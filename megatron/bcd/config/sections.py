@@ -127,13 +127,17 @@ class BcdConfig:
         "steps", "what ends a phase: --bcd-steps-per-block, or a plateau of the training loss", choices=SWITCHES
     )
     bcd_plateau_window: int = option(
-        50, "steps of the mean loss, and within which it must improve, else the phase ends"
+        50, "steps of the mean loss, and within which it must improve, else the phase ends", range=AT_LEAST_1
     )
-    bcd_plateau_min_improvement: float = option(0.005, "smallest improvement of that mean that counts, relative")
-    bcd_min_steps_per_block: int = option(1, "with --bcd-switch plateau: least steps of a phase")
+    bcd_plateau_min_improvement: float = option(
+        0.005, "smallest improvement of that mean that counts, relative", range=BELOW_1
+    )
+    bcd_min_steps_per_block: int = option(1, "with --bcd-switch plateau: least steps of a phase", range=AT_LEAST_1)
     bcd_max_steps_per_block: int | None = option(None, "with --bcd-switch plateau: most steps of a phase")
     bcd_stop_cycle_improvement: float | None = option(
-        None, "evaluate after each cycle; end the run when one improved the validation loss by less than this, relative"
+        None,
+        "evaluate after each cycle; end the run when one improved the validation loss by less than this, relative",
+        range=BELOW_1,
     )
     bcd_optimizer_state: str = option(
         "reset",
