@@ -5,8 +5,8 @@ that stage were the first one. Virtual stages before it run forward without a gr
 several chunks, a pass may start earlier than in Megatron Core's order, because backward passes are missing.
 
 Each stage has three queues: backward, forward with a graph, and forward only. Within a queue the order is Megatron
-Core's. The stage always runs the queue whose next pass can start first. A few policies decide ties and short waits. All
-of them are simulated, and the plan with the shortest iteration is used.
+Core's. The stage always runs the queue whose next pass can start first, except that it waits a little for a backward
+pass. This order is used if its simulated iteration is shorter than that of Megatron Core's.
 
 A message is placed where it can first be sent in that simulation. All stages therefore agree on one order of passes and
 messages. Such a plan cannot deadlock, even if every message blocked until its other end is ready; the executor blocks
@@ -17,36 +17,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.bcd.pipeline.plan import Action, Kind, Plan, PlanShape
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Policy:
-    """The rule by which a stage chooses between its queues."""
-
-    forward_delay: float = 0.0
-    """Prefer a backward pass to a forward pass if it starts at most this much later, in mean forward passes."""
-    lead: int = 2
-    """Maximum lead of forward-only passes over those with a graph, in groups of `num_stages` microbatches."""
-    has_tight_bound: bool = False
-    """Keep no more activations than Megatron Core's order does after removing the passes that this phase lacks. By
-    default the bound is that of full training, which is looser."""
-
-
-_POLICIES = (
-    None,  # Megatron Core's order
-    _Policy(),
-    _Policy(has_tight_bound=True),
-    _Policy(forward_delay=0.5),
-    _Policy(forward_delay=0.5, lead=1),
-    _Policy(forward_delay=1.0, lead=1),
-)
-_TRIAL_MICROBATCHES = 3
-"""Number of microbatches per stage on which policies are compared."""
+_FORWARD_DELAY = 0.5
+"""A stage prefers a backward pass to a forward pass if it starts at most this much later, in mean forward passes."""
+_LEAD = 2
+"""Maximum lead of forward-only passes over those with a graph, in groups of `num_stages` microbatches."""
 
 
 class _TimedPass(NamedTuple):
@@ -64,10 +43,16 @@ _Timeline = list[list[_TimedPass]]
 @lru_cache(maxsize=64)
 def build_plan(shape: PlanShape) -> Plan:
     """Return the plan of all stages."""
-    if not shape.is_breadth_first:
-        return Plan(shape=shape, stages=_insert_messages(shape, _timeline(shape, _best_policy(shape))))
-    orders = tuple(breadth_first_order(shape, stage) for stage in range(shape.num_stages))
-    return Plan(shape=shape, stages=orders if len(orders) == 1 else _insert_messages(shape, _follow(shape, orders)))
+    order = breadth_first_order if shape.is_breadth_first else stock_order
+    orders = tuple(order(shape, stage) for stage in range(shape.num_stages))
+    if shape.is_breadth_first and len(orders) == 1:
+        return Plan(shape=shape, stages=orders)
+    timeline = _follow(shape, orders)
+    # queues trade passes with a graph against passes without; if only the head is active, most stages lack the former
+    has_graphs = shape.is_training and shape.stage_of(shape.first_trainable) == 0
+    if has_graphs and shape.num_chunks > 1 and not shape.is_breadth_first and not all(shape.active):
+        timeline = min(timeline, _Queues(shape).run(), key=lambda passes: max(done[-1].end for done in passes))
+    return Plan(shape=shape, stages=_insert_messages(shape, timeline))
 
 
 def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
@@ -165,27 +150,6 @@ def _passes(shape: PlanShape, stage: int, *, is_backward: bool) -> list[Action |
     return passes
 
 
-def _best_policy(shape: PlanShape) -> _Policy | None:
-    # policies trade passes with a graph against passes without; if only the head is active, most stages lack the former
-    has_graphs = shape.is_training and shape.stage_of(shape.first_trainable) == 0
-    if shape.num_chunks == 1 or all(shape.active) or not has_graphs:
-        return None
-    few = replace(shape, num_microbatches=min(shape.num_microbatches, _TRIAL_MICROBATCHES * shape.num_stages))
-    return min(_POLICIES, key=lambda policy: max(done[-1].end for done in _timeline(few, policy)))
-
-
-def _timeline(shape: PlanShape, policy: _Policy | None) -> _Timeline:
-    """Return all passes with their times. Messages take no time and never block here."""
-    orders = [stock_order(shape, stage) for stage in range(shape.num_stages)]
-    if policy is None:
-        return _follow(shape, orders)
-    if policy.has_tight_bound:
-        bounds = [peak_graphs(order) for order in orders]
-    else:
-        bounds = [max_graphs(shape, stage) for stage in range(shape.num_stages)]
-    return _PolicySchedule(shape, policy, bounds).run()
-
-
 class _Clock:
     """Simulated time: when each pass ends, and when the next ones can therefore start."""
 
@@ -253,20 +217,19 @@ def _follow(shape: PlanShape, orders: Sequence[Sequence[Action]]) -> _Timeline:
     return clock.stages
 
 
-class _PolicySchedule:
-    """The passes ordered by a policy: always run the stage whose next pass can start first.
+class _Queues:
+    """The queues of all stages, which run the stage whose next pass can start first.
 
-    ``bounds`` limit the microbatches whose activations a stage keeps. With the bounds of Megatron Core's order, or
-    looser ones, this cannot deadlock: the next pass of that order is always allowed here too.
+    A stage keeps activations of at most as many microbatches as in full training. This cannot deadlock: the next pass
+    of Megatron Core's order is always allowed here too.
     """
 
-    def __init__(self, shape: PlanShape, policy: _Policy, bounds: Sequence[int]) -> None:
-        self._shape, self._bounds = shape, bounds
-        self._clock = _Clock(shape)
+    def __init__(self, shape: PlanShape) -> None:
+        self._shape, self._clock = shape, _Clock(shape)
+        self._bounds = [max_graphs(shape, stage) for stage in range(shape.num_stages)]
         self._queues = [self._passes_by_queue(stage) for stage in range(shape.num_stages)]
         forward = [shape.duration(virtual, Kind.FORWARD) for virtual in range(shape.num_virtual)]
-        self._forward_delay = sum(forward) / len(forward) * policy.forward_delay
-        self._lead = policy.lead * shape.num_stages
+        self._forward_delay = sum(forward) / len(forward) * _FORWARD_DELAY
         self._num_graphs = [0] * shape.num_stages
         self._num_started = [0] * shape.num_stages
         """Number of microbatches that have passed the stage's first chunk with a graph."""
@@ -305,7 +268,8 @@ class _PolicySchedule:
     def _must_wait(self, stage: int, action: Action) -> bool:
         if action.kind is Kind.FORWARD:
             return self._num_graphs[stage] >= self._bounds[stage]
-        return action.kind is Kind.FORWARD_ONLY and action.microbatch >= self._num_started[stage] + self._lead
+        most = self._num_started[stage] + _LEAD * self._shape.num_stages
+        return action.kind is Kind.FORWARD_ONLY and action.microbatch >= most
 
     def _passes_by_queue(self, stage: int) -> list[list[Action]]:
         """Return the three queues: backward, forward with a graph, forward only. The next pass is the last one."""
