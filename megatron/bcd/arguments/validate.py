@@ -32,6 +32,7 @@ from megatron.bcd.runtime import packages
 Run = Any
 """Namespace of all values by field name."""
 
+_SPLIT_FLAGS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 AT_MOST_ONE = (
     "--swiglu --squared-relu --openai-gelu",
     "--fp16 --bf16",
@@ -48,8 +49,8 @@ CONFLICTS = {
     "--accumulate-allreduce-grads-in-fp32": "--grad-reduce-in-bf16",
     "--recompute": "--recompute-granularity",
     "--recompute-activations": "--recompute-granularity=full",
-    "--pipeline-cut=auto": "--pipeline-model-parallel-layout --account-for-embedding-in-pipeline-split "
-    "--account-for-loss-in-pipeline-split",
+    "--pipeline-cut=auto": f"--pipeline-model-parallel-layout {_SPLIT_FLAGS}",
+    "--pipeline-model-parallel-layout": _SPLIT_FLAGS,
     # Megatron Core's unfused attention needs the scores of whole sequences
     "--context-parallel-size": "--attention-backend=unfused",
     "--sft": "--mock-data --eod-mask-loss --context-parallel-size",
@@ -89,6 +90,7 @@ one data-parallel rank holds for all, and weights that all ranks draw alike."""
 NEEDS = {
     **dict.fromkeys(_GROUP_FLAGS.split(), "--lighthouse"),
     "--bcd-embedding-update=factored": "--bcd-inactive-update",
+    **dict.fromkeys(_SPLIT_FLAGS.split(), "--pipeline-model-parallel-size"),
     "--fp8-format": "--bf16",
     "--transformer-impl=transformers": "--load-hf",
     "--weight-decay-incr-style": "--start-weight-decay --end-weight-decay",
@@ -100,10 +102,7 @@ NEEDS = {
 """The flags that have to be given with a flag."""
 
 # only --pipeline-cut auto and --pipeline-model-parallel-layout can cut chunks
-_NOT_WITH_CHUNKS = (
-    "--bcd-schedule=stock --bcd-run-ahead --context-parallel-size --account-for-embedding-in-pipeline-split "
-    "--account-for-loss-in-pipeline-split"
-)
+_NOT_WITH_CHUNKS = f"--bcd-schedule=stock --bcd-run-ahead --context-parallel-size {_SPLIT_FLAGS}"
 
 _MOST = {"num_layers": 10**5, "bcd_num_blocks": 10**5}
 """The program loops over layers and blocks. More than this is taken for a typing error."""

@@ -91,6 +91,7 @@ class BcdConfig:
         None,
         "number of blocks M; 1 = full training, 0 = only --bcd-inactive-update and --bcd-always-active. "
         f"Default {DEFAULT_NUM_BLOCKS}; with --bcd-layout stage the number of pipeline stages",
+        range=AT_LEAST_0,
     )
     bcd_layout: str = option(
         "spread",

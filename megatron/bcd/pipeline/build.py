@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from megatron.bcd.pipeline.plan import Action, Kind, Plan, PlanShape
+from megatron.bcd.pipeline.simulate import Span
 
 _FORWARD_DELAY = 0.5
 """A stage prefers a backward pass to a forward pass if it starts at most this much later, in mean forward passes."""
@@ -28,15 +28,7 @@ _LEAD = 2
 """Maximum lead of forward-only passes over those with a graph, in groups of `num_stages` microbatches."""
 
 
-class _TimedPass(NamedTuple):
-    """A pass with its start and end."""
-
-    action: Action
-    start: float
-    end: float
-
-
-_Timeline = list[list[_TimedPass]]
+_Timeline = list[list[Span]]
 """The passes of each stage, in order."""
 
 
@@ -156,7 +148,7 @@ class _Clock:
     def __init__(self, shape: PlanShape) -> None:
         self.shape = shape
         self.stages: _Timeline = [[] for _ in range(shape.num_stages)]
-        self._passes_run: dict[tuple[bool, int, int], _TimedPass] = {}
+        self._passes_run: dict[tuple[bool, int, int], Span] = {}
         """By direction (True is backward), virtual stage and microbatch."""
 
     def earliest_start(self, stage: int, action: Action) -> float | None:
@@ -194,7 +186,7 @@ class _Clock:
 
     def run(self, stage: int, action: Action, start: float) -> None:
         virtual = self.shape.virtual_stage(stage, action.chunk)
-        done = _TimedPass(action, start, start + self.shape.duration(virtual, action.kind))
+        done = Span(stage, action, start, start + self.shape.duration(virtual, action.kind))
         if action.kind.is_passed_on:
             self._passes_run[action.kind.is_backward, virtual, action.microbatch] = done
         self.stages[stage].append(done)
@@ -286,11 +278,12 @@ def _insert_messages(shape: PlanShape, timeline: _Timeline) -> tuple[tuple[Actio
     """
     events: defaultdict[int, list[tuple[float, int, int, Action]]] = defaultdict(list)
     for stage, passes in enumerate(timeline):
-        for action, start, end in passes:
+        for span in passes:
+            action = span.action
             virtual, microbatch = shape.virtual_stage(stage, action.chunk), action.microbatch
             is_backward, is_loss = action.kind.is_backward, action.kind is Kind.LOSS
             place = (virtual, shape.num_microbatches - 1) if is_loss else (shape.num_virtual, microbatch)
-            events[stage].append((start, *place, action))
+            events[stage].append((span.start, *place, action))
             is_needed = shape.needs_input_gradient(virtual) if is_backward else virtual < shape.last
             if not (action.kind.is_passed_on and is_needed):
                 continue
@@ -303,7 +296,7 @@ def _insert_messages(shape: PlanShape, timeline: _Timeline) -> tuple[tuple[Actio
                 for at, kind in zip((virtual, target), kinds, strict=True):
                     message = Action(kind, number, shape.chunk_of(at))
                     # at equal times the message of the lowest sender comes first, and all messages precede passes
-                    events[shape.stage_of(at)].append((end, virtual, number, message))
+                    events[shape.stage_of(at)].append((span.end, virtual, number, message))
     return tuple(
         tuple(event[-1] for event in sorted(events[stage], key=lambda event: event[:3]))
         for stage in range(shape.num_stages)
