@@ -515,17 +515,18 @@ class Trainer:
         phase = self.state.phase_state.to_dict()
         return {"counters": self.state.counters(), "phase": phase, "scheduler_steps": self.lr_scheduler.num_steps}
 
-    def continue_from(self, peer: Mapping[str, Any], load: Callable[[Callable[[], None]], None]) -> None:
-        """Continue from another group: adopt its `counters`, then call `load`, which loads its tensors and calls the
-        function that builds the block."""
+    def continue_from(self, peer: Mapping[str, Any], load: Callable[[], None]) -> None:
+        """Continue from another group: adopt its `counters`, call `load`, which loads its tensors while no block is
+        active, and build its block."""
         if self.saver is not None:
             self.saver.finish()
         self.end_phase(is_end_of_run=True)
-        self.state.adopt(peer["counters"], PhaseState.from_dict(peer["phase"]))
+        self.state.load(peer["counters"], PhaseState.from_dict(peer["phase"]))
         self.lr_scheduler.num_steps = peer["scheduler_steps"]
         self.samples.set_share(self.samples.share, is_moved=True)
         self.evaluator.forget_place()
-        load(self._build_block)
+        load()
+        self._build_block()
         self._begin_phase()
 
     # -------------------------------------------------------------------------------------------------------- save
@@ -593,13 +594,11 @@ class Trainer:
 
     def _restore_counters(self, saved: run_state.RunState) -> None:
         """Set the counters. If the saved phase can't continue, its cycle starts again."""
-        self.state.load(saved)
-        self.state.phase_state, warning = run_state.resumed_phase(
-            saved, self.config, self.partition, self.block_schedule
-        )
+        phase_state, warning = run_state.resumed_phase(saved, self.config, self.partition, self.block_schedule)
+        self.state.load(vars(saved), phase_state, saved.interval)
         if warning is not None:
             self.reporter.warning(warning)
-        if self.state.phase_state != PhaseState.from_dict(saved.phase):
+        if phase_state != PhaseState.from_dict(saved.phase):
             self.state.samples_in_phase = 0
         self.active.core.next_loss_scaler = saved.loss_scaler
         self.lr_scheduler.num_steps = saved.scheduler_steps

@@ -519,11 +519,8 @@ def _check_places(run: Run) -> None:
     )
     if run.bcd_num_blocks != 1 or run.bcd_head_phase:
         return
-    for flag_given, is_given, remedy in (
-        ("--fp16", run.fp16, "Give --bf16"),
-        ("--lighthouse", run.lighthouse is not None, "Leave it out"),
-    ):
-        require(not is_given, f"{flag_given} is not supported by {flag} --bcd-num-blocks 1. {remedy}.")
+    for other, remedy in (("--fp16", "Give --bf16"), ("--lighthouse", "Leave it out")):
+        require(not holds(vars(run), other), f"{other} is not supported by {flag} --bcd-num-blocks 1. {remedy}.")
 
 
 def _check_breadth_first(run: Run, partition: Partition, given: Mapping[str, Any]) -> None:
