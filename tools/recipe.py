@@ -54,7 +54,7 @@ _BY_THE_RECIPE = {
     " --optimizer-cpu-offload --optimizer-offload-fraction --muon-grad-dtype"
     " --bcd-inactive-grad-dtype --bcd-embedding-update",
     "the estimate covers its default only. Write the command yourself": "--tensor-model-parallel-size"
-    " --attention-backend --no-use-distributed-optimizer --grad-reduce-in-bf16 --make-vocab-size-divisible-by",
+    " --attention-backend --grad-reduce-in-bf16 --make-vocab-size-divisible-by",
 }
 """Flags that would make the command differ from the estimate, by what to do instead."""
 _DATA = {

@@ -263,7 +263,7 @@ class Trainer:
         self.checks.after_step(result, state)
         is_last = state.iteration == self.train_iters
         if state.iteration % self.config.report.log_interval == 0 or state.iteration == 1 or is_last:
-            self._report_step(state.phase_state)
+            self.reporter.step(collect_step_metrics(self, state.phase_state))
             if state.iteration > 1:  # as in stock, the first iteration also counts in the first interval
                 state.interval = []
         if self.groups is not None and self.groups.is_due(state.iteration, state.phase_state):
@@ -310,17 +310,9 @@ class Trainer:
             f"--bcd-stop-cycle-improvement {least}"
         )
         if state.interval:
-            self._report_step(before)
+            self.reporter.step(collect_step_metrics(self, before))
             state.interval = []
         return True
-
-    def _report_step(self, phase_state: PhaseState) -> None:
-        """Report the steps since the last log line; the last one belonged to the phase `phase_state`."""
-        if self.block_schedule.scales_learning_rate:
-            learning_rate = self.state.interval[-1].learning_rate
-        else:  # as stock: the rate of the next step
-            learning_rate = float(self.lr_scheduler.get_lr({}))
-        self.reporter.step(collect_step_metrics(self, phase_state, learning_rate=learning_rate))
 
     def _num_microbatches_next(self) -> int:
         """Return the number of microbatches in the iteration after the next one.
@@ -356,16 +348,16 @@ class Trainer:
         )
 
     def _warn_untrained(self, *, num_steps: int) -> None:
-        """Warn of layers that will certainly stay untrained for `num_steps` more steps, or with 0 are untrained now."""
+        """Warn of blocks that will certainly not be active in `num_steps` more steps, or with 0 have not been."""
         schedule, phase_state = self.block_schedule, self.state.phase_state
+        number = phase_state.phase + (phase_state.step_in_phase > 0)
         if num_steps > 0:
-            phase_state = PhaseState(phase=schedule.phases_within(phase_state, num_steps))
-        visited = schedule.visited(phase_state)
-        if parts := self.partition.describe_untrained(visited):
+            number = schedule.phases_within(phase_state, num_steps)
+        if number < schedule.num_blocks and not self.partition.has_inactive_updates:
             self.reporter.warning(
-                f"{len(visited)} of {schedule.num_blocks} blocks are active in {self.train_iters:,} steps "
-                f"({schedule.describe()}); {', '.join(parts)} {'will stay' if num_steps > 0 else 'stayed'} as at the "
-                "start: give more steps, fewer blocks or shorter phases"
+                f"{number} of {schedule.num_blocks} blocks are active in {self.train_iters:,} steps "
+                f"({schedule.describe()}); the others stay as at the start: give more steps, fewer blocks or shorter "
+                "phases"
             )
 
     # -------------------------------------------------------------------------------------------------- train_step
@@ -380,9 +372,8 @@ class Trainer:
         stopwatch = device.Stopwatch()
         active.zero_grad()
         router_losses.clear()
-        block_factor = self.block_schedule.learning_rate_factor(self.state.phase_state)
-        learning_rate = float(self.lr_scheduler.get_lr({})) * block_factor
-        active.set_learning_rate(self.lr_scheduler, block_factor=block_factor)
+        learning_rate = float(self.lr_scheduler.get_lr({}))
+        active.set_learning_rate(self.lr_scheduler)
         step = Step(active, lambda: self.stop.on_this_rank(is_writing=self.outputs.is_writing))
         reported = self.forward_backward(
             batches, get_num_microbatches(), step, num_microbatches_next=num_microbatches_next
@@ -524,17 +515,18 @@ class Trainer:
         phase = self.state.phase_state.to_dict()
         return {"counters": self.state.counters(), "phase": phase, "scheduler_steps": self.lr_scheduler.num_steps}
 
-    def continue_from(self, peer: Mapping[str, Any], load: Callable[[Callable[[], None]], None]) -> None:
-        """Continue from another group: adopt its `counters`, then call `load`, which loads its tensors and calls the
-        function that builds the block."""
+    def continue_from(self, peer: Mapping[str, Any], load: Callable[[], None]) -> None:
+        """Continue from another group: adopt its `counters`, call `load`, which loads its tensors while no block is
+        active, and build its block."""
         if self.saver is not None:
             self.saver.finish()
         self.end_phase(is_end_of_run=True)
-        self.state.adopt(peer["counters"], PhaseState.from_dict(peer["phase"]))
+        self.state.load(peer["counters"], PhaseState.from_dict(peer["phase"]))
         self.lr_scheduler.num_steps = peer["scheduler_steps"]
         self.samples.set_share(self.samples.share, is_moved=True)
         self.evaluator.forget_place()
-        load(self._build_block)
+        load()
+        self._build_block()
         self._begin_phase()
 
     # -------------------------------------------------------------------------------------------------------- save
@@ -602,13 +594,11 @@ class Trainer:
 
     def _restore_counters(self, saved: run_state.RunState) -> None:
         """Set the counters. If the saved phase can't continue, its cycle starts again."""
-        self.state.load(saved)
-        self.state.phase_state, warning = run_state.resumed_phase(
-            saved, self.config, self.partition, self.block_schedule
-        )
+        phase_state, warning = run_state.resumed_phase(saved, self.config, self.partition, self.block_schedule)
+        self.state.load(vars(saved), phase_state, saved.interval)
         if warning is not None:
             self.reporter.warning(warning)
-        if self.state.phase_state != PhaseState.from_dict(saved.phase):
+        if phase_state != PhaseState.from_dict(saved.phase):
             self.state.samples_in_phase = 0
         self.active.core.next_loss_scaler = saved.loss_scaler
         self.lr_scheduler.num_steps = saved.scheduler_steps

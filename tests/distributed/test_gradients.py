@@ -52,8 +52,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "llama_one_group_tensor2": ("llama", 2, ONE_GROUP | TENSOR, {}),
     "arcee_tensor2": ("llama", 2, NOT_GATED | GROUPED | TENSOR, {"model_type": "arcee"}),
     "nemotron_sequence_parallel": ("llama", 2, NEMOTRON | TENSOR | {"sequence_parallel": True}, NEMOTRON_SETTINGS),
-    # the distributed optimizer would keep a shard of the gradient only
-    "gpt_data2": ("gpt", 2, UNFUSED | {"no_use_distributed_optimizer": True}, EXACT),
     "gpt_spread": ("gpt", 2, UNFUSED | {"pipeline_model_parallel_size": 2}, EXACT),
     "gpt_submodel_recomputed": ("gpt", 2, UNFUSED | PIPELINE | RECOMPUTED, EXACT),
     "gpt_tensor2_biases": ("gpt", 2, TENSOR | {"openai_gelu": True, "bcd_always_active": "biases"}, TANH),

@@ -15,7 +15,7 @@ from megatron.bcd.config import RunConfig
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 RUNS: dict[str, dict[str, Any]] = {
-    "one_plain_optimizer": {"no_use_distributed_optimizer": True},
+    "one": {},
     "data2_overlap_bf16": {"world_size": 2, "bf16": True, **OVERLAP},
     "experts_norms": {"bcd_always_active": "norms", **worlds.EXPERTS},
     "pipeline2_submodel_overlap": worlds.PIPELINE | {"bcd_layout": "submodel", **OVERLAP},

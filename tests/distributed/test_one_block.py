@@ -13,7 +13,7 @@ CUTS: dict[str, dict[str, Any]] = {name: worlds.CUTS[name] for name in ("data2",
 CUTS["experts_pipeline2"] = (
     worlds.CUTS["pipeline2"] | worlds.EXPERTS | worlds.SHARED_EXPERT | {"moe_grouped_gemm": True}
 )
-CUTS["expert_biases"] = worlds.CUTS["one"] | worlds.EXPERT_BIASES | {"no_use_distributed_optimizer": True}
+CUTS["expert_biases"] = worlds.CUTS["one"] | worlds.EXPERT_BIASES
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -1,4 +1,4 @@
-"""SGD and Adam are PyTorch's."""
+"""Adam is PyTorch's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from support.dist import World
 from megatron.bcd.config import RunConfig
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "sgd": {"optimizer": "sgd"},
-    "sgd_plain": {"optimizer": "sgd", "sgd_momentum": 0},
     "adam": {"no_decoupled_weight_decay": True},
     "adamw": {},
 }
@@ -25,8 +23,6 @@ def reference(config: RunConfig, parameters: dict[str, torch.Tensor]) -> torch.o
         {"params": [parameter for parameter in parameters.values() if parameter.dim() > 1], "weight_decay": 0.1},
         {"params": [item for item in parameters.values() if item.dim() == 1], "weight_decay": 0.0},
     ]
-    if config.optimizer.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=1.0, momentum=config.optimizer.sgd_momentum)
     kind = torch.optim.AdamW if config.optimizer.decoupled_weight_decay else torch.optim.Adam
     return kind(groups, lr=1.0)
 
@@ -58,7 +54,7 @@ def beside_a_reference(config: RunConfig) -> list[str]:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_it_is_pytorchs(world1: World, text_data: str, kind: str) -> None:
-    """SGD and Adam step as PyTorch's do, bit for bit, with and without momentum and with both kinds of weight decay."""
+    """Adam steps as PyTorch's does, bit for bit, with both kinds of weight decay."""
     flags = {"data_path": text_data, "train_iters": 4, "bcd_steps_per_block": 9, "clip_grad": 0, "weight_decay": 0.1}
     config = worlds.run_config(**flags, **OPTIMIZERS[kind], hidden_size=64, lr_warmup_iters=1)
     assert world1.run(beside_a_reference, config) == [[]]

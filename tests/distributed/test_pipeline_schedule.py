@@ -40,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp16_with_skipped_steps": {"fp16": True, "initial_loss_scale": 2**18, "hysteresis": 1},
     "recomputed_bf16": FULL | DROPOUT | {"bf16": True, "recompute_num_layers": 2},
     "as_llama_per_token_loss": LAYERS_OF_LLAMA | PER_TOKEN,
-    "uneven_stages_plain_optimizer": {"num_layers": 7, "no_use_distributed_optimizer": True},
+    "uneven_stages": {"num_layers": 7},
 }
 # by name: layout and flags
 PARALLEL: dict[str, tuple[str, dict[str, Any]]] = {

@@ -19,7 +19,7 @@ UNPLANNED = {
     | worlds.EXPERT2
     | {"world_size": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "bf16": True},
     "gradients_bf16": TWO | {"bf16": True, "grad_reduce_in_bf16": True},
-    "gradients_fp16": {"fp16": True, "initial_loss_scale": 256, "no_use_distributed_optimizer": True},
+    "gradients_fp16": {"fp16": True, "initial_loss_scale": 256},
 }
 """Runs that the run summary plans, but tools/plan.py does not."""
 SIZES = {"num_layers": 6, "hidden_size": 40, "micro_batch_size": 2, "global_batch_size": 8}

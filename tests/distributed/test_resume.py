@@ -15,7 +15,6 @@ from support.pairwise import Combination, pairwise
 
 PIPELINE = worlds.PIPELINE
 CUTS = {name: worlds.CUTS[name] for name in ("pipeline2", "data2", "tensor2")}
-WHOLE = {"no_use_distributed_optimizer": True}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "cut": CUTS,
     "blocks": {
@@ -27,9 +26,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "precision": {"fp32": {}, "bf16": {"bf16": True}},
     "optimizer": {
         "sharded": {},
-        "sgd": {"optimizer": "sgd"},
         "moments_bf16": {"adam_moments_dtype": "bf16"},
-        "moments_int8": {"adam_moments_dtype": "int8"} | WHOLE,
+        "moments_int8": {"adam_moments_dtype": "int8"},
         "muon": {"optimizer": "muon", "muon_use_nesterov": True},
         "factored": {"bcd_inactive_update": "factored"},
         "orthogonal": {"bcd_inactive_update": "orthogonal", "adam_moments_dtype": "int8"},
@@ -57,7 +55,7 @@ tensor2-spread-bf16-sharded-host-rampup-stopped_1_4
 tensor2-submodel-bf16-muon-reset-iterations-async_at_6
 data2-spread-fp32-moments_int8-host_embedding-iterations-stopped_1_4
 data2-one_block-bf16-moments_bf16-reset-iterations-saved_at_5
-pipeline2-stage-fp32-sgd-host-iterations-async_at_6
+pipeline2-stage-fp32-sharded-host-iterations-async_at_6
 pipeline2-submodel-bf16-factored-host-iterations-stopped_1_4
 data2-submodel-fp32-orthogonal-host-rampup-saved_at_5
 """
@@ -100,7 +98,7 @@ def test_more_resumed_runs(world2: World, text_data: str, tmp_path: Path, case: 
 
 
 PLATEAU = {"bcd_switch": "plateau", "bcd_steps_per_block": None, "bcd_plateau_window": 2}
-PLATEAU |= {"bcd_plateau_min_improvement": 0.05, "bcd_max_steps_per_block": 9, "bcd_phase_warmup_steps": 3}
+PLATEAU |= {"bcd_plateau_min_improvement": 0.05, "bcd_max_steps_per_block": 9}
 MUON = {"optimizer": "muon", "muon_momentum_dtype": "int8", "muon_grad_dtype": "bf16", "bcd_optimizer_state": "host"}
 FINETUNE = {"bcd_preset": "finetune", "num_layers": 4, "bcd_num_blocks": None, "bcd_steps_per_block": 2, "bf16": True}
 LLAMA = {"form": "llama", "ffn_hidden_size": 88, "group_query_attention": True, "num_query_groups": 2, "bf16": True}
@@ -109,7 +107,7 @@ FACTORED = {"bf16": True, "bcd_inactive_update": "factored", "bcd_embedding_upda
 FACTORED |= {"bcd_always_active": "norms,biases,embedding,head"}
 RUNS: dict[str, dict[str, Any]] = {
     "random_subset": CUTS["data2"] | {"bcd_order": "random", "bcd_sample_ratio": 0.002},
-    "plateau_warmup": PIPELINE | {"bcd_layout": "submodel", "train_iters": None, "train_samples": 67} | PLATEAU,
+    "plateau": PIPELINE | {"bcd_layout": "submodel", "train_iters": None, "train_samples": 67} | PLATEAU,
     "muon_int8": CUTS["data2"] | MUON | {"bf16": True, "bcd_always_active": "norms,biases", "bcd_frozen": "embedding"},
     "factored_no_block": CUTS["tensor2"] | LLAMA | FACTORED | {"bcd_num_blocks": 0, "bcd_layout": "strided"},
     "finetune_dropped": CUTS["data2"] | FINETUNE | {"bcd_order": "descending", "bcd_optimizer_state": "host"}

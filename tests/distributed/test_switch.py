@@ -21,7 +21,7 @@ def test_every_rank_decides_alike(world2: World, text_data: str, cut: str) -> No
     """All ranks take and skip the same steps and switch together, and fp16's loss scale follows its rule across
     switches."""
     flags = {"data_path": text_data, "bcd_steps_per_block": 4, "train_iters": 14} | LOSS_SCALING | worlds.CUTS[cut]
-    config = worlds.run_config(no_use_distributed_optimizer=cut == "tensor2", **flags)
+    config = worlds.run_config(**flags)
     first, second = world2.run(worlds.train_run, config)
     assert first["steps"] == second["steps"]
     assert first["switches"] == second["switches"] == [4, 8, 12]

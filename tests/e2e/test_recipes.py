@@ -121,7 +121,7 @@ def assert_agrees(config: RunConfig, planned: Recipe) -> None:
 SAME_FIELDS = {
     "model": "seq_length swiglu position_embedding_type max_position_embeddings untie_embeddings_and_output_weights "
     "make_vocab_size_divisible_by",
-    "training": "micro_batch_size global_batch_size recompute use_distributed_optimizer",
+    "training": "micro_batch_size global_batch_size recompute",
 }
 """The fields that the planner reads, by section."""
 

@@ -143,7 +143,6 @@ UPDATES = {
     "moments_int8": {"adam_moments_dtype": "int8"},
     "muon": {"optimizer": "muon"},
     "muon_int8": {"optimizer": "muon", "muon_momentum_dtype": "int8"},
-    "sgd": {"optimizer": "sgd"},
 }
 
 

@@ -49,17 +49,16 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
         splits = data.plan_splits(config, tokenizer, training.train_iters, least_steps_per_cycle=1).build()
         model = builder.build_model(config, worlds.PADDED_VOCABULARY, implementation.available_implementation(config))
         model_config = get_model_config(model)
-        is_sharded = training.use_distributed_optimizer
         ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=is_sharded,
+            use_distributed_optimizer=True,
             grad_reduce_in_fp32=config.ddp.grad_reduce_in_fp32,  # stock's default with --bf16
         )
         wrapped = [
             DistributedDataParallel(config=model_config, ddp_config=ddp_config, module=module)
             for module in (builder.get_chunks(model) if config.num_chunks > 1 else [model])
         ]
-        keywords = core_keywords(config.optimizer) | {"use_distributed_optimizer": is_sharded}
-        optimizer = get_megatron_optimizer(OptimizerConfig(**keywords), wrapped)
+        optimizer_config = OptimizerConfig(**core_keywords(config.optimizer), use_distributed_optimizer=True)
+        optimizer = get_megatron_optimizer(optimizer_config, wrapped)
         scheduler = lr_schedule.build_scheduler(config, optimizer, functools.partial(data.samples_after, config))
         model_config.grad_scale_func = optimizer.scale_loss
         model_config.finalize_model_grads_func = finalize_model_grads

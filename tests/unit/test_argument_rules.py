@@ -76,8 +76,6 @@ BAD_RUNS = {
 --bcd-resident-layers 99 --bcd-layers-on host
 --bcd-max-steps-per-block 4 --bcd-switch plateau --bcd-min-steps-per-block 5
 --bcd-max-steps-per-block 10 --bcd-switch plateau --bcd-plateau-window 5
---bcd-phase-warmup-steps 100
---bcd-block-lr-multipliers 1 2
 --bcd-prefix-cache out/cache --bcd-sample-ratio 0.1
 --bcd-prefix-cache out/./run --save out/run --bcd-sample-ratio 0.1 --hidden-dropout 0 --attention-dropout 0
 --global-batch-size 3
@@ -245,8 +243,6 @@ WITHOUT_EFFECT = """
 --position-embedding-type none | --rotary-percent 0.5
 --recompute-activations | --recompute-num-layers 1
  | --distribute-saved-activations
---optimizer sgd | --use-distributed-optimizer
---overlap-grad-reduce --no-use-distributed-optimizer | --overlap-param-gather
  | --sequence-parallel
 --bf16 | --use-precision-aware-optimizer
  | --no-data-sharding

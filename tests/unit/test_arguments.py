@@ -80,8 +80,6 @@ def test_stock_defaults() -> None:
         (["--fp16"], "ddp", "grad_reduce_in_fp32", False),
         (["--fp16"], "training", "check_for_nan_in_loss_and_grad", False),
         (["--fp16", "--loss-scale", "128"], "training", "check_for_nan_in_loss_and_grad", True),
-        (["--no-use-distributed-optimizer"], "optimizer", "use_distributed_optimizer", False),
-        (["--no-use-distributed-optimizer"], "ddp", "use_distributed_optimizer", False),
         (["--disable-bias-linear"], "transformer", "bias_activation_fusion", False),
         (["--no-bias-gelu-fusion"], "transformer", "bias_activation_fusion", False),
         (["--swiglu", "--no-bias-gelu-fusion"], "transformer", "bias_activation_fusion", True),

@@ -150,8 +150,6 @@ def _derive_training(values: Values, *, world_size: int) -> None:
             values[f"lr_decay_{unit}"] = values[f"train_{unit}"]
     if values["weight_decay_incr_style"] == "constant":
         values["start_weight_decay"] = values["end_weight_decay"] = values["weight_decay"]
-    if values["optimizer"] == "sgd":
-        values["use_distributed_optimizer"] = False  # Megatron Core's supports Adam only
 
 
 def _derive_precision(values: Values, *, given: Mapping[str, Any]) -> None:

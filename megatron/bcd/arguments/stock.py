@@ -58,7 +58,7 @@ TRANSFORMER_FIELDS = {
 OPTIMIZER_FIELDS = {
     LEARNING_RATE: "lr min_lr decoupled_lr decoupled_min_lr",
     OPTIMIZER: "weight_decay apply_wd_to_qk_layernorm optimizer adam_beta1 adam_beta2 adam_eps decoupled_weight_decay "
-    "sgd_momentum muon_momentum muon_split_qkv muon_scale_mode muon_num_ns_steps muon_tp_mode "
+    "muon_momentum muon_split_qkv muon_scale_mode muon_num_ns_steps muon_tp_mode "
     "muon_extra_scale_factor clip_grad optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
     "pin_cpu_grads",
     PRECISION: "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
@@ -141,9 +141,9 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "muon_scale_mode": {"choices": ("spectral", "unit_rms_norm", "shape_scaling")},
     "muon_tp_mode": {"default": "distributed", "choices": ("blockwise", "duplicated", "distributed")},
     "optimizer": {
-        "choices": ("adam", "sgd", "muon"),
-        "help": "the active block's optimizer: adam (AdamW, unless --no-decoupled-weight-decay), sgd with momentum, or "
-        "muon for matrices of layers and adam for everything else",
+        "choices": ("adam", "muon"),
+        "help": "the active block's optimizer: adam (AdamW, unless --no-decoupled-weight-decay), or muon for matrices "
+        "of layers and adam for everything else",
     },
     "cross_entropy_fusion_impl": {
         "choices": ("native", "linear"),
@@ -172,7 +172,7 @@ _RANGES: dict[Range, str] = {
     AT_LEAST_0: "min_lr decoupled_min_lr weight_decay clip_grad moe_aux_loss_coeff moe_z_loss_coeff",
     ABOVE_0: "lr decoupled_lr adam_eps layernorm_epsilon init_method_std embedding_init_method_std loss_scale "
     "initial_loss_scale min_loss_scale muon_extra_scale_factor moe_router_topk_scaling_factor",
-    BELOW_1: "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum muon_momentum",
+    BELOW_1: "hidden_dropout attention_dropout adam_beta1 adam_beta2 muon_momentum",
     SHARE: "optimizer_offload_fraction",
 }
 CORE_RANGES = {field: range for range, fields in _RANGES.items() for field in fields.split()}
@@ -219,15 +219,11 @@ BELONG_TO = {
     "--recompute --bcd-layers-on=auto --bcd-schedule=breadth-first": "recompute_memory_gib",
     "--optimizer-cpu-offload": "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads",
     "--cross-entropy-loss-fusion": "cross_entropy_fusion_impl",
-    "--optimizer=sgd": "sgd_momentum",
-    "--optimizer=adam --optimizer=muon": "adam_beta1 adam_beta2 adam_eps decoupled_weight_decay adam_moments_dtype "
-    "use_distributed_optimizer",
     "--optimizer=muon": "muon_momentum muon_use_nesterov muon_scale_mode muon_extra_scale_factor muon_momentum_dtype "
     "muon_grad_dtype",
     "--optimizer=muon --bcd-inactive-update=orthogonal": "muon_num_ns_steps muon_tp_mode",
     "--optimizer=muon --bcd-inactive-update=orthogonal --bcd-inactive-update=factored": "muon_split_qkv",
     "--overlap-grad-reduce": "overlap_param_gather",
-    "--use-distributed-optimizer": "overlap_param_gather",
     "--bf16": "grad_reduce_in_bf16",
     "--bf16 --fp16": "bcd_main_params",
     "--fp8-format": "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
@@ -253,6 +249,9 @@ _INSTEAD = {
         "--bcd-low-rank --bcd-low-rank-alpha --bcd-low-rank-layers --bcd-low-rank-lr-ratio --save-adapters"
     ),
     f"Leave it out, and give --bcd-order {_ORDERS}.": "--bcd-greedy-microbatches",
+    "Leave it out: --lr-warmup-iters and the run's schedule apply to all blocks and phases.": (
+        "--bcd-phase-warmup-steps --bcd-block-lr-multipliers"
+    ),
     "Leave it out: every inactive layer is updated.": "--bcd-inactive-layers --bcd-resting-layers",
     "Leave it out: a CPU runs Megatron Core's own functions.": "--cpu-kernels",
     "Leave it out, and give tools/generate.py a folder of --save-hf.": "--eval-generate --eval-generate-tokens",
@@ -262,6 +261,7 @@ _INSTEAD = {
     "Leave it out, to cut long answers, or give --sft-drop-long.": "--sft-refuse-long",
     "Delete the checkpoints of the other run, or give another --save.": "--overwrite-checkpoints",
     "Write the flags into a script; --dry-run prints what would run.": "--config --print-config",
+    "Leave it out: data-parallel ranks always shard the optimizer state.": "--no-use-distributed-optimizer",
     "Give --bcd-layers-on.": "--bcd-frozen-weights",
     "Give --bcd-inactive-update.": "--bcd-resting-update",
     "Give --bcd-inactive-lr-ratio.": "--bcd-resting-lr-ratio",
@@ -274,6 +274,7 @@ REMOVED_CHOICES = {
     "and was removed. Give orthogonal or factored."
     for rule in ("normalized", "sign")
 } | {
+    "--optimizer: invalid choice: 'sgd'": "--optimizer sgd: removed. Give adam or muon.",
     "--bcd-order: invalid choice: 'greedy'": f"--bcd-order greedy: removed. Give {_ORDERS}.",
     "--bcd-layout: invalid choice: 'experts'": "--bcd-layout experts: removed, because blocks of layers learn as much. "
     "Give spread, with --bcd-inactive-update factored.",

@@ -32,6 +32,7 @@ from megatron.bcd.runtime import device, packages
 Run = Any
 """Namespace of all values by field name."""
 
+_SPLIT_FLAGS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 AT_MOST_ONE = (
     "--swiglu --squared-relu --openai-gelu",
     "--fp16 --bf16",
@@ -48,8 +49,8 @@ CONFLICTS = {
     "--accumulate-allreduce-grads-in-fp32": "--grad-reduce-in-bf16",
     "--recompute": "--recompute-granularity",
     "--recompute-activations": "--recompute-granularity=full",
-    "--pipeline-cut=auto": "--pipeline-model-parallel-layout --account-for-embedding-in-pipeline-split "
-    "--account-for-loss-in-pipeline-split",
+    "--pipeline-cut=auto": f"--pipeline-model-parallel-layout {_SPLIT_FLAGS}",
+    "--pipeline-model-parallel-layout": _SPLIT_FLAGS,
     # Megatron Core's unfused attention needs the scores of whole sequences
     "--context-parallel-size": "--attention-backend=unfused",
     "--sft": "--mock-data --eod-mask-loss --context-parallel-size",
@@ -57,10 +58,10 @@ CONFLICTS = {
     "--num-experts": "--fp8-format --hierarchical-context-parallel-sizes",
     "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss",  # its gradients have no loss scale
     "--bcd-embedding-update=factored": "--decoupled-lr",  # only Megatron Core's optimizer supports it
-    "--optimizer-cpu-offload": "--optimizer!=adam --no-decoupled-weight-decay --no-use-distributed-optimizer "
-    "--adam-moments-dtype --bcd-inactive-update",
+    "--optimizer-cpu-offload": "--optimizer!=adam --no-decoupled-weight-decay --adam-moments-dtype "
+    "--bcd-inactive-update",
     "--bcd-main-params=drop": "--optimizer=muon --bcd-inactive-update",  # these keep main parameters on the device
-    "--bcd-inactive-update": "--fp16 --loss-scale --optimizer=sgd",  # the optimizer of all matrices has neither
+    "--bcd-inactive-update": "--fp16 --loss-scale",  # the optimizer of all matrices has no loss scale
     # these write frozen layers, or draw them differently on the ranks that share them
     "--bcd-layers-on!=device": "--data-parallel-random-init --fp8-recipe=delayed",
     # these need all gradients of a step at once, or run separate passes
@@ -90,6 +91,7 @@ one data-parallel rank holds for all, and weights that all ranks draw alike."""
 NEEDS = {
     **dict.fromkeys(_GROUP_FLAGS.split(), "--lighthouse"),
     "--bcd-embedding-update=factored": "--bcd-inactive-update",
+    **dict.fromkeys(_SPLIT_FLAGS.split(), "--pipeline-model-parallel-size"),
     "--fp8-format": "--bf16",
     "--transformer-impl=transformers": "--load-hf",
     "--weight-decay-incr-style": "--start-weight-decay --end-weight-decay",
@@ -101,10 +103,7 @@ NEEDS = {
 """The flags that have to be given with a flag."""
 
 # only --pipeline-cut auto and --pipeline-model-parallel-layout can cut chunks
-_NOT_WITH_CHUNKS = (
-    "--bcd-schedule=stock --bcd-run-ahead --context-parallel-size --account-for-embedding-in-pipeline-split "
-    "--account-for-loss-in-pipeline-split"
-)
+_NOT_WITH_CHUNKS = f"--bcd-schedule=stock --bcd-run-ahead --context-parallel-size {_SPLIT_FLAGS}"
 
 _MOST = {"num_layers": 10**5, "bcd_num_blocks": 10**5}
 """The program loops over layers and blocks. More than this is taken for a typing error."""
@@ -144,7 +143,6 @@ def find_problems(
         lambda: _check_context(run),
         lambda: _check_chunks(config, run, given),
         lambda: partitions.append(partition_from_config(config)),
-        lambda: block_schedule_from_config(config, partitions[0]),
         lambda: _check_blocks(config, run, partitions[0]),
         lambda: _check_inactive_update(run, partitions[0]),
         lambda: _check_places(run),
@@ -374,12 +372,10 @@ def _check_parallel(run: Run, world_size: int) -> None:
         "and values cannot be updated apart. Give --muon-no-split-qkv.",
     )
     is_tied_pipeline = pipeline > 1 and not run.untie_embeddings_and_output_weights
-    is_sharded = run.use_distributed_optimizer and world_size > tensor * pipeline
     require(
-        run.adam_moments_dtype != "int8" or not is_tied_pipeline or not is_sharded,
+        run.adam_moments_dtype != "int8" or not is_tied_pipeline or world_size == tensor * pipeline,
         "--adam-moments-dtype int8 over data parallel ranks of a pipeline with a tied head: the embedding and its copy "
-        "would be rounded differently. Give bf16, --no-use-distributed-optimizer, or "
-        "--untie-embeddings-and-output-weights.",
+        "would be rounded differently. Give bf16, or --untie-embeddings-and-output-weights.",
     )
 
 
@@ -445,7 +441,11 @@ def _check_chunks(config: RunConfig, run: Run, given: Mapping[str, Any]) -> None
 
 
 def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
-    most, window = run.bcd_max_steps_per_block, run.bcd_plateau_window
+    least, most, window = run.bcd_min_steps_per_block, run.bcd_max_steps_per_block, run.bcd_plateau_window
+    require(
+        most is None or most >= least,
+        f"--bcd-max-steps-per-block {most}: must be at least --bcd-min-steps-per-block {least}",
+    )
     require(
         run.bcd_switch != "plateau" or most is None or most > 2 * window,
         f"--bcd-max-steps-per-block {most}: no phase would last long enough to end at a plateau; must be more than "
@@ -522,12 +522,8 @@ def _check_places(run: Run) -> None:
     )
     if run.bcd_num_blocks != 1 or run.bcd_head_phase:
         return
-    for flag_given, is_given, remedy in (
-        ("--fp16", run.fp16, "Give --bf16"),
-        ("--optimizer sgd", run.optimizer == "sgd", "Give adam or muon"),
-        ("--lighthouse", run.lighthouse is not None, "Leave it out"),
-    ):
-        require(not is_given, f"{flag_given} is not supported by {flag} --bcd-num-blocks 1. {remedy}.")
+    for other, remedy in (("--fp16", "Give --bf16"), ("--lighthouse", "Leave it out")):
+        require(not holds(vars(run), other), f"{other} is not supported by {flag} --bcd-num-blocks 1. {remedy}.")
 
 
 def _check_breadth_first(run: Run, partition: Partition, given: Mapping[str, Any]) -> None:

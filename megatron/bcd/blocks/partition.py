@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, groupby, pairwise
@@ -325,16 +325,6 @@ class Partition:
             "them evenly"
         )
 
-    def describe_untrained(self, visited: Collection[int]) -> tuple[str, ...]:
-        """Return names of parts that the `visited` blocks leave untrained, although another block would train them."""
-        layers = {
-            layer for block in visited for layer in (*self.blocks[block].layers, *self.layers_updated_inactive(block))
-        }
-        untrained = describe_layers([layer for layer in range(self.num_layers) if layer not in layers])
-        trained = {extra for block in visited for extra in self.describe_extras(block)}
-        extras = dict.fromkeys(extra for block in self.blocks for extra in self.describe_extras(block.index))
-        return (*([f"layers {untrained}"] if untrained else []), *(extra for extra in extras if extra not in trained))
-
 
 # -------------------------------------------------------------------------------------------------------- construction
 
@@ -453,8 +443,6 @@ def with_tied_parts(parts: frozenset[str], *, tied: bool) -> frozenset[str]:
 def _check_num_blocks(
     num_blocks: int | None, num_stages: int, layout: str, *, inactive_updates: bool, always_active: frozenset[str]
 ) -> None:
-    if num_blocks is not None and num_blocks < 0:
-        raise Refusal(f"--bcd-num-blocks {num_blocks}: must be at least 0")
     if layout == "stage" and num_blocks not in (None, num_stages):
         raise Refusal(
             f"--bcd-num-blocks {num_blocks}: --bcd-layout stage has a block per pipeline stage, {num_stages} "
@@ -547,26 +535,17 @@ def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
         Refusal: the flags contradict each other or do not fit the model. One line that names them.
     """
     training, num_stages = config.training, config.pipeline_size
-    embedding = training.account_for_embedding_in_pipeline_split
-    loss = training.account_for_loss_in_pipeline_split
-    has_layout = training.pipeline_model_parallel_layout is not None
-    are_given = {
-        "--pipeline-model-parallel-layout": has_layout,
-        "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split": embedding or loss,
-    }
-    flags = [flag for flag, is_given in are_given.items() if is_given]
-    if len(flags) > 1:
-        raise Refusal(f"{flags[0]} and {flags[1]} both divide the layers over the stages: give one of them")
-    if flags and num_stages == 1 and not has_layout:
-        raise Refusal(f"{flags[0]} needs --pipeline-model-parallel-size 2 or more")
-    if has_layout:
+    if training.pipeline_model_parallel_layout is not None:
         return _layout_sizes(config, num_stages=num_stages)
     # embedding and loss count as a layer each, if a flag says so, and then all stages are equal
+    embedding = training.account_for_embedding_in_pipeline_split
+    loss = training.account_for_loss_in_pipeline_split
     total = config.num_layers + embedding + loss
-    if flags and total % num_stages:
+    if (embedding or loss) and total % num_stages:
         raise Refusal(
-            f"{flags[0]}: {total}, which is --num-layers {config.num_layers} and {total - config.num_layers} more, "
-            f"must be divisible by --pipeline-model-parallel-size {num_stages}"
+            f"--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split: {total}, which is "
+            f"--num-layers {config.num_layers} and {total - config.num_layers} more, must be divisible by "
+            f"--pipeline-model-parallel-size {num_stages}"
         )
     sizes = [len(layers) for layers in divide(total, num_stages)]
     sizes[0] -= embedding

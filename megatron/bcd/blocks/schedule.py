@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import Any
 
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.config import ORDERS, SWITCHES, BcdConfig, RunConfig
+from megatron.bcd.config import BcdConfig, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +69,7 @@ class PhaseState:
 def block_schedule_from_config(
     config: RunConfig, partition: Partition, *, num_steps: int | None = None
 ) -> BlockSchedule:
-    """Return the block schedule of a run of `num_steps` steps; None for --train-iters, if it is given.
-
-    Raises:
-        ValueError: a flag has a bad value; the message names it.
-    """
+    """Return the block schedule of a run of `num_steps` steps; None for --train-iters, if it is given."""
     settings, num_blocks = config.bcd, partition.num_blocks
     num_steps = num_steps or config.training.train_iters
     if settings.bcd_steps_per_block is None and num_steps is not None:
@@ -96,21 +92,13 @@ def even_phase_length(num_steps: int, *, num_blocks: int, longest: float) -> flo
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSchedule:
-    """Order, length, end and learning rate of the phases.
-
-    Raises:
-        ValueError: a flag has a bad value; the message names it.
-    """
+    """Order, length and end of the phases."""
 
     settings: BcdConfig
     num_blocks: int
     """Number of blocks in a cycle: ``Partition.num_blocks``."""
     seed: int
     """Seed of the random order."""
-
-    def __post_init__(self) -> None:
-        assert self.num_blocks >= 1
-        _check(self.settings, self.num_blocks)
 
     def least_steps(self, phase: int) -> int:
         """Return the minimum number of steps in a phase.
@@ -178,13 +166,6 @@ class BlockSchedule:
             phase += 1
         return phase
 
-    def visited(self, state: PhaseState) -> frozenset[int]:
-        """Return the blocks that have been stepped; all blocks after one cycle."""
-        if state.phase >= self.num_blocks:
-            return frozenset(range(self.num_blocks))
-        num_phases = state.phase + (state.step_in_phase > 0)
-        return frozenset(self.block(PhaseState(phase=phase)) for phase in range(num_phases))
-
     def is_switch(self, before: PhaseState, after: PhaseState) -> bool:
         """Return whether the active block is rebuilt. If not, the same block continues with its optimizer state."""
         return self.block(before) != self.block(after)
@@ -228,23 +209,6 @@ class BlockSchedule:
             return math.isinf(last.validation_loss)
         improvement = before.validation_loss - last.validation_loss
         return improvement < self.settings.bcd_stop_cycle_improvement * abs(before.validation_loss)
-
-    @property
-    def scales_learning_rate(self) -> bool:
-        """Whether ``learning_rate_factor`` may differ from 1."""
-        return bool(self.settings.bcd_block_lr_multipliers or self.settings.bcd_phase_warmup_steps)
-
-    def learning_rate_factor(self, state: PhaseState) -> float:
-        """Return the factor of the next step's learning rate: the block's multiplier times the phase's warm-up.
-
-        The warm-up factor of step s (from 0) of W warm-up steps is (s + 1) / (W + 1). A single block has no warm-up,
-        because there is no switch.
-        """
-        multipliers, warmup = self.settings.bcd_block_lr_multipliers, self.settings.bcd_phase_warmup_steps
-        multiplier = multipliers[self.block(state)] if multipliers else 1.0
-        if self.num_blocks == 1 or state.step_in_phase >= warmup:
-            return multiplier
-        return multiplier * (state.step_in_phase + 1) / (warmup + 1)
 
     def _with_loss(self, state: PhaseState, loss: float) -> PhaseState:
         """Return ``state`` after its last step, with that step's loss included in the mean."""
@@ -294,37 +258,3 @@ def _shuffled(seed: int, cycle: int, num_blocks: int) -> list[int]:
 
 def _hash(*values: int) -> int:
     return int.from_bytes(sha256(repr(values).encode()).digest(), "big")
-
-
-def _check(settings: BcdConfig, num_blocks: int) -> None:
-    """Raise ValueError if a flag has a bad value; the message names the first."""
-    multipliers, warmup = settings.bcd_block_lr_multipliers or (), settings.bcd_phase_warmup_steps
-    longest: float | None = settings.mean_steps
-    least, most = settings.bcd_min_steps_per_block, settings.bcd_max_steps_per_block
-    if settings.bcd_switch != "steps":
-        longest = most
-    rules = {
-        f"--bcd-order {settings.bcd_order}: must be one of {', '.join(ORDERS)}": settings.bcd_order in ORDERS,
-        f"--bcd-switch {settings.bcd_switch}: must be one of {', '.join(SWITCHES)}": settings.bcd_switch in SWITCHES,
-        f"--bcd-steps-per-block {settings.mean_steps:g}: must be at least 1": settings.mean_steps >= 1,
-        f"--bcd-plateau-window {settings.bcd_plateau_window}: must be at least 1": settings.bcd_plateau_window >= 1,
-        f"--bcd-plateau-min-improvement {settings.bcd_plateau_min_improvement}: must be at least 0 and less than 1": (
-            0 <= settings.bcd_plateau_min_improvement < 1
-        ),
-        f"--bcd-min-steps-per-block {least}: must be at least 1": least >= 1,
-        f"--bcd-max-steps-per-block {most}: must be at least --bcd-min-steps-per-block {least}": (
-            most is None or most >= least
-        ),
-        f"--bcd-stop-cycle-improvement {settings.bcd_stop_cycle_improvement}: must be at least 0 and less than 1": (
-            settings.bcd_stop_cycle_improvement is None or 0 <= settings.bcd_stop_cycle_improvement < 1
-        ),
-        f"--bcd-phase-warmup-steps {warmup}: must be at least 0, and less than the longest phase, {longest} steps": (
-            warmup >= 0 and (longest is None or warmup < longest)
-        ),
-        f"--bcd-block-lr-multipliers: must be {num_blocks} finite numbers above 0, one for each block": (
-            len(multipliers) in (0, num_blocks) and all(math.isfinite(value) and value > 0 for value in multipliers)
-        ),
-    }
-    for problem, is_met in rules.items():
-        if not is_met:
-            raise ValueError(problem)

@@ -46,7 +46,6 @@ class OptimizerSettings:
     adam_beta2: float
     adam_eps: float
     decoupled_weight_decay: bool
-    sgd_momentum: float
     muon_momentum: float = 0.95
     muon_use_nesterov: bool = False
     muon_split_qkv: bool = True
@@ -65,7 +64,6 @@ class OptimizerSettings:
     loss_scale_window: float
     hysteresis: int
     overlap_param_gather: bool
-    use_distributed_optimizer: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +76,6 @@ class DdpSettings:
     bucket_size: int | None = None
     pad_buckets_for_high_nccl_busbw: bool
     average_in_collective: bool
-    use_distributed_optimizer: bool
     check_for_nan_in_grad: bool
 
 
@@ -191,9 +188,9 @@ class RunConfig:
     def steps_block_by_chunk(self) -> bool:
         """Whether breadth-first order steps the matrices of the only block, the whole model, chunk by chunk."""
         is_whole = self.bcd.bcd_num_blocks == 1 and not self.bcd.bcd_head_phase
-        has_rule = self.optimizer.optimizer != "sgd" and self.precision != "fp16"  # these rules have no loss scale
         is_freed = self.bcd.bcd_layers_on == "host" or self.optimizer.clip_grad == 0.0
-        return self.is_breadth_first and is_whole and has_rule and is_freed
+        # the rules of matrices have no loss scale
+        return self.is_breadth_first and is_whole and is_freed and self.precision != "fp16"
 
     @property
     def clips_by_chunk(self) -> bool:

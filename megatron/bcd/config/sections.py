@@ -92,6 +92,7 @@ class BcdConfig:
         None,
         "number of blocks M; 1 = full training, 0 = only --bcd-inactive-update and --bcd-always-active. "
         f"Default {DEFAULT_NUM_BLOCKS}; with --bcd-layout stage the number of pipeline stages",
+        range=AT_LEAST_0,
     )
     bcd_layout: str = option(
         "spread",
@@ -128,17 +129,17 @@ class BcdConfig:
         "steps", "what ends a phase: --bcd-steps-per-block, or a plateau of the training loss", choices=SWITCHES
     )
     bcd_plateau_window: int = option(
-        50, "steps of the mean loss, and within which it must improve, else the phase ends"
+        50, "steps of the mean loss, and within which it must improve, else the phase ends", range=AT_LEAST_1
     )
-    bcd_plateau_min_improvement: float = option(0.005, "smallest improvement of that mean that counts, relative")
-    bcd_min_steps_per_block: int = option(1, "with --bcd-switch plateau: least steps of a phase")
+    bcd_plateau_min_improvement: float = option(
+        0.005, "smallest improvement of that mean that counts, relative", range=BELOW_1
+    )
+    bcd_min_steps_per_block: int = option(1, "with --bcd-switch plateau: least steps of a phase", range=AT_LEAST_1)
     bcd_max_steps_per_block: int | None = option(None, "with --bcd-switch plateau: most steps of a phase")
     bcd_stop_cycle_improvement: float | None = option(
-        None, "evaluate after each cycle; end the run when one improved the validation loss by less than this, relative"
-    )
-    bcd_phase_warmup_steps: int = option(0, "steps at the start of each phase over which the learning rate rises")
-    bcd_block_lr_multipliers: tuple[float, ...] | None = option(
-        None, "one factor of the learning rate per block", metavar="FACTOR"
+        None,
+        "evaluate after each cycle; end the run when one improved the validation loss by less than this, relative",
+        range=BELOW_1,
     )
     bcd_optimizer_state: str = option(
         "reset",
@@ -426,9 +427,6 @@ class TrainingConfig:
     )
     distributed_timeout_minutes: int = option(
         10, "minutes after which a collective fails", group=PARALLELISM, range=AT_LEAST_1
-    )
-    use_distributed_optimizer: bool = option(
-        True, "shard optimizer state over the data-parallel ranks", group=PARALLELISM
     )
     adam_moments_dtype: str = option(
         "fp32",

@@ -18,7 +18,7 @@ class StepMetrics:
     loss: float
     """Mean over the log interval, as in Megatron-LM."""
     learning_rate: float
-    """Rate of the next step, as in Megatron-LM; with a phase warm-up or factors per block, of the last step."""
+    """Rate of the next step, as in Megatron-LM."""
     step_learning_rate: float | None = None
     """Rate of the last step, which the log line shows."""
     grad_norm: float | None
@@ -139,7 +139,7 @@ class RunSummary:
     phases: str
     """Order and length of the phases."""
     full_model_state_bytes: tuple[int, ...]
-    """By rank: stock Megatron-LM's full training with fp32 moments of Adam, or with SGD."""
+    """By rank: stock Megatron-LM's full training with fp32 moments of Adam."""
     training: str
     notes: tuple[str, ...] = ()
     """Information such as the implementation of attention, norm and optimizer."""

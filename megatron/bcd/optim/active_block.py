@@ -20,7 +20,6 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_host_layers
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
-from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE
 from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_matrix_optimizer, phase_rules
 from megatron.bcd.optim.state import OUTER_MOMENTUM, ParamState
@@ -184,19 +183,12 @@ class ActiveBlock:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def set_learning_rate(self, scheduler: OptimizerParamScheduler, *, block_factor: float) -> None:
-        """Set the scheduler's present learning rate and weight decay for the coming step.
-
-        `block_factor` multiplies the rate of the block's own parameters. Always-active parameters and inactive layers
-        have the global rate.
-        """
+    def set_learning_rate(self, scheduler: OptimizerParamScheduler) -> None:
+        """Set the scheduler's present learning rate and weight decay for the coming step."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         scheduler.optimizer = SimpleNamespace(param_groups=groups)
         scheduler.step(0)  # sets the rates without counting a step
         scheduler.optimizer = None  # a reference would keep the optimizer of this phase alive
-        for group in groups:
-            if group.get("is_of_block", not group.get(ALWAYS_ACTIVE)):
-                group["lr"] *= block_factor
 
     def state(self, *, joins: bool = False) -> Iterator[ParamState]:
         """Yield the state of all parameters of the stage. With `joins` a collective, as of `CoreOptimizer.state`."""

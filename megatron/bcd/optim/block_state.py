@@ -36,7 +36,6 @@ class BlockStateStore:
         """Preallocated flat host buffers for the main parameters of whole parameters."""
         self._are_shared = host_layers.is_shared_by_all
         """Whether all replicas share the memory of `_places`."""
-        self._is_distributed = config.training.use_distributed_optimizer
         self._moments_dtype = config.training.adam_moments_dtype
         self.keeps_moments = config.bcd.bcd_optimizer_state == "host"
         self.keeps_main_params = config.bcd.bcd_main_params == "host"
@@ -46,10 +45,6 @@ class BlockStateStore:
         """Parameters that the next optimizer shards differently; the same on all replicas."""
         self._passing: set[str] = set()
         """Parameters whose state is dropped as soon as an optimizer has it, if the next one steps them."""
-
-    def is_sharded(self, parameter: torch.Tensor | None = None) -> bool:
-        """Return whether the distributed optimizer shards a parameter's state over several ranks."""
-        return self._is_distributed and replicas.size(parameter) > 1
 
     def save(self, shards: Mapping[str, ParamShard], always_active: Parameters) -> None:
         """Save the state at the end of a phase, and wait until it is in host memory.
@@ -71,7 +66,7 @@ class BlockStateStore:
                 )
         device.synchronize()
         self._passing = set(always_active)
-        self._moved |= {name for name, parameter in always_active.items() if self.is_sharded(parameter)}
+        self._moved |= {name for name, parameter in always_active.items() if replicas.size(parameter) > 1}
 
     def set(
         self,
@@ -85,7 +80,7 @@ class BlockStateStore:
 
         The replicas divide whole tensors evenly. A rank without a shard has no tensors.
         """
-        is_sharded = self.is_sharded(parameter)
+        is_sharded = replicas.size(parameter) > 1
         if is_sharded:
             self._moved.add(name)
         if not tensors:
@@ -94,7 +89,7 @@ class BlockStateStore:
         if start is not None:
             part = slice(start, start + next(iter(flat.values())).numel())
         else:
-            part = replicas.shard_slice(parameter.numel(), parameter) if is_sharded else slice(0, parameter.numel())
+            part = replicas.shard_slice(parameter.numel(), parameter)
             flat = {key: tensor[part] for key, tensor in flat.items()}
         main_param = flat.pop(MAIN_PARAM, None)
         # 8-bit codes share scales, and other elements will when they are sharded differently

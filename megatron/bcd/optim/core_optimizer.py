@@ -173,8 +173,6 @@ class CoreOptimizer:
             has_main = weight.dtype != torch.float32 and hasattr(weight, "main_param")
             if not has_main:
                 whole[kind] += _sum_of_squares(weight)
-            elif not getattr(weight, "main_param_sharded", False):
-                whole[kind] += _sum_of_squares(weight.main_param)
             elif (shard := weight.main_param if by_weight is None else by_weight.get(weight)) is not None:
                 sharded[kind] += _sum_of_squares(shard)
         over_shards = _sum_over(replicas.group(), sharded[False])
@@ -227,7 +225,7 @@ class CoreOptimizer:
                 value=(live.main_param,) if live else (),
                 start=shard.start if shard else 0,
                 num_steps=shard.num_steps if shard else 0,
-                is_divided=offloaded.is_sharded(parameter) and name not in whole,
+                is_divided=replicas.size(parameter) > 1 and name not in whole,
                 saver=index % replicas.size(parameter),
                 is_resting=name not in active,
             )
@@ -235,7 +233,7 @@ class CoreOptimizer:
     def main_param(self, name: str) -> torch.Tensor:
         """Return a whole main parameter, flat, in fp32. A collective over the ranks with the same weights."""
         shard, weight = self.shards.get(name), self._parameters.all()[name]
-        if not self.offloaded.is_sharded(weight):
+        if replicas.size(weight) == 1:
             assert shard is not None, f"no optimizer steps {name}"
             return shard.main_param
         mine, start = (None, 0) if shard is None else (shard.main_param, shard.start)

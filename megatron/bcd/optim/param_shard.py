@@ -1,7 +1,6 @@
 """This rank's state of each active parameter, in Megatron Core's optimizers.
 
-Megatron Core's distributed optimizer shards each parameter's flat state over the data-parallel ranks. The ordinary one
-stores whole parameters, the same on each of these ranks.
+Megatron Core's distributed optimizer shards each parameter's flat state over the data-parallel ranks.
 
 With --optimizer-cpu-offload, the groups of Megatron Core's HybridDeviceOptimizer hold the weights on the device. Inner
 optimizers step copies of them: in host memory, or on the device for the share that is not offloaded.
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.bcd.optim import low_bit_adam
 from megatron.bcd.optim.bf16 import Bf16Residual
@@ -45,7 +43,7 @@ class OffloadedShard:
     def names(self) -> list[str]:
         """Return the names of the state's tensors: the moments, and the main parameter unless it is the weight itself.
 
-        Adam's moments are exp_avg and exp_avg_sq, SGD's is momentum_buffer; there are none before the first step.
+        Adam's moments are exp_avg and exp_avg_sq; there are none before the first step.
         """
         has_main_param = self.residual is not None or self.main_param is not None
         return [*low_bit_adam.names(self.moments), *([MAIN_PARAM] if has_main_param else [])]
@@ -105,7 +103,7 @@ class ParamShard:
     def num_steps(self) -> int:
         """Number of steps since this state was created.
 
-        PyTorch's Adam counts by parameter, Apex and Transformer Engine count by group. SGD does not count: 0.
+        PyTorch's Adam counts by parameter, Apex and Transformer Engine count by group.
         """
         return int(self.state.get("step", self.group.get("step", 0)))
 
@@ -139,7 +137,7 @@ class ParamShard:
         elif offloaded.main_param is not None:
             self.set_main_param(offloaded.main_param)
         moments, num_steps = offloaded.moments, offloaded.num_steps
-        if not num_steps and "exp_avg" in moments:  # Adam must find no state, so that it creates its own
+        if not num_steps:  # Adam must find no state, so that it creates its own
             return
         is_low_bit = isinstance(self.optimizer, low_bit_adam.LowBitAdam)
         if is_low_bit and moments and moments["exp_avg"].dtype == torch.float32:
@@ -148,8 +146,6 @@ class ParamShard:
         for name, moment in moments.items():
             copy = moment.to(self.stepped.device, copy=True, non_blocking=True)
             self.optimizer.state[self.stepped][name] = copy if is_low_bit else copy.view_as(self.stepped)
-        if not num_steps:
-            return
         if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
             where = self.stepped.device if self.group.get("fused") else "cpu"
             step = torch.tensor(float(num_steps), dtype=torch.float32, device=where)
@@ -169,17 +165,10 @@ def param_shards(optimizers: Iterable[Any], parameters: Mapping[str, torch.nn.Pa
         if optimizer.is_stub_optimizer:
             continue
         groups, stepped = optimizer.optimizer.param_groups, _stepped(optimizer.optimizer)
-        if isinstance(optimizer, DistributedOptimizer):
-            for parameter, (group, order) in megatron_core.group_positions(optimizer).items():
-                start, end = megatron_core.shard_range(optimizer, parameter)
-                entry = stepped[groups[group]["params"][order]]
-                shards[parameter] = ParamShard(parameter=parameter, start=start, end=end, **entry)
-            continue
-        for parameter in parameters.values():
-            main_param = getattr(parameter, "main_param", parameter)
-            if main_param in stepped:
-                entry = stepped[main_param]
-                shards[parameter] = ParamShard(parameter=parameter, start=0, end=parameter.numel(), **entry)
+        for parameter, (group, order) in megatron_core.group_positions(optimizer).items():
+            start, end = megatron_core.shard_range(optimizer, parameter)
+            entry = stepped[groups[group]["params"][order]]
+            shards[parameter] = ParamShard(parameter=parameter, start=start, end=end, **entry)
     return {name: shards[parameter] for name, parameter in parameters.items() if parameter in shards}
 
 

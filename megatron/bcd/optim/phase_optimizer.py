@@ -39,7 +39,8 @@ def wrap_model(model: torch.nn.Module, config: RunConfig) -> DistributedDataPara
     ddp = config.ddp
     bucket_size = ddp.bucket_size or max(40_000_000, 1_000_000 * replicas.size())
     ddp_config = DistributedDataParallelConfig(
-        **{**core_keywords(ddp), "bucket_size": bucket_size if ddp.overlap_grad_reduce else None}
+        **{**core_keywords(ddp), "bucket_size": bucket_size if ddp.overlap_grad_reduce else None},
+        use_distributed_optimizer=True,
     )
     return DistributedDataParallel(config=get_model_config(model), ddp_config=ddp_config, module=model)
 
@@ -58,6 +59,7 @@ def build_optimizer(
     optimizer_config = OptimizerConfig(
         **core_keywords(settings),
         params_dtype=DTYPES[config.precision],
+        use_distributed_optimizer=True,
         use_precision_aware_optimizer=settings.optimizer_cpu_offload,  # as in stock, offload is a variant of it
     )
     overrides = get_standard_config_overrides(optimizer_config)

@@ -5,8 +5,8 @@ that stage were the first one. Virtual stages before it run forward without a gr
 several chunks, a pass may start earlier than in Megatron Core's order, because backward passes are missing.
 
 Each stage has three queues: backward, forward with a graph, and forward only. Within a queue the order is Megatron
-Core's. The stage always runs the queue whose next pass can start first. A few policies decide ties and short waits. All
-of them are simulated, and the plan with the shortest iteration is used.
+Core's. The stage always runs the queue whose next pass can start first, except that it waits a little for a backward
+pass. This order is used if its simulated iteration is shorter than that of Megatron Core's.
 
 A message is placed where it can first be sent in that simulation. All stages therefore agree on one order of passes and
 messages. Such a plan cannot deadlock, even if every message blocked until its other end is ready; the executor blocks
@@ -17,57 +17,34 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from megatron.bcd.pipeline.plan import Action, Kind, Plan, PlanShape
+from megatron.bcd.pipeline.simulate import Span
+
+_FORWARD_DELAY = 0.5
+"""A stage prefers a backward pass to a forward pass if it starts at most this much later, in mean forward passes."""
+_LEAD = 2
+"""Maximum lead of forward-only passes over those with a graph, in groups of `num_stages` microbatches."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Policy:
-    """The rule by which a stage chooses between its queues."""
-
-    forward_delay: float = 0.0
-    """Prefer a backward pass to a forward pass if it starts at most this much later, in mean forward passes."""
-    lead: int = 2
-    """Maximum lead of forward-only passes over those with a graph, in groups of `num_stages` microbatches."""
-    has_tight_bound: bool = False
-    """Keep no more activations than Megatron Core's order does after removing the passes that this phase lacks. By
-    default the bound is that of full training, which is looser."""
-
-
-_POLICIES = (
-    None,  # Megatron Core's order
-    _Policy(),
-    _Policy(has_tight_bound=True),
-    _Policy(forward_delay=0.5),
-    _Policy(forward_delay=0.5, lead=1),
-    _Policy(forward_delay=1.0, lead=1),
-)
-_TRIAL_MICROBATCHES = 3
-"""Number of microbatches per stage on which policies are compared."""
-
-
-class _TimedPass(NamedTuple):
-    """A pass with its start and end."""
-
-    action: Action
-    start: float
-    end: float
-
-
-_Timeline = list[list[_TimedPass]]
+_Timeline = list[list[Span]]
 """The passes of each stage, in order."""
 
 
 @lru_cache(maxsize=64)
 def build_plan(shape: PlanShape) -> Plan:
     """Return the plan of all stages."""
-    if not shape.is_breadth_first:
-        return Plan(shape=shape, stages=_insert_messages(shape, _timeline(shape, _best_policy(shape))))
-    orders = tuple(breadth_first_order(shape, stage) for stage in range(shape.num_stages))
-    return Plan(shape=shape, stages=orders if len(orders) == 1 else _insert_messages(shape, _follow(shape, orders)))
+    order = breadth_first_order if shape.is_breadth_first else stock_order
+    orders = tuple(order(shape, stage) for stage in range(shape.num_stages))
+    if shape.is_breadth_first and len(orders) == 1:
+        return Plan(shape=shape, stages=orders)
+    timeline = _follow(shape, orders)
+    # queues trade passes with a graph against passes without; if only the head is active, most stages lack the former
+    has_graphs = shape.is_training and shape.stage_of(shape.first_trainable) == 0
+    if has_graphs and shape.num_chunks > 1 and not shape.is_breadth_first and not all(shape.active):
+        timeline = min(timeline, _Queues(shape).run(), key=lambda passes: max(done[-1].end for done in passes))
+    return Plan(shape=shape, stages=_insert_messages(shape, timeline))
 
 
 def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
@@ -165,34 +142,13 @@ def _passes(shape: PlanShape, stage: int, *, is_backward: bool) -> list[Action |
     return passes
 
 
-def _best_policy(shape: PlanShape) -> _Policy | None:
-    # policies trade passes with a graph against passes without; if only the head is active, most stages lack the former
-    has_graphs = shape.is_training and shape.stage_of(shape.first_trainable) == 0
-    if shape.num_chunks == 1 or all(shape.active) or not has_graphs:
-        return None
-    few = replace(shape, num_microbatches=min(shape.num_microbatches, _TRIAL_MICROBATCHES * shape.num_stages))
-    return min(_POLICIES, key=lambda policy: max(done[-1].end for done in _timeline(few, policy)))
-
-
-def _timeline(shape: PlanShape, policy: _Policy | None) -> _Timeline:
-    """Return all passes with their times. Messages take no time and never block here."""
-    orders = [stock_order(shape, stage) for stage in range(shape.num_stages)]
-    if policy is None:
-        return _follow(shape, orders)
-    if policy.has_tight_bound:
-        bounds = [peak_graphs(order) for order in orders]
-    else:
-        bounds = [max_graphs(shape, stage) for stage in range(shape.num_stages)]
-    return _PolicySchedule(shape, policy, bounds).run()
-
-
 class _Clock:
     """Simulated time: when each pass ends, and when the next ones can therefore start."""
 
     def __init__(self, shape: PlanShape) -> None:
         self.shape = shape
         self.stages: _Timeline = [[] for _ in range(shape.num_stages)]
-        self._passes_run: dict[tuple[bool, int, int], _TimedPass] = {}
+        self._passes_run: dict[tuple[bool, int, int], Span] = {}
         """By direction (True is backward), virtual stage and microbatch."""
 
     def earliest_start(self, stage: int, action: Action) -> float | None:
@@ -230,7 +186,7 @@ class _Clock:
 
     def run(self, stage: int, action: Action, start: float) -> None:
         virtual = self.shape.virtual_stage(stage, action.chunk)
-        done = _TimedPass(action, start, start + self.shape.duration(virtual, action.kind))
+        done = Span(stage, action, start, start + self.shape.duration(virtual, action.kind))
         if action.kind.is_passed_on:
             self._passes_run[action.kind.is_backward, virtual, action.microbatch] = done
         self.stages[stage].append(done)
@@ -253,20 +209,19 @@ def _follow(shape: PlanShape, orders: Sequence[Sequence[Action]]) -> _Timeline:
     return clock.stages
 
 
-class _PolicySchedule:
-    """The passes ordered by a policy: always run the stage whose next pass can start first.
+class _Queues:
+    """The queues of all stages, which run the stage whose next pass can start first.
 
-    ``bounds`` limit the microbatches whose activations a stage keeps. With the bounds of Megatron Core's order, or
-    looser ones, this cannot deadlock: the next pass of that order is always allowed here too.
+    A stage keeps activations of at most as many microbatches as in full training. This cannot deadlock: the next pass
+    of Megatron Core's order is always allowed here too.
     """
 
-    def __init__(self, shape: PlanShape, policy: _Policy, bounds: Sequence[int]) -> None:
-        self._shape, self._bounds = shape, bounds
-        self._clock = _Clock(shape)
+    def __init__(self, shape: PlanShape) -> None:
+        self._shape, self._clock = shape, _Clock(shape)
+        self._bounds = [max_graphs(shape, stage) for stage in range(shape.num_stages)]
         self._queues = [self._passes_by_queue(stage) for stage in range(shape.num_stages)]
         forward = [shape.duration(virtual, Kind.FORWARD) for virtual in range(shape.num_virtual)]
-        self._forward_delay = sum(forward) / len(forward) * policy.forward_delay
-        self._lead = policy.lead * shape.num_stages
+        self._forward_delay = sum(forward) / len(forward) * _FORWARD_DELAY
         self._num_graphs = [0] * shape.num_stages
         self._num_started = [0] * shape.num_stages
         """Number of microbatches that have passed the stage's first chunk with a graph."""
@@ -305,7 +260,8 @@ class _PolicySchedule:
     def _must_wait(self, stage: int, action: Action) -> bool:
         if action.kind is Kind.FORWARD:
             return self._num_graphs[stage] >= self._bounds[stage]
-        return action.kind is Kind.FORWARD_ONLY and action.microbatch >= self._num_started[stage] + self._lead
+        most = self._num_started[stage] + _LEAD * self._shape.num_stages
+        return action.kind is Kind.FORWARD_ONLY and action.microbatch >= most
 
     def _passes_by_queue(self, stage: int) -> list[list[Action]]:
         """Return the three queues: backward, forward with a graph, forward only. The next pass is the last one."""
@@ -322,11 +278,12 @@ def _insert_messages(shape: PlanShape, timeline: _Timeline) -> tuple[tuple[Actio
     """
     events: defaultdict[int, list[tuple[float, int, int, Action]]] = defaultdict(list)
     for stage, passes in enumerate(timeline):
-        for action, start, end in passes:
+        for span in passes:
+            action = span.action
             virtual, microbatch = shape.virtual_stage(stage, action.chunk), action.microbatch
             is_backward, is_loss = action.kind.is_backward, action.kind is Kind.LOSS
             place = (virtual, shape.num_microbatches - 1) if is_loss else (shape.num_virtual, microbatch)
-            events[stage].append((start, *place, action))
+            events[stage].append((span.start, *place, action))
             is_needed = shape.needs_input_gradient(virtual) if is_backward else virtual < shape.last
             if not (action.kind.is_passed_on and is_needed):
                 continue
@@ -339,7 +296,7 @@ def _insert_messages(shape: PlanShape, timeline: _Timeline) -> tuple[tuple[Actio
                 for at, kind in zip((virtual, target), kinds, strict=True):
                     message = Action(kind, number, shape.chunk_of(at))
                     # at equal times the message of the lowest sender comes first, and all messages precede passes
-                    events[shape.stage_of(at)].append((end, virtual, number, message))
+                    events[shape.stage_of(at)].append((span.end, virtual, number, message))
     return tuple(
         tuple(event[-1] for event in sorted(events[stage], key=lambda event: event[:3]))
         for stage in range(shape.num_stages)

@@ -27,7 +27,7 @@ class StateBudget:
     weight: int  # every parameter, active or frozen
     gradient: int  # active parameters: Megatron's main gradient
     optimizer: float  # active parameters: moments, and the fp32 main parameter of a 16-bit weight
-    moments: tuple[str, ...]  # dtypes of Adam's two moments, or of SGD's momentum
+    moments: tuple[str, ...]  # dtypes of Adam's two moments
 
 
 def offload_fraction(config: RunConfig) -> float:
@@ -37,9 +37,7 @@ def offload_fraction(config: RunConfig) -> float:
 
 def state_budget(config: RunConfig, *, adam_moments: str | None = None) -> StateBudget:
     """Return the bytes per parameter. `adam_moments` is the dtype of Adam's moments, by default the run's."""
-    moments: tuple[str, ...] = (adam_moments or config.training.adam_moments_dtype,) * 2
-    if config.optimizer.optimizer == "sgd":
-        moments = ("fp32",) * (config.optimizer.sgd_momentum != 0.0)
+    moments = (adam_moments or config.training.adam_moments_dtype,) * 2
     stored = sum(MOMENT_BYTES[dtype] for dtype in moments)
     if config.precision == "fp32":
         return StateBudget(weight=4, gradient=4, optimizer=stored, moments=moments)

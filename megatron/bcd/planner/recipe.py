@@ -391,7 +391,7 @@ def _build_config(
     values |= {"decoupled_lr": None} | DEFAULTS
     values |= {**model.flags(user_flags.get("seq_length")), **METHOD_FLAGS[method]}
     values |= {"make_vocab_size_divisible_by": VOCABULARY_MULTIPLE[task], "clip_grad": 1.0}  # as `command` prints
-    values |= {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
+    values |= {"grad_reduce_in_fp32": True}
     if preset := METHOD_FLAGS[method].get("bcd_preset"):
         values |= preset_values(preset, user_flags)
     if method == "finetune" and user_flags.get("bcd_inactive_update") == "orthogonal":

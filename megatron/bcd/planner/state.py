@@ -182,8 +182,6 @@ class ModelState:
 
     def _buffer(self, tensors: tuple[Tensor, ...], block: int) -> Buffer:
         stepped = [tensor for tensor in tensors if tensor.owned.is_active(block) and not self._steps_matrix(tensor)]
-        if not self.config.training.use_distributed_optimizer:
-            return build_buffer(stepped, num_ranks=None)
         experts = [tensor for tensor in stepped if tensor.is_expert]
         buffer = build_buffer([each for each in stepped if not each.is_expert], num_ranks=self.num_replicas)
         if not experts:
@@ -269,13 +267,10 @@ class ModelState:
     def rank(self, stage: int, block: int, replica: int) -> RankMemory:
         """Return the model state of one rank, excluding activations."""
         buffer, share = self.buffers[stage][block], self.share(stage, block, replica)
-        index = replica % len(buffer.stored)
-        stored, count = buffer.stored[index], buffer.counts[index]
+        stored, count = buffer.stored[replica], buffer.counts[replica]
         is_low_bit = self.config.training.adam_moments_dtype != "fp32"
-        has_counters = self.config.optimizer.optimizer != "sgd" and not is_low_bit
-        of_adam = int(self.budget.optimizer * stored) + STEP_COUNTER_BYTES * count * has_counters
-        # gradients of 2 bytes are copied to fp32, and SGD adds weight decay to a copy
-        adam_work = 4 * stored * ((self.budget.gradient == 2) + (self.config.optimizer.optimizer == "sgd"))
+        of_adam = int(self.budget.optimizer * stored) + STEP_COUNTER_BYTES * count * (not is_low_bit)
+        adam_work = 4 * stored * (self.budget.gradient == 2)  # gradients of 2 bytes are copied to fp32
         adam_work += _LOW_BIT_WORK * min(stored, _LOW_BIT_CHUNK) * is_low_bit
         on_device = 1 - cost.offload_fraction(self.config)
         return RankMemory(

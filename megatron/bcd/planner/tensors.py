@@ -189,27 +189,23 @@ class Buffer:
         return Buffer(
             size=self.size + experts.size,
             stored=tuple(
-                self.stored[rank % len(self.stored)] + experts.stored[place % len(experts.stored)]
+                self.stored[rank] + experts.stored[place % len(experts.stored)]
                 for rank, place in enumerate(place_of_experts)
             ),
             counts=tuple(
-                self.counts[rank % len(self.counts)] + experts.counts[place % len(experts.counts)]
+                self.counts[rank] + experts.counts[place % len(experts.counts)]
                 for rank, place in enumerate(place_of_experts)
             ),
             padding=self.padding + experts.padding,
         )
 
 
-def build_buffer(tensors: list[Tensor], *, num_ranks: int | None) -> Buffer:
+def build_buffer(tensors: list[Tensor], *, num_ranks: int) -> Buffer:
     """Return the buffer of these active parameters, which are in GPTModel's order.
 
     Megatron Core lays out parameters in reverse order at multiples of 64; a shared embedding has a separate bucket.
-    It pads each bucket so that every rank gets a slice of the same size. If ``num_ranks`` is None there is no
-    distributed optimizer: nothing is padded, and every rank stores all.
+    It pads each bucket so that every rank gets a slice of the same size.
     """
-    if num_ranks is None:
-        size = sum(tensor.size for tensor in tensors)
-        return Buffer(size=size, stored=(size,), counts=(len(tensors),))
     buckets: list[list[Tensor]] = [[]]
     for tensor in reversed(tensors):
         if tensor.is_shared:

@@ -371,19 +371,18 @@ class ReplicaGroups:
                     f"--lighthouse: this replica group is of another run: {name} is {mine.get(name)} here and "
                     f"{theirs.get(name)} in the groups that train. Give the same."
                 )
-        self._trainer.continue_from(state["counters"], lambda build: self._load(state, build))
+
+        def load() -> None:
+            for name, parameter in self._active.parameters.all().items():
+                parameter.data.copy_(state["weights"][name])
+            self._active.load_rank_state(state["optimizer"])
+
+        self._trainer.continue_from(state["counters"], load)
         self._anchor, self._lineage, self._is_in_step = state["anchor"], state["lineage"], state["is_in_step"]
         self._is_stray, self._values, self.due = False, None, None
         self._trainer.reporter.note(
             f"continuing from the state of another replica group, after iteration {self._iteration}"
         )
-
-    def _load(self, state: Mapping[str, Any], build: Callable[[], None]) -> None:
-        """Load another group's tensors while no block is active. `build` then activates its block."""
-        for name, parameter in self._active.parameters.all().items():
-            parameter.data.copy_(state["weights"][name])
-        self._active.load_rank_state(state["optimizer"])
-        build()
 
 
 def common_state(states: Sequence[int], iterations: Sequence[int]) -> int:

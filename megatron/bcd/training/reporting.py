@@ -178,11 +178,11 @@ def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module, 
 
 
 def _full_state_bytes(config: RunConfig, weights: Iterable[torch.Tensor]) -> int:
-    """Return the model state of full training by stock Megatron-LM: Adam with fp32 moments, or SGD, without padding."""
+    """Return the model state of full training by stock Megatron-LM: Adam with fp32 moments, without padding."""
     budget = cost.state_budget(config, adam_moments="fp32")
     by_shards = Counter[int]()
     for weight in weights:
-        by_shards[replicas.size(weight) if config.training.use_distributed_optimizer else 1] += weight.numel()
+        by_shards[replicas.size(weight)] += weight.numel()
     per_element = (1 - cost.offload_fraction(config)) * budget.optimizer
     optimizer = math.ceil(sum(per_element * number / shards for shards, number in by_shards.items()))
     return (budget.weight + budget.gradient) * sum(by_shards.values()) + optimizer

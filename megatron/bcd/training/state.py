@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron.bcd.blocks.schedule import PhaseState
-from megatron.bcd.checkpoint.run_state import Counters, RunState
+from megatron.bcd.checkpoint.run_state import Counters
 from megatron.bcd.runtime import device
 
 
@@ -91,14 +91,10 @@ class TrainState(Counters):
         """Return the counters by name."""
         return {counter.name: getattr(self, counter.name) for counter in fields(Counters)}
 
-    def adopt(self, counters: Mapping[str, Any], phase_state: PhaseState) -> None:
-        """Continue where another replica group is."""
-        for name, value in counters.items():
-            setattr(self, name, value)
-        self.phase_state, self.interval = phase_state, []
-
-    def load(self, saved: RunState) -> None:
-        """Set everything to the saved values, except the phase."""
+    def load(
+        self, counters: Mapping[str, Any], phase_state: PhaseState, interval: Iterable[Mapping[str, Any]] = ()
+    ) -> None:
+        """Continue where a checkpoint or another replica group is."""
         for counter in fields(Counters):
-            setattr(self, counter.name, getattr(saved, counter.name))
-        self.interval = [StepResult.from_dict(step) for step in saved.interval]
+            setattr(self, counter.name, counters[counter.name])
+        self.phase_state, self.interval = phase_state, [StepResult.from_dict(step) for step in interval]

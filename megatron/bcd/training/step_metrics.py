@@ -16,7 +16,7 @@ from megatron.bcd.planner.run_state import phase_flops
 from megatron.bcd.runtime import collectives, memory
 
 
-def collect_step_metrics(trainer: Any, phase_state: PhaseState, *, learning_rate: float) -> StepMetrics:
+def collect_step_metrics(trainer: Any, phase_state: PhaseState) -> StepMetrics:
     """Return the metrics of a `Trainer`'s steps since the last log line, over all ranks. Collective.
 
     The loss is the mean of the steps that were not skipped, or of all steps if every one was skipped.
@@ -57,7 +57,7 @@ def collect_step_metrics(trainer: Any, phase_state: PhaseState, *, learning_rate
         phase=phase_state.phase,
         block=schedule.block(phase_state),
         loss=statistics.fmean(result.loss for result in stepped or interval),
-        learning_rate=learning_rate,
+        learning_rate=float(trainer.lr_scheduler.get_lr({})),
         step_learning_rate=interval[-1].learning_rate,
         grad_norm=interval[-1].grad_norm,
         step_time_ms=milliseconds,
