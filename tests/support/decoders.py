@@ -33,6 +33,7 @@ _HYBRID: dict[str, Any] = {
 _WINDOW = {"sliding_window": 8}
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
+    "mistral": _WINDOW,
     "gemma2": {"head_dim": 16} | _WINDOW,
     "gemma3_text": {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2} | _WINDOW,
     "olmo2": {},
@@ -57,6 +58,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4_text": {"head_dim": 16, "hidden_size_per_layer_input": 0} | _WINDOW,
 }
 """Settings that differ from `_SIZES` and transformers' defaults, by model type."""
+UNPACKED = frozenset(("qwen3_next", "qwen3_5_text", "gpt_oss"))
+"""Models whose layers carry one text into the next: two by their state, gpt-oss by a mask that ignores positions."""
 
 
 def config_of(name: str) -> Any:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+import contextlib
 from typing import Any
 
 import pytest
 import transformers
 from support import decoders
+from support.decoder_table import read_table
 from transformers.models.llama import modeling_llama
 
 from megatron.bcd.model.skeleton import Refused, Skeleton
 from megatron.bcd.model.split_check import check_split
-
-TABLE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 
 
 def test_sizes_do_not_matter() -> None:
@@ -47,16 +45,12 @@ def test_weights_between_layers_and_head() -> None:
         Skeleton(config)
 
 
-PACKED = re.compile(r"^\| `(\w+)` \| (yes|no) \|$", re.MULTILINE)
-
-
-def test_the_table_of_packing() -> None:
-    """docs/huggingface.md lists the tested models, and which of them keep packed texts apart."""
-    table = dict(PACKED.findall(TABLE.read_text()))
+def test_the_table_of_tested_models() -> None:
+    """docs/huggingface.md lists the tested models, with nothing that failed, and refuses those that do not pack."""
+    table = read_table()
     assert table.keys() == decoders.SETTINGS.keys()
-    for name, is_packed in table.items():
-        if is_packed == "no":
-            with pytest.raises(Refused, match="--reset-attention-mask"):
-                check_split(decoders.config_of(name), is_packed=True)
-        else:
+    for name, cells in table.items():
+        assert [*cells.values()] == [*["yes"] * 3, "refused" if name in decoders.UNPACKED else "yes"]
+        refusal = pytest.raises(Refused, match="--reset-attention-mask")
+        with refusal if name in decoders.UNPACKED else contextlib.nullcontext():
             check_split(decoders.config_of(name), is_packed=True)
