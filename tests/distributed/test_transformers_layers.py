@@ -216,6 +216,28 @@ def test_bf16(world1: World, text_data: str, tmp_path: Path) -> None:
     assert exact["losses"][-1] < exact["losses"][0] - 0.3
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each == "gemma3" else [pytest.mark.long]) for each in decoders.MULTIMODAL]
+)
+def test_multimodal(world1: World, text_data: str, source: Path, tmp_path: Path, name: str) -> None:
+    """The text part has the logits of the whole model and is trained; the export has the other parts as they were."""
+    tokens = torch.randint(0, 200, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    wanted = transformers.AutoModelForImageTextToText.from_pretrained(source)(input_ids=tokens).logits
+    [(_, logits)] = world1.run(logits_and_gradients, run_of(source, text_data), tokens)
+    assert (logits - wanted).abs().max() < 5e-5
+    (source / "processor_config.json").write_text("{}")
+    world1.run(trained, run_of(source, text_data, save_hf=str(tmp_path / "back")))
+    given, back = models.tensors_of(source), models.tensors_of(tmp_path / "back")
+    assert given.keys() == back.keys()
+    changed = set(models.differing(given, back))
+    assert len(changed) > decoders.LAYERS and all("language_model" in each or "lm_head" in each for each in changed)
+    assert {
+        each for each in given if "layers.0" in each and "language_model" in each and each.endswith("proj.weight")
+    } & changed
+    transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "back")
+    assert (tmp_path / "back" / "processor_config.json").exists()
+
+
 CURVES = {
     "paper": ("llama", {"bcd_preset": "paper"}),
     "one block": ("llama", {"bcd_num_blocks": 1}),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from support import decoders
 from support.decoder_table import read_table
 from transformers.models.llama import modeling_llama
 
-from megatron.bcd.model.skeleton import Refused, Skeleton
+from megatron.bcd.model.skeleton import Refused, Skeleton, read_config
 from megatron.bcd.model.split_check import check_split
 
 
@@ -43,6 +45,56 @@ def test_weights_between_layers_and_head() -> None:
     config.hidden_size_per_layer_input = 8
     with pytest.raises(Refused, match=r"Gemma4ForCausalLM has weights .* model.norm and model\.\w*per_layer"):
         Skeleton(config)
+
+
+def test_ties_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that shares weights between its layers is refused by their names."""
+    ties = {f"model.layers.{layer}.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight" for layer in (1, 2, 3)}
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_tied_weights_keys", ties)
+    config = decoders.config_of("llama")
+    config.tie_word_embeddings = True
+    with pytest.raises(Refused, match=r"ties model.layers.1.mlp.up_proj.weight to model.layers.0.mlp.up_proj.weight"):
+        Skeleton(config)
+
+
+def test_no_single_list_of_layers() -> None:
+    """A model whose attention and MLPs are in separate lists is refused."""
+    with pytest.raises(Refused, match="XLMWithLMHeadModel has no single list of its layers"):
+        Skeleton(transformers.XLMConfig(emb_dim=32, n_layers=2, n_heads=4, n_words=decoders.VOCABULARY))
+
+
+QUANTISED = transformers.LlamaConfig(quantization_config={"quant_method": "fp8"})
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (transformers.T5Config(), "t5 has an encoder"),
+        (transformers.CLIPConfig(), "clip is no decoder of AutoModelForCausalLM"),
+        (QUANTISED, "quantization_config: quantised weights"),
+        (transformers.Gemma3Config(), "gemma3 reads more than text, and random weights"),
+    ],
+)
+def test_refused_configurations(tmp_path: Path, config: Any, words: str) -> None:
+    """A model that no run can train is refused in one line with the flag."""
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"^--load-hf {tmp_path}: {words}[^\n]*$"):
+        read_config(str(tmp_path))
+
+
+def test_code_of_a_model_never_runs(tmp_path: Path) -> None:
+    """A model that transformers lacks is refused, and one that it has is read, without the code in their folders."""
+    code = f"open({str(tmp_path / 'it_ran')!r}, 'w')\n"
+    (tmp_path / "configuration_own.py").write_text(f"{code}class OwnConfig: pass\n")
+    (tmp_path / "modeling_own.py").write_text(f"{code}class OwnModel: pass\n")
+    auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    values = decoders.config_of("llama").to_dict() | {"auto_map": auto_map}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert Skeleton(read_config(str(tmp_path))).name == "LlamaForCausalLM"
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "own"}))
+    with pytest.raises(ValueError, match=r"^--load-hf [^\n]*its code comes with the model[^\n]*$"):
+        read_config(str(tmp_path))
+    assert not (tmp_path / "it_ran").exists()
 
 
 def test_the_table_of_tested_models() -> None:
