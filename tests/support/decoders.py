@@ -74,13 +74,13 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
 """Models of images and text: the type of the text part, and the sizes of the other one."""
 
 
-def config_of(name: str) -> Any:
-    """Return transformers' configuration of the model of this type."""
+def config_of(name: str, **settings: Any) -> Any:
+    """Return transformers' configuration of the model of this type, with these settings instead of its own."""
     if name in MULTIMODAL:
         text, vision = MULTIMODAL[name]
         sizes = {"hidden_size": 32, "intermediate_size": 48} | vision
         return transformers.AutoConfig.for_model(name, text_config=config_of(text).to_dict(), vision_config=sizes)
-    return transformers.AutoConfig.for_model(name, **_SIZES | SETTINGS[name])
+    return transformers.AutoConfig.for_model(name, **_SIZES | SETTINGS[name] | settings)
 
 
 def model_of(name: str) -> Any:
