@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 import transformers
 from support import decoders, worlds
 from support import huggingface_models as models
-from support.dist import World
+from support.dist import RankError, World
 
 from megatron.bcd import data
 from megatron.bcd.model.skeleton import Skeleton
@@ -20,13 +22,13 @@ from megatron.bcd.training.resolve import resolve_run
 LENGTH = 24
 
 
-def run_of(model: Path, data_path: str, *, pipeline: int = 1, **flags: Any) -> Any:
+def run_of(model: Path, data_path: str, *, pipeline: int = 1, replicas: int = 1, **flags: Any) -> Any:
     """Return a run on the layers of `model`."""
     values: dict[str, Any] = {"load_hf": str(model), "data_path": data_path, "tokenizer_type": "ByteLevelTokenizer"}
     values |= {"transformer_impl": "transformers", "seq_length": LENGTH, "micro_batch_size": 1, "num_workers": 0}
     values |= {"global_batch_size": 2, "train_iters": 4, "lr": 1e-3, "eval_iters": 0, "log_interval": 1}
     values |= {"bcd_num_blocks": 2, "bcd_steps_per_block": 2, "pipeline_model_parallel_size": pipeline}
-    return worlds.config_of(world_size=pipeline, **values | flags)
+    return worlds.config_of(world_size=pipeline * replicas, **values | flags)
 
 
 def logits_and_gradients(config: Any, tokens: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
@@ -101,6 +103,20 @@ def trained(config: Any) -> dict[str, Any]:
         return worlds.outcome(run)
 
 
+def test_window(world1: World, text_data: str, tmp_path: Path) -> None:
+    """Beyond its window a Mistral has transformers' logits, which differ from those without a window."""
+    source = decoders.write_model("mistral", tmp_path / "given")
+    tokens = torch.randint(0, decoders.VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    [(_, ours)] = world1.run(logits_and_gradients, run_of(source, text_data), tokens)
+    window = transformers.AutoConfig.from_pretrained(source).sliding_window
+    differences = []
+    for each in (window, None):
+        whole = transformers.AutoModelForCausalLM.from_pretrained(source, sliding_window=each)
+        differences.append((ours - whole(tokens).logits).abs().amax((0, 2)))
+    assert window < LENGTH and differences[0].max() < 5e-5
+    assert differences[1][:window].max() < 5e-5 and differences[1][window:].min() > 1e-3
+
+
 HOST = {"bcd_schedule": "breadth-first", "bcd_layers_per_pass": 1}
 WAYS: dict[str, dict[str, Any]] = {
     "blocks": {"bcd_layout": "strided"},
@@ -150,6 +166,76 @@ def test_export_and_resume(world2: World, text_data: str, source: Path, tmp_path
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
     before = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
     assert [each for each in loaded if not torch.equal(loaded[each], before[each])]
+
+
+def killed(config: Any, *, step: int) -> None:
+    """Train, and die in this step."""
+
+    def die(run: worlds.RecordedRun) -> None:
+        if len(run.results) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with worlds.started(config, after_step=die) as run:
+        run.train()
+
+
+def test_a_kill(text_data: str, tmp_path: Path) -> None:
+    """A run killed in its third step, with layers in host memory, resumes exactly from its second."""
+    source = decoders.write_model("gemma3_text", tmp_path / "given")
+    flags = {"bcd_layers_on": "host", **HOST, "bcd_preset": "finetune", "save": str(tmp_path / "run")}
+    config = run_of(source, text_data, **flags, save_interval=1, load=str(tmp_path / "run"))
+    world = World(1)
+    try:
+        with pytest.raises(RankError, match=f"died with exit code -{signal.SIGKILL}"):
+            world.run(killed, config, step=3)
+        [resumed] = world.run(trained, config)
+        [whole] = world.run(trained, run_of(source, text_data, **flags | {"save": None}))
+    finally:
+        world.close()
+    assert resumed["losses"] == whole["losses"][2:] and len(whole["losses"]) == 4
+    assert models.differing(resumed["weights"], whole["weights"]) == []
+
+
+def test_data_parallel(world1: World, world2: World, text_data: str, tmp_path: Path) -> None:
+    """Two replicas have the losses and weights of one, within rounding."""
+    source = decoders.write_model("gemma3_text", tmp_path / "given")
+    [one] = world1.run(trained, run_of(source, text_data))
+    for rank in world2.run(trained, run_of(source, text_data, replicas=2)):
+        assert rank["losses"] == pytest.approx(one["losses"], abs=1e-5)
+        for name, weight in one["weights"].items():
+            assert (rank["weights"][name] - weight).abs().max() < 1e-5, name
+
+
+def test_bf16(world1: World, text_data: str, tmp_path: Path) -> None:
+    """A fine-tuning run in bf16 follows the one in fp32."""
+    source = decoders.write_model("gemma3_text", tmp_path / "given")
+    flags = {"bcd_preset": "finetune", "bcd_num_blocks": 2, "train_iters": 20, "lr": 1e-2}
+    exact, rounded = (world1.run(trained, run_of(source, text_data, **flags, bf16=bf16))[0] for bf16 in (False, True))
+    assert {each.dtype for each in rounded["weights"].values()} == {torch.bfloat16}
+    assert rounded["losses"] == pytest.approx(exact["losses"], rel=0.02)
+    assert exact["losses"][-1] < exact["losses"][0] - 0.3
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each == "gemma3" else [pytest.mark.long]) for each in decoders.MULTIMODAL]
+)
+def test_multimodal(world1: World, text_data: str, source: Path, tmp_path: Path, name: str) -> None:
+    """The text part has the logits of the whole model and is trained; the export has the other parts as they were."""
+    tokens = torch.randint(0, 200, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    wanted = transformers.AutoModelForImageTextToText.from_pretrained(source)(input_ids=tokens).logits
+    [(_, logits)] = world1.run(logits_and_gradients, run_of(source, text_data), tokens)
+    assert (logits - wanted).abs().max() < 5e-5
+    (source / "processor_config.json").write_text("{}")
+    world1.run(trained, run_of(source, text_data, save_hf=str(tmp_path / "back")))
+    given, back = models.tensors_of(source), models.tensors_of(tmp_path / "back")
+    assert given.keys() == back.keys()
+    changed = set(models.differing(given, back))
+    assert len(changed) > decoders.LAYERS and all("language_model" in each or "lm_head" in each for each in changed)
+    assert {
+        each for each in given if "layers.0" in each and "language_model" in each and each.endswith("proj.weight")
+    } & changed
+    transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "back")
+    assert (tmp_path / "back" / "processor_config.json").exists()
 
 
 CURVES = {
@@ -210,17 +296,31 @@ def test_random_weights(world1: World, world2: World, text_data: str, tmp_path: 
     assert (losses[0] - losses[1]).abs().max() < 1e-4 and 5 < losses[0][0] < 6
 
 
-@pytest.mark.parametrize("name", ["gemma3_text"])
+PACKED = ("gemma3_text", "gpt_oss")
+"""Models of the default suite: windows, and a refusal."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in PACKED else [pytest.mark.long]) for name in decoders.SETTINGS]
+)
 def test_packed_texts(world1: World, text_data: str, source: Path, name: str) -> None:
-    """Texts in one sequence have the losses of each text alone, windows included."""
-    flags = {"reset_position_ids": True, "reset_attention_mask": True}
+    """Texts in one sequence have the losses of each text alone, windows included, or are refused."""
+    config = run_of(source, text_data, reset_position_ids=True, reset_attention_mask=True)
     texts = torch.randint(0, decoders.VOCABULARY, (2, LENGTH // 2), generator=torch.Generator().manual_seed(1))
-    apart, packed = world1.run(losses_of_texts, run_of(source, text_data, **flags), texts)[0]
+    apart, packed, refusal = world1.run(losses_of_texts, config, texts)[0]
+    assert ("carry one text into the next" in refusal) == (name in decoders.UNPACKED)
     assert (apart - packed).abs().max() < 5e-5
 
 
-def losses_of_texts(config: Any, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses of texts [B, S / B], each for itself and as one sequence."""
+def losses_of_texts(config: Any, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Return the losses of texts [B, S / B], each for itself and as one sequence, and the run's refusal if any."""
+    try:
+        return *_losses_of_texts(config, texts), ""
+    except ValueError as error:
+        return torch.zeros(1), torch.zeros(1), str(error)
+
+
+def _losses_of_texts(config: Any, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with worlds.started(config) as run, torch.no_grad():
         model, positions = run.model.eval(), torch.arange(texts.size(1)).expand_as(texts)
         labels, segments = texts.roll(1, 1), torch.arange(len(texts))[:, None].expand_as(texts)

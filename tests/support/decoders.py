@@ -33,6 +33,7 @@ _HYBRID: dict[str, Any] = {
 _WINDOW = {"sliding_window": 8}
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
+    "mistral": _WINDOW,
     "gemma2": {"head_dim": 16} | _WINDOW,
     "gemma3_text": {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2} | _WINDOW,
     "olmo2": {},
@@ -57,18 +58,37 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4_text": {"head_dim": 16, "hidden_size_per_layer_input": 0} | _WINDOW,
 }
 """Settings that differ from `_SIZES` and transformers' defaults, by model type."""
+UNPACKED = frozenset(("qwen3_next", "qwen3_5_text", "gpt_oss"))
+"""Models whose layers carry one text into the next: two by their state, gpt-oss by a mask that ignores positions."""
 
 
-def config_of(name: str) -> Any:
-    """Return transformers' configuration of the model of this type."""
-    return transformers.AutoConfig.for_model(name, **_SIZES | SETTINGS[name])
+_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_VISION |= {"image_size": 28, "patch_size": 14}
+MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", _VISION),
+    "qwen3_5": ("qwen3_5_text", {"depth": 2, "num_heads": 4, "out_hidden_size": 32, "num_position_embeddings": 16}),
+    "mistral3": ("mistral", _VISION | {"head_dim": 8}),
+    "llava": ("llama", _VISION),
+    "llama4": ("llama4_text", _VISION | {"vision_output_dim": 32}),
+}
+"""Models of images and text: the type of the text part, and the sizes of the other one."""
+
+
+def config_of(name: str, **settings: Any) -> Any:
+    """Return transformers' configuration of the model of this type, with these settings instead of its own."""
+    if name in MULTIMODAL:
+        text, vision = MULTIMODAL[name]
+        sizes = {"hidden_size": 32, "intermediate_size": 48} | vision
+        return transformers.AutoConfig.for_model(name, text_config=config_of(text).to_dict(), vision_config=sizes)
+    return transformers.AutoConfig.for_model(name, **_SIZES | SETTINGS[name] | settings)
 
 
 def model_of(name: str) -> Any:
     """Build the model of this type. No weight is 0 or 1, so that each one matters."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(1)
-        model = transformers.AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32).eval()
+        kind = transformers.AutoModelForImageTextToText if name in MULTIMODAL else transformers.AutoModelForCausalLM
+        model = kind.from_config(config_of(name), dtype=torch.float32).eval()
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))
     return model

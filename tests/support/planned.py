@@ -55,9 +55,9 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe_of(flags: dict[str, Any]) -> Recipe:
-    """Return the planner's view of a small run."""
-    model = Model(
+def recipe_of(flags: dict[str, Any], model: Model | None = None) -> Recipe:
+    """Return the planner's view of a small run, or of one on transformers' layers of this model."""
+    model = model or Model(
         name="small",
         form="gpt",
         layers=flags["num_layers"],

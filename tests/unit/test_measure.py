@@ -87,19 +87,21 @@ def test_a_plan_of_gemma(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert f"gemma: {size:,} parameters" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (transformers.T5Config(architectures=["T5ForConditionalGeneration"]), ("T5ForConditionalGeneration",)),
-        (transformers.Gemma3Config(architectures=["Gemma3ForConditionalGeneration"]), ("reads more than text",)),
-    ],
-)
-def test_a_model_that_no_run_loads_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: Any, words: tuple[str, ...]
-) -> None:
-    """A plan of an encoder-decoder, or of a model of images and text, ends with one line that says why."""
-    config.save_pretrained(tmp_path / "model")
+def test_a_plan_of_a_text_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan of a model of images and text is that of its text part, which is what trains."""
+    text = gemma()
+    whole = transformers.Gemma3Config(text_config=text.to_dict(), architectures=["Gemma3ForConditionalGeneration"])
+    whole.save_pretrained(tmp_path / "whole")
+    words = ["--model", str(tmp_path / "whole"), "--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1"]
+    assert plan.main([*words, "--seq-length", "32"]) == 0
+    size = transformers.AutoModelForCausalLM.from_config(text).num_parameters()
+    assert f"whole: {size:,} parameters" in capsys.readouterr().out
+
+
+def test_a_model_that_no_run_loads_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan of an encoder-decoder ends with one line that says why."""
+    transformers.T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "model")
     flags = ["--model", str(tmp_path / "model"), "--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1"]
     assert plan.main(flags) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
-    assert all(word in line for word in (*words, "cannot be planned"))
+    assert all(word in line for word in ("T5ForConditionalGeneration", "cannot be planned"))

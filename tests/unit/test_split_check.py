@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from support import decoders
+from support.decoder_table import read_table
 from transformers.models.llama import modeling_llama
 
-from megatron.bcd.model.skeleton import Refused, Skeleton
+from megatron.bcd.model.skeleton import Refused, Skeleton, read_config
 from megatron.bcd.model.split_check import check_split
-
-TABLE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+from megatron.bcd.model.transformers_model import transposed
 
 
 def test_sizes_do_not_matter() -> None:
@@ -47,16 +48,69 @@ def test_weights_between_layers_and_head() -> None:
         Skeleton(config)
 
 
-PACKED = re.compile(r"^\| `(\w+)` \| (yes|no) \|$", re.MULTILINE)
+def test_ties_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that shares weights between its layers is refused by their names."""
+    ties = {f"model.layers.{layer}.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight" for layer in (1, 2, 3)}
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_tied_weights_keys", ties)
+    config = decoders.config_of("llama")
+    config.tie_word_embeddings = True
+    with pytest.raises(Refused, match=r"ties model.layers.1.mlp.up_proj.weight to model.layers.0.mlp.up_proj.weight"):
+        Skeleton(config)
 
 
-def test_the_table_of_packing() -> None:
-    """docs/huggingface.md lists the tested models, and which of them keep packed texts apart."""
-    table = dict(PACKED.findall(TABLE.read_text()))
+def test_no_single_list_of_layers() -> None:
+    """A model whose attention and MLPs are in separate lists is refused."""
+    with pytest.raises(Refused, match="XLMWithLMHeadModel has no single list of its layers"):
+        Skeleton(transformers.XLMConfig(emb_dim=32, n_layers=2, n_heads=4, n_words=decoders.VOCABULARY))
+
+
+@pytest.mark.parametrize(("name", "number"), [("gpt_oss", 2), ("llama4_text", 2), ("qwen3_moe", 0), ("llama", 0)])
+def test_transposed_experts(name: str, number: int) -> None:
+    """The experts of gpt-oss and Llama 4 are known to have inputs as rows."""
+    layer = Skeleton(decoders.config_of(name)).layers[0]
+    assert len([*transposed(layer, 32)]) == number
+
+
+QUANTISED = transformers.LlamaConfig(quantization_config={"quant_method": "fp8"})
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (transformers.T5Config(), "t5 has an encoder"),
+        (transformers.CLIPConfig(), "clip is no decoder of AutoModelForCausalLM"),
+        (QUANTISED, "quantization_config: quantised weights"),
+        (transformers.Gemma3Config(), "gemma3 reads more than text, and random weights"),
+    ],
+)
+def test_refused_configurations(tmp_path: Path, config: Any, words: str) -> None:
+    """A model that no run can train is refused in one line with the flag."""
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"^--load-hf {tmp_path}: {words}[^\n]*$"):
+        read_config(str(tmp_path))
+
+
+def test_code_of_a_model_never_runs(tmp_path: Path) -> None:
+    """A model that transformers lacks is refused, and one that it has is read, without the code in their folders."""
+    code = f"open({str(tmp_path / 'it_ran')!r}, 'w')\n"
+    (tmp_path / "configuration_own.py").write_text(f"{code}class OwnConfig: pass\n")
+    (tmp_path / "modeling_own.py").write_text(f"{code}class OwnModel: pass\n")
+    auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    values = decoders.config_of("llama").to_dict() | {"auto_map": auto_map}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert Skeleton(read_config(str(tmp_path))).name == "LlamaForCausalLM"
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "own"}))
+    with pytest.raises(ValueError, match=r"^--load-hf [^\n]*its code comes with the model[^\n]*$"):
+        read_config(str(tmp_path))
+    assert not (tmp_path / "it_ran").exists()
+
+
+def test_the_table_of_tested_models() -> None:
+    """docs/huggingface.md lists the tested models, with nothing that failed, and refuses those that do not pack."""
+    table = read_table()
     assert table.keys() == decoders.SETTINGS.keys()
-    for name, is_packed in table.items():
-        if is_packed == "no":
-            with pytest.raises(Refused, match="--reset-attention-mask"):
-                check_split(decoders.config_of(name), is_packed=True)
-        else:
+    for name, cells in table.items():
+        assert [*cells.values()] == [*["yes"] * 3, "refused" if name in decoders.UNPACKED else "yes"]
+        refusal = pytest.raises(Refused, match="--reset-attention-mask")
+        with refusal if name in decoders.UNPACKED else contextlib.nullcontext():
             check_split(decoders.config_of(name), is_packed=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.bcd.huggingface import any_decoder, folder, tensors
-from megatron.bcd.huggingface.architecture import Architecture
+from megatron.bcd.huggingface.architecture import TRANSFORMERS, Architecture
 from megatron.bcd.huggingface.core_format import CoreCheckpoint
 from megatron.bcd.runtime import atomic_io
 from megatron.bcd.tokenizer import Tokenizer
@@ -50,6 +50,8 @@ class Description:
     """Paths or contents of the other files, by name."""
     tokenizer: Tokenizer | None = None
     """The run's tokenizer, if it is known."""
+    source: folder.ModelFolder | None = None
+    """The given model, if it has other parts than the decoder."""
 
 
 def describe(config_folder: str, *, transformer_impl: str = "auto") -> Description:
@@ -62,7 +64,9 @@ def describe(config_folder: str, *, transformer_impl: str = "auto") -> Descripti
     with open(os.path.join(config_folder, folder.CONFIG), encoding="utf-8") as file:
         config = json.load(file)
     paths = {name: os.path.join(config_folder, name) for name in folder.companions(config_folder)}
-    return Description(network=network, config=config, companions=paths)
+    has_others = network.family == TRANSFORMERS and "text_config" in config
+    source = folder.ModelFolder(config_folder, transformer_impl=transformer_impl) if has_others else None
+    return Description(network=network, config=config, companions=paths, source=source)
 
 
 def check_checkpoint(checkpoint: CoreCheckpoint, description: Description) -> None:
@@ -175,13 +179,15 @@ def _write_weights(
     checkpoint: CoreCheckpoint, path: str, description: Description, max_shard_bytes: int
 ) -> set[torch.dtype]:
     """Write the safetensors files and their index. Return the dtypes of the tensors."""
-    shards = _shards(checkpoint, list_units(description.network), max_shard_bytes)
+    source = description.source
+    units = [*list_units(description.network), *((row, 0) for row in (source.others if source else ()))]
+    shards = _shards(checkpoint, units, max_shard_bytes)
     weight_map: dict[str, str] = {}
     dtypes: set[torch.dtype] = set()
     total = 0
     for number, units in enumerate(shards, start=1):
         name = folder.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        content = dict(read_tensors(checkpoint, units))
+        content = dict(read_tensors(checkpoint, units, source))
         _save(content, os.path.join(path, name))
         weight_map |= dict.fromkeys(content, name)
         dtypes |= {tensor.dtype for tensor in content.values()}
@@ -216,7 +222,9 @@ def _shards(checkpoint: CoreCheckpoint, units: Sequence[Unit], max_bytes: int) -
     shards: list[list[Unit]] = [[]]
     shard_bytes = 0
     for row, layer in units:
-        size = torch.Size(row.shape).numel() * checkpoint.dtype(row.key).itemsize
+        # a part that is not trained has at most fp32
+        itemsize = checkpoint.dtype(row.key).itemsize if row.key in checkpoint.tensors else torch.float32.itemsize
+        size = torch.Size(row.shape).numel() * itemsize
         if shards[-1] and shard_bytes + size > max_bytes:
             shards.append([])
             shard_bytes = 0
@@ -225,9 +233,17 @@ def _shards(checkpoint: CoreCheckpoint, units: Sequence[Unit], max_bytes: int) -
     return shards
 
 
-def read_tensors(checkpoint: CoreCheckpoint, units: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and values of transformers' tensors. Tensors do not share memory."""
+def read_tensors(
+    checkpoint: CoreCheckpoint, units: Sequence[Unit], source: folder.ModelFolder | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and values of transformers' tensors. Tensors do not share memory.
+
+    With `source`, names are those of its files, and tensors that the checkpoint lacks come from there.
+    """
     for row, layer in units:
+        if source is not None and row in source.others:
+            yield row.key, source.read(row)
+            continue
         whole = checkpoint.read(
             row.key,
             layer=layer if row.is_stacked else None,
@@ -235,4 +251,5 @@ def read_tensors(checkpoint: CoreCheckpoint, units: Sequence[Unit]) -> Iterator[
         )
         for name, part in zip(row.layer_names(layer), row.split(whole), strict=True):
             is_separate = part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
-            yield name, part if is_separate else part.clone(memory_format=torch.contiguous_format)
+            part = part if is_separate else part.clone(memory_format=torch.contiguous_format)
+            yield source.file_name(name) if source else name, part

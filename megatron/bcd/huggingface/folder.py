@@ -20,8 +20,9 @@ SINGLE = "model.safetensors"
 GENERATION = "generation_config.json"
 RUN = ".bcd-run"
 """A file in a folder of --save-hf with the name of the run that writes there."""
+OF_THE_MODEL = (GENERATION, "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 COMPANIONS = (
-    GENERATION,
+    *OF_THE_MODEL,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -110,6 +111,8 @@ class ModelFolder:
         self.network = read_network(folder, transformer_impl=transformer_impl)
         self.rows = any_decoder.build_rows(self.network)
         self._entries = self._headers()
+        self.others = tuple[tensors.Row, ...]()
+        """Tensors of other parts than the decoder, such as a vision tower, by their own names."""
         self._check()
 
     def read(self, row: tensors.Row, layer: int = 0) -> Tensor:
@@ -119,6 +122,10 @@ class ModelFolder:
             ValueError: a file can't be read.
         """
         return row.join([self._read(name) for name in row.layer_names(layer)])
+
+    def file_name(self, name: str) -> str:
+        """Return a tensor's name in the files."""
+        return self._entries[name].name
 
     def read_rows(self, row: tensors.Row, start: int, stop: int) -> Tensor:
         """Return rows `start` to `stop` of a vocabulary's tensor. Rows beyond its end are zero."""
@@ -157,7 +164,11 @@ class ModelFolder:
                 kinds = {self._entries[name].dtype for name in names if name in self._entries}
                 if len(kinds) > 1:
                     raise ValueError(f"{self.folder}: {', '.join(names)} must have one dtype, but have {len(kinds)}")
-        check_tensors(expected, {name: entry.shape for name, entry in self._entries.items()}, source=self.folder)
+        actual = {name: entry.shape for name, entry in self._entries.items()}
+        if self.network.family == TRANSFORMERS and any(entry.name != name for name, entry in self._entries.items()):
+            others = sorted(actual.keys() - expected.keys())
+            self.others = tuple(tensors.Row(key=name, names=(name,), shapes=(actual.pop(name),)) for name in others)
+        check_tensors(expected, actual, source=self.folder)
 
     def _check_tied(self) -> None:
         """Check that a separate head is a copy of the tied embedding, and ignore it then. Raises ValueError."""

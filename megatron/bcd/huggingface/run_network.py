@@ -9,6 +9,7 @@ from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.config import RunConfig, run_config_from_dict
 from megatron.bcd.huggingface import convert, folder, tokenizer_export
 from megatron.bcd.huggingface.architecture import (
+    TRANSFORMERS,
     Architecture,
     architecture_flags,
     architecture_from_config,
@@ -90,7 +91,8 @@ def describe_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None =
             raise ValueError(f"--vocab-size: is required, because the tokenizer can't be read ({error})") from None
     if load_hf is not None:
         description = convert.describe(
-            folder.locate(load_hf, flag="--load-hf", weights=False), transformer_impl=config.model.transformer_impl
+            folder.locate(load_hf, flag="--load-hf", weights=config.model.transformer_impl == TRANSFORMERS),
+            transformer_impl=config.model.transformer_impl,
         )
         positions = config.model.max_position_embeddings or 0
         if positions > description.network.max_positions:
@@ -112,10 +114,10 @@ def _companions(
     description: convert.Description, config: RunConfig, tokenizer: Tokenizer | None
 ) -> dict[str, str | bytes]:
     """Return the generation_config.json of `description`, and the files of the tokenizer."""
-    files = {name: path for name, path in description.companions.items() if name == folder.GENERATION}
+    files = {name: path for name, path in description.companions.items() if name in folder.OF_THE_MODEL}
     if isinstance(tokenizer, HuggingFaceTokenizer):
         names = folder.companions(tokenizer.folder)
-        files |= {name: os.path.join(tokenizer.folder, name) for name in names if name != folder.GENERATION}
+        files |= {name: os.path.join(tokenizer.folder, name) for name in names if name not in folder.OF_THE_MODEL}
     elif isinstance(tokenizer, SentencePieceTokenizer):
         files["tokenizer.model"] = tokenizer.unique_identifiers["tokenizer_model"]
     if tokenizer is not None:

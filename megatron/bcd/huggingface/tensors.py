@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.bcd.huggingface.architecture import Architecture
+from megatron.bcd.huggingface.architecture import TRANSFORMERS, Architecture
 
 LAYERS = "decoder.layers."
 """Prefix of the keys of Megatron Core's layers. Their tensors are stacked: [layers, ...]."""
@@ -61,7 +61,9 @@ def is_buffer(name: str) -> bool:
 
 
 def canonical_name(name: str, network: Architecture) -> str:
-    """Return the name with the prefix that older GPT-2 files lack."""
+    """Return the name with the prefix that older GPT-2 files lack, and without that of a part of a larger model."""
+    if network.family == TRANSFORMERS:
+        return name.replace("language_model.", "", 1)
     is_bare = network.family == "gpt2" and name.startswith(("wte.", "wpe.", "h.", "ln_f."))
     return f"transformer.{name}" if is_bare else name
 

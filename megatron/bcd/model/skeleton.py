@@ -48,24 +48,26 @@ def read_config(path: str, *, is_quantised: bool = False) -> Any:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers and its configurations can raise many types
         reason = " ".join(str(error).split())[:200]
-        if "trust_remote_code" in reason:
-            reason = "its code is on the hub, not in transformers, and never runs here"
+        if "trust_remote_code" in str(error):
+            reason = "its code comes with the model, and only transformers' own code runs here"
         raise ValueError(f"--load-hf {path}: transformers can't read its config.json ({reason})") from None
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    text = config if config.is_encoder_decoder else config.get_text_config()
+    if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
         what = "has an encoder" if config.is_encoder_decoder else "is no decoder of AutoModelForCausalLM"
         raise ValueError(f"--load-hf {path}: {config.model_type} {what}. Give a model that generates text alone.")
-    if config.get_text_config() is not config:
-        raise ValueError(
-            f"--load-hf {path}: {config.model_type} reads more than text. Give its text part, saved by itself "
-            "(transformers: model.language_model)."
-        )
-    if is_quantised and hasattr(config, "quantization_config"):
-        del config.quantization_config
-    if getattr(config, "quantization_config", None):
+    if is_quantised:
+        vars(text).pop("quantization_config", None)
+    elif getattr(config, "quantization_config", None):
         raise ValueError(
             f"--load-hf {path}: quantization_config: quantised weights can't be trained. Give the original ones."
         )
-    return config
+    elif text is not config and not has_weights(path):
+        raise ValueError(
+            f"--load-hf {path}: {config.model_type} reads more than text, and random weights would have no other "
+            "parts. Give its text_config as config.json, or a folder with weights."
+        )
+    text.tie_word_embeddings = config.tie_word_embeddings  # the whole model's decides
+    return text
 
 
 @contextlib.contextmanager
@@ -213,6 +215,10 @@ class Skeleton:
             paths[ours] = name
         if not {EMBEDDING, HEAD} <= paths.keys():
             raise self.refusal("has no word embedding or no head")
+        ties = {f"{paths[HEAD]}.weight": f"{paths[EMBEDDING]}.weight"}
+        for name, other in self.model.all_tied_weights_keys.items():
+            if ties.get(name) != other:
+                raise self.refusal(f"ties {name} to {other}, and a stage may have only one of both")
         return paths
 
     def module(self, ours: str) -> nn.Module:

@@ -105,6 +105,7 @@ def build_matrix_optimizer(config: RunConfig, model: torch.nn.Module, parameters
             sharded_dim=dim if is_sliced else None,
             group=tensor_group if is_sliced else None,
             tensor_mode=settings.muon_tp_mode,
+            is_transposed=getattr(parameter, "is_transposed", False),
         )
 
     return MatrixOptimizer(

@@ -53,6 +53,8 @@ class MatrixLayout:
     tensor_mode: str = "distributed"
     """--muon-tp-mode, how a slice is orthogonalised. `duplicated` gathers the whole matrix on every rank, `blockwise`
     treats the slice as a whole matrix, `distributed` reduces the products."""
+    is_transposed: bool = False
+    """Whether rows are inputs, as in some experts of transformers. The scale depends on it."""
 
     @property
     def num_slices(self) -> int:
@@ -133,7 +135,8 @@ def orthogonalize(
         matrix = torch.baddbmm(matrix, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
     if is_transposed:
         matrix = matrix.mT
-    return matrix.mul_(SCALES[scale_mode](rows, columns)).to(gradient_MN.dtype).view_as(gradient_MN)
+    outputs, inputs = (columns, rows) if layout.is_transposed else (rows, columns)
+    return matrix.mul_(SCALES[scale_mode](outputs, inputs)).to(gradient_MN.dtype).view_as(gradient_MN)
 
 
 def num_factors(rows: int, columns: int, num_parts: int = 1) -> int:
