@@ -84,15 +84,17 @@ class ForkedRuns:
         num_ranks: int,
         script: str = "pretrain_gpt_bcd",
         read_only: Path | None = None,
+        killed_at: tuple[Path, int] | None = None,
     ) -> list[RankResult]:
-        """Run `main` of the module `script` with `argv` in `folder`; `read_only` is mounted read-only. Return the
-        results by rank."""
+        """Run `main` of the module `script` with `argv` in `folder`; `read_only` is mounted read-only. All ranks are
+        killed when a file has as many lines as `killed_at` says. Return the results by rank."""
         request = {
             "script": script,
             "argv": list(argv),
             "folder": str(folder),
             "num_ranks": num_ranks,
             "read_only": str(read_only) if read_only else None,
+            "killed_at": killed_at,
         }
         self._connection.send(request)
         results: list[RankResult] = self._connection.recv()
@@ -125,7 +127,7 @@ def _serve(connection: Connection, root: Path) -> None:
         with tempfile.TemporaryDirectory() as scratch, _agent_store(request["num_ranks"]) as environment:
             ranks = range(request["num_ranks"])
             pids = [_start(main, rank, request, environment, Path(scratch)) for rank in ranks]
-            codes = _wait(pids)
+            codes = _wait(pids, request["killed_at"])
             results = [
                 RankResult(code=code, **{name: _read(Path(scratch), name, rank) for name in ("stdout", "stderr")})
                 for rank, code in enumerate(codes)
@@ -211,7 +213,7 @@ def _mount_read_only(folder: str) -> None:
         os._exit(CANNOT_MOUNT)
 
 
-def _wait(pids: Sequence[int]) -> list[int | str]:
+def _wait(pids: Sequence[int], killed_at: tuple[Path, int] | None) -> list[int | str]:
     """Return the exit codes. After a rank fails, send the others SIGTERM, as torchrun does ten times a second."""
     codes: dict[int, int | str] = {}
     deadline = time.monotonic() + _LIMIT_SECONDS
@@ -225,6 +227,10 @@ def _wait(pids: Sequence[int]) -> list[int | str]:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 codes[pid] = HUNG
+        if killed_at and killed_at[0].read_bytes().count(b"\n") >= killed_at[1]:
+            killed_at = None
+            for pid in set(pids) - set(codes):
+                os.kill(pid, signal.SIGKILL)
         if len(codes) == len(pids):
             return [codes[pid] for pid in pids]
         if any(codes.values()):
