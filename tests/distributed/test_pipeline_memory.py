@@ -147,10 +147,13 @@ def measure(world: World, config: RunConfig) -> Steps:
 @pytest.fixture(scope="module")
 def runs(world4: World, text_data: str) -> dict[tuple[str, int], Steps]:
     """Runs on four stages in layout stage, so that block k's first trainable stage is k, by schedule and
-    microbatches."""
+    microbatches. Those with the stock schedule have one step of the last block."""
+    last = {"bcd_order": "descending", "train_iters": 1}
     return {
-        (schedule, number): measure(world4, config_of(4, "stage", number, data_path=text_data, bcd_schedule=schedule))
-        for schedule in ("bcd", "stock")
+        (schedule, number): measure(
+            world4, config_of(4, "stage", number, data_path=text_data, bcd_schedule=schedule, **flags)
+        )
+        for schedule, flags in (("bcd", {}), ("stock", last))
         for number in (FEW, MANY)
     }
 

@@ -187,7 +187,7 @@ def test_options(world2: World, text_data: str, option: str) -> None:
 def test_with_tensor_and_data_parallel(world4: World, text_data: str, cut: str) -> None:
     """With tensor and data parallelism a run equals that of the stock schedule bit for bit."""
     layout, more = PARALLEL[cut]
-    flags = {"data_path": text_data, "world_size": 4, "global_batch_size": 12} | more
+    flags = {"data_path": text_data, "world_size": 4, "global_batch_size": 8} | more
     stock = config_of(2, layout, bcd_schedule="stock", **flags)
     assert_same_as_stock(world4, stock, [config_of(2, layout, **flags)])
 

@@ -22,8 +22,7 @@ UNPLANNED = {
     "gradients_fp16": {"fp16": True, "initial_loss_scale": 256},
 }
 """Runs that the run summary plans, but tools/plan.py does not."""
-SIZES = {"num_layers": 6, "hidden_size": 40, "micro_batch_size": 2, "global_batch_size": 8}
-"""The batch is that of `planned.recipe_of`."""
+SIZES = {"num_layers": 6, "hidden_size": 40, "micro_batch_size": 2, "global_batch_size": 4}
 
 
 def counted(

@@ -60,12 +60,17 @@ pipeline2-submodel-bf16-factored-host-iterations-stopped_1_4
 data2-submodel-fp32-orthogonal-host-rampup-saved_at_5
 """
 CASES = [dict(zip(OPTIONS, line.split("-"), strict=True)) for line in DEFAULT.split()]
-MORE_CASES = [case for case in pairwise(OPTIONS, allowed) if case not in CASES]
 
 
-def by_name(cases: list[Combination]) -> pytest.MarkDecorator:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" not in metafunc.fixturenames:
+        return
+    cases = CASES
+    if metafunc.function is test_more_resumed_runs:  # to find the pairs takes a second
+        is_long = metafunc.config.getoption("--long")
+        cases = [case for case in pairwise(OPTIONS, allowed) if case not in CASES] if is_long else []
     cases = sorted(cases, key=lambda case: [*CUTS].index(case["cut"]))  # groups of ranks are kept from case to case
-    return pytest.mark.parametrize("case", cases, ids=["-".join(case.values()) for case in cases])
+    metafunc.parametrize("case", cases, ids=["-".join(case.values()) for case in cases])
 
 
 def check(case: Combination, world2: World, text_data: str, folder: Path) -> None:
@@ -83,7 +88,6 @@ def check(case: Combination, world2: World, text_data: str, folder: Path) -> Non
     assert result == [[]] * 2
 
 
-@by_name(CASES)
 def test_resumed_equals_uninterrupted(world2: World, text_data: str, tmp_path: Path, case: Combination) -> None:
     """With each option value, a run that stops, or saves while it goes on, resumes as the uninterrupted run, bit for
     bit."""
@@ -91,7 +95,6 @@ def test_resumed_equals_uninterrupted(world2: World, text_data: str, tmp_path: P
 
 
 @pytest.mark.long
-@by_name(MORE_CASES)
 def test_more_resumed_runs(world2: World, text_data: str, tmp_path: Path, case: Combination) -> None:
     """With each pair of option values, runs resume bit for bit."""
     check(case, world2, text_data, tmp_path)

@@ -38,7 +38,7 @@ the head's phase where it has one."""
 
 
 class Saved:
-    """Runs that stopped inside a phase, one per parallel layout, created on demand."""
+    """Runs that saved inside a phase, one per parallel layout, created on demand."""
 
     def __init__(self, worlds_by_size: dict[int, World], text_data: str, folder: Path) -> None:
         self._worlds, self._text_data, self._folder = worlds_by_size, text_data, folder
@@ -57,12 +57,13 @@ class Saved:
         return self._worlds[CUTS[cut].get("world_size", 1)].run(function, config, *args)[0]
 
     def under(self, cut: str, flags: dict[str, Any], stop: int) -> tuple[dict[str, Any], str]:
-        """Return the outcome of the uninterrupted run, and the checkpoint folder of the one that stopped."""
+        """Return the outcome of a run, and the folder with its checkpoint after iteration `stop`."""
         key = repr((cut, flags))
         if key not in self._whole:
             root = str(self._folder / str(len(self._whole)))
-            self.run(resumed_runs.one_part, cut, flags | {"save": root, "exit_interval": stop})
-            self._whole[key] = self.run(resumed_runs.one_part, cut, flags), root
+            whole = self.run(resumed_runs.one_part, cut, flags | {"save": root, "save_interval": stop})
+            resumed_runs.point_to(root, stop)
+            self._whole[key] = whole, root
         return self._whole[key]
 
     def tensors(self, root: str) -> dict[str, torch.Tensor]:

@@ -1,21 +1,20 @@
-"""BlockCoordinate in transformers' Trainer and TRL's SFTTrainer; as a program, the script for `accelerate launch`."""
+"""BlockCoordinate in transformers' Trainer and TRL's SFTTrainer."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from support.dist import World
 
 from megatron.bcd import BlockCoordinate
 
-pytest.importorskip("accelerate")
-pytest.importorskip("trl")
+if any(importlib.util.find_spec(name) is None for name in ("accelerate", "trl")):
+    pytest.skip("needs accelerate and trl", allow_module_level=True)
 
 STEPS, STEPS_PER_BLOCK, SAVED_AT, GLOBAL_BATCH, VOCABULARY = 8, 2, 5, 8, 20
 
@@ -68,25 +67,18 @@ def run(client: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def test_trl_on_two_ranks_and_trainer(repo_root: Path, tmp_path: Path) -> None:
+def test_trl_on_two_ranks_and_trainer(tmp_path: Path) -> None:
     """TRL's SFTTrainer on two ranks has the losses and weights of transformers' Trainer in one process, and both ranks
     resume from a checkpoint."""
-    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    words = [sys.executable, *launch, __file__, str(tmp_path), "SFTTrainer"]
-    environment = {"PYTHONPATH": str(repo_root), "HF_HOME": str(tmp_path)}
-    done = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    world = World(2, HF_HOME=str(tmp_path))  # with the environment of `accelerate launch`
+    try:
+        results = world.run(run, "SFTTrainer", tmp_path / "both")
+    finally:
+        world.close()
     reference = run("Trainer", tmp_path / "alone")
     assert reference["world_size"] == 1
-    for rank in range(2):
-        result = torch.load(tmp_path / f"rank_{rank}.pt")
+    for result in results:
         assert result["world_size"] == 2
         torch.testing.assert_close(result["weights"], reference["weights"], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(result["resumed"], result["weights"], rtol=0, atol=0)
         assert result["losses"] == pytest.approx(reference["losses"], rel=1e-4)
-
-
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    torch.save(run(sys.argv[2], folder / sys.argv[2]), folder / f"rank_{torch.distributed.get_rank()}.pt")
-    torch.distributed.destroy_process_group()

@@ -42,7 +42,7 @@ def test_two_datasets_without_weights(runs: ForkedRuns, workplace: Path) -> None
 @pytest.mark.parametrize("seen_by", [0, 1])
 def test_a_fault_that_one_rank_sees(seen_by: int, runs: ForkedRuns, tmp_path: Path) -> None:
     """A fault that one rank sees ends both ranks with exit code 2, and rank 0 prints it."""
-    results = runs.run([str(seen_by)], script="one_rank_refuses", folder=tmp_path, num_ranks=2)
+    results = runs.run([str(seen_by)], script="support.one_rank_refuses", folder=tmp_path, num_ranks=2)
     told = f"one_rank_refuses.py: error: seen by rank {seen_by}\n"
     assert [(rank.code, rank.stderr) for rank in results] == [(2, told), (2, "")]
 

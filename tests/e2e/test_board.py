@@ -112,7 +112,7 @@ def test_plan_run_stop_resume_watch(browser: Any, serve: Any, model: str, tmp_pa
     page.fill("[name='--data-path']", "records.jsonl")
     page.fill("[name=out]", "out/first")
     page.fill("[name='--train-iters']", str(STEPS))
-    page.fill("[name=flags]", "--log-interval 1 --global-batch-size 2")
+    page.fill("[name=flags]", "--log-interval 1 --global-batch-size 2 --num-workers 0")  # workers import for seconds
     page.click("text=Show the command")
     shown = page.inner_text(".command pre")
     other = new_page(page.context, asked)

@@ -314,7 +314,7 @@ def test_tiny_fine_tuning(tmp_path: Path, model: str) -> None:
     """The recipe trains, exports and asks the model, and loads it with transformers. It uses the user's records and
     tokenizer and leaves them unchanged."""
     flags = (model, "rtx4090", *MUCH, "--train-iters", "2", "--lr-warmup-iters", "1", "--eval-iters", "0")
-    flags += ("--seq-length", "128")
+    flags += ("--seq-length", "128", "--num-workers", "0")  # workers import for seconds
     given = {"cwd": tmp_path, "script": "finetune.sh", "SCALE": "tiny", "OUT": "out", "CUDA_VISIBLE_DEVICES": ""}
     if model == "folder":
         tokenizer_folder(tmp_path / "folder", CHATML)

@@ -1,4 +1,4 @@
-"""One run under torchrun, ended by a signal and by a killed machine, each time restarted by the same command.
+"""One run, ended under torchrun by a signal, and then killed, each time restarted by the same command.
 
 Together the parts write what an uninterrupted run writes.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.bad_input_cases import good_documents, write_dataset
-from support.forked_runs import ForkedRuns
+from support.forked_runs import ForkedRuns, RankResult
 from support.processes import ROOT, TORCHRUN, Job
 
 from megatron.bcd.checkpoint import layout
@@ -25,7 +25,7 @@ FLAGS = [
     *("--bcd-steps-per-block", "3", "--num-layers", "6", "--hidden-size", "32", "--num-attention-heads", "4"),
     *("--seq-length", "16", "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", str(LAST)),
     *("--lr", "1e-3", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2", "--data-path", "data/text_document"),
-    *("--tokenizer-type", "ByteLevelTokenizer", "--split", "80,10,10", "--num-workers", "1"),
+    *("--tokenizer-type", "ByteLevelTokenizer", "--split", "80,10,10"),
     *("--eval-iters", "1", "--eval-interval", "10", "--log-interval", "1", "--metrics-file", "metrics.jsonl"),
     *("--save", "saved", "--load", "saved", "--save-interval", str(SAVE_INTERVAL)),
 ]
@@ -46,8 +46,12 @@ def last_iteration(place: Path) -> int:
 
 
 def start(place: Path, *flags: str) -> Job:
-    """Start two ranks under torchrun."""
-    return Job(*TORCHRUN, str(ROOT / "pretrain_gpt_bcd.py"), *FLAGS, *flags, folder=place)
+    """Start two ranks under torchrun, which read their data in another process."""
+    return Job(*TORCHRUN, str(ROOT / "pretrain_gpt_bcd.py"), *FLAGS, "--num-workers", "1", *flags, folder=place)
+
+
+def run(runs: ForkedRuns, place: Path, **options: Any) -> list[RankResult]:
+    return runs.run([*FLAGS, "--num-workers", "0"], folder=place, num_ranks=2, **options)
 
 
 @pytest.mark.timeout(900)  # starts of torchrun
@@ -58,18 +62,18 @@ def test_the_same_command_after_every_end(runs: ForkedRuns, tmp_path: Path) -> N
     for place in places.values():
         write_dataset(place / "data" / "text_document", good_documents())
     place = places["parts"]
-    assert [rank.code for rank in runs.run(FLAGS, folder=places["whole"], num_ranks=2)] == [0, 0]
-    after_a_signal_and_a_kill(place)
+    assert [rank.code for rank in run(runs, places["whole"])] == [0, 0]
+    after_a_signal_and_a_kill(runs, place)
     newest = layout.iteration_folder(str(place / "saved"), layout.candidates(str(place / "saved"))[0])
     assert layout.damage(newest) is None
-    results = runs.run(FLAGS, folder=place, num_ranks=2)
+    results = run(runs, place)
     assert [(rank.code, rank.stderr) for rank in results] == [(0, "")] * 2
     assert f"resuming from saved/{os.path.basename(newest)}" in results[0].stdout
     assert lines(place) == lines(places["whole"])
     assert weights(place) == weights(places["whole"])
 
 
-def after_a_signal_and_a_kill(place: Path) -> None:
+def after_a_signal_and_a_kill(runs: ForkedRuns, place: Path) -> None:
     """The starts that do not reach the end."""
     with start(place, "--async-save") as job:
         job.wait_for(lambda: last_iteration(place) >= 3)
@@ -78,9 +82,10 @@ def after_a_signal_and_a_kill(place: Path) -> None:
         assert job.exit_code() == 0, job.output  # torchrun's, so every rank's
     stopped_at, *_ = layout.candidates(str(place / "saved"))
     assert stopped_at == last_iteration(place) < LAST
-    with start(place) as job:
-        job.wait_for(lambda: last_iteration(place) >= stopped_at + SAVE_INTERVAL + 2)
-        job.kill()
+    metrics = place / "metrics.jsonl"
+    killed_at = metrics, metrics.read_bytes().count(b"\n") + SAVE_INTERVAL + 2
+    killed = run(runs, place, killed_at=killed_at)
+    assert [rank.code for rank in killed] == [-signal.SIGKILL] * 2
 
 
 def weights(place: Path) -> dict[str, str]:
@@ -102,7 +107,7 @@ def test_soak(runs: ForkedRuns, tmp_path: Path, seed: int) -> None:
     for place in places.values():
         write_dataset(place / "data" / "text_document", good_documents())
     place, saved = places["parts"], str(places["parts"] / "saved")
-    assert [rank.code for rank in runs.run(FLAGS, folder=places["whole"], num_ranks=2)] == [0, 0]
+    assert [rank.code for rank in run(runs, places["whole"])] == [0, 0]
     for number, kind in enumerate(draw.sample(KILLS, len(KILLS))):
         newest = layout.candidates(saved)[:1]
         moment = max(last_iteration(place) + 1, SAVE_INTERVAL * number + draw.randint(1, SAVE_INTERVAL))
@@ -114,7 +119,7 @@ def test_soak(runs: ForkedRuns, tmp_path: Path, seed: int) -> None:
         complete = layout.candidates(saved)
         assert [layout.damage(layout.iteration_folder(saved, each)) for each in complete] == [None] * len(complete)
         assert not kind.startswith("SIG") or complete[0] == last_iteration(place), "asked to stop, it saves"
-    assert [(rank.code, rank.stderr) for rank in runs.run(FLAGS, folder=place, num_ranks=2)] == [(0, "")] * 2
+    assert [(rank.code, rank.stderr) for rank in run(runs, place)] == [(0, "")] * 2
     assert lines(place) == lines(places["whole"])
     assert weights(place) == weights(places["whole"])
 

@@ -43,6 +43,17 @@ _STARTING = threading.Lock()
 """Several threads may start worlds, but this process has only one environment and one forkserver."""
 
 
+def warm_context() -> multiprocessing.context.ForkServerContext:
+    """Return a context whose processes are forked from one that has imported `support.imported`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["support.imported"])
+    # the server keeps its search path, and must not initialise CUDA, which forks could not use then
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    with mock.patch.dict(os.environ, variables):
+        forkserver.ensure_running()
+    return context
+
+
 class World:
     """`size` processes with one process group. They start at the first `run` and after a failure."""
 
@@ -106,12 +117,7 @@ class World:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="world_")
         atexit.register(self.close)  # daemons may not start processes, so ranks are none
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["support.imported"])
-        # the server keeps its search path, and must not initialise CUDA, which forks could not use then
-        variables = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        with mock.patch.dict(os.environ, variables):
-            forkserver.ensure_running()
+        context = warm_context()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             environment = {

@@ -1,7 +1,7 @@
 """Many runs of an entry script, forked from one process that has imported everything, so that runs import nothing.
 
-As a program it is the server: one JSON request per line on stdin, one JSON answer per line on stdout. `ForkedRuns` is
-the client. Ranks get what torchrun provides: environment, agent store, and SIGTERM after another rank has failed.
+`ForkedRuns` is the client. Its server is forked like the ranks of `dist.World`. The ranks of runs get what torchrun
+provides: environment, agent store, and SIGTERM after another rank has failed.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import gc
 import hashlib
 import importlib
 import inspect
-import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from support.dist import warm_context
 
 HUNG = "hung"
 CANNOT_MOUNT = 77
@@ -69,19 +70,11 @@ class ForkedRuns:
     """The client: starts the server, which imports from `root`, and stops it on exit."""
 
     def __init__(self, root: Path) -> None:
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(map(str, (root, root / "tools"))),
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-        }
-        self._server = subprocess.Popen(
-            [sys.executable, __file__],
-            cwd=root,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        context = warm_context()
+        self._connection, theirs = context.Pipe()
+        self._server = context.Process(target=_serve, args=(theirs, root))
+        self._server.start()
+        theirs.close()
 
     def run(
         self,
@@ -91,53 +84,55 @@ class ForkedRuns:
         num_ranks: int,
         script: str = "pretrain_gpt_bcd",
         read_only: Path | None = None,
+        killed_at: tuple[Path, int] | None = None,
     ) -> list[RankResult]:
-        """Run `main` of the module `script` with `argv` in `folder`; `read_only` is mounted read-only. Return the
-        results by rank."""
-        assert self._server.stdin is not None and self._server.stdout is not None
+        """Run `main` of the module `script` with `argv` in `folder`; `read_only` is mounted read-only. All ranks are
+        killed when a file has as many lines as `killed_at` says. Return the results by rank."""
         request = {
             "script": script,
             "argv": list(argv),
             "folder": str(folder),
             "num_ranks": num_ranks,
             "read_only": str(read_only) if read_only else None,
+            "killed_at": killed_at,
         }
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        answer = self._server.stdout.readline()
-        assert answer, "the server of forked runs is gone"
-        return [RankResult(**rank) for rank in json.loads(answer)]
+        self._connection.send(request)
+        results: list[RankResult] = self._connection.recv()
+        return results
 
     def __enter__(self) -> ForkedRuns:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
+        self._connection.close()
+        self._server.join()
 
 
-def _serve() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries must not print between the answers
+def _serve(connection: Connection, root: Path) -> None:
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = 100_000  # Megatron Core's, which `worlds` has changed
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (root, root / "tools")))
+    os.chdir(root)
     importlib.import_module("megatron.bcd.training.pretrain")  # modules that scripts import when they run
-    generate_flags = importlib.import_module("megatron.bcd.arguments.flags").generate_flags
-    generate_flags()  # fills a cache that every fork inherits
     gc.collect()
     gc.freeze()  # exempts the imported modules from the forks' garbage collection
-    for line in sys.stdin:
-        request = json.loads(line)
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            os._exit(0)  # a normal interpreter exit takes seconds
         main = importlib.import_module(request["script"]).main
         with tempfile.TemporaryDirectory() as scratch, _agent_store(request["num_ranks"]) as environment:
             ranks = range(request["num_ranks"])
             pids = [_start(main, rank, request, environment, Path(scratch)) for rank in ranks]
-            codes = _wait(pids)
+            codes = _wait(pids, request["killed_at"])
             results = [
-                {"code": code} | {name: _read(Path(scratch), name, rank) for name in ("stdout", "stderr")}
+                RankResult(code=code, **{name: _read(Path(scratch), name, rank) for name in ("stdout", "stderr")})
                 for rank, code in enumerate(codes)
             ]
-        answers.write(json.dumps(results) + "\n")
-        answers.flush()
+        connection.send(results)
 
 
 def _read(scratch: Path, name: str, rank: int) -> str:
@@ -218,7 +213,7 @@ def _mount_read_only(folder: str) -> None:
         os._exit(CANNOT_MOUNT)
 
 
-def _wait(pids: Sequence[int]) -> list[int | str]:
+def _wait(pids: Sequence[int], killed_at: tuple[Path, int] | None) -> list[int | str]:
     """Return the exit codes. After a rank fails, send the others SIGTERM, as torchrun does ten times a second."""
     codes: dict[int, int | str] = {}
     deadline = time.monotonic() + _LIMIT_SECONDS
@@ -232,6 +227,10 @@ def _wait(pids: Sequence[int]) -> list[int | str]:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 codes[pid] = HUNG
+        if killed_at and killed_at[0].read_bytes().count(b"\n") >= killed_at[1]:
+            killed_at = None
+            for pid in set(pids) - set(codes):
+                os.kill(pid, signal.SIGKILL)
         if len(codes) == len(pids):
             return [codes[pid] for pid in pids]
         if any(codes.values()):
@@ -241,7 +240,3 @@ def _wait(pids: Sequence[int]) -> list[int | str]:
                     os.kill(pid, signal.SIGTERM)
                 failed_at = time.monotonic()
         time.sleep(_POLLS_SECONDS)
-
-
-if __name__ == "__main__":
-    _serve()

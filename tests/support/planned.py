@@ -90,7 +90,7 @@ def recipe_of(flags: dict[str, Any], model: Model | None = None) -> Recipe:
         precision="bf16" if flags.get("bf16") else "fp32",
         bcd_num_blocks=flags.get("bcd_num_blocks", 3),
         micro_batch_size=flags.get("micro_batch_size", 2),
-        global_batch_size=8,
+        global_batch_size=flags.get("global_batch_size", 8),
         make_vocab_size_divisible_by=flags.get("make_vocab_size_divisible_by", worlds.PADDED_VOCABULARY),
         **{name: flags.get(name) for name in names},
     )

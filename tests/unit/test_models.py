@@ -195,8 +195,8 @@ def test_a_compiled_rotation_serves_all_lengths() -> None:
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     rotate = pytorch.compiled(megatron_core._rotate, has_dynamic_shapes=True)
     for length in range(3, 12):
-        for heads, size in ((4, 16), (2, 16), (4, 8)):
+        for heads, size in ((4, 16), (2, 8)):
             x, angles = torch.randn(length, 2, heads, 16, dtype=torch.bfloat16), torch.randn(length, 1, 1, size)
             expected = rope_utils._apply_rotary_pos_emb_bshd(x, angles)
             torch.testing.assert_close(rotate(x, angles), expected, rtol=2e-2, atol=5e-2)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs <= 3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs <= 2

@@ -1,4 +1,4 @@
-"""The studies: study files, a whole study with a program that takes no time, pages, and the faults of a soak."""
+"""The studies: their pages are what their results give, their data runs no code, and the faults that a soak finds."""
 
 from __future__ import annotations
 
@@ -7,98 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cifar
 import gpu_hour
 import gpu_hour_jobs
 import gpu_hour_report
 import pytest
 import soak
-import study as tool
-import yaml
-from results import Study, Table, read_results, read_study
+import train_resnet
+from results import Table, read_study
 from study import Commands, Runner, step_arithmetic
-
-PROGRAM = """
-import argparse, json, pathlib
-parser = argparse.ArgumentParser()
-for name in ("--lr", "--best", "--gain"):
-    parser.add_argument(name, type=float)
-for name in ("--seed", "--steps", "--bcd-steps-per-block", "--log-interval"):
-    parser.add_argument(name, type=int)
-parser.add_argument("--metrics-file", type=pathlib.Path)
-given = parser.parse_args()
-if given.lr > 1:
-    raise SystemExit("too fast")
-print("parameters  10 (all)", flush=True)
-with open(given.metrics_file, "w") as file:
-    def write(**values):
-        print(json.dumps(values), file=file, flush=True)
-    for step in range(1, given.steps + 1):
-        loss = given.gain / step + abs(given.lr - given.best) + 0.01 * given.seed
-        write(iteration=step, loss=loss, step_time_ms=10.0, model_state_bytes=[100, 60], host_state_bytes=[0, 0])
-        write(iteration=step, validation_loss=loss)
-    write(iteration=given.steps, validation_loss=loss, is_final=True)
-    write(iteration=given.steps, test_loss=loss + 1, is_final=True)
-"""
-
-
-def study_of(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    return {
-        "program": str(program),
-        "flags": "--steps {steps} --best 0.2",
-        "steps": 10,
-        "learning_rates": [0.1, 0.2, 0.4],
-        "seeds": [1, 2],
-        "data": {"none": ""},
-        "methods": {"full": {"flags": "--gain 1"}, "fast": {"flags": "--gain 0.5"}},
-    } | changes
-
-
-def written(tmp_path: Path, content: dict[str, Any]) -> Path:
-    path = tmp_path / "study.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
-    return path
-
-
-def read(tmp_path: Path, **changes: Any) -> Study:
-    return read_study(str(written(tmp_path, study_of(tmp_path, **changes))))
-
-
-@pytest.mark.parametrize(
-    "changes, key",
-    [
-        ({"baseline": "ful"}, "baseline"),
-        ({"flags": "--steps {step}"}, "{step}"),
-    ],
-)
-def test_bad_study_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], key: str) -> None:
-    """A bad study file is refused in one line that names the file and the key."""
-    path = written(tmp_path, study_of(tmp_path, **changes))
-    assert tool.main([str(path), "--output", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert str(path) in said and key in said and said.count("\n") == 1
-
-
-def test_whole_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tuning, seeds, table and pictures from end to end; a second start runs nothing; a failure names its reason."""
-    methods = {"full": {"flags": "--gain 1"}, "fast": {"flags": "--gain 0.5", "label": "fast one"},
-               "broken": {"flags": "--gain x"}}  # fmt: skip
-    path = written(tmp_path, study_of(tmp_path, methods=methods))
-    command = [str(path), "--output", str(tmp_path / "out"), "--jobs", "4"]
-    assert tool.main(command) == 1, "a method failed"
-    said = capsys.readouterr()
-    assert said.err.count("start model none fast") == 4 and "| broken | failed: " in said.out
-    output = {result.key[2:5]: result for result in read_results(tmp_path / "study.csv")}
-    assert {key[0] for key in output} == {"full", "fast"} and len(output) == 8, "a failure is tried again"
-    full = output["full", 0.2, 2]
-    assert (full.test, full.state_bytes_per_parameter, full.num_parameters) == (pytest.approx(1.12), 16, 10)
-    assert full.curve[0] == (1, pytest.approx(1.02))
-    assert (tmp_path / "study.md").read_text(encoding="utf-8")
-    pictures = sorted(path.name for path in (tmp_path / "out" / "study").glob("*.png"))
-    assert pictures == ["study_state.png"]
-    assert tool.main([*command, "--only", "f*"]) == 0
-    assert "start" not in capsys.readouterr().err
+from support.unsafe_pickles import TRICKS
 
 
 def test_studies_of_the_project(repo_root: Path, tmp_path: Path) -> None:
@@ -139,3 +57,29 @@ def test_faults_of_replica_groups() -> None:
     assert "differ" in faults({}, {"values": 8}) and "differ" in faults({}, {"consumed_samples": 6}, consumed=12)
     assert "one number" in faults({}, {"group": 0}) and "trained twice" in faults({}, {"group": 0})
     assert "10 samples" in faults({}, {}, consumed=10)
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_a_file_that_could_run_code_is_refused(tmp_path: Path, trick: str) -> None:
+    """A file that could run code is refused in one line, and its code does not run."""
+    marker = tmp_path / "MARKER"
+    body = TRICKS[trick]
+    text = f"touch {marker}".encode()
+    body = body.replace(b"\x0c\x00\x00\x00touch MARKER", len(text).to_bytes(4, "little") + text)
+    (tmp_path / "test_batch").write_bytes(b"\x80\x04" * (body[:1] != b"\x80") + body + b".")
+    with pytest.raises(ValueError, match="test_batch: ") as caught:
+        cifar.read_split(str(tmp_path), "cifar10", "test")
+    assert not marker.exists()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "layers"),
+    [("resnet8", 78_042, 3), ("resnet14", 175_258, 6), ("resnet20", 272_474, 9), ("resnet50", 23_520_842, 16)],
+)
+def test_models_are_those_of_the_paper(name: str, parameters: int, layers: int) -> None:
+    """The models have the paper's numbers of parameters and residual blocks: ResNet-14's 175,258 parameters explain the
+    paper's table 10."""
+    model = train_resnet.build_resnet(name, 10)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert len(train_resnet.residual_blocks(model)) == layers
