@@ -213,7 +213,10 @@ class Trainer:
             TrainingFailed: too many consecutive steps were not finite, or the last checkpoint can't be written.
         """
         state = self.state
-        with self.stop.listening(), _manual_collection(self.config.training.manual_gc):
+        with self.stop.listening(), contextlib.ExitStack() as stack:
+            if self.config.training.manual_gc:
+                gc.disable()
+                stack.callback(gc.enable)  # a program may go on behind the run
             if self.config.training.skip_train:
                 self.evaluator.evaluate_at_end()
                 return
@@ -489,7 +492,6 @@ class Trainer:
         block = self.block_schedule.block(self.state.phase_state)
         self.active.build(block)
         self.recomputation.begin_phase(block)
-        self.checks.block_is_built()
 
     def _begin_phase(self) -> None:
         """Begin a phase, also if the same block continues: switch check, prefix cache and pipeline schedule."""
@@ -602,15 +604,3 @@ class Trainer:
             self.state.samples_in_phase = 0
         self.active.core.next_loss_scaler = saved.loss_scaler
         self.lr_scheduler.num_steps = saved.scheduler_steps
-
-
-@contextlib.contextmanager
-def _manual_collection(is_manual: bool) -> Iterator[None]:
-    """Inside the context, Python collects no garbage by itself (--manual-gc). A program may go on behind it."""
-    if is_manual:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if is_manual:
-            gc.enable()
