@@ -22,7 +22,6 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     get_num_microbatches,
-    init_num_microbatches_calculator,
     reconfigure_num_microbatches_calculator,
 )
 
@@ -97,13 +96,7 @@ class Trainer:
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
         resumed = None if run.source is None else run.source.state
         self.reporter = reporter or build_reporter(run, start_iteration=resumed.iteration if resumed else 0)
-        init_num_microbatches_calculator(
-            torch.distributed.get_rank(),
-            None,
-            lengths.batch_size_after(config, 0),
-            config.training.micro_batch_size,
-            parallel_state.get_data_parallel_world_size(),
-        )
+        self._set_batch_size(0)
         if config.groups.lighthouse is not None:  # before anything is written
             check_lighthouse(config.groups.lighthouse)
         data_notes = self._build_model_and_data(run, build_model)
@@ -334,14 +327,11 @@ class Trainer:
             or (self.block_schedule.num_blocks > 1 and self.block_schedule.may_end_with_next_step(state.phase_state))
         ):
             return 0
-        if not self.config.training.rampup_batch_size:
-            return get_num_microbatches()
-        self._set_batch_size(state.consumed_samples + get_current_global_batch_size())
-        num_microbatches = get_num_microbatches()
-        self._set_batch_size(state.consumed_samples)
-        return num_microbatches
+        batch_size = lengths.batch_size_after(self.config, state.consumed_samples + get_current_global_batch_size())
+        return batch_size // (self.config.training.micro_batch_size * parallel_state.get_data_parallel_world_size())
 
     def _set_batch_size(self, consumed_samples: int) -> None:
+        """Set the batch size and the number of microbatches of the coming step."""
         reconfigure_num_microbatches_calculator(
             1,  # the rank; rank 0 logs
             None,
