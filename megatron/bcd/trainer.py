@@ -22,7 +22,6 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     get_num_microbatches,
-    init_num_microbatches_calculator,
     reconfigure_num_microbatches_calculator,
 )
 
@@ -97,13 +96,7 @@ class Trainer:
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
         resumed = None if run.source is None else run.source.state
         self.reporter = reporter or build_reporter(run, start_iteration=resumed.iteration if resumed else 0)
-        init_num_microbatches_calculator(
-            torch.distributed.get_rank(),
-            None,
-            lengths.batch_size_after(config, 0),
-            config.training.micro_batch_size,
-            parallel_state.get_data_parallel_world_size(),
-        )
+        self._set_batch_size(0)
         if config.groups.lighthouse is not None:  # before anything is written
             check_lighthouse(config.groups.lighthouse)
         data_notes = self._build_model_and_data(run, build_model)
@@ -213,7 +206,10 @@ class Trainer:
             TrainingFailed: too many consecutive steps were not finite, or the last checkpoint can't be written.
         """
         state = self.state
-        with self.stop.listening(), _manual_collection(self.config.training.manual_gc):
+        with self.stop.listening(), contextlib.ExitStack() as stack:
+            if self.config.training.manual_gc:
+                gc.disable()
+                stack.callback(gc.enable)  # a program may go on behind the run
             if self.config.training.skip_train:
                 self.evaluator.evaluate_at_end()
                 return
@@ -331,14 +327,11 @@ class Trainer:
             or (self.block_schedule.num_blocks > 1 and self.block_schedule.may_end_with_next_step(state.phase_state))
         ):
             return 0
-        if not self.config.training.rampup_batch_size:
-            return get_num_microbatches()
-        self._set_batch_size(state.consumed_samples + get_current_global_batch_size())
-        num_microbatches = get_num_microbatches()
-        self._set_batch_size(state.consumed_samples)
-        return num_microbatches
+        batch_size = lengths.batch_size_after(self.config, state.consumed_samples + get_current_global_batch_size())
+        return batch_size // (self.config.training.micro_batch_size * parallel_state.get_data_parallel_world_size())
 
     def _set_batch_size(self, consumed_samples: int) -> None:
+        """Set the batch size and the number of microbatches of the coming step."""
         reconfigure_num_microbatches_calculator(
             1,  # the rank; rank 0 logs
             None,
@@ -489,7 +482,6 @@ class Trainer:
         block = self.block_schedule.block(self.state.phase_state)
         self.active.build(block)
         self.recomputation.begin_phase(block)
-        self.checks.block_is_built()
 
     def _begin_phase(self) -> None:
         """Begin a phase, also if the same block continues: switch check, prefix cache and pipeline schedule."""
@@ -602,15 +594,3 @@ class Trainer:
             self.state.samples_in_phase = 0
         self.active.core.next_loss_scaler = saved.loss_scaler
         self.lr_scheduler.num_steps = saved.scheduler_steps
-
-
-@contextlib.contextmanager
-def _manual_collection(is_manual: bool) -> Iterator[None]:
-    """Inside the context, Python collects no garbage by itself (--manual-gc). A program may go on behind it."""
-    if is_manual:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if is_manual:
-            gc.enable()

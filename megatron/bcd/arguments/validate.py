@@ -148,13 +148,12 @@ def find_problems(
         lambda: _check_places(run),
         lambda: _check_breadth_first(run, partitions[0], given),
         lambda: _check_groups(config, run, partitions[0]),
-        lambda: _check_packages(run) if starts else None,
         lambda: _check_batch(run, world_size),
         lambda: check_learning_rate(config),
         lambda: _check_data(run),
         lambda: _check_files(run),
         lambda: None if problems else _check_core_accepts(config),  # its messages are less clear
-        lambda: _check_outputs(run) if starts else None,
+        lambda: _check_machine(run) if starts else None,
     ]
     problems += _check_tables(values, given)
     for rule in rules:
@@ -574,17 +573,6 @@ def _check_groups(config: RunConfig, run: Run, partition: Partition) -> None:
     )
 
 
-def _check_packages(run: Run) -> None:
-    require(
-        run.fp8_recipe != "delayed" or packages.has_transformer_engine(),
-        f"--fp8-format {run.fp8}: delayed scaling needs Transformer Engine and a GPU. Give --fp8-recipe tensorwise.",
-    )
-    require(
-        run.fp8_recipe != "tensorwise" or device.can_multiply_fp8(),
-        f"--fp8-format {run.fp8}: this GPU has no FP8. Leave it out, or use one of compute capability 8.9 or above.",
-    )
-
-
 def _check_batch(run: Run, world_size: int) -> None:
     model_ranks = run.tensor_model_parallel_size * run.pipeline_model_parallel_size * run.context_parallel_size
     ranks = world_size // model_ranks
@@ -719,7 +707,15 @@ def _check_core_accepts(config: RunConfig) -> None:
         raise ValueError(f"Megatron Core: {' '.join(reason.split())}") from error
 
 
-def _check_outputs(run: Run) -> None:
+def _check_machine(run: Run) -> None:
+    require(
+        run.fp8_recipe != "delayed" or packages.has_transformer_engine(),
+        f"--fp8-format {run.fp8}: delayed scaling needs Transformer Engine and a GPU. Give --fp8-recipe tensorwise.",
+    )
+    require(
+        run.fp8_recipe != "tensorwise" or device.can_multiply_fp8(),
+        f"--fp8-format {run.fp8}: this GPU has no FP8. Leave it out, or use one of compute capability 8.9 or above.",
+    )
     for field in ("save", "save_hf", "tensorboard_dir", "wandb_save_dir"):
         folder = getattr(run, field)
         if folder is not None:

@@ -66,7 +66,7 @@ class ActiveBlock:
         self.config = config
         self._model_config = get_model_config(model)
         self.switch_check: SwitchCheck | None = None
-        """The check of this phase; None between phases."""
+        """The check that is due in this phase; None when it is done, and between phases."""
         self._in_buffers: list[torch.nn.Parameter] = []
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,16 +25,10 @@ class StepChecks:
     config: RunConfig
     active: ActiveBlock
     outputs: RunOutputs
-    _is_switch_unchecked: bool = field(default=False, init=False)
-
-    def block_is_built(self) -> None:
-        """Request a switch check, because a new block has been built."""
-        self._is_switch_unchecked = True
 
     def take_reference(self) -> None:
         """Store the current weights for the switch check, if one is still due."""
-        if self._is_switch_unchecked:
-            assert self.active.switch_check is not None, "build() comes first"
+        if self.active.switch_check is not None:
             self.active.leave_buffers()
             self.active.switch_check.begin()
 
@@ -51,12 +45,12 @@ class StepChecks:
 
     def _check_switch(self, result: StepResult, state: TrainState) -> None:
         """Check once per block that only the block changed. Wait for a step with a learning rate and a gradient."""
-        if not self._is_switch_unchecked or result.skipped or not result.learning_rate or not result.grad_norm:
+        switch_check = self.active.switch_check
+        if switch_check is None or result.skipped or not result.learning_rate or not result.grad_norm:
             return
-        self._is_switch_unchecked = False
-        assert self.active.switch_check is not None, "build() comes first"
+        self.active.switch_check = None
         with self.active.whole_parameters():
-            problem = self.active.switch_check.problem()
+            problem = switch_check.problem()
         if problem:
             raise RuntimeError(f"iteration {state.iteration}, phase {state.phase_state.phase}: {problem}")
 
