@@ -46,7 +46,7 @@ RUN_COLOURS = ("#1f4e9c", "#c8453b", "#2f7d4f", "#7b4fa3", "#8a6d1f", "#2b8a99")
 LINES: dict[str, dict[str, Any]] = {
     "thin": {"linewidth": 0.7, "alpha": 0.35},
     "line": {"linewidth": 1.9},
-    "dots": {"linestyle": "none", "marker": "o", "markeredgecolor": "white", "markersize": 8, "zorder": 4},
+    "dots": {"linestyle": "none", "marker": "o", "markeredgecolor": "white", "markersize": 8, "clip_on": False},
 }
 """The kinds of curves of `draw_chart`, in Matplotlib's words."""
 BLOCK_TINTS = ("#fdeccb", "#ddefd8", "#dfe7f7", "#f8dfe8", "#ece5f6", "#dcf1f0")
@@ -363,7 +363,7 @@ def _draw_model_state(axes: Any, figures: Sequence[Figures]) -> None:
     axes.set_xticks([])
     axes.set_ylabel("MiB")
     axes.margins(y=0.1)
-    axes.set_title("Model state\nof the largest rank, maximum over phases", loc="left", fontsize=10, color=FAINT)
+    axes.set_title("Model state\nlargest rank and phase", loc="left", fontsize=10, color=FAINT)
     axes.grid(axis="y", color="#b5b5b5", linewidth=0.6, alpha=0.5)
 
 
