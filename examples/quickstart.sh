@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train three small models and draw one picture: four minutes on two idle CPU cores, and two for the packages.
+# Train three small models and draw one picture: five minutes on two idle CPU cores, and two for the packages.
 #
 #   bash examples/quickstart.sh
 #
