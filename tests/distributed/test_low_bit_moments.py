@@ -148,10 +148,10 @@ def test_codes_of_a_momentum() -> None:
             values[..., 0, : min(shape[-1], 3)] = 0.0
             codes, scales = low_bit_momentum.encode(values)
             decoded = low_bit_momentum.decode(codes, scales)
-            assert scales.shape == (*shape[:-2], -(-shape[-2] * shape[-1] // low_bit_momentum.GROUP))
+            assert scales.shape == (*shape[:-2], -(-shape[-2] * shape[-1] // low_bit_adam.BLOCK))
             again = low_bit_momentum.encode(decoded)
             assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
-            largest = scales.repeat_interleave(low_bit_momentum.GROUP, -1)[..., : shape[-2] * shape[-1]]
+            largest = scales.repeat_interleave(low_bit_adam.BLOCK, -1)[..., : shape[-2] * shape[-1]]
             assert bool(((decoded - values).abs().flatten(-2) <= 0.501 * largest).all())
     codes, scales = low_bit_momentum.encode(torch.full((1, 256), 1e-38))
     assert not codes.any() and not scales.any()

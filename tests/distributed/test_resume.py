@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "sharded": {},
         "moments_bf16": {"adam_moments_dtype": "bf16"},
         "moments_int8": {"adam_moments_dtype": "int8"},
-        "muon": {"optimizer": "muon", "muon_use_nesterov": True},
+        "muon": {"optimizer": "muon", "muon_use_nesterov": True, "muon_momentum_dtype": "int8"},
         "factored": {"bcd_inactive_update": "factored"},
         "orthogonal": {"bcd_inactive_update": "orthogonal", "adam_moments_dtype": "int8"},
     },
@@ -102,7 +102,7 @@ def test_more_resumed_runs(world2: World, text_data: str, tmp_path: Path, case: 
 
 PLATEAU = {"bcd_switch": "plateau", "bcd_steps_per_block": None, "bcd_plateau_window": 2}
 PLATEAU |= {"bcd_plateau_min_improvement": 0.05, "bcd_max_steps_per_block": 9}
-MUON = {"optimizer": "muon", "muon_momentum_dtype": "int8", "muon_grad_dtype": "bf16", "bcd_optimizer_state": "host"}
+MUON = {"optimizer": "muon", "muon_momentum_dtype": "bf16", "muon_grad_dtype": "bf16", "bcd_optimizer_state": "host"}
 FINETUNE = {"bcd_preset": "finetune", "num_layers": 4, "bcd_num_blocks": None, "bcd_steps_per_block": 2, "bf16": True}
 LLAMA = {"form": "llama", "ffn_hidden_size": 88, "group_query_attention": True, "num_query_groups": 2, "bf16": True}
 LLAMA |= {"bcd_optimizer_state": "host", "bcd_always_active": "norms,head", "recompute_granularity": "selective"}
@@ -111,7 +111,7 @@ FACTORED |= {"bcd_always_active": "norms,biases,embedding,head"}
 RUNS: dict[str, dict[str, Any]] = {
     "random_subset": CUTS["data2"] | {"bcd_order": "random", "bcd_sample_ratio": 0.002},
     "plateau": PIPELINE | {"bcd_layout": "submodel", "train_iters": None, "train_samples": 67} | PLATEAU,
-    "muon_int8": CUTS["data2"] | MUON | {"bf16": True, "bcd_always_active": "norms,biases", "bcd_frozen": "embedding"},
+    "muon_bf16": CUTS["data2"] | MUON | {"bf16": True, "bcd_always_active": "norms,biases", "bcd_frozen": "embedding"},
     "factored_no_block": CUTS["tensor2"] | LLAMA | FACTORED | {"bcd_num_blocks": 0, "bcd_layout": "strided"},
     "finetune_dropped": CUTS["data2"] | FINETUNE | {"bcd_order": "descending", "bcd_optimizer_state": "host"}
     | {"bcd_frozen": "norms", "bcd_main_params": "drop"},

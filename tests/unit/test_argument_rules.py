@@ -97,6 +97,7 @@ BAD_RUNS = {
 --fp8-format hybrid --fp8-recipe tensorwise
 --fp8-recipe tensorwise --fp8-format hybrid --bf16 --micro-batch-size 1 --seq-length 24
 --fp8-recipe tensorwise --fp8-format hybrid --bf16 --transformer-impl transformer_engine
+--fp8-recipe tensorwise --fp8-format hybrid --bf16 --fp8-margin 1
 --seq-length 64 --max-position-embeddings 32
 --rotary-percent 0.05 --position-embedding-type rope
 --no-position-embedding

@@ -71,7 +71,8 @@ CONFLICTS = {
     "--bcd-run-ahead": "--bcd-schedule=stock",
     "--bcd-prefix-cache": "--sequence-parallel --fp8-format",  # a rank that reads the cache would not scale
     "--fp8-recipe=delayed": "--transformer-impl=local",
-    "--fp8-recipe=tensorwise": "--transformer-impl=transformer_engine",
+    "--fp8-recipe=tensorwise": "--transformer-impl=transformer_engine --fp8-margin --fp8-amax-history-len "
+    "--fp8-amax-compute-algo",
     # these are Megatron Core's, or need its layers
     "--transformer-impl=transformers": "--tensor-model-parallel-size --context-parallel-size --fp8-recipe=delayed "
     "--recompute --recompute-granularity=selective --cross-entropy-loss-fusion --bcd-prefix-cache",

@@ -27,6 +27,8 @@ from megatron.bcd.data.lengths import num_samples
 
 _DEFAULT_SPLIT = "969, 30, 1"  # Megatron-LM's default
 _SPLIT_NAMES = ("training", "validation", "test")
+_LONGEST_WAIT = 300.0
+"""Seconds; below the default timeout of the other ranks' collectives."""
 _CHECKED_CHUNKS = 64
 _CHECKED_CHUNK_TOKENS = 1 << 20
 
@@ -151,12 +153,17 @@ def _build_splits(
 
 @contextlib.contextmanager
 def _one_job_at_a_time(folder: str | None) -> Iterator[None]:
-    """Let rank 0 wait while another job writes the index cache, which would read files that are not complete."""
+    """Let rank 0 wait while another job writes the index cache, whose files are not complete then.
+
+    It waits for _LONGEST_WAIT at most: the lock of a lost node must not stop a job.
+    """
     with contextlib.ExitStack() as stack:
         if folder is not None and torch.distributed.get_rank() == 0:
-            with contextlib.suppress(OSError):  # a disk without locks; Megatron Core says if it is not writable
+            with contextlib.suppress(OSError):  # no locks, or a timeout; Megatron Core says if it is not writable
                 os.makedirs(folder, exist_ok=True)
-                stack.enter_context(UnixFileLock(os.path.join(folder, ".lock"), fallback_to_soft=False))
+                stack.enter_context(
+                    UnixFileLock(os.path.join(folder, ".lock"), timeout=_LONGEST_WAIT, fallback_to_soft=False)
+                )
         yield
 
 

@@ -30,7 +30,7 @@ CHUNK = 1 << 18
 """Elements decoded at once on a CPU, so that they stay in its cache; a multiple of BLOCK."""
 _CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 MOMENTS = tuple(_CODES)
-_SMALLEST_SCALE = 2.0**-100
+SMALLEST_SCALE = 2.0**-100
 """A block with a smaller scale is stored as zeros: with denormal numbers the codes would not be reproducible."""
 
 
@@ -87,7 +87,7 @@ def store(
         return
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)
-    scales.masked_fill_(scales < _SMALLEST_SCALE, 0.0)
+    scales.masked_fill_(scales < SMALLEST_SCALE, 0.0)
     state[name + SCALE][start // BLOCK : start // BLOCK + scales.numel()] = scales
     is_zero = (scales == 0.0)[:, None]
     ratios = (blocks / scales[:, None]).masked_fill_(is_zero, 0.0)

@@ -31,7 +31,7 @@ from megatron.core import parallel_state
 from megatron.bcd.blocks.ownership import matrix_owners
 from megatron.bcd.model.host_layers import GRADIENT, LOW_BITS, State
 from megatron.bcd.optim import update_rules
-from megatron.bcd.optim.low_bit_momentum import GROUP
+from megatron.bcd.optim.low_bit_adam import BLOCK
 from megatron.bcd.optim.matrix import (
     FACTORS,
     MOMENTS,
@@ -100,9 +100,9 @@ class MatrixOptimizer:
         for name, (parameter, layout) in matrices.items():
             ranks, owner = owners[name]
             on_host = (places or {}).get(parameter, {}) if owner == ranks.rank() else {}
-            if MOMENTUM_SCALE in on_host and parameter.dim() == 3 and (size := parameter[0].numel()) % GROUP:
+            if MOMENTUM_SCALE in on_host and parameter.dim() == 3 and (size := parameter[0].numel()) % BLOCK:
                 raise ValueError(
-                    f"--muon-momentum-dtype int8: {name} has experts of {size:,} elements, not a multiple of {GROUP}, "
+                    f"--muon-momentum-dtype int8: {name} has experts of {size:,} elements, not a multiple of {BLOCK}, "
                     "with layers in host memory. Give bf16."
                 )
             self.matrices[name] = Matrix(
