@@ -137,19 +137,18 @@ class Scale:
 
 
 def training_batches(
-    images: Images, scale: Scale, *, batch_size: int, seed: int, augment: bool
+    images: Images, scale: Scale, *, batch_size: int, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield batches [B, C, H, W] and labels [B] forever. Every epoch has a new order and drops its incomplete last
     batch.
 
-    With `augment` each image is shifted by up to 4 pixels and mirrored at random (He et al., arXiv 1512.03385, 4.2).
+    Each image is shifted by up to 4 pixels and mirrored at random (He et al., arXiv 1512.03385, 4.2).
     """
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(images), generator=generator)
         for indices in order[: len(images) // batch_size * batch_size].split(batch_size):
-            pixels = images.pixels_NCHW[indices]
-            yield scale(_augmented(pixels, generator) if augment else pixels), images.labels_N[indices]
+            yield scale(_augmented(images.pixels_NCHW[indices], generator)), images.labels_N[indices]
 
 
 def _augmented(pixels_NCHW: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -33,7 +33,7 @@ from _parser import Parser, command, run_main
 from _processes import ROOT, failure_reason
 from filelock import FileLock, Timeout
 from results import NAME, Study, Table, Variant
-from study import Commands, Runner, make_folder, tell
+from study import Commands, Runner, tell
 
 PROG = "studies/fine_tuning.py"
 PEERS = {"full": "full Adam", "badam": "BAdam (PyPI), transformers", "lora": "LoRA (peft), transformers"}
@@ -357,9 +357,6 @@ def check(arguments: argparse.Namespace) -> None:
         if not path.is_file():
             raise ValueError(f"--{name.replace('_', '-')} {path}: no such file")
         setattr(arguments, name, path.resolve())  # the tools that read it run in the repository
-    with open(arguments.data, "rb") as file:
-        if file.read(1024).lstrip().startswith(b"["):
-            raise ValueError(f"--data {arguments.data}: is a JSON list; give a file with one record per line")
     for peer in arguments.peers:
         missing = [name for name in NEEDS.get(peer, ()) if importlib.util.find_spec(name) is None]
         if missing:
@@ -372,7 +369,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv)
     check(arguments)
     folder, size = arguments.output.resolve(), chosen_size(arguments)
-    make_folder(folder, flag="--output")
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
             prepared = prepare(arguments, folder)

@@ -254,7 +254,6 @@ def main(argv: Sequence[str]) -> int:
     setting = Setting(
         is_tiny=options.scale == "tiny",
         has_gpu=bool(about["gpu"]),
-        memory_gib=about["memory_gib"],
         inputs=options.inputs,
         output=options.output,
     )

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measure on a GPU machine, without a network, what this project wants to know next. The parts run in order of worth:
-# sanity, learning, fine_tuning, speed, instructions, large (docs/gpu.md has results).
+# sanity, learning, fine_tuning, speed, instructions (docs/gpu.md has results).
 #
 #   bash studies/gpu_hour.sh                     all parts
 #   bash studies/gpu_hour.sh learning speed      these parts

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PARTS = ("sanity", "learning", "fine_tuning", "speed", "instructions", "large")
-LARGE_GIB = 120
-"""Memory that the part `large` needs."""
+PARTS = ("sanity", "learning", "fine_tuning", "speed", "instructions")
 
 Results = Mapping[str, Mapping[str, Any]]
 """Records of one part by job name."""
@@ -44,7 +42,6 @@ class Setting:
 
     is_tiny: bool
     has_gpu: bool
-    memory_gib: float
     inputs: Path
     """The folder that `gpu_hour_inputs.py --unpack` wrote."""
     output: Path
@@ -421,22 +418,8 @@ def time_steps(setting: Setting, name: str, network: str, flags: str, *, limit: 
     return Job(name=name, words=words, seconds=200 if setting.is_tiny else 120)
 
 
-def large(setting: Setting, results: Results) -> list[Job]:
-    """Train 8 billion parameters in the memory of one card: full Adam with 8-bit moments against `pretrain`."""
-    if setting.memory_gib < LARGE_GIB and not setting.is_tiny:
-        return []
-    methods = {
-        "full_adam_8_bit": "--bcd-num-blocks 1 --adam-moments-dtype int8",
-        "pretrain": "--bcd-preset pretrain",
-        "factored": "--bcd-preset pretrain --bcd-inactive-update factored",
-    }
-    recomputing = "" if setting.is_tiny else " --recompute auto"
-    return [time_steps(setting, name, LLAMA_8B, flags + recomputing) for name, flags in methods.items()]
-
-
 JOBS = {
     "sanity": sanity, "learning": learning, "fine_tuning": fine_tuning, "speed": speed, "instructions": instructions,
-    "large": large,
 }  # fmt: skip
 WIDTHS = {"sanity": 4, "fine_tuning": 8, "instructions": 8}
 """How many jobs of a part run at once; 1 if times are measured."""

@@ -68,7 +68,6 @@ def page_lines(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
         "The same in 125 steps of 4,096 tokens": functools.partial(fine_tuning, part="fine_tuning", suffix=LARGE_STEPS),
         "Fine-tuning on instructions": functools.partial(fine_tuning, part="instructions"), "Step times": speed,
         "Every layer trained, by schedule": every_layer, "Copies": copies,
-        "Eight billion parameters on one card": large,
     }  # fmt: skip
     for title, table in tables.items():
         rows = list(table(results))
@@ -187,19 +186,6 @@ def copies(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
     for record in results["speed"]:
         if record["job"] == "copies" and not record["failure"]:
             yield (record["gpu"], *(f"{rate:.1f}" for rate in record["json"].values()))
-
-
-def large(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
-    yield ["method", "ms a step", "tokens/s", "model state, GiB", "peak, GiB"]
-    for record in results["large"]:
-        if not record["failure"]:
-            yield (
-                method_name(record),
-                f"{typical(record, 'step_time_ms'):,.0f}",
-                f"{typical(record, 'tokens_per_second'):,.0f}",
-                f"{maximum_gib(record, 'model_state_bytes'):.1f}",
-                f"{maximum_gib(record, 'peak_memory_bytes'):.1f}",
-            )
 
 
 # ---------------------------------------------------------------- picture

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 from _parser import Parser, check_positive, command, run_main
 from _processes import SCRIPTS
-from stock_time import step_seconds
+from stock_time import shortest_times
 
 PROG = "studies/layers_time.py"
 BATCH, SEQUENCE, VOCABULARY = 2, 256, 1024
@@ -83,12 +83,7 @@ def main(argv: list[str]) -> None:
             "Megatron Core": [*ours, "local"],
             "Trainer": [sys.executable, PROG, "--trainer", folder],
         }
-        rounds = []
-        for number in range(options.rounds):
-            rounds.append({name: step_seconds(words, Path(folder, "log")) for name, words in ways.items()})
-            times = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in rounds[-1].items())
-            print(f"round {number + 1}: {times}", flush=True)
-    best = {name: min(each[name] for each in rounds) for name in ways}
+        best = shortest_times(ways, rounds=options.rounds)
     for name in ("Megatron Core", "Trainer"):
         print(
             f"CPU time of a step on transformers' layers over that of {name}: {best['transformers'] / best[name]:.3f}"

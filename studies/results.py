@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import fnmatch
 import math
 import os
@@ -12,7 +11,7 @@ import shlex
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -86,94 +85,35 @@ class Study:
 
 
 def read_study(path: str) -> Study:
-    """Read a study file. Raises ValueError naming the file, the key, and the problem."""
+    """Read a study file. Raises ValueError naming the file and the problem."""
     try:
-        entries = _mapping(yaml.safe_load(Path(path).read_text(encoding="utf-8")), path)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        for key in ("models", "data", "methods"):
+            if key in entries:
+                entries[key] = tuple(_variant(str(name), value) for name, value in entries[key].items())
+        study = Study(**_with_tuples(entries), path=path)
+        study = study if study.baseline else replace(study, baseline=study.methods[0].name)
+        if study.baseline not in (method.name for method in study.methods):
+            raise ValueError(f"baseline: {study.baseline}: is none of the methods")
+    except (OSError, yaml.YAMLError, TypeError, AttributeError, ValueError, IndexError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: {reason}; give a study file, such as studies/gpt_10_minutes.yaml") from None
-    for key in {"models", "data", "methods"} & entries.keys():
-        named = _mapping(entries[key], f"{path}: {key}").items()
-        entries[key] = tuple(
-            _build(Variant, {"name": str(name), **({"flags": value} if isinstance(value, str) else value or {})},
-                   f"{path}: {key}: {name}")
-            for name, value in named
-        )  # fmt: skip
-    study = _build(Study, {**entries, "path": path}, path)
-    study = study if study.baseline or not study.methods else replace(study, baseline=study.methods[0].name)
-    _check(study)
     return study
 
 
-def _mapping(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: must be a mapping (key: value)")
-    return value
+def _variant(name: str, value: str | Mapping[str, Any] | None) -> Variant:
+    """Build a variant from its entry: a mapping, or flags alone. Its name becomes a part of a folder's name."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{name}: a name has letters and digits, with _ . - between them")
+    return Variant(name=name, **({"flags": value} if isinstance(value, str) else _with_tuples(value or {})))
 
 
-def _build(kind: type, entries: Mapping[str, Any], where: str) -> Any:
-    known = {field.name: field for field in fields(kind)}
-    for key in entries:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            raise ValueError(
-                f"{where}: unknown key {key}; " + (f"did you mean {near[0]}?" if near else "see docs/learning.md")
-            )
-    for name, field in known.items():
-        if field.default is MISSING and name not in entries:
-            raise ValueError(f"{where}: {name} is missing")
-    return kind(**{key: _converted(value, str(known[key].type), f"{where}: {key}") for key, value in entries.items()})
-
-
-def _converted(value: Any, kind: str, where: str) -> Any:
-    """Convert a YAML value to the field's type. Numbers must not be negative."""
-    if kind.startswith("tuple[") and kind != "tuple[Variant, ...]":
-        if not isinstance(value, list) or len(set(map(str, value))) < len(value):
-            raise ValueError(f"{where}: {value!r}: must be a list of different values, such as [1, 2]")
-        return tuple(_converted(item, kind[6:].split(",")[0], where) for item in value)
-    try:
-        if kind == "float":
-            value = float(value)  # YAML 1.1 reads 3e-3 as text
-        if kind in ("int", "float") and not (value >= (kind == "float") * 1e-300 and math.isfinite(value)):
-            raise ValueError
-        if kind == "int" and type(value) is not int or kind.startswith("str") and not isinstance(value, str):
-            raise ValueError
-    except (TypeError, ValueError):
-        raise ValueError(f"{where}: {value!r}: must be of type {kind}, and not negative") from None
-    return " ".join(value.split()) if isinstance(value, str) else value
-
-
-def _check(study: Study) -> None:
-    """Check the keys that depend on each other. Raises ValueError."""
-    path = study.path
-    for key in ("models", "data", "methods", "seeds", "learning_rates", "steps", "jobs", "threads"):
-        if not getattr(study, key):
-            raise ValueError(f"{path}: {key}: at least one is needed")
-    names = {kind: [variant.name for variant in getattr(study, kind)] for kind in ("models", "data", "methods")}
-    for name in (name for kind in names.values() for name in kind):
-        if not NAME.fullmatch(name):
-            raise ValueError(f"{path}: {name}: a name has letters and digits, with _ . - between them")
-    for data in study.data:
-        if data.text is not None and (os.path.isabs(data.text) or ".." in Path(data.text).parts):
-            raise ValueError(f"{path}: data: {data.name}: text: {data.text}: give a path below the data folder")
-    _check_choice(study.metric, ("loss", "accuracy"), f"{path}: metric")
-    _check_choice(study.baseline, names["methods"], f"{path}: baseline")
-    _check_choice(study.tune_on or names["data"][0], names["data"], f"{path}: tune_on")
-    for method in study.methods:
-        where = f"{path}: methods: {method.name}"
-        _check_choice(method.arithmetic_as or method.name, names["methods"], f"{where}: arithmetic_as")
-        for model in method.models:
-            _check_choice(model, names["models"], f"{where}: models")
-    if study.method(study.baseline).steps != 1 or study.method(study.baseline).models:
-        raise ValueError(f"{path}: methods: {study.baseline}: the baseline has all steps and trains all models")
-    for entry in (study, *study.models, *study.data, *study.methods):
-        for flags in (entry.flags, getattr(entry, "checkpoint_flags", "")):
-            fill_in(flags, dict.fromkeys(("lr", "steps", "seed", "data", "folder"), 1), where=f"{path}: {entry.name}")
-
-
-def _check_choice(name: str, names: Sequence[str], where: str) -> None:
-    if name not in names:
-        raise ValueError(f"{where}: {name or 'nothing'}: must be one of {', '.join(names)}")
+def _with_tuples(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries with tuples in place of lists. YAML 1.1 reads the number 3e-3 as text."""
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in entries.items()}
+    for key in {"learning_rates", "budgets"} & values.keys():
+        values[key] = tuple(map(float, values[key]))
+    return values
 
 
 def fill_in(template: str, values: Mapping[str, str | float], *, where: str) -> list[str]:

@@ -46,6 +46,18 @@ def step_seconds(words: list[str], log: Path) -> float:
     return (long - short) / (LONG - SHORT)
 
 
+def shortest_times(ways: dict[str, list[str]], *, rounds: int) -> dict[str, float]:
+    """Time the commands in turn, print the times of each round, and return the shortest time of each command."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    with tempfile.TemporaryDirectory(prefix="step_time_") as folder:
+        for number in range(rounds):
+            for name, words in ways.items():
+                times[name].append(step_seconds(words, Path(folder, "log")))
+            text = ", ".join(f"{name} {seconds[-1]:.3f} s" for name, seconds in times.items())
+            print(f"round {number + 1}: {text}", flush=True)
+    return {name: min(seconds) for name, seconds in times.items()}
+
+
 @command(PROG)
 def main(argv: list[str]) -> None:
     parser = Parser(prog=PROG, description=__doc__)
@@ -55,13 +67,8 @@ def main(argv: list[str]) -> None:
     check_positive(options, "rounds")
     ours = [sys.executable, SCRIPTS["gpt"], *FLAGS.split(), "--bcd-num-blocks", "1"]
     stock = [*shlex.split(options.stock), *FLAGS.split()]
-    rounds: list[list[float]] = []
-    with tempfile.TemporaryDirectory(prefix="stock_time_") as folder:
-        for number in range(options.rounds):
-            rounds.append([step_seconds(words, Path(folder, "log")) for words in (stock, ours)])
-            print("round {}: stock {:.3f} s a step, one block {:.3f} s".format(number + 1, *rounds[-1]), flush=True)
-    best = [min(times) for times in zip(*rounds, strict=True)]
-    print(f"CPU time of one block over stock's: {best[1] / best[0]:.3f}")
+    best = shortest_times({"stock": stock, "one block": ours}, rounds=options.rounds)
+    print(f"CPU time of one block over stock's: {best['one block'] / best['stock']:.3f}")
 
 
 if __name__ == "__main__":

@@ -388,8 +388,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"--only {arguments.only}: {pattern.strip() or 'an empty name'} matches none of {names}")
     results_file = arguments.results or Path(arguments.study).with_suffix(".csv")
     folder = (arguments.output / study.name).resolve()
-    for flag, place in (("--output", folder), ("--results", results_file.parent)):
-        make_folder(place, flag=flag)
+    folder.mkdir(parents=True, exist_ok=True)
     data_folder = arguments.data.resolve()
     texts = {} if arguments.redraw else prepare_texts(study, data_folder=data_folder, folder=folder.parent / "texts")
     commands = Commands(study=study, texts=texts, data_folder=data_folder, folder=folder)
@@ -414,15 +413,6 @@ def main(argv: Sequence[str]) -> int:
     for path in draw(study, [row for row in table.rows if row.test is not None], PICTURES if is_published else folder):
         print(f"wrote {path}")
     return 1 if any(row.failure for row in table.rows) else 0
-
-
-def make_folder(path: Path, *, flag: str) -> None:
-    """Create the folder. Raises ValueError if it cannot be written."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}. Give a folder that can be written.") from None
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.append(os.path.join(sys.path[0], "tools"))
 
 import torch
-from _parser import Parser, print_error, run_main
+from _parser import Parser, command, run_main
 from cifar import NUM_CLASSES, Images, Scale, read_split, training_batches
 from torch import nn
 
@@ -47,12 +47,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", required=True, choices=MODELS)
     add("--dataset", required=True, choices=[*NUM_CLASSES])
     add("--data", required=True, metavar="FOLDER", help="holds data_batch_1 ... and test_batch, or train and test")
-    add("--optimizer", required=True, choices=("sgd", "adam"), help="sgd with --sgd-momentum, or AdamW")
+    add("--optimizer", required=True, choices=("sgd", "adam"), help="sgd with a momentum of 0.9, or AdamW")
     add("--lr", required=True, type=float)
     add("--lr-multiplier", type=float, default=1.0, metavar="X", help="factor of --lr, so that several optimizers can "
         "share one grid of rates")  # fmt: skip
     add("--weight-decay", type=float, default=5e-4)
-    add("--sgd-momentum", type=float, default=0.9)
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--epochs", type=int)
     length.add_argument("--train-iters", type=int, metavar="STEPS")
@@ -61,24 +60,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--num-train", type=int, metavar="N", help="use the first N training images after the validation split's")
     add("--num-validation", type=int, default=0, metavar="N", help="training images used for validation (default: 0)")
     add("--shrink", type=int, default=1, choices=(1, 2, 4), help="average squares of this side: 2 gives 16 x 16 pixels")
-    add("--no-augment", action="store_true", help="no random shifts and mirrors of training images")
     add("--seed", type=int, default=1234)
     add("--log-interval", type=int, default=10, metavar="STEPS")
     add("--eval-interval", type=int, metavar="STEPS", help="steps between validations (default: only at the end)")
     add("--metrics-file", metavar="FILE")
-    _add_bcd_flags(parser)
-    arguments = parser.parse_args(argv)
-    positive = "lr lr_multiplier epochs train_iters global_batch_size log_interval eval_interval num_train"
-    for name in positive.split():
-        value = getattr(arguments, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ValueError(f"--{name.replace('_', '-')} {value}: must be more than 0")
-    return arguments
-
-
-def _add_bcd_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of block coordinate descent, named as for pretraining."""
-    add = parser.add_argument
     add("--bcd-num-blocks", type=int, default=3, help="1 is full training, 0 has no block (default: 3)")
     add("--bcd-steps-per-block", type=int, default=100)
     add("--bcd-layout", default="contiguous", choices=CHOICES["layout"], help="(default: contiguous)")
@@ -88,6 +73,7 @@ def _add_bcd_flags(parser: argparse.ArgumentParser) -> None:
         "--bcd-inactive-update all of them)")  # fmt: skip
     add("--bcd-inactive-update", default="none", choices=CHOICES["inactive_update"])
     add("--bcd-inactive-lr-ratio", type=float, default=0.2)
+    return parser.parse_args(argv)
 
 
 def build_resnet(name: str, num_classes: int) -> Any:
@@ -132,7 +118,7 @@ def build_optimizer(arguments: argparse.Namespace, model: Any) -> BlockCoordinat
         settings = {"lr": arguments.lr * arguments.lr_multiplier, "weight_decay": arguments.weight_decay}
         if arguments.optimizer == "adam":
             return torch.optim.AdamW(parameters, **settings)
-        return torch.optim.SGD(parameters, momentum=arguments.sgd_momentum, **settings)
+        return torch.optim.SGD(parameters, momentum=0.9, **settings)
 
     parts = arguments.bcd_always_active
     always_active = None if parts is None else [] if parts == "none" else parts.split(",")
@@ -202,13 +188,7 @@ class Training:
     def run(self, reporter: Reporter) -> None:
         """Train and evaluate."""
         arguments, optimizer = self.arguments, self.optimizer
-        batches = training_batches(
-            self.train,
-            self.scale,
-            batch_size=arguments.global_batch_size,
-            seed=arguments.seed,
-            augment=not arguments.no_augment,
-        )
+        batches = training_batches(self.train, self.scale, batch_size=arguments.global_batch_size, seed=arguments.seed)
         self.model.train()
         losses, started = [], time.perf_counter()
         for iteration in range(1, self.train_iters + 1):
@@ -286,19 +266,15 @@ def _move(images: Images, place: torch.device) -> Images:
     return Images(pixels_NCHW=images.pixels_NCHW.to(place), labels_N=images.labels_N.to(place))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        arguments = parse_arguments(argv)
-        training = Training(arguments)
-        reporter = Reporter(ReportConfig(metrics_file=arguments.metrics_file), train_iters=training.train_iters)
-    except ValueError as error:
-        return print_error(PROG, error)
-    with reporter:
+@command(PROG)
+def main(argv: Sequence[str]) -> None:
+    arguments = parse_arguments(argv)
+    training = Training(arguments)
+    with Reporter(ReportConfig(metrics_file=arguments.metrics_file), train_iters=training.train_iters) as reporter:
         num_parameters = sum(p.numel() for p in training.model.parameters())
         reporter.note(f"parameters {num_parameters:,} of {arguments.model} on {device.name()}")
         reporter.note(training.optimizer.describe())
         training.run(reporter)
-    return 0
 
 
 if __name__ == "__main__":
