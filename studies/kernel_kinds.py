@@ -84,7 +84,7 @@ def profiled(words: Sequence[str]) -> dict[str, Any]:
 
 
 @command("studies/kernel_kinds.py")
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> None:
     parser = Parser(prog="studies/kernel_kinds.py", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the table here")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="TRACE or COMMAND")
@@ -102,7 +102,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"idle {gap}, before {kernel}")
     if options.json:
         options.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
