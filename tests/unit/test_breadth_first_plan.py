@@ -9,21 +9,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from support.plan_checker import check_no_deadlock
+from support.plan_checker import Message, action_message, check_no_deadlock
 
 from megatron.bcd.blocks.chunks import stage_chunks, virtual_chunks
 from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.pipeline.build import build_plan, peak_graphs
 from megatron.bcd.pipeline.plan import (
     Kind,
-    Message,
     Plan,
     PlanShape,
-    action_message,
     breadth_first_shape,
     evaluation_shape,
 )
-from megatron.bcd.pipeline.simulate import ActionCosts, simulate
+from megatron.bcd.pipeline.simulate import simulate
 
 
 def _partition(**changes: object) -> Partition:
@@ -159,12 +157,9 @@ def test_several_stages(stages: int) -> None:
             )
             check_order(shape)
             check_order(replace(shape, clips_by_chunk=True))
-            ones, twos = (1.0,) * num_virtual, (2.0,) * num_virtual
-            costs = ActionCosts(forward=ones, backward=twos, backward_input=ones, message=0.1)
             if first == 0 and number >= stages:
-                time = simulate(build_plan(shape), replace(costs, message=0.0)).iteration_time
-                assert time <= 4 * chunks * number + 3 * (stages - 1)
-            simulate(build_plan(shape), costs)
+                assert simulate(build_plan(shape)).iteration_time <= 4 * chunks * number + 3 * (stages - 1)
+            simulate(build_plan(shape), message=0.1)
 
 
 def test_virtual_chunks() -> None:
@@ -215,6 +210,5 @@ def test_each_microbatch_is_read_by_every_chunk() -> None:
 def test_simulated_time() -> None:
     """Repeated forward passes take time, and updates take none."""
     shape = _shape("factored", 1)
-    costs = ActionCosts(forward=[1.0] * 6, backward=[2.0] * 6, backward_input=[1.0] * 6)
-    timeline = simulate(build_plan(shape), costs)
+    timeline = simulate(build_plan(shape))
     assert timeline.iteration_time == 4 * (6 + 5 + 12) and timeline.bubble == 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from megatron.bcd.blocks.chunks import first_trainable_chunk, is_chunk_updated
 from megatron.bcd.blocks.partition import Partition
@@ -63,6 +62,11 @@ class Kind(enum.StrEnum):
         return self in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
     @property
+    def is_message(self) -> bool:
+        """Whether this is one end of a message."""
+        return self.startswith(("send", "receive"))
+
+    @property
     def computes(self) -> bool:
         return self.is_forward or self.is_backward
 
@@ -82,37 +86,6 @@ class Action:
     """Index in this iteration. From `num_microbatches` on it counts microbatches of the next iteration. 0 in LOSS and
     UPDATE, `num_microbatches` in messages of the loss."""
     chunk: int = 0
-
-
-class Message(NamedTuple):
-    """The output or the input gradient of one microbatch, or the loss, on its way to the next or previous virtual
-    stage."""
-
-    source: int
-    target: int
-    microbatch: int
-
-    @property
-    def is_backward(self) -> bool:
-        return self.target < self.source
-
-
-_ENDS = {
-    Kind.SEND_FORWARD: (0, 1),
-    Kind.RECEIVE_FORWARD: (-1, 0),
-    Kind.SEND_BACKWARD: (0, -1),
-    Kind.RECEIVE_BACKWARD: (1, 0),
-    Kind.SEND_LOSS: (0, -1),
-    Kind.RECEIVE_LOSS: (1, 0),
-}
-
-
-def action_message(virtual: int, action: Action) -> Message | None:
-    """Return the message that a virtual stage sends or receives in this action, or None if it computes."""
-    if action.kind not in _ENDS:
-        return None
-    source, target = _ENDS[action.kind]
-    return Message(virtual + source, virtual + target, action.microbatch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,18 +192,17 @@ class PlanShape:
         is_last = microbatch == self.num_microbatches - 1
         return self.is_breadth_first and is_last and virtual > self.last - self.num_stages + 1
 
-    def needed_message(self, virtual: int, action: Action) -> Message | None:
-        """Return the message that must arrive before the virtual stage can start this action, if any."""
-        if self.num_stages == 1 or action.kind in (Kind.RECOMPUTE, Kind.LOSS, Kind.NORM):
-            return None
-        if action.kind in (Kind.UPDATE, Kind.KEEP):
-            receiver = self.virtual_stage(self.stage_of(virtual), self.num_chunks - 1)
-            return None if receiver == self.last else Message(receiver + 1, receiver, self.num_microbatches)
-        if action.kind.is_forward:
-            has_arrived = virtual == self.first_trainable and action.microbatch < self.done_ahead
-            needs_none = has_arrived or not self.needs_input(virtual)
-            return None if needs_none else Message(virtual - 1, virtual, action.microbatch)
-        return Message(virtual + 1, virtual, action.microbatch) if virtual < self.last else None
+    def needed_pass(self, virtual: int, action: Action) -> tuple[bool, int, int] | None:
+        """Return the neighbour's pass whose result the virtual stage needs to start this action, if any.
+
+        It is given as direction (True is backward), virtual stage and microbatch. The loss arrives before the gradients
+        of lower chunks, so what waits for it needs no pass.
+        """
+        if action.kind.is_backward:
+            return (True, virtual + 1, action.microbatch) if virtual < self.last else None
+        has_arrived = virtual == self.first_trainable and action.microbatch < self.done_ahead
+        has_input = action.kind.is_passed_on and self.needs_input(virtual) and not has_arrived
+        return (False, virtual - 1, action.microbatch) if has_input else None
 
     def duration(self, virtual: int, kind: Kind) -> float:
         """Return how long an action takes, in the unit of `work`."""
