@@ -71,10 +71,11 @@ def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = (
     lines.append("planned model state of a rank in its largest phase (weights, gradients, optimizer; no activations):")
     for stage, num_parameters in enumerate(planned.num_parameters):
         state = planned.largest_bytes(stage)
-        by_block = (f"{len(block.layers_on_stage(stage))} of block {block.index}" for block in partition.blocks)
-        layers = describe_layers(partition.stage_layers(stage))
+        layers = partition.stage_layers(stage)
+        numbers = [len({*layers}.intersection(block.layers)) for block in partition.blocks]
+        by_block = ", ".join(f"{number} of block {block}" for block, number in enumerate(numbers))
         lines.append(
-            f"  stage {stage}: layers {layers} ({', '.join(by_block)}), {num_parameters:,} parameters, "
+            f"  stage {stage}: layers {describe_layers(layers)} ({by_block}), {num_parameters:,} parameters, "
             f"{state:,} bytes ({state / _GIB:.2f} GiB)"
         )
     if vocabulary is None:

@@ -22,9 +22,7 @@ def balanced_cut(even: Partition, *, head: float) -> tuple[int, ...]:
     keep their layers. One pass of the output head costs as much as ``head`` passes of a layer.
     """
     stages = range(even.num_stages)
-    sizes = even.layers_per_stage
-    if even.layout == "interleaved":
-        sizes = tuple(len(submodel.layers) for submodel in even.submodels)
+    sizes = [*map(len, even.virtual_stages)]
     layers = [list(sizes[stage :: even.num_stages]) for stage in stages]  # by stage and chunk
     work = [_stage_work(even, head, stage, layers[stage]) for stage in stages]
     best_cost = _cost(work)
