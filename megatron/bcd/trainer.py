@@ -140,11 +140,10 @@ class Trainer:
         self.active = ActiveBlock(model=self.model, config=config, partition=self.partition, stage=self.stage)
         self.pipeline = PipelineSchedule(
             name=config.bcd.bcd_schedule or "bcd",
-            partition=self.partition,
+            partition=self.active.passes,
             run_ahead=config.bcd.bcd_run_ahead,
             timeout_minutes=config.training.distributed_timeout_minutes,
             head_passes=head_passes(config, padded_vocab_size=run.padded_vocab_size),
-            chunks=self.active.virtual_chunks,
             saves_on_host=config.bcd.bcd_saved_inputs == "host",
             by_chunk={name: getattr(config, name) for name in ("steps_block_by_chunk", "clips_by_chunk")}
             | {"num_kept": run.memory.num_kept},

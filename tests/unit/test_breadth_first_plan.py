@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 from support.plan_checker import Message, action_message, check_no_deadlock
 
-from megatron.bcd.blocks.chunks import stage_chunks, virtual_chunks
 from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.pipeline.build import build_plan, peak_graphs
 from megatron.bcd.pipeline.plan import (
@@ -51,7 +50,7 @@ _CASES = {
 
 def _shape(case: str, layers_per_pass: int) -> PlanShape:
     blocks, block = _CASES[case]
-    return breadth_first_shape(blocks, block, virtual_chunks(blocks, layers_per_pass), num_microbatches=4)
+    return breadth_first_shape(blocks.in_passes(layers_per_pass), block, num_microbatches=4)
 
 
 def check_order(shape: PlanShape) -> None:
@@ -131,7 +130,7 @@ def test_order_of_a_single_block(clips: bool) -> None:
     """Every chunk of a single block is updated once, with clipping after the norm of all gradients."""
     whole = _partition(num_blocks=1)
     by_chunk = {"steps_block_by_chunk": True, "clips_by_chunk": clips}
-    shape = breadth_first_shape(whole, 0, virtual_chunks(whole, 2), num_microbatches=4, **by_chunk)
+    shape = breadth_first_shape(whole.in_passes(2), 0, num_microbatches=4, **by_chunk)
     assert all(shape.updated)
     check_order(shape)
 
@@ -165,16 +164,16 @@ def test_several_stages(stages: int) -> None:
 def test_virtual_chunks() -> None:
     """A stage has only its own chunks, and numbers their layers from its own first one."""
     chunks = _partition(num_layers=12, num_stages=2, layout="interleaved")
-    assert virtual_chunks(chunks, 2) == tuple(range(first, first + 2) for first in range(0, 12, 2))
-    assert stage_chunks(chunks, 1, 2) == (range(0, 2), range(2, 4), range(4, 6))
+    assert chunks.in_passes(2).virtual_stages == tuple(range(first, first + 2) for first in range(0, 12, 2))
+    assert chunks.in_passes(2).chunks_on_stage(1) == (range(0, 2), range(2, 4), range(4, 6))
     uneven = _partition(num_layers=7, num_stages=2, layout="interleaved")
-    assert [len(layers) for layers in virtual_chunks(uneven, 1)] == [2, 1, 1, 1, 1, 1]
-    assert stage_chunks(uneven, 0, 1) == (range(0, 2), range(2, 3), range(3, 4))
+    assert [len(layers) for layers in uneven.in_passes(1).virtual_stages] == [2, 1, 1, 1, 1, 1]
+    assert uneven.in_passes(1).chunks_on_stage(0) == (range(0, 2), range(2, 3), range(3, 4))
     tied = {"has_inactive_updates": True, "embedding_update": "factored", "tied": True, "num_blocks": 2}
     tied |= {"always_active": frozenset({"embedding"}), "num_layers": 4, "num_parts": 2}
     for stages, expected in ((1, (True, False, True, True)), (2, (False, False, True, True))):
         blocks = _partition(num_stages=stages, layout="interleaved", **tied)
-        assert breadth_first_shape(blocks, 0, virtual_chunks(blocks, 1), num_microbatches=1).updated == expected
+        assert breadth_first_shape(blocks.in_passes(1), 0, num_microbatches=1).updated == expected
 
 
 def test_what_is_trained() -> None:
@@ -193,7 +192,7 @@ def test_what_is_trained() -> None:
     head_only = _partition(
         has_inactive_updates=True, embedding_update="factored", always_active=frozenset({"norms", "biases", "head"})
     )
-    shape = breadth_first_shape(head_only, 2, virtual_chunks(head_only, 1), num_microbatches=1)
+    shape = breadth_first_shape(head_only.in_passes(1), 2, num_microbatches=1)
     assert shape.updated == (True, True, True, True, False, True), "the head, although its layer is the active block"
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 from megatron.bcd.blocks.partition import Partition
@@ -56,6 +58,12 @@ class Ownership:
     def has_inactive_update(self, block: int) -> bool:
         """Return whether the parameter is updated without optimizer state in a phase of ``block``."""
         return block in self.inactive_updates_in
+
+    def virtual_stage(self, partition: Partition) -> int:
+        """Return the virtual stage of the parameter."""
+        if self.layer is None:
+            return 0 if self.module == "embedding" else partition.num_virtual_stages - 1
+        return bisect_right(partition.virtual_stages, self.layer, key=attrgetter("start")) - 1
 
 
 def ownership(name: str, *, partition: Partition, stage: int, num_axes: int | None = None) -> Ownership:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
@@ -131,6 +131,21 @@ class Partition:
         """Return the consecutive layers of a chunk of a pipeline stage."""
         return self.virtual_stages[chunk * self.num_stages + stage]
 
+    def in_passes(self, layers_per_pass: int) -> Partition:
+        """Return the partition whose virtual stages are what breadth-first order runs at once.
+
+        With one stage these are chunks of `layers_per_pass` layers; several stages keep theirs.
+        """
+        if self.num_stages > 1:
+            return self
+        layers = range(self.num_layers)
+        chunks = tuple(layers[start : start + layers_per_pass] for start in layers[::layers_per_pass])
+        return replace(self, virtual_stages=chunks)
+
+    def chunks_on_stage(self, stage: int) -> tuple[range, ...]:
+        """Return the layers of each chunk of a pipeline stage, whose layers are numbered from 0."""
+        return consecutive([*map(len, self.virtual_stages[stage :: self.num_stages])])
+
     @cached_property
     def layer_block(self) -> dict[int, int]:
         """Block number by layer."""
@@ -196,22 +211,29 @@ class Partition:
         is_owned = self.has_active_block and self.blocks[block].owns_final_norm and "head" not in self.frozen
         return is_owned or self.head_always_active
 
-    def trains_chunk(self, block: int, layers: Sequence[int], *, is_first: bool, is_last: bool) -> bool:
-        """Return whether the block's phase updates anything in a chunk of the model, with or without state.
+    def virtual_stage_active(self, block: int, virtual: int) -> bool:
+        """Return whether a virtual stage has anything that the block's phase updates, with or without state.
 
-        The first chunk has the embedding, the last one the final norm and the head.
+        The first one has the embedding, the last one the final norm and the head.
         """
+        is_last = virtual == self.num_virtual_stages - 1
         return (
-            any(self.trains_matrices(layer, block) for layer in layers)
+            any(self.trains_matrices(layer, block) for layer in self.virtual_stages[virtual])
             or bool(_IN_LAYERS & self.always_active)
-            or (is_first and self.embedding_active(block))
+            or (virtual == 0 and self.embedding_active(block))
             or (is_last and (self.head_active(block) or self.final_norm_active(block)))
         )
 
-    def virtual_stage_active(self, block: int, virtual: int) -> bool:
-        """Return whether a virtual stage has anything that the block's phase updates, with or without state."""
-        is_last = virtual == self.num_virtual_stages - 1
-        return self.trains_chunk(block, self.virtual_stages[virtual], is_first=virtual == 0, is_last=is_last)
+    def virtual_stage_updated(self, block: int, virtual: int) -> bool:
+        """Return whether breadth-first order updates matrices of a virtual stage right after its passes, without state.
+
+        A tied embedding with a copy on another stage is stepped at the end of the step.
+        """
+        is_copied = self.tied and self.num_stages > 1
+        has_embedding = virtual == 0 and self.embedding_always_active
+        has_head = virtual == self.num_virtual_stages - 1 and self.head_always_active
+        is_outside = self.embedding_update == "factored" and (has_embedding or has_head) and not is_copied
+        return is_outside or any(self.has_inactive_update(layer, block) for layer in self.virtual_stages[virtual])
 
     def first_trainable_virtual_stage(self, block: int) -> int:
         """Return the first virtual stage that runs backward in the block's phase."""

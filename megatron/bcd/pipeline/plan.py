@@ -7,10 +7,9 @@ c x stages + s. Virtual stages are numbered by depth.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from megatron.bcd.blocks.chunks import first_trainable_chunk, is_chunk_updated
 from megatron.bcd.blocks.partition import Partition
 
 
@@ -245,30 +244,16 @@ def evaluation_shape(
 
 
 def breadth_first_shape(
-    partition: Partition,
-    block: int,
-    chunks: Sequence[range],
-    *,
-    num_microbatches: int,
-    steps_block_by_chunk: bool = False,
-    clips_by_chunk: bool = False,
-    num_kept: int = 0,
+    passes: Partition, block: int, *, num_microbatches: int, steps_block_by_chunk: bool = False, **options: Any
 ) -> PlanShape:
-    """Return the shape of a training iteration in breadth-first order. `chunks` are `virtual_chunks`."""
-    numbers = range(len(chunks))
-    return PlanShape(
-        num_stages=partition.num_stages,
-        num_chunks=len(chunks) // partition.num_stages,
-        num_microbatches=num_microbatches,
-        first_trainable=first_trainable_chunk(partition, block, chunks),
-        active=tuple(
-            partition.trains_chunk(block, chunks[chunk], is_first=chunk == 0, is_last=chunk == numbers[-1])
-            for chunk in numbers
-        ),
-        is_breadth_first=True,
-        updated=tuple(steps_block_by_chunk or is_chunk_updated(partition, block, chunks, chunk) for chunk in numbers),
-        clips_by_chunk=clips_by_chunk,
-        num_kept=num_kept,
+    """Return the shape of a training iteration in breadth-first order. `passes` is a `Partition.in_passes`.
+
+    `options` are other fields of the shape.
+    """
+    numbers = range(passes.num_virtual_stages)
+    updated = tuple(steps_block_by_chunk or passes.virtual_stage_updated(block, virtual) for virtual in numbers)
+    return phase_shape(
+        passes, block, num_microbatches=num_microbatches, is_breadth_first=True, updated=updated, **options
     )
 
 
@@ -278,30 +263,22 @@ def stock_shape(shape: PlanShape) -> PlanShape:
 
 
 def phase_shape(
-    partition: Partition,
-    block: int,
-    *,
-    num_microbatches: int,
-    head: float,
-    is_prefix_cached: bool = False,
-    done_ahead: int = 0,
-    run_ahead: int = 0,
+    partition: Partition, block: int, *, num_microbatches: int, head: float | None = None, **options: Any
 ) -> PlanShape:
     """Return the shape of a training iteration in the phase of `block`.
 
-    `head` is the time of a pass through the output head, in passes of a layer.
+    `head` is the time of a pass through the output head, in passes of a layer; None for passes that take equal time.
+    `options` are other fields of the shape.
     """
-    virtual_stages = range(partition.num_virtual_stages)
+    numbers = range(partition.num_virtual_stages)
     return PlanShape(
         num_stages=partition.num_stages,
         num_chunks=partition.num_chunks,
         num_microbatches=num_microbatches,
         first_trainable=partition.first_trainable_virtual_stage(block),
-        active=tuple(partition.virtual_stage_active(block, virtual) for virtual in virtual_stages),
-        is_prefix_cached=is_prefix_cached,
-        done_ahead=done_ahead,
-        run_ahead=run_ahead,
-        work=_work(partition, block, head),
+        active=tuple(partition.virtual_stage_active(block, virtual) for virtual in numbers),
+        work=() if head is None else _work(partition, block, head),
+        **options,
     )
 
 
@@ -311,28 +288,13 @@ def _work(partition: Partition, block: int, head: float) -> tuple[tuple[float, f
     updated = {*active, *partition.layers_updated_inactive(block)}
     first = len(partition.prefix_layers(block))
     work = []
-    for virtual in range(partition.num_virtual_stages):
-        chunk, stage = divmod(virtual, partition.num_stages)
-        layers: Sequence[int] = partition.chunk_layers(stage, chunk)
+    for virtual, layers in enumerate(partition.virtual_stages):
         forward = float(len(layers))
         backward = float(sum((layer >= first) + (layer in updated) for layer in layers))
         if virtual == partition.num_virtual_stages - 1:
             forward, backward = forward + head, backward + head * (1 + partition.head_active(block))
         work.append((forward, backward))
     return tuple(work)
-
-
-def steady_shape(
-    partition: Partition, block: int, *, num_microbatches: int, head: float, run_ahead: int | None = None
-) -> PlanShape:
-    """Return the shape of an iteration in the middle of a phase.
-
-    Its first microbatches ran ahead in the previous iteration, and it runs ahead itself. `run_ahead` is the flag.
-    """
-    ahead = min(microbatches_ahead(partition, block, run_ahead), num_microbatches)
-    return phase_shape(
-        partition, block, num_microbatches=num_microbatches, head=head, done_ahead=ahead, run_ahead=ahead
-    )
 
 
 def microbatches_ahead(partition: Partition, block: int, requested: int | None) -> int:

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.pipeline.plan import PlanShape, breadth_first_shape, steady_shape
+from megatron.bcd.pipeline.plan import PlanShape, breadth_first_shape, microbatches_ahead, phase_shape
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.activations import LayerBytes, Recomputed, StageActivations, layer_bytes
 from megatron.bcd.planner.state import ModelState, RankMemory
@@ -210,13 +210,10 @@ class RunMemory:
 @lru_cache(maxsize=4096)
 def _schedule_shape(state: ModelState, block: int, num_microbatches: int, sequence: int, *, num_kept: int) -> PlanShape:
     if state.config.is_breadth_first:
-        return breadth_first_shape(
-            state.partition, block, state.chunks, num_microbatches=num_microbatches, num_kept=num_kept
-        )
-    return steady_shape(
-        state.partition,
-        block,
-        num_microbatches=num_microbatches,
-        head=cost.head_passes(state.shape, sequence=sequence, padded_vocabulary=state.padded_vocabulary),
-        run_ahead=state.bcd.bcd_run_ahead,
-    )
+        return breadth_first_shape(state.passes, block, num_microbatches=num_microbatches, num_kept=num_kept)
+    ahead = min(microbatches_ahead(state.partition, block, state.bcd.bcd_run_ahead), num_microbatches)
+    head = cost.head_passes(state.shape, sequence=sequence, padded_vocabulary=state.padded_vocabulary)
+    shape = phase_shape(state.partition, block, num_microbatches=num_microbatches, head=head)
+    return replace(
+        shape, done_ahead=ahead, run_ahead=ahead
+    )  # each iteration's first microbatches ran in the one before

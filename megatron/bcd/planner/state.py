@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import compress, product
 
-from megatron.bcd.blocks.chunks import chunk_of, virtual_chunks
 from megatron.bcd.blocks.ownership import EXPERT_STACK_ELEMENTS, matrix_owners, matrix_stacks
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import BcdConfig, RunConfig
@@ -120,9 +119,14 @@ class ModelState:
         return cost.state_budget(self.config)
 
     @cached_property
+    def passes(self) -> Partition:
+        """The partition into what --bcd-schedule breadth-first runs at once."""
+        return self.partition.in_passes(self.bcd.bcd_layers_per_pass)
+
+    @property
     def chunks(self) -> tuple[range, ...]:
         """The layers of each virtual chunk of --bcd-schedule breadth-first."""
-        return virtual_chunks(self.partition, self.bcd.bcd_layers_per_pass) if self.config.is_breadth_first else ()
+        return self.passes.virtual_stages if self.config.is_breadth_first else ()
 
     @cached_property
     def tensors(self) -> tuple[tuple[Tensor, ...], ...]:
@@ -373,7 +377,7 @@ class ModelState:
         """Return the chunks during which an inactive update's matrix has a gradient; none if it waits for the step."""
         if tensor.owned.layer is None and self.partition.tied:
             return range(len(self.chunks)) if self.partition.num_stages == 1 else ()
-        return (chunk_of(tensor.owned, self.chunks),) if self.config.is_breadth_first else ()
+        return (tensor.owned.virtual_stage(self.passes),) if self.config.is_breadth_first else ()
 
     def _inactive_rule(self, tensor: Tensor) -> str:
         is_in_layer = tensor.owned.module == "layer"

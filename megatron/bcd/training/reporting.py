@@ -13,7 +13,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bcd.blocks.chunks import virtual_chunks
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition, describe_layers
 from megatron.bcd.blocks.subsets import PhaseSubset
@@ -298,7 +297,7 @@ def _pipeline_notes(run: ResolvedRun, recomputation: Recomputation) -> Iterator[
         yield f"pipeline schedule {_describe_pipeline(config, partition)}"
     yield from recomputation.describe(partition)
     if config.is_breadth_first:
-        chunks = len(virtual_chunks(partition, config.bcd.bcd_layers_per_pass))
+        chunks = partition.in_passes(config.bcd.bcd_layers_per_pass).num_virtual_stages
         place = "in host memory" if config.bcd.bcd_saved_inputs == "host" else "on the device"
         yield (
             f"breadth-first: all microbatches of a step pass through one of {chunks} chunks before the next; inputs of "
