@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, divide, divide_into_chunks, partition
+from megatron.bcd.pipeline.cut import balanced_cut
 from megatron.bcd.planner.activations import Recomputed, least_recomputation
 
 

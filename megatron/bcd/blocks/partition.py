@@ -121,6 +121,22 @@ class Partition:
         """Number of blocks without a head block (--bcd-head-phase)."""
         return sum(bool(block.layers) for block in self.blocks)
 
+    @property
+    def num_parts(self) -> int:
+        """Number of blocks that have layers on a stage."""
+        return self.num_layer_blocks // (self.num_stages if self.layout in ("stage", "submodel") else 1)
+
+    def resized(self, sizes: Sequence[int]) -> Partition:
+        """Return the partition with other numbers of layers in the virtual stages. On several stages."""
+        stages, has_head_block = consecutive(sizes), self.num_blocks > self.num_layer_blocks
+        return replace(
+            self,
+            virtual_stages=stages,
+            blocks=group_layers(
+                stages, num_stages=self.num_stages, layout=self.layout, parts=self.num_parts, head_phase=has_head_block
+            ),
+        )
+
     def stage_layers(self, stage: int) -> Sequence[int]:
         """Return all layers of a pipeline stage, ascending."""
         if self.num_chunks == 1:
@@ -296,7 +312,7 @@ class Partition:
         sizes, common = [len(block.layers) for block in self.blocks if block.layers], math.gcd(*self.layers_per_stage)
         if self.layout == "stage" or common == 1 or 2 * max(sizes, default=0) < 3 * min(sizes, default=0):
             return ""
-        number = len(sizes) // (self.num_stages if self.layout == "submodel" else 1)
+        number = self.num_parts
         even = [divisor for divisor in range(2, common + 1) if common % divisor == 0]
         nearest = [*[each for each in even if each < number][-1:], *[each for each in even if each > number][:1]]
         return (

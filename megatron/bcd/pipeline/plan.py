@@ -277,13 +277,17 @@ def phase_shape(
         num_microbatches=num_microbatches,
         first_trainable=partition.first_trainable_virtual_stage(block),
         active=tuple(partition.virtual_stage_active(block, virtual) for virtual in numbers),
-        work=() if head is None else _work(partition, block, head),
+        work=() if head is None else phase_work(partition, block, head),
         **options,
     )
 
 
-def _work(partition: Partition, block: int, head: float) -> tuple[tuple[float, float], ...]:
-    """Return `PlanShape.work`, in passes of a layer."""
+def phase_work(partition: Partition, block: int, head: float) -> tuple[tuple[float, float], ...]:
+    """Return `PlanShape.work` in the phase of `block`, in passes of a layer.
+
+    Forward, input gradient and weight gradient cost 1 each. A pass of the output head with its loss costs ``head``. The
+    embedding is a look-up and costs nothing.
+    """
     active = partition.blocks[block].layers if partition.has_active_block else ()
     updated = {*active, *partition.layers_updated_inactive(block)}
     first = len(partition.prefix_layers(block))

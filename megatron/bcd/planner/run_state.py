@@ -7,9 +7,9 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import RunConfig
+from megatron.bcd.pipeline.cut import balanced_cut
 from megatron.bcd.pipeline.plan import PlanShape, breadth_first_shape, microbatches_ahead, phase_shape
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.activations import LayerBytes, Recomputed, StageActivations, layer_bytes
