@@ -142,7 +142,7 @@ def _interleaved_shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
         tied=False,
         head_phase=True,
     )
-    shape = phase_shape(one_layer_each, arguments.block, num_microbatches=arguments.microbatches, head=0.0)
+    shape = phase_shape(one_layer_each, arguments.block, num_microbatches=arguments.microbatches)
     return {STOCK: shape.full_training, BCD: shape}
 
 

@@ -45,7 +45,7 @@ def chunked(stages: int = 4, chunks: int = 3, microbatches: int = 8, *, blocks: 
     """Of one layer a chunk."""
     cut = partition(num_layers=stages * chunks, num_stages=stages, num_blocks=blocks, layout="interleaved",
                     num_parts=chunks, tied=False)  # fmt: skip
-    return phase_shape(cut, block, num_microbatches=microbatches, head=0.0)
+    return phase_shape(cut, block, num_microbatches=microbatches)
 
 
 def sweep(stages: Iterable[int], microbatches: Iterable[int]) -> Iterator[PlanShape]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.pipeline.plan import phase_work
 
 _Work = Sequence[Sequence[float]]
-"""The work of each stage by phase, as `phase_work`."""
+"""The work of each stage by phase, in passes of a layer."""
 
 
 def balanced_cut(even: Partition, *, head: float) -> tuple[int, ...]:
@@ -30,10 +29,18 @@ def balanced_cut(even: Partition, *, head: float) -> tuple[int, ...]:
 
 
 def _stage_work(cut: Partition, head: float) -> _Work:
-    stages, work = range(cut.num_stages), []
+    """Return the work of each stage by phase, in passes of a layer.
+
+    Forward, input gradient and weight gradient cost 1 each. The embedding is a look-up and costs nothing.
+    """
+    work = []
     for block in range(cut.num_blocks):
-        virtual = [sum(passes) for passes in phase_work(cut, block, head)]
-        work.append([sum(virtual[stage :: cut.num_stages]) for stage in stages])
+        first, by_stage = len(cut.prefix_layers(block)), [0.0] * cut.num_stages
+        for virtual, layers in enumerate(cut.virtual_stages):
+            passes = sum(1 + (layer >= first) + cut.trains_matrices(layer, block) for layer in layers)
+            by_stage[virtual % cut.num_stages] += passes
+        by_stage[-1] += head * (2 + cut.head_active(block))
+        work.append(by_stage)
     return work
 
 

@@ -118,9 +118,6 @@ class PlanShape:
     num_kept: int = 0
     """In breadth-first order on one stage: the passes of a microbatch through a chunk that are not repeated, because
     their activations wait for the backward pass. The last chunks come first."""
-    work: tuple[tuple[float, float], ...] = ()
-    """Time of a forward and a backward pass of each virtual stage, in any unit. It determines the order of passes and
-    messages. If empty, forward, input gradients and weight gradients take equal time."""
 
     @property
     def num_virtual(self) -> int:
@@ -203,14 +200,6 @@ class PlanShape:
         has_input = action.kind.is_passed_on and self.needs_input(virtual) and not has_arrived
         return (False, virtual - 1, action.microbatch) if has_input else None
 
-    def duration(self, virtual: int, kind: Kind) -> float:
-        """Return how long an action takes, in the unit of `work`."""
-        if not kind.computes:
-            return 0.0
-        if self.work:
-            return self.work[virtual][kind.is_backward]
-        return 1.0 + (kind is Kind.BACKWARD)
-
     @property
     def full_training(self) -> PlanShape:
         """Shape of full training: all layers active, no run-ahead."""
@@ -259,17 +248,11 @@ def breadth_first_shape(
 
 def stock_shape(shape: PlanShape) -> PlanShape:
     """Return the shape of Megatron Core's 1F1B for the same phase: every stage runs forward and backward."""
-    return replace(shape, first_trainable=0, is_prefix_cached=False, done_ahead=0, run_ahead=0, work=())
+    return replace(shape, first_trainable=0, is_prefix_cached=False, done_ahead=0, run_ahead=0)
 
 
-def phase_shape(
-    partition: Partition, block: int, *, num_microbatches: int, head: float | None = None, **options: Any
-) -> PlanShape:
-    """Return the shape of a training iteration in the phase of `block`.
-
-    `head` is the time of a pass through the output head, in passes of a layer; None for passes that take equal time.
-    `options` are other fields of the shape.
-    """
+def phase_shape(partition: Partition, block: int, *, num_microbatches: int, **options: Any) -> PlanShape:
+    """Return the shape of a training iteration in the phase of `block`. `options` are other fields of the shape."""
     numbers = range(partition.num_virtual_stages)
     return PlanShape(
         num_stages=partition.num_stages,
@@ -277,28 +260,8 @@ def phase_shape(
         num_microbatches=num_microbatches,
         first_trainable=partition.first_trainable_virtual_stage(block),
         active=tuple(partition.virtual_stage_active(block, virtual) for virtual in numbers),
-        work=() if head is None else phase_work(partition, block, head),
         **options,
     )
-
-
-def phase_work(partition: Partition, block: int, head: float) -> tuple[tuple[float, float], ...]:
-    """Return `PlanShape.work` in the phase of `block`, in passes of a layer.
-
-    Forward, input gradient and weight gradient cost 1 each. A pass of the output head with its loss costs ``head``. The
-    embedding is a look-up and costs nothing.
-    """
-    active = partition.blocks[block].layers if partition.has_active_block else ()
-    updated = {*active, *partition.layers_updated_inactive(block)}
-    first = len(partition.prefix_layers(block))
-    work = []
-    for virtual, layers in enumerate(partition.virtual_stages):
-        forward = float(len(layers))
-        backward = float(sum((layer >= first) + (layer in updated) for layer in layers))
-        if virtual == partition.num_virtual_stages - 1:
-            forward, backward = forward + head, backward + head * (1 + partition.head_active(block))
-        work.append((forward, backward))
-    return tuple(work)
 
 
 def microbatches_ahead(partition: Partition, block: int, requested: int | None) -> int:

@@ -39,7 +39,6 @@ class PipelineSchedule:
         name: str,
         partition: Partition,
         run_ahead: int | None,
-        head_passes: float = 1.0,
         timeout_minutes: int | None = None,
         saves_on_host: bool = False,
         by_chunk: Mapping[str, Any] | None = None,
@@ -49,15 +48,13 @@ class PipelineSchedule:
             name: "bcd", "stock" or "breadth-first".
             partition: of the model; with "breadth-first" the `Partition.in_passes`.
             run_ahead: number of microbatches; None is `default_run_ahead`.
-            head_passes: time of a pass through the output head, in passes of a layer. Plans are arranged by it.
             timeout_minutes: timeout of messages between stages of the prefix; None is PyTorch's default.
             saves_on_host: with "breadth-first", the inputs of chunks are saved in host memory.
             by_chunk: with "breadth-first", arguments of `breadth_first_shape`.
         """
         self.name = name
         self._partition = partition
-        self._run_ahead, self._head_passes = run_ahead, head_passes
-        self._timeout_minutes = timeout_minutes
+        self._run_ahead, self._timeout_minutes = run_ahead, timeout_minutes
         self._block = 0
         self._is_prefix_cached = False
         self._done_ahead = 0
@@ -116,7 +113,6 @@ class PipelineSchedule:
                     self._partition,
                     self._block,
                     num_microbatches=num_microbatches,
-                    head=self._head_passes,
                     is_prefix_cached=self._is_prefix_cached,
                     done_ahead=self._done_ahead,
                     run_ahead=0 if self._is_prefix_cached else ahead,

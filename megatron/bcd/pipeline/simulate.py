@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megatron.bcd.pipeline.plan import Action, Plan, PlanShape
+from megatron.bcd.pipeline.plan import Action, Kind, Plan, PlanShape
+
+Work = Sequence[tuple[float, float]]
+"""The time of a forward and a backward pass of each virtual stage, in any unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +57,21 @@ class Timeline:
         return 1 - sum(self.busy_times) / total if total else 0.0
 
 
-def simulate(plan: Plan, work: Sequence[tuple[float, float]] | None = None, *, message: float = 0.0) -> Timeline:
-    """Return the start and end of every pass of a plan. `work` is a `PlanShape.work`; None is that of the plan.
+def simulate(plan: Plan, work: Work = (), *, message: float = 0.0) -> Timeline:
+    """Return the start and end of every pass of a plan.
 
-    `message` is the time of a message.
+    `work` has the times of a forward and a backward pass of each virtual stage, and `message` is that of a message.
+    Without `work` forward, input gradients and weight gradients take 1 each.
     """
-    shape = plan.shape if work is None else replace(plan.shape, work=tuple(work))
     orders = [[action for action in actions if not action.kind.is_message] for actions in plan.stages]
-    return Timeline(plan=plan, spans=run_orders(shape, orders, message=message))
+    return Timeline(plan=plan, spans=run_orders(plan.shape, orders, work, message=message))
 
 
-def run_orders(shape: PlanShape, orders: Sequence[Sequence[Action]], *, message: float = 0.0) -> list[list[Span]]:
-    """Return the passes of each stage in the given orders, with their times."""
-    clock, left = _Clock(shape, message), [list(reversed(order)) for order in orders]
+def run_orders(
+    shape: PlanShape, orders: Sequence[Sequence[Action]], work: Work = (), *, message: float = 0.0
+) -> list[list[Span]]:
+    """Return the passes of each stage in the given orders, with their times; see `simulate`."""
+    clock, left = _Clock(shape, work, message), [list(reversed(order)) for order in orders]
     is_moving = True
     while is_moving:
         is_moving = False
@@ -81,8 +86,8 @@ def run_orders(shape: PlanShape, orders: Sequence[Sequence[Action]], *, message:
 class _Clock:
     """Simulated time: when each pass starts and its result arrives, and when the next ones can therefore start."""
 
-    def __init__(self, shape: PlanShape, message: float) -> None:
-        self._shape, self._message = shape, message
+    def __init__(self, shape: PlanShape, work: Work, message: float) -> None:
+        self._shape, self._work, self._message = shape, work, message
         self.stages: list[list[Span]] = [[] for _ in range(shape.num_stages)]
         self._starts: dict[tuple[bool, int, int], float] = {}
         """By direction (True is backward), virtual stage and microbatch."""
@@ -101,7 +106,8 @@ class _Clock:
         if arrival is None or earliest_send is None:
             return False
         start = max(spans[-1].end if spans else 0.0, arrival, earliest_send)
-        spans.append(Span(action, start, start + shape.duration(virtual, kind)))
+        times = self._work[virtual] if self._work else (1.0, 1.0 + (kind is Kind.BACKWARD))
+        spans.append(Span(action, start, start + times[kind.is_backward] * kind.computes))
         if kind.is_passed_on:
             key, link = (kind.is_backward, virtual, action.microbatch), (kind.is_backward, stage)
             self._last_arrivals[link] = max(self._last_arrivals[link], spans[-1].end) + self._message

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.plan import PlanShape
-from megatron.bcd.pipeline.simulate import simulate
+from megatron.bcd.pipeline.simulate import Work, simulate
 from megatron.bcd.planner.cost import pass_products
 from megatron.bcd.planner.memory import recomputation
 from megatron.bcd.planner.recipe import Recipe
@@ -19,8 +19,6 @@ from megatron.bcd.planner.state import ADAM_PASSES, MatrixShare
 
 _SIMULATED_ROUNDS = 3
 """Number of simulated microbatches per stage. The time of the others is extrapolated."""
-_Work = list[tuple[float, float]]
-"""The seconds of a forward and a backward pass of each virtual stage, as `PlanShape.work`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +106,7 @@ def mean_seconds(recipe: Recipe) -> float:
     return sum(phase.total for phase in phases) / len(phases)
 
 
-def _work(recipe: Recipe, block: int) -> _Work:
+def _work(recipe: Recipe, block: int) -> Work:
     partition, choices = recipe.partition, recomputation(recipe)
     layer, _, core = pass_seconds(recipe)
     exchange = exchange_seconds(recipe)
@@ -141,7 +139,7 @@ def chunk_seconds(recipe: Recipe, block: int) -> list[tuple[float, float]]:
     return seconds
 
 
-def _breadth_first_work(recipe: Recipe, block: int, update: float) -> _Work:
+def _breadth_first_work(recipe: Recipe, block: int, update: float) -> Work:
     """Return the times of passes with --bcd-schedule breadth-first, and of copies that wait behind them.
 
     While a chunk computes, the stage's next one is copied; while it is updated too, the last one is written back.
@@ -169,7 +167,7 @@ def _breadth_first_work(recipe: Recipe, block: int, update: float) -> _Work:
     return _with_head(recipe, block, forward, backward)
 
 
-def _with_head(recipe: Recipe, block: int, forward: list[float], backward: list[float]) -> _Work:
+def _with_head(recipe: Recipe, block: int, forward: list[float], backward: list[float]) -> Work:
     """Return the times of passes of layers with those of the head, which follows the last ones."""
     head, is_active = pass_seconds(recipe)[1], recipe.partition.head_active(block)
     # a linear loss computes the gradient of its input in the forward pass, and the logits again for the weight's
@@ -220,7 +218,7 @@ def _message_seconds(recipe: Recipe) -> float:
     return recipe.memory.layer_bytes.input * sum(1 / (1e9 * speed) for speed in speeds) / num_links
 
 
-def _pipeline_seconds(shape: PlanShape, work: _Work, *, message: float) -> tuple[float, float]:
+def _pipeline_seconds(shape: PlanShape, work: Work, *, message: float) -> tuple[float, float]:
     """Return time and bubble. The first microbatches are simulated; the others continue at the same pace."""
     simulated = _with_microbatches(shape, min(shape.num_microbatches, _SIMULATED_ROUNDS * shape.num_stages))
     timeline = simulate(build_plan(simulated), work, message=message)
