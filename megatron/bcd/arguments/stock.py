@@ -275,6 +275,7 @@ REMOVED_CHOICES = {
     for rule in ("normalized", "sign")
 } | {
     "--optimizer: invalid choice: 'sgd'": "--optimizer sgd: removed. Give adam or muon.",
+    "--adam-moments-dtype: invalid choice: 'bf16'": "--adam-moments-dtype bf16: removed. Give int8, which takes half.",
     "--bcd-order: invalid choice: 'greedy'": f"--bcd-order greedy: removed. Give {_ORDERS}.",
     "--bcd-layout: invalid choice: 'experts'": "--bcd-layout experts: removed, because blocks of layers learn as much. "
     "Give spread, with --bcd-inactive-update factored.",
@@ -322,7 +323,7 @@ UNSUPPORTED = {
     "activations, loss and main parameters have the precision of --bf16, --fp16 or fp32": (
         "--fp32-residual-connection --fp16-lm-cross-entropy --main-params-dtype --batch-invariant-mode"
     ),
-    "give --adam-moments-dtype bf16 or int8": "--exp-avg-dtype --exp-avg-sq-dtype",
+    "give --adam-moments-dtype int8": "--exp-avg-dtype --exp-avg-sq-dtype",
     "give --grad-reduce-in-bf16": "--main-grads-dtype",
     "give --profile, which shows each rank's time": "--log-straggler --straggler-",
     "only matrices have weight decay; --apply-wd-to-qk-layernorm adds norms": "--no-weight-decay-cond-type",

@@ -60,7 +60,7 @@ class MatrixOptimizer:
         offloads_low_bits: low bits are in host memory while their matrix is not stepped. For matrices that only the
             phases of one block step.
         momentum_dtype: precision of momenta, on the device and in host memory.
-        moments_dtype: precision of Adam's moments: fp32, bf16 or int8.
+        moments_dtype: precision of Adam's moments: fp32 or int8.
         has_signed_squares: see `Matrix`.
         overlaps_reduction: a stack is reduced as soon as the last microbatch has its gradients. `no_sync` encloses
             the other microbatches. Otherwise `reduce_gradients` reduces all stacks.
