@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from support.plan_checker import Message, action_message, check_no_deadlock
@@ -64,7 +63,7 @@ def check_order(shape: PlanShape) -> None:
 def _check_stage(plan: Plan, stage: int) -> Iterator[Message]:
     """Check one stage. Yield the messages that it sends."""
     shape, actions = plan.shape, plan.stages[stage]
-    forward, graphs, gradients, updated, is_loss_known, has_norm = set(), set(), set(), set(), False, False
+    forward, graphs, gradients, updated, is_loss_known = set(), set(), set(), set(), False
     on_stage = [virtual for virtual in range(shape.num_virtual) if shape.stage_of(virtual) == stage]
     arrived: set[Message] = set()
 
@@ -100,13 +99,8 @@ def _check_stage(plan: Plan, stage: int) -> Iterator[Message]:
         elif action.kind is Kind.LOSS:
             is_loss_known = all((shape.last, number) in gradients for number in range(shape.num_microbatches))
             assert is_loss_known
-        elif action.kind is Kind.NORM:
-            assert updated == {virtual for virtual in on_stage if shape.updated[virtual]} and shape.clips_by_chunk
-            updated.clear()
-            has_norm = True
         else:
-            assert action.kind is (Kind.KEEP if shape.clips_by_chunk and not has_norm else Kind.UPDATE)
-            assert is_loss_known and virtual not in updated
+            assert action.kind is Kind.UPDATE and is_loss_known and virtual not in updated
             assert all((virtual, number) in gradients for number in range(shape.num_microbatches))
             updated.add(virtual)
     trainable = [virtual for virtual in on_stage if virtual >= shape.first_trainable]
@@ -114,7 +108,6 @@ def _check_stage(plan: Plan, stage: int) -> Iterator[Message]:
     assert forward == set(itertools.product(on_stage, microbatches))
     assert gradients == set(itertools.product(trainable, microbatches))
     assert updated == {virtual for virtual in trainable if shape.updated[virtual]} and not graphs
-    assert has_norm == (shape.clips_by_chunk and shape.is_training)
     assert peak_graphs(actions) == bool(trainable), "activations of one microbatch at a time"
 
 
@@ -125,12 +118,10 @@ def test_order(case: str, layers_per_pass: int) -> None:
     check_order(_shape(case, layers_per_pass))
 
 
-@pytest.mark.parametrize("clips", [False, True])
-def test_order_of_a_single_block(clips: bool) -> None:
-    """Every chunk of a single block is updated once, with clipping after the norm of all gradients."""
+def test_order_of_a_single_block() -> None:
+    """Every chunk of a single block is updated once."""
     whole = _partition(num_blocks=1)
-    by_chunk = {"steps_block_by_chunk": True, "clips_by_chunk": clips}
-    shape = breadth_first_shape(whole.in_passes(2), 0, num_microbatches=4, **by_chunk)
+    shape = breadth_first_shape(whole.in_passes(2), 0, num_microbatches=4, steps_block_by_chunk=True)
     assert all(shape.updated)
     check_order(shape)
 
@@ -155,7 +146,6 @@ def test_several_stages(stages: int) -> None:
                 updated=active,
             )
             check_order(shape)
-            check_order(replace(shape, clips_by_chunk=True))
             if first == 0 and number >= stages:
                 assert simulate(build_plan(shape)).iteration_time <= 4 * chunks * number + 3 * (stages - 1)
             simulate(build_plan(shape), message=0.1)

@@ -121,23 +121,23 @@ def ownership(name: str, *, partition: Partition, stage: int, num_axes: int | No
     )
 
 
-def matrix_owners(sizes: Sequence[int], num_ranks: int, blocks: Sequence[Hashable] = ()) -> list[int]:
+def matrix_owners(sizes: Sequence[int], num_ranks: int, blocks: Sequence[Hashable]) -> list[int]:
     """Return the data-parallel rank that steps each matrix of a stage.
 
-    The largest matrices are assigned first, each to the least loaded rank. If `blocks` are given, one for each matrix,
-    this is the rank with the least of the block: Adam's moments take most memory, in the phases of one block.
+    The largest matrices are assigned first, each to the rank with the least of its block, of these to the least loaded
+    one: Adam's moments take most memory, in the phases of one block. `blocks` has the block of each matrix, with Muon
+    None.
     """
     load = [0] * num_ranks
     by_block = dict[Hashable, list[int]]()
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        of_block = by_block.setdefault(blocks[index], [0] * num_ranks) if blocks else load
+        of_block = by_block.setdefault(blocks[index], [0] * num_ranks)
         least = min(of_block)
         owner = min((rank for rank in range(num_ranks) if of_block[rank] == least), key=load.__getitem__)
         owners[index] = owner
         load[owner] += sizes[index]
-        if blocks:
-            of_block[owner] += sizes[index]
+        of_block[owner] += sizes[index]
     return owners
 
 

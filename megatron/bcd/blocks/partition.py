@@ -7,7 +7,6 @@ order over the whole model.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -306,19 +305,6 @@ class Partition:
         if "head" in self.frozen or self.head_always_active:
             return "head frozen" if "head" in self.frozen else "head always active"
         return f"head part of block {owner.index}" if owner.layers else "head in a separate phase, with the final norm"
-
-    def describe_uneven(self) -> str:
-        """Return which number of blocks is even if a block has at least half more layers than another, else ""."""
-        sizes, common = [len(block.layers) for block in self.blocks if block.layers], math.gcd(*self.layers_per_stage)
-        if self.layout == "stage" or common == 1 or 2 * max(sizes, default=0) < 3 * min(sizes, default=0):
-            return ""
-        number = self.num_parts
-        even = [divisor for divisor in range(2, common + 1) if common % divisor == 0]
-        nearest = [*[each for each in even if each < number][-1:], *[each for each in even if each > number][:1]]
-        return (
-            f"blocks of {', '.join(map(str, sizes))} layers: --bcd-num-blocks {' or '.join(map(str, nearest))} divides "
-            "them evenly"
-        )
 
 
 # -------------------------------------------------------------------------------------------------------- construction

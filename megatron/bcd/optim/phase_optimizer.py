@@ -106,7 +106,6 @@ def build_matrix_optimizer(config: RunConfig, model: torch.nn.Module, parameters
     return MatrixOptimizer(
         {name: (parameter, layout_of(name, parameter)) for name, parameter in matrices.items()},
         group=replicas.group(),
-        blocks=None if config.is_muon else {name: parameters.ownership(name).block for name in matrices},
         groups={name: _groups(config, parameters.ownership(name)) for name in matrices},
         offloads_low_bits=config.bcd.bcd_inactive_update == "none",  # only Muon's own blocks step the matrices
         momentum_dtype=DTYPES[config.bcd.muon_momentum_dtype],

@@ -33,7 +33,7 @@ def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
 
     The last chunk of the model, which has the head, runs forward and backward in turn, so that the logits of one
     microbatch exist at a time. Others repeat their forward pass before the backward pass, unless its activations are
-    kept. Updates that clip are a separate pass.
+    kept.
     """
     order: list[Action] = []
     microbatches, last = range(shape.num_microbatches), shape.last if shape.is_training else shape.num_virtual
@@ -52,10 +52,7 @@ def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
             order.append(Action(backward, microbatch, chunk))
         order += [Action(Kind.LOSS, 0, chunk)] if virtual == last else []
         if shape.updated[virtual]:
-            order.append(Action(Kind.KEEP if shape.clips_by_chunk else Kind.UPDATE, 0, chunk))
-    if shape.clips_by_chunk:
-        order.append(Action(Kind.NORM, 0))
-        order += [Action(Kind.UPDATE, 0, chunk) for chunk, virtual in by_chunk if shape.updated[virtual]]
+            order.append(Action(Kind.UPDATE, 0, chunk))
     return tuple(order)
 
 

@@ -39,11 +39,7 @@ class Kind(enum.StrEnum):
     RECEIVE_LOSS = "receive loss"
     UPDATE = "update"
     """Steps the chunk's matrices, except those of a block that is stepped as a whole, and frees their gradients. Waits
-    for the loss."""
-    KEEP = "keep gradients"
-    """Like UPDATE, but copies gradients that are clipped to host memory."""
-    NORM = "norm"
-    """Reduces all gradients that are left and computes the norm of all, before updates that clip."""
+    for the loss. If gradients are clipped, it copies them to host memory: the updates follow all passes."""
 
     @property
     def is_forward(self) -> bool:
@@ -114,7 +110,7 @@ class PlanShape:
     updated: tuple[bool, ...] = ()
     """In breadth-first order: whether each virtual stage has matrices that are stepped right after its passes."""
     clips_by_chunk: bool = False
-    """Whether these updates wait for the norm of all gradients, in a separate pass."""
+    """Whether these updates wait for the norm of all gradients, which follows all actions."""
     num_kept: int = 0
     """In breadth-first order on one stage: the passes of a microbatch through a chunk that are not repeated, because
     their activations wait for the backward pass. The last chunks come first."""

@@ -249,7 +249,7 @@ class ModelState:
             some = [tensor for tensor in matrices if tensor.is_expert == are_experts]
             places = self._experts_place if are_experts else range(self.num_replicas)
             num_owners = self._num_expert_replicas if are_experts else self.num_replicas
-            blocks = [] if self.config.is_muon else [each.owned.block for each in some]
+            blocks = [None if self.config.is_muon else each.owned.block for each in some]
             numbers = matrix_owners([each.size for each in some], num_owners, blocks)
             for tensor, owner in zip(some, numbers, strict=True):
                 owners[tensor.name] = [rank for rank, place in enumerate(places) if place == owner]

@@ -247,7 +247,6 @@ def _notes(
         yield _describe_preset(config, bcd.bcd_preset)
     if partition.num_blocks > 1 and (head := partition.describe_head()):
         yield head
-    yield from filter(None, [partition.describe_uneven()])
     if partition.frozen:
         num_frozen = sum(rank["num_frozen"] for rank in ranks if rank["replica"] == 0)
         yield f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters"
