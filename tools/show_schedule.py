@@ -25,7 +25,7 @@ from _parser import Parser, command, run_main
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.pipeline.build import build_plan, peak_graphs
 from megatron.bcd.pipeline.plan import Action, Kind, PlanShape, default_run_ahead, phase_shape, stock_shape
-from megatron.bcd.pipeline.simulate import ActionCosts, Span, Timeline, simulate
+from megatron.bcd.pipeline.simulate import Span, Timeline, simulate
 
 PROG = "tools/show_schedule.py"
 STOCK, BCD, INTERLEAVED, BREADTH_FIRST = "stock", "bcd", "interleaved", "breadth-first"
@@ -142,7 +142,7 @@ def _interleaved_shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
         tied=False,
         head_phase=True,
     )
-    shape = phase_shape(one_layer_each, arguments.block, num_microbatches=arguments.microbatches, head=0.0)
+    shape = phase_shape(one_layer_each, arguments.block, num_microbatches=arguments.microbatches)
     return {STOCK: shape.full_training, BCD: shape}
 
 
@@ -165,8 +165,10 @@ def simulate_plan(shape: PlanShape, arguments: argparse.Namespace) -> Timeline:
         costs[name] = times * (shape.num_virtual // len(times))
     plan = build_plan(shape)
     forward, backward, backward_input = (costs[name] for name in ("forward", "backward", "backward_input"))
-    return simulate(plan, ActionCosts(forward=forward, backward=backward, backward_input=backward_input,
-                                      message=arguments.message))  # fmt: skip
+    # in a stock plan a frozen stage 0 receives gradients, but it has no weight and no input that requires one
+    both = zip(shape.active, backward, [0.0, *backward_input[1:]], strict=True)
+    work = zip(forward, (whole if is_active else part for is_active, whole, part in both), strict=True)
+    return simulate(plan, [*work], message=arguments.message)
 
 
 def title(name: str, shape: PlanShape) -> str:

@@ -42,7 +42,6 @@ from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.optim.step import Step
 from megatron.bcd.pipeline.schedule import PipelineSchedule
-from megatron.bcd.planner.run_state import head_passes
 from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import device, memory, rng
 from megatron.bcd.training.checks import StepChecks
@@ -140,11 +139,9 @@ class Trainer:
         self.active = ActiveBlock(model=self.model, config=config, partition=self.partition, stage=self.stage)
         self.pipeline = PipelineSchedule(
             name=config.bcd.bcd_schedule or "bcd",
-            partition=self.partition,
+            partition=self.active.passes,
             run_ahead=config.bcd.bcd_run_ahead,
             timeout_minutes=config.training.distributed_timeout_minutes,
-            head_passes=head_passes(config, padded_vocab_size=run.padded_vocab_size),
-            chunks=self.active.virtual_chunks,
             saves_on_host=config.bcd.bcd_saved_inputs == "host",
             by_chunk={name: getattr(config, name) for name in ("steps_block_by_chunk", "clips_by_chunk")}
             | {"num_kept": run.memory.num_kept},

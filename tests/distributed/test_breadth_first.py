@@ -83,8 +83,7 @@ STREAMED: dict[str, dict[str, Any]] = {
     "clipped_adam": {"bcd_num_blocks": 1, "weight_decay": 0.1, "bcd_steps_per_block": None, "clip_grad": 0.5},
 }
 STREAMED["adam"] = STREAMED["clipped_adam"] | {"clip_grad": 0.0}
-STREAMED["adam16"] = STREAMED["adam"] | {"adam_moments_dtype": "bf16", "no_decoupled_weight_decay": True}
-STREAMED["adam8"] = STREAMED["adam"] | {"adam_moments_dtype": "int8"}
+STREAMED["adam8"] = STREAMED["adam"] | {"adam_moments_dtype": "int8", "no_decoupled_weight_decay": True}
 STREAMED["clipped_muon8"] = STREAMED["clipped_adam"] | {"optimizer": "muon", "muon_use_nesterov": True}
 STREAMED["clipped_muon8"]["muon_momentum_dtype"] = "int8"
 """Full training with one block, which streams on the host."""
@@ -306,7 +305,7 @@ def test_dropout_is_repeated(world2: World) -> None:
 
 
 STREAMED_RUNS = """
-one-clipped_muon8-fp32 one-adam8-fp32 data-clipped_adam-bf16 one-adam16-bf16-device
+one-clipped_muon8-fp32 one-adam8-fp32 data-clipped_adam-bf16 one-adam-bf16-device
 """
 
 

@@ -26,7 +26,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "precision": {"fp32": {}, "bf16": {"bf16": True}},
     "optimizer": {
         "sharded": {},
-        "moments_bf16": {"adam_moments_dtype": "bf16"},
         "moments_int8": {"adam_moments_dtype": "int8"},
         "muon": {"optimizer": "muon", "muon_use_nesterov": True, "muon_momentum_dtype": "int8"},
         "factored": {"bcd_inactive_update": "factored"},
@@ -54,7 +53,7 @@ DEFAULT = """
 tensor2-spread-bf16-sharded-host-rampup-stopped_1_4
 tensor2-submodel-bf16-muon-reset-iterations-async_at_6
 data2-spread-fp32-moments_int8-host_embedding-iterations-stopped_1_4
-data2-one_block-bf16-moments_bf16-reset-iterations-saved_at_5
+data2-one_block-bf16-moments_int8-reset-iterations-saved_at_5
 pipeline2-stage-fp32-sharded-host-iterations-async_at_6
 pipeline2-submodel-bf16-factored-host-iterations-stopped_1_4
 data2-submodel-fp32-orthogonal-host-rampup-saved_at_5

@@ -169,7 +169,6 @@ UPDATES = {
     "adam": {},
     "weight_decay_in_the_gradient": {"no_decoupled_weight_decay": True},
     "gradients_bf16": {"grad_reduce_in_bf16": True},
-    "moments_bf16": {"adam_moments_dtype": "bf16"},
     "moments_int8": {"adam_moments_dtype": "int8"},
     "muon": {"optimizer": "muon"},
     "muon_int8": {"optimizer": "muon", "muon_momentum_dtype": "int8"},

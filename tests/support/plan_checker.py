@@ -13,11 +13,32 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from megatron.bcd.pipeline.build import max_graphs
-from megatron.bcd.pipeline.plan import Action, Kind, Message, Plan, PlanShape, action_message
+from megatron.bcd.pipeline.plan import Action, Kind, Plan, PlanShape
 
 
 class PlanError(ValueError):
     """A plan that would hang, lose work or do it twice. One line names stage, action and microbatch."""
+
+
+class Message(NamedTuple):
+    """The output or the input gradient of one microbatch, or the loss, between two virtual stages."""
+
+    source: int
+    target: int
+    microbatch: int
+
+    @property
+    def is_backward(self) -> bool:
+        return self.target < self.source
+
+
+def action_message(virtual: int, action: Action) -> Message | None:
+    """The message that a virtual stage sends or receives in this action; None if it computes."""
+    verb, _, what = action.kind.partition(" ")
+    if verb not in ("send", "receive"):
+        return None
+    source = virtual if verb == "send" else virtual - (1 if what == "forward" else -1)
+    return Message(source, source + (1 if what == "forward" else -1), action.microbatch)
 
 
 class _Place(NamedTuple):

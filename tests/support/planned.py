@@ -30,7 +30,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "data2_bf16": TWO | {"bf16": True},
     "like_qwen": {"kv_channels": 16, "qk_layernorm": True, "disable_bias_linear": True, "add_qkv_bias": True}
     | {"untie_embeddings_and_output_weights": True, "bcd_always_active": "head"},
-    "moments_bf16": TWO | {"adam_moments_dtype": "bf16"},
     "data2_bf16_offload": TWO
     | {"bf16": True, "bcd_num_blocks": 1, "optimizer_cpu_offload": True, "no_pin_cpu_grads": True},
     "pretrain_data2_bf16": TWO | PRETRAIN | {"bf16": True},

@@ -22,7 +22,6 @@ from torch.distributed import distributed_c10d
 from megatron.bcd import trainer
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.blocks import partition
-from megatron.bcd.blocks.partition import Block
 from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.checkpoint import loader
 from megatron.bcd.config import RunConfig
@@ -367,16 +366,7 @@ def blocks_as_of(num_stages: int | None) -> Iterator[None]:
         assert arguments["num_stages"] == 1
         stages = {"num_stages": num_stages} | ({"num_blocks": None} if arguments["layout"] == "stage" else {})
         cut = original(**(arguments | stages | {"layers_per_stage": None}))
-        moved = {submodel: dataclasses.replace(submodel, stage=0) for submodel in cut.submodels}
-        return dataclasses.replace(
-            cut,
-            layers_per_stage=(cut.num_layers,),
-            submodels=tuple(moved.values()),
-            blocks=tuple(
-                Block(index=block.index, submodels=tuple(moved[submodel] for submodel in block.submodels))
-                for block in cut.blocks
-            ),
-        )
+        return dataclasses.replace(cut, num_stages=1, virtual_stages=(range(cut.num_layers),))
 
     if num_stages is not None:
         partition.partition = on_one_stage

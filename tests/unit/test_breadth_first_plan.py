@@ -6,24 +6,20 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
-from support.plan_checker import check_no_deadlock
+from support.plan_checker import Message, action_message, check_no_deadlock
 
-from megatron.bcd.blocks.chunks import stage_chunks, virtual_chunks
 from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.pipeline.build import build_plan, peak_graphs
 from megatron.bcd.pipeline.plan import (
     Kind,
-    Message,
     Plan,
     PlanShape,
-    action_message,
     breadth_first_shape,
     evaluation_shape,
 )
-from megatron.bcd.pipeline.simulate import ActionCosts, simulate
+from megatron.bcd.pipeline.simulate import simulate
 
 
 def _partition(**changes: object) -> Partition:
@@ -53,7 +49,7 @@ _CASES = {
 
 def _shape(case: str, layers_per_pass: int) -> PlanShape:
     blocks, block = _CASES[case]
-    return breadth_first_shape(blocks, block, virtual_chunks(blocks, layers_per_pass), num_microbatches=4)
+    return breadth_first_shape(blocks.in_passes(layers_per_pass), block, num_microbatches=4)
 
 
 def check_order(shape: PlanShape) -> None:
@@ -67,7 +63,7 @@ def check_order(shape: PlanShape) -> None:
 def _check_stage(plan: Plan, stage: int) -> Iterator[Message]:
     """Check one stage. Yield the messages that it sends."""
     shape, actions = plan.shape, plan.stages[stage]
-    forward, graphs, gradients, updated, is_loss_known, has_norm = set(), set(), set(), set(), False, False
+    forward, graphs, gradients, updated, is_loss_known = set(), set(), set(), set(), False
     on_stage = [virtual for virtual in range(shape.num_virtual) if shape.stage_of(virtual) == stage]
     arrived: set[Message] = set()
 
@@ -103,13 +99,8 @@ def _check_stage(plan: Plan, stage: int) -> Iterator[Message]:
         elif action.kind is Kind.LOSS:
             is_loss_known = all((shape.last, number) in gradients for number in range(shape.num_microbatches))
             assert is_loss_known
-        elif action.kind is Kind.NORM:
-            assert updated == {virtual for virtual in on_stage if shape.updated[virtual]} and shape.clips_by_chunk
-            updated.clear()
-            has_norm = True
         else:
-            assert action.kind is (Kind.KEEP if shape.clips_by_chunk and not has_norm else Kind.UPDATE)
-            assert is_loss_known and virtual not in updated
+            assert action.kind is Kind.UPDATE and is_loss_known and virtual not in updated
             assert all((virtual, number) in gradients for number in range(shape.num_microbatches))
             updated.add(virtual)
     trainable = [virtual for virtual in on_stage if virtual >= shape.first_trainable]
@@ -117,7 +108,6 @@ def _check_stage(plan: Plan, stage: int) -> Iterator[Message]:
     assert forward == set(itertools.product(on_stage, microbatches))
     assert gradients == set(itertools.product(trainable, microbatches))
     assert updated == {virtual for virtual in trainable if shape.updated[virtual]} and not graphs
-    assert has_norm == (shape.clips_by_chunk and shape.is_training)
     assert peak_graphs(actions) == bool(trainable), "activations of one microbatch at a time"
 
 
@@ -128,12 +118,10 @@ def test_order(case: str, layers_per_pass: int) -> None:
     check_order(_shape(case, layers_per_pass))
 
 
-@pytest.mark.parametrize("clips", [False, True])
-def test_order_of_a_single_block(clips: bool) -> None:
-    """Every chunk of a single block is updated once, with clipping after the norm of all gradients."""
+def test_order_of_a_single_block() -> None:
+    """Every chunk of a single block is updated once."""
     whole = _partition(num_blocks=1)
-    by_chunk = {"steps_block_by_chunk": True, "clips_by_chunk": clips}
-    shape = breadth_first_shape(whole, 0, virtual_chunks(whole, 2), num_microbatches=4, **by_chunk)
+    shape = breadth_first_shape(whole.in_passes(2), 0, num_microbatches=4, steps_block_by_chunk=True)
     assert all(shape.updated)
     check_order(shape)
 
@@ -158,28 +146,24 @@ def test_several_stages(stages: int) -> None:
                 updated=active,
             )
             check_order(shape)
-            check_order(replace(shape, clips_by_chunk=True))
-            ones, twos = (1.0,) * num_virtual, (2.0,) * num_virtual
-            costs = ActionCosts(forward=ones, backward=twos, backward_input=ones, message=0.1)
             if first == 0 and number >= stages:
-                time = simulate(build_plan(shape), replace(costs, message=0.0)).iteration_time
-                assert time <= 4 * chunks * number + 3 * (stages - 1)
-            simulate(build_plan(shape), costs)
+                assert simulate(build_plan(shape)).iteration_time <= 4 * chunks * number + 3 * (stages - 1)
+            simulate(build_plan(shape), message=0.1)
 
 
 def test_virtual_chunks() -> None:
     """A stage has only its own chunks, and numbers their layers from its own first one."""
     chunks = _partition(num_layers=12, num_stages=2, layout="interleaved")
-    assert virtual_chunks(chunks, 2) == tuple(range(first, first + 2) for first in range(0, 12, 2))
-    assert stage_chunks(chunks, 1, 2) == (range(0, 2), range(2, 4), range(4, 6))
+    assert chunks.in_passes(2).virtual_stages == tuple(range(first, first + 2) for first in range(0, 12, 2))
+    assert chunks.in_passes(2).chunks_on_stage(1) == (range(0, 2), range(2, 4), range(4, 6))
     uneven = _partition(num_layers=7, num_stages=2, layout="interleaved")
-    assert [len(layers) for layers in virtual_chunks(uneven, 1)] == [2, 1, 1, 1, 1, 1]
-    assert stage_chunks(uneven, 0, 1) == (range(0, 2), range(2, 3), range(3, 4))
+    assert [len(layers) for layers in uneven.in_passes(1).virtual_stages] == [2, 1, 1, 1, 1, 1]
+    assert uneven.in_passes(1).chunks_on_stage(0) == (range(0, 2), range(2, 3), range(3, 4))
     tied = {"has_inactive_updates": True, "embedding_update": "factored", "tied": True, "num_blocks": 2}
     tied |= {"always_active": frozenset({"embedding"}), "num_layers": 4, "num_parts": 2}
     for stages, expected in ((1, (True, False, True, True)), (2, (False, False, True, True))):
         blocks = _partition(num_stages=stages, layout="interleaved", **tied)
-        assert breadth_first_shape(blocks, 0, virtual_chunks(blocks, 1), num_microbatches=1).updated == expected
+        assert breadth_first_shape(blocks.in_passes(1), 0, num_microbatches=1).updated == expected
 
 
 def test_what_is_trained() -> None:
@@ -198,7 +182,7 @@ def test_what_is_trained() -> None:
     head_only = _partition(
         has_inactive_updates=True, embedding_update="factored", always_active=frozenset({"norms", "biases", "head"})
     )
-    shape = breadth_first_shape(head_only, 2, virtual_chunks(head_only, 1), num_microbatches=1)
+    shape = breadth_first_shape(head_only.in_passes(1), 2, num_microbatches=1)
     assert shape.updated == (True, True, True, True, False, True), "the head, although its layer is the active block"
 
 
@@ -215,6 +199,5 @@ def test_each_microbatch_is_read_by_every_chunk() -> None:
 def test_simulated_time() -> None:
     """Repeated forward passes take time, and updates take none."""
     shape = _shape("factored", 1)
-    costs = ActionCosts(forward=[1.0] * 6, backward=[2.0] * 6, backward_input=[1.0] * 6)
-    timeline = simulate(build_plan(shape), costs)
+    timeline = simulate(build_plan(shape))
     assert timeline.iteration_time == 4 * (6 + 5 + 12) and timeline.bubble == 0

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, divide, divide_into_chunks, partition
+from megatron.bcd.pipeline.cut import balanced_cut
 from megatron.bcd.planner.activations import Recomputed, least_recomputation
 
 
@@ -60,8 +60,8 @@ def test_chunks_keep_their_layers(num_chunks: int, head_phase: bool) -> None:
     """A cut keeps the layers of each chunk, and the last stage has the fewest."""
     sizes = balanced_cut(even_cut(layout="interleaved", num_parts=num_chunks, head_phase=head_phase), head=1.0)
     even = divide_into_chunks(28, parts=num_chunks, stages=4)
-    for chunk, chunks in enumerate(even):
-        mine = sizes[4 * chunk : 4 * chunk + 4]
+    for first in range(0, len(sizes), 4):
+        mine, chunks = sizes[first : first + 4], even[first : first + 4]
         assert sum(mine) == sum(map(len, chunks)) and min(mine) >= 1
     held = [sum(sizes[stage::4]) for stage in range(4)]
     assert held[-1] == min(held)

@@ -40,10 +40,6 @@ def partitions(draw: st.DrawFn) -> Partition:
 def test_every_layer_is_in_exactly_one_block(cut: Partition) -> None:
     """Every layer is in exactly one block."""
     assert sorted(chain.from_iterable(block.layers for block in cut.blocks)) == list(range(cut.num_layers))
-    has_head_block = cut.num_blocks > cut.num_layer_blocks
-    assert sorted(submodel.index for block in cut.blocks for submodel in block.submodels) == list(
-        range(len(cut.submodels) + has_head_block)
-    )
 
 
 @given(partitions())
@@ -56,8 +52,6 @@ def test_embedding_norm_and_head_have_one_owner(cut: Partition) -> None:
         last = next(block.index for block in cut.blocks if cut.num_layers - 1 in block.layers)
     assert [block for block in numbers if cut.final_norm_active(block)] == [last]
     assert [block for block in numbers if cut.head_active(block)] == [0 if cut.tied else last]
-    assert [submodel.index for submodel in cut.submodels if submodel.first] == [0]
-    assert [submodel.index for submodel in cut.submodels if submodel.last] == [len(cut.submodels) - 1]
 
 
 @given(partitions())
@@ -66,7 +60,7 @@ def test_the_prefix_is_what_lies_before_the_first_active_layer(cut: Partition) -
     for block in cut.blocks:
         prefix = cut.prefix_layers(block.index)
         assert list(prefix) == list(range(min(block.layers, default=cut.num_layers)))
-        assert not block.layers or block.first_layer in cut.stage_layers(block.submodels[0].stage)
+        assert not block.layers or block.layers[0] in cut.stage_layers(cut.first_trainable_stage(block.index))
         if cut.embedding_active(block.index):
             assert not prefix
 
@@ -87,7 +81,8 @@ def test_stage_questions_agree_with_layers(cut: Partition) -> None:
             assert stage_active(cut, block.index, stage) == (bool(active) or has_head)
             is_prefix = stage < cut.first_trainable_stage(block.index)
             assert is_prefix == (
-                cut.stage_layers(stage)[-1] < block.first_layer and (bool(block.layers) or not is_last)
+                cut.stage_layers(stage)[-1] < len(cut.prefix_layers(block.index))
+                and (bool(block.layers) or not is_last)
             )
             assert not (is_prefix and stage_active(cut, block.index, stage))
 
@@ -97,12 +92,12 @@ def test_number_of_blocks_by_layout(cut: Partition) -> None:
     """Layouts spread and interleaved have every block on every stage, submodel and stage on one, and strided takes
     every n-th layer."""
     blocks = cut.blocks[: cut.num_layer_blocks]
-    stages_of = [{submodel.stage for submodel in block.submodels} for block in blocks]
+    stages_of = [
+        {stage for stage in range(cut.num_stages) if cut.active_layers(block.index, stage)} for block in blocks
+    ]
     if cut.layout == "spread":
-        assert len(blocks) * cut.num_stages == len(cut.submodels)
         assert all(stages == set(range(cut.num_stages)) for stages in stages_of)
     elif cut.layout == "strided":
-        assert len(cut.submodels) == cut.num_layers
         for stage in range(cut.num_stages):
             layers = cut.stage_layers(stage)
             assert [cut.active_layers(block.index, stage) for block in blocks] == [
@@ -111,7 +106,6 @@ def test_number_of_blocks_by_layout(cut: Partition) -> None:
     elif cut.layout == "interleaved":
         assert all(stages == set(range(cut.num_stages)) for stages in stages_of)
     else:
-        assert len(blocks) == len(cut.submodels)
         assert all(len(stages) == 1 for stages in stages_of)
     if cut.layout == "stage":
         assert [block.layers for block in blocks] == [tuple(cut.stage_layers(stage)) for stage in range(cut.num_stages)]
@@ -130,7 +124,7 @@ def test_stateless_layers_are_the_others(layers: int, stages: int, blocks: int, 
         for block in cut.blocks:
             result, others = set(cut.layers_updated_inactive(block.index)), set(range(layers)) - set(block.layers)
             assert result == (others if has_updates else set())
-            assert list(cut.prefix_layers(block.index)) == ([] if has_updates else list(range(block.first_layer)))
+            assert list(cut.prefix_layers(block.index)) == ([] if has_updates else list(range(min(block.layers))))
             for stage in range(stages):
                 if result & set(cut.stage_layers(stage)):
                     assert stage_active(cut, block.index, stage)
@@ -214,13 +208,3 @@ def test_bad_split(words: str) -> None:
     ranks = int(words.split("--pipeline-model-parallel-size ")[1].split()[0]) if "--pipeline-" in words[:11] else 1
     with pytest.raises(ValueError, match=BAD[words]):
         parse(*words.split(), *ONE_BLOCK, world_size=ranks)
-
-
-def test_uneven_blocks_name_an_even_number() -> None:
-    """Blocks of clearly different sizes name the next numbers of blocks that divide the layers evenly."""
-    sizes = {"num_stages": 1, "layout": "spread", "tied": True}
-    said = partition(num_layers=4, num_blocks=3, **sizes).describe_uneven()
-    assert said == "blocks of 2, 1, 1 layers: --bcd-num-blocks 2 or 4 divides them evenly"
-    assert "--bcd-num-blocks 3 or 9 divides" in partition(num_layers=9, num_blocks=7, **sizes).describe_uneven()
-    for layers, blocks in ((4, 2), (32, 3), (5, 1)):
-        assert partition(num_layers=layers, num_blocks=blocks, **sizes).describe_uneven() == ""

@@ -58,7 +58,6 @@ def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = (
         extras = partition.describe_extras(block.index)
         lines.append(f"  block {block.index}: {', '.join((f'layers {describe_layers(block.layers)}', *extras))}")
     vocabulary = known_vocabulary(config)
-    lines += filter(None, [partition.describe_uneven()])
     padded = padded_vocab_size(vocabulary or 0, config.model.make_vocab_size_divisible_by, config.tensor_size)
     num_replicas, parameters = data_size * config.context_size, tuple[tuple[str, tuple[int, ...]], ...]()
     if config.model.transformer_impl == "transformers":  # other dry runs import no torch
@@ -71,10 +70,11 @@ def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = (
     lines.append("planned model state of a rank in its largest phase (weights, gradients, optimizer; no activations):")
     for stage, num_parameters in enumerate(planned.num_parameters):
         state = planned.largest_bytes(stage)
-        by_block = (f"{len(block.layers_on_stage(stage))} of block {block.index}" for block in partition.blocks)
-        layers = describe_layers(partition.stage_layers(stage))
+        layers = partition.stage_layers(stage)
+        numbers = [len({*layers}.intersection(block.layers)) for block in partition.blocks]
+        by_block = ", ".join(f"{number} of block {block}" for block, number in enumerate(numbers))
         lines.append(
-            f"  stage {stage}: layers {layers} ({', '.join(by_block)}), {num_parameters:,} parameters, "
+            f"  stage {stage}: layers {describe_layers(layers)} ({by_block}), {num_parameters:,} parameters, "
             f"{state:,} bytes ({state / _GIB:.2f} GiB)"
         )
     if vocabulary is None:

@@ -139,7 +139,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "cp_comm_type": {"choices": ("p2p", "all_gather", "a2a", "a2a+p2p")},
     "recompute_modules": {"choices": ("core_attn", "layernorm", "mlp"), "metavar": "MODULE"},
     "muon_scale_mode": {"choices": ("spectral", "unit_rms_norm", "shape_scaling")},
-    "muon_tp_mode": {"default": "distributed", "choices": ("blockwise", "duplicated", "distributed")},
+    "muon_tp_mode": {"default": "distributed", "choices": ("blockwise", "distributed")},
     "optimizer": {
         "choices": ("adam", "muon"),
         "help": "the active block's optimizer: adam (AdamW, unless --no-decoupled-weight-decay), or muon for matrices "
@@ -275,6 +275,8 @@ REMOVED_CHOICES = {
     for rule in ("normalized", "sign")
 } | {
     "--optimizer: invalid choice: 'sgd'": "--optimizer sgd: removed. Give adam or muon.",
+    "--muon-tp-mode: invalid choice: 'duplicated'": "--muon-tp-mode duplicated: removed. Give distributed.",
+    "--adam-moments-dtype: invalid choice: 'bf16'": "--adam-moments-dtype bf16: removed. Give int8, which takes half.",
     "--bcd-order: invalid choice: 'greedy'": f"--bcd-order greedy: removed. Give {_ORDERS}.",
     "--bcd-layout: invalid choice: 'experts'": "--bcd-layout experts: removed, because blocks of layers learn as much. "
     "Give spread, with --bcd-inactive-update factored.",
@@ -322,7 +324,7 @@ UNSUPPORTED = {
     "activations, loss and main parameters have the precision of --bf16, --fp16 or fp32": (
         "--fp32-residual-connection --fp16-lm-cross-entropy --main-params-dtype --batch-invariant-mode"
     ),
-    "give --adam-moments-dtype bf16 or int8": "--exp-avg-dtype --exp-avg-sq-dtype",
+    "give --adam-moments-dtype int8": "--exp-avg-dtype --exp-avg-sq-dtype",
     "give --grad-reduce-in-bf16": "--main-grads-dtype",
     "give --profile, which shows each rank's time": "--log-straggler --straggler-",
     "only matrices have weight decay; --apply-wd-to-qk-layernorm adds norms": "--no-weight-decay-cond-type",

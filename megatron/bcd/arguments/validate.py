@@ -375,7 +375,7 @@ def _check_parallel(run: Run, world_size: int) -> None:
     require(
         run.adam_moments_dtype != "int8" or not is_tied_pipeline or world_size == tensor * pipeline,
         "--adam-moments-dtype int8 over data parallel ranks of a pipeline with a tied head: the embedding and its copy "
-        "would be rounded differently. Give bf16, or --untie-embeddings-and-output-weights.",
+        "would be rounded differently. Give fp32, or --untie-embeddings-and-output-weights.",
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 from megatron.bcd.blocks.partition import Partition
@@ -57,6 +59,12 @@ class Ownership:
         """Return whether the parameter is updated without optimizer state in a phase of ``block``."""
         return block in self.inactive_updates_in
 
+    def virtual_stage(self, partition: Partition) -> int:
+        """Return the virtual stage of the parameter."""
+        if self.layer is None:
+            return 0 if self.module == "embedding" else partition.num_virtual_stages - 1
+        return bisect_right(partition.virtual_stages, self.layer, key=attrgetter("start")) - 1
+
 
 def ownership(name: str, *, partition: Partition, stage: int, num_axes: int | None = None) -> Ownership:
     """Return the ownership of the parameter that GPTModel calls ``name`` on pipeline stage ``stage``.
@@ -77,13 +85,12 @@ def ownership(name: str, *, partition: Partition, stage: int, num_axes: int | No
     # layer_norm_weight: inside Transformer Engine's fused linear layers
     is_norm = name.startswith("decoder.") and _NORM.search(name) is not None and num_axes in (None, 1)
     is_always_active = is_norm and partition.norms_always_active
-    first = next(block.index for block in partition.blocks if block.owns_embedding)
     last = next(block.index for block in partition.blocks if block.owns_final_norm)
     module: Module
     if name.startswith("embedding."):
-        module, block, is_always_active = "embedding", first, partition.embedding_always_active
+        module, block, is_always_active = "embedding", 0, partition.embedding_always_active
     elif name.startswith("output_layer."):
-        module, block, is_always_active = "head", first if partition.tied else last, partition.head_always_active
+        module, block, is_always_active = "head", 0 if partition.tied else last, partition.head_always_active
     elif name.startswith("decoder.final_layernorm."):
         module, block = "final_norm", last
     elif name.startswith("decoder.layers."):
@@ -114,23 +121,23 @@ def ownership(name: str, *, partition: Partition, stage: int, num_axes: int | No
     )
 
 
-def matrix_owners(sizes: Sequence[int], num_ranks: int, blocks: Sequence[Hashable] = ()) -> list[int]:
+def matrix_owners(sizes: Sequence[int], num_ranks: int, blocks: Sequence[Hashable]) -> list[int]:
     """Return the data-parallel rank that steps each matrix of a stage.
 
-    The largest matrices are assigned first, each to the least loaded rank. If `blocks` are given, one for each matrix,
-    this is the rank with the least of the block: Adam's moments take most memory, in the phases of one block.
+    The largest matrices are assigned first, each to the rank with the least of its block, of these to the least loaded
+    one: Adam's moments take most memory, in the phases of one block. `blocks` has the block of each matrix, with Muon
+    None.
     """
     load = [0] * num_ranks
     by_block = dict[Hashable, list[int]]()
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        of_block = by_block.setdefault(blocks[index], [0] * num_ranks) if blocks else load
+        of_block = by_block.setdefault(blocks[index], [0] * num_ranks)
         least = min(of_block)
         owner = min((rank for rank in range(num_ranks) if of_block[rank] == least), key=load.__getitem__)
         owners[index] = owner
         load[owner] += sizes[index]
-        if blocks:
-            of_block[owner] += sizes[index]
+        of_block[owner] += sizes[index]
     return owners
 
 

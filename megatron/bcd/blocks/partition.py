@@ -1,17 +1,17 @@
 """Divide the layers of a model into blocks (docs/concepts.md). Pure.
 
-The layers of a model are divided into pipeline stages, each stage into submodels, and a layout groups the submodels
-into blocks. Layers, stages, submodels and blocks are numbered from 0, in depth order over the whole model.
+The layers of a model are divided into virtual stages (docs/pipeline.md): one for each pipeline stage, or several in
+layout ``interleaved``. A layout gives each layer to a block. Layers, stages and blocks are numbered from 0, in depth
+order over the whole model.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS, Refusal, RunConfig
 
@@ -26,11 +26,11 @@ def divide(total: int, parts: int) -> tuple[range, ...]:
     return consecutive([size + (part < larger) for part in range(parts)])
 
 
-def divide_into_chunks(total: int, *, parts: int, stages: int) -> tuple[tuple[range, ...], ...]:
+def divide_into_chunks(total: int, *, parts: int, stages: int) -> tuple[range, ...]:
     """Divide ``range(total)`` into ``parts`` like ``divide``, and each part into one chunk per stage.
 
     The parts do not depend on the number of stages. If a part cannot be divided evenly, the stages with the fewest
-    layers so far get one more. Returns the chunks by part and stage.
+    layers so far get one more. Returns the chunks of all parts by depth.
     """
     layers = [0] * stages
     sizes: list[int] = []
@@ -40,8 +40,7 @@ def divide_into_chunks(total: int, *, parts: int, stages: int) -> tuple[tuple[ra
         for stage in range(stages):
             sizes.append(size + (stage in with_more))
             layers[stage] += sizes[-1]
-    chunks = consecutive(sizes)
-    return tuple(chunks[part * stages : (part + 1) * stages] for part in range(parts))
+    return consecutive(sizes)
 
 
 def consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
@@ -61,63 +60,24 @@ def describe_layers(layers: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submodel:
-    """Consecutive layers inside one pipeline stage."""
-
-    index: int
-    """Place in depth order in the whole model."""
-    stage: int
-    layers: range
-    """Layer numbers in the whole model; empty only in a head block."""
-    first: bool
-    """Whether it owns the embedding: the first submodel of the model."""
-    last: bool
-    """Whether it owns the final norm and an untied output head: the last submodel of the model, or a head block's."""
-    chunk: int = 0
-    """Number of its chunk on the stage (layout ``interleaved``)."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Block:
-    """Submodels that are updated together, ordered by depth."""
+    """Layers that are updated together. The first block also owns the embedding, with the copy in a tied head."""
 
     index: int
-    submodels: tuple[Submodel, ...]
-
-    @cached_property
-    def layers(self) -> tuple[int, ...]:
-        """Layer numbers of the block, ascending."""
-        return tuple(layer for submodel in self.submodels for layer in submodel.layers)
-
-    @property
-    def first_layer(self) -> int:
-        """First layer of the block. For a head block, which has none, the total number of layers."""
-        return self.submodels[0].layers.start
-
-    @property
-    def owns_embedding(self) -> bool:
-        """Whether the embedding, with the copy in a tied head, belongs to this block."""
-        return self.submodels[0].first
-
-    @property
-    def owns_final_norm(self) -> bool:
-        """Whether the final norm, and an untied output head, belong to this block."""
-        return self.submodels[-1].last
-
-    def layers_on_stage(self, stage: int) -> tuple[int, ...]:
-        """Return the numbers of the block's layers on a pipeline stage."""
-        submodels = (submodel for submodel in self.submodels if submodel.stage == stage)
-        return tuple(layer for submodel in submodels for layer in submodel.layers)
+    layers: tuple[int, ...]
+    """Layer numbers, ascending; none in a head block (--bcd-head-phase)."""
+    owns_final_norm: bool
+    """Whether the final norm, and an untied output head, belong to this block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The whole model, divided into submodels that are grouped into blocks. ``partition`` builds it."""
+    """The whole model, divided into virtual stages and into blocks. ``partition`` builds it."""
 
     layout: str
-    layers_per_stage: tuple[int, ...]
-    submodels: tuple[Submodel, ...]
-    """Submodels with layers."""
+    num_stages: int
+    virtual_stages: tuple[range, ...]
+    """The layers of each virtual stage, by depth. Chunk c of stage s is virtual stage c x stages + s."""
     blocks: tuple[Block, ...]
     tied: bool
     """Whether the output head is a copy of the embedding."""
@@ -131,17 +91,24 @@ class Partition:
     """The rule that steps an always-active word embedding and an untied head: ``adam`` or ``factored``."""
     has_active_block: bool = True
     """False with --bcd-num-blocks 0: the single block is empty, and all layers are updated without state."""
-    num_chunks: int = 1
-    """Chunks of the model on every stage (layout ``interleaved``). Chunk c of stage s is virtual stage c x stages + s.
-    In other layouts each stage is one virtual stage."""
 
     @property
     def num_layers(self) -> int:
-        return sum(self.layers_per_stage)
+        return self.virtual_stages[-1].stop
 
     @property
-    def num_stages(self) -> int:
-        return len(self.layers_per_stage)
+    def num_virtual_stages(self) -> int:
+        """Number of virtual stages: stages x chunks."""
+        return len(self.virtual_stages)
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks of the model on every stage."""
+        return len(self.virtual_stages) // self.num_stages
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        return tuple(len(self.stage_layers(stage)) for stage in range(self.num_stages))
 
     @property
     def num_blocks(self) -> int:
@@ -153,6 +120,22 @@ class Partition:
         """Number of blocks without a head block (--bcd-head-phase)."""
         return sum(bool(block.layers) for block in self.blocks)
 
+    @property
+    def num_parts(self) -> int:
+        """Number of blocks that have layers on a stage."""
+        return self.num_layer_blocks // (self.num_stages if self.layout in ("stage", "submodel") else 1)
+
+    def resized(self, sizes: Sequence[int]) -> Partition:
+        """Return the partition with other numbers of layers in the virtual stages. On several stages."""
+        stages, has_head_block = consecutive(sizes), self.num_blocks > self.num_layer_blocks
+        return replace(
+            self,
+            virtual_stages=stages,
+            blocks=group_layers(
+                stages, num_stages=self.num_stages, layout=self.layout, parts=self.num_parts, head_phase=has_head_block
+            ),
+        )
+
     def stage_layers(self, stage: int) -> Sequence[int]:
         """Return all layers of a pipeline stage, ascending."""
         if self.num_chunks == 1:
@@ -161,14 +144,22 @@ class Partition:
 
     def chunk_layers(self, stage: int, chunk: int) -> range:
         """Return the consecutive layers of a chunk of a pipeline stage."""
-        if self.num_chunks == 1:
-            return consecutive(self.layers_per_stage)[stage]
-        return self.submodels[chunk * self.num_stages + stage].layers
+        return self.virtual_stages[chunk * self.num_stages + stage]
 
-    @property
-    def num_virtual_stages(self) -> int:
-        """Number of virtual stages: stages x chunks."""
-        return self.num_stages * self.num_chunks
+    def in_passes(self, layers_per_pass: int) -> Partition:
+        """Return the partition whose virtual stages are what breadth-first order runs at once.
+
+        With one stage these are chunks of `layers_per_pass` layers; several stages keep theirs.
+        """
+        if self.num_stages > 1:
+            return self
+        layers = range(self.num_layers)
+        chunks = tuple(layers[start : start + layers_per_pass] for start in layers[::layers_per_pass])
+        return replace(self, virtual_stages=chunks)
+
+    def chunks_on_stage(self, stage: int) -> tuple[range, ...]:
+        """Return the layers of each chunk of a pipeline stage, whose layers are numbered from 0."""
+        return consecutive([*map(len, self.virtual_stages[stage :: self.num_stages])])
 
     @cached_property
     def layer_block(self) -> dict[int, int]:
@@ -177,7 +168,8 @@ class Partition:
 
     def active_layers(self, block: int, stage: int) -> tuple[int, ...]:
         """Return the layers of a pipeline stage that are active in the block's phase."""
-        return self.blocks[block].layers_on_stage(stage) if self.has_active_block else ()
+        layers = self.stage_layers(stage)
+        return tuple(layer for layer in self.blocks[block].layers if layer in layers) if self.has_active_block else ()
 
     def layers_updated_inactive(self, block: int) -> tuple[int, ...]:
         """Return the layers whose matrices are updated without state in the block's phase, ascending."""
@@ -215,7 +207,7 @@ class Partition:
 
     def embedding_active(self, block: int) -> bool:
         """Return whether the embedding, on the first stage, is active in the block's phase."""
-        is_owned = self.has_active_block and self.blocks[block].owns_embedding and "embedding" not in self.frozen
+        is_owned = self.has_active_block and block == 0 and "embedding" not in self.frozen
         return is_owned or self.embedding_always_active
 
     def final_norm_active(self, block: int) -> bool:
@@ -234,51 +226,53 @@ class Partition:
         is_owned = self.has_active_block and self.blocks[block].owns_final_norm and "head" not in self.frozen
         return is_owned or self.head_always_active
 
-    def trains_chunk(self, block: int, layers: Sequence[int], *, is_first: bool, is_last: bool) -> bool:
-        """Return whether the block's phase updates anything in a chunk of the model, with or without state.
+    def virtual_stage_active(self, block: int, virtual: int) -> bool:
+        """Return whether a virtual stage has anything that the block's phase updates, with or without state.
 
-        The first chunk has the embedding, the last one the final norm and the head.
+        The first one has the embedding, the last one the final norm and the head.
         """
+        is_last = virtual == self.num_virtual_stages - 1
         return (
-            any(self.trains_matrices(layer, block) for layer in layers)
+            any(self.trains_matrices(layer, block) for layer in self.virtual_stages[virtual])
             or bool(_IN_LAYERS & self.always_active)
-            or (is_first and self.embedding_active(block))
+            or (virtual == 0 and self.embedding_active(block))
             or (is_last and (self.head_active(block) or self.final_norm_active(block)))
         )
 
-    def virtual_stage_active(self, block: int, virtual: int) -> bool:
-        """Return whether a virtual stage has anything that the block's phase updates, with or without state."""
-        chunk, stage = divmod(virtual, self.num_stages)
-        is_last = virtual == self.num_virtual_stages - 1
-        return self.trains_chunk(block, self.chunk_layers(stage, chunk), is_first=virtual == 0, is_last=is_last)
+    def virtual_stage_updated(self, block: int, virtual: int) -> bool:
+        """Return whether breadth-first order updates matrices of a virtual stage right after its passes, without state.
+
+        A tied embedding with a copy on another stage is stepped at the end of the step.
+        """
+        is_copied = self.tied and self.num_stages > 1
+        has_embedding = virtual == 0 and self.embedding_always_active
+        has_head = virtual == self.num_virtual_stages - 1 and self.head_always_active
+        is_outside = self.embedding_update == "factored" and (has_embedding or has_head) and not is_copied
+        return is_outside or any(self.has_inactive_update(layer, block) for layer in self.virtual_stages[virtual])
 
     def first_trainable_virtual_stage(self, block: int) -> int:
         """Return the first virtual stage that runs backward in the block's phase."""
-        first = self.blocks[block].submodels[0]
-        return first.chunk * self.num_stages + first.stage if self.has_prefix else 0
+        first = len(self.prefix_layers(block))
+        numbers = (number for number, layers in enumerate(self.virtual_stages) if first in layers)
+        return next(numbers, self.num_virtual_stages - 1)
 
     def first_trainable_stage(self, block: int) -> int:
         """Return the first stage that receives a gradient in the block's phase."""
-        return self.blocks[block].submodels[0].stage if self.has_prefix else 0
+        return self.first_trainable_virtual_stage(block) % self.num_stages
 
     def prefix_layers(self, block: int) -> range:
         """Return the frozen layers before the first active layer; empty while the embedding is active."""
-        return range(self.blocks[block].first_layer if self.has_prefix else 0)
+        return range(min(self.blocks[block].layers, default=self.num_layers) if self.has_prefix else 0)
 
     @cached_property
     def behind_prefix(self) -> tuple[tuple[tuple[bool, ...], ...], ...]:
         """Whether each layer after the prefix is updated, in depth order, by virtual stage and block."""
         return tuple(
             tuple(
-                tuple(
-                    self.trains_matrices(layer, block)
-                    for layer in self.chunk_layers(stage, chunk)
-                    if layer >= len(self.prefix_layers(block))
-                )
+                tuple(self.trains_matrices(layer, block) for layer in layers if layer >= len(self.prefix_layers(block)))
                 for block in range(self.num_blocks)
             )
-            for chunk in range(self.num_chunks)
-            for stage in range(self.num_stages)
+            for layers in self.virtual_stages
         )
 
     def num_behind_prefix(self, stage: int, block: int) -> list[int]:
@@ -311,19 +305,6 @@ class Partition:
         if "head" in self.frozen or self.head_always_active:
             return "head frozen" if "head" in self.frozen else "head always active"
         return f"head part of block {owner.index}" if owner.layers else "head in a separate phase, with the final norm"
-
-    def describe_uneven(self) -> str:
-        """Return which number of blocks is even if a block has at least half more layers than another, else ""."""
-        sizes, common = [len(block.layers) for block in self.blocks if block.layers], math.gcd(*self.layers_per_stage)
-        if self.layout == "stage" or common == 1 or 2 * max(sizes, default=0) < 3 * min(sizes, default=0):
-            return ""
-        number = len(sizes) // (self.num_stages if self.layout == "submodel" else 1)
-        even = [divisor for divisor in range(2, common + 1) if common % divisor == 0]
-        nearest = [*[each for each in even if each < number][-1:], *[each for each in even if each > number][:1]]
-        return (
-            f"blocks of {', '.join(map(str, sizes))} layers: --bcd-num-blocks {' or '.join(map(str, nearest))} divides "
-            "them evenly"
-        )
 
 
 # -------------------------------------------------------------------------------------------------------- construction
@@ -396,43 +377,47 @@ def partition(
             f"each of {num_stages} pipeline stages needs at least {num_stages * num_submodels} layers"
         )
     if layout == "interleaved":
-        places = _chunks(layers_per_stage, num_layers, num_stages=num_stages, num_parts=num_submodels, parts=parts)
+        stages = _chunks(layers_per_stage, num_layers, num_stages=num_stages, num_parts=num_submodels, parts=parts)
     else:
-        sizes = layers_per_stage or tuple(len(layers) for layers in divide(num_layers, num_stages))
-        _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages, least=num_submodels)
-        places = [
-            (stage, layers[part.start : part.stop])
-            for stage, layers in enumerate(consecutive(sizes))
-            for part in divide(len(layers), len(layers) if layout == "strided" else num_submodels)
-        ]
-    has_chunks = layout == "interleaved" and num_stages > 1  # one stage is one chunk
-    submodels = tuple(
-        Submodel(
-            index=index,
-            stage=stage,
-            layers=layers,
-            first=index == 0,
-            last=index == len(places) - 1,
-            chunk=index // num_stages if has_chunks else 0,
-        )
-        for index, (stage, layers) in enumerate(places)
-    )
+        stages = consecutive(layers_per_stage or [len(layers) for layers in divide(num_layers, num_stages)])
+        _check_sizes([*map(len, stages)], num_layers=num_layers, num_stages=num_stages, least=num_submodels)
+    blocks = group_layers(stages, num_stages=num_stages, layout=layout, parts=parts, head_phase=head_phase)
     return Partition(
         layout=layout,
-        layers_per_stage=tuple(
-            sum(len(submodel.layers) for submodel in submodels if submodel.stage == stage)
-            for stage in range(num_stages)
-        ),
-        submodels=submodels,
-        blocks=(_with_head_block if head_phase else tuple)(_group(submodels, parts=parts, layout=layout)),
+        num_stages=num_stages,
+        virtual_stages=stages if num_stages > 1 else (range(num_layers),),
+        blocks=blocks,
         tied=tied,
         always_active=always_active,
         frozen=frozen,
         has_inactive_updates=has_inactive_updates,
         embedding_update=embedding_update,
         has_active_block=num_blocks != 0,
-        num_chunks=1 + max(submodel.chunk for submodel in submodels),
     )
+
+
+def group_layers(
+    stages: Sequence[range], *, num_stages: int, layout: str, parts: int, head_phase: bool
+) -> tuple[Block, ...]:
+    """Group the layers of virtual stages into blocks, `parts` of them on each stage; see `BcdConfig.bcd_layout`."""
+    by_block: dict[int, list[int]] = {}
+    for number, layers in enumerate(stages):
+        for part, places in enumerate(divide(len(layers), parts)):
+            for place, layer in zip(places, layers[places.start : places.stop], strict=True):
+                block = {
+                    "spread": part,
+                    "strided": place % parts,
+                    "stage": number,
+                    "submodel": number * parts + part,
+                    "interleaved": number // num_stages % parts,
+                }[layout]
+                by_block.setdefault(block, []).append(layer)
+    last = stages[-1].stop - 1
+    blocks = tuple(
+        Block(index=index, layers=(*layers,), owns_final_norm=last in layers and not head_phase)
+        for index, layers in sorted(by_block.items())
+    )
+    return (*blocks, Block(index=len(blocks), layers=(), owns_final_norm=True)) if head_phase else blocks
 
 
 def with_tied_parts(parts: frozenset[str], *, tied: bool) -> frozenset[str]:
@@ -483,40 +468,14 @@ def _check_sizes(sizes: Sequence[int], *, num_layers: int, num_stages: int, leas
 
 def _chunks(
     sizes: Sequence[int] | None, num_layers: int, *, num_stages: int, num_parts: int, parts: int
-) -> list[tuple[int, range]]:
-    """Return the stage and the layers of each virtual stage."""
+) -> tuple[range, ...]:
+    """Return the layers of each virtual stage."""
     if num_parts % parts:
         raise Refusal(f"--bcd-num-blocks {parts}: the {num_parts} chunks of a stage must be a multiple of it")
     if sizes is None:
-        by_part = divide_into_chunks(num_layers, parts=num_parts, stages=num_stages)
-        return [(stage, layers) for part in by_part for stage, layers in enumerate(part)]
+        return divide_into_chunks(num_layers, parts=num_parts, stages=num_stages)
     _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages * num_parts, least=1)
-    return [(index % num_stages, layers) for index, layers in enumerate(consecutive(sizes))]
-
-
-def _group(submodels: tuple[Submodel, ...], *, parts: int, layout: str) -> tuple[Block, ...]:
-    if layout in ("stage", "submodel"):  # a stage is one submodel in layout `stage`
-        return tuple(Block(index=submodel.index, submodels=(submodel,)) for submodel in submodels)
-    num_stages = 1 + max(submodel.stage for submodel in submodels)
-    groups: list[list[Submodel]] = [[] for _ in range(parts)]
-    if layout == "interleaved":
-        for submodel in submodels:
-            groups[submodel.index // num_stages % parts].append(submodel)
-    else:  # spread and strided: the submodels of every stage in turn
-        for _, on_stage in groupby(submodels, key=lambda submodel: submodel.stage):
-            for place, submodel in enumerate(on_stage):
-                groups[place % parts].append(submodel)
-    return tuple(Block(index=index, submodels=tuple(group)) for index, group in enumerate(groups))
-
-
-def _with_head_block(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-    """Move the final norm and the head from the last submodel to a new block without layers."""
-    top = max((submodel for block in blocks for submodel in block.submodels), key=lambda submodel: submodel.index)
-    without = tuple(
-        replace(block, submodels=tuple(replace(each, last=False) for each in block.submodels)) for block in blocks
-    )
-    head = replace(top, index=top.index + 1, layers=top.layers[len(top.layers) :], first=False)
-    return (*without, Block(index=len(blocks), submodels=(head,)))
+    return consecutive(sizes)
 
 
 # ----------------------------------------------------------------------------------------- layers of pipeline stages

@@ -21,7 +21,6 @@ SWITCHES = ("steps", "plateau")
 ALWAYS_ACTIVE = ("norms", "biases", "embedding", "head")
 FROZEN = ("embedding", "head", "norms")
 BF16_OR_FP32 = ("bf16", "fp32")
-MOMENT_DTYPES = ("fp32", "bf16", "int8")
 
 # groups of --help with fields of several dataclasses
 NETWORK = "network size"
@@ -203,7 +202,7 @@ class BcdConfig:
     muon_momentum_dtype: str = option(
         "fp32",
         "precision of Muon's momentum; int8: 8-bit codes with an fp32 scale per 256 elements",
-        choices=MOMENT_DTYPES,
+        choices=("fp32", "bf16", "int8"),
         group=OPTIMIZER,
     )
     muon_grad_dtype: str = option(
@@ -431,7 +430,7 @@ class TrainingConfig:
     adam_moments_dtype: str = option(
         "fp32",
         "precision in which Adam's two moments are stored; int8: 8-bit codes with an fp32 scale per 256 elements",
-        choices=MOMENT_DTYPES,
+        choices=("fp32", "int8"),
         group=OPTIMIZER,
     )
 

@@ -23,7 +23,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.bcd.blocks.chunks import stage_chunks
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
@@ -213,7 +212,7 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
     except ValueError as error:  # Megatron Core adds the layer's class to the message
         raise ValueError(str(error).split(" when instantiating ")[0]) from error
     for chunk in chunks if config.is_breadth_first and config.pipeline_size == 1 else ():
-        chunk.chunk_layers = stage_chunks(partition_from_config(config), 0, config.bcd.bcd_layers_per_pass)
+        chunk.chunk_layers = partition_from_config(config).in_passes(config.bcd.bcd_layers_per_pass).virtual_stages
     model: torch.nn.Module = ChunkedModel(chunks) if num_chunks > 1 else chunks[0]
     is_grouped = config.num_experts and config.transformer["moe_grouped_gemm"]
     if is_grouped and grouped_experts.is_available(stage_config.params_dtype, *config.expert_sizes):
@@ -295,7 +294,7 @@ def _host_layers(config: RunConfig, stage_config: TransformerConfig, padded_voca
         is_streamed=is_streamed,
         group=replicas.group(),
         part=replicas.expert_part(),
-        chunk_layers=max(map(len, stage_chunks(partition, stage, config.bcd.bcd_layers_per_pass))),
+        chunk_layers=max(map(len, partition.in_passes(config.bcd.bcd_layers_per_pass).chunks_on_stage(stage))),
         state={kind: (device.DTYPES[dtype], shared) for kind, (dtype, shared) in config.state_on_host.items()},
     )
 

@@ -77,9 +77,8 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     cut = partition_from_config(config)
     if cut.num_chunks > 1:
         fields["virtual_pipeline_model_parallel_size"] = cut.num_chunks
-        fields["pipeline_model_parallel_layout"] = _uneven_layout([len(chunk.layers) for chunk in cut.submodels])
-    elif len(set(cut.layers_per_stage)) > 1:
-        fields["pipeline_model_parallel_layout"] = _uneven_layout(cut.layers_per_stage)
+    if cut.num_chunks > 1 or len({*map(len, cut.virtual_stages)}) > 1:
+        fields["pipeline_model_parallel_layout"] = _pipeline_layout(cut.virtual_stages)
     try:
         return TransformerConfig(**fields)
     except AssertionError as error:
@@ -126,9 +125,9 @@ def describe_activation(config: TransformerConfig) -> str:
     return "GELU (tanh form)" if config.bias_activation_fusion or config.activation_func is tanh_gelu else "GELU"
 
 
-def _uneven_layout(layers_per_stage: Sequence[int]) -> list[list[str]]:
-    """Return Megatron Core's pipeline layout for stages with different numbers of layers."""
-    stages = [["decoder"] * number for number in layers_per_stage]
+def _pipeline_layout(virtual_stages: Sequence[range]) -> list[list[str]]:
+    """Return Megatron Core's pipeline layout, given the layers of each virtual stage."""
+    stages = [["decoder"] * len(layers) for layers in virtual_stages]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     return stages

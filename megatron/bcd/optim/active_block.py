@@ -14,7 +14,6 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
-from megatron.bcd.blocks.chunks import chunk_of, stage_chunks, virtual_chunks
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import get_host_layers
@@ -54,11 +53,11 @@ class ActiveBlock:
             self._host_layers.owned = owned
         self.chunks: Sequence[range] = ()
         """The layers of each chunk of --bcd-schedule breadth-first, by their numbers on this stage."""
-        self.virtual_chunks: Sequence[range] = ()
-        """The layers of each chunk of all stages."""
+        self.passes = partition
+        """The partition into what the schedule runs at once."""
         if config.is_breadth_first:
-            self.chunks = stage_chunks(partition, stage, config.bcd.bcd_layers_per_pass)
-            self.virtual_chunks = virtual_chunks(partition, config.bcd.bcd_layers_per_pass)
+            self.passes = partition.in_passes(config.bcd.bcd_layers_per_pass)
+            self.chunks = self.passes.chunks_on_stage(stage)
         self.optimizers = (self.core, self.matrices)
         """All that steps parameters and owns their state."""
         self.outer_momenta: dict[str, torch.Tensor] = {}
@@ -146,7 +145,7 @@ class ActiveBlock:
         """Return the chunk that steps a matrix; None for a tied embedding with a copy on another stage."""
         if getattr(self.parameters.all()[name], "shared_embedding", False):  # Megatron Core's attribute
             return None
-        return chunk_of(self.parameters.ownership(name), self.virtual_chunks) // self.partition.num_stages
+        return self.parameters.ownership(name).virtual_stage(self.passes) // self.partition.num_stages
 
     @contextlib.contextmanager
     def _no_sync(self) -> Iterator[None]:

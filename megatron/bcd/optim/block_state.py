@@ -36,7 +36,7 @@ class BlockStateStore:
         """Preallocated flat host buffers for the main parameters of whole parameters."""
         self._are_shared = host_layers.is_shared_by_all
         """Whether all replicas share the memory of `_places`."""
-        self._moments_dtype = config.training.adam_moments_dtype
+        self._encodes = config.training.adam_moments_dtype == "int8"
         self.keeps_moments = config.bcd.bcd_optimizer_state == "host"
         self.keeps_main_params = config.bcd.bcd_main_params == "host"
         self.shards: dict[str, OffloadedShard] = {}
@@ -93,8 +93,7 @@ class BlockStateStore:
             flat = {key: tensor[part] for key, tensor in flat.items()}
         main_param = flat.pop(MAIN_PARAM, None)
         # 8-bit codes share scales, and other elements will when they are sharded differently
-        dtype = "fp32" if is_sharded and self._moments_dtype == "int8" else self._moments_dtype
-        moments = flat if dtype == "fp32" else low_bit_adam.encode(flat, dtype)
+        moments = low_bit_adam.encode(flat) if self._encodes and not is_sharded else flat
         self.shards[name] = self._copy(parameter, part, main_param=main_param, moments=moments, num_steps=num_steps)
         self._passing.add(name)
 

@@ -1,14 +1,14 @@
-"""Adam whose moments are stored in fewer bits (--adam-moments-dtype).
+"""Adam whose moments are stored in 8-bit codes (--adam-moments-dtype int8).
 
-The moments are in bf16, or in 8-bit codes with one fp32 scale for each block of BLOCK elements. The codes follow
+There is one fp32 scale for each block of BLOCK elements. The codes follow
 Dettmers et al. (arXiv 2110.02861): an element is the largest magnitude of its block times an entry of a table, which
 covers seven decades and is dense near 1. The first moment has a sign and 127 magnitudes, the second 255 magnitudes.
 
 There are two differences. The table has -1 as well as 1, so that decoding and encoding again gives the same codes and
 scales. And a second moment above 0 is never rounded to 0, because the step divides by its root.
 
-A parameter's optimizer state has a flat entry with the name of each moment: torch.bfloat16, or torch.int8 for the first
-and torch.uint8 for the second moment. With 8 bits there is another entry, with SCALE behind the name.
+A parameter's optimizer state has a flat entry with the name of each moment, torch.int8 for the first and torch.uint8
+for the second one, and entries of the scales, with SCALE behind the name.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 from torch.optim.adam import adam
-
-from megatron.bcd.runtime.device import DTYPES
 
 BLOCK = 256
 """Number of elements that share a scale."""
@@ -43,9 +41,9 @@ def chunk_size(device: torch.device) -> int:
 
 
 def zeros(num_elements: int, dtype: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return both moments of a parameter before its first step. `dtype` is fp32, bf16 or int8."""
-    if dtype != "int8":
-        return {name: torch.zeros(num_elements, dtype=DTYPES[dtype], device=device) for name in _CODES}
+    """Return both moments of a parameter before its first step. `dtype` is fp32 or int8."""
+    if dtype == "fp32":
+        return {name: torch.zeros(num_elements, device=device) for name in _CODES}
     state = {}
     for name, codes in _CODES.items():
         state[name] = torch.zeros(num_elements, dtype=codes, device=device)
@@ -56,8 +54,6 @@ def zeros(num_elements: int, dtype: str, device: torch.device) -> dict[str, torc
 def load(state: Mapping[str, torch.Tensor], name: str, start: int, end: int) -> torch.Tensor:
     """Return elements `start`, a multiple of BLOCK, to `end` of a moment in fp32."""
     stored = state[name][start:end]
-    if stored.dtype not in _CODES.values():
-        return stored.float()
     codes = stored.to(torch.int32)
     values = _magnitudes(stored.device, stored.dtype).index_select(0, codes.abs())
     if stored.dtype == torch.int8:
@@ -66,25 +62,9 @@ def load(state: Mapping[str, torch.Tensor], name: str, start: int, end: int) -> 
     return values.mul_(scales.repeat_interleave(BLOCK)[: values.numel()])
 
 
-def store(
-    state: Mapping[str, torch.Tensor],
-    name: str,
-    start: int,
-    values: torch.Tensor,
-    *,
-    chance: torch.Tensor | None = None,
-) -> None:
-    """Write fp32 `values` into a moment from element `start`, a multiple of BLOCK.
-
-    Values are rounded to nearest. In bf16 with `chance` (int32, 0 to 0xffff by element) rounding is stochastic: the
-    random number is added to the 16 bits that are then cut off.
-    """
+def store(state: Mapping[str, torch.Tensor], name: str, start: int, values: torch.Tensor) -> None:
+    """Round fp32 `values` to nearest, and write them into a moment from element `start`, a multiple of BLOCK."""
     stored = state[name][start : start + values.numel()]
-    if stored.dtype not in _CODES.values():
-        if chance is not None:
-            values = ((values.view(torch.int32) + chance) & -0x10000).view(torch.float32)
-        stored.copy_(values)
-        return
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)
     scales.masked_fill_(scales < SMALLEST_SCALE, 0.0)
@@ -99,12 +79,12 @@ def store(
     stored.copy_(codes.view(-1)[: values.numel()])
 
 
-def encode(moments: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
+def encode(moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the state entries of flat fp32 moments. `read` and `encode` again give the same bits."""
     state: dict[str, torch.Tensor] = {}
     for name, values in moments.items():
-        empty = zeros(values.numel(), dtype, values.device)
-        state |= {entry: empty[entry] for entry in (name, name + SCALE) if entry in empty}
+        empty = zeros(values.numel(), "int8", values.device)
+        state |= {entry: empty[entry] for entry in (name, name + SCALE)}
         step = chunk_size(values.device)
         for start in range(0, values.numel(), step):
             store(state, name, start, values[start : start + step])
@@ -118,7 +98,7 @@ def read(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         return stored
     size, step = stored.numel(), chunk_size(stored.device)
     chunks = [load(state, name, start, min(start + step, size)) for start in range(0, size, step)]
-    return torch.cat(chunks) if chunks else stored.float()
+    return torch.cat(chunks) if chunks else torch.empty(0)
 
 
 def names(state: Mapping[str, torch.Tensor]) -> list[str]:
@@ -169,29 +149,14 @@ class LowBitAdam(torch.optim.Optimizer):
     A step decodes a chunk of the moments at a time and computes in fp32. It updates the parameter before it rounds the
     new moments. Steps are counted by group, as in fused optimizers.
 
-    In bf16 the second moment uses stochastic rounding. Most steps change it by less than half a bf16 step, so with
-    rounding to nearest it would not follow gradients that shrink. The random number is a hash of the step and of the
-    element's index in the whole parameter: a resumed run repeats it, and both copies of a tied embedding agree.
-
     Args:
         param_groups: with lr, betas, eps and weight_decay.
-        starts: index of a shard's first element in the whole parameter; 0 if absent.
-        dtype: bf16 or int8.
     """
 
-    def __init__(
-        self,
-        param_groups: Iterable[dict[str, Any]],
-        *,
-        starts: Mapping[torch.Tensor, int],
-        dtype: str,
-        decoupled_weight_decay: bool,
-    ) -> None:
+    def __init__(self, param_groups: Iterable[dict[str, Any]], *, decoupled_weight_decay: bool) -> None:
         super().__init__([{"params": []}], {})
         # like Megatron Core's distributed optimizer: in fp32 its shards are views of weights, which torch refuses
         self.param_groups = list(param_groups)
-        self.dtype = dtype
-        self._starts = starts
         self._is_decoupled = decoupled_weight_decay
 
     @torch.no_grad()
@@ -207,28 +172,27 @@ class LowBitAdam(torch.optim.Optimizer):
         assert parameter.grad is not None and parameter.dtype == torch.float32
         state = self.state[parameter]
         if not state:
-            state.update(zeros(parameter.numel(), self.dtype, parameter.device))
+            state.update(zeros(parameter.numel(), "int8", parameter.device))
         settings = group | {"decoupled_weight_decay": self._is_decoupled}
-        first = self._starts.get(parameter, 0)
-        for start, weight, gradient, part in parts(parameter.view(-1), parameter.grad.reshape(-1), state):
-            step_part(weight, gradient, part, settings, first=first + start)
+        for weight, gradient, part in parts(parameter.view(-1), parameter.grad.reshape(-1), state):
+            step_part(weight, gradient, part, settings)
 
 
 def parts(weight: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Iterator[Any]:
-    """Yield the start, the weights, the gradients in fp32 and the entries of the state of elements to step at once."""
+    """Yield the weights, the gradients in fp32 and the entries of the state of elements to step at once."""
     size = chunk_size(weight.device)
     for start in range(0, weight.numel(), size):
         some, scales = slice(start, start + size), slice(start // BLOCK, (start + size) // BLOCK)
         part = {name: flat[scales if name.endswith(SCALE) else some] for name, flat in state.items()}
-        yield start, weight[some], gradient[some].float(), part
+        yield weight[some], gradient[some].float(), part
 
 
 def step_part(
-    weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], *, first: int
+    weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
 ) -> None:
     """Step fp32 weights and the entries of their moments; with moments in fp32 by PyTorch's Adam.
 
-    `first` is the first element's index in the whole parameter. `group` has settings, and `step`, this step's number.
+    `group` has settings, and `step`, this step's number.
     """
     lr, eps, weight_decay, (beta1, beta2) = (group[name] for name in ("lr", "eps", "weight_decay", "betas"))
     is_decoupled = group["decoupled_weight_decay"]
@@ -252,19 +216,4 @@ def step_part(
     exp_avg_sq.addcmul_(gradient, gradient, value=1 - beta2)
     weight.addcdiv_(exp_avg, exp_avg_sq.sqrt().div_(correction).add_(eps), value=-step_size)
     store(state, "exp_avg", 0, exp_avg)
-    chance = None
-    if state["exp_avg"].dtype == torch.bfloat16:
-        chance = _hash16(first, weight.numel(), group["step"], weight.device)
-    store(state, "exp_avg_sq", 0, exp_avg_sq, chance=chance)
-
-
-def _hash16(first: int, count: int, step: int, device: torch.device) -> torch.Tensor:
-    """Return 16 pseudo-random bits, as int32, for each of `count` indices from `first`.
-
-    Each of two rounds multiplies by a large odd number and mixes the upper bits of the product into the lower ones.
-    """
-    bits = torch.arange(first, first + count, dtype=torch.int64, device=device)
-    for factor in (0x9E3779B1, 0x85EBCA6B):
-        bits.add_(step).bitwise_and_(0x7FFFFFFF).mul_(factor)
-        bits.bitwise_xor_(bits >> 17)
-    return (bits >> 16).bitwise_and_(0xFFFF).to(torch.int32)
+    store(state, "exp_avg_sq", 0, exp_avg_sq)

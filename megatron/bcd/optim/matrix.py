@@ -81,7 +81,7 @@ class Matrix:
     momentum_dtype: torch.dtype
     """int8: codes, and scales as the kind MOMENTUM_SCALE."""
     moments_dtype: str
-    """Precision of Adam's moments: fp32, bf16 or int8."""
+    """Precision of Adam's moments: fp32 or int8."""
     has_signed_squares: bool
     """Whether weights round like Megatron Core's, which takes the signs of Adam's second moment (`bf16.split`)."""
     offloads_low_bits: bool
@@ -242,8 +242,9 @@ class Matrix:
             self.store_on_host(MOMENTUM, tensors[MOMENTUM].to(self.momentum_dtype, copy=True))
         elif kind == MOMENTS:
             moments = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
-            for entry, value in low_bit_adam.encode(moments, self.moments_dtype).items():
-                self.store_on_host(entry, value)
+            entries = low_bit_adam.encode(moments) if self.moments_dtype == "int8" else moments
+            for entry, value in entries.items():
+                self.store_on_host(entry, value.clone())
         else:
             factors = self.state[FACTORS] = self.zero_factors()
             values = tensors[ROW_MEANS], tensors[COLUMN_MEANS], torch.tensor(num_steps)

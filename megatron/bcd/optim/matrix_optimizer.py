@@ -55,12 +55,11 @@ class MatrixOptimizer:
     Args:
         matrices: parameter and layout of each matrix that some phase steps, by name.
         group: the ranks that hold the same weights, except experts of expert-parallel ranks.
-        blocks: the block of each matrix, if owners are balanced within each block (`ownership.matrix_owners`).
         groups: the state of each matrix that checkpoints store (`Matrix.groups`).
         offloads_low_bits: low bits are in host memory while their matrix is not stepped. For matrices that only the
             phases of one block step.
         momentum_dtype: precision of momenta, on the device and in host memory.
-        moments_dtype: precision of Adam's moments: fp32, bf16 or int8.
+        moments_dtype: precision of Adam's moments: fp32 or int8.
         has_signed_squares: see `Matrix`.
         overlaps_reduction: a stack is reduced as soon as the last microbatch has its gradients. `no_sync` encloses
             the other microbatches. Otherwise `reduce_gradients` reduces all stacks.
@@ -78,7 +77,6 @@ class MatrixOptimizer:
         matrices: Mapping[str, tuple[torch.nn.Parameter, MatrixLayout]],
         *,
         group: torch.distributed.ProcessGroup,
-        blocks: Mapping[str, int | None] | None = None,
         groups: Mapping[str, Mapping[str, tuple[str, int | None]]] | None = None,
         offloads_low_bits: bool = False,
         momentum_dtype: torch.dtype = torch.float32,
@@ -95,7 +93,8 @@ class MatrixOptimizer:
         self._overlaps_reduction, self._max_norm, self._is_used = overlaps_reduction, max_norm, is_used
         self._is_last_microbatch, self._is_compiled = True, is_compiled
         self._stage_group, self._pipeline_group = stage_group, pipeline_group
-        owners = _owners({name: parameter for name, (parameter, _) in matrices.items()}, group, blocks)
+        groups = groups or {name: {} for name in matrices}
+        owners = _owners({name: parameter for name, (parameter, _) in matrices.items()}, group, groups)
         self.matrices = dict[str, Matrix]()
         for name, (parameter, layout) in matrices.items():
             ranks, owner = owners[name]
@@ -112,7 +111,7 @@ class MatrixOptimizer:
                 owner=owner,
                 group=ranks,
                 num_ranks=group.size(),
-                groups=groups[name] if groups else {},
+                groups=groups[name],
                 momentum_dtype=momentum_dtype,
                 moments_dtype=moments_dtype,
                 has_signed_squares=has_signed_squares,
@@ -466,7 +465,7 @@ def _scale(stacks: Iterable[Stack], gradient_scale: float) -> None:
 def _owners(
     parameters: Mapping[str, torch.nn.Parameter],
     group: torch.distributed.ProcessGroup,
-    blocks: Mapping[str, int | None] | None,
+    groups: Mapping[str, Mapping[str, tuple[str, int | None]]],
 ) -> dict[str, tuple[torch.distributed.ProcessGroup, int]]:
     """Return the ranks with the same values of each matrix, which are fewer for experts than `group`, and its owner."""
     by_group = dict[torch.distributed.ProcessGroup, list[str]]()
@@ -476,6 +475,7 @@ def _owners(
     result = dict[str, tuple[torch.distributed.ProcessGroup, int]]()
     for ranks, names in by_group.items():
         sizes = [parameters[name].numel() for name in names]
-        owners = matrix_owners(sizes, ranks.size(), [blocks[name] for name in names] if blocks else [])
+        blocks = [groups[name][MOMENTS][1] if MOMENTS in groups[name] else None for name in names]
+        owners = matrix_owners(sizes, ranks.size(), blocks)
         result |= {name: (ranks, owner) for name, owner in zip(names, owners, strict=True)}
     return result

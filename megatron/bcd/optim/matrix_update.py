@@ -83,7 +83,7 @@ def _step_adam(stack: Stack, clip_coefficient: float, num_steps: int) -> None:
     for matrix, gradients in zip(stack.matrices, stack.gradient.chunk(len(stack.matrices)), strict=True):
         state = {kind: tensor.view(-1) for kind, tensor in matrix.state.items() if kind != GRADIENT}
         parts = low_bit_adam.parts(matrix.parameter.data.view(-1), gradients.view(-1), state)
-        for start, weight, gradient, part in parts:
+        for weight, gradient, part in parts:
             if clip_coefficient < 1.0:
                 gradient = gradient * clip_coefficient
             written, bits = [weight, *part.values()], part.get(LOW_BITS)
@@ -92,7 +92,7 @@ def _step_adam(stack: Stack, clip_coefficient: float, num_steps: int) -> None:
             value = weight if bits is None else bf16.join(weight, bits, squares)
             if squares is not None and squares.is_floating_point():
                 squares.abs_()
-            low_bit_adam.step_part(value, gradient, part, settings, first=start)
+            low_bit_adam.step_part(value, gradient, part, settings)
             if bits is not None:
                 bf16.split(value, weight=weight, low_bits=bits, squares=squares)
             for tensor, old in zip(written, before, strict=False):

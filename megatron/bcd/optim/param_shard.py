@@ -142,7 +142,7 @@ class ParamShard:
         is_low_bit = isinstance(self.optimizer, low_bit_adam.LowBitAdam)
         if is_low_bit and moments and moments["exp_avg"].dtype == torch.float32:
             moments = {name: moment.to(self.stepped.device) for name, moment in moments.items()}
-            moments = low_bit_adam.encode(moments, self.optimizer.dtype)
+            moments = low_bit_adam.encode(moments)
         for name, moment in moments.items():
             copy = moment.to(self.stepped.device, copy=True, non_blocking=True)
             self.optimizer.state[self.stepped][name] = copy if is_low_bit else copy.view_as(self.stepped)

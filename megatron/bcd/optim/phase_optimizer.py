@@ -26,7 +26,7 @@ from megatron.bcd.optim import update_rules
 from megatron.bcd.optim.low_bit_adam import LowBitAdam
 from megatron.bcd.optim.matrix import FACTORS, MOMENTS, MatrixRule, Rules
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
-from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, param_shards
+from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE
 from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.state import MOMENTUM
 from megatron.bcd.optim.update_rules import MatrixLayout
@@ -73,13 +73,8 @@ def build_optimizer(
         memory.release_cached_memory()
     for each in getattr(optimizer, "chained_optimizers", []):
         if config.training.adam_moments_dtype != "fp32" and each.optimizer is not None:
-            shards = param_shards([each], dict(wrapped.module.named_parameters()))
-            each.optimizer = LowBitAdam(
-                each.optimizer.param_groups,
-                starts={shard.stepped: shard.start for shard in shards.values()},
-                dtype=config.training.adam_moments_dtype,
-                decoupled_weight_decay=config.optimizer.decoupled_weight_decay,
-            )
+            decoupled = config.optimizer.decoupled_weight_decay
+            each.optimizer = LowBitAdam(each.optimizer.param_groups, decoupled_weight_decay=decoupled)
         if not each.get_parameters():
             each.is_stub_optimizer = True  # this rank steps nothing, but it joins every reduction
     return optimizer
@@ -111,7 +106,6 @@ def build_matrix_optimizer(config: RunConfig, model: torch.nn.Module, parameters
     return MatrixOptimizer(
         {name: (parameter, layout_of(name, parameter)) for name, parameter in matrices.items()},
         group=replicas.group(),
-        blocks=None if config.is_muon else {name: parameters.ownership(name).block for name in matrices},
         groups={name: _groups(config, parameters.ownership(name)) for name in matrices},
         offloads_low_bits=config.bcd.bcd_inactive_update == "none",  # only Muon's own blocks step the matrices
         momentum_dtype=DTYPES[config.bcd.muon_momentum_dtype],

@@ -51,8 +51,8 @@ class MatrixLayout:
     group: torch.distributed.ProcessGroup | None = None
     """The tensor-parallel group, if the matrix is sliced."""
     tensor_mode: str = "distributed"
-    """--muon-tp-mode, how a slice is orthogonalised. `duplicated` gathers the whole matrix on every rank, `blockwise`
-    treats the slice as a whole matrix, `distributed` reduces the products."""
+    """--muon-tp-mode, how a slice is orthogonalised. `blockwise` treats the slice as a whole matrix, `distributed`
+    reduces the products."""
     is_transposed: bool = False
     """Whether rows are inputs, as in some experts of transformers. The scale depends on it."""
 
@@ -113,11 +113,6 @@ def orthogonalize(
     rows, columns = gradient_MN.shape[-2:]
     is_transposed = rows > columns
     if dim is not None and group is not None:
-        if layout.tensor_mode == "duplicated":
-            slices = [torch.empty_like(gradient_MN) for _ in range(group.size())]
-            torch.distributed.all_gather(slices, gradient_MN.contiguous(), group=group)
-            whole = orthogonalize(torch.cat(slices, dim=1 + dim), num_steps=num_steps, scale_mode=scale_mode)
-            return whole.chunk(group.size(), dim=1 + dim)[group.rank()]
         rows, columns = (rows * group.size(), columns) if dim == 0 else (rows, columns * group.size())
         is_transposed = dim == 0
     matrix = gradient_MN.reshape(-1, *gradient_MN.shape[-2:])

@@ -66,11 +66,7 @@ class BreadthFirstIteration(Iteration):
             Kind.SEND_LOSS: lambda action, place: self._messages.send(self._arrived_loss(), is_backward=True),
             Kind.RECEIVE_LOSS: self._receive_loss,
             Kind.UPDATE: self._update,
-            Kind.KEEP: self._update,
-            Kind.NORM: lambda action, place: None,
         }
-        self._clipped: list[int] = []
-        """Chunks whose updates wait for the norm."""
 
     def run(self) -> list[Any]:
         """Run all actions. Return the results of the loss function by microbatch on the last stage, elsewhere []."""
@@ -78,8 +74,9 @@ class BreadthFirstIteration(Iteration):
         if self._loss is not None:
             self._messages.wait_for(self._loss)  # a stage without updates has not
         select_chunk(self._model, None)
-        if self._clipped:  # their norm needs all gradients
-            self._training_step.update_clipped(self._clipped)
+        if self._shape.clips_by_chunk:  # the norm needs all gradients
+            updated = sorted(action.chunk for action in self._actions if action.kind is Kind.UPDATE)
+            self._training_step.update_clipped(updated)
         self._weights.finish_step()
         return reported
 
@@ -175,10 +172,7 @@ class BreadthFirstIteration(Iteration):
         if self._has_messages and not self._is_loss_taken:
             self._training_step.take_loss(self._arrived_loss())
             self._is_loss_taken = True
-        if self._shape.clips_by_chunk and action.kind is Kind.UPDATE:
-            self._clipped.append(action.chunk)
-        else:
-            self._training_step.update(action.chunk)
+        self._training_step.update(action.chunk)
 
 
 def _visit(action: Action) -> _Visit:

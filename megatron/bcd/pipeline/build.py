@@ -1,16 +1,11 @@
 """Build pipeline plans: the order of each stage's passes, with its messages between them. Pure.
 
 From the first trainable stage on, the order is Megatron Core's (1F1B, or interleaved 1F1B with several chunks), as if
-that stage were the first one. Virtual stages before it run forward without a graph and have no backward passes. With
-several chunks, a pass may start earlier than in Megatron Core's order, because backward passes are missing.
+that stage were the first one. Virtual stages before it run forward without a graph and have no backward passes.
 
-Each stage has three queues: backward, forward with a graph, and forward only. Within a queue the order is Megatron
-Core's. The stage always runs the queue whose next pass can start first, except that it waits a little for a backward
-pass. This order is used if its simulated iteration is shorter than that of Megatron Core's.
-
-A message is placed where it can first be sent in that simulation. All stages therefore agree on one order of passes and
-messages. Such a plan cannot deadlock, even if every message blocked until its other end is ready; the executor blocks
-less than that.
+The passes are simulated, and a message is placed where it can first be sent. All stages therefore agree on one order of
+passes and messages. Such a plan cannot deadlock, even if every message blocked until its other end is ready; the
+executor blocks less than that.
 """
 
 from __future__ import annotations
@@ -20,16 +15,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from megatron.bcd.pipeline.plan import Action, Kind, Plan, PlanShape
-from megatron.bcd.pipeline.simulate import Span
-
-_FORWARD_DELAY = 0.5
-"""A stage prefers a backward pass to a forward pass if it starts at most this much later, in mean forward passes."""
-_LEAD = 2
-"""Maximum lead of forward-only passes over those with a graph, in groups of `num_stages` microbatches."""
-
-
-_Timeline = list[list[Span]]
-"""The passes of each stage, in order."""
+from megatron.bcd.pipeline.simulate import Span, run_orders
 
 
 @lru_cache(maxsize=64)
@@ -39,12 +25,7 @@ def build_plan(shape: PlanShape) -> Plan:
     orders = tuple(order(shape, stage) for stage in range(shape.num_stages))
     if shape.is_breadth_first and len(orders) == 1:
         return Plan(shape=shape, stages=orders)
-    timeline = _follow(shape, orders)
-    # queues trade passes with a graph against passes without; if only the head is active, most stages lack the former
-    has_graphs = shape.is_training and shape.stage_of(shape.first_trainable) == 0
-    if has_graphs and shape.num_chunks > 1 and not shape.is_breadth_first and not all(shape.active):
-        timeline = min(timeline, _Queues(shape).run(), key=lambda passes: max(done[-1].end for done in passes))
-    return Plan(shape=shape, stages=_insert_messages(shape, timeline))
+    return Plan(shape=shape, stages=_insert_messages(shape, run_orders(shape, orders)))
 
 
 def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
@@ -52,7 +33,7 @@ def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
 
     The last chunk of the model, which has the head, runs forward and backward in turn, so that the logits of one
     microbatch exist at a time. Others repeat their forward pass before the backward pass, unless its activations are
-    kept. Updates that clip are a separate pass.
+    kept.
     """
     order: list[Action] = []
     microbatches, last = range(shape.num_microbatches), shape.last if shape.is_training else shape.num_virtual
@@ -71,10 +52,7 @@ def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
             order.append(Action(backward, microbatch, chunk))
         order += [Action(Kind.LOSS, 0, chunk)] if virtual == last else []
         if shape.updated[virtual]:
-            order.append(Action(Kind.KEEP if shape.clips_by_chunk else Kind.UPDATE, 0, chunk))
-    if shape.clips_by_chunk:
-        order.append(Action(Kind.NORM, 0))
-        order += [Action(Kind.UPDATE, 0, chunk) for chunk, virtual in by_chunk if shape.updated[virtual]]
+            order.append(Action(Kind.UPDATE, 0, chunk))
     return tuple(order)
 
 
@@ -142,135 +120,7 @@ def _passes(shape: PlanShape, stage: int, *, is_backward: bool) -> list[Action |
     return passes
 
 
-class _Clock:
-    """Simulated time: when each pass ends, and when the next ones can therefore start."""
-
-    def __init__(self, shape: PlanShape) -> None:
-        self.shape = shape
-        self.stages: _Timeline = [[] for _ in range(shape.num_stages)]
-        self._passes_run: dict[tuple[bool, int, int], Span] = {}
-        """By direction (True is backward), virtual stage and microbatch."""
-
-    def earliest_start(self, stage: int, action: Action) -> float | None:
-        """Return when the stage can start this action next, or None if that depends on passes without a time yet."""
-        shape, microbatch = self.shape, action.microbatch
-        virtual = shape.virtual_stage(stage, action.chunk)
-        start = self.stages[stage][-1].end if self.stages[stage] else 0.0
-        if not action.kind.computes:  # the loss arrives before the gradients of lower chunks
-            return start
-        needed = shape.needed_message(virtual, action)
-        if needed is None and action.kind.is_backward:
-            needed_pass = (False, virtual, microbatch)
-        elif needed is None:
-            return start
-        else:
-            needed_pass = (needed.is_backward, needed.source, microbatch)
-        needed_run = self._passes_run.get(needed_pass)
-        return None if needed_run is None else max(start, needed_run.end)
-
-    def earliest_send(self, stage: int, action: Action) -> float | None:
-        """Return when a forward-only stage may start a pass without flooding its receiver.
-
-        The receiver must not store more than `max_sends` inputs besides the one it works on.
-        """
-        shape = self.shape
-        if not shape.is_one_way(stage) or stage == shape.last:
-            return 0.0
-        due = action.microbatch - shape.max_sends
-        if not shape.is_forward_only(stage + 1):  # the next iteration consumes the microbatches that ran ahead
-            due = min(due, shape.num_microbatches - 1)
-        if due < shape.forward_microbatches(stage + 1).start:
-            return 0.0
-        taken = self._passes_run.get((False, stage + 1, due))
-        return None if taken is None else taken.start
-
-    def run(self, stage: int, action: Action, start: float) -> None:
-        virtual = self.shape.virtual_stage(stage, action.chunk)
-        done = Span(stage, action, start, start + self.shape.duration(virtual, action.kind))
-        if action.kind.is_passed_on:
-            self._passes_run[action.kind.is_backward, virtual, action.microbatch] = done
-        self.stages[stage].append(done)
-
-
-def _follow(shape: PlanShape, orders: Sequence[Sequence[Action]]) -> _Timeline:
-    """Return the passes in the given orders, with their times."""
-    clock, left = _Clock(shape), [list(reversed(order)) for order in orders]
-    is_moving = True
-    while is_moving:
-        is_moving = False
-        for stage, actions in enumerate(left):
-            while actions:
-                starts = clock.earliest_start(stage, actions[-1]), clock.earliest_send(stage, actions[-1])
-                if None in starts:
-                    break
-                clock.run(stage, actions.pop(), max(start for start in starts if start is not None))
-                is_moving = True
-    assert not any(left), "deadlock between stages"
-    return clock.stages
-
-
-class _Queues:
-    """The queues of all stages, which run the stage whose next pass can start first.
-
-    A stage keeps activations of at most as many microbatches as in full training. This cannot deadlock: the next pass
-    of Megatron Core's order is always allowed here too.
-    """
-
-    def __init__(self, shape: PlanShape) -> None:
-        self._shape, self._clock = shape, _Clock(shape)
-        self._bounds = [max_graphs(shape, stage) for stage in range(shape.num_stages)]
-        self._queues = [self._passes_by_queue(stage) for stage in range(shape.num_stages)]
-        forward = [shape.duration(virtual, Kind.FORWARD) for virtual in range(shape.num_virtual)]
-        self._forward_delay = sum(forward) / len(forward) * _FORWARD_DELAY
-        self._num_graphs = [0] * shape.num_stages
-        self._num_started = [0] * shape.num_stages
-        """Number of microbatches that have passed the stage's first chunk with a graph."""
-
-    def run(self) -> _Timeline:
-        stages = range(self._shape.num_stages)
-        options = [self._option(stage) for stage in stages]
-        while any(any(queues) for queues in self._queues):
-            start, stage = min((option[1], stage) for stage, option in enumerate(options) if option is not None)
-            option = options[stage]
-            assert option is not None
-            action = self._queues[stage][option[0][1]].pop()
-            self._num_graphs[stage] += (action.kind is Kind.FORWARD) - action.kind.is_backward
-            first = self._shape.chunk_of(self._shape.first_trainable)
-            self._num_started[stage] += action.kind is Kind.FORWARD and action.chunk == first
-            self._clock.run(stage, action, start)
-            # a pass can only enable passes of the same stage and of the two neighbours
-            for changed in {stage, (stage + 1) % len(stages), (stage - 1) % len(stages)}:
-                options[changed] = self._option(changed)
-        return self._clock.stages
-
-    def _option(self, stage: int) -> tuple[tuple[float, int], float] | None:
-        """Return the stage's next pass as ((start plus the queue's delay, queue), start), or None if none can start."""
-        best: tuple[tuple[float, int], float] | None = None
-        for queue, left in enumerate(self._queues[stage]):
-            if not left or self._must_wait(stage, left[-1]):
-                continue
-            start = self._clock.earliest_start(stage, left[-1])
-            if start is None:
-                continue
-            rank = (start + self._forward_delay * (left[-1].kind is Kind.FORWARD), queue)
-            if best is None or rank < best[0]:
-                best = rank, start
-        return best
-
-    def _must_wait(self, stage: int, action: Action) -> bool:
-        if action.kind is Kind.FORWARD:
-            return self._num_graphs[stage] >= self._bounds[stage]
-        most = self._num_started[stage] + _LEAD * self._shape.num_stages
-        return action.kind is Kind.FORWARD_ONLY and action.microbatch >= most
-
-    def _passes_by_queue(self, stage: int) -> list[list[Action]]:
-        """Return the three queues: backward, forward with a graph, forward only. The next pass is the last one."""
-        shape, queues = self._shape, ((Kind.BACKWARD, Kind.BACKWARD_INPUT), (Kind.FORWARD,), (Kind.FORWARD_ONLY,))
-        passes = [*_passes(shape, stage, is_backward=True), *_passes(shape, stage, is_backward=False)][::-1]
-        return [[action for action in passes if action is not None and action.kind in kinds] for kinds in queues]
-
-
-def _insert_messages(shape: PlanShape, timeline: _Timeline) -> tuple[tuple[Action, ...], ...]:
+def _insert_messages(shape: PlanShape, timeline: Sequence[Sequence[Span]]) -> tuple[tuple[Action, ...], ...]:
     """Insert the messages between every stage's passes.
 
     At both ends, a message follows the passes that start before it can be sent. The loss is known behind the last

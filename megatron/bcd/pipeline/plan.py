@@ -7,11 +7,9 @@ c x stages + s. Virtual stages are numbered by depth.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
-from megatron.bcd.blocks.chunks import first_trainable_chunk, is_chunk_updated
 from megatron.bcd.blocks.partition import Partition
 
 
@@ -41,11 +39,7 @@ class Kind(enum.StrEnum):
     RECEIVE_LOSS = "receive loss"
     UPDATE = "update"
     """Steps the chunk's matrices, except those of a block that is stepped as a whole, and frees their gradients. Waits
-    for the loss."""
-    KEEP = "keep gradients"
-    """Like UPDATE, but copies gradients that are clipped to host memory."""
-    NORM = "norm"
-    """Reduces all gradients that are left and computes the norm of all, before updates that clip."""
+    for the loss. If gradients are clipped, it copies them to host memory: the updates follow all passes."""
 
     @property
     def is_forward(self) -> bool:
@@ -61,6 +55,11 @@ class Kind(enum.StrEnum):
     def is_backward(self) -> bool:
         """Whether this is a backward pass."""
         return self in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+    @property
+    def is_message(self) -> bool:
+        """Whether this is one end of a message."""
+        return self.startswith(("send", "receive"))
 
     @property
     def computes(self) -> bool:
@@ -82,37 +81,6 @@ class Action:
     """Index in this iteration. From `num_microbatches` on it counts microbatches of the next iteration. 0 in LOSS and
     UPDATE, `num_microbatches` in messages of the loss."""
     chunk: int = 0
-
-
-class Message(NamedTuple):
-    """The output or the input gradient of one microbatch, or the loss, on its way to the next or previous virtual
-    stage."""
-
-    source: int
-    target: int
-    microbatch: int
-
-    @property
-    def is_backward(self) -> bool:
-        return self.target < self.source
-
-
-_ENDS = {
-    Kind.SEND_FORWARD: (0, 1),
-    Kind.RECEIVE_FORWARD: (-1, 0),
-    Kind.SEND_BACKWARD: (0, -1),
-    Kind.RECEIVE_BACKWARD: (1, 0),
-    Kind.SEND_LOSS: (0, -1),
-    Kind.RECEIVE_LOSS: (1, 0),
-}
-
-
-def action_message(virtual: int, action: Action) -> Message | None:
-    """Return the message that a virtual stage sends or receives in this action, or None if it computes."""
-    if action.kind not in _ENDS:
-        return None
-    source, target = _ENDS[action.kind]
-    return Message(virtual + source, virtual + target, action.microbatch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +110,10 @@ class PlanShape:
     updated: tuple[bool, ...] = ()
     """In breadth-first order: whether each virtual stage has matrices that are stepped right after its passes."""
     clips_by_chunk: bool = False
-    """Whether these updates wait for the norm of all gradients, in a separate pass."""
+    """Whether these updates wait for the norm of all gradients, which follows all actions."""
     num_kept: int = 0
     """In breadth-first order on one stage: the passes of a microbatch through a chunk that are not repeated, because
     their activations wait for the backward pass. The last chunks come first."""
-    work: tuple[tuple[float, float], ...] = ()
-    """Time of a forward and a backward pass of each virtual stage, in any unit. It determines the order of passes and
-    messages. If empty, forward, input gradients and weight gradients take equal time."""
 
     @property
     def num_virtual(self) -> int:
@@ -219,26 +184,17 @@ class PlanShape:
         is_last = microbatch == self.num_microbatches - 1
         return self.is_breadth_first and is_last and virtual > self.last - self.num_stages + 1
 
-    def needed_message(self, virtual: int, action: Action) -> Message | None:
-        """Return the message that must arrive before the virtual stage can start this action, if any."""
-        if self.num_stages == 1 or action.kind in (Kind.RECOMPUTE, Kind.LOSS, Kind.NORM):
-            return None
-        if action.kind in (Kind.UPDATE, Kind.KEEP):
-            receiver = self.virtual_stage(self.stage_of(virtual), self.num_chunks - 1)
-            return None if receiver == self.last else Message(receiver + 1, receiver, self.num_microbatches)
-        if action.kind.is_forward:
-            has_arrived = virtual == self.first_trainable and action.microbatch < self.done_ahead
-            needs_none = has_arrived or not self.needs_input(virtual)
-            return None if needs_none else Message(virtual - 1, virtual, action.microbatch)
-        return Message(virtual + 1, virtual, action.microbatch) if virtual < self.last else None
+    def needed_pass(self, virtual: int, action: Action) -> tuple[bool, int, int] | None:
+        """Return the neighbour's pass whose result the virtual stage needs to start this action, if any.
 
-    def duration(self, virtual: int, kind: Kind) -> float:
-        """Return how long an action takes, in the unit of `work`."""
-        if not kind.computes:
-            return 0.0
-        if self.work:
-            return self.work[virtual][kind.is_backward]
-        return 1.0 + (kind is Kind.BACKWARD)
+        It is given as direction (True is backward), virtual stage and microbatch. The loss arrives before the gradients
+        of lower chunks, so what waits for it needs no pass.
+        """
+        if action.kind.is_backward:
+            return (True, virtual + 1, action.microbatch) if virtual < self.last else None
+        has_arrived = virtual == self.first_trainable and action.microbatch < self.done_ahead
+        has_input = action.kind.is_passed_on and self.needs_input(virtual) and not has_arrived
+        return (False, virtual - 1, action.microbatch) if has_input else None
 
     @property
     def full_training(self) -> PlanShape:
@@ -273,93 +229,34 @@ def evaluation_shape(
 
 
 def breadth_first_shape(
-    partition: Partition,
-    block: int,
-    chunks: Sequence[range],
-    *,
-    num_microbatches: int,
-    steps_block_by_chunk: bool = False,
-    clips_by_chunk: bool = False,
-    num_kept: int = 0,
+    passes: Partition, block: int, *, num_microbatches: int, steps_block_by_chunk: bool = False, **options: Any
 ) -> PlanShape:
-    """Return the shape of a training iteration in breadth-first order. `chunks` are `virtual_chunks`."""
-    numbers = range(len(chunks))
-    return PlanShape(
-        num_stages=partition.num_stages,
-        num_chunks=len(chunks) // partition.num_stages,
-        num_microbatches=num_microbatches,
-        first_trainable=first_trainable_chunk(partition, block, chunks),
-        active=tuple(
-            partition.trains_chunk(block, chunks[chunk], is_first=chunk == 0, is_last=chunk == numbers[-1])
-            for chunk in numbers
-        ),
-        is_breadth_first=True,
-        updated=tuple(steps_block_by_chunk or is_chunk_updated(partition, block, chunks, chunk) for chunk in numbers),
-        clips_by_chunk=clips_by_chunk,
-        num_kept=num_kept,
+    """Return the shape of a training iteration in breadth-first order. `passes` is a `Partition.in_passes`.
+
+    `options` are other fields of the shape.
+    """
+    numbers = range(passes.num_virtual_stages)
+    updated = tuple(steps_block_by_chunk or passes.virtual_stage_updated(block, virtual) for virtual in numbers)
+    return phase_shape(
+        passes, block, num_microbatches=num_microbatches, is_breadth_first=True, updated=updated, **options
     )
 
 
 def stock_shape(shape: PlanShape) -> PlanShape:
     """Return the shape of Megatron Core's 1F1B for the same phase: every stage runs forward and backward."""
-    return replace(shape, first_trainable=0, is_prefix_cached=False, done_ahead=0, run_ahead=0, work=())
+    return replace(shape, first_trainable=0, is_prefix_cached=False, done_ahead=0, run_ahead=0)
 
 
-def phase_shape(
-    partition: Partition,
-    block: int,
-    *,
-    num_microbatches: int,
-    head: float,
-    is_prefix_cached: bool = False,
-    done_ahead: int = 0,
-    run_ahead: int = 0,
-) -> PlanShape:
-    """Return the shape of a training iteration in the phase of `block`.
-
-    `head` is the time of a pass through the output head, in passes of a layer.
-    """
-    virtual_stages = range(partition.num_virtual_stages)
+def phase_shape(partition: Partition, block: int, *, num_microbatches: int, **options: Any) -> PlanShape:
+    """Return the shape of a training iteration in the phase of `block`. `options` are other fields of the shape."""
+    numbers = range(partition.num_virtual_stages)
     return PlanShape(
         num_stages=partition.num_stages,
         num_chunks=partition.num_chunks,
         num_microbatches=num_microbatches,
         first_trainable=partition.first_trainable_virtual_stage(block),
-        active=tuple(partition.virtual_stage_active(block, virtual) for virtual in virtual_stages),
-        is_prefix_cached=is_prefix_cached,
-        done_ahead=done_ahead,
-        run_ahead=run_ahead,
-        work=_work(partition, block, head),
-    )
-
-
-def _work(partition: Partition, block: int, head: float) -> tuple[tuple[float, float], ...]:
-    """Return `PlanShape.work`, in passes of a layer."""
-    active = partition.blocks[block].layers if partition.has_active_block else ()
-    updated = {*active, *partition.layers_updated_inactive(block)}
-    first = len(partition.prefix_layers(block))
-    work = []
-    for virtual in range(partition.num_virtual_stages):
-        chunk, stage = divmod(virtual, partition.num_stages)
-        layers: Sequence[int] = partition.chunk_layers(stage, chunk)
-        forward = float(len(layers))
-        backward = float(sum((layer >= first) + (layer in updated) for layer in layers))
-        if virtual == partition.num_virtual_stages - 1:
-            forward, backward = forward + head, backward + head * (1 + partition.head_active(block))
-        work.append((forward, backward))
-    return tuple(work)
-
-
-def steady_shape(
-    partition: Partition, block: int, *, num_microbatches: int, head: float, run_ahead: int | None = None
-) -> PlanShape:
-    """Return the shape of an iteration in the middle of a phase.
-
-    Its first microbatches ran ahead in the previous iteration, and it runs ahead itself. `run_ahead` is the flag.
-    """
-    ahead = min(microbatches_ahead(partition, block, run_ahead), num_microbatches)
-    return phase_shape(
-        partition, block, num_microbatches=num_microbatches, head=head, done_ahead=ahead, run_ahead=ahead
+        active=tuple(partition.virtual_stage_active(block, virtual) for virtual in numbers),
+        **options,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron.bcd.blocks.partition import Partition, consecutive
+from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.optim.step import Step
 from megatron.bcd.pipeline.breadth_first import BreadthFirstIteration
 from megatron.bcd.pipeline.execute import Iteration
@@ -39,31 +39,27 @@ class PipelineSchedule:
         name: str,
         partition: Partition,
         run_ahead: int | None,
-        head_passes: float = 1.0,
         timeout_minutes: int | None = None,
-        chunks: Sequence[range] = (),
         saves_on_host: bool = False,
         by_chunk: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
             name: "bcd", "stock" or "breadth-first".
+            partition: of the model; with "breadth-first" the `Partition.in_passes`.
             run_ahead: number of microbatches; None is `default_run_ahead`.
-            head_passes: time of a pass through the output head, in passes of a layer. Plans are arranged by it.
             timeout_minutes: timeout of messages between stages of the prefix; None is PyTorch's default.
-            chunks: with "breadth-first", the `virtual_chunks`.
             saves_on_host: with "breadth-first", the inputs of chunks are saved in host memory.
             by_chunk: with "breadth-first", arguments of `breadth_first_shape`.
         """
         self.name = name
         self._partition = partition
-        self._run_ahead, self._head_passes = run_ahead, head_passes
-        self._timeout_minutes = timeout_minutes
+        self._run_ahead, self._timeout_minutes = run_ahead, timeout_minutes
         self._block = 0
         self._is_prefix_cached = False
         self._done_ahead = 0
         self._inputs_ahead: dict[int, torch.Tensor] = {}
-        self._chunks, self._by_chunk = chunks, by_chunk or {}
+        self._by_chunk = by_chunk or {}
         self._saved_inputs = SavedInputs(on_host=saves_on_host)
         self._channels: tuple[ProcessGroupCollection, Messages, Messages] | None = None
         """Process groups, messages between stages, and those from stages that only run forward."""
@@ -109,7 +105,7 @@ class PipelineSchedule:
                 shape = self._evaluation_shape(num_microbatches)
             elif self.name == "breadth-first":
                 shape = breadth_first_shape(
-                    self._partition, self._block, self._chunks, num_microbatches=num_microbatches, **self._by_chunk
+                    self._partition, self._block, num_microbatches=num_microbatches, **self._by_chunk
                 )
             else:
                 ahead = min(microbatches_ahead(self._partition, self._block, self._run_ahead), num_microbatches_next)
@@ -117,7 +113,6 @@ class PipelineSchedule:
                     self._partition,
                     self._block,
                     num_microbatches=num_microbatches,
-                    head=self._head_passes,
                     is_prefix_cached=self._is_prefix_cached,
                     done_ahead=self._done_ahead,
                     run_ahead=0 if self._is_prefix_cached else ahead,
@@ -135,13 +130,12 @@ class PipelineSchedule:
         arguments |= {"messages": messages, "prefix_messages": prefix_messages, "inputs_ahead": self._inputs_ahead}
         iteration: Iteration
         if shape.is_breadth_first:
-            chunks = self._chunks[groups.pp.rank() :: shape.num_stages]
             iteration = BreadthFirstIteration(
                 shape,
                 model,
                 groups,
                 step=step,
-                layers=consecutive([len(layers) for layers in chunks]),
+                layers=self._partition.chunks_on_stage(groups.pp.rank()),
                 saved_inputs=self._saved_inputs,
                 **arguments,
             )
@@ -167,12 +161,11 @@ class PipelineSchedule:
     def _evaluation_shape(self, num_microbatches: int) -> PlanShape:
         """Return the shape of an iteration that only runs forward."""
         assert self._done_ahead == 0, "microbatches that ran ahead come first"
-        num_stages = self._partition.num_stages
         return evaluation_shape(
-            num_stages=num_stages,
-            num_chunks=len(self._chunks) // num_stages or self._partition.num_chunks,
+            num_stages=self._partition.num_stages,
+            num_chunks=self._partition.num_chunks,
             num_microbatches=num_microbatches,
-            is_breadth_first=bool(self._chunks),
+            is_breadth_first=self.name == "breadth-first",
         )
 
     def _connect(self, model: torch.nn.Module) -> tuple[ProcessGroupCollection, Messages, Messages]:

@@ -1,47 +1,28 @@
 """Simulate how long an iteration takes, given the time of every pass and of a message. Pure.
 
-Times are in seconds, or in any other unit. A stage runs its actions in order. A send does not block, unless
-`PlanShape.max_sends` messages of the stage are in flight. The pass that needs a received message waits for it. Two
-stages exchange messages one after the other, in both directions together. Microbatches that ran ahead in the previous
-iteration are available at time 0.
+Times are in seconds, or in any other unit. A stage runs its passes in order. A pass waits for its input or gradient;
+messages from one stage in one direction follow one another. A stage that only runs forward waits before it floods its
+receiver (`PlanShape.max_sends`). Microbatches that ran ahead in the previous iteration are available at time 0.
 
 The optimizer step, the reductions of gradients and loss, and all other work done once per iteration are not included.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.bcd.pipeline.plan import Action, Kind, Message, Plan, action_message
+from megatron.bcd.pipeline.plan import Action, Kind, Plan, PlanShape
 
-
-@dataclass(frozen=True, kw_only=True)
-class ActionCosts:
-    """The time of every kind of pass, by virtual stage, and of a message."""
-
-    forward: Sequence[float]
-    """Passes with and without a graph."""
-    backward: Sequence[float]
-    backward_input: Sequence[float]
-    message: float = 0.0
-
-    def duration(self, virtual: int, kind: Kind) -> float:
-        """Return the time of a pass of this kind."""
-        if kind.is_forward:
-            return self.forward[virtual]
-        if kind is Kind.BACKWARD:
-            return self.backward[virtual]
-        # in a stock plan a frozen stage 0 receives gradients, but it has no weight and no input that requires one
-        return self.backward_input[virtual] if virtual else 0.0
+Work = Sequence[tuple[float, float]]
+"""The time of a forward and a backward pass of each virtual stage, in any unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An action with its start and end. A message starts and ends at the same time."""
+    """A pass, or what follows passes in breadth-first order and takes no time, with its start and end."""
 
-    stage: int
     action: Action
     start: float
     end: float
@@ -53,11 +34,11 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The times of a plan's actions, and statistics of them."""
+    """The times of a plan's passes, and statistics of them."""
 
     plan: Plan
-    spans: tuple[tuple[Span, ...], ...]
-    """The spans of each stage, in the order of its actions. Gaps are waiting times."""
+    spans: list[list[Span]]
+    """The spans of each stage, in order. Gaps are waiting times."""
 
     @property
     def iteration_time(self) -> float:
@@ -76,84 +57,74 @@ class Timeline:
         return 1 - sum(self.busy_times) / total if total else 0.0
 
 
-def simulate(plan: Plan, costs: ActionCosts) -> Timeline:
-    """Return the start and end of every action of a plan."""
-    return Timeline(plan=plan, spans=_Simulation(plan, costs).run())
+def simulate(plan: Plan, work: Work = (), *, message: float = 0.0) -> Timeline:
+    """Return the start and end of every pass of a plan.
+
+    `work` has the times of a forward and a backward pass of each virtual stage, and `message` is that of a message.
+    Without `work` forward, input gradients and weight gradients take 1 each.
+    """
+    orders = [[action for action in actions if not action.kind.is_message] for actions in plan.stages]
+    return Timeline(plan=plan, spans=run_orders(plan.shape, orders, work, message=message))
 
 
-class _Simulation:
-    """Advances every stage until it waits for a message whose arrival is not known yet."""
+def run_orders(
+    shape: PlanShape, orders: Sequence[Sequence[Action]], work: Work = (), *, message: float = 0.0
+) -> list[list[Span]]:
+    """Return the passes of each stage in the given orders, with their times; see `simulate`."""
+    clock, left = _Clock(shape, work, message), [list(reversed(order)) for order in orders]
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for stage, actions in enumerate(left):
+            while actions and clock.try_run(stage, actions[-1]):
+                actions.pop()
+                is_moving = True
+    assert not any(left), "deadlock between stages"
+    return clock.stages
 
-    def __init__(self, plan: Plan, costs: ActionCosts) -> None:
-        self._plan, self._shape, self._costs = plan, plan.shape, costs
-        self._spans: list[list[Span]] = [[] for _ in plan.stages]
-        self._in_flight: list[deque[Message]] = [deque(maxlen=plan.shape.max_sends) for _ in plan.stages]
-        self._end_times: defaultdict[Message, list[float]] = defaultdict(list)
-        """The start times of a message's two ends."""
-        self._arrived: dict[Message, float] = {}
-        self._pending: defaultdict[tuple[int, ...], deque[Message]] = defaultdict(deque)
-        """Messages between two stages, in order. The order is the same at both ends."""
-        self._free: defaultdict[tuple[int, ...], float] = defaultdict(float)
-        """The arrival time of the last message between two stages."""
-        for stage, actions in enumerate(plan.stages):
-            for action in actions:
-                message = action_message(self._shape.virtual_stage(stage, action.chunk), action)
-                if message is not None and stage == self._ends(message)[0]:
-                    self._pending[self._ends(message)].append(message)
 
-    def run(self) -> tuple[tuple[Span, ...], ...]:
-        """Return the spans of all stages."""
-        stages = range(len(self._plan.stages))
-        is_moving = True
-        while is_moving:
-            moved = [self._advance(stage) for stage in stages]
-            is_moving = any(moved)
-        done = zip(self._spans, self._plan.stages, strict=True)
-        assert all(len(spans) == len(actions) for spans, actions in done), "deadlock between stages"
-        return tuple(map(tuple, self._spans))
+class _Clock:
+    """Simulated time: when each pass starts and its result arrives, and when the next ones can therefore start."""
 
-    def _ends(self, message: Message) -> tuple[int, ...]:
-        """Return the two stages of a message, the lower one first."""
-        return tuple(sorted(map(self._shape.stage_of, message[:2])))
+    def __init__(self, shape: PlanShape, work: Work, message: float) -> None:
+        self._shape, self._work, self._message = shape, work, message
+        self.stages: list[list[Span]] = [[] for _ in range(shape.num_stages)]
+        self._starts: dict[tuple[bool, int, int], float] = {}
+        """By direction (True is backward), virtual stage and microbatch."""
+        self._arrivals: dict[tuple[bool, int, int], float] = {}
+        """When the results arrive at the next virtual stage."""
+        self._last_arrivals: defaultdict[tuple[bool, int], float] = defaultdict(float)
+        """The last arrival of a message, by direction and the stage that sends it."""
 
-    def _advance(self, stage: int) -> bool:
-        """Run the stage's next actions. Return whether at least one was completed."""
-        actions, spans = self._plan.stages[stage], self._spans[stage]
-        num_before = len(spans)
-        while len(spans) < len(actions):
-            action = actions[len(spans)]
-            virtual = self._shape.virtual_stage(stage, action.chunk)
-            start = self._start_time(stage, virtual, action, spans[-1].end if spans else 0.0)
-            if start is None:
-                break
-            duration = self._costs.duration(virtual, action.kind) if action.kind.computes else 0.0
-            spans.append(Span(stage, action, start, start + duration))
-        return len(spans) > num_before
+    def try_run(self, stage: int, action: Action) -> bool:
+        """Run the stage's next action, unless its start depends on passes without a time yet."""
+        shape, kind, spans = self._shape, action.kind, self.stages[stage]
+        virtual = shape.virtual_stage(stage, action.chunk)
+        needed = shape.needed_pass(virtual, action)
+        arrival = 0.0 if needed is None else self._arrivals.get(needed)
+        earliest_send = self._earliest_send(stage, action)
+        if arrival is None or earliest_send is None:
+            return False
+        start = max(spans[-1].end if spans else 0.0, arrival, earliest_send)
+        times = self._work[virtual] if self._work else (1.0, 1.0 + (kind is Kind.BACKWARD))
+        spans.append(Span(action, start, start + times[kind.is_backward] * kind.computes))
+        if kind.is_passed_on:
+            key, link = (kind.is_backward, virtual, action.microbatch), (kind.is_backward, stage)
+            self._last_arrivals[link] = max(self._last_arrivals[link], spans[-1].end) + self._message
+            self._starts[key], self._arrivals[key] = start, self._last_arrivals[link]
+        return True
 
-    def _start_time(self, stage: int, virtual: int, action: Action, free: float) -> float | None:
-        """Return when the stage's next action starts, or None if that is not known yet."""
-        message = action_message(virtual, action)
-        if message is None:
-            needed = self._shape.needed_message(virtual, action)
-            arrived = free if needed is None else self._arrived.get(needed)
-            return None if arrived is None else max(free, arrived)
-        in_flight = self._in_flight[stage]
-        if message.source == virtual:
-            if len(in_flight) == in_flight.maxlen:
-                oldest = self._arrived.get(in_flight[0])
-                if oldest is None:
-                    return None
-                free = max(free, oldest)
-            in_flight.append(message)
-        self._begin(message, free)
-        return free
+    def _earliest_send(self, stage: int, action: Action) -> float | None:
+        """Return when a forward-only stage may start a pass without flooding its receiver.
 
-    def _begin(self, message: Message, time: float) -> None:
-        """Record the start of one end of a message, and deliver all messages that can now arrive."""
-        self._end_times[message].append(time)
-        ends = self._ends(message)
-        pending = self._pending[ends]
-        while pending and len(self._end_times[pending[0]]) == 2:
-            arriving = pending.popleft()
-            self._free[ends] = max(*self._end_times[arriving], self._free[ends]) + self._costs.message
-            self._arrived[arriving] = self._free[ends]
+        The receiver must not store more than `max_sends` inputs besides the one it works on.
+        """
+        shape = self._shape
+        if not shape.is_one_way(stage) or stage == shape.last:
+            return 0.0
+        due = action.microbatch - shape.max_sends
+        if not shape.is_forward_only(stage + 1):  # the next iteration consumes the microbatches that ran ahead
+            due = min(due, shape.num_microbatches - 1)
+        if due < shape.forward_microbatches(stage + 1).start:
+            return 0.0
+        return self._starts.get((False, stage + 1, due))

@@ -330,7 +330,7 @@ class Recipe:
         if moments != "fp32" and self.method == "offload":
             yield f"--adam-moments-dtype {moments}: the optimizer on the host stores fp32. Leave it out."
         if moments == "int8" and self.config.tied and 1 < self.pipeline_size < self.num_gpus:
-            yield f"--adam-moments-dtype {moments}: a tied head needs one stage or one data-parallel rank. Give bf16."
+            yield f"--adam-moments-dtype {moments}: a tied head needs one stage or one data-parallel rank. Give fp32."
 
     def _schedule_faults(self) -> Iterator[str]:
         bcd, schedule = self.config.bcd, "--bcd-schedule breadth-first"

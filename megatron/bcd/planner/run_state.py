@@ -7,10 +7,10 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.pipeline.plan import PlanShape, breadth_first_shape, steady_shape
+from megatron.bcd.pipeline.cut import balanced_cut
+from megatron.bcd.pipeline.plan import PlanShape, breadth_first_shape, microbatches_ahead, phase_shape
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.activations import LayerBytes, Recomputed, StageActivations, layer_bytes
 from megatron.bcd.planner.state import ModelState, RankMemory
@@ -81,16 +81,11 @@ def _experts_of(config: RunConfig) -> cost.ExpertShape | None:
     )
 
 
-def head_passes(config: RunConfig, *, padded_vocab_size: int) -> float:
-    """Return the cost of one pass of the output head, in passes of a layer."""
-    shape = shape_of(config, vocab_size=padded_vocab_size)
-    return cost.head_passes(shape, sequence=config.model.seq_length, padded_vocabulary=padded_vocab_size)
-
-
 def balance_stages(config: RunConfig, *, padded_vocab_size: int) -> RunConfig:
     """Return the configuration with the --pipeline-model-parallel-layout of --pipeline-cut auto."""
-    even = partition_from_config(config)
-    sizes = balanced_cut(even, head=head_passes(config, padded_vocab_size=padded_vocab_size))
+    shape, sequence = shape_of(config, vocab_size=padded_vocab_size), config.model.seq_length
+    head = cost.head_passes(shape, sequence=sequence, padded_vocabulary=padded_vocab_size)
+    sizes = balanced_cut(partition_from_config(config), head=head)
     layout = f"E{'|'.join('t' * size for size in sizes)}L"  # Megatron Core's notation
     return config.replace_section("training", pipeline_model_parallel_layout=layout)
 
@@ -196,8 +191,7 @@ class RunMemory:
 
     def schedule_shape(self, block: int) -> PlanShape:
         """Return the pipeline schedule in the middle of the block's phase."""
-        sequence = self.config.model.seq_length
-        return _schedule_shape(self.state, block, self.num_microbatches, sequence, num_kept=self.num_kept)
+        return _schedule_shape(self.state, block, self.num_microbatches, num_kept=self.num_kept)
 
     def activations(self, stage: int, block: int) -> StageActivations:
         """Return the activations of a stage in the block's phase."""
@@ -208,15 +202,9 @@ class RunMemory:
 
 
 @lru_cache(maxsize=4096)
-def _schedule_shape(state: ModelState, block: int, num_microbatches: int, sequence: int, *, num_kept: int) -> PlanShape:
+def _schedule_shape(state: ModelState, block: int, num_microbatches: int, *, num_kept: int) -> PlanShape:
     if state.config.is_breadth_first:
-        return breadth_first_shape(
-            state.partition, block, state.chunks, num_microbatches=num_microbatches, num_kept=num_kept
-        )
-    return steady_shape(
-        state.partition,
-        block,
-        num_microbatches=num_microbatches,
-        head=cost.head_passes(state.shape, sequence=sequence, padded_vocabulary=state.padded_vocabulary),
-        run_ahead=state.bcd.bcd_run_ahead,
-    )
+        return breadth_first_shape(state.passes, block, num_microbatches=num_microbatches, num_kept=num_kept)
+    # the first microbatches of each iteration ran ahead in the one before
+    ahead = min(microbatches_ahead(state.partition, block, state.bcd.bcd_run_ahead), num_microbatches)
+    return phase_shape(state.partition, block, num_microbatches=num_microbatches, done_ahead=ahead, run_ahead=ahead)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import compress, product
 
-from megatron.bcd.blocks.chunks import chunk_of, virtual_chunks
 from megatron.bcd.blocks.ownership import EXPERT_STACK_ELEMENTS, matrix_owners, matrix_stacks
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import BcdConfig, RunConfig
@@ -120,9 +119,14 @@ class ModelState:
         return cost.state_budget(self.config)
 
     @cached_property
+    def passes(self) -> Partition:
+        """The partition into what --bcd-schedule breadth-first runs at once."""
+        return self.partition.in_passes(self.bcd.bcd_layers_per_pass)
+
+    @property
     def chunks(self) -> tuple[range, ...]:
         """The layers of each virtual chunk of --bcd-schedule breadth-first."""
-        return virtual_chunks(self.partition, self.bcd.bcd_layers_per_pass) if self.config.is_breadth_first else ()
+        return self.passes.virtual_stages if self.config.is_breadth_first else ()
 
     @cached_property
     def tensors(self) -> tuple[tuple[Tensor, ...], ...]:
@@ -245,7 +249,7 @@ class ModelState:
             some = [tensor for tensor in matrices if tensor.is_expert == are_experts]
             places = self._experts_place if are_experts else range(self.num_replicas)
             num_owners = self._num_expert_replicas if are_experts else self.num_replicas
-            blocks = [] if self.config.is_muon else [each.owned.block for each in some]
+            blocks = [None if self.config.is_muon else each.owned.block for each in some]
             numbers = matrix_owners([each.size for each in some], num_owners, blocks)
             for tensor, owner in zip(some, numbers, strict=True):
                 owners[tensor.name] = [rank for rank, place in enumerate(places) if place == owner]
@@ -373,7 +377,7 @@ class ModelState:
         """Return the chunks during which an inactive update's matrix has a gradient; none if it waits for the step."""
         if tensor.owned.layer is None and self.partition.tied:
             return range(len(self.chunks)) if self.partition.num_stages == 1 else ()
-        return (chunk_of(tensor.owned, self.chunks),) if self.config.is_breadth_first else ()
+        return (tensor.owned.virtual_stage(self.passes),) if self.config.is_breadth_first else ()
 
     def _inactive_rule(self, tensor: Tensor) -> str:
         is_in_layer = tensor.owned.module == "layer"

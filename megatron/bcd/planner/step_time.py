@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.plan import PlanShape
-from megatron.bcd.pipeline.simulate import ActionCosts, simulate
+from megatron.bcd.pipeline.simulate import Work, simulate
 from megatron.bcd.planner.cost import pass_products
 from megatron.bcd.planner.memory import recomputation
 from megatron.bcd.planner.recipe import Recipe
@@ -81,8 +81,8 @@ def phase_seconds(recipe: Recipe, block: int) -> PhaseTime:
     ]
     step, slowest = max(steps, key=lambda rank: rank[0])
     shape = recipe.memory.schedule_shape(block)
-    costs = _breadth_first_costs(recipe, block, step) if shape.is_breadth_first else _costs(recipe, block)
-    pipeline, bubble = _pipeline_seconds(shape, costs)
+    work = _breadth_first_work(recipe, block, step) if shape.is_breadth_first else _work(recipe, block)
+    pipeline, bubble = _pipeline_seconds(shape, work, message=_message_seconds(recipe))
     return PhaseTime(
         block=block,
         pipeline=pipeline,
@@ -106,7 +106,7 @@ def mean_seconds(recipe: Recipe) -> float:
     return sum(phase.total for phase in phases) / len(phases)
 
 
-def _costs(recipe: Recipe, block: int) -> ActionCosts:
+def _work(recipe: Recipe, block: int) -> Work:
     partition, choices = recipe.partition, recomputation(recipe)
     layer, _, core = pass_seconds(recipe)
     exchange = exchange_seconds(recipe)
@@ -139,7 +139,7 @@ def chunk_seconds(recipe: Recipe, block: int) -> list[tuple[float, float]]:
     return seconds
 
 
-def _breadth_first_costs(recipe: Recipe, block: int, update: float) -> ActionCosts:
+def _breadth_first_work(recipe: Recipe, block: int, update: float) -> Work:
     """Return the times of passes with --bcd-schedule breadth-first, and of copies that wait behind them.
 
     While a chunk computes, the stage's next one is copied; while it is updated too, the last one is written back.
@@ -167,14 +167,14 @@ def _breadth_first_costs(recipe: Recipe, block: int, update: float) -> ActionCos
     return _with_head(recipe, block, forward, backward)
 
 
-def _with_head(recipe: Recipe, block: int, forward: list[float], backward: list[float]) -> ActionCosts:
-    """Return the costs of passes of layers with those of the head, which follows the last ones."""
+def _with_head(recipe: Recipe, block: int, forward: list[float], backward: list[float]) -> Work:
+    """Return the times of passes of layers with those of the head, which follows the last ones."""
     head, is_active = pass_seconds(recipe)[1], recipe.partition.head_active(block)
     # a linear loss computes the gradient of its input in the forward pass, and the logits again for the weight's
     is_linear = recipe.config.has_linear_loss
     forward[-1] += (1 + is_linear) * head
     backward[-1] += (2 * is_active if is_linear else 1 + is_active) * head
-    return ActionCosts(forward=forward, backward=backward, backward_input=backward, message=_message_seconds(recipe))
+    return [*zip(forward, backward, strict=True)]
 
 
 def copy_bytes(recipe: Recipe, stage: int, block: int) -> tuple[tuple[float, float], float]:
@@ -218,14 +218,15 @@ def _message_seconds(recipe: Recipe) -> float:
     return recipe.memory.layer_bytes.input * sum(1 / (1e9 * speed) for speed in speeds) / num_links
 
 
-def _pipeline_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
+def _pipeline_seconds(shape: PlanShape, work: Work, *, message: float) -> tuple[float, float]:
     """Return time and bubble. The first microbatches are simulated; the others continue at the same pace."""
     simulated = _with_microbatches(shape, min(shape.num_microbatches, _SIMULATED_ROUNDS * shape.num_stages))
-    timeline = simulate(build_plan(simulated), costs)
+    timeline = simulate(build_plan(simulated), work, message=message)
     more = (shape.num_microbatches - simulated.num_microbatches) / simulated.num_microbatches
     if not more:
         return timeline.iteration_time, timeline.bubble
-    fewer = simulate(build_plan(_with_microbatches(shape, simulated.num_microbatches - shape.num_stages)), costs)
+    shorter = build_plan(_with_microbatches(shape, simulated.num_microbatches - shape.num_stages))
+    fewer = simulate(shorter, work, message=message)
     slope = (timeline.iteration_time - fewer.iteration_time) / shape.num_stages
     total = timeline.iteration_time + more * simulated.num_microbatches * slope
     return total, 1 - sum(timeline.busy_times) * (1 + more) / (total * shape.num_stages)

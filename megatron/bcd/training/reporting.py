@@ -13,7 +13,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bcd.blocks.chunks import virtual_chunks
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition, describe_layers
 from megatron.bcd.blocks.subsets import PhaseSubset
@@ -248,7 +247,6 @@ def _notes(
         yield _describe_preset(config, bcd.bcd_preset)
     if partition.num_blocks > 1 and (head := partition.describe_head()):
         yield head
-    yield from filter(None, [partition.describe_uneven()])
     if partition.frozen:
         num_frozen = sum(rank["num_frozen"] for rank in ranks if rank["replica"] == 0)
         yield f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters"
@@ -298,7 +296,7 @@ def _pipeline_notes(run: ResolvedRun, recomputation: Recomputation) -> Iterator[
         yield f"pipeline schedule {_describe_pipeline(config, partition)}"
     yield from recomputation.describe(partition)
     if config.is_breadth_first:
-        chunks = len(virtual_chunks(partition, config.bcd.bcd_layers_per_pass))
+        chunks = partition.in_passes(config.bcd.bcd_layers_per_pass).num_virtual_stages
         place = "in host memory" if config.bcd.bcd_saved_inputs == "host" else "on the device"
         yield (
             f"breadth-first: all microbatches of a step pass through one of {chunks} chunks before the next; inputs of "
