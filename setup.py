@@ -55,7 +55,6 @@ setup(
     ],
     extras_require={
         "board": ["flask>=3"],
-        "datasets": ["datasets>=4"],
         "elastic": ["torchft==0.2.*"],
         "figures": ["matplotlib"],
         "tiktoken": ["tiktoken>=0.14"],

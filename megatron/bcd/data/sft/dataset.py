@@ -19,7 +19,7 @@ from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import num_samples
 from megatron.bcd.data.sft.permutation import Permutation
-from megatron.bcd.data.sft.store import Files, Samples, files_of, tokenized_samples
+from megatron.bcd.data.sft.store import Files, Samples, collect, files_of, tokenize_files, tokenized_samples
 from megatron.bcd.data.splits import DataPlan, Splits, stage_needs_data
 from megatron.bcd.tokenizer import Tokenizer
 
@@ -179,7 +179,7 @@ def _prepare(config: RunConfig, tokenizer: Tokenizer) -> _Prepared:
     """Collective. Tokenize the files, unless an earlier run has, and pack the samples into sequences.
 
     Raises:
-        ValueError: as `files_of` and `tokenized_samples`; or a record is bad, or a split that is needed has none.
+        ValueError: as `tokenized_samples`; or a record is bad, or a split that is needed has none.
     """
     files = files_of(config)
     samples = tokenized_samples(config, tokenizer, files, check=lambda samples: _members(samples, config, files))
@@ -203,9 +203,9 @@ def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[In
     shares = config.data.split_shares
     if config.data.data_path:
         assert shares is not None  # fine-tuning has a default
-        members = [split[keeps[split]] for split in divide_by_record(samples.places[:, :2], shares)]
+        members = [split[keeps[split]] for split in divide_by_record(samples.records, shares)]
     else:
-        flags = numpy.array([flag for flag, _ in files])[samples.places[:, 0]]
+        flags = numpy.array([flag for flag, _ in files])[samples.records[:, 0]]
         in_files = [numpy.flatnonzero(keeps & (flags == f"--{name}-data-path")) for name in ("train", "valid", "test")]
         members = [kept[divide(len(kept), (1.0,))[0]] for kept in in_files]  # shuffle, because files are often sorted
     needed = (not config.training.skip_train, config.training.eval_iters > 0, False)
@@ -310,3 +310,35 @@ def plan_fine_tuning(
         num_validation=num_validation,
     )
     return DataPlan(epoch_samples=epoch_samples, build=lambda: splits, notes=_notes(config, prepared))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordCounts:
+    """What the records of --dry-run and tools/plan.py --data contain."""
+
+    sequences: int
+    num_bad: int
+    report: str
+    """Places and reasons of the first bad records."""
+    text: str
+
+
+def count_records(
+    files: Files,
+    tokenizer: Tokenizer,
+    *,
+    seq_length: int,
+    prompt_format: str = "auto",
+    ignored: tuple[str, ...] = (),
+    is_packed: bool = True,
+) -> RecordCounts:
+    """Tokenize all files and count, without writing anything. Raises ValueError like `tokenize_files`."""
+    samples = collect(tokenize_files(files, tokenizer, prompt_format, ignored))
+    lengths, every = numpy.minimum(samples.lengths - 1, seq_length), numpy.arange(len(samples))
+    sequences = len(pack(every, lengths, seq_length)) if is_packed else len(samples)
+    text = (
+        f"{len(numpy.unique(samples.records, axis=0)):,} examples, {int(samples.lengths.sum()):,} tokens in "
+        f"{sequences:,} sequences of {seq_length:,}; longest {int(samples.lengths.max(initial=0)):,}, "
+        f"{int((samples.lengths > seq_length + 1).sum()):,} longer than a sequence, {samples.num_bad:,} bad"
+    )
+    return RecordCounts(sequences=sequences, num_bad=samples.num_bad, report=samples.describe_bad(files), text=text)
