@@ -57,7 +57,6 @@ setup(
         "board": ["flask>=3"],
         "elastic": ["torchft==0.2.*"],
         "figures": ["matplotlib"],
-        "tiktoken": ["tiktoken>=0.14"],
         "wandb": ["wandb"],
     },
     classifiers=[

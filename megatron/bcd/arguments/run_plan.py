@@ -10,7 +10,7 @@ from typing import NoReturn, TextIO
 from megatron.bcd.blocks.partition import describe_layers, partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.run_state import balance_stages, model_state_of
-from megatron.bcd.tokenizer import TikTokenizer, build_tokenizer, padded_vocab_size
+from megatron.bcd.tokenizer import build_tokenizer, padded_vocab_size
 
 _GIB = 2**30
 _VOCABULARIES = {"ByteLevelTokenizer": 257, "GPT2BPETokenizer": 50257}
@@ -22,8 +22,6 @@ def known_vocabulary(config: RunConfig) -> int | None:
     kind, size = config.tokenizer.tokenizer_type, config.tokenizer.vocab_size
     if kind == "NullTokenizer" and size is not None:
         return size + 1  # its end-of-document token
-    if kind == "TikTokenizer":
-        return size or TikTokenizer.VOCAB_SIZE
     return _VOCABULARIES.get(str(kind), size)
 
 

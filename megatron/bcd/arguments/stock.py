@@ -274,6 +274,8 @@ REMOVED_CHOICES = {
     "and was removed. Give orthogonal or factored."
     for rule in ("normalized", "sign")
 } | {
+    "--tokenizer-type: invalid choice: 'TikTokenizer'": "--tokenizer-type TikTokenizer: removed. Give "
+    "HuggingFaceTokenizer, with a folder that has the vocabulary as tokenizer.json.",
     "--optimizer: invalid choice: 'sgd'": "--optimizer sgd: removed. Give adam or muon.",
     "--bcd-order: invalid choice: 'greedy'": f"--bcd-order greedy: removed. Give {_ORDERS}.",
     "--bcd-layout: invalid choice: 'experts'": "--bcd-layout experts: removed, because blocks of layers learn as much. "
