@@ -281,8 +281,7 @@ def check_indexed_dataset(prefix: str, vocab_size: int, flag: str = "--data-path
 
 def _token_range(path: str, dtype: numpy.dtype) -> tuple[int, int]:
     tokens = numpy.memmap(path, dtype=dtype, mode="r")
-    if len(tokens) <= _CHECKED_CHUNKS * _CHECKED_CHUNK_TOKENS:
-        return int(tokens.min()), int(tokens.max())
-    starts = numpy.linspace(0, len(tokens) - _CHECKED_CHUNK_TOKENS, _CHECKED_CHUNKS, dtype=numpy.int64)
+    last = max(0, len(tokens) - _CHECKED_CHUNK_TOKENS)
+    starts = numpy.unique(numpy.linspace(0, last, _CHECKED_CHUNKS, dtype=numpy.int64))
     chunks = [tokens[start : start + _CHECKED_CHUNK_TOKENS] for start in starts]
     return min(int(chunk.min()) for chunk in chunks), max(int(chunk.max()) for chunk in chunks)
