@@ -15,9 +15,14 @@ from support import fine_tuning
 
 from megatron.bcd.data.sft import dataset as plan
 from megatron.bcd.data.sft import store
-from megatron.bcd.data.sft.dataset import FineTuningDataset, divide, pack, pack_one_each
+from megatron.bcd.data.sft.dataset import FineTuningDataset, Packed, divide, pack
 from megatron.bcd.data.sft.text import Tokens
 from megatron.bcd.tokenizer import ByteLevelTokenizer, HuggingFaceTokenizer
+
+
+def one_each(samples: plan.Indices) -> Packed:
+    """Put every sample into a separate sequence."""
+    return Packed(samples=samples, bounds=numpy.arange(len(samples) + 1))
 
 
 @given(lengths=st.lists(st.integers(0, 20), max_size=40))
@@ -70,9 +75,8 @@ def test_answers_that_do_not_fit(flags: dict[str, bool], kept: list[int]) -> Non
     config = fine_tuning.config_of("records.jsonl", **sizes | flags)
     members, num_left_out = plan._members(samples, config, [("--data-path", "records.jsonl")])
     assert (sorted(members[0].tolist()), num_left_out) == (kept, 4 - len(kept))
-    split = plan.pack_one_each(members[0])
-    prepared = plan._Prepared(samples=samples, splits=(split, split, split), num_omitted=num_left_out)
-    assert f"{num_left_out} samples are omitted" in " ".join(plan._notes(config, prepared))
+    notes = plan._notes(config, samples, [one_each(members[0])] * 3, num_omitted=num_left_out, files=())
+    assert f"{num_left_out} samples are omitted" in " ".join(notes)
 
 
 SAMPLES = [([1, 2, 3], [0, 1, 1]), ([4, 5], [0, 1]), ([6, 7, 8, 9], [0, 0, 1, 1])]
@@ -86,16 +90,17 @@ def samples_of(digest: str = "one") -> store.Samples:
     return store.collect(rows, digest=digest)
 
 
-def dataset_of(samples: store.Samples, packed: plan.Packed | None = None, **options: Any) -> FineTuningDataset:
-    values = {"num_sequences": 4, "seq_length": 6, "end_token": 256, "seed": 1, "has_segments": True} | options
-    return FineTuningDataset(samples, packed or pack(numpy.arange(3), samples.lengths - 1, 6), **values)
+def dataset_of(samples: store.Samples, packed: Packed | None = None, **flags: Any) -> FineTuningDataset:
+    config = fine_tuning.config_of("records.jsonl", **{"seq_length": 6} | flags)
+    packed = packed or pack(numpy.arange(3), samples.lengths - 1, 6)
+    return FineTuningDataset(samples, packed, config, num_sequences=4, end_token=256)
 
 
 def test_datasets_are_told_apart() -> None:
     """Datasets of other records, packing, order, length or segments have other hashes, and equal ones the same."""
     item, two = samples_of(), samples_of("two")
-    datasets = [dataset_of(item), dataset_of(two), dataset_of(item, packed=pack_one_each(numpy.arange(3)))]
-    datasets += [dataset_of(item, seed=2), dataset_of(item, seq_length=7), dataset_of(item, has_segments=False)]
+    datasets = [dataset_of(item), dataset_of(two), dataset_of(item, packed=one_each(numpy.arange(3)))]
+    datasets += [dataset_of(item, seed=2), dataset_of(item, seq_length=7), dataset_of(item, no_sft_packing=True)]
     assert len({dataset.unique_description_hash for dataset in datasets}) == len(datasets)
     assert dataset_of(item).unique_description_hash == datasets[0].unique_description_hash
 
@@ -139,9 +144,8 @@ def test_bad_records_are_reported(tmp_path: Path) -> None:
     config = fine_tuning.config_of("a.jsonl", split="100,0,0", eval_iters=0, sft_skip_bad_records=True)
     members, _ = plan._members(samples, config, files)
     assert len(members[0]) == 3
-    packed = pack_one_each(members[0])
-    prepared = plan._Prepared(samples=samples, splits=(packed, packed, packed), num_omitted=0, files=files)
-    assert any("12 bad records are left out: --data-path" in note for note in plan._notes(config, prepared))
+    notes = plan._notes(config, samples, [one_each(members[0])] * 3, num_omitted=0, files=files)
+    assert any("12 bad records are left out: --data-path" in note for note in notes)
 
 
 def test_the_digest_is_of_content(tmp_path: Path) -> None:
