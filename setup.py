@@ -55,10 +55,8 @@ setup(
     ],
     extras_require={
         "board": ["flask>=3"],
-        "datasets": ["datasets>=4"],
         "elastic": ["torchft==0.2.*"],
         "figures": ["matplotlib"],
-        "tiktoken": ["tiktoken>=0.14"],
         "wandb": ["wandb"],
     },
     classifiers=[

@@ -64,7 +64,7 @@ fields added later."""
 REMOVED = (
     *("bcd-greedy-microbatches", "bcd-prefix-cache-dtype", "dataloader-type", "data-sharding", "sft-refuse-long"),
     *("exp-avg-dtype", "exp-avg-sq-dtype", "main-grads-dtype", "straggler-minmax-count"),
-    *("sgd-momentum", "use-distributed-optimizer"),
+    *("sgd-momentum", "tiktoken-num-special-tokens", "tiktoken-pattern", "use-distributed-optimizer"),
 )
 """Flags that have a value only in versions before their removal."""
 ADDED = {

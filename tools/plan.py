@@ -487,7 +487,7 @@ def sentence(estimate: Estimate, arguments: argparse.Namespace) -> str:
     return (
         f"{recipe.model.name}: {what}, fits {cards}{memory}, {estimate.tokens_per_second:,.0f} tokens/s, "
         f"{duration(estimate)} and {price(estimate)} for {length}."
-        + (f" It has {counted(arguments)}." if arguments.data else "")
+        + (f" It has {counted(arguments).text}." if arguments.data else "")
     )
 
 
@@ -732,7 +732,7 @@ def main(argv: list[str]) -> int:
     arguments = parse_arguments(argv)
     text, values, code = answer_to(arguments)
     if arguments.data:
-        text += f"\n\n{EPOCHS} epochs of {arguments.data}: {counted(arguments)}"
+        text += f"\n\n{EPOCHS} epochs of {arguments.data}: {counted(arguments).text}"
     if arguments.html:
         write_page(arguments.html, "plan", plan_view(arguments))
     write_figures(arguments.json, values, lambda: print(text))

@@ -334,12 +334,8 @@ def build_parser() -> Parser:
     add("--tokenizer-type", choices=TOKENIZER_TYPES, required=True)
     add("--vocab-file", metavar="FILE", help="GPT2BPETokenizer: encoder.json")
     add("--merge-file", metavar="FILE", help="GPT2BPETokenizer: vocab.bpe")
-    add("--tokenizer-model", metavar="PATH", help="SentencePiece model file, local Hugging Face folder, or JSON "
-        "vocabulary of TikTokenizer")  # fmt: skip
-    add("--vocab-size", type=int, metavar="N", help="NullTokenizer: ids 0..N-1, and N ends a document; TikTokenizer: "
-        "all ids (default: 131072)")  # fmt: skip
-    add("--tiktoken-pattern", choices=("v1", "v2"), default="v2", help="TikTokenizer (default: v2)")
-    add("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help="TikTokenizer (default: 1000)")
+    add("--tokenizer-model", metavar="PATH", help="SentencePiece model file, or local Hugging Face folder")
+    add("--vocab-size", type=int, metavar="N", help="NullTokenizer: ids 0..N-1, and N ends a document")
     add("--append-eod", action="store_true", help="end every document with the tokenizer's eod id")
     add = parser.add_argument_group("output and running").add_argument
     add("--output-prefix", required=True, metavar="PREFIX", help="folders are created")
@@ -352,7 +348,7 @@ def run(args: argparse.Namespace) -> str:
     """Write the dataset and return a summary. Raises ValueError for bad input; then nothing is written."""
     check_positive(args, "workers", "log_interval")
     sources = find_sources(args)
-    names = "vocab_file merge_file tokenizer_model vocab_size tiktoken_pattern tiktoken_num_special_tokens"
+    names = "vocab_file merge_file tokenizer_model vocab_size"
     encoder = Encoder(
         tokenizer_type=args.tokenizer_type,
         tokenizer_options={name: getattr(args, name) for name in names.split()},

@@ -4,13 +4,12 @@ Ids equal those of stock Megatron-LM core_v0.16.1 without --legacy-tokenizer. By
 stock. One difference is deliberate: GPT2BPETokenizer reads a literal "<|endoftext|>" as ordinary text, like OpenAI's
 encoder and the legacy tokenizer. Thus a document cannot forge a document boundary.
 
-Only TikTokenizer uses megatron.core.tokenizers. Its other types download GPT-2's files, number bytes differently or
-rebuild tokenizer.json by model family, or are not worth the seconds in which every worker imports torch.
+Those of megatron.core.tokenizers download GPT-2's files, number bytes differently or rebuild tokenizer.json by model
+family, or are not worth the seconds in which every worker imports torch.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 from abc import ABC, abstractmethod
@@ -170,57 +169,6 @@ class HuggingFaceTokenizer(Tokenizer):
         return list(self.engine.encode(text, add_special_tokens=False, truncation=False, verbose=False))
 
 
-class TikTokenizer(Tokenizer):
-    """Megatron Core's byte-level BPE tokenizer in tiktoken's format, a JSON list of ranked tokens.
-
-    The first `num_special_tokens` ids are special tokens, seven of them with names; eod is "</s>". The ranked tokens
-    follow, truncated to `vocab_size` ids in total. Special tokens in the text are recognised.
-
-    Raises ValueError: --tokenizer-model is missing or malformed, or has too few tokens for --vocab-size and
-    --tiktoken-num-special-tokens; or tiktoken is not installed.
-    """
-
-    VOCAB_SIZE = 2**17
-    """Default of --vocab-size."""
-
-    def __init__(
-        self,
-        *,
-        tokenizer_model: str | None = None,
-        vocab_size: int | None = None,
-        tiktoken_pattern: str = "v2",
-        tiktoken_num_special_tokens: int = 1000,
-    ) -> None:
-        path = _existing_file("--tokenizer-model", tokenizer_model, "TikTokenizer")
-        if importlib.util.find_spec("tiktoken") is None:
-            raise ValueError("--tokenizer-type TikTokenizer: tiktoken is not installed. Run pip install tiktoken.")
-        from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
-
-        num_ids, num_special = vocab_size or self.VOCAB_SIZE, tiktoken_num_special_tokens
-        try:
-            stock: Any = TikTokenTokenizer(
-                path, num_special_tokens=num_special, pattern=tiktoken_pattern, vocab_size=num_ids
-            )
-        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"--tokenizer-model {path}: does not hold {num_ids} ids (--vocab-size) with {num_special} special "
-                "ones (--tiktoken-num-special-tokens). Give at least 7 special tokens and a .json list of objects with "
-                "rank, token_bytes and token_str, first the 256 single bytes, with a token for every other id."
-            ) from error
-        self.engine = stock.tokenizer
-        super().__init__(
-            vocab_size=num_ids,
-            eod=stock.eod,
-            pad=stock.pad_id,
-            tokenizer_model=path,
-            pattern=tiktoken_pattern,
-            num_special_tokens=str(num_special),
-        )
-
-    def tokenize(self, text: str) -> list[int]:
-        return list(self.engine.encode(text, allowed_special="all"))
-
-
 class NullTokenizer(Tokenizer):
     """Text that consists of ids, "17 4 256", for --mock-data and for text tokenized elsewhere.
 
@@ -251,7 +199,6 @@ _CLASSES: dict[str, type[Tokenizer]] = {
     "GPTSentencePieceTokenizer": SentencePieceTokenizer,
     "Llama2Tokenizer": SentencePieceTokenizer,
     "HuggingFaceTokenizer": HuggingFaceTokenizer,
-    "TikTokenizer": TikTokenizer,
     "NullTokenizer": NullTokenizer,
 }
 """Classes by --tokenizer-type. As in Megatron Core 0.16.1's build_tokenizer, the SentencePiece names mean the same
@@ -264,8 +211,8 @@ TOKENIZER_TYPES = tuple(_CLASSES)
 def build_tokenizer(tokenizer_type: str | None, **options: Any) -> Tokenizer:
     """Return the tokenizer of this type, by default a NullTokenizer.
 
-    The options are Megatron's flags: vocab_file, merge_file, tokenizer_model, vocab_size, tiktoken_pattern and
-    tiktoken_num_special_tokens. Options that the type does not use are ignored, because stock recipes pass them.
+    The options are Megatron's flags: vocab_file, merge_file, tokenizer_model and vocab_size. Options that the type does
+    not use are ignored, because stock recipes pass them.
 
     Raises:
         ValueError: the type is unknown, or a file is missing or malformed. One line that names the flag.

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 import transformers
@@ -160,21 +159,6 @@ def test_bad_records_are_left_out(world1: World, records: list[dict[str, str]], 
     assert "p" not in {fine_tuning.text_of(sample["ids"]) for step in result["samples"] for sample in step}
     with pytest.raises(Exception, match="line 10 has an empty answer.*--sft-skip-bad-records"):
         world1.run(run_of, fine_tuning.config_of(data, **flags))
-
-
-def test_tables_and_folders(world2: World, records: list[dict[str, str]], tmp_path: Path) -> None:
-    """A run on a table and a saved folder takes the steps of a run on JSONL, and keeps its cache outside the folder."""
-    datasets.disable_progress_bars()
-    datasets.Dataset.from_list(records[:30]).save_to_disk(tmp_path / "a", num_shards=2)
-    datasets.Dataset.from_list(records[30:]).to_parquet(tmp_path / "b.parquet")
-    lines = [fine_tuning.write_records(tmp_path / f"{i}.jsonl", records[15 * i : 15 * i + 15]) for i in range(2)]
-    lines.append(fine_tuning.write_records(tmp_path / "2.jsonl", records[30:]))
-    before, losses = sorted((tmp_path / "a").iterdir()), []
-    for paths in ((str(tmp_path / "a"), str(tmp_path / "b.parquet")), tuple(lines)):
-        config = fine_tuning.config_of("", **PLAIN | {"num_layers": 1, "train_iters": 3, "data_path": paths})
-        losses.append(world2.run(worlds.train_run, config)[0]["losses"])
-    assert losses[0] == losses[1] and len(losses[0]) == 3
-    assert sorted((tmp_path / "a").iterdir()) == before and (tmp_path / "cache").is_dir()
 
 
 @pytest.fixture(scope="module")

@@ -427,17 +427,15 @@ def test_a_plan_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     counts = "8 examples, 256 tokens in 4 sequences of 64; longest 32, 0 longer than a sequence, 1 bad"
     assert text.splitlines()[-1] == f"3 epochs of {data}: {counts}"
     assert "6 iterations" in text, "three epochs of four sequences, two a step"
-    (tmp_path / "repository").mkdir()
-    for records, number in ((good[:7], 7), (good, 8)):  # a changed file in a folder is counted again
-        write_records(tmp_path / "repository" / "train.jsonl", records)
-        assert plan.main([*words, "--data", str(tmp_path / "repository"), *more[2:]]) == 0
-        assert f"repository: {number} examples" in capsys.readouterr().out
+    data = write_records(tmp_path / "data.jsonl", good[:7])  # a changed file is counted again
+    assert plan.main([*words, *more]) == 0
+    assert f"{data}: 7 examples" in capsys.readouterr().out
     for wrong, named in (
         ([*words, "--data", data], r"line 1 has 'id'.*--data needs at least one good record"),
         ([*words, *more, "--tokens", "1M"], r"--tokens 1e\+06: --data"),
         (["--model", "LLaMA-7B", *CARD, "--task", "sft", "--data", data], "--model LLaMA-7B has no tokenizer"),
         (["--model", folder, *CARD, "--data", data], "--task sft"),
-        ([*words, "--data", "absent"], "--data absent: does not exist"),
+        ([*words, "--data", "absent"], "--data absent: is no file"),
     ):
         assert plan.main(wrong) == 2
         assert re.search(named, capsys.readouterr().err)

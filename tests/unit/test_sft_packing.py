@@ -15,9 +15,14 @@ from support import fine_tuning
 
 from megatron.bcd.data.sft import dataset as plan
 from megatron.bcd.data.sft import store
-from megatron.bcd.data.sft.dataset import FineTuningDataset, divide, pack, pack_one_each
+from megatron.bcd.data.sft.dataset import FineTuningDataset, Packed, divide, pack
 from megatron.bcd.data.sft.text import Tokens
 from megatron.bcd.tokenizer import ByteLevelTokenizer, HuggingFaceTokenizer
+
+
+def one_each(samples: plan.Indices) -> Packed:
+    """Put every sample into a separate sequence."""
+    return Packed(samples=samples, bounds=numpy.arange(len(samples) + 1))
 
 
 @given(lengths=st.lists(st.integers(0, 20), max_size=40))
@@ -40,96 +45,80 @@ def test_splits_share_nothing(count: int, shares: list[int]) -> None:
     assert all(abs(len(split) - count * share / sum(shares)) <= 1 for split, share in zip(splits, shares, strict=True))
 
 
-def test_a_record_is_in_one_split(tmp_path: Path) -> None:
+def test_a_record_is_in_one_split() -> None:
     """A record with all its samples is in one split, and in the same one at another --seq-length."""
     rows = [(line, length) for line in range(1, 41) for length in (3, 9 if line % 2 else 4)[: 1 + line % 3]]
     tokens = [Tokens(ids=numpy.arange(n, dtype=numpy.int32), learned=numpy.arange(n) > 0) for _, n in rows]
-    with store.new_folder(str(tmp_path), "one") as folder:
-        store.write(folder, (((0, line, 1), item) for (line, _), item in zip(rows, tokens, strict=True)))
-    samples = store.open_samples(str(tmp_path), "one")
-    assert samples is not None
+    samples = store.collect(((0, line), item) for (line, _), item in zip(rows, tokens, strict=True))
     splits = []
     for length in (16, 4):
         flags = {"seq_length": length, "max_position_embeddings": length, "sft_drop_long": True, "split": "50,50,0"}
         config = fine_tuning.config_of("records.jsonl", **flags)
         members, _ = plan._members(samples, config, [("--data-path", "records.jsonl")])
         splits.append([members[0], members[1]])
-    lines = [[set(samples.places[of_split, 1].tolist()) for of_split in of_run] for of_run in splits]
+    lines = [[set(samples.records[of_split, 1].tolist()) for of_split in of_run] for of_run in splits]
     assert len(lines[0][0]) == len(lines[0][1]) == 20 and not lines[0][0] & lines[0][1]
     assert all(short <= long for short, long in zip(lines[1], lines[0], strict=True))
     assert sum(map(len, splits[0])) == len(rows) > sum(map(len, splits[1]))
 
 
 @pytest.mark.parametrize(("flags", "kept"), [({}, [0, 1, 2]), ({"sft_drop_long": True}, [0, 1])])
-def test_answers_that_do_not_fit(tmp_path: Path, flags: dict[str, bool], kept: list[int]) -> None:
+def test_answers_that_do_not_fit(flags: dict[str, bool], kept: list[int]) -> None:
     """Long answers are kept or dropped as the flags ask, and a note counts the samples that are omitted."""
     answers = [(5, range(2, 5)), (9, range(3, 5)), (12, range(2, 12)), (12, range(9, 12))]
-    with store.new_folder(str(tmp_path), "one") as folder:
-        rows = [
-            Tokens(ids=numpy.arange(n, dtype=numpy.int32), learned=numpy.isin(numpy.arange(n), answer))
-            for n, answer in answers
-        ]
-        store.write(folder, (((0, line, 1), row) for line, row in enumerate(rows, start=1)))
-    samples = store.open_samples(str(tmp_path), "one")
-    assert samples is not None
+    rows = [
+        Tokens(ids=numpy.arange(n, dtype=numpy.int32), learned=numpy.isin(numpy.arange(n), answer))
+        for n, answer in answers
+    ]
+    samples = store.collect(((0, line), row) for line, row in enumerate(rows))
     sizes = {"seq_length": 6, "max_position_embeddings": 6, "split": "100,0,0", "eval_iters": 0}
     config = fine_tuning.config_of("records.jsonl", **sizes | flags)
     members, num_left_out = plan._members(samples, config, [("--data-path", "records.jsonl")])
     assert (sorted(members[0].tolist()), num_left_out) == (kept, 4 - len(kept))
-    split = plan.pack_one_each(members[0])
-    prepared = plan._Prepared(samples=samples, splits=(split, split, split), num_omitted=num_left_out)
-    assert f"{num_left_out} samples are omitted" in " ".join(plan._notes(config, prepared))
+    notes = plan._notes(config, samples, [one_each(members[0])] * 3, num_omitted=num_left_out, files=())
+    assert f"{num_left_out} samples are omitted" in " ".join(notes)
 
 
 SAMPLES = [([1, 2, 3], [0, 1, 1]), ([4, 5], [0, 1]), ([6, 7, 8, 9], [0, 0, 1, 1])]
 
 
-def written(root: Path, digest: str = "one") -> store.Samples:
+def samples_of(digest: str = "one") -> store.Samples:
     rows = [
-        ((0, line, 1), Tokens(ids=numpy.array(ids, dtype=numpy.int32), learned=numpy.array(learned, dtype=bool)))
-        for line, (ids, learned) in enumerate(SAMPLES, start=1)
+        ((0, line), Tokens(ids=numpy.array(ids, dtype=numpy.int32), learned=numpy.array(learned, dtype=bool)))
+        for line, (ids, learned) in enumerate(SAMPLES)
     ]
-    with store.new_folder(str(root), digest) as folder:
-        store.write(folder, rows)
-    result = store.open_samples(str(root), digest)
-    assert result is not None
-    return result
+    return store.collect(rows, digest=digest)
 
 
-def dataset_of(samples: store.Samples, packed: plan.Packed | None = None, **options: Any) -> FineTuningDataset:
-    values = {"num_sequences": 4, "seq_length": 6, "end_token": 256, "seed": 1, "has_segments": True} | options
-    return FineTuningDataset(samples, packed or pack(numpy.arange(3), samples.lengths - 1, 6), **values)
+def dataset_of(samples: store.Samples, packed: Packed | None = None, **flags: Any) -> FineTuningDataset:
+    config = fine_tuning.config_of("records.jsonl", **{"seq_length": 6} | flags)
+    packed = packed or pack(numpy.arange(3), samples.lengths - 1, 6)
+    return FineTuningDataset(samples, packed, config, num_sequences=4, end_token=256)
 
 
-def test_datasets_are_told_apart(tmp_path: Path) -> None:
+def test_datasets_are_told_apart() -> None:
     """Datasets of other records, packing, order, length or segments have other hashes, and equal ones the same."""
-    item, two = written(tmp_path), written(tmp_path, "two")
-    datasets = [dataset_of(item), dataset_of(two), dataset_of(item, packed=pack_one_each(numpy.arange(3)))]
-    datasets += [dataset_of(item, seed=2), dataset_of(item, seq_length=7), dataset_of(item, has_segments=False)]
+    item, two = samples_of(), samples_of("two")
+    datasets = [dataset_of(item), dataset_of(two), dataset_of(item, packed=one_each(numpy.arange(3)))]
+    datasets += [dataset_of(item, seed=2), dataset_of(item, seq_length=7), dataset_of(item, no_sft_packing=True)]
     assert len({dataset.unique_description_hash for dataset in datasets}) == len(datasets)
     assert dataset_of(item).unique_description_hash == datasets[0].unique_description_hash
 
 
-def test_a_killed_preparation_is_not_used(tmp_path: Path) -> None:
-    """A killed preparation is not used, what it left is removed, and another job's work stays."""
-    root = tmp_path / "cache" / "sft"
-    with pytest.raises(KeyboardInterrupt), store.new_folder(str(root), "one"):
-        raise KeyboardInterrupt
-    assert not (tmp_path / "cache").exists()
-    left = root / "one.0123.part"
-    left.mkdir(parents=True)
-    (left / "ids.bin").write_bytes(b"1234")
-    for path in (left / "ids.bin", left):
-        os.utime(path, (0, 0))
-    with store.new_folder(str(root), "two") as at_work:
-        assert not left.exists()
-        assert store.open_samples(str(root), "two") is None
-        first = written(root)
-        assert Path(at_work).is_dir()
-        rows = [((0, 1, 1), Tokens(ids=numpy.array([5], dtype=numpy.int32), learned=numpy.array([True])))]
-        store.write(at_work, rows)
-    assert sorted(path.name for path in root.iterdir()) == ["one", "two"]
-    assert written(root).ids.tolist() == first.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+def test_samples_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored samples are read back; a killed writer leaves nothing, and a damaged file is not used."""
+    path, samples = tmp_path / "sft" / "one.pt", samples_of()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        store.save_samples(str(path), samples)
+    assert store.open_samples(str(path)) is None and [*path.parent.iterdir()] == []
+    store.save_samples(str(path), samples)
+    read = store.open_samples(str(path))
+    assert read is not None and [*path.parent.iterdir()] == [path]
+    assert all(numpy.array_equal(value, getattr(samples, name)) for name, value in vars(read).items())
+    for size in (path.stat().st_size - 3, 0):
+        os.truncate(path, size)
+        assert store.open_samples(str(path)) is None
 
 
 def test_bad_records_are_reported(tmp_path: Path) -> None:
@@ -139,10 +128,8 @@ def test_bad_records_are_reported(tmp_path: Path) -> None:
     paths[0].write_text(good + bad + "{\n" + good)
     paths[1].write_text(f"[{','.join([good] + [bad] * 10)}]")
     files = [("--data-path", str(path)) for path in paths]
-    with store.new_folder(str(tmp_path), "one") as folder:
-        store.write(folder, store.tokenize_files(files, ByteLevelTokenizer(), "auto", ()))
-    samples = store.open_samples(str(tmp_path), "one")
-    assert samples is not None and (len(samples), samples.num_bad) == (3, 12)
+    samples = store.collect(store.tokenize_files(files, ByteLevelTokenizer(), "auto", ()))
+    assert (len(samples), samples.num_bad) == (3, 12)
     config = fine_tuning.config_of("a.jsonl", split="100,0,0", eval_iters=0)
     with pytest.raises(ValueError, match="give --sft-skip-bad-records") as caught:
         plan._members(samples, config, files)
@@ -157,19 +144,8 @@ def test_bad_records_are_reported(tmp_path: Path) -> None:
     config = fine_tuning.config_of("a.jsonl", split="100,0,0", eval_iters=0, sft_skip_bad_records=True)
     members, _ = plan._members(samples, config, files)
     assert len(members[0]) == 3
-    packed = pack_one_each(members[0])
-    prepared = plan._Prepared(samples=samples, splits=(packed, packed, packed), num_omitted=0, files=files)
-    assert any("12 bad records are left out: --data-path" in note for note in plan._notes(config, prepared))
-
-
-@pytest.mark.parametrize("name", ["bad.json", "ids.bin", "learned.bin", "bounds.npy", "places.npy"])
-def test_a_damaged_folder_is_made_again(tmp_path: Path, name: str) -> None:
-    """A folder with a damaged file is not used, and is made again."""
-    written(tmp_path)
-    path = tmp_path / "one" / name
-    path.write_bytes(path.read_bytes()[:-3])
-    assert store.open_samples(str(tmp_path), "one") is None
-    assert written(tmp_path).bounds.tolist() == [0, 3, 5, 9]
+    notes = plan._notes(config, samples, [one_each(members[0])] * 3, num_omitted=0, files=files)
+    assert any("12 bad records are left out: --data-path" in note for note in notes)
 
 
 def test_the_digest_is_of_content(tmp_path: Path) -> None:

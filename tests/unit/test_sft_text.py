@@ -12,7 +12,7 @@ import transformers
 from support.fine_tuning import CHATML, tokenizer_folder
 
 from megatron.bcd.data.sft.records import Record, parse_record
-from megatron.bcd.data.sft.text import ChatTemplate, Renderer, tokenize_record
+from megatron.bcd.data.sft.text import Renderer, tokenize_record
 from megatron.bcd.tokenizer import HuggingFaceTokenizer
 
 LLAMA2 = (
@@ -59,11 +59,11 @@ def learned_texts(
 def test_templates_are_rendered_as_transformers_does(tmp_path: Path, name: str, where: str) -> None:
     """Templates are rendered as transformers renders them."""
     folder = tokenizer_folder(tmp_path / "model", TEMPLATES[name], where=where)
-    template = ChatTemplate(HuggingFaceTokenizer(tokenizer_model=folder))
+    renderer = Renderer(HuggingFaceTokenizer(tokenizer_model=folder), "auto")
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     for messages, for_answer in ((TALK, False), (TALK[:1], True), (TALK[:3], True)):
         expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=for_answer)
-        assert template.render(messages, for_answer=for_answer) == expected
+        assert renderer.render(messages, {}, for_answer=for_answer)[0] == expected
 
 
 EXPECTED = {
@@ -126,6 +126,7 @@ def test_prompts(tmp_path: Path) -> None:
         ("{% for %}", "auto", {"messages": TALK}, "refused"),
         ("{{ messages[0]['content'] }}", "auto", {"messages": TALK}, "leaves out"),
         ("{{ ''.__class__.__mro__ }}", "auto", {"messages": TALK}, "refused"),
+        (None, "auto", {"prompt": "\ud800", "completion": "c"}, "can't be tokenized .*surrogates"),
     ],
 )
 def test_what_has_no_text(
@@ -152,10 +153,6 @@ CALLS = CHATML.replace("message['content'] | trim", "(message['content'] or '') 
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CALLS.replace(
     "ARGUMENTS", "call.function.arguments | tojson"
 )
-# as DeepSeek's
-WITH_TEXT = "{{ tools | tojson }}" + CALLS.replace("ARGUMENTS", "'' + call.function.arguments").replace(
-    "(message['content'] or '')", "('' + message['content'])"
-)
 
 
 def transformers_text(folder: Path, record: dict[str, Any], **more: Any) -> Any:
@@ -165,10 +162,9 @@ def transformers_text(folder: Path, record: dict[str, Any], **more: Any) -> Any:
     return tokenizer.apply_chat_template(record["messages"], tools=record.get("tools"), **more)
 
 
-@pytest.mark.parametrize("template", [WITH_TOOLS, WITH_TEXT], ids=["objects", "text"])
-def test_tool_calls_are_learned(tmp_path: Path, template: str) -> None:
+def test_tool_calls_are_learned(tmp_path: Path) -> None:
     """A call is learned in the template's form; tools and results are in the prompt."""
-    tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template))
+    tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, WITH_TOOLS))
     ((text, learned),) = learned_texts(tokenizer, parse_record({"messages": TOOL_TALK, "tools": TOOLS}))
     assert learned == ['weather({"city": "Rome"})<|im_end|>', "It is sunny.<|im_end|>"]
     assert text.startswith(json.dumps(TOOLS)) and "<|im_start|>tool\nsun<|im_end|>" in text
@@ -264,7 +260,8 @@ def test_variables_of_a_template(tmp_path: Path) -> None:
         ({"messages": TALK, "documents": [{"text": "t"}], "id": 1}, "auto", "has 'documents', 'id', which"),
         ({"messages": TOOL_TALK}, "auto", "'tool_calls'"),
         ({"messages": [TALK[0], TALK[1] | {"reasoning_content": "r"}]}, "auto", "'reasoning_content'"),
-        ({"messages": [TALK[0] | {"name": "Ann"}, TALK[1]]}, "auto", "has 'name' of user, which"),
+        ({"messages": [{"role": "system", "content": "secret"}, *TALK]}, "without system", "has 'system', which"),
+        ({"messages": [TALK[0] | {"name": "Ann"}, TALK[1]]}, "auto", "has 'name', which"),
         ({"messages": TALK, "add_generation_prompt": True}, "auto", "'add_generation_prompt'"),
         ({"instruction": "a", "output": "b", "text": "c"}, "text", "has 'text', which .*--sft-ignore-keys"),
         ({"instruction": "a", "output": "b", "system": "c"}, "text", "--sft-prompt-format text"),
@@ -273,6 +270,8 @@ def test_variables_of_a_template(tmp_path: Path) -> None:
 def test_a_key_that_would_be_lost(tmp_path: Path, record: dict[str, Any], prompt_format: str, named: str) -> None:
     """A key that neither the template nor the loader uses is refused by name."""
     template = CHATML.replace("message['content']", "(message['content'] or '')")
+    if prompt_format == "without system":
+        template, prompt_format = template.replace("in messages", "in messages if message['role'] != 'system'"), "auto"
     tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template))
     with pytest.raises(ValueError, match=named):
         learned_texts(tokenizer, parse_record(record), prompt_format)
@@ -281,5 +280,5 @@ def test_a_key_that_would_be_lost(tmp_path: Path, record: dict[str, Any], prompt
 def test_the_template_sees_no_date(tmp_path: Path) -> None:
     """A template sees no date, so the text is the same every day."""
     source = "{{ strftime_now('%Y') if strftime_now is defined else 'no date' }}"
-    template = ChatTemplate(HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, source)))
-    assert template.render([{"role": "user", "content": "a"}]) == "no date"
+    renderer = Renderer(HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, source)), "auto")
+    assert renderer.render([{"role": "user", "content": "a"}], {})[0] == "no date"

@@ -1,15 +1,11 @@
 """Tokenizers: same ids as GPT-2 and as Megatron Core's own tokenizers, and errors that name the flag."""
 
-import base64
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import preprocess_data
 import pytest
 import sentencepiece
-from support.command_line import parse
 from tokenizers import ByteLevelBPETokenizer
 
 from megatron.bcd.tokenizer import NO_PAD, TOKENIZER_TYPES, Tokenizer, build_tokenizer
@@ -128,40 +124,6 @@ def test_pad_that_equals_eod_is_none(tmp_path: Path, huggingface_folder: Path) -
     assert build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)).pad == NO_PAD
 
 
-TIKTOKEN = [bytes([i]) for i in range(256)]
-TIKTOKEN += [b"th", b"he", b"the", b" t", b" the", b"in", b"ing", b" ?", b"?\n", b"eT"]
-
-
-def tiktoken_file(path: Path, tokens: list[bytes]) -> str:
-    """Write a vocabulary in the format of Megatron-LM's TikTokenizer."""
-    entries = [
-        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode("utf-8", "replace")}
-        for rank, token in enumerate(tokens)
-    ]
-    path.write_text(json.dumps(entries))
-    return str(path)
-
-
-def test_tiktoken_on_the_command_lines(tmp_path: Path) -> None:
-    """Training and preprocessing follow the flags of TikTokenizer, and have the same ids."""
-    pytest.importorskip("tiktoken")
-    file = tiktoken_file(tmp_path / "vocab.json", TIKTOKEN)
-    words = ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", file, "--vocab-size", "276"]
-    words += ["--tiktoken-pattern", "v1", "--tiktoken-num-special-tokens", "10"]
-    of_run = parse(*words, without=("--tokenizer-type",)).tokenizer
-    tokenizer = build_tokenizer(**vars(of_run))
-    check_contract(tokenizer)
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (276, 2, 4)
-    text = "eTHE thing"
-    other = build_tokenizer(**vars(of_run) | {"tiktoken_pattern": "v2"})
-    assert tokenizer.tokenize(text) != other.tokenize(text), "else the pattern is not seen"
-    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}))
-    arguments = ["--input", str(tmp_path / "text.jsonl"), "--output-prefix", str(tmp_path / "text"), *words]
-    assert preprocess_data.main(arguments) == 0
-    ids = np.fromfile(tmp_path / "text_text_document.bin", dtype=np.uint16)
-    assert ids.tolist() == tokenizer.tokenize(text)
-
-
 GOOD_VOCAB = '{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}'
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("MultimodalTokenizer", {}, "--tokenizer-type MultimodalTokenizer"),
@@ -172,8 +134,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GPT2BPETokenizer", {"vocab_file": GOOD_VOCAB, "merge_file": "a z\n"}, "--merge-file"),
     ("SentencePieceTokenizer", {"tokenizer_model": "not a model"}, "--tokenizer-model"),
     ("HuggingFaceTokenizer", {"tokenizer_model": "not a folder"}, "--tokenizer-model"),
-    ("TikTokenizer", {"tokenizer_model": '[{"rank": 0}]'}, "--tokenizer-model"),
-    ("TikTokenizer", {"tokenizer_model": "[]", "vocab_size": 9}, "--tiktoken-num-special-tokens"),
 ]
 
 

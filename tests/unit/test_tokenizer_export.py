@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import random
@@ -141,21 +140,6 @@ def gpt2(folder: Path) -> Tokenizer:
     return build_tokenizer("GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
 
 
-def tiktoken(folder: Path, pattern: str) -> Tokenizer:
-    pytest.importorskip("tiktoken")
-    words = dict.fromkeys(word[:i] for word in (" the", " model", "don't", "1234", "<s>", "the") for i in range(2, 9))
-    tokens = [bytes([i]) for i in range(256)] + [word.encode() for word in words]
-    entries = [
-        {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": ""} for i, token in enumerate(tokens)
-    ]
-    folder.mkdir()
-    (folder / "vocab.json").write_text(json.dumps(entries))
-    sizes: dict[str, Any] = {"vocab_size": len(tokens) + 10, "tiktoken_num_special_tokens": 10}
-    return build_tokenizer(
-        "TikTokenizer", tokenizer_model=str(folder / "vocab.json"), tiktoken_pattern=pattern, **sizes
-    )
-
-
 def hugging_face(folder: Path, *, is_whole: bool = True) -> Tokenizer:
     """A folder whose class, length limit and begin token differ from those of training."""
     engine = byte_level_bpe(folder)
@@ -176,8 +160,6 @@ def hugging_face(folder: Path, *, is_whole: bool = True) -> Tokenizer:
 OTHERS = {
     "bytes": lambda folder: build_tokenizer("ByteLevelTokenizer"),
     "gpt2": gpt2,
-    "tiktoken_v1": lambda folder: tiktoken(folder, "v1"),
-    "tiktoken_v2": lambda folder: tiktoken(folder, "v2"),
     "hugging_face": hugging_face,
     "hugging_face_without_json": lambda folder: hugging_face(folder, is_whole=False),
 }
@@ -186,7 +168,7 @@ OTHERS = {
 @pytest.mark.parametrize(
     ("kind", "family"),
     [*itertools.product(("gpt2", "hugging_face"), ("gpt2", "llama", "qwen3")), ("bytes", "gpt2"),
-     ("tiktoken_v1", "llama"), ("tiktoken_v2", "qwen3"), ("hugging_face_without_json", "llama")],
+     ("hugging_face_without_json", "llama")],
 )  # fmt: skip
 def test_other_types(tmp_path: Path, kind: str, family: str) -> None:
     """The export of every other type has the ids of training, whatever the model's family."""

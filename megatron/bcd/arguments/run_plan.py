@@ -10,7 +10,7 @@ from typing import NoReturn, TextIO
 from megatron.bcd.blocks.partition import describe_layers, partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.run_state import balance_stages, model_state_of
-from megatron.bcd.tokenizer import TikTokenizer, build_tokenizer, padded_vocab_size
+from megatron.bcd.tokenizer import build_tokenizer, padded_vocab_size
 
 _GIB = 2**30
 _VOCABULARIES = {"ByteLevelTokenizer": 257, "GPT2BPETokenizer": 50257}
@@ -22,8 +22,6 @@ def known_vocabulary(config: RunConfig) -> int | None:
     kind, size = config.tokenizer.tokenizer_type, config.tokenizer.vocab_size
     if kind == "NullTokenizer" and size is not None:
         return size + 1  # its end-of-document token
-    if kind == "TikTokenizer":
-        return size or TikTokenizer.VOCAB_SIZE
     return _VOCABULARIES.get(str(kind), size)
 
 
@@ -89,14 +87,13 @@ def describe_records(config: RunConfig) -> tuple[list[str], str | None]:
 
     Reads and tokenizes them, if they are on this machine.
     """
-    from megatron.bcd.data.sft.counts import count_records  # other dry runs import no torch
+    from megatron.bcd.data.sft.dataset import count_records  # other dry runs import no torch
     from megatron.bcd.data.sft.store import files_of
 
-    data = config.data
+    data, files = config.data, files_of(config)
+    if absent := [path for _, path in files if not os.path.exists(path)]:
+        return [f"records: not counted, because {absent[0]} does not exist here"], None
     try:
-        files = files_of(config)
-        if absent := [path for _, path in files if not os.path.exists(path)]:
-            return [f"records: not counted, because {absent[0]} does not exist here"], None
         counts = count_records(
             files,
             build_tokenizer(**vars(config.tokenizer)),
@@ -108,7 +105,7 @@ def describe_records(config: RunConfig) -> tuple[list[str], str | None]:
     except ValueError as error:
         return [], str(error)
     problem = f"{counts.report}. Correct them, or give --sft-skip-bad-records."
-    return [f"records: {counts}"], problem if counts.bad and not data.sft_skip_bad_records else None
+    return [f"records: {counts.text}"], problem if counts.num_bad and not data.sft_skip_bad_records else None
 
 
 def print_once(lines: Sequence[str], *, file: TextIO | None = None) -> None:

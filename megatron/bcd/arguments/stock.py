@@ -274,6 +274,8 @@ REMOVED_CHOICES = {
     "and was removed. Give orthogonal or factored."
     for rule in ("normalized", "sign")
 } | {
+    "--tokenizer-type: invalid choice: 'TikTokenizer'": "--tokenizer-type TikTokenizer: removed. Give "
+    "HuggingFaceTokenizer, with a folder that has the vocabulary as tokenizer.json.",
     "--optimizer: invalid choice: 'sgd'": "--optimizer sgd: removed. Give adam or muon.",
     "--muon-tp-mode: invalid choice: 'duplicated'": "--muon-tp-mode duplicated: removed. Give distributed.",
     "--adam-moments-dtype: invalid choice: 'bf16'": "--adam-moments-dtype bf16: removed. Give int8, which takes half.",

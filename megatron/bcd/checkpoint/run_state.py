@@ -190,7 +190,7 @@ def check_same_network(
         )
 
 
-_TOKENIZER = ("tokenizer_type", "vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens")
+_TOKENIZER = ("tokenizer_type", "vocab_size")
 """Flags on which the meaning of token ids depends. The files of the tokenizer may have been moved."""
 
 

@@ -480,9 +480,8 @@ class DataConfig:
     eod_mask_loss: bool = option(False, "no loss on end-of-document tokens")
     sft: bool = option(
         False,
-        "fine-tune on instructions or conversations: --data-path names JSONL, JSON, CSV or Parquet files, or folders "
-        "of the datasets library, with records {instruction, input, output}, {prompt, completion}, {messages} or "
-        "{conversations}; the loss counts answers only",
+        "fine-tune on instructions or conversations: --data-path names JSONL or JSON files with records {instruction, "
+        "input, output}, {prompt, completion}, {messages} or {conversations}; the loss counts answers only",
         group=FINE_TUNING,
     )
     sft_prompt_format: str = option(
@@ -533,15 +532,9 @@ class TokenizerConfig:
     vocab_file: str | None = option(None, "GPT-2 BPE vocabulary (vocab.json, encoder.json)", metavar="FILE")
     merge_file: str | None = option(None, "GPT-2 BPE merges (merges.txt, vocab.bpe)", metavar="FILE")
     tokenizer_model: str | None = option(
-        None,
-        "SentencePiece model file, local Hugging Face tokenizer folder, or JSON vocabulary of TikTokenizer",
-        metavar="PATH",
+        None, "SentencePiece model file, or local Hugging Face tokenizer folder", metavar="PATH"
     )
-    vocab_size: int | None = option(
-        None, "vocabulary size of NullTokenizer, or of TikTokenizer (default 131072)", range=AT_LEAST_1
-    )
-    tiktoken_pattern: str = option("v2", "pattern that cuts text into words for TikTokenizer", choices=("v1", "v2"))
-    tiktoken_num_special_tokens: int = option(1000, "first ids of TikTokenizer that are special tokens")
+    vocab_size: int | None = option(None, "vocabulary size of NullTokenizer", range=AT_LEAST_1)
 
 
 @dataclass(frozen=True, kw_only=True)

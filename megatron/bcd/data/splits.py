@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import math
 import os
 import pickle
@@ -24,9 +23,10 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import num_samples
+from megatron.bcd.runtime import atomic_io
 
 _DEFAULT_SPLIT = "969, 30, 1"  # Megatron-LM's default
-_SPLIT_NAMES = ("training", "validation", "test")
+_SPLIT_FLAGS = {"training": "--train-data-path", "validation": "--valid-data-path", "test": "--test-data-path"}
 _LONGEST_WAIT = 300.0
 """Seconds; below the default timeout of the other ranks' collectives."""
 _CHECKED_CHUNKS = 64
@@ -72,8 +72,6 @@ def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int, *, least_st
         epoch_samples = _epoch_samples(config, dataset_config, num_tokens[0])
         if num_validation is None:
             num_validation = sum(_num_sequences(config, tokens) for tokens in num_tokens[1])
-        redraws = config.bcd.bcd_sample_ratio is not None
-        _check_blends(config, dataset_config, num_tokens, sizes if not redraws else (0, *sizes[1:]))
     if config.bcd.bcd_sample_ratio is not None and not config.training.skip_train:
         sizes = (epoch_samples, *sizes[1:])
         PhaseSubset(num_samples=epoch_samples, ratio=config.bcd.bcd_sample_ratio, seed=config.training.seed)
@@ -119,26 +117,22 @@ def _build_splits(
         ValueError: the index cache is not writable, or a killed run left an incomplete file in it.
     """
     dataset_class = MockGPTDataset if config.data.mock_data else GPTDataset
+    blends = filter(None, (dataset_config.blend, *(dataset_config.blend_per_split or ())))
+    prefix = next((blend[0][0] for blend in blends), None)
+    # Megatron Core's default is beside the data
+    default = prefix and os.path.join(prefix, "cache", f"{GPTDataset.__name__}_indices")
     try:
-        with _one_job_at_a_time(next(iter(_cache_folders(config)), None)):
+        with _one_job_at_a_time(config.data.data_cache_path or default):
             built = BlendedMegatronDatasetBuilder(
                 dataset_class, list(sizes), lambda: stage_needs_data(config), dataset_config
             ).build()
-    except (ValueError, EOFError, pickle.UnpicklingError) as error:  # raised by numpy for a truncated file
-        damaged = _damaged_indexes(config)
-        if not damaged:
+    except Exception as error:  # Megatron Core wraps an OSError, and numpy raises others on an incomplete file
+        if not isinstance(atomic_io.os_error(error), OSError | ValueError | EOFError | pickle.UnpicklingError):
             raise
         raise ValueError(
-            f"--data-cache-path {config.data.data_cache_path or '(beside the data)'}: the index cache is damaged, "
-            f"probably by a run that was killed while writing it. Delete {' and '.join(damaged)}."
-        ) from error
-    except Exception as error:  # Megatron Core wraps the OSError
-        reason = error if isinstance(error, OSError) else error.__cause__
-        if not isinstance(reason, OSError):
-            raise
-        raise ValueError(
-            f"--data-cache-path {config.data.data_cache_path or '(beside the data)'}: the index cache can't be "
-            f"written ({reason.strerror}: {reason.filename}). Give a writable folder."
+            f"--data-cache-path {config.data.data_cache_path or '(beside the data)'}: the index cache can't be read or "
+            f"written ({atomic_io.describe(error)}). Give a writable folder, or delete the cache: a killed run may "
+            "have left an incomplete file."
         ) from error
     bounds = dataset_config.split_matrix or dataset_config.blend_per_split
     assert sizes[1] is not None or built[1] is None or len(built[1]) == num_validation
@@ -167,28 +161,6 @@ def _one_job_at_a_time(folder: str | None) -> Iterator[None]:
         yield
 
 
-def _cache_folders(config: RunConfig) -> list[str]:
-    """Return the folders of the index cache: the given one, or Megatron Core's default beside each dataset."""
-    data = config.data
-    if data.data_cache_path is not None:
-        return [data.data_cache_path]
-    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    prefixes = [prefix for words in paths if words for prefix in get_blend_from_list(list(words))[0]]
-    return [os.path.join(prefix, "cache", f"{GPTDataset.__name__}_indices") for prefix in dict.fromkeys(prefixes)]
-
-
-def _damaged_indexes(config: RunConfig) -> list[str]:
-    """Return the incomplete files of the index cache. Megatron Core writes a file again if it is missing."""
-    damaged = []
-    for folder in _cache_folders(config):
-        for file in sorted(glob.glob(os.path.join(glob.escape(folder), "*_index.npy"))):
-            try:
-                numpy.load(file, mmap_mode="r")
-            except (OSError, ValueError, EOFError):
-                damaged.append(file)
-    return damaged
-
-
 def _dataset_config(config: RunConfig, tokenizer: Any) -> GPTDatasetConfig:
     data = config.data
     per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
@@ -215,93 +187,53 @@ def _dataset_config(config: RunConfig, tokenizer: Any) -> GPTDatasetConfig:
 def _check_splits(
     config: RunConfig, dataset_config: GPTDatasetConfig, vocab_size: int, sizes: tuple[int, int | None, int]
 ) -> list[list[int]]:
-    """Check every file of the blend, and that each required split fills a sequence. Drop a test split that does not.
+    """Check every file of the blend, and that each required split fills a sequence and lasts for the run.
+
+    Drop a test split that does not. Datasets without weights are read only once.
 
     Returns:
         Number of tokens by split, then by prefix.
     """
-    needed = sizes[0] > 0, config.training.eval_iters > 0, False
-    if dataset_config.blend is not None:
-        dataset_config.split_matrix[1:] = [
-            bounds if config.training.eval_iters else None for bounds in dataset_config.split_matrix[1:]
-        ]
-        by_prefix = [
-            _check_shares(config, dataset_config, prefix, check_indexed_dataset(prefix, vocab_size), needed)
-            for prefix in dataset_config.blend[0]
-        ]
-        return [list(tokens) for tokens in zip(*by_prefix, strict=True)]
-    tokens_by_split: list[list[int]] = [[], [], []]
-    flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
-    for i, blend in enumerate(dataset_config.blend_per_split):
-        if blend is None and needed[i]:
-            raise ValueError(
-                f"{flags[i]}: missing. With data per split, give data for the {_SPLIT_NAMES[i]} split"
-                + (", or --eval-iters 0." if i == 1 else ".")
-            )
-        for prefix in blend[0] if blend else ():
-            num_tokens = int(check_indexed_dataset(prefix, vocab_size, flags[i]).sum())
-            tokens_by_split[i].append(num_tokens)
-            if num_tokens <= config.model.seq_length:
+    blend, length = dataset_config.blend, config.model.seq_length
+    documents = {prefix: check_indexed_dataset(prefix, vocab_size) for prefix in (blend[0] if blend else ())}
+    splits: list[Any] = dataset_config.split_matrix if blend else dataset_config.blend_per_split
+    is_needed = sizes[0] > 0, config.training.eval_iters > 0, False
+    num_tokens: list[list[int]] = [[], [], []]
+    for i, (name, flag) in enumerate(_SPLIT_FLAGS.items()):
+        if blend and i > 0 and not config.training.eval_iters:
+            splits[i] = None
+        prefixes, weights = blend or splits[i] or ((), None)
+        advice = ", or --eval-iters 0." if name == "validation" else "."
+        if is_needed[i] and not prefixes:
+            raise ValueError(f"{flag}: missing. With data per split, give data for the {name} split{advice}")
+        for prefix in prefixes:
+            if blend:
+                first, last = (int(round(bound * len(documents[prefix]))) for bound in splits[i] or (0, 0))
+                tokens = int(documents[prefix][first:last].sum())
+            else:
+                tokens = int(check_indexed_dataset(prefix, vocab_size, flag).sum())
+            num_tokens[i].append(tokens)
+            if tokens > length:
+                continue
+            if is_needed[i] or not blend:
                 raise ValueError(
-                    f"{flags[i]} {prefix}: holds less than one sequence of {config.model.seq_length + 1:,} tokens. "
-                    "Give more text, or a smaller --seq-length."
+                    f"{f'--split {dataset_config.split}' if blend else flag}: the {name} split of {prefix} holds "
+                    f"{tokens:,} tokens, but one sequence needs {length + 1:,}. Give it more{advice}"
                 )
-    return tokens_by_split
-
-
-def _check_blends(
-    config: RunConfig,
-    dataset_config: GPTDatasetConfig,
-    num_tokens: Sequence[Sequence[int]],
-    sizes: Sequence[int | None],
-) -> None:
-    """Check that datasets without weights have enough sequences, because they are read only once.
-
-    Drop a test split that has too few.
-    """
-    flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
-    for i, name in enumerate(_SPLIT_NAMES):
-        blend = dataset_config.blend or dataset_config.blend_per_split[i]
-        sequences, drawn = sum(_num_sequences(config, tokens) for tokens in num_tokens[i]), sizes[i]
-        if blend is None or blend[1] is not None or len(blend[0]) == 1 or drawn is None or drawn <= sequences:
+            splits[i] = None  # Megatron Core would never finish building it
+        sequences = sum(_num_sequences(config, tokens) for tokens in num_tokens[i])
+        drawn = 0 if i == 0 and config.bcd.bcd_sample_ratio is not None else sizes[i]
+        if weights is not None or len(prefixes) < 2 or drawn is None or drawn <= sequences:
             continue
-        if name == "test":
-            (dataset_config.split_matrix or dataset_config.blend_per_split)[i] = None
-            continue
-        flag = "--data-path" if dataset_config.blend else flags[i]
-        weights = " ".join(f"{tokens} {prefix}" for tokens, prefix in zip(num_tokens[i], blend[0], strict=True))
-        raise ValueError(
-            f"{flag}: {len(blend[0])} datasets without weights have {sequences:,} {name} sequences and are read once, "
-            f"but the run draws {drawn:,}. Give weights to read them repeatedly, e.g. {flag} {weights}"
-        )
-
-
-def _check_shares(
-    config: RunConfig,
-    dataset_config: GPTDatasetConfig,
-    prefix: str,
-    documents: numpy.ndarray,
-    needed: tuple[bool, ...],
-) -> list[int]:
-    """Check the splits of one prefix. Return its tokens by split.
-
-    Remove splits of less than one sequence: Megatron Core would never finish building them.
-    """
-    tokens_by_split = []
-    for i, name in enumerate(_SPLIT_NAMES):
-        first, last = (int(round(bound * len(documents))) for bound in dataset_config.split_matrix[i] or (0, 0))
-        num_tokens = int(documents[first:last].sum())
-        tokens_by_split.append(num_tokens)
-        if num_tokens > config.model.seq_length:
-            continue
-        dataset_config.split_matrix[i] = None
-        if needed[i]:
+        if is_needed[i]:
+            flag = "--data-path" if blend else flag
+            words = " ".join(f"{tokens} {prefix}" for tokens, prefix in zip(num_tokens[i], prefixes, strict=True))
             raise ValueError(
-                f"--split {dataset_config.split}: the {name} split of {prefix} holds {num_tokens:,} tokens, but one "
-                f"sequence needs {config.model.seq_length + 1:,}. Give it a larger share"
-                + (", or --eval-iters 0." if i == 1 else ".")
+                f"{flag}: {len(prefixes)} datasets without weights have {sequences:,} {name} sequences and are read "
+                f"once, but the run draws {drawn:,}. Give weights to read them repeatedly, e.g. {flag} {words}"
             )
-    return tokens_by_split
+        splits[i] = None
+    return num_tokens
 
 
 # --- files
@@ -349,8 +281,7 @@ def check_indexed_dataset(prefix: str, vocab_size: int, flag: str = "--data-path
 
 def _token_range(path: str, dtype: numpy.dtype) -> tuple[int, int]:
     tokens = numpy.memmap(path, dtype=dtype, mode="r")
-    if len(tokens) <= _CHECKED_CHUNKS * _CHECKED_CHUNK_TOKENS:
-        return int(tokens.min()), int(tokens.max())
-    starts = numpy.linspace(0, len(tokens) - _CHECKED_CHUNK_TOKENS, _CHECKED_CHUNKS, dtype=numpy.int64)
+    last = max(0, len(tokens) - _CHECKED_CHUNK_TOKENS)
+    starts = numpy.unique(numpy.linspace(0, last, _CHECKED_CHUNKS, dtype=numpy.int64))
     chunks = [tokens[start : start + _CHECKED_CHUNK_TOKENS] for start in starts]
     return min(int(chunk.min()) for chunk in chunks), max(int(chunk.max()) for chunk in chunks)

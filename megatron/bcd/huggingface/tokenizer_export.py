@@ -40,10 +40,6 @@ def export_files(tokenizer: bcd.Tokenizer, *, adds_special_tokens: bool) -> dict
         engine = _copy(tokenizer.engine)
     elif isinstance(tokenizer, bcd.ByteLevelTokenizer):
         engine = _byte_level({bytes([i]): i for i in range(256)}, {_END: tokenizer.eod})
-    elif isinstance(tokenizer, bcd.TikTokenizer):
-        state = tokenizer.engine.__getstate__()
-        engine = _byte_level(state["mergeable_ranks"], state["special_tokens"], pattern=state["pat_str"])
-        config = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     elif isinstance(tokenizer, bcd.HuggingFaceTokenizer):
         engine = getattr(tokenizer.engine, "backend_tokenizer", None)  # a class written in Python has none
         config = dict(tokenizer.special_tokens)

@@ -26,13 +26,6 @@ def format_list(values: Sequence[float], show: Callable[[float], str], noun: str
     return f"{' to '.join(ends)} over {len(values)} {noun}"
 
 
-def format_time_left(milliseconds: float) -> str:
-    """Return a remaining time such as "0:00:06 left" or "3d 14h left"."""
-    minutes, seconds = divmod(round(milliseconds / 1000.0), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours // 24}d {hours % 24}h left" if hours >= 24 else f"{hours}:{minutes:02d}:{seconds:02d} left"
-
-
 def step_lines(record: StepMetrics, *, train_iters: int, left: str) -> list[str]:
     """Return the log line of one log step. Parts beyond 120 characters go to further lines."""
     step_ms = record.step_time_ms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,6 @@ from rich.console import Console
 from megatron.bcd.config import ReportConfig
 from megatron.bcd.metrics.console import (
     evaluation_line,
-    format_time_left,
     step_lines,
     styled_line,
     summary_lines,
@@ -85,8 +85,8 @@ class Reporter:
         self._busy_ms += record.step_time_ms * max(0, record.iteration - self._last)
         self._last = max(self._last, record.iteration)
         done, coming = self._last - self._start, max(0, self._train_iters - self._last)
-        left = format_time_left(self._busy_ms / done * coming if done else 0.0)
-        for line in step_lines(record, train_iters=self._train_iters, left=left):
+        left = datetime.timedelta(seconds=round(self._busy_ms / max(1, done) * coming / 1000))
+        for line in step_lines(record, train_iters=self._train_iters, left=f"{left} left"):
             self._print(line, block=record.block)
         if self._metrics is not None:
             # all switches since the last line

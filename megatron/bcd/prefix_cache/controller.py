@@ -33,7 +33,7 @@ from megatron.bcd.model.attention import whole_sequence
 from megatron.bcd.model.builder import get_chunks, unwrap_model
 from megatron.bcd.model.implementation import Implementation
 from megatron.bcd.pipeline.schedule import PipelineSchedule
-from megatron.bcd.prefix_cache.store import Indices, NoRoom, PrefixFile, cache_files
+from megatron.bcd.prefix_cache.store import Indices, PrefixFile, cache_files
 from megatron.bcd.runtime import atomic_io, collectives, device, packages, replicas
 
 BREAK_EVEN = 1.15
@@ -42,7 +42,6 @@ _MICROBATCHES_PER_ROUND = 16
 """Number of microbatches between exchanges of errors. Idle ranks must not wait longer than a collective's timeout."""
 _MAX_PENDING_WRITES = 4
 _MICROBATCHES_AHEAD = 4
-_STOPPED = "the run is asked to stop"
 
 
 @dataclass(kw_only=True)
@@ -129,7 +128,10 @@ class PrefixCache:
         contents = f"{subset.size:,} outputs of {num_layers} layer{'s' * (num_layers > 1)}"
         uses = num_samples / subset.size
         if uses < BREAK_EVEN:
-            self._note_computing(f"{contents} are used {uses:,.2f} times, and a cache pays from {BREAK_EVEN:.2f} on")
+            self.reporter.note(
+                f"prefix cache: phase {self._phase} computes its prefix: {contents} are used {uses:,.2f} times, and a "
+                f"cache pays from {BREAK_EVEN:.2f} on"
+            )
             return None
         samples = numpy.sort(subset.indices(self._phase))
         assert self.root is not None
@@ -140,11 +142,7 @@ class PrefixCache:
             shape=(self.config.model.seq_length, self.config.hidden_size),
             dtype=self.config.precision,
         )
-        try:
-            error = collectives.on_rank_0(lambda: atomic_io.capture_error(file.prepare))
-        except NoRoom as reason:
-            self._note_computing(f"{contents} ({format_bytes(file.num_bytes)}) are {reason}")
-            return None
+        error = collectives.on_rank_0(lambda: atomic_io.capture_error(file.prepare))
         start = time.monotonic()
         if not error and not collectives.on_rank_0(file.is_complete):
             self.reporter.note(
@@ -154,9 +152,6 @@ class PrefixCache:
             error = _Fill(self, file).run()
             if error and torch.distributed.get_rank() == 0:
                 atomic_io.capture_error(file.remove)  # an incomplete file only occupies space on a full disk
-        if error == _STOPPED:
-            self._note_computing(_STOPPED)
-            return None
         if error:
             self.reporter.warning(
                 f"--bcd-prefix-cache {self.root}: can't be filled ({error}). Phase {self._phase} computes its prefix."
@@ -166,9 +161,6 @@ class PrefixCache:
             f"prefix cache: phase {self._phase} reads {file.path} ({time.monotonic() - start:,.1f} s to fill it)"
         )
         return file
-
-    def _note_computing(self, reason: str) -> None:
-        self.reporter.note(f"prefix cache: phase {self._phase} computes its prefix: {reason}")
 
     def _key(self, samples: Indices, num_layers: int) -> str:
         """Collective. Return a hash of everything that determines the file's content. Equal on all ranks."""
@@ -254,7 +246,7 @@ class _Fill:
         self._error: str | None = None
 
     def run(self) -> str | None:
-        """Collective. Compute all entries. Return an error of any rank, `_STOPPED`, or None."""
+        """Collective. Compute all entries. Return None, or an error of any rank, or that the run is asked to stop."""
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         slots = numpy.arange(len(self._file.samples))
         share = -(-len(slots) // ranks)
@@ -268,7 +260,7 @@ class _Fill:
                     self._finish_oldest_write()
                 error = collectives.first_error(self._error)
                 if error or self._cache.should_stop():
-                    return error or _STOPPED
+                    return error or "the run is asked to stop"
         error = collectives.first_error(atomic_io.capture_error(self._file.sync))
         return error or collectives.on_rank_0(lambda: atomic_io.capture_error(self._file.publish))
 

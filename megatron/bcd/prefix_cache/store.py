@@ -8,6 +8,7 @@ Tensor shapes: S sequence length, B micro-batch size, H hidden size.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
@@ -24,10 +25,6 @@ _FILE_NAME = re.compile(r"prefix_[0-9a-f]{32}\.bin(\.incomplete)?")
 _NUMPY = {2: numpy.int16, 4: numpy.float32}  # numpy has no bf16, so use its bits
 
 Indices = numpy.typing.NDArray[numpy.int64]
-
-
-class NoRoom(Exception):
-    """The file would take more than half of the free disk space, which the text names."""
 
 
 class PrefixFile:
@@ -57,7 +54,7 @@ class PrefixFile:
     def prepare(self) -> None:
         """Remove the files of other phases, and reserve space for this one unless it is complete.
 
-        It may take half of the free space, because checkpoints also need space. Raises NoRoom and OSError.
+        It may take half of the free space, because checkpoints also need space. Raises OSError.
         """
         os.makedirs(self._root, exist_ok=True)
         for path in cache_files(self._root):
@@ -67,7 +64,8 @@ class PrefixFile:
             return
         free = shutil.disk_usage(self._root).free
         if self.num_bytes > free // 2:
-            raise NoRoom(f"too much for {free / 2**30:,.2f} GiB of free disk space")
+            need, room = self.num_bytes / 2**30, free / 2**30
+            raise OSError(errno.ENOSPC, f"{need:,.2f} GiB are too much for {room:,.2f} GiB of free disk space")
         with open(self._incomplete, "wb") as file:
             file.truncate(self.num_bytes)
 

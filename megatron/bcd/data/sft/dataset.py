@@ -19,7 +19,7 @@ from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import num_samples
 from megatron.bcd.data.sft.permutation import Permutation
-from megatron.bcd.data.sft.store import Files, Samples, files_of, tokenized_samples
+from megatron.bcd.data.sft.store import Files, Samples, collect, files_of, tokenize_files, tokenized_samples
 from megatron.bcd.data.splits import DataPlan, Splits, stage_needs_data
 from megatron.bcd.tokenizer import Tokenizer
 
@@ -70,11 +70,6 @@ class Packed:
         return self.samples[self.bounds[index] : self.bounds[index + 1]]
 
 
-def pack_one_each(samples: Indices) -> Packed:
-    """Put every sample into a separate sequence."""
-    return Packed(samples=samples, bounds=numpy.arange(len(samples) + 1))
-
-
 def pack(samples: Indices, lengths: numpy.typing.NDArray[numpy.integer], capacity: int) -> Packed:
     """Put each sample, in the given order, into the fullest sequence that still has room for it (online best fit).
 
@@ -107,26 +102,18 @@ class FineTuningDataset(torch.utils.data.Dataset[Mapping[str, Any]]):
     """The sequences of a split over all epochs. Each epoch has a different order."""
 
     def __init__(
-        self,
-        samples: Samples,
-        packed: Packed,
-        *,
-        num_sequences: int,
-        seq_length: int,
-        end_token: int,
-        seed: int,
-        has_segments: bool,
+        self, samples: Samples, packed: Packed, config: RunConfig, *, num_sequences: int, end_token: int
     ) -> None:
         """
         Args:
             num_sequences: total over all epochs.
             end_token: pads sequences; padding has no loss.
-            has_segments: whether the model masks attention between samples.
         """
         self._samples, self._packed = samples, packed
-        self._num_sequences, self._seq_length = num_sequences, seq_length
-        self._end_token, self._seed, self._has_segments = end_token, seed, has_segments
-        described = f"{samples.digest} {seq_length} {seed} {has_segments} {end_token}".encode()
+        self._num_sequences, self._end_token = num_sequences, end_token
+        self._seq_length, self._seed = config.model.seq_length, config.training.seed
+        self._has_segments = config.data.reset_attention_mask  # attention between samples is masked
+        described = f"{samples.digest} {self._seq_length} {self._seed} {self._has_segments} {end_token}".encode()
         content = packed.samples.tobytes() + packed.bounds.tobytes()
         self.unique_description_hash = hashlib.sha256(described + content).hexdigest()
 
@@ -165,31 +152,24 @@ class FineTuningDataset(torch.utils.data.Dataset[Mapping[str, Any]]):
         return sequence | {"segment_ids": segment_ids} if self._has_segments else sequence
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Prepared:
-    """The samples of all files, and the sequences of the training, validation and test split."""
-
-    samples: Samples
-    splits: tuple[Packed, Packed, Packed]
-    num_omitted: int
-    files: Files = ()
-
-
-def _prepare(config: RunConfig, tokenizer: Tokenizer) -> _Prepared:
+def _prepare(config: RunConfig, tokenizer: Tokenizer) -> tuple[Samples, list[Packed], tuple[str, ...]]:
     """Collective. Tokenize the files, unless an earlier run has, and pack the samples into sequences.
 
+    Returns:
+        All samples; the sequences of the training, validation and test split; lines for the run summary.
+
     Raises:
-        ValueError: as `files_of` and `tokenized_samples`; or a record is bad, or a split that is needed has none.
+        ValueError: as `tokenized_samples`; or a record is bad, or a split that is needed has none.
     """
     files = files_of(config)
     samples = tokenized_samples(config, tokenizer, files, check=lambda samples: _members(samples, config, files))
     members, num_omitted = _members(samples, config, files)
     lengths = numpy.minimum(samples.lengths - 1, config.model.seq_length)
-    train, valid, test = (
-        pack(split, lengths[split], config.model.seq_length) if config.data.sft_packing else pack_one_each(split)
-        for split in members
-    )
-    return _Prepared(samples=samples, splits=(train, valid, test), num_omitted=num_omitted, files=files)
+    if config.data.sft_packing:
+        splits = [pack(split, lengths[split], config.model.seq_length) for split in members]
+    else:
+        splits = [Packed(samples=split, bounds=numpy.arange(len(split) + 1)) for split in members]
+    return samples, splits, _notes(config, samples, splits, num_omitted=num_omitted, files=files)
 
 
 def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[Indices], int]:
@@ -203,9 +183,9 @@ def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[In
     shares = config.data.split_shares
     if config.data.data_path:
         assert shares is not None  # fine-tuning has a default
-        members = [split[keeps[split]] for split in divide_by_record(samples.places[:, :2], shares)]
+        members = [split[keeps[split]] for split in divide_by_record(samples.records, shares)]
     else:
-        flags = numpy.array([flag for flag, _ in files])[samples.places[:, 0]]
+        flags = numpy.array([flag for flag, _ in files])[samples.records[:, 0]]
         in_files = [numpy.flatnonzero(keeps & (flags == f"--{name}-data-path")) for name in ("train", "valid", "test")]
         members = [kept[divide(len(kept), (1.0,))[0]] for kept in in_files]  # shuffle, because files are often sorted
     needed = (not config.training.skip_train, config.training.eval_iters > 0, False)
@@ -237,10 +217,12 @@ def _which_fit(samples: Samples, config: RunConfig) -> Any:
     return keeps
 
 
-def _notes(config: RunConfig, prepared: _Prepared) -> tuple[str, ...]:
-    samples, length = prepared.samples, config.model.seq_length
+def _notes(
+    config: RunConfig, samples: Samples, splits: Sequence[Packed], *, num_omitted: int, files: Files
+) -> tuple[str, ...]:
+    length = config.model.seq_length
     parts, num_long = [], 0
-    for name, split in zip(("training", "validation", "test"), prepared.splits, strict=True):
+    for name, split in zip(("training", "validation", "test"), splits, strict=True):
         if len(split):
             lengths = samples.lengths[split.samples]
             share = int(numpy.minimum(lengths - 1, length).sum()) / (len(split) * length)
@@ -251,9 +233,9 @@ def _notes(config: RunConfig, prepared: _Prepared) -> tuple[str, ...]:
         lines.append(f"{num_long:,} samples are longer than --seq-length {length} and were cut at their end")
     if samples.num_bad:
         count = f"{samples.num_bad:,} bad records are" if samples.num_bad > 1 else "1 bad record is"
-        lines.append(f"{count} left out: {samples.describe_bad(prepared.files)}")
-    if prepared.num_omitted:
-        lines.append(f"{prepared.num_omitted:,} samples are omitted, because their answers do not fit")
+        lines.append(f"{count} left out: {samples.describe_bad(files)}")
+    if num_omitted:
+        lines.append(f"{num_omitted:,} samples are omitted, because their answers do not fit")
     return tuple(f"fine-tuning: {line}" for line in lines)
 
 
@@ -266,8 +248,8 @@ def resolve_epochs(config: RunConfig, tokenizer: Tokenizer, *, global_batch_size
     epochs, training = config.training.num_epochs, config.training
     if epochs is None or training.skip_train or training.train_iters is not None:
         return config
-    sequences = len(_prepare(config, tokenizer).splits[0])
-    train_iters = max(1, math.ceil(sequences * epochs / (global_batch_size * config.groups.replica_groups)))
+    _, (train, *_), _ = _prepare(config, tokenizer)
+    train_iters = max(1, math.ceil(len(train) * epochs / (global_batch_size * config.groups.replica_groups)))
     decay = config.schedule.lr_decay_iters or train_iters
     return config.replace_section("training", train_iters=train_iters).replace_section("schedule", lr_decay_iters=decay)
 
@@ -280,27 +262,19 @@ def plan_fine_tuning(
     Raises:
         ValueError: as `tokenized_samples`; or a split that is needed has none.
     """
-    prepared = _prepare(config, tokenizer)
+    samples, packed, notes = _prepare(config, tokenizer)
     sizes = num_samples(config, train_iters, least_steps_per_cycle=least_steps_per_cycle)
-    epoch_samples, num_validation, num_test = (len(split) for split in prepared.splits)
+    epoch_samples, num_validation, num_test = map(len, packed)
     if config.bcd.bcd_sample_ratio is not None and not config.training.skip_train:
         sizes = (epoch_samples, *sizes[1:])
         PhaseSubset(num_samples=epoch_samples, ratio=config.bcd.bcd_sample_ratio, seed=config.training.seed)
     if sizes[1] is not None:
         num_validation = sizes[1]
     datasets = [
-        FineTuningDataset(
-            prepared.samples,
-            split,
-            num_sequences=size,
-            seq_length=config.model.seq_length,
-            end_token=tokenizer.eod,
-            seed=config.training.seed,
-            has_segments=config.data.reset_attention_mask,
-        )
+        FineTuningDataset(samples, split, config, num_sequences=size, end_token=tokenizer.eod)
         if stage_needs_data(config) and size and len(split)
         else None
-        for size, split in zip((sizes[0], num_validation, sizes[2]), prepared.splits, strict=True)
+        for size, split in zip((sizes[0], num_validation, sizes[2]), packed, strict=True)
     ]
     splits = Splits(
         train=datasets[0],
@@ -309,4 +283,36 @@ def plan_fine_tuning(
         has_test=num_test > 0 and sizes[2] > 0,
         num_validation=num_validation,
     )
-    return DataPlan(epoch_samples=epoch_samples, build=lambda: splits, notes=_notes(config, prepared))
+    return DataPlan(epoch_samples=epoch_samples, build=lambda: splits, notes=notes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordCounts:
+    """What the records of --dry-run and tools/plan.py --data contain."""
+
+    sequences: int
+    num_bad: int
+    report: str
+    """Places and reasons of the first bad records."""
+    text: str
+
+
+def count_records(
+    files: Files,
+    tokenizer: Tokenizer,
+    *,
+    seq_length: int,
+    prompt_format: str = "auto",
+    ignored: tuple[str, ...] = (),
+    is_packed: bool = True,
+) -> RecordCounts:
+    """Tokenize all files and count, without writing anything. Raises ValueError like `tokenize_files`."""
+    samples = collect(tokenize_files(files, tokenizer, prompt_format, ignored))
+    lengths, every = numpy.minimum(samples.lengths - 1, seq_length), numpy.arange(len(samples))
+    sequences = len(pack(every, lengths, seq_length)) if is_packed else len(samples)
+    text = (
+        f"{len(numpy.unique(samples.records, axis=0)):,} examples, {int(samples.lengths.sum()):,} tokens in "
+        f"{sequences:,} sequences of {seq_length:,}; longest {int(samples.lengths.max(initial=0)):,}, "
+        f"{int((samples.lengths > seq_length + 1).sum()):,} longer than a sequence, {samples.num_bad:,} bad"
+    )
+    return RecordCounts(sequences=sequences, num_bad=samples.num_bad, report=samples.describe_bad(files), text=text)

@@ -5,11 +5,10 @@ Only the assistant's messages, and the tokens that end them, contribute to the l
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 import jinja2
@@ -24,77 +23,10 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of an answer's reasoning, which transformers treats alike."""
 _PLAIN = "a plain answer"
-_USED = {("tool", "tool_call_id"), ("tool", "name"), ("user", "content"), ("assistant", "content")}
-"""Role and key of what `parse_record` compares with the calls, and of content that every template renders."""
-
-
-# --- chat templates
-
-
-class ChatTemplate:
-    """Renders conversations as transformers does, except that templates see no date.
-
-    Equal conversations thus give equal texts on any day.
-    """
-
-    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
-        """Raises ValueError: there are several templates and no default one."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        self._engine, self._render = tokenizer.engine, render_jinja_template
-        self._engine.get_chat_template()
-
-    def render(
-        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, for_answer: bool = False
-    ) -> str:
-        """Return the text of a conversation. With `for_answer`, append the beginning of the assistant's next message.
-
-        Args:
-            variables: tools, documents and whatever else the template uses.
-
-        Raises:
-            ValueError: the template rejects the conversation.
-        """
-        return self.render_marked(messages, variables or {}, for_answer=for_answer)[0]
-
-    def render_marked(
-        self, messages: Sequence[Message], variables: Mapping[str, Any], *, for_answer: bool = False
-    ) -> tuple[str, list[Span] | None]:
-        """Return the text, and the characters inside the template's generation marks; None if it has no marks."""
-        # a folder may have another template for conversations with tools
-        source = "{% set strftime_now = undefined %}\n" + self._engine.get_chat_template(tools=variables.get("tools"))
-        has_marks = bool(_MARK.search(source))
-        values = self._engine.special_tokens_map | dict(variables) | {"add_generation_prompt": for_answer}
-        refusal: Exception | None = None
-        for form in _forms(messages):
-            try:
-                # what `apply_chat_template` calls; only this returns the marks of a text that is not tokenized
-                texts, spans = self._render(
-                    conversations=[form], chat_template=source, return_assistant_tokens_mask=has_marks, **values
-                )
-                return str(texts[0]), [*spans[0]] if has_marks else None
-            except (jinja2.TemplateError, TypeError, ValueError) as error:
-                refusal = refusal or error
-        raise ValueError(f"is refused by the tokenizer's chat template ({' '.join(str(refusal).split())})") from refusal
-
-
-def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the messages in the forms in which templates expect tool calls, the usual one first.
-
-    Some templates fail if a call comes without content, and some join arguments to text as OpenAI writes them.
-    """
-    yield [*messages]
-    if any("tool_calls" in message for message in messages):
-        yield (filled := [{"content": "", **message} for message in messages])
-        yield [
-            message | {key: [*map(_with_text, message[key])] for key in message if key == "tool_calls"}
-            for message in filled
-        ]
-
-
-def _with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+_NO_TEMPLATE = (
+    "the tokenizer has no chat template. Give --tokenizer-type HuggingFaceTokenizer with a folder that has "
+    "chat_template.jinja, or chat_template in its tokenizer_config.json."
+)
 
 
 # --- text
@@ -119,114 +51,108 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_format: str) -> None:
-        """Raises ValueError: the format is `chat`, but the tokenizer has no chat template."""
-        self._format = prompt_format
-        self._start, self._template = "", None
+        """Raises ValueError: there is no default template, or none at all though the format is `chat`."""
+        self._format, self._start = prompt_format, ""
+        self._engine: Any = None
+        """The tokenizer of transformers, if its chat template is used."""
         if isinstance(tokenizer, HuggingFaceTokenizer):
             self._start = tokenizer.start_of_text
             if prompt_format != "text" and tokenizer.engine.chat_template is not None:
-                self._template = ChatTemplate(tokenizer)
-        if prompt_format == "chat" and self._template is None:
+                self._engine = tokenizer.engine
+                self._engine.get_chat_template()
+        if prompt_format == "chat" and self._engine is None:
             raise ValueError(f"--sft-prompt-format chat: {_NO_TEMPLATE}")
 
     def samples(self, record: Record) -> list[Rendered]:
         """Return the record as text.
 
-        It has several samples if the template shortens earlier answers when a later one follows.
+        It has several samples if the template shortens earlier answers when a later one follows, for example by
+        removing their reasoning.
 
         Raises:
             ValueError: there is no template, it rejects the record, or it leaves out a part. The message follows the
                 record's position.
         """
-        if self._template is not None:
-            turns = [_turn(self._template, record, index) for index in record.learned]
-            _refuse(_unused_keys(self._template, record, turns))
-            return _merged(turns)
+        if self._engine is not None:
+            words = {*re.findall(r"\w+", self._source(record.variables))}
+            words |= {*_REASONING} if words & {*_REASONING} else set()
+            _refuse_unused(record, used=words - {"add_generation_prompt"})
+            turns = [self._turn(record, index) for index in record.learned]
+            if not all(turns[-1].text.startswith(turn.text) for turn in turns):
+                return turns
+            answers = tuple(answer for turn in turns for answer in turn.answers)
+            return [Rendered(text=turns[-1].text, answers=answers, needs_end=turns[-1].needs_end)]
         if record.plain is None:
             text_only = "--sft-prompt-format text supports only prompts. Give auto."
             reason = text_only if self._format == "text" else _NO_TEMPLATE
             raise ValueError(f"has messages or a system text, and {reason}")
-        _refuse([*map(repr, record.variables)])
+        _refuse_unused(record, used=set())
         prompt = self._start + record.plain[0]
         text = prompt + record.plain[1]
         return [Rendered(text=text, answers=((len(prompt), len(text)),), needs_end=True)]
 
+    def render(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], *, for_answer: bool = False
+    ) -> tuple[str, list[Span] | None]:
+        """Return the text of a conversation, and the characters inside generation marks; None without such marks.
 
-_NO_TEMPLATE = (
-    "the tokenizer has no chat template. Give --tokenizer-type HuggingFaceTokenizer with a folder that has "
-    "chat_template.jinja, or chat_template in its tokenizer_config.json."
-)
+        The text is that of transformers, except that templates see no date, so that it is the same on any day.
 
+        Args:
+            variables: tools, documents and whatever else the template uses.
+            for_answer: whether to append the beginning of the assistant's next message.
 
-def _merged(turns: list[Rendered]) -> list[Rendered]:
-    """Return one sample if each answer looks the same in the whole conversation, else one per answer.
+        Raises:
+            ValueError: the template rejects the conversation.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-    Templates shorten earlier answers, for example by removing their reasoning.
-    """
-    whole = turns[-1]
-    if not all(whole.text.startswith(turn.text) for turn in turns):
-        return turns
-    answers = tuple(answer for turn in turns for answer in turn.answers)
-    return [Rendered(text=whole.text, answers=answers, needs_end=whole.needs_end)]
-
-
-def _turn(template: ChatTemplate, record: Record, index: int) -> Rendered:
-    """Return the conversation up to one of the assistant's messages. Only that message is learned."""
-    *before, message = record.messages[: index + 1]
-    text, marks = template.render_marked([*before, message], record.variables)
-    # some templates begin a prompt with words that they omit from a finished message
-    prompts = [template.render(before, record.variables, for_answer=is_begun) for is_begun in (True, False)]
-    start, earliest = (len(os.path.commonprefix((prompt, text))) for prompt in prompts)
-    content = message.get("content", "").strip()
-    parts = [("tool_calls", call["function"]["name"]) for call in message.get("tool_calls", ())]
-    parts += [(key, str(message.get(key, "")).strip()) for key in ("content", *_REASONING)]
-    if lost := [key for key, part in parts if part not in text[earliest:]]:
-        raise ValueError(f"has {lost[0]!r} in an answer, which the tokenizer's chat template leaves out")
-    first = text.find(content, start)
-    if first < 0:  # the prompt may end with the answer's first words, such as "<think>"
-        first = text.find(content, earliest)
-    if marks is not None:
-        answers = tuple(span for span in marks if span[1] > max(start, span[0]))
-        return Rendered(text=text, answers=answers, needs_end=False)
-    end = text[first + len(content) :]
-    if message.keys() - {"role", "content"}:  # which may follow the content: see how a plain answer ends
-        plain = template.render([*before, {"role": "assistant", "content": _PLAIN}], record.variables)
-        end = plain.rpartition(_PLAIN)[2]
-    is_ended = bool(end.strip())
-    last = len(text.rstrip()) if is_ended else len(text)
-    return Rendered(text=text[:last], answers=((start, last),), needs_end=not is_ended)
-
-
-def _unused_keys(template: ChatTemplate, record: Record, turns: list[Rendered]) -> list[str]:
-    """Return the names of keys without which every text would be the same, so that they would be lost."""
-
-    def is_used(changed: Record) -> bool:
+        source = self._source(variables)
+        has_marks = bool(_MARK.search(source))
+        values = self._engine.special_tokens_map | dict(variables) | {"add_generation_prompt": for_answer}
         try:
-            return not all(
-                template.render(changed.messages[: index + 1], changed.variables).startswith(turn.text)
-                for index, turn in reversed([*zip(record.learned, turns, strict=True)])
+            # what `apply_chat_template` calls; only this returns the marks of a text that is not tokenized
+            texts, spans = render_jinja_template(
+                conversations=[[*messages]],
+                chat_template="{% set strftime_now = undefined %}\n" + source,
+                return_assistant_tokens_mask=has_marks,
+                **values,
             )
-        except ValueError:
-            return True
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"is refused by the tokenizer's chat template ({reason})") from error
+        return str(texts[0]), [*spans[0]] if has_marks else None
 
-    names = []
-    for key in record.variables:
-        variables = {name: item for name, item in record.variables.items() if name != key}
-        if not is_used(replace(record, variables=variables)):
-            names.append(repr(key))
-    keys = {(message["role"], key) for message in record.messages for key, item in message.items() if item not in EMPTY}
-    for role, key in sorted(keys - _USED):
-        messages = [
-            {name: item for name, item in message.items() if name != key or message["role"] != role}
-            for message in record.messages
-        ]
-        if key != "role" and not is_used(replace(record, messages=tuple(messages))):
-            names.append(f"{key!r} of {role}")
-    return names
+    def _source(self, variables: Mapping[str, Any]) -> str:
+        """Return the template: a folder may have another one for conversations with tools."""
+        return str(self._engine.get_chat_template(tools=variables.get("tools")))
+
+    def _turn(self, record: Record, index: int) -> Rendered:
+        """Return the conversation up to one of the assistant's messages. Only that message is learned."""
+        *before, message = record.messages[: index + 1]
+        text, marks = self.render([*before, message], record.variables)
+        # some templates begin a prompt with words that they omit from a finished message
+        start = len(commonprefix((self.render(before, record.variables, for_answer=True)[0], text)))
+        parts = [("system", turn["content"].strip()) for turn in before if turn["role"] == "system"]
+        parts += [("tool_calls", call["function"]["name"]) for call in message.get("tool_calls", ())]
+        parts += [(key, str(message.get(key, "")).strip()) for key in ("content", *_REASONING)]
+        if lost := [key for key, part in parts if part not in text]:
+            raise ValueError(f"has {lost[0]!r}, which the tokenizer's chat template leaves out")
+        if marks is not None:
+            answers = tuple(span for span in marks if span[1] > max(start, span[0]))
+            return Rendered(text=text, answers=answers, needs_end=False)
+        plain, _ = self.render([*before, {"role": "assistant", "content": _PLAIN}], record.variables)
+        is_ended = bool(plain.rpartition(_PLAIN)[2].strip())
+        last = len(text.rstrip()) if is_ended else len(text)
+        return Rendered(text=text[:last], answers=((start, last),), needs_end=not is_ended)
 
 
-def _refuse(names: Sequence[str]) -> None:
-    if names:
+def _refuse_unused(record: Record, *, used: set[str]) -> None:
+    """Raise ValueError if the record has keys that would be lost. `used` are the words of the template."""
+    messages = [message for message in record.messages if message["role"] != "tool"]  # its place says which call
+    keys = {key for message in messages for key, item in message.items() if item not in EMPTY}
+    unused = [*record.variables, *sorted(keys - {"role", "content"})]
+    if names := [repr(key) for key in unused if key not in used]:
         raise ValueError(
             f"has {', '.join(names)}, which neither the chat template nor --sft uses. Remove it, or name it in "
             "--sft-ignore-keys."
@@ -252,10 +178,13 @@ def tokenize_record(record: Record, renderer: Renderer, tokenizer: Tokenizer) ->
     Raises:
         ValueError: the record can't be rendered or tokenized. The message follows the record's position.
     """
+    rendered = renderer.samples(record)
     try:
-        samples = [tokenize_sample(sample, tokenizer) for sample in renderer.samples(record)]
+        for sample in rendered:
+            sample.text.encode()
     except UnicodeError as error:
         raise ValueError(f"can't be tokenized ({error})") from error
+    samples = [tokenize_sample(sample, tokenizer) for sample in rendered]
     if not all(sample.learned.any() for sample in samples):
         raise ValueError("has an answer of which no token is learned: it is outside the template's generation marks")
     return samples
@@ -290,4 +219,4 @@ def _answer_end(text: str, end: int, ids: list[int], tokenizer: Tokenizer) -> in
 
 def _num_common(left: list[int], right: list[int]) -> int:
     """Return the length of the common prefix."""
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(left))
+    return len(commonprefix((left, right)))
