@@ -12,7 +12,7 @@ from megatron.bcd.huggingface.architecture import (
     TRANSFORMERS,
     Architecture,
     architecture_flags,
-    architecture_from_config,
+    architecture_of,
     make_config,
 )
 from megatron.bcd.tokenizer import (
@@ -187,7 +187,9 @@ def _family(*, is_rope: bool, qk_norm: bool, only_qkv_bias: bool, has_experts: b
 
 def _check_expressible(config: RunConfig, network: Architecture) -> None:
     """Compare the flags with those of the config.json of `network`, when it is read back. Raises ValueError."""
-    written = architecture_from_config(make_config(network, dtype="float32"), source="config.json")
+    from transformers import AutoConfig
+
+    written = architecture_of(AutoConfig.for_model(**make_config(network, dtype="float32")))
     derived = architecture_flags(network)
     given = dict(config.transformer) | vars(config.model)
     actual = derived | {name: value for name, value in given.items() if value is not None}

@@ -242,7 +242,7 @@ def build_chunks(
     path, is_on_host = str(config.checkpoint.load_hf), config.bcd.bcd_layers_on == "host"
     partition, stage = partition_from_config(config), parallel_state.get_pipeline_model_parallel_rank()
     seed = None if has_weights(path) else config.training.seed
-    hf_config = read_config(path)
+    hf_config = read_config(path).get_text_config()
     returns_tuple = check_split(hf_config, is_packed=config.data.reset_attention_mask)
     chunks = []
     for chunk in range(config.num_chunks):
