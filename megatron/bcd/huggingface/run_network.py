@@ -45,22 +45,17 @@ def checkpoint_folder(path: str, *, flag: str) -> str:
     return path
 
 
-def describe_checkpoint(
-    path: str, *, config_folder: str | None = None, vocab_size: int | None = None
-) -> convert.Description:
+def describe_checkpoint(path: str, *, config_folder: str | None = None) -> convert.Description:
     """Return the description of a checkpoint's model.
 
     Args:
         path: the checkpoint.
         config_folder: the folder with config.json and companions. Default: the flags of its run.
-        vocab_size: rows without padding. Default: the value in config.json or of the run's tokenizer.
 
     Raises:
         ValueError: there is no description, or transformers lacks the architecture.
     """
     if config_folder is not None:
-        if vocab_size is not None:
-            raise ValueError(f"--vocab-size {vocab_size}: config.json determines it. Omit the flag.")
         return convert.describe(config_folder)
     file = os.path.join(path, layout.RUN_STATE)
     if not os.path.isfile(file):
@@ -69,26 +64,23 @@ def describe_checkpoint(
         )
     with open(file, encoding="utf-8") as stream:
         state = run_state.from_json(stream.read(), path=file)
-    config = run_config_from_dict(state.flags)
-    is_on_gpu = state.layout.get("device", "cpu") != "cpu"
-    return describe_run(config, is_on_gpu=is_on_gpu, vocab_size=vocab_size)
+    return describe_run(run_config_from_dict(state.flags), is_on_gpu=state.layout.get("device", "cpu") != "cpu")
 
 
-def describe_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None = None) -> convert.Description:
+def describe_run(config: RunConfig, *, is_on_gpu: bool) -> convert.Description:
     """Return the description of a run's model: that of --load-hf, or a config.json made from the flags.
 
     Raises:
-        ValueError: transformers lacks the architecture, or the size of the vocabulary is unknown.
+        ValueError: transformers lacks the architecture, or the tokenizer, which has the size of the vocabulary, can't
+            be read.
     """
     load_hf = config.checkpoint.load_hf
-    if load_hf is not None and vocab_size is not None:
-        raise ValueError(f"--vocab-size {vocab_size}: the config.json of --load-hf determines it. Omit the flag.")
     tokenizer: Tokenizer | None = None
     try:
         tokenizer = build_tokenizer(**vars(config.tokenizer))
-    except ValueError as error:
-        if load_hf is None and vocab_size is None:
-            raise ValueError(f"--vocab-size: is required, because the tokenizer can't be read ({error})") from None
+    except ValueError:
+        if load_hf is None:
+            raise
     if load_hf is not None:
         description = convert.describe(
             folder.locate(load_hf, flag="--load-hf", weights=config.model.transformer_impl == TRANSFORMERS),
@@ -100,19 +92,14 @@ def describe_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None =
         if tokenizer is None or isinstance(tokenizer, NullTokenizer):
             return description
     else:
-        num_ids = 0 if tokenizer is None else tokenizer.vocab_size
-        if vocab_size is not None and vocab_size < num_ids:
-            raise ValueError(f"--vocab-size {vocab_size}: the run's tokenizer has {num_ids} ids. Give at least that.")
-        network = run_architecture(config, is_on_gpu=is_on_gpu, vocab_size=vocab_size or num_ids)
-        content = make_config(network, dtype=_DTYPES[config.precision])
-        content["eos_token_id"] = None if tokenizer is None else tokenizer.eod
+        assert tokenizer is not None
+        network = run_architecture(config, is_on_gpu=is_on_gpu, vocab_size=tokenizer.vocab_size)
+        content = make_config(network, dtype=_DTYPES[config.precision]) | {"eos_token_id": tokenizer.eod}
         description = convert.Description(network=network, config=content, companions={})
     return replace(description, companions=_companions(description, config, tokenizer), tokenizer=tokenizer)
 
 
-def _companions(
-    description: convert.Description, config: RunConfig, tokenizer: Tokenizer | None
-) -> dict[str, str | bytes]:
+def _companions(description: convert.Description, config: RunConfig, tokenizer: Tokenizer) -> dict[str, str | bytes]:
     """Return the generation_config.json of `description`, and the files of the tokenizer."""
     files = {name: path for name, path in description.companions.items() if name in folder.OF_THE_MODEL}
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -120,10 +107,8 @@ def _companions(
         files |= {name: os.path.join(tokenizer.folder, name) for name in names if name not in folder.OF_THE_MODEL}
     elif isinstance(tokenizer, SentencePieceTokenizer):
         files["tokenizer.model"] = tokenizer.unique_identifiers["tokenizer_model"]
-    if tokenizer is not None:
-        expects = config.checkpoint.load_hf is not None or config.data.sft
-        files |= tokenizer_export.export_files(tokenizer, adds_special_tokens=expects)
-    return files
+    expects = config.checkpoint.load_hf is not None or config.data.sft
+    return files | tokenizer_export.export_files(tokenizer, adds_special_tokens=expects)
 
 
 def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> Architecture:

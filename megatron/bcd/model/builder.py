@@ -126,8 +126,8 @@ def _layer_spec(
     stage_config: TransformerConfig,
     vp_stage: int | None,
     host_layers: HostLayers,
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return the layer spec of this stage."""
+) -> TransformerBlockSubmodules:
+    """Return the layer specs of this stage."""
     is_special = stage_config.layernorm_zero_centered_gamma or stage_config.sequence_parallel
     norm = PlainNorm if is_special and implementation.norm.startswith("PyTorch") else None
     pattern = stage_config.moe_layer_freq if config.num_experts else None
@@ -135,9 +135,6 @@ def _layer_spec(
         has_experts: _layer_kind_spec(config, implementation, stage_config, norm, host_layers, has_experts=has_experts)
         for has_experts in ({bool(each) for each in pattern} if isinstance(pattern, list) else {bool(pattern)})
     }
-    if norm is None and len(kinds) == 1:
-        [spec] = kinds.values()
-        return spec
     partition, stage = partition_from_config(config), parallel_state.get_pipeline_model_parallel_rank()
     layers = partition.chunk_layers(stage, vp_stage or 0)
     has_experts = [bool(pattern[layer] if isinstance(pattern, list) else pattern) for layer in layers]
@@ -301,18 +298,8 @@ def _host_layers(config: RunConfig, stage_config: TransformerConfig, padded_voca
 
 
 def get_host_layers(model: torch.nn.Module) -> HostLayers:
-    """Return the model's layers in host memory. Without --bcd-layers-on host there are none.
-
-    Raises:
-        ValueError: `build_model` did not build the model.
-    """
-    host_layers: HostLayers | None = getattr(unwrap_model(model), "host_layers", None)
-    if host_layers is None:
-        raise ValueError(
-            "build_model: the model has no `host_layers`. Call megatron.bcd.model.builder.build_model, and change "
-            "the model that it returns."
-        )
-    return host_layers
+    """Return the layers in host memory of a model of `build_model`. Without --bcd-layers-on host there are none."""
+    return unwrap_model(model).host_layers  # type: ignore[return-value]
 
 
 def frozen_on_host(model: torch.nn.Module) -> Callable[[Tensor], bool]:

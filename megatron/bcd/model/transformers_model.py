@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
+from megatron.bcd.model.chunks import Chunks
 from megatron.bcd.model.host_layers import HostLayers
 from megatron.bcd.model.skeleton import (
     EMBEDDING,
@@ -55,7 +56,7 @@ def transposed(layer: nn.Module, hidden_size: int) -> Iterator[nn.Parameter]:
                 yield from (each for each in module.parameters(recurse=False) if each.dim() == gate_up.dim())
 
 
-class TransformersModel(LanguageModule):
+class TransformersModel(Chunks, LanguageModule):
     """A stage of a decoder of transformers, with the interface of `ChunkwiseModel` and its names of parameters.
 
     Layers, embedding, final norm and head are transformers' modules. Their `forward` is that of the whole model
@@ -66,10 +67,6 @@ class TransformersModel(LanguageModule):
         layers: numbers of the stage's layers in the model.
         seed: draws the weights, equal for any number of stages; None if they will be loaded.
     """
-
-    chunk_layers: Sequence[range] = ()
-    """The layers of each chunk, by their numbers on this stage."""
-    _chunk: int | None = None
 
     def __init__(
         self,
@@ -125,15 +122,6 @@ class TransformersModel(LanguageModule):
         self.setup_embeddings_and_output_layer()
 
     # --- forward
-
-    def select_chunk(self, chunk: int | None) -> None:
-        """Make `forward` run this chunk, or with None the whole stage."""
-        self._chunk = chunk
-
-    @property
-    def ends_with_head(self) -> bool:
-        """Whether `forward` runs the head."""
-        return self.post_process and self._chunk in (None, len(self.chunk_layers) - 1)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Set the input [S, B, H] of a stage or chunk without the embedding."""
@@ -248,8 +236,6 @@ def build_chunks(
     for chunk in range(config.num_chunks):
         skeleton = Skeleton(hf_config, dtype=stage_config.params_dtype)
         skeleton.returns_tuple = returns_tuple
-        for number, layer in enumerate(skeleton.layers):
-            layer.layer_number = number + 1  # type: ignore[assignment]
         if is_on_host and chunk == 0:
             host_layers.expect([skeleton.layers[number] for number in partition.stage_layers(stage)])
         chunks.append(
