@@ -1,8 +1,7 @@
-"""The architecture of a model: its sizes, the flags of the training scripts for it, and its config.json. Pure."""
+"""The architecture of a model: its sizes, and the flags of the training scripts for it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -184,7 +183,16 @@ def architecture_flags(network: Architecture) -> dict[str, Any]:
     if values["group_query_attention"]:
         values["num_query_groups"] = network.num_query_groups
     if network.family == TRANSFORMERS:
-        return values | _transformers_flags(network)
+        return values | {  # neutral values of the flags that choose among Megatron Core's layers, and dropout
+            "transformer_impl": TRANSFORMERS,
+            "normalization": "RMSNorm",
+            "add_bias_linear": False,
+            "swiglu": True,
+            "position_embedding_type": "none",
+            "hidden_dropout": network.hidden_dropout,
+            "attention_dropout": network.attention_dropout,
+            "make_vocab_size_divisible_by": 1,
+        }
     values |= {
         "normalization": "LayerNorm" if network.family == "gpt2" else "RMSNorm",
         "layernorm_epsilon": network.norm_epsilon,
@@ -222,20 +230,6 @@ def architecture_flags(network: Architecture) -> dict[str, Any]:
     return values
 
 
-def _transformers_flags(network: Architecture) -> dict[str, Any]:
-    """Return neutral values of the flags that choose among Megatron Core's layers, and dropout."""
-    return {
-        "transformer_impl": TRANSFORMERS,
-        "normalization": "RMSNorm",
-        "add_bias_linear": False,
-        "swiglu": True,
-        "position_embedding_type": "none",
-        "hidden_dropout": network.hidden_dropout,
-        "attention_dropout": network.attention_dropout,
-        "make_vocab_size_divisible_by": 1,
-    }
-
-
 def default_flags(network: Architecture) -> dict[str, Any]:
     """Return the flags that a run takes from the model unless its command line sets them."""
     if network.family == TRANSFORMERS:
@@ -249,64 +243,4 @@ def default_flags(network: Architecture) -> dict[str, Any]:
         values["max_position_embeddings"] = network.plain_positions
     if network.num_experts:
         values |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": network.router_loss}
-    return values
-
-
-def make_config(network: Architecture, *, dtype: str) -> dict[str, Any]:
-    """Return a config.json for an architecture. `dtype` is ``float32``, ``bfloat16`` or ``float16``."""
-    common: dict[str, Any] = {
-        "architectures": [FAMILIES[network.family]],
-        "model_type": network.family,
-        "torch_dtype": dtype,
-        "vocab_size": network.vocab_size,
-        "tie_word_embeddings": network.tied,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    make: Callable[[Architecture], dict[str, Any]] = _gpt2_config if network.family == "gpt2" else _llama_config
-    return common | make(network)
-
-
-def _gpt2_config(network: Architecture) -> dict[str, Any]:
-    return {
-        "n_layer": network.num_layers,
-        "n_embd": network.hidden_size,
-        "n_head": network.num_attention_heads,
-        "n_inner": network.ffn_hidden_size,
-        "n_positions": network.max_positions,
-        "layer_norm_epsilon": network.norm_epsilon,
-        "activation_function": "gelu" if network.gelu == "exact" else "gelu_new",
-        "resid_pdrop": network.hidden_dropout,
-        "embd_pdrop": network.embedding_dropout,
-        "attn_pdrop": network.attention_dropout,
-    }
-
-
-def _llama_config(network: Architecture) -> dict[str, Any]:
-    is_sparse = network.family == "mixtral"
-    values: dict[str, Any] = {
-        "num_hidden_layers": network.num_layers,
-        "hidden_size": network.hidden_size,
-        "intermediate_size": network.expert_ffn_size if is_sparse else network.ffn_hidden_size,
-        "num_attention_heads": network.num_attention_heads,
-        "num_key_value_heads": network.num_query_groups,
-        "head_dim": network.head_size,
-        "max_position_embeddings": network.max_positions,
-        "rms_norm_eps": network.norm_epsilon,
-        "rope_theta": float(network.rotary_base or 0),
-        "rope_scaling": None,
-        "hidden_act": "silu",
-        "attention_dropout": network.attention_dropout,
-    }
-    if network.rope_scaling_factor is not None:
-        values["rope_scaling"] = {"rope_type": "llama3", "factor": network.rope_scaling_factor, **LLAMA3_ROPE}
-    if network.family == "llama":  # the other families have biases or not
-        values |= {"attention_bias": network.linear_bias, "mlp_bias": network.linear_bias}
-    if network.num_experts:
-        values |= {"num_experts_per_tok": network.experts_per_token, "router_aux_loss_coef": network.router_loss}
-        count = "num_local_experts" if is_sparse else "num_experts"
-        values[count] = network.num_experts
-    if network.family == "qwen3_moe":
-        values |= {"moe_intermediate_size": network.expert_ffn_size, "mlp_only_layers": [], "decoder_sparse_step": 1}
-        values["norm_topk_prob"] = network.normalizes_probabilities
     return values
