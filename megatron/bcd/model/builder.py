@@ -30,7 +30,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.model import fp8, grouped_experts, transformers_model
 from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.chunks import ChunkwiseFloat16Module, ChunkwiseModel
-from megatron.bcd.model.host_layers import HostLayers, StreamedLayer
+from megatron.bcd.model.host_layers import LOW_BITS, HostLayers, StreamedLayer
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, TRANSFORMERS, Implementation
 from megatron.bcd.model.linear_loss import LinearLossModel
 from megatron.bcd.model.transformer_block import BcdTransformerBlock
@@ -71,7 +71,7 @@ class PlainNorm(torch.nn.Module):
 
 
 class ChunkedModel(MegatronModule):
-    """The chunks of one stage, ordered by depth. `select` determines which one runs forward.
+    """The chunks of one stage, ordered by depth. `select_chunk` determines which one runs forward.
 
     One module for all chunks means one DDP wrapper, one set of gradient buffers and one optimizer per block, however
     many chunks there are.
@@ -86,10 +86,11 @@ class ChunkedModel(MegatronModule):
         self.pre_process, self.post_process = chunks[0].pre_process, chunks[-1].post_process
         self._selected: list[Any] = [chunks[0]]  # in a list, because as an attribute it would be a submodule again
 
-    def select(self, chunk: int) -> None:
+    def select_chunk(self, chunk: int | None) -> None:
         """Make `forward` and `set_input_tensor` use this chunk. The others keep no input, and no gradient of one."""
-        self.set_input_tensor(None)
-        self._selected = [self.chunks[chunk]]
+        if chunk is not None:
+            self.set_input_tensor(None)
+            self._selected = [self.chunks[chunk]]
 
     @property
     def decoder(self) -> torch.nn.Module:
@@ -283,17 +284,18 @@ def _host_layers(config: RunConfig, stage_config: TransformerConfig, padded_voca
         return owned.is_matrix if by_chunk else not owned.is_always_active
 
     embedding_size = padded_vocab_size // config.tensor_size * config.hidden_size
+    chunk_layers = max(map(len, stage_chunks(partition, stage, config.bcd.bcd_layers_per_pass)))
+    state = {"bf16": {LOW_BITS: (torch.int16, 1)}, "fp16": {LOW_BITS: (torch.float32, 1)}, "fp32": {}}[config.precision]
+    others = {kind: (device.DTYPES[dtype], shared) for kind, (dtype, shared) in config.state_on_host.items()}
     return HostLayers(
         num_layers=len(partition.stage_layers(stage)),
         embedding_size=embedding_size if config.has_embedding_on_host and stage == 0 else 0,
-        num_resident=config.bcd.bcd_resident_layers,
+        num_buffers=3 * chunk_layers + config.bcd.bcd_resident_layers,
         dtype=stage_config.params_dtype,
-        residual_dtype={"bf16": torch.int16, "fp16": torch.float32}.get(config.precision) if keeps else None,
+        state=(state if keeps else {}) | others,
         is_streamed=is_streamed,
         group=replicas.group(),
         part=replicas.expert_part(),
-        chunk_layers=max(map(len, stage_chunks(partition, stage, config.bcd.bcd_layers_per_pass))),
-        state={kind: (device.DTYPES[dtype], shared) for kind, (dtype, shared) in config.state_on_host.items()},
     )
 
 
@@ -342,18 +344,13 @@ def unwrap_model(model: torch.nn.Module) -> GPTModel:
 def select_chunk(model: torch.nn.Module, chunk: int | None) -> None:
     """Make a stage's forward pass use one of its chunks, which are models or layers of one model (None: all of them).
     Does nothing if it has neither."""
-    unwrapped: torch.nn.Module = unwrap_model(model)
-    if isinstance(unwrapped, ChunkedModel):
-        if chunk is not None:
-            unwrapped.select(chunk)
-    elif getattr(unwrapped, "chunk_layers", ()):
-        unwrapped.select_chunk(chunk)  # type: ignore[operator]
+    unwrap_model(model).select_chunk(chunk)  # type: ignore[operator]
 
 
 def get_chunks(model: torch.nn.Module) -> list[GPTModel]:
     """Return the GPTModels of this stage."""
-    unwrapped: torch.nn.Module = unwrap_model(model)
-    return list(unwrapped.chunks) if isinstance(unwrapped, ChunkedModel) else [unwrap_model(model)]  # type: ignore[arg-type]
+    unwrapped = unwrap_model(model)
+    return [*getattr(unwrapped, "chunks", (unwrapped,))]
 
 
 def count_parameters(model: torch.nn.Module) -> int:

@@ -23,8 +23,8 @@ class Chunks:
     post_process: bool
 
     def select_chunk(self, chunk: int | None) -> None:
-        """Make `forward` run this chunk, or with None the whole stage."""
-        self._chunk = chunk
+        """Make `forward` run this chunk, or with None or without chunks the whole stage."""
+        self._chunk = chunk if self.chunk_layers else None
 
     @property
     def ends_with_head(self) -> bool:
@@ -38,7 +38,7 @@ class ChunkwiseModel(Chunks, GPTModel):
     def select_chunk(self, chunk: int | None) -> None:
         """Make `forward` run this chunk, or with None the whole model."""
         super().select_chunk(chunk)
-        self.decoder.chunk = None if chunk is None else self.chunk_layers[chunk]
+        self.decoder.chunk = None if self._chunk is None else self.chunk_layers[self._chunk]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the selected chunk, or the whole model."""

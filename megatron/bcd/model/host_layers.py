@@ -103,14 +103,12 @@ class HostLayers:
     Args:
         num_layers: number of calls of `add` to come.
         embedding_size: number of elements that `add_embedding` will get; 0 if it is not called.
-        num_resident: number of buffers beside those for three chunks.
+        num_buffers: number of layers that the device has memory for, at least three chunks of the schedule.
         dtype: dtype of the weights.
-        residual_dtype: dtype of the kind LOW_BITS; None if there is none.
-        state: other kinds of state of each streamed parameter: dtype, and number of elements that share an entry.
+        state: kinds of state of each streamed parameter: dtype, and number of elements that share an entry.
         is_streamed: returns whether a parameter is streamed, given its name within a layer and itself.
         group: the ranks with the same weights, except experts. Those on one node share an arena.
         part: which part of the experts this rank has. Ranks with different parts have an arena each.
-        chunk_layers: number of layers that the schedule loads at once.
     """
 
     def __init__(
@@ -118,23 +116,19 @@ class HostLayers:
         *,
         num_layers: int,
         embedding_size: int,
-        num_resident: int,
+        num_buffers: int,
         dtype: torch.dtype,
-        residual_dtype: torch.dtype | None,
+        state: Mapping[str, tuple[torch.dtype, int]],
         is_streamed: Callable[[str, torch.nn.Parameter], bool],
         group: torch.distributed.ProcessGroup,
         part: tuple[int, ...] = (),
-        chunk_layers: int = 1,
-        state: Mapping[str, tuple[torch.dtype, int]] | None = None,
     ) -> None:
-        self._chunk_layers = chunk_layers
         self.places: dict[torch.nn.Parameter, State] = {}
         """Tensors in the arena, behind the layer's weights: for what `BlockStateStore` offloads or `MatrixOptimizer`
         steps."""
-        self._num_layers, self._embedding_size, self._num_resident = num_layers, embedding_size, num_resident
+        self._num_layers, self._embedding_size, self._num_buffers = num_layers, embedding_size, num_buffers
         self._arena_bytes, self._used_bytes = 0, 0
-        self._dtype = dtype
-        self._kinds = ({} if residual_dtype is None else {LOW_BITS: (residual_dtype, 1)}) | dict(state or {})
+        self._dtype, self._kinds = dtype, state
         self._is_streamed, self._group, self._part = is_streamed, group, part
         self._arena: host_memory.SharedMemory
         self._layers: list[_Layer] = []
@@ -423,9 +417,9 @@ class HostLayers:
                 (part.numel() * (each in self.owned) for each, part in layer.state.items()) for layer in self._layers
             )
             state_bytes = max(map(sum, states))
-            num_buffers = min(3 * self._chunk_layers + self._num_resident, len(self._layers))
             size = max(each.size for each in self._layers)
-            self._buffers = [_Buffer(size, self._dtype, state_bytes) for _ in range(num_buffers)]
+            number = min(self._num_buffers, len(self._layers))
+            self._buffers = [_Buffer(size, self._dtype, state_bytes) for _ in range(number)]
         free = [buffer for buffer in self._buffers if buffer.layer is None or buffer.layer.number not in kept]
         if not free:
             return None

@@ -5,7 +5,7 @@ Tensor shapes: S sequence length, B micro-batch size, H hidden size, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,14 +32,6 @@ from megatron.bcd.model.skeleton import (
 )
 from megatron.bcd.model.split_check import check_split
 from megatron.bcd.runtime import device
-
-
-class Decoder(nn.Module):
-    """The layers of a stage, and on the last one the final norm, by GPTModel's names."""
-
-    def __init__(self, layers: Sequence[nn.Module], final_layernorm: nn.Module | None) -> None:
-        super().__init__()
-        self.layers, self.final_layernorm = nn.ModuleList(layers), final_layernorm
 
 
 def _is_trained(module: nn.Module) -> bool:
@@ -107,8 +99,10 @@ class TransformersModel(Chunks, LanguageModule):
                 parameter.is_transposed = True  # type: ignore[attr-defined]
             if host_layers is not None:
                 host_layers.add(layer)
-        has_norm, last = post_process and FINAL_NORM in skeleton.paths, 1 + len(skeleton.layers)
-        self.decoder = Decoder(own, build(skeleton.module(FINAL_NORM), last) if has_norm else None)
+        self.decoder, last = nn.Module(), 1 + len(skeleton.layers)
+        self.decoder.layers = nn.ModuleList(own)
+        if post_process and FINAL_NORM in skeleton.paths:
+            self.decoder.final_layernorm = build(skeleton.module(FINAL_NORM), last)
         if post_process:
             head = skeleton.module(HEAD)
             if is_tied and pre_process:
@@ -146,7 +140,8 @@ class TransformersModel(Chunks, LanguageModule):
         Returns:
             The output [S, B, H]; on the last stage losses [B, S], or without labels the logits [B, S, V].
         """
-        layers = range(len(self.decoder.layers)) if self._chunk is None else self.chunk_layers[self._chunk]
+        own = range(len(self.decoder.layers)) if self._chunk is None else self.chunk_layers[self._chunk]  # type: ignore[arg-type]
+        layers = range(self.first_layer + own.start, self.first_layer + own.stop)
         received = None if self.pre_process and self._chunk in (None, 0) else self.input_tensor
         inputs: dict[str, Any] = {"position_ids": position_ids if attention_mask is not None else None}
         if received is not None:
@@ -157,10 +152,10 @@ class TransformersModel(Chunks, LanguageModule):
         else:
             inputs["input_ids"] = input_ids
         now = Pass(
-            layers=self._numbers(layers),
+            layers=layers,
             received=received,
             has_head=self.ends_with_head,
-            recomputed=self._numbers(self._recomputed(layers, received)),
+            recomputed=self._recomputed(layers, received),
         )
         output: Tensor = self.skeleton.run(now, **inputs)
         if not now.has_head:  # a copy, because Megatron Core frees it when it is sent
@@ -172,16 +167,12 @@ class TransformersModel(Chunks, LanguageModule):
         losses: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels)
         return losses
 
-    def _numbers(self, layers: range) -> range:
-        """Return numbers in the model, given those on this stage."""
-        return range(self.first_layer + layers.start, self.first_layer + layers.stop)
-
     def _recomputed(self, layers: range, received: Tensor | None) -> range:
-        """Return the layers to recompute, by their numbers on this stage: none without a graph, as in a prefix."""
+        """Return the layers to recompute, by their numbers in the model: none without a graph, as in a prefix."""
         if self.config.recompute_granularity != "full" or not torch.is_grad_enabled():
             return range(0)
         has_graph = _is_trained(self.embedding) if received is None else received.requires_grad
-        first = next((i for i in layers if has_graph or _is_trained(self.decoder.layers[i])), layers.stop)
+        first = next((i for i in layers if has_graph or _is_trained(self.skeleton.layers[i])), layers.stop)
         most = self.config.recompute_num_layers if self.config.recompute_method == "block" else None
         return range(first, layers.stop)[:most]
 
