@@ -34,7 +34,6 @@ from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.huggingface.architecture import make_config
 from megatron.bcd.huggingface.run_network import run_architecture
 from megatron.bcd.huggingface.tensors import build_rows
 from megatron.bcd.metrics.sinks import MetricsFile
@@ -69,8 +68,7 @@ def draw_model(config: RunConfig, vocab_size: int) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     ours = dict(unwrap_model(build_model(config, vocab_size, available_implementation(config))).named_parameters())
-    network = run_architecture(config, is_on_gpu=device.has_cuda(), vocab_size=vocab_size)
-    values = make_config(network, dtype="float32")
+    network, values = run_architecture(config, is_on_gpu=device.has_cuda(), vocab_size=vocab_size)
     settings = AutoConfig.for_model(values.pop("model_type"), **values)
     model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32)
     state: dict[str, Tensor] = {}

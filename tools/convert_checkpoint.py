@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser, check_positive, command, run_main
+from _parser import Parser, command, run_main
 
 PROG = "tools/convert_checkpoint.py"
 
@@ -28,11 +28,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--output", required=True, help="an empty or absent folder")
     add("--config", metavar="DIR", help="folder with the config.json to write and the tokenizer's files; default: a"
         " config.json made from the run's flags")  # fmt: skip
-    add("--vocab-size", type=int, metavar="N", help="rows of the embedding without padding, if neither a config.json "
-        "nor the run's tokenizer gives it")  # fmt: skip
-    options = parser.parse_args(argv)
-    check_positive(options, "vocab_size")
-    return options
+    return parser.parse_args(argv)
 
 
 def run(argv: Sequence[str] | None = None) -> str:
@@ -44,7 +40,7 @@ def run(argv: Sequence[str] | None = None) -> str:
 
     convert.check_output(options.output, flag="--output")
     path = run_network.checkpoint_folder(options.input, flag="--input")
-    described = run_network.describe_checkpoint(path, config_folder=options.config, vocab_size=options.vocab_size)
+    described = run_network.describe_checkpoint(path, config_folder=options.config)
     convert.to_hugging_face(CoreCheckpoint(path), options.output, described)
     lines = [f"{options.output}: {described.network.family}, from {path}"]
     if described.tokenizer is not None:

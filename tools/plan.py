@@ -28,7 +28,7 @@ from board_views import View, bars, write_page
 
 from megatron.bcd.config import BcdConfig, TrainingConfig
 from megatron.bcd.config.presets import PRESETS
-from megatron.bcd.huggingface.architecture import CONFIG, NotInCore, read_architecture
+from megatron.bcd.huggingface.architecture import CONFIG, TRANSFORMERS
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.estimate import EQUAL_STEPS, SMALL_MULTIPLIERS, Estimate
@@ -222,15 +222,11 @@ def named_model(name: str, *, models: str | None, sequence: int | None = None) -
     Layers that Megatron Core cannot express are measured in sequences of `sequence` tokens.
     """
     if name.endswith(".json") or os.path.isfile(os.path.join(name, CONFIG)):
-        try:
-            network = read_architecture(name, is_quantised=True)
-        except NotInCore as reason:
-            from megatron.bcd.huggingface.measure import read_model  # slow: it imports torch
+        from megatron.bcd.huggingface.any_decoder import read_architecture  # slow: it imports torch
+        from megatron.bcd.huggingface.measure import read_model
 
-            try:
-                return read_model(name, sequence=sequence, longest=LONGEST_DEFAULT)
-            except ValueError as error:
-                raise ValueError(f"{reason}, and with transformers' layers it {error}") from None
+        network = read_architecture(name, is_quantised=True)
+        tokens = sequence or min(network.plain_positions, LONGEST_DEFAULT)
         is_gpt = network.family == "gpt2"
         return Model(
             name=os.path.basename(os.path.abspath(name if os.path.isdir(name) else os.path.dirname(name))),
@@ -241,7 +237,7 @@ def named_model(name: str, *, models: str | None, sequence: int | None = None) -
             groups=network.num_query_groups,
             ffn=network.ffn_hidden_size,
             vocabulary=network.vocab_size,
-            sequence=min(network.plain_positions, LONGEST_DEFAULT),
+            sequence=tokens,
             source=name,
             head_dim=network.head_size,
             tied=network.tied,
@@ -251,6 +247,7 @@ def named_model(name: str, *, models: str | None, sequence: int | None = None) -
             experts=network.num_experts,
             experts_per_token=network.experts_per_token or 2,
             expert_ffn=network.expert_ffn_size,
+            measured=read_model(name, sequence=tokens) if network.family == TRANSFORMERS else None,
         )
     rows = read_models(MODELS) | (read_models(models) if models else {})
     try:

@@ -35,7 +35,7 @@ from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.huggingface import run_models
 from megatron.bcd.huggingface.run_models import Exporter
 from megatron.bcd.metrics.reporter import Reporter
-from megatron.bcd.model import builder, router_losses
+from megatron.bcd.model import builder
 from megatron.bcd.model.implementation import Implementation, available_implementation
 from megatron.bcd.model.loss import masked_loss
 from megatron.bcd.optim.active_block import ActiveBlock
@@ -44,6 +44,7 @@ from megatron.bcd.optim.step import Step
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import device, memory, rng
+from megatron.bcd.runtime.compat import megatron_core
 from megatron.bcd.training.checks import StepChecks
 from megatron.bcd.training.evaluation import Evaluator
 from megatron.bcd.training.outputs import RunOutputs
@@ -361,7 +362,7 @@ class Trainer:
         training, active = self.config.training, self.active
         stopwatch = device.Stopwatch()
         active.zero_grad()
-        router_losses.clear()
+        megatron_core.clear_router_losses()
         learning_rate = float(self.lr_scheduler.get_lr({}))
         active.set_learning_rate(self.lr_scheduler)
         step = Step(active, lambda: self.stop.on_this_rank(is_writing=self.outputs.is_writing))

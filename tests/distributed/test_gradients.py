@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.huggingface.architecture import Architecture, make_config
+from megatron.bcd.huggingface.architecture import Architecture
 from megatron.bcd.huggingface.run_network import run_architecture
 from megatron.bcd.huggingface.tensors import LAYERS, build_rows
 from megatron.bcd.model.builder import unwrap_model
@@ -183,7 +183,7 @@ def reference_of(config: RunConfig, **settings: Any) -> torch.nn.Module:
     """Return transformers' model of the same size."""
     heads, length = config.transformer["num_attention_heads"], config.model.max_position_embeddings
     if config.num_experts:
-        described = transformers.AutoConfig.for_model(**make_config(_network(config), dtype="float32"))
+        described = transformers.AutoConfig.for_model(**_network(config)[1] | {"torch_dtype": "float32"})
         return transformers.AutoModelForCausalLM.from_config(described).eval()  # type: ignore[no-any-return]
     if not _is_llama(config):
         sizes = {"n_positions": length, "n_embd": config.hidden_size, "n_layer": config.num_layers, "n_head": heads}
@@ -207,14 +207,14 @@ def reference_of(config: RunConfig, **settings: Any) -> torch.nn.Module:
     return model
 
 
-def _network(config: RunConfig) -> Architecture:
+def _network(config: RunConfig) -> tuple[Architecture, dict[str, Any]]:
     return run_architecture(config, is_on_gpu=False, vocab_size=worlds.PADDED_VOCABULARY)
 
 
 def _by_row(config: RunConfig, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield transformers' tensors of a model with experts, by the conversion of --save-hf."""
     experts = "mlp.experts.experts."
-    for row in build_rows(_network(config)):
+    for row in build_rows(_network(config)[0]):
         for layer in range(config.num_layers if row.is_stacked else 1):
             key = row.key.replace("linear_qkv.layer_norm_weight", "input_layernorm.weight")
             key = key.replace("self_attention.input", "input").replace(LAYERS, f"{LAYERS}{layer}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections import Counter
@@ -18,7 +17,7 @@ from support.dist import World
 from megatron.bcd.checkpoint import optimizer_state
 from megatron.bcd.checkpoint.shard_writer import Planner, ShardWrite
 from megatron.bcd.optim.state import MAIN_PARAM
-from megatron.bcd.runtime import device, host_memory
+from megatron.bcd.runtime import host_memory
 
 
 def on_two_nodes(config: Any = None, **arguments: Any) -> Any:
@@ -37,27 +36,6 @@ def test_two_nodes(world2: World, tmp_path: Path) -> None:
     rest = world2.run(on_two_nodes, config_of(load=tmp_path, **flags))
     for expected, late in zip(whole, rest, strict=True):
         assert resumed_runs.differences(expected, [late]) == []
-
-
-def failures() -> list[str]:
-    """Return the errors of copies that fail."""
-    with worlds.parallel(worlds.run_config(mock_data=True, split=None)):
-        run, errors = streamed_layers.Run(num_layers=4), []
-        run.frozen.load([1], with_state=True)
-        for act in (functools.partial(run.frozen.write_back, [1]), functools.partial(run.frozen.load, [2])):
-            with mock.patch.object(device.CopyStream, "copy", side_effect=RuntimeError("CUDA error")):
-                try:
-                    act()
-                except RuntimeError as error:
-                    errors.append(str(error))
-        return errors
-
-
-def test_a_failed_copy_names_the_layer(world1: World) -> None:
-    """The error of a failed copy names the layer and where it was to go."""
-    [[write_back, load]] = world1.run(failures)
-    assert load.endswith("layer 2 can't be copied to the device: CUDA error")
-    assert write_back.endswith("layer 1 can't be copied to host memory: CUDA error")
 
 
 RULES: dict[str, dict[str, Any]] = {

@@ -16,8 +16,9 @@ from megatron.core.utils import get_model_config
 
 from megatron.bcd import data
 from megatron.bcd.config import RunConfig, core_keywords
-from megatron.bcd.model import builder, implementation, loss, router_losses
+from megatron.bcd.model import builder, implementation, loss
 from megatron.bcd.optim import lr_schedule
+from megatron.bcd.runtime.compat import megatron_core
 from megatron.bcd.tokenizer import build_tokenizer
 from support import worlds
 
@@ -35,7 +36,7 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
 
     With several chunks per stage it uses Megatron Core's interleaved schedule, and one DDP wrapper per chunk.
     """
-    router_losses.clear()
+    megatron_core.clear_router_losses()
     with worlds.parallel(config):
         training = config.training
         init_num_microbatches_calculator(

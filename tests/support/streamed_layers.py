@@ -62,10 +62,11 @@ def on_host(
     layers: Sequence[Layer], *, dtype: torch.dtype, chunk_layers: int, num_resident: int = 0, keeps: bool = False
 ) -> HostLayers:
     """Move the matrices of these layers to host memory. A collective."""
+    state = {"low_bits": (torch.int16, 1)} if dtype == torch.bfloat16 else {}
     frozen = HostLayers(
-        num_layers=len(layers), embedding_size=0, num_resident=num_resident, dtype=dtype,
-        residual_dtype=torch.int16 if dtype == torch.bfloat16 else None, is_streamed=lambda name, _: name != "scale",
-        group=dist.group.WORLD, chunk_layers=chunk_layers, state={"gradient": (torch.float32, 1)} if keeps else None,
+        num_layers=len(layers), embedding_size=0, num_buffers=3 * chunk_layers + num_resident, dtype=dtype,
+        state=state | ({"gradient": (torch.float32, 1)} if keeps else {}),
+        is_streamed=lambda name, _: name != "scale", group=dist.group.WORLD,
     )  # fmt: skip
     for layer in layers:
         frozen.add(layer)  # type: ignore[arg-type]

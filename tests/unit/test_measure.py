@@ -104,4 +104,4 @@ def test_a_model_that_no_run_loads_is_refused(tmp_path: Path, capsys: pytest.Cap
     flags = ["--model", str(tmp_path / "model"), "--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1"]
     assert plan.main(flags) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
-    assert all(word in line for word in ("T5ForConditionalGeneration", "cannot be planned"))
+    assert "t5 has an encoder" in line

@@ -18,7 +18,7 @@ from support.command_line import parse
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.model import transformer_config
 from megatron.bcd.model.attention import ScaledDotProductAttention
-from megatron.bcd.model.builder import PlainNorm, get_host_layers
+from megatron.bcd.model.builder import PlainNorm
 from megatron.bcd.model.implementation import Implementation, available_implementation
 from megatron.bcd.runtime import device, packages
 from megatron.bcd.runtime.compat import megatron_core, pytorch
@@ -174,12 +174,6 @@ def test_grouped_queries_keep_to_the_fast_kernels(
     q, k, v = (torch.zeros(7, 3, heads, 8, dtype=dtype) for heads in (4, 2, 2))
     attention(q, k, v, torch.zeros(1, 1, 7, 7, dtype=torch.bool) if with_mask else None)
     assert options["enable_gqa"] == (dtype is torch.bfloat16 and not with_mask)
-
-
-def test_a_model_of_another_builder_is_refused() -> None:
-    """A model that another builder built is refused, and the error names the right one."""
-    with pytest.raises(ValueError, match="^build_model: .* Call megatron.bcd.model.builder.build_model"):
-        get_host_layers(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(("flags", "number"), [("--bcd-layout stage", None), ("", 3), ("--bcd-layout submodel", 3)])

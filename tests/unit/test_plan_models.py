@@ -16,7 +16,6 @@ from plan import named_model
 from support.fine_tuning import tokenizer_folder, write_records
 from support.planned import CLUSTER, RUNS, recipe_of
 
-from megatron.bcd.huggingface.architecture import FAMILIES
 from megatron.bcd.optim import update_rules
 from megatron.bcd.planner import measured, state
 from megatron.bcd.planner.cost import ModelShape
@@ -33,8 +32,7 @@ def config(kind: str, layers: int, hidden: int, heads: tuple[int, int], ffn: int
     """A config.json of LLaMA's form."""
     sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads[0]}
     sizes |= {"num_key_value_heads": heads[1], "intermediate_size": ffn, "vocab_size": vocabulary}
-    classes = [name for name, family in FAMILIES.items() if family == kind]
-    names = {"architectures": classes, "model_type": kind, "max_position_embeddings": 4096}
+    names = {"model_type": kind, "max_position_embeddings": 4096}
     return names | sizes | {"tie_word_embeddings": False} | more
 
 
@@ -128,12 +126,12 @@ def test_a_row_says_what_a_config_says(tmp_path: Path) -> None:
 
 def test_bad_models_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A model that cannot be planned is refused in one line that says why, or how else to give it."""
-    broken = folder(tmp_path, {"architectures": ["T5Model"]})
+    broken = folder(tmp_path, {"model_type": "t5"})
     gpt = folder(tmp_path, GPT2 | {"n_layer": 6, "n_embd": 64, "n_head": 4, "n_positions": 96}, name="gpt")
     biases = folder(tmp_path, BIASES, name="biases")
     assert "--load-hf" in run(capsys, "--model", biases, *CARD, "--task", "sft")
     for flags, words in (
-        (("--model", broken), ("T5Model",)),
+        (("--model", broken), ("t5 has an encoder",)),
         (("--model", tmp_path / "none" / "config.json"), ("config.json",)),
         (("--model", biases), ("--load-hf",)),
         (("--model", gpt, "--seq-length", "128"), ("--seq-length 128", "96")),

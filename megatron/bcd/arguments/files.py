@@ -10,7 +10,8 @@ from megatron.bcd.arguments.flags import TOKENIZER, Flag
 from megatron.bcd.arguments.stock import EXPERTS, NETWORK
 from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.huggingface import folder
-from megatron.bcd.huggingface.architecture import TRANSFORMERS, NotInCore, architecture_flags, default_flags
+from megatron.bcd.huggingface.any_decoder import read_architecture
+from megatron.bcd.huggingface.architecture import TRANSFORMERS, architecture_flags, default_flags
 from megatron.bcd.model.skeleton import has_weights
 
 _OF_THE_RUN = frozenset(("seq_length", "max_position_embeddings", "use_cpu_initialization"))
@@ -29,14 +30,9 @@ def model_values(
     """
     name = given["load_hf"]
     path = folder.locate(name, flag="--load-hf", weights=False)
-    implementation, notes = given.get("transformer_impl", "auto"), tuple[str, ...]()
-    try:
-        network = folder.read_network(path, transformer_impl=implementation)
-    except NotInCore as error:
-        if implementation != "auto":
-            raise
-        network = folder.read_network(path, transformer_impl=TRANSFORMERS)
-        notes = (f"--transformer-impl transformers, because Megatron Core can't express the model: {error}",)
+    network, notes = read_architecture(path, transformer_impl=given.get("transformer_impl", "auto")), tuple[str, ...]()
+    if network.not_in_core:
+        notes = (f"--transformer-impl transformers, because Megatron Core's layers can't: {network.not_in_core}",)
     if network.family == TRANSFORMERS and not has_weights(path):
         notes = (*notes, f"--load-hf {name}: has no weights, so they are drawn at random")
     fixed = architecture_flags(network)

@@ -3,53 +3,43 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from dataclasses import replace
 
 from torch import Tensor
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.config.measured import Parameters
 from megatron.bcd.huggingface import tensors
-from megatron.bcd.huggingface.architecture import TRANSFORMERS, Architecture
+from megatron.bcd.huggingface.architecture import TRANSFORMERS, Architecture, NotInCore, architecture_of
 from megatron.bcd.model.skeleton import EMBEDDING, HEAD, Skeleton, read_config
 from megatron.bcd.runtime.compat import transformers as compat
 
 
-def read(path: str) -> Architecture:
-    """Return the sizes of a model, given its folder or its name on the hub.
+def read_architecture(path: str, *, transformer_impl: str = "auto", is_quantised: bool = False) -> Architecture:
+    """Return the architecture of a model, given its folder, its config.json or its name on the hub.
+
+    With `transformer_impl` auto, transformers' layers compute what Megatron Core's cannot. With `is_quantised` the
+    weights may be quantised: they will not be read.
 
     Raises:
+        NotInCore: another `transformer_impl` cannot express the model.
         ValueError: as `read_config`.
     """
-    config = read_config(path)
-    values = config.to_dict()
-
-    def value(*names: str, default: Any) -> Any:
-        found = (values.get(name) for name in names)
-        return next((each for each in found if isinstance(each, int | float) and each), default)
-
-    hidden, heads = config.hidden_size, value("num_attention_heads", default=1)
-    return Architecture(
-        family=TRANSFORMERS,
-        source=path,
-        num_layers=config.num_hidden_layers,
-        hidden_size=hidden,
-        ffn_hidden_size=value("intermediate_size", "ffn_hidden_size", default=4 * hidden),
-        num_attention_heads=heads,
-        num_query_groups=value("num_key_value_heads", default=heads),
-        head_size=value("head_dim", default=max(1, hidden // heads)),
-        vocab_size=config.vocab_size,
-        max_positions=value("max_position_embeddings", default=10**6),
-        norm_epsilon=value("rms_norm_eps", "layer_norm_eps", "norm_eps", default=1e-5),
-        tied=bool(config.tie_word_embeddings),
-        hidden_dropout=value("resid_pdrop", "hidden_dropout", "residual_dropout", "dropout", default=0.0),
-        attention_dropout=value("attention_dropout", "attn_pdrop", default=0.0),
-    )
+    config, reason = read_config(path, is_quantised=is_quantised), ""
+    try:
+        if transformer_impl != TRANSFORMERS:
+            return architecture_of(config, source=path)
+    except NotInCore as error:
+        if transformer_impl != "auto":
+            raise NotInCore(f"{path}: {error}. --transformer-impl transformers trains it.") from None
+        reason = str(error)
+    network = architecture_of(config.get_text_config(), source=path, family=TRANSFORMERS)
+    return replace(network, not_in_core=reason)
 
 
 @functools.lru_cache(maxsize=2)
 def _skeleton(path: str) -> Skeleton:
-    return Skeleton(read_config(path))
+    return Skeleton(read_config(path).get_text_config())
 
 
 def list_parameters(config: RunConfig) -> Parameters:

@@ -1,12 +1,8 @@
-"""The architecture in a config.json: its sizes, and the flags of the training scripts for it. Pure."""
+"""The architecture of a model: its sizes, and the flags of the training scripts for it. Pure."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 CONFIG = "config.json"
@@ -14,40 +10,30 @@ TRANSFORMERS = "transformers"
 """The family of all decoders that transformers' own layers compute, and the --transformer-impl that chooses them."""
 
 FAMILIES = {
-    "GPT2LMHeadModel": "gpt2",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-"""Families, which are also the ``model_type``, by transformers' class."""
+"""transformers' classes by families, which are also the ``model_type``."""
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Megatron Core's RoPE scaling. Only the factor can be set."""
 
-_DIFFERENCES = {
-    "gpt_oss": "its attention has sinks",
-    "smollm3": "some of its layers have no positions",
-    "phi3": "its queries, keys and values are one matrix",
-    "olmoe": "its norms of queries and keys span all heads",
-    "num_experts num_local_experts n_routed_experts": "its layers have experts",
-    "kv_lora_rank": "its attention is multi-latent",
-    "linear_num_value_heads mamba_d_state state_size": "its layers are not all attention",
-    "vision_config audio_config": "it reads more than text",
-    "is_encoder_decoder": "it has an encoder",
-    "gemma gemma2 gemma3_text": "it scales its embedding",
-    "olmo2 olmo3 exaone4": "its norms come behind attention and MLP",
-    "granite": "it multiplies embedding, residuals and logits by constants",
-    "glm glm4": "it rotates half of each head, in pairs",
-    "cohere cohere2": "its attention and MLP run side by side",
-    "use_parallel_residual parallel_attn": "its attention and MLP run side by side",
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu", "gelu_pytorch_tanh"),
+    "hidden_act": ("silu",),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "router_jitter_noise": (0.0,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
 }
-"""Keys of a config.json or model types, and how such an architecture differs. The first match is reported."""
-
-MISTRAL_WINDOW = 4096
-"""transformers' default of a Mistral's sliding window."""
+"""Values of configurations that Megatron Core's layers can express."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +76,9 @@ class Architecture:
     """Dropout of the embedding's output. Megatron Core applies `hidden_dropout` there too."""
     attention_dropout: float = 0.0
     source: str = ""
-    """Folder of the model, or its name on the hub, if transformers' layers compute it (family `TRANSFORMERS`)."""
+    """Folder of the model, or its name on the hub."""
+    not_in_core: str = ""
+    """Why transformers' layers compute it, if nobody asked for them."""
 
     @property
     def plain_positions(self) -> int:
@@ -98,233 +86,87 @@ class Architecture:
         return min(self.max_positions, self.sliding_window or self.max_positions)
 
 
-def read_architecture(path: str, *, is_quantised: bool = False) -> Architecture:
-    """Return the architecture in a ``config.json``, or in a folder that contains one.
-
-    With `is_quantised` the weights may be quantised: they will not be read.
-
-    Raises:
-        ValueError: the file is missing or not a JSON object, or as `architecture_from_config`.
-    """
-    file = os.path.join(path, CONFIG) if os.path.isdir(path) else path
-    folder = os.path.dirname(file)
-    config = read_json(file, absent=f"{folder}: has no {CONFIG}. Give the folder of a model in Hugging Face's format.")
-    return architecture_from_config(config | {"quantization_config": None} if is_quantised else config, source=file)
-
-
-def read_json(path: str, *, absent: str) -> dict[str, Any]:
-    """Return the JSON object in a file. `absent` is the message if the file is missing. Raises ValueError."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except FileNotFoundError:
-        raise ValueError(absent) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: can't be read ({' '.join(str(error).split())[:200]})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds no JSON object")
-    return content
-
-
-def architecture_from_config(config: Mapping[str, Any], *, source: str) -> Architecture:
-    """Return the architecture in a config.json. `source` is its path, for messages.
-
-    Raises:
-        NotInCore: the family is not supported, or Megatron Core's layers lack a feature.
-        ValueError: the weights are quantised, or a value is not valid.
-    """
-    if config.get("quantization_config"):
-        raise ValueError(
-            f"{source}: quantization_config: quantised weights are not supported. Give the original ones, or a copy in "
-            "bf16."
-        )
-    family = _family(config, source)
-    read = _Reader(config, source)
-    return _gpt2(read) if family == "gpt2" else _llama(read, family)
-
-
-def _family(config: Mapping[str, Any], source: str) -> str:
-    classes, kind = config.get("architectures") or [], config.get("model_type")
-    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-        raise ValueError(f"{source}: architectures is {_shown(classes)}, but must be a list of names")
-    family = FAMILIES.get(classes[0]) if classes else kind
-    if family not in FAMILIES.values() or kind not in (None, family):
-        name = classes[0] if classes else kind
-        reasons = ((key, why) for keys, why in _DIFFERENCES.items() for key in keys.split())
-        reason = next((f" ({key}: {why})" for key, why in reasons if key == kind or config.get(key)), "")
-        raise _unsupported(source, f"architecture {name} is not supported{reason}. Supported are {', '.join(FAMILIES)}")
-    return str(family)
-
-
 class NotInCore(ValueError):
     """Megatron Core's layers cannot express an architecture."""
 
 
-def _unsupported(source: str, what: str) -> NotInCore:
-    return NotInCore(f"{source}: {what}. --transformer-impl transformers trains it (docs/huggingface.md)")
+def architecture_of(config: Any, *, source: str = "", family: str | None = None) -> Architecture:
+    """Return the architecture of a configuration of transformers.
 
+    Args:
+        config: the configuration.
+        source: the folder of its model, or its name on the hub.
+        family: TRANSFORMERS, or the default for its family in Megatron Core.
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."
+    Raises:
+        NotInCore: Megatron Core's layers lack a feature.
+    """
 
+    def value(*names: str, default: Any) -> Any:
+        found = (getattr(config, name, None) for name in names)
+        return next((each for each in found if isinstance(each, int | float) and each), default)
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)  # JSON may have NaN
-
-
-class _Reader:
-    """Reads values of a config.json and checks their types."""
-
-    def __init__(self, config: Mapping[str, Any], source: str) -> None:
-        self.config, self.source = config, source
-
-    def size(self, name: str, default: int | None = None) -> int:
-        value = self.config.get(name)
-        value = default if value is None else value
-        if type(value) is not int or value < 1:
-            problem = "is missing" if value is None else f"is {_shown(value)}"
-            raise ValueError(f"{self.source}: {name} {problem}, but must be a whole number above 0")
-        return value
-
-    def optional_size(self, name: str, default: int | None) -> int | None:
-        """Return the value of `name`; `default` if the key is missing, None if it is null."""
-        return None if self.config.get(name, default) is None else self.size(name, default)
-
-    def number(self, name: str, default: float) -> float:
-        value = self.config.get(name, default)
-        if not _is_number(value):
-            raise ValueError(f"{self.source}: {name} is {_shown(value)}, but must be a number")
-        return float(value)
-
-    def switch(self, name: str, default: bool) -> bool:
-        value = self.config.get(name, default)
-        return default if value is None else bool(value)
-
-    def require(self, name: str, default: Any, *supported: Any) -> Any:
-        """Return the value of `name`, which must be one of `supported`."""
-        value = self.config.get(name, default)
-        if value not in supported:
-            options = " or ".join(map(repr, supported))
-            raise _unsupported(self.source, f"{name} {value!r} is not supported, only {options}")
-        return value
-
-    def heads(self, name: str, hidden_size: int, *, explicit: int | None = None) -> tuple[int, int]:
-        """Return the number of attention heads, and their width."""
-        heads = self.size(name)
-        if explicit is None and hidden_size % heads:
-            raise ValueError(f"{self.source}: {name} {heads} does not divide the hidden size {hidden_size}")
-        return heads, explicit or hidden_size // heads
-
-
-def _gpt2(read: _Reader) -> Architecture:
-    read.require("scale_attn_weights", True, True)
-    read.require("scale_attn_by_inverse_layer_idx", False, False)
-    read.require("add_cross_attention", False, False)
-    activation = read.require("activation_function", "gelu_new", "gelu_new", "gelu", "gelu_pytorch_tanh")
-    hidden_size = read.size("n_embd")
-    heads, head_size = read.heads("n_head", hidden_size)
-    return Architecture(
-        family="gpt2",
-        num_layers=read.size("n_layer"),
-        hidden_size=hidden_size,
-        ffn_hidden_size=read.size("n_inner", 4 * hidden_size),
+    variants = {} if family == TRANSFORMERS else _variants(config)
+    hidden, heads = config.hidden_size, value("num_attention_heads", default=1)
+    network = Architecture(
+        family=family or config.model_type,
+        source=source,
+        num_layers=config.num_hidden_layers,
+        hidden_size=hidden,
+        ffn_hidden_size=value("intermediate_size", "ffn_hidden_size", "n_inner", default=4 * hidden),
         num_attention_heads=heads,
-        num_query_groups=heads,
-        head_size=head_size,
-        vocab_size=read.size("vocab_size"),
-        max_positions=read.size("n_positions", read.config.get("n_ctx")),
-        norm_epsilon=read.number("layer_norm_epsilon", 1e-5),
-        tied=read.switch("tie_word_embeddings", True),
-        linear_bias=True,
-        qkv_bias=True,
-        gelu="exact" if activation == "gelu" else "tanh",
-        hidden_dropout=read.number("resid_pdrop", 0.1),
-        embedding_dropout=read.number("embd_pdrop", 0.1),
-        attention_dropout=read.number("attn_pdrop", 0.1),
+        num_query_groups=value("num_key_value_heads", default=heads),
+        head_size=value("head_dim", default=max(1, hidden // heads)),
+        vocab_size=config.vocab_size,
+        max_positions=value("max_position_embeddings", default=10**6),
+        norm_epsilon=value("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon", default=1e-5),
+        tied=bool(config.tie_word_embeddings),
+        hidden_dropout=value("resid_pdrop", "hidden_dropout", "residual_dropout", "dropout", default=0.0),
+        attention_dropout=value("attention_dropout", "attn_pdrop", default=0.0),
     )
+    return replace(network, **variants)
 
 
-def _llama(read: _Reader, family: str) -> Architecture:
-    read.require("hidden_act", "silu", "silu")
-    read.require("partial_rotary_factor", 1.0, 1.0)
-    hidden_size = read.size("hidden_size")
-    own_width = read.optional_size("head_dim", 128 if family == "qwen3" else None)
-    heads, head_size = read.heads("num_attention_heads", hidden_size, explicit=own_width)
-    base, factor = _rope(read)
-    bias = read.switch("attention_bias", False)
-    if bias != read.switch("mlp_bias", False):
-        raise _unsupported(
-            read.source,
+def _variants(config: Any) -> dict[str, Any]:
+    """Return the fields of `Architecture` for Megatron Core's layers alone. Raises NotInCore."""
+    family, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
+    if family not in FAMILIES:
+        raise NotInCore(f"architecture {family} is not one of {', '.join(FAMILIES)}")
+    for name, supported in _SUPPORTED.items():
+        if (value := getattr(config, name, supported[0])) not in supported:
+            raise NotInCore(f"{name} {value!r} is not supported, only {' or '.join(map(repr, supported))}")
+    bias = getattr(config, "attention_bias", False)
+    if bias != getattr(config, "mlp_bias", False):
+        raise NotInCore(
             f"attention_bias {bias} without the same mlp_bias is not supported: Megatron Core's layers have biases "
-            "everywhere, nowhere, or only in queries, keys and values",
+            "everywhere, nowhere, or only in queries, keys and values"
         )
-    has_window = read.switch("use_sliding_window", family in ("mistral", "mixtral"))
-    # a Mistral without the key has transformers' default window; one with null has none
-    window = (
-        read.optional_size("sliding_window", MISTRAL_WINDOW if family == "mistral" else None) if has_window else None
-    )
-    return Architecture(
-        family=family,
-        num_layers=read.size("num_hidden_layers"),
-        hidden_size=hidden_size,
-        ffn_hidden_size=read.size("intermediate_size"),
-        num_attention_heads=heads,
-        num_query_groups=read.size("num_key_value_heads", heads),
-        head_size=head_size,
-        vocab_size=read.size("vocab_size"),
-        max_positions=read.size("max_position_embeddings"),
-        norm_epsilon=read.number("rms_norm_eps", 1e-6),
-        tied=read.switch("tie_word_embeddings", False),
-        rotary_base=base,
-        rope_scaling_factor=factor,
-        linear_bias=bias,
-        qkv_bias=bias or family == "qwen2",
-        qk_norm=family in ("qwen3", "qwen3_moe"),
-        sliding_window=window,
-        attention_dropout=read.number("attention_dropout", 0.0),
-        **(_experts(read, family) if family in ("mixtral", "qwen3_moe") else {}),
-    )
-
-
-def _experts(read: _Reader, family: str) -> dict[str, Any]:
-    """Return the fields of `Architecture` that a dense model lacks."""
-    read.require("router_jitter_noise", 0.0, 0.0)
-    read.require("decoder_sparse_step", 1, 1)
-    read.require("mlp_only_layers", [], [], None)
-    count = "num_experts" if "num_experts" in read.config else "num_local_experts"  # transformers 5 writes the latter
-    return {
-        "num_experts": read.size(count),
-        "experts_per_token": read.size("num_experts_per_tok"),
-        "expert_ffn_size": read.size("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
-        "normalizes_probabilities": family != "qwen3_moe" or read.switch("norm_topk_prob", False),
-        "router_loss": read.number("router_aux_loss_coef", 0.001),
+    kind, base = rope.get("rope_type", "default"), rope.get("rope_theta") or 0
+    if kind not in ("default", "llama3") or base != int(base):
+        raise NotInCore(f"RoPE type {kind} with base {base} is not supported, only whole bases of default and llama3")
+    for name, value in ({"partial_rotary_factor": 1.0} | (LLAMA3_ROPE if kind == "llama3" else {})).items():
+        if rope.get(name, value) != value:
+            raise NotInCore(f"{name} {rope[name]!r} of RoPE is not supported: Megatron Core has {value} built in")
+    fields: dict[str, Any] = {
+        "rotary_base": int(base) or None,
+        "rope_scaling_factor": float(rope["factor"]) if kind == "llama3" else None,
+        "linear_bias": bias or family == "gpt2",
+        "qkv_bias": bias or family in ("gpt2", "qwen2"),
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "sliding_window": getattr(config, "sliding_window", None),
     }
-
-
-def _rope(read: _Reader) -> tuple[int, float | None]:
-    """Return the base and LLaMA 3's factor. transformers 5 writes ``rope_parameters``, older versions two entries."""
-    rope = read.config.get("rope_parameters") or read.config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"{read.source}: rope_parameters or rope_scaling is {rope!r}, but must be an object")
-    base = rope.get("rope_theta", read.config.get("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if not _is_number(base) or base != int(base):
-        raise ValueError(f"{read.source}: rope_theta {_shown(base)} is not an integer, as --rotary-base must be")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0 or kind not in ("default", "llama3"):
-        shown = kind if kind not in ("default", "llama3") else "with a partial_rotary_factor"
-        raise _unsupported(read.source, f"RoPE type {shown} is not supported, only default and llama3")
-    if kind == "default":
-        return int(base), None
-    for name, value in LLAMA3_ROPE.items():
-        if rope.get(name) != value:
-            raise _unsupported(
-                read.source,
-                f"{name} {rope.get(name)!r} of the llama3 RoPE is not supported: Megatron Core has {value} built in",
-            )
-    if not _is_number(rope.get("factor")):
-        raise ValueError(f"{read.source}: the llama3 RoPE has no factor")
-    return int(base), float(rope["factor"])
+    if family == "gpt2":
+        fields["gelu"] = "exact" if config.activation_function == "gelu" else "tanh"
+        fields["embedding_dropout"] = config.embd_pdrop
+    if family in ("mixtral", "qwen3_moe"):
+        fields |= {
+            "num_experts": config.num_experts,
+            "experts_per_token": config.num_experts_per_tok,
+            "expert_ffn_size": getattr(config, "moe_intermediate_size", config.intermediate_size),
+            "normalizes_probabilities": getattr(config, "norm_topk_prob", True),
+            "router_loss": config.router_aux_loss_coef,
+        }
+    return fields
 
 
 def architecture_flags(network: Architecture) -> dict[str, Any]:
@@ -341,7 +183,16 @@ def architecture_flags(network: Architecture) -> dict[str, Any]:
     if values["group_query_attention"]:
         values["num_query_groups"] = network.num_query_groups
     if network.family == TRANSFORMERS:
-        return values | _transformers_flags(network)
+        return values | {  # neutral values of the flags that choose among Megatron Core's layers, and dropout
+            "transformer_impl": TRANSFORMERS,
+            "normalization": "RMSNorm",
+            "add_bias_linear": False,
+            "swiglu": True,
+            "position_embedding_type": "none",
+            "hidden_dropout": network.hidden_dropout,
+            "attention_dropout": network.attention_dropout,
+            "make_vocab_size_divisible_by": 1,
+        }
     values |= {
         "normalization": "LayerNorm" if network.family == "gpt2" else "RMSNorm",
         "layernorm_epsilon": network.norm_epsilon,
@@ -379,20 +230,6 @@ def architecture_flags(network: Architecture) -> dict[str, Any]:
     return values
 
 
-def _transformers_flags(network: Architecture) -> dict[str, Any]:
-    """Return neutral values of the flags that choose among Megatron Core's layers, and dropout."""
-    return {
-        "transformer_impl": TRANSFORMERS,
-        "normalization": "RMSNorm",
-        "add_bias_linear": False,
-        "swiglu": True,
-        "position_embedding_type": "none",
-        "hidden_dropout": network.hidden_dropout,
-        "attention_dropout": network.attention_dropout,
-        "make_vocab_size_divisible_by": 1,
-    }
-
-
 def default_flags(network: Architecture) -> dict[str, Any]:
     """Return the flags that a run takes from the model unless its command line sets them."""
     if network.family == TRANSFORMERS:
@@ -406,65 +243,4 @@ def default_flags(network: Architecture) -> dict[str, Any]:
         values["max_position_embeddings"] = network.plain_positions
     if network.num_experts:
         values |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": network.router_loss}
-    return values
-
-
-def make_config(network: Architecture, *, dtype: str) -> dict[str, Any]:
-    """Return a config.json for an architecture. `dtype` is ``float32``, ``bfloat16`` or ``float16``."""
-    names = {family: name for name, family in FAMILIES.items()}
-    common: dict[str, Any] = {
-        "architectures": [names[network.family]],
-        "model_type": network.family,
-        "torch_dtype": dtype,
-        "vocab_size": network.vocab_size,
-        "tie_word_embeddings": network.tied,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    make: Callable[[Architecture], dict[str, Any]] = _gpt2_config if network.family == "gpt2" else _llama_config
-    return common | make(network)
-
-
-def _gpt2_config(network: Architecture) -> dict[str, Any]:
-    return {
-        "n_layer": network.num_layers,
-        "n_embd": network.hidden_size,
-        "n_head": network.num_attention_heads,
-        "n_inner": network.ffn_hidden_size,
-        "n_positions": network.max_positions,
-        "layer_norm_epsilon": network.norm_epsilon,
-        "activation_function": "gelu" if network.gelu == "exact" else "gelu_new",
-        "resid_pdrop": network.hidden_dropout,
-        "embd_pdrop": network.embedding_dropout,
-        "attn_pdrop": network.attention_dropout,
-    }
-
-
-def _llama_config(network: Architecture) -> dict[str, Any]:
-    is_sparse = network.family == "mixtral"
-    values: dict[str, Any] = {
-        "num_hidden_layers": network.num_layers,
-        "hidden_size": network.hidden_size,
-        "intermediate_size": network.expert_ffn_size if is_sparse else network.ffn_hidden_size,
-        "num_attention_heads": network.num_attention_heads,
-        "num_key_value_heads": network.num_query_groups,
-        "head_dim": network.head_size,
-        "max_position_embeddings": network.max_positions,
-        "rms_norm_eps": network.norm_epsilon,
-        "rope_theta": float(network.rotary_base or 0),
-        "rope_scaling": None,
-        "hidden_act": "silu",
-        "attention_dropout": network.attention_dropout,
-    }
-    if network.rope_scaling_factor is not None:
-        values["rope_scaling"] = {"rope_type": "llama3", "factor": network.rope_scaling_factor, **LLAMA3_ROPE}
-    if network.family == "llama":  # the other families have biases or not
-        values |= {"attention_bias": network.linear_bias, "mlp_bias": network.linear_bias}
-    if network.num_experts:
-        values |= {"num_experts_per_tok": network.experts_per_token, "router_aux_loss_coef": network.router_loss}
-        count = "num_local_experts" if is_sparse else "num_experts"
-        values[count] = network.num_experts
-    if network.family == "qwen3_moe":
-        values |= {"moe_intermediate_size": network.expert_ffn_size, "mlp_only_layers": [], "decoder_sparse_step": 1}
-        values["norm_topk_prob"] = network.normalizes_probabilities
     return values

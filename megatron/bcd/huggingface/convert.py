@@ -60,7 +60,7 @@ def describe(config_folder: str, *, transformer_impl: str = "auto") -> Descripti
     Raises:
         ValueError: its config.json is missing, damaged or not supported.
     """
-    network = folder.read_network(config_folder, transformer_impl=transformer_impl)
+    network = any_decoder.read_architecture(config_folder, transformer_impl=transformer_impl)
     with open(os.path.join(config_folder, folder.CONFIG), encoding="utf-8") as file:
         config = json.load(file)
     paths = {name: os.path.join(config_folder, name) for name in folder.companions(config_folder)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.bcd.huggingface import any_decoder, tensors
-from megatron.bcd.huggingface.architecture import CONFIG, TRANSFORMERS, Architecture, read_architecture, read_json
+from megatron.bcd.huggingface.architecture import CONFIG, TRANSFORMERS
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -69,15 +70,6 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
         ) from None
 
 
-def read_network(path: str, *, transformer_impl: str) -> Architecture:
-    """Return the architecture of a model folder: one of Megatron Core's families, or as transformers has it.
-
-    Raises:
-        ValueError: as `read_architecture`, or transformers can't build the model.
-    """
-    return any_decoder.read(path) if transformer_impl == TRANSFORMERS else read_architecture(path)
-
-
 def companions(folder: str) -> list[str]:
     """Return the names of the folder's companion files: everything but ``config.json`` and weights."""
     return [name for name in COMPANIONS if os.path.isfile(os.path.join(folder, name))]
@@ -108,7 +100,7 @@ class ModelFolder:
                 One line.
         """
         self.folder = folder
-        self.network = read_network(folder, transformer_impl=transformer_impl)
+        self.network = any_decoder.read_architecture(folder, transformer_impl=transformer_impl)
         self.rows = any_decoder.build_rows(self.network)
         self._entries = self._headers()
         self.others = tuple[tensors.Row, ...]()
@@ -211,10 +203,11 @@ def _weight_files(folder: str) -> list[str]:
     """Return the paths of the safetensors files in the index, or of the only one. Raises ValueError."""
     index = os.path.join(folder, INDEX)
     if os.path.isfile(index):
-        table = read_json(index, absent="").get("weight_map")
-        if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
-            raise ValueError(f"{index} has no weight_map")
-        names = sorted(set(table.values()))
+        try:
+            with open(index, encoding="utf-8") as file:
+                names = sorted(set(json.load(file)["weight_map"].values()))
+        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+            raise ValueError(f"{index}: can't be read ({error})") from None
         for name in names:
             if os.path.basename(name) != name or not os.path.isfile(os.path.join(folder, name)):
                 raise ValueError(f"{folder}: {name} is missing, but {INDEX} names it")

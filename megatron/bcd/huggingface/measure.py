@@ -5,7 +5,6 @@ One layer of each kind runs under fake tensors, with what the model's own forwar
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from typing import Any
 
@@ -15,39 +14,20 @@ from torch import Tensor, nn
 from megatron.bcd.config.measured import LayerKind, MeasuredModel
 from megatron.bcd.huggingface.any_decoder import parameters_of
 from megatron.bcd.model.skeleton import LAYERS, Pass, Skeleton, read_config
-from megatron.bcd.planner.tables import Model
 from megatron.bcd.runtime.compat.fake_tensors import MATRIX_PRODUCTS, LiveBytes, count_flops, fake_tensors
 
 
 @lru_cache
-def read_model(path: str, *, sequence: int | None, longest: int) -> Model:
-    """Return the measured model of a config.json or its folder. The default sequence has at most `longest` tokens.
+def read_model(path: str, *, sequence: int) -> MeasuredModel:
+    """Measure the model of a config.json or its folder in sequences of `sequence` tokens.
 
     Raises:
-        ValueError: a run cannot load the model (`read_config`), or its layers cannot be measured.
+        ValueError: its layers cannot be measured.
     """
-    folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
     try:
-        config = read_config(folder, is_quantised=True)
-        tokens = sequence or min(config.max_position_embeddings, longest)
-        measured = measure(config, sequence=tokens)
+        return measure(read_config(path, is_quantised=True).get_text_config(), sequence=sequence)
     except Exception as error:  # of any model's own code
-        raise ValueError(f"cannot be planned ({' '.join(str(error).split())[:200]})") from None
-    return Model(
-        name=os.path.basename(os.path.abspath(folder)),
-        form="llama",
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        groups=config.num_attention_heads,
-        ffn=4 * config.hidden_size,
-        head_dim=1,
-        vocabulary=config.vocab_size,
-        sequence=tokens,
-        source=path,
-        tied=bool(config.tie_word_embeddings),
-        measured=measured,
-    )
+        raise ValueError(f"{path}: cannot be planned ({' '.join(str(error).split())[:200]})") from None
 
 
 def measure(config: Any, *, sequence: int) -> MeasuredModel:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.config import RunConfig, run_config_from_dict
 from megatron.bcd.huggingface import convert, folder, tokenizer_export
 from megatron.bcd.huggingface.architecture import (
+    FAMILIES,
+    LLAMA3_ROPE,
     TRANSFORMERS,
     Architecture,
     architecture_flags,
-    architecture_from_config,
-    make_config,
+    architecture_of,
 )
 from megatron.bcd.tokenizer import (
     HuggingFaceTokenizer,
@@ -45,22 +47,17 @@ def checkpoint_folder(path: str, *, flag: str) -> str:
     return path
 
 
-def describe_checkpoint(
-    path: str, *, config_folder: str | None = None, vocab_size: int | None = None
-) -> convert.Description:
+def describe_checkpoint(path: str, *, config_folder: str | None = None) -> convert.Description:
     """Return the description of a checkpoint's model.
 
     Args:
         path: the checkpoint.
         config_folder: the folder with config.json and companions. Default: the flags of its run.
-        vocab_size: rows without padding. Default: the value in config.json or of the run's tokenizer.
 
     Raises:
         ValueError: there is no description, or transformers lacks the architecture.
     """
     if config_folder is not None:
-        if vocab_size is not None:
-            raise ValueError(f"--vocab-size {vocab_size}: config.json determines it. Omit the flag.")
         return convert.describe(config_folder)
     file = os.path.join(path, layout.RUN_STATE)
     if not os.path.isfile(file):
@@ -69,26 +66,23 @@ def describe_checkpoint(
         )
     with open(file, encoding="utf-8") as stream:
         state = run_state.from_json(stream.read(), path=file)
-    config = run_config_from_dict(state.flags)
-    is_on_gpu = state.layout.get("device", "cpu") != "cpu"
-    return describe_run(config, is_on_gpu=is_on_gpu, vocab_size=vocab_size)
+    return describe_run(run_config_from_dict(state.flags), is_on_gpu=state.layout.get("device", "cpu") != "cpu")
 
 
-def describe_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None = None) -> convert.Description:
+def describe_run(config: RunConfig, *, is_on_gpu: bool) -> convert.Description:
     """Return the description of a run's model: that of --load-hf, or a config.json made from the flags.
 
     Raises:
-        ValueError: transformers lacks the architecture, or the size of the vocabulary is unknown.
+        ValueError: transformers lacks the architecture, or the tokenizer, which has the size of the vocabulary, can't
+            be read.
     """
     load_hf = config.checkpoint.load_hf
-    if load_hf is not None and vocab_size is not None:
-        raise ValueError(f"--vocab-size {vocab_size}: the config.json of --load-hf determines it. Omit the flag.")
     tokenizer: Tokenizer | None = None
     try:
         tokenizer = build_tokenizer(**vars(config.tokenizer))
-    except ValueError as error:
-        if load_hf is None and vocab_size is None:
-            raise ValueError(f"--vocab-size: is required, because the tokenizer can't be read ({error})") from None
+    except ValueError:
+        if load_hf is None:
+            raise
     if load_hf is not None:
         description = convert.describe(
             folder.locate(load_hf, flag="--load-hf", weights=config.model.transformer_impl == TRANSFORMERS),
@@ -100,19 +94,14 @@ def describe_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None =
         if tokenizer is None or isinstance(tokenizer, NullTokenizer):
             return description
     else:
-        num_ids = 0 if tokenizer is None else tokenizer.vocab_size
-        if vocab_size is not None and vocab_size < num_ids:
-            raise ValueError(f"--vocab-size {vocab_size}: the run's tokenizer has {num_ids} ids. Give at least that.")
-        network = run_architecture(config, is_on_gpu=is_on_gpu, vocab_size=vocab_size or num_ids)
-        content = make_config(network, dtype=_DTYPES[config.precision])
-        content["eos_token_id"] = None if tokenizer is None else tokenizer.eod
+        assert tokenizer is not None
+        network, content = run_architecture(config, is_on_gpu=is_on_gpu, vocab_size=tokenizer.vocab_size)
+        content["eos_token_id"] = tokenizer.eod
         description = convert.Description(network=network, config=content, companions={})
     return replace(description, companions=_companions(description, config, tokenizer), tokenizer=tokenizer)
 
 
-def _companions(
-    description: convert.Description, config: RunConfig, tokenizer: Tokenizer | None
-) -> dict[str, str | bytes]:
+def _companions(description: convert.Description, config: RunConfig, tokenizer: Tokenizer) -> dict[str, str | bytes]:
     """Return the generation_config.json of `description`, and the files of the tokenizer."""
     files = {name: path for name, path in description.companions.items() if name in folder.OF_THE_MODEL}
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -120,86 +109,99 @@ def _companions(
         files |= {name: os.path.join(tokenizer.folder, name) for name in names if name not in folder.OF_THE_MODEL}
     elif isinstance(tokenizer, SentencePieceTokenizer):
         files["tokenizer.model"] = tokenizer.unique_identifiers["tokenizer_model"]
-    if tokenizer is not None:
-        expects = config.checkpoint.load_hf is not None or config.data.sft
-        files |= tokenizer_export.export_files(tokenizer, adds_special_tokens=expects)
-    return files
+    expects = config.checkpoint.load_hf is not None or config.data.sft
+    return files | tokenizer_export.export_files(tokenizer, adds_special_tokens=expects)
 
 
-def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> Architecture:
-    """Return the architecture that a run's flags describe, as one of transformers' families.
+def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> tuple[Architecture, dict[str, Any]]:
+    """Return the architecture that a run's flags describe, as one of transformers' families, and its config.json.
 
     Whether GELU is exact depends on the machine: Megatron Core's fused kernel, on GPUs only, has the tanh form.
 
     Raises:
         ValueError: no family fits. The message names a flag.
     """
+    from transformers import AutoConfig
+
     fields, model = config.transformer, config.model
-    heads = int(fields["num_attention_heads"])
-    is_rope = model.position_embedding_type == "rope"
-    linear_bias = bool(fields.get("add_bias_linear", True))
-    qkv_bias, qk_norm = linear_bias or bool(fields.get("add_qkv_bias")), bool(fields.get("qk_layernorm"))
-    is_fused = is_on_gpu and linear_bias and bool(fields.get("bias_activation_fusion"))
-    family = _family(
-        is_rope=is_rope,
-        qk_norm=qk_norm,
-        only_qkv_bias=qkv_bias and not linear_bias,
-        has_experts=bool(config.num_experts),
-    )
-    network = Architecture(
-        family=family,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=int(fields.get("ffn_hidden_size") or 4 * config.hidden_size),
-        num_attention_heads=heads,
-        num_query_groups=int(fields.get("num_query_groups") or heads),
-        head_size=int(fields.get("kv_channels") or config.hidden_size // heads),
-        vocab_size=vocab_size,
-        max_positions=model.max_position_embeddings or model.seq_length,
-        norm_epsilon=float(fields.get("layernorm_epsilon", 1e-5)),
-        tied=config.tied,
-        rotary_base=model.rotary_base if is_rope else None,
-        rope_scaling_factor=float(model.rope_scaling_factor) if model.use_rope_scaling else None,
-        linear_bias=linear_bias,
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
-        num_experts=config.num_experts or 0,
-        experts_per_token=int(fields.get("moe_router_topk") or 0),
-        expert_ffn_size=int(fields.get("moe_ffn_hidden_size") or 0),
-        normalizes_probabilities=family != "qwen3_moe" or not fields.get("moe_router_pre_softmax"),
-        router_loss=float(fields.get("moe_aux_loss_coeff") or 0.0),
-        gelu=None if model.swiglu else "tanh" if model.openai_gelu or is_fused else "exact",
-        hidden_dropout=float(fields.get("hidden_dropout", 0.1)),
-        embedding_dropout=float(fields.get("hidden_dropout", 0.1)),
-        attention_dropout=float(fields.get("attention_dropout", 0.1)),
-    )
-    _check_expressible(config, network)
-    return network
-
-
-def _family(*, is_rope: bool, qk_norm: bool, only_qkv_bias: bool, has_experts: bool) -> str:
-    if not is_rope:
-        return "gpt2"
-    if has_experts:
-        return "qwen3_moe" if qk_norm else "mixtral"
-    return "qwen3" if qk_norm else "qwen2" if only_qkv_bias else "llama"
-
-
-def _check_expressible(config: RunConfig, network: Architecture) -> None:
-    """Compare the flags with those of the config.json of `network`, when it is read back. Raises ValueError."""
-    written = architecture_from_config(make_config(network, dtype="float32"), source="config.json")
-    derived = architecture_flags(network)
-    given = dict(config.transformer) | vars(config.model)
-    actual = derived | {name: value for name, value in given.items() if value is not None}
-    actual["openai_gelu"] = derived["openai_gelu"]  # the machine decides too
-    expected = architecture_flags(written)
+    has_bias, qk_norm = fields.get("add_bias_linear", True), fields.get("qk_layernorm")
+    if model.position_embedding_type != "rope":
+        family = "gpt2"
+    elif config.num_experts:
+        family = "qwen3_moe" if qk_norm else "mixtral"
+    else:
+        family = "qwen3" if qk_norm else "qwen2" if fields.get("add_qkv_bias") and not has_bias else "llama"
+    content = {
+        "architectures": [FAMILIES[family]],
+        "model_type": family,
+        "torch_dtype": _DTYPES[config.precision],
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": config.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    content |= _gpt2_config(config, is_on_gpu=is_on_gpu) if family == "gpt2" else _llama_config(config, family)
+    network = architecture_of(AutoConfig.for_model(**content))
+    groups = fields.get("num_query_groups")
+    given = dict(fields) | vars(model) | {"group_query_attention": groups not in (None, fields["num_attention_heads"])}
+    expected = architecture_flags(network)
+    del expected["openai_gelu"]  # the machine decides too
     if network.num_experts:  # no layer has the width of a dense one
         del expected["ffn_hidden_size"]
-    if actual.get("moe_router_load_balancing_type") == "sinkhorn":
+    if given.get("moe_router_load_balancing_type") == "sinkhorn":
         expected["moe_router_load_balancing_type"] = "aux_loss"  # other balancing does not change the router's choice
     for name, value in expected.items():
-        if actual.get(name, value) != value:
+        if given.get(name) not in (None, value):
             raise ValueError(
-                f"--{name.replace('_', '-')} {actual[name]}: transformers' {network.family} model has {value}, so this "
-                "run's model can't be written in Hugging Face's format. Omit --save-hf."
+                f"--{name.replace('_', '-')} {given[name]}: transformers' {family} model has {value}, so this run's "
+                "model can't be written in Hugging Face's format. Omit --save-hf."
             )
+    return network, content
+
+
+def _gpt2_config(config: RunConfig, *, is_on_gpu: bool) -> dict[str, Any]:
+    fields, model = config.transformer, config.model
+    is_fused = is_on_gpu and fields.get("add_bias_linear", True) and fields.get("bias_activation_fusion")
+    return {
+        "n_layer": config.num_layers,
+        "n_embd": config.hidden_size,
+        "n_head": fields["num_attention_heads"],
+        "n_inner": fields.get("ffn_hidden_size") or 4 * config.hidden_size,
+        "n_positions": model.max_position_embeddings or model.seq_length,
+        "layer_norm_epsilon": fields.get("layernorm_epsilon", 1e-5),
+        "activation_function": "gelu_new" if model.openai_gelu or is_fused else "gelu",
+        "resid_pdrop": fields.get("hidden_dropout", 0.1),
+        "embd_pdrop": fields.get("hidden_dropout", 0.1),
+        "attn_pdrop": fields.get("attention_dropout", 0.1),
+    }
+
+
+def _llama_config(config: RunConfig, family: str) -> dict[str, Any]:
+    fields, model = config.transformer, config.model
+    heads, is_sparse = fields["num_attention_heads"], family == "mixtral"
+    ffn_size = fields.get("moe_ffn_hidden_size" if is_sparse else "ffn_hidden_size") or 4 * config.hidden_size
+    values: dict[str, Any] = {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": ffn_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.get("num_query_groups") or heads,
+        "head_dim": fields.get("kv_channels") or config.hidden_size // heads,
+        "max_position_embeddings": model.max_position_embeddings or model.seq_length,
+        "rms_norm_eps": fields.get("layernorm_epsilon", 1e-5),
+        "rope_theta": float(model.rotary_base),
+        "hidden_act": "silu",
+        "attention_dropout": fields.get("attention_dropout", 0.1),
+    }
+    if model.use_rope_scaling:
+        values["rope_scaling"] = {"rope_type": "llama3", "factor": float(model.rope_scaling_factor), **LLAMA3_ROPE}
+    if family == "llama":  # the other families have biases or not
+        values |= dict.fromkeys(("attention_bias", "mlp_bias"), bool(fields.get("add_bias_linear", True)))
+    if config.num_experts:
+        values["num_local_experts" if is_sparse else "num_experts"] = config.num_experts
+        values["num_experts_per_tok"] = fields["moe_router_topk"]
+        values["router_aux_loss_coef"] = fields.get("moe_aux_loss_coeff") or 0.0
+    if family == "qwen3_moe":
+        values["moe_intermediate_size"] = fields["moe_ffn_hidden_size"]
+        values["norm_topk_prob"] = not fields.get("moe_router_pre_softmax")
+    return values

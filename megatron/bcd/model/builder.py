@@ -29,7 +29,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.model import fp8, grouped_experts, transformers_model
 from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.chunks import ChunkwiseFloat16Module, ChunkwiseModel
-from megatron.bcd.model.host_layers import HostLayers, StreamedLayer
+from megatron.bcd.model.host_layers import LOW_BITS, HostLayers, StreamedLayer
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, TRANSFORMERS, Implementation
 from megatron.bcd.model.linear_loss import LinearLossModel
 from megatron.bcd.model.transformer_block import BcdTransformerBlock
@@ -70,7 +70,7 @@ class PlainNorm(torch.nn.Module):
 
 
 class ChunkedModel(MegatronModule):
-    """The chunks of one stage, ordered by depth. `select` determines which one runs forward.
+    """The chunks of one stage, ordered by depth. `select_chunk` determines which one runs forward.
 
     One module for all chunks means one DDP wrapper, one set of gradient buffers and one optimizer per block, however
     many chunks there are.
@@ -85,10 +85,11 @@ class ChunkedModel(MegatronModule):
         self.pre_process, self.post_process = chunks[0].pre_process, chunks[-1].post_process
         self._selected: list[Any] = [chunks[0]]  # in a list, because as an attribute it would be a submodule again
 
-    def select(self, chunk: int) -> None:
+    def select_chunk(self, chunk: int | None) -> None:
         """Make `forward` and `set_input_tensor` use this chunk. The others keep no input, and no gradient of one."""
-        self.set_input_tensor(None)
-        self._selected = [self.chunks[chunk]]
+        if chunk is not None:
+            self.set_input_tensor(None)
+            self._selected = [self.chunks[chunk]]
 
     @property
     def decoder(self) -> torch.nn.Module:
@@ -125,8 +126,8 @@ def _layer_spec(
     stage_config: TransformerConfig,
     vp_stage: int | None,
     host_layers: HostLayers,
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return the layer spec of this stage."""
+) -> TransformerBlockSubmodules:
+    """Return the layer specs of this stage."""
     is_special = stage_config.layernorm_zero_centered_gamma or stage_config.sequence_parallel
     norm = PlainNorm if is_special and implementation.norm.startswith("PyTorch") else None
     pattern = stage_config.moe_layer_freq if config.num_experts else None
@@ -134,9 +135,6 @@ def _layer_spec(
         has_experts: _layer_kind_spec(config, implementation, stage_config, norm, host_layers, has_experts=has_experts)
         for has_experts in ({bool(each) for each in pattern} if isinstance(pattern, list) else {bool(pattern)})
     }
-    if norm is None and len(kinds) == 1:
-        [spec] = kinds.values()
-        return spec
     partition, stage = partition_from_config(config), parallel_state.get_pipeline_model_parallel_rank()
     layers = partition.chunk_layers(stage, vp_stage or 0)
     has_experts = [bool(pattern[layer] if isinstance(pattern, list) else pattern) for layer in layers]
@@ -285,33 +283,24 @@ def _host_layers(config: RunConfig, stage_config: TransformerConfig, padded_voca
         return owned.is_matrix if by_chunk else not owned.is_always_active
 
     embedding_size = padded_vocab_size // config.tensor_size * config.hidden_size
+    chunk_layers = max(map(len, partition.in_passes(config.bcd.bcd_layers_per_pass).chunks_on_stage(stage)))
+    state = {"bf16": {LOW_BITS: (torch.int16, 1)}, "fp16": {LOW_BITS: (torch.float32, 1)}, "fp32": {}}[config.precision]
+    others = {kind: (device.DTYPES[dtype], shared) for kind, (dtype, shared) in config.state_on_host.items()}
     return HostLayers(
         num_layers=len(partition.stage_layers(stage)),
         embedding_size=embedding_size if config.has_embedding_on_host and stage == 0 else 0,
-        num_resident=config.bcd.bcd_resident_layers,
+        num_buffers=3 * chunk_layers + config.bcd.bcd_resident_layers,
         dtype=stage_config.params_dtype,
-        residual_dtype={"bf16": torch.int16, "fp16": torch.float32}.get(config.precision) if keeps else None,
+        state=(state if keeps else {}) | others,
         is_streamed=is_streamed,
         group=replicas.group(),
         part=replicas.expert_part(),
-        chunk_layers=max(map(len, partition.in_passes(config.bcd.bcd_layers_per_pass).chunks_on_stage(stage))),
-        state={kind: (device.DTYPES[dtype], shared) for kind, (dtype, shared) in config.state_on_host.items()},
     )
 
 
 def get_host_layers(model: torch.nn.Module) -> HostLayers:
-    """Return the model's layers in host memory. Without --bcd-layers-on host there are none.
-
-    Raises:
-        ValueError: `build_model` did not build the model.
-    """
-    host_layers: HostLayers | None = getattr(unwrap_model(model), "host_layers", None)
-    if host_layers is None:
-        raise ValueError(
-            "build_model: the model has no `host_layers`. Call megatron.bcd.model.builder.build_model, and change "
-            "the model that it returns."
-        )
-    return host_layers
+    """Return the layers in host memory of a model of `build_model`. Without --bcd-layers-on host there are none."""
+    return unwrap_model(model).host_layers  # type: ignore[return-value]
 
 
 def frozen_on_host(model: torch.nn.Module) -> Callable[[Tensor], bool]:
@@ -354,18 +343,13 @@ def unwrap_model(model: torch.nn.Module) -> GPTModel:
 def select_chunk(model: torch.nn.Module, chunk: int | None) -> None:
     """Make a stage's forward pass use one of its chunks, which are models or layers of one model (None: all of them).
     Does nothing if it has neither."""
-    unwrapped: torch.nn.Module = unwrap_model(model)
-    if isinstance(unwrapped, ChunkedModel):
-        if chunk is not None:
-            unwrapped.select(chunk)
-    elif getattr(unwrapped, "chunk_layers", ()):
-        unwrapped.select_chunk(chunk)  # type: ignore[operator]
+    unwrap_model(model).select_chunk(chunk)  # type: ignore[operator]
 
 
 def get_chunks(model: torch.nn.Module) -> list[GPTModel]:
     """Return the GPTModels of this stage."""
-    unwrapped: torch.nn.Module = unwrap_model(model)
-    return list(unwrapped.chunks) if isinstance(unwrapped, ChunkedModel) else [unwrap_model(model)]  # type: ignore[arg-type]
+    unwrapped = unwrap_model(model)
+    return [*getattr(unwrapped, "chunks", (unwrapped,))]
 
 
 def count_parameters(model: torch.nn.Module) -> int:

@@ -10,26 +10,35 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
 
-class ChunkwiseModel(GPTModel):
-    """Megatron Core's GPTModel. After `select_chunk` it runs like a pipeline stage that holds this chunk only.
+class Chunks:
+    """A stage that can run one of its chunks, like a pipeline stage that holds this chunk only.
 
     The first chunk has the embedding, the last one the final norm, the head and the loss. The chunks between them map
     [S, B, H], which `set_input_tensor` sets, to [S, B, H].
     """
 
     chunk_layers: Sequence[range] = ()
-    """The layers of each chunk."""
+    """The layers of each chunk, by their numbers on this stage."""
     _chunk: int | None = None
+    post_process: bool
 
     def select_chunk(self, chunk: int | None) -> None:
-        """Make `forward` run this chunk, or with None the whole model."""
-        self._chunk = chunk
-        self.decoder.chunk = None if chunk is None else self.chunk_layers[chunk]
+        """Make `forward` run this chunk, or with None or without chunks the whole stage."""
+        self._chunk = chunk if self.chunk_layers else None
 
     @property
     def ends_with_head(self) -> bool:
         """Whether `forward` runs the head."""
         return self.post_process and self._chunk in (None, len(self.chunk_layers) - 1)
+
+
+class ChunkwiseModel(Chunks, GPTModel):
+    """Megatron Core's GPTModel in chunks."""
+
+    def select_chunk(self, chunk: int | None) -> None:
+        """Make `forward` run this chunk, or with None the whole model."""
+        super().select_chunk(chunk)
+        self.decoder.chunk = None if self._chunk is None else self.chunk_layers[self._chunk]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the selected chunk, or the whole model."""

@@ -38,9 +38,8 @@ State = dict[str, torch.Tensor]
 class _Layer:
     """The streamed parameters of one layer, and their positions in a flat tensor."""
 
-    def __init__(self, number: int, name: str, parameters: list[torch.nn.Parameter]) -> None:
-        self.number, self.name = number, name
-        self.parameters = parameters
+    def __init__(self, number: int, parameters: list[torch.nn.Parameter]) -> None:
+        self.number, self.parameters = number, parameters
         self.size = 0
         """Number of elements in the layer's flat tensor."""
         self._starts = []
@@ -71,14 +70,6 @@ class _Layer:
         """Return the parts of a buffer's state, one behind the other, of the parameters in `owned`."""
         sizes = [self.state[parameter].numel() for parameter in self.owned]
         return dict(zip(self.owned, flat[: sum(sizes)].split(sizes), strict=True))
-
-    @contextlib.contextmanager
-    def name_copy_errors(self, to: str = "the device") -> Iterator[None]:
-        """Add the layer's name to a RuntimeError of a copy that starts inside the context."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise RuntimeError(f"--bcd-layers-on: {self.name} can't be copied to {to}: {error}") from error
 
     def place(self, flat: torch.Tensor) -> None:
         """Point the parameters to the parts of `flat`, which holds their values.
@@ -112,14 +103,12 @@ class HostLayers:
     Args:
         num_layers: number of calls of `add` to come.
         embedding_size: number of elements that `add_embedding` will get; 0 if it is not called.
-        num_resident: number of buffers beside those for three chunks.
+        num_buffers: number of layers that the device has memory for, at least three chunks of the schedule.
         dtype: dtype of the weights.
-        residual_dtype: dtype of the kind LOW_BITS; None if there is none.
-        state: other kinds of state of each streamed parameter: dtype, and number of elements that share an entry.
+        state: kinds of state of each streamed parameter: dtype, and number of elements that share an entry.
         is_streamed: returns whether a parameter is streamed, given its name within a layer and itself.
         group: the ranks with the same weights, except experts. Those on one node share an arena.
         part: which part of the experts this rank has. Ranks with different parts have an arena each.
-        chunk_layers: number of layers that the schedule loads at once.
     """
 
     def __init__(
@@ -127,23 +116,19 @@ class HostLayers:
         *,
         num_layers: int,
         embedding_size: int,
-        num_resident: int,
+        num_buffers: int,
         dtype: torch.dtype,
-        residual_dtype: torch.dtype | None,
+        state: Mapping[str, tuple[torch.dtype, int]],
         is_streamed: Callable[[str, torch.nn.Parameter], bool],
         group: torch.distributed.ProcessGroup,
         part: tuple[int, ...] = (),
-        chunk_layers: int = 1,
-        state: Mapping[str, tuple[torch.dtype, int]] | None = None,
     ) -> None:
-        self._chunk_layers = chunk_layers
         self.places: dict[torch.nn.Parameter, State] = {}
         """Tensors in the arena, behind the layer's weights: for what `BlockStateStore` offloads or `MatrixOptimizer`
         steps."""
-        self._num_layers, self._embedding_size, self._num_resident = num_layers, embedding_size, num_resident
+        self._num_layers, self._embedding_size, self._num_buffers = num_layers, embedding_size, num_buffers
         self._arena_bytes, self._used_bytes = 0, 0
-        self._dtype = dtype
-        self._kinds = ({} if residual_dtype is None else {LOW_BITS: (residual_dtype, 1)}) | dict(state or {})
+        self._dtype, self._kinds = dtype, state
         self._is_streamed, self._group, self._part = is_streamed, group, part
         self._arena: host_memory.SharedMemory
         self._layers: list[_Layer] = []
@@ -171,7 +156,7 @@ class HostLayers:
 
     def _layer(self, module: Any) -> _Layer:
         named = [parameter for name, parameter in module.named_parameters() if self._is_streamed(name, parameter)]
-        return _Layer(len(self._layers), f"layer {module.layer_number - 1}", named)
+        return _Layer(len(self._layers), named)
 
     def _sizes(self, layer: _Layer) -> list[int]:
         """Return the bytes of a layer in the arena: those of its weights, and of the state of each parameter."""
@@ -257,9 +242,8 @@ class HostLayers:
             if layer.is_streamed:
                 layer.place(layer.on_host)
                 continue
-            with layer.name_copy_errors():
-                for parameter in layer.parameters:
-                    parameter.data = parameter.data.to(device.current(), copy=True)
+            for parameter in layer.parameters:
+                parameter.data = parameter.data.to(device.current(), copy=True)
 
     @torch.no_grad()
     def end_phase(self) -> None:
@@ -394,13 +378,12 @@ class HostLayers:
             buffer = self._find_buffer(layer)
             assert buffer is not None and layer.number in self._loaded, "load() comes first"
             self._unfinished.add(layer.number)
-            with layer.name_copy_errors("host memory"):
-                if self._arena.is_owner:
-                    buffer.written = self._back.copy(buffer.flat[: layer.size], to=layer.on_host)
-                for parameter, part in layer.state_parts(buffer.state).items():
-                    assert parameter in self._states, "load() with state comes first"
-                    size = part.numel() - self._state_sizes(parameter).get(GRADIENT, 0)
-                    buffer.written = self._back.copy(part[:size], to=layer.state[parameter][:size])
+            if self._arena.is_owner:
+                buffer.written = self._back.copy(buffer.flat[: layer.size], to=layer.on_host)
+            for parameter, part in layer.state_parts(buffer.state).items():
+                assert parameter in self._states, "load() with state comes first"
+                size = part.numel() - self._state_sizes(parameter).get(GRADIENT, 0)
+                buffer.written = self._back.copy(part[:size], to=layer.state[parameter][:size])
             buffer.has_state &= GRADIENT not in self._kinds  # the next step has another gradient
             self._written = buffer.written or self._written
 
@@ -408,8 +391,7 @@ class HostLayers:
     def keep_gradient(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Start to copy a gradient that this rank owns to host memory, for a later `load` with state."""
         [layer] = [self._layers[number] for number in self._loaded if parameter in self._layers[number].state]
-        with layer.name_copy_errors("host memory"):
-            layer.kept = self._back.copy(gradient, to=self.places[parameter][GRADIENT])
+        layer.kept = self._back.copy(gradient, to=self.places[parameter][GRADIENT])
 
     @torch.no_grad()
     def finish_step(self) -> None:
@@ -435,9 +417,9 @@ class HostLayers:
                 (part.numel() * (each in self.owned) for each, part in layer.state.items()) for layer in self._layers
             )
             state_bytes = max(map(sum, states))
-            num_buffers = min(3 * self._chunk_layers + self._num_resident, len(self._layers))
             size = max(each.size for each in self._layers)
-            self._buffers = [_Buffer(size, self._dtype, state_bytes) for _ in range(num_buffers)]
+            number = min(self._num_buffers, len(self._layers))
+            self._buffers = [_Buffer(size, self._dtype, state_bytes) for _ in range(number)]
         free = [buffer for buffer in self._buffers if buffer.layer is None or buffer.layer.number not in kept]
         if not free:
             return None
@@ -451,8 +433,7 @@ class HostLayers:
     def _copy(self, layer: _Layer, source: torch.Tensor, *, to: torch.Tensor, buffer: _Buffer) -> None:
         """Start to copy a part of a layer to a buffer as soon as nothing reads the buffer any more."""
         assert layer.number not in self._unfinished or self._group.size() == 1, "finish_step() comes first"
-        with layer.name_copy_errors():
-            buffer.copied = self._stream.copy(source, to=to, after=(buffer.written, layer.kept))
+        buffer.copied = self._stream.copy(source, to=to, after=(buffer.written, layer.kept))
 
     def _find_buffer(self, layer: _Layer) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.layer is layer), None)

@@ -7,19 +7,13 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from megatron.bcd.runtime import device
-from megatron.bcd.runtime.compat import megatron_core
 
 _NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
 """Megatron Core's names, which are also stock's tags."""
 
 
-def clear() -> None:
-    """Forget the losses collected so far."""
-    megatron_core.clear_router_losses()
-
-
 def collect(num_microbatches: int) -> dict[str, float]:
-    """Return the losses since `clear` by name, divided by their coefficients. Collective over all ranks.
+    """Return the losses since `clear_router_losses` by name, divided by their coefficients. Collective over all ranks.
 
     Each is the mean over microbatches, replicas and layers. Only layers that ran with a graph have collected one.
     """

@@ -34,9 +34,10 @@ def has_weights(path: str) -> bool:
 
 
 def read_config(path: str, *, is_quantised: bool = False) -> Any:
-    """Return transformers' configuration of a model's text part in a folder, or of a name on the hub.
+    """Return transformers' configuration of a model in a folder, of a config.json, or of a name on the hub.
 
-    With `is_quantised` the weights may be quantised: they will not be read.
+    Its text part, which is trained, is ``get_text_config()``. With `is_quantised` the weights may be quantised: they
+    will not be read.
 
     Raises:
         ValueError: the configuration can't be read, or such a model can't be trained here. One line.
@@ -50,24 +51,22 @@ def read_config(path: str, *, is_quantised: bool = False) -> Any:
         reason = " ".join(str(error).split())[:200]
         if "trust_remote_code" in str(error):
             reason = "its code comes with the model, and only transformers' own code runs here"
-        raise ValueError(f"--load-hf {path}: transformers can't read its config.json ({reason})") from None
+        raise ValueError(f"{path}: transformers can't read its config.json ({reason})") from None
     text = config if config.is_encoder_decoder else config.get_text_config()
     if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
         what = "has an encoder" if config.is_encoder_decoder else "is no decoder of AutoModelForCausalLM"
-        raise ValueError(f"--load-hf {path}: {config.model_type} {what}. Give a model that generates text alone.")
+        raise ValueError(f"{path}: {config.model_type} {what}. Give a model that generates text alone.")
     if is_quantised:
         vars(text).pop("quantization_config", None)
     elif getattr(config, "quantization_config", None):
-        raise ValueError(
-            f"--load-hf {path}: quantization_config: quantised weights can't be trained. Give the original ones."
-        )
+        raise ValueError(f"{path}: quantization_config: quantised weights can't be trained. Give the original ones.")
     elif text is not config and not has_weights(path):
         raise ValueError(
-            f"--load-hf {path}: {config.model_type} reads more than text, and random weights would have no other "
+            f"{path}: {config.model_type} reads more than text, and random weights would have no other "
             "parts. Give its text_config as config.json, or a folder with weights."
         )
     text.tie_word_embeddings = config.tie_word_embeddings  # the whole model's decides
-    return text
+    return config
 
 
 @contextlib.contextmanager

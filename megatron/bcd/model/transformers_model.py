@@ -5,7 +5,7 @@ Tensor shapes: S sequence length, B micro-batch size, H hidden size, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
+from megatron.bcd.model.chunks import Chunks
 from megatron.bcd.model.host_layers import HostLayers
 from megatron.bcd.model.skeleton import (
     EMBEDDING,
@@ -31,14 +32,6 @@ from megatron.bcd.model.skeleton import (
 )
 from megatron.bcd.model.split_check import check_split
 from megatron.bcd.runtime import device
-
-
-class Decoder(nn.Module):
-    """The layers of a stage, and on the last one the final norm, by GPTModel's names."""
-
-    def __init__(self, layers: Sequence[nn.Module], final_layernorm: nn.Module | None) -> None:
-        super().__init__()
-        self.layers, self.final_layernorm = nn.ModuleList(layers), final_layernorm
 
 
 def _is_trained(module: nn.Module) -> bool:
@@ -55,7 +48,7 @@ def transposed(layer: nn.Module, hidden_size: int) -> Iterator[nn.Parameter]:
                 yield from (each for each in module.parameters(recurse=False) if each.dim() == gate_up.dim())
 
 
-class TransformersModel(LanguageModule):
+class TransformersModel(Chunks, LanguageModule):
     """A stage of a decoder of transformers, with the interface of `ChunkwiseModel` and its names of parameters.
 
     Layers, embedding, final norm and head are transformers' modules. Their `forward` is that of the whole model
@@ -66,10 +59,6 @@ class TransformersModel(LanguageModule):
         layers: numbers of the stage's layers in the model.
         seed: draws the weights, equal for any number of stages; None if they will be loaded.
     """
-
-    chunk_layers: Sequence[range] = ()
-    """The layers of each chunk, by their numbers on this stage."""
-    _chunk: int | None = None
 
     def __init__(
         self,
@@ -110,8 +99,10 @@ class TransformersModel(LanguageModule):
                 parameter.is_transposed = True  # type: ignore[attr-defined]
             if host_layers is not None:
                 host_layers.add(layer)
-        has_norm, last = post_process and FINAL_NORM in skeleton.paths, 1 + len(skeleton.layers)
-        self.decoder = Decoder(own, build(skeleton.module(FINAL_NORM), last) if has_norm else None)
+        self.decoder, last = nn.Module(), 1 + len(skeleton.layers)
+        self.decoder.layers = nn.ModuleList(own)
+        if post_process and FINAL_NORM in skeleton.paths:
+            self.decoder.final_layernorm = build(skeleton.module(FINAL_NORM), last)
         if post_process:
             head = skeleton.module(HEAD)
             if is_tied and pre_process:
@@ -125,15 +116,6 @@ class TransformersModel(LanguageModule):
         self.setup_embeddings_and_output_layer()
 
     # --- forward
-
-    def select_chunk(self, chunk: int | None) -> None:
-        """Make `forward` run this chunk, or with None the whole stage."""
-        self._chunk = chunk
-
-    @property
-    def ends_with_head(self) -> bool:
-        """Whether `forward` runs the head."""
-        return self.post_process and self._chunk in (None, len(self.chunk_layers) - 1)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Set the input [S, B, H] of a stage or chunk without the embedding."""
@@ -158,7 +140,8 @@ class TransformersModel(LanguageModule):
         Returns:
             The output [S, B, H]; on the last stage losses [B, S], or without labels the logits [B, S, V].
         """
-        layers = range(len(self.decoder.layers)) if self._chunk is None else self.chunk_layers[self._chunk]
+        own = range(len(self.decoder.layers)) if self._chunk is None else self.chunk_layers[self._chunk]  # type: ignore[arg-type]
+        layers = range(self.first_layer + own.start, self.first_layer + own.stop)
         received = None if self.pre_process and self._chunk in (None, 0) else self.input_tensor
         inputs: dict[str, Any] = {"position_ids": position_ids if attention_mask is not None else None}
         if received is not None:
@@ -169,10 +152,10 @@ class TransformersModel(LanguageModule):
         else:
             inputs["input_ids"] = input_ids
         now = Pass(
-            layers=self._numbers(layers),
+            layers=layers,
             received=received,
             has_head=self.ends_with_head,
-            recomputed=self._numbers(self._recomputed(layers, received)),
+            recomputed=self._recomputed(layers, received),
         )
         output: Tensor = self.skeleton.run(now, **inputs)
         if not now.has_head:  # a copy, because Megatron Core frees it when it is sent
@@ -184,16 +167,12 @@ class TransformersModel(LanguageModule):
         losses: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels)
         return losses
 
-    def _numbers(self, layers: range) -> range:
-        """Return numbers in the model, given those on this stage."""
-        return range(self.first_layer + layers.start, self.first_layer + layers.stop)
-
     def _recomputed(self, layers: range, received: Tensor | None) -> range:
-        """Return the layers to recompute, by their numbers on this stage: none without a graph, as in a prefix."""
+        """Return the layers to recompute, by their numbers in the model: none without a graph, as in a prefix."""
         if self.config.recompute_granularity != "full" or not torch.is_grad_enabled():
             return range(0)
         has_graph = _is_trained(self.embedding) if received is None else received.requires_grad
-        first = next((i for i in layers if has_graph or _is_trained(self.decoder.layers[i])), layers.stop)
+        first = next((i for i in layers if has_graph or _is_trained(self.skeleton.layers[i])), layers.stop)
         most = self.config.recompute_num_layers if self.config.recompute_method == "block" else None
         return range(first, layers.stop)[:most]
 
@@ -242,14 +221,12 @@ def build_chunks(
     path, is_on_host = str(config.checkpoint.load_hf), config.bcd.bcd_layers_on == "host"
     partition, stage = partition_from_config(config), parallel_state.get_pipeline_model_parallel_rank()
     seed = None if has_weights(path) else config.training.seed
-    hf_config = read_config(path)
+    hf_config = read_config(path).get_text_config()
     returns_tuple = check_split(hf_config, is_packed=config.data.reset_attention_mask)
     chunks = []
     for chunk in range(config.num_chunks):
         skeleton = Skeleton(hf_config, dtype=stage_config.params_dtype)
         skeleton.returns_tuple = returns_tuple
-        for number, layer in enumerate(skeleton.layers):
-            layer.layer_number = number + 1  # type: ignore[assignment]
         if is_on_host and chunk == 0:
             host_layers.expect([skeleton.layers[number] for number in partition.stage_layers(stage)])
         chunks.append(

@@ -128,7 +128,7 @@ def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
     if name is None:
         return tokenizer.vocab_size
     path = folder.locate(name, flag="--load-hf", weights=False)
-    network = folder.read_network(path, transformer_impl=config.model.transformer_impl)
+    network = any_decoder.read_architecture(path, transformer_impl=config.model.transformer_impl)
     if tokenizer.vocab_size > network.vocab_size:
         raise ValueError(
             f"--load-hf {name}: the embedding has {network.vocab_size} rows, and the tokenizer has "
