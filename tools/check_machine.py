@@ -40,7 +40,6 @@ from _processes import ROOT, CannotRun, run
 from _self_test import FAIL, FLAGS, Check, Runner, SelfTest, failed, passed, skipped
 
 from megatron.bcd.planner.tables import GIB, Cluster, read_clusters
-from megatron.bcd.runtime.versions import is_tested
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +52,7 @@ NEEDED = ("python", "torch", "compiler", "folder")
 TESTS_ONLY = "# tests/run.sh"
 """The line of requirements.txt after which only tests need the packages."""
 EXACT = ("megatron-core",)
-"""Packages whose private parts are patched, which holds for tested versions only."""
+"""Packages whose private parts are patched, which holds for the pinned version only."""
 OPTIONAL = {
     "transformer_engine": ("transformer_engine.pytorch",),
     "apex": ("apex.optimizers", "apex.normalization", "amp_C"),
@@ -101,7 +100,7 @@ def check_packages(version_of: Callable[[str], str | None] = installed_version) 
         install = f". examples/setup_env.sh in this shell, or {sys.executable} -m pip install {name}=={pin}"
         if version is None:
             yield failed(part, f"not installed; the pin is {pin}", remedy=install)
-        elif version.split("+")[0] == pin or (name in EXACT and is_tested(name, version)):
+        elif version.split("+")[0] == pin:
             yield passed(part, version)
         elif name in EXACT:
             yield failed(part, f"{version} is installed, and private parts of {pin} are used", remedy=install)

@@ -70,7 +70,6 @@ class Trainer:
         run: ResolvedRun,
         build_model: ModelBuilder = builder.build_model,
         *,
-        is_restart: bool = False,
         reporter: Reporter | None = None,
     ) -> None:
         """Build everything once and print the run summary.
@@ -79,7 +78,6 @@ class Trainer:
         `run.source`, from --load-hf, or are drawn.
 
         Args:
-            is_restart: torchrun has started the same command again.
             reporter: replaces the reporter that the flags describe.
 
         Raises:
@@ -100,7 +98,7 @@ class Trainer:
         if config.groups.lighthouse is not None:  # before anything is written
             check_lighthouse(config.groups.lighthouse)
         data_notes = self._build_model_and_data(run, build_model)
-        self._build_parts(run, is_continued=is_restart or resumed is not None)
+        self._build_parts(run, is_continued=resumed is not None)
         self.reporter.run_summary(
             summarize(
                 run,

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import gc
 
-from megatron.bcd.runtime.compat.imports import skip_unused_imports
+from megatron.core import dist_checkpointing  # noqa: F401
 
-skip_unused_imports([])
-
-from megatron.core import dist_checkpointing  # noqa: E402, F401
-
-from megatron.bcd.arguments.flags import generate_flags  # noqa: E402
-from support import worlds  # noqa: E402, F401
+from megatron.bcd.arguments.flags import generate_flags
+from support import worlds  # noqa: F401
 
 generate_flags()  # fills a cache
 gc.collect()

@@ -9,14 +9,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.command_line import BASE, PROG
 
 from megatron.bcd.arguments import parse_run_config, read_command_line
-from megatron.bcd.runtime import versions
-from megatron.bcd.runtime.compat import imports
 
 WORDS = [word for pair in BASE.items() for word in pair]
 ACCEPTED = {"published": (14, 16), "stock_functional": (53, 62)}
@@ -49,30 +46,6 @@ def test_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-def test_a_line_for_all_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 alone warns, and only if a version was not tested."""
-    monkeypatch.setitem(versions.TESTED, "Python", [("3.11", "3.99")])
-    versions.warn_if_untested(prog=PROG)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setitem(versions.TESTED, "torch", [("1.0", "1.1")])
-    for rank in range(2):
-        monkeypatch.setenv("RANK", str(rank))
-        versions.warn_if_untested(prog=PROG)
-        said = capsys.readouterr().err
-        assert said.startswith(f"{PROG}: warning: torch ") == (rank == 0) and said.count("Tested: ") == (rank == 0)
-
-
-def test_tested_versions_are_the_pins(repo_root: Path) -> None:
-    """The pinned versions count as tested, and others do not."""
-    lines = (repo_root / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    pins = [line.split(";")[0].split("==") for line in lines if line.startswith(("torch==", "megatron-core=="))]
-    assert len(pins) == 3
-    for name, pin in pins:
-        assert versions.is_tested(name, pin) and versions.is_tested(name, f"{pin}+cpu")
-        assert not versions.is_tested(name, f"9{pin}")
-    assert not versions.is_tested("torch", "2.10.1") and versions.is_tested("torch", "2.12.0")
-
-
 def test_imports_what_it_needs(repo_root: Path) -> None:
     """A dry run imports no compiler, TensorBoard, transformers or trainer."""
     if importlib.util.find_spec("transformer_engine") is not None:
@@ -85,21 +58,6 @@ def test_imports_what_it_needs(repo_root: Path) -> None:
     command = [sys.executable, "-c", program, PROG, *WORDS, "--dry-run"]
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
     assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "set()")
-
-
-def test_a_fused_function_is_compiled_at_its_first_call() -> None:
-    """The decorator of a fused function compiles nothing; the first call compiles it once, with the options."""
-    compiled: list[dict[str, bool]] = []
-
-    def compile_now(function: Any, **options: bool) -> Any:
-        compiled.append(options)
-        return lambda value: 2 * function(value)
-
-    decorate = imports._compile_when_called(compile_now, dynamic=True)
-    fused = decorate(lambda value: value + 1)
-    assert compiled == []
-    assert (fused(1), fused(2)) == (4, 6)
-    assert compiled == [{"dynamic": True}]
 
 
 def test_balanced_cut_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a start takes from the previous one: torchrun's store, the checkpoints to resume from, the metrics file."""
+"""What a start takes from the previous one: torchrun's store and the metrics file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ from unittest import mock
 import pytest
 import torch
 from rich.console import Console
-from support.command_line import parse
 
-from megatron.bcd.checkpoint import layout
 from megatron.bcd.config import ReportConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics
 from megatron.bcd.runtime import distributed
-from megatron.bcd.training import pretrain
-from megatron.bcd.training.pretrain import _resuming_after_restart
 
 TIMEOUT = datetime.timedelta(seconds=20)
 
@@ -91,45 +87,6 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
         reporter.evaluation(evaluation(4, is_final=False))
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
     assert screen.getvalue().count("--metrics-file") == 1
-
-
-def test_a_restart_resumes_all_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart resumes from the run's own checkpoints if there are any, and otherwise as the flags ask."""
-    monkeypatch.setattr(pretrain.layout, "candidates", lambda root: [1] * (root == "new"))
-    monkeypatch.setattr(pretrain.collectives, "on_rank_0", lambda function: function())
-    flags = ["--load", "base", "--ckpt-step", "500", "--finetune", "--no-load-optim", "--no-load-rng", "--no-save-rng"]
-    for save, changes in (("new", True), ("none yet", False)):
-        config = parse(*flags, "--save", save)
-        for is_restart in (False, True):
-            result = _resuming_after_restart(config, is_restart=is_restart).checkpoint
-            assert result.save == save
-            loads = (result.load, result.ckpt_step, result.finetune, result.load_optim, result.load_rng)
-            is_changed = changes and is_restart
-            assert loads == (("new", None, False, True, False) if is_changed else ("base", 500, True, False, False))
-
-
-def test_a_restart_before_the_first_save_starts_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart before the first save begins at --ckpt-step again, and a later one at the newest checkpoint."""
-    store = torch.distributed.HashStore()
-    monkeypatch.setattr(pretrain, "torchrun_store", lambda timeout: store)
-    monkeypatch.setattr(pretrain.collectives, "on_rank_0", lambda function: function())
-    root = str(tmp_path / "saved")
-    config = parse("--save", root, "--load", root, "--ckpt-step", "2")
-
-    def publish(iteration: int) -> None:  # what the end of a save does
-        folder = Path(layout.incomplete_folder(root, iteration))
-        folder.mkdir(parents=True)
-        layout.finish(str(folder), {})
-        layout.publish(root, iteration)
-
-    for iteration in (2, 4, 6):
-        publish(iteration)
-    loaded = []
-    for start in (1, 2, 3, 4):
-        if start == 3:  # the second one has saved the iteration that the tracker named already
-            publish(6)
-        loaded.append(_resuming_after_restart(config, is_restart=start > 1).checkpoint.ckpt_step)
-    assert loaded == [2, 2, None, None]
 
 
 def test_tensorboard_on_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

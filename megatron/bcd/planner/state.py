@@ -137,6 +137,10 @@ class ModelState:
             stage_tensors(self.shape, self.partition, stage, **sizes) for stage in range(self.partition.num_stages)
         )
 
+    def whole_tensors(self, stage: int) -> tuple[Tensor, ...]:
+        """Return the parameters of a stage, not divided by tensor and expert parallelism."""
+        return stage_tensors(self.shape, self.partition, stage, padded_vocabulary=self.padded_vocabulary)
+
     @cached_property
     def _experts_place(self) -> list[int]:
         """Index among the ranks with the same experts, by index among those with the same other weights."""

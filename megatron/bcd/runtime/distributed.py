@@ -35,11 +35,10 @@ def initialize(
     hierarchical_context_sizes: Sequence[int] | None = None,
     expert_size: int = 1,
     expert_tensor_size: int | None = None,
-) -> bool:
+) -> None:
     """Join the process group that torchrun's environment describes, and create Megatron Core's parallel groups.
 
-    Without that environment the world is this process. Return whether torchrun has started these ranks before; all
-    ranks return the same.
+    Without that environment the world is this process.
 
     Raises:
         ValueError: this node has fewer GPUs than processes, GPUs are hidden from some processes, a rank does not know
@@ -62,11 +61,9 @@ def initialize(
         cpu.patch_megatron_core()
     if backend == "gloo":
         pytorch.share_gloo_device()
-    start = 1
     if not torch.distributed.is_initialized():
         timeout = datetime.timedelta(minutes=timeout_minutes)
-        start, arguments = _rendezvous(timeout)
-        torch.distributed.init_process_group(backend, timeout=timeout, **arguments)
+        torch.distributed.init_process_group(backend, timeout=timeout, **_rendezvous(timeout))
     # with a bound device, messages between all pairs of stages would share one communicator and wait for each other
     warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
     assert torch.distributed.group.WORLD.bound_device_id is None, "no device is bound to the process group"
@@ -81,7 +78,6 @@ def initialize(
         expert_model_parallel_size=expert_size,
         expert_tensor_parallel_size=expert_tensor_size,
     )
-    return start > 1
 
 
 def _fitting_backend(backend: str) -> str:
@@ -156,20 +152,20 @@ def _local_gpu() -> int:
     return number
 
 
-def _rendezvous(timeout: datetime.timedelta) -> tuple[int, dict[str, Any]]:
-    """Return the number of this start of the ranks, from 1, and the arguments of `init_process_group`.
+def _rendezvous(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Return the arguments of `init_process_group`.
 
-    There are no arguments if PyTorch's own rendezvous works. After a restart by torchrun it would not.
+    There are none if PyTorch's own rendezvous works. After a restart by torchrun it would not.
     """
     if "RANK" not in os.environ:
-        return 1, {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()}
+        return {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()}
     store = torchrun_store(timeout)
     if store is None:
-        return 1, {}
+        return {}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     start = draw_start_number(store, rank=rank, world_size=world_size, timeout=timeout)
     store = torch.distributed.PrefixStore(f"bcd/start {start}", store)
-    return start, {"rank": rank, "world_size": world_size, "store": store}
+    return {"rank": rank, "world_size": world_size, "store": store}
 
 
 def draw_start_number(store: Any, *, rank: int, world_size: int, timeout: datetime.timedelta) -> int:

@@ -1,7 +1,4 @@
-"""End all ranks with one line of text.
-
-Exit codes: 2 if flags, files or the machine do not fit; 1 after a signal before training.
-"""
+"""End all ranks with one line of text, and exit code 2 if flags, files or the machine do not fit."""
 
 from __future__ import annotations
 
@@ -11,12 +8,10 @@ import datetime
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -39,46 +34,13 @@ def exit_on_error(*kinds: type[Exception], prog: str) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        end_all_ranks(f"{prog}: error: {' '.join(str(error).split())}", code=2)
+        end_all_ranks(f"{prog}: error: {' '.join(str(error).split())}")
     finally:
         is_over.set()
 
 
-@contextlib.contextmanager
-def exit_on_signals(*, prog: str) -> Iterator[None]:
-    """Inside the context, a signal of `SIGNALS` ends every rank with exit code 1, even in a library's C code.
-
-    Use it in the main thread only. Handlers set inside, such as the training loop's, replace it while they are set.
-    """
-    receiver, sender = socket.socketpair()
-    sender.setblocking(False)
-    before = {number: signal.signal(number, _ignore_in_main_thread) for number in SIGNALS}
-    # A Python handler would only run once the main thread is back in Python code. The interpreter's C handler, however,
-    # writes the signal's number to this socket at once, and a thread reads it.
-    wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=_end_on_signal, args=(receiver, prog), name="signals", daemon=True).start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        sender.close()
-
-
-def _ignore_in_main_thread(number: int, frame: FrameType | None) -> None:
-    pass
-
-
-def _end_on_signal(receiver: socket.socket, prog: str) -> None:
-    while received := receiver.recv(1):
-        if received[0] in SIGNALS and signal.getsignal(received[0]) is _ignore_in_main_thread:
-            name = signal.Signals(received[0]).name
-            end_all_ranks(f"{prog}: stopped by {name} outside of training. Checkpoints did not change.", code=1)
-
-
-def end_all_ranks(line: str, *, code: int) -> NoReturn:
-    """Print `line` on rank 0, and end this process and all others that are inside `exit_on_error`.
+def end_all_ranks(line: str) -> NoReturn:
+    """Print `line` on rank 0, and end this process and all others that are inside `exit_on_error` with code 2.
 
     Wait up to `_PATIENCE_SECONDS` for every rank, because torchrun would kill the slower ones. If rank 0 does not
     arrive, the rank with the error prints the line.
@@ -91,10 +53,10 @@ def end_all_ranks(line: str, *, code: int) -> NoReturn:
     report_to_torchrun(line)
     if rank == 0:
         print(line, file=sys.stderr, flush=True)
-    if world_size > 1 and not _all_ranks_end(f"{code} {line}", world_size) and rank != 0:
+    if world_size > 1 and not _all_ranks_end(line, world_size) and rank != 0:
         print(f"{line} (seen by rank {rank} only)", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os._exit(code)  # an orderly exit would hang on process groups whose other ranks wait in a collective
+    os._exit(2)  # an orderly exit would hang on process groups whose other ranks wait in a collective
 
 
 def report_to_torchrun(line: str) -> None:
@@ -150,7 +112,6 @@ def _end_with_the_others(is_over: threading.Event) -> None:
         store = _errors()
         while not is_over.wait(0.1):
             if store.check(["message"]):
-                code, line = store.get("message").decode().split(" ", 1)
-                end_all_ranks(line, code=int(code))
+                end_all_ranks(store.get("message").decode())
     except Exception:  # there is no store, or torchrun has ended
         return

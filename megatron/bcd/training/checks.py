@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from megatron.core import parallel_state
+from megatron.core.utils import check_param_hashes_across_dp_replicas
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.runtime import collectives, replicas
+from megatron.bcd.runtime import collectives
 from megatron.bcd.training.outputs import RunOutputs
 from megatron.bcd.training.state import StepResult, TrainingFailed, TrainState
 
@@ -59,17 +55,12 @@ class StepChecks:
         interval = self.config.training.check_weight_hash_across_dp_replicas_interval
         if interval is None or iteration % interval:
             return
-        stage, weights = parallel_state.get_pipeline_model_parallel_rank(), unwrap_model(self.active.model)
         with self.active.whole_parameters():
-            difference = _first_difference(
-                weights.named_parameters(),
-                place=(stage, parallel_state.get_tensor_model_parallel_rank()),
-                place_of_experts=(stage, *replicas.expert_part()),
-            )
-        if difference is not None:
+            is_same = check_param_hashes_across_dp_replicas([unwrap_model(self.active.model)], cross_check=True)
+        if not all(collectives.gather_objects(is_same)):
             raise TrainingFailed(
-                f"iteration {iteration}: {difference} (--check-weight-hash-across-dp-replicas-interval). "
-                "A GPU or the network may be faulty."
+                f"iteration {iteration}: weights of data-parallel ranks differ "
+                "(--check-weight-hash-across-dp-replicas-interval). A GPU or the network may be faulty."
             )
 
     def _check_skipped(self, result: StepResult, state: TrainState) -> None:
@@ -90,26 +81,3 @@ class StepChecks:
             f"(--max-skipped-steps){weights}; {self.outputs.where_to_resume()}. A lower "
             "--lr, a longer warm-up or --clip-grad may help"
         )
-
-
-def _first_difference(
-    weights: Iterable[tuple[str, torch.Tensor]], *, place: tuple[int, ...], place_of_experts: tuple[int, ...]
-) -> str | None:
-    """Return a description of the first weight that differs between ranks of the same place, or None. Collective.
-
-    `place` is the position in the model: pipeline stage and tensor-parallel rank. `place_of_experts` is that of experts
-    of expert-parallel ranks.
-    """
-    digests = {
-        (name, place_of_experts if replicas.is_expert(weight) else place): hashlib.sha256(
-            weight.detach().cpu().contiguous().view(torch.uint8).numpy()
-        ).digest()[:8]
-        for name, weight in weights
-    }
-    first: dict[Any, tuple[int, bytes]] = {}
-    for rank, rank_digests in enumerate(collectives.gather_objects(digests)):
-        for key, digest in rank_digests.items():
-            reference, expected = first.setdefault(key, (rank, digest))
-            if digest != expected:
-                return f"{key[0]} on rank {rank} differs from the copy on rank {reference}"
-    return None

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import datetime
 import gc
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from megatron.bcd.checkpoint import layout, loader, run_state
+from megatron.bcd.checkpoint import loader, run_state
 from megatron.bcd.checkpoint.saver import check_save_folder, claim_save_folder
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model import builder
 from megatron.bcd.runtime import collectives, device, dir_claim, distributed, rng, threads
-from megatron.bcd.runtime.exit import exit_on_error, report_to_torchrun, torchrun_store
+from megatron.bcd.runtime.exit import exit_on_error, report_to_torchrun
 from megatron.bcd.trainer import ModelBuilder, Trainer
 from megatron.bcd.training.resolve import resolve_run
 from megatron.bcd.training.state import TrainingFailed
-
-_PATIENCE = datetime.timedelta(minutes=1)
 
 
 def pretrain(
@@ -76,17 +72,16 @@ def _set_up(
     """Return a run that is about to train, and the folders that it has claimed."""
     if not device.has_cuda():
         notes = (threads.set_threads(), *notes)
-    is_restart = _initialize(config)
+    _initialize(config)
     save_dir = config.checkpoint.save
     is_new = not collectives.on_rank_0(lambda: save_dir is not None and os.path.isdir(save_dir))
     is_shared = config.groups.lighthouse is not None  # replica groups share the folder, and one of them writes
     save_claim = dir_claim.DirClaim() if is_new or is_shared else claim_save_folder(save_dir)
-    config = _resuming_after_restart(config, is_restart=is_restart)
     source = loader.find(config)
     if source is not None and source.state is not None:
         run_state.check_same_tokens(source.state.flags, config, source=source.name)
     check_save_folder(config, source)
-    trainer = Trainer(resolve_run(config, source), build_model, is_restart=is_restart)
+    trainer = Trainer(resolve_run(config, source), build_model)
     for note in notes:
         trainer.reporter.note(note)
     if is_new and not is_shared:  # created only after everything has been checked
@@ -101,11 +96,8 @@ def _set_up(
     return trainer, [save_claim, cache_claim]
 
 
-def _initialize(config: RunConfig) -> bool:
-    """Set deterministic kernels, and initialize process groups and random generators.
-
-    Returns whether torchrun has restarted this job.
-    """
+def _initialize(config: RunConfig) -> None:
+    """Set deterministic kernels, and initialize process groups and random generators."""
     training = config.training
     if config.transformer.get("deterministic_mode"):  # first: groups choose NCCL's algorithms when they are created
         rng.use_deterministic_algorithms()
@@ -113,7 +105,7 @@ def _initialize(config: RunConfig) -> bool:
         raise ValueError(
             "--optimizer-cpu-offload: no CUDA GPU is visible. Leave it out; without a GPU everything is in host memory."
         )
-    is_restart = distributed.initialize(
+    distributed.initialize(
         backend=training.distributed_backend,
         timeout_minutes=training.distributed_timeout_minutes,
         tensor_size=config.tensor_size,
@@ -124,46 +116,3 @@ def _initialize(config: RunConfig) -> bool:
         expert_tensor_size=config.expert_tensor_size,
     )
     rng.seed_everything(training.seed, data_parallel_random_init=training.data_parallel_random_init)
-    return is_restart
-
-
-def _resuming_after_restart(config: RunConfig, *, is_restart: bool) -> RunConfig:
-    """Return a configuration that resumes from --save if torchrun has restarted this job after it saved. Collective.
-
-    torchrun --max-restarts starts the same command again, and its flags of loading were meant for the first start. They
-    apply until the job has saved: --save may hold checkpoints of an earlier run that --ckpt-step leaves behind.
-    """
-    checkpoint = config.checkpoint
-    if checkpoint.save is None:
-        return config
-    save = checkpoint.save
-    has_saved = collectives.on_rank_0(lambda: _has_saved(save, torchrun_store(_PATIENCE)))
-    if not (is_restart and has_saved):
-        return config
-    return config.replace_section(
-        "checkpoint",
-        load=checkpoint.save,
-        finetune=False,
-        ckpt_step=None,
-        load_optim=checkpoint.save_optim,
-        load_rng=checkpoint.save_rng,
-    )
-
-
-def _has_saved(save: str, store: Any) -> bool:
-    """Return whether this job has written a checkpoint to --save since its first start.
-
-    `store` outlives restarts, and keeps what the tracker file was at the first start. Without a store, return whether
-    there is any checkpoint: starting the run anew would lose more.
-    """
-    if store is None:
-        return bool(layout.candidates(save))
-    try:
-        file = os.stat(os.path.join(save, layout.TRACKER))
-        tracker = f"{file.st_mtime_ns} {file.st_ino} {file.st_size}"
-    except FileNotFoundError:
-        tracker = ""
-    key = f"bcd/tracker at the first start: {os.path.realpath(save)}"
-    if not store.check([key]):  # the first start, or earlier starts ended before this line and saved nothing
-        store.set(key, tracker)
-    return bool(tracker) and store.get(key).decode() != tracker

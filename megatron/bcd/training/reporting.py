@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition, describe_layers
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.checkpoint.loader import Source
@@ -30,6 +27,7 @@ from megatron.bcd.pipeline.build import kept_passes
 from megatron.bcd.pipeline.plan import microbatches_ahead
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.state import ModelState
+from megatron.bcd.planner.tensors import Tensor
 from megatron.bcd.runtime import collectives, device, distributed, replicas
 from megatron.bcd.training.recompute import Recomputation
 from megatron.bcd.training.resolve import ResolvedRun
@@ -74,45 +72,51 @@ def summarize(
     recomputation: Recomputation,
 ) -> RunSummary:
     """Collect the figures of the run summary from all ranks. Collective; every rank gets the same summary."""
-    config, partition, planned = run.config, run.partition, run.memory.state
-    ranks = collectives.gather_objects(_this_rank(config, partition, model, planned))
-    # one replica's stages and tensor slices make up the model
-    one_replica = [rank for rank in ranks if rank["replica"] == 0]
-    by_stage = {rank["stage"]: rank for rank in reversed(one_replica)}
-    per_stage = tuple(by_stage[stage]["stage_parameters"] for stage in range(partition.num_stages))
-    num_parameters = sum(rank["num_parameters"] for rank in one_replica)
+    config, partition, state = run.config, run.partition, run.memory.state
+    place = parallel_state.get_pipeline_model_parallel_rank(), replicas.rank()
+    ranks = collectives.gather_objects((*place, count_parameters(model)))
+    by_stage = {stage: number for stage, _, number in ranks}
+    per_stage = tuple(by_stage[stage] for stage in range(partition.num_stages))
+    tensors = [tensor for stage in range(partition.num_stages) for tensor in state.whole_tensors(stage)]
+    num_parameters = _count(tensors)
+    heads = [tensor for tensor in tensors if tensor.name.endswith("output_layer.weight")]
+    embeddings = [tensor for tensor in tensors if tensor.name.endswith("word_embeddings.weight")]
+    frozen = [tensor for tensor in tensors if tensor.owned.is_frozen]
     has_blocks, num_layers = partition.has_active_block, partition.num_layers
-    trained = [[rank["active"][block.index] for rank in one_replica] for block in partition.blocks]
+    trained = [_count(each for each in tensors if each.owned.is_active(block.index)) for block in partition.blocks]
     if not has_blocks:  # inactive updates train every layer
-        trained = [[rank["num_parameters"] - rank["num_frozen"] for rank in one_replica]]
-    shares = [sum(numbers) / num_parameters for numbers in trained]
-    token_share = sum(rank["num_token_parameters"] for rank in one_replica) / num_parameters
+        trained = [num_parameters - _count(frozen)]
+    shares = [number / num_parameters for number in trained]
     return RunSummary(
         model=_describe_model(config, unwrap_model(model).config, run.vocab_size, run.padded_vocab_size),
         parallel=f"{config.describe_ranks(parallel_state.get_data_parallel_world_size())}, {config.precision}"
         + (f" with {config.fp8_products} FP8 products" if config.fp8_products else ""),
         parameters_per_stage=per_stage,
-        total_parameters=sum(per_stage) - by_stage[partition.num_stages - 1]["tied_copy"],
+        total_parameters=sum(per_stage) - _count(heads) * partition.tied,
         blocks=tuple(
             BlockSummary(
                 index=block.index,
                 layers=partition.describe_layers(block.index) if has_blocks else describe_layers(range(num_layers)),
                 extras=", ".join(partition.describe_extras(block.index)),
                 share=shares[block.index],
-                model_state_bytes=tuple(rank["model_state"][block.index] for rank in ranks),
+                model_state_bytes=tuple(
+                    state.rank(stage, block.index, replica).model_state for stage, replica, _ in ranks
+                ),
             )
             for block in partition.blocks
         ),
         layout=partition.layout,
         phases=run.block_schedule.describe(),
-        full_model_state_bytes=tuple(rank["full_state"] for rank in ranks),
+        full_model_state_bytes=tuple(_full_state_bytes(config, state, stage) for stage, *_ in ranks),
         training=_describe_training(run),
         notes=(
-            *_notes(config, partition, implementation, ranks),
+            *_notes(config, state, implementation, num_frozen=_count(frozen)),
             *_pipeline_notes(run, recomputation),
             *_data_notes(config, partition, samples),
         ),
-        warnings=() if config.training.skip_train else warn_dominance(shares, token_share),
+        warnings=()
+        if config.training.skip_train
+        else warn_dominance(shares, _count(heads + embeddings) / num_parameters),
     )
 
 
@@ -139,52 +143,16 @@ def warn_dominance(shares: Sequence[float], token_share: float) -> tuple[str, ..
     )
 
 
-def _replica_share(weight: torch.Tensor) -> int:
-    """Return the elements of a weight that this rank counts. A replica's tensor-parallel ranks count all experts."""
-    if not replicas.is_expert(weight):
-        return weight.numel()
-    ranks = parallel_state.get_expert_tensor_and_model_parallel_world_size()
-    return weight.numel() * int(ranks) // int(parallel_state.get_tensor_model_parallel_world_size())
+def _count(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.size for tensor in tensors)
 
 
-def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module, planned: ModelState) -> dict[str, Any]:
-    """Return this rank's numbers of parameters, and its planned model state by block."""
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    weights = dict(unwrap_model(model).named_parameters())
-    sizes = {name: _replica_share(weight) for name, weight in weights.items()}
-    owners = {
-        name: ownership(name, partition=partition, stage=stage, num_axes=weight.dim())
-        for name, weight in weights.items()
-    }
-    heads = [size for name, size in sizes.items() if name.endswith("output_layer.weight")]
-    tied_copy = sum(heads) * parallel_state.get_tensor_model_parallel_world_size() if partition.tied else 0
-    return {
-        "stage": stage,
-        "replica": replicas.rank(),
-        "stage_parameters": count_parameters(model),
-        "num_parameters": sum(sizes.values()),
-        "num_token_parameters": sum(size for name, size in sizes.items() if name.endswith("word_embeddings.weight"))
-        + sum(heads),
-        "full_state": _full_state_bytes(config, weights.values()),
-        "num_frozen": sum(sizes[name] for name, owner in owners.items() if owner.is_frozen),
-        "tied_copy": tied_copy,
-        "active": [
-            sum(sizes[name] for name, owner in owners.items() if owner.is_active(block.index))
-            for block in partition.blocks
-        ],
-        "model_state": [planned.rank(stage, block.index, replicas.rank()).model_state for block in partition.blocks],
-    }
-
-
-def _full_state_bytes(config: RunConfig, weights: Iterable[torch.Tensor]) -> int:
+def _full_state_bytes(config: RunConfig, state: ModelState, stage: int) -> int:
     """Return the model state of full training by stock Megatron-LM: Adam with fp32 moments, without padding."""
     budget = cost.state_budget(config, adam_moments="fp32")
-    by_shards = Counter[int]()
-    for weight in weights:
-        by_shards[replicas.size(weight)] += weight.numel()
-    per_element = (1 - cost.offload_fraction(config)) * budget.optimizer
-    optimizer = math.ceil(sum(per_element * number / shards for shards, number in by_shards.items()))
-    return (budget.weight + budget.gradient) * sum(by_shards.values()) + optimizer
+    stored = sum(tensor.size * (state.num_expert_parts if tensor.is_expert else 1) for tensor in state.tensors[stage])
+    optimizer = (1 - cost.offload_fraction(config)) * budget.optimizer * stored / state.num_replicas
+    return (budget.weight + budget.gradient) * state.num_parameters[stage] + math.ceil(optimizer)
 
 
 def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int, padded_vocab_size: int) -> str:
@@ -226,11 +194,9 @@ def _describe_training(run: ResolvedRun) -> str:
     return ", ".join(parts)
 
 
-def _notes(
-    config: RunConfig, partition: Partition, implementation: Implementation, ranks: Sequence[Mapping[str, Any]]
-) -> Iterator[str]:
+def _notes(config: RunConfig, state: ModelState, implementation: Implementation, *, num_frozen: int) -> Iterator[str]:
     """Yield lines about kernels, about parameters that are not trained with the active block, and about offload."""
-    bcd = config.bcd
+    bcd, partition = config.bcd, state.partition
     yield implementation.describe()
     if config.num_experts and implementation.layers == "local":
         is_grouped, dtype = config.transformer["moe_grouped_gemm"], device.DTYPES[config.precision]
@@ -248,7 +214,6 @@ def _notes(
     if partition.num_blocks > 1 and (head := partition.describe_head()):
         yield head
     if partition.frozen:
-        num_frozen = sum(rank["num_frozen"] for rank in ranks if rank["replica"] == 0)
         yield f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters"
     if bcd.bcd_inactive_update != "none":
         yield (
@@ -262,8 +227,7 @@ def _notes(
         return
     fraction = cost.offload_fraction(config)
     if fraction:
-        num_parameters = max(rank["num_parameters"] for rank in ranks)
-        num_bytes = math.ceil(cost.OFFLOADED_BYTES * fraction * num_parameters / replicas.size())
+        num_bytes = math.ceil(cost.OFFLOADED_BYTES * fraction * max(state.num_parameters) / replicas.size())
         yield (
             f"optimizer offloaded to the host, {fraction:.0%} of it: weights, gradients and moments in fp32, "
             f"{num_bytes:,} bytes of host memory per rank before page-locked memory is rounded up"
