@@ -229,4 +229,4 @@ def holds(values: Mapping[str, Any], condition: str) -> bool:
     value = values[flag.field]
     if wanted:
         return (value == flag.type(wanted)) != ("!=" in condition)
-    return value is is_on if flag.type is bool else value not in (flag.default, ())
+    return value is is_on if flag.type is bool else value not in (None, flag.default, ())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
+from typing import Any
 
 from megatron.bcd.planner.measured import learning_rate
 from megatron.bcd.planner.recipe import METHOD_FLAGS, WITH_ORTHOGONAL, Recipe, flag_of
@@ -15,122 +16,88 @@ LEARNING_RATE_FLAGS = "--lr-warmup-fraction 0.01 --lr-decay-style cosine --weigh
 SFT_FLAGS = "--num-epochs 3 --lr-warmup-fraction 0.03 --lr-decay-style cosine --weight-decay 0 --clip-grad 1.0"
 """As in examples/finetune.sh."""
 _WIDTH = 112
+_GIVEN = {
+    "bcd_schedule": None,
+    "bcd_layers_on": "device",
+    "bcd_resident_layers": 0,
+    "bcd_layers_per_pass": 1,
+    "bcd_saved_inputs": "device",
+    "bcd_saved_activations": "recompute",
+    "bcd_head_phase": None,
+    "bcd_frozen": None,
+    "bcd_always_active": None,
+    "bcd_main_params": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "adam_moments_dtype": "fp32",
+    "muon_momentum_dtype": None,
+}
+"""Flags that a command has if a plan has them, in their order, and the values that are left out."""
 
 
 def network_flags(recipe: Recipe) -> list[str]:
     """Return the flags of the model. Raises ValueError if the training script has no flag for a property of it."""
     model, values, is_gpt = recipe.model, recipe.model.flags(recipe.tokens), recipe.model.form == "gpt"
-    names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length")
-    flags = [f"{flag_of(name)} {values[name]}" for name in names]
-    if values["num_query_groups"] is not None:
-        flags.append(f"--group-query-attention --num-query-groups {values['num_query_groups']}")
-    if values["kv_channels"] is not None:
-        flags.append(f"--kv-channels {values['kv_channels']}")
-    if is_gpt:
-        positions = values["max_position_embeddings"]
-        flags.append(f"--max-position-embeddings {positions} --hidden-dropout 0 --attention-dropout 0")
-    if model.is_tied != is_gpt:
-        flags.append(f"--{'no-' * model.is_tied}untie-embeddings-and-output-weights")
-    if values["add_bias_linear"] and not is_gpt:
+    has_biases = values["add_bias_linear"]
+    if has_biases and not is_gpt:
         raise ValueError(
             f"--model {model.name}: --task {recipe.task} cannot give a LLaMA biases in all linear layers. "
             "Use --task sft, whose --load-hf can."
         )
-    if is_gpt and not values["add_bias_linear"]:
-        flags.append("--disable-bias-linear")
-    if values["add_qkv_bias"] and not values["add_bias_linear"]:
-        flags.append("--add-qkv-bias")
-    if values["qk_layernorm"]:
-        flags.append("--qk-layernorm")
+    names = ["num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length", "num_query_groups"]
+    names += ["kv_channels", "qk_layernorm"] + ["max_position_embeddings"] * is_gpt
+    flags = {name: values[name] for name in names}
+    flags["group_query_attention"] = values["num_query_groups"] is not None
+    if is_gpt:
+        flags |= {"hidden_dropout": 0, "attention_dropout": 0, "disable_bias_linear": not has_biases}
+    flags["no_" * model.is_tied + "untie_embeddings_and_output_weights"] = model.is_tied != is_gpt
+    flags["add_qkv_bias"] = values["add_qkv_bias"] and not has_biases
     if model.experts:
-        words = [f"{flag_of(name)} {values[name]}" for name in ("moe_router_topk", "moe_ffn_hidden_size")]
-        flags.append(
-            " ".join([f"--num-experts {model.experts}", *words, "--moe-aux-loss-coeff 1e-2 --moe-grouped-gemm"])
-        )
-    return flags
+        flags |= {name: values[name] for name in ("moe_router_topk", "moe_ffn_hidden_size")}
+        flags |= {"num_experts": model.experts, "moe_aux_loss_coeff": "1e-2", "moe_grouped_gemm": True}
+    return _words(flags)
 
 
 def layout_flags(recipe: Recipe) -> list[str]:
     """Return the flags of ranks, batch, precision, recomputation and method."""
-    config = recipe.config
-    ranks = ["pipeline_model_parallel_size"] + ["context_parallel_size"] * (config.context_size > 1)
-    lines = [
-        _words(recipe, ranks) + " --pipeline-cut auto" * (config.training.pipeline_model_parallel_layout is not None),
-        f"--micro-batch-size {recipe.micro_batch_size} --global-batch-size {recipe.global_batch_size}",
-        f"--make-vocab-size-divisible-by {config.model.make_vocab_size_divisible_by}",
-    ]
-    if recipe.precision != "fp32":
-        lines.append(f"--{recipe.precision}")
-    if recipe.precision == "fp16":  # with --bf16 it is the default
-        lines.append("--accumulate-allreduce-grads-in-fp32")
-    if config.training.adam_moments_dtype != "fp32":
-        lines.append(_words(recipe, ["adam_moments_dtype"]))
-    if (loss := recipe.flag("cross_entropy_fusion_impl")) is not None:
-        lines.append(f"--cross-entropy-loss-fusion --cross-entropy-fusion-impl {loss}")
+    config, bcd = recipe.config, recipe.config.bcd
+    flags: dict[str, Any] = {
+        "pipeline_model_parallel_size": config.pipeline_size,
+        "context_parallel_size": config.context_size if config.context_size > 1 else None,
+        "pipeline_cut": None if config.training.pipeline_model_parallel_layout is None else "auto",
+        "micro_batch_size": recipe.micro_batch_size,
+        "global_batch_size": recipe.global_batch_size,
+        "make_vocab_size_divisible_by": config.model.make_vocab_size_divisible_by,
+        recipe.precision: recipe.precision != "fp32",
+        "accumulate_allreduce_grads_in_fp32": recipe.precision == "fp16",  # with --bf16 it is the default
+    }
     if recipe.recompute == "full":
-        lines.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+        flags |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recipe.recompute == "auto":
         memory = recipe.memory_share * recipe.cluster.memory_gib - recipe.cluster.framework_gib
-        lines.append(f"--recompute auto --recompute-memory-gib {memory:g}")
-    return [*lines, *_method_flags(recipe)]
-
-
-def _method_flags(recipe: Recipe) -> Iterator[str]:
-    """Yield the lines of the method."""
-    method = METHOD_FLAGS[recipe.method]
+        flags |= {"recompute": "auto", "recompute_memory_gib": f"{memory:g}"}
+    given = {name: recipe.flag(name) for name, left_out in _GIVEN.items() if recipe.flag(name) != left_out}
+    if config.is_breadth_first:
+        given = {"bcd_schedule": bcd.bcd_schedule} | given
+        if config.pipeline_size > 1 and bcd.bcd_layers_per_pass > 1:  # the layout's chunks
+            given |= {"bcd_layers_per_pass": None, "num_virtual_stages_per_pipeline_rank": config.num_chunks}
+    loss = recipe.flag("cross_entropy_fusion_impl")
+    fused = {"cross_entropy_loss_fusion": loss is not None, "cross_entropy_fusion_impl": loss}
     if not recipe.has_blocks:
-        names = list(method)
-        for start, end in ((0, 2), (2, 6), (6, None)):  # blocks and schedule, optimizer, its precision
-            values = method if start or not recipe.is_streamed else {"bcd_num_blocks": 1, "bcd_layers_on": "host"}
-            if line := " ".join(_word(name, values[name]) for name in list(values)[start:end]):
-                yield line
-        if recipe.is_streamed:
-            yield from _chunk_flags(recipe, [])
-        return
-    bcd = recipe.config.bcd
-    words = [_word(name, value) for name, value in method.items()]
-    if recipe.method == "finetune":
-        words.append(_word("bcd_inactive_update", bcd.bcd_inactive_update))
-        if bcd.bcd_inactive_update == "orthogonal":
-            yield " ".join(_word(name, getattr(bcd, name)) for name in WITH_ORTHOGONAL)
-    if bcd.bcd_layout != "stage":
-        words.append(f"--bcd-num-blocks {recipe.num_blocks_flag}")
-    words.append(_word("bcd_layout", bcd.bcd_layout))
-    chunks = recipe.flag("num_virtual_stages_per_pipeline_rank")
-    if bcd.bcd_layout == "interleaved" and chunks not in (None, recipe.num_blocks_flag):
-        words.append(_word("num_virtual_stages_per_pipeline_rank", chunks))
-    names = ["bcd_layers_on"] * recipe.is_streamed + ["bcd_resident_layers"] * (bcd.bcd_resident_layers > 0)
-    names += [*filter(recipe.flag, ("bcd_head_phase", "bcd_frozen", "bcd_always_active", "bcd_main_params"))]
-    places = [_word(name, getattr(bcd, name)) for name in names]
-    if not recipe.config.is_breadth_first:
-        yield " ".join([*words, *places])
-        return
-    yield " ".join(words)
-    yield from _chunk_flags(recipe, places)
+        return _words(flags | fused | METHOD_FLAGS[recipe.method] | given)
+    if recipe.is_whole and bcd.bcd_inactive_update == "orthogonal":
+        flags |= {name: getattr(bcd, name) for name in WITH_ORTHOGONAL}
+    method = METHOD_FLAGS[recipe.method] | {
+        "bcd_inactive_update": bcd.bcd_inactive_update if recipe.method == "finetune" else None,
+        "bcd_num_blocks": recipe.num_blocks_flag if bcd.bcd_layout != "stage" else None,
+        "bcd_layout": bcd.bcd_layout,
+    }
+    return [*_words(flags), *filter(None, (" ".join(_words(part)) for part in (fused, method, given)))]
 
 
-def _chunk_flags(recipe: Recipe, places: list[str]) -> Iterator[str]:
-    bcd, words = recipe.config.bcd, ["--bcd-schedule breadth-first", *places]
-    if bcd.bcd_layers_per_pass > 1 and recipe.config.pipeline_size > 1:  # the layout's chunks
-        words.append(_word("num_virtual_stages_per_pipeline_rank", recipe.config.num_chunks))
-    elif bcd.bcd_layers_per_pass > 1:
-        words.append(_word("bcd_layers_per_pass", bcd.bcd_layers_per_pass))
-    if bcd.bcd_saved_inputs == "host":
-        words.append(_word("bcd_saved_inputs", "host"))
-    if bcd.bcd_saved_activations != "recompute":
-        words.append(_word("bcd_saved_activations", bcd.bcd_saved_activations))
-    yield " ".join(words)
-
-
-def _words(recipe: Recipe, names: Iterable[str]) -> str:
-    """Return flags with their values in the configuration."""
-    sections = (*recipe.config.transformer.items(), *vars(recipe.config.training).items())
-    values = dict(sections)
-    return " ".join(_word(name, values[name]) for name in names)
-
-
-def _word(name: str, value: object) -> str:
-    return flag_of(name) if value is True else f"{flag_of(name)} {value}"
+def _words(flags: Mapping[str, Any]) -> list[str]:
+    """Return each flag with its value. None and False leave it out."""
+    shown = [(flag_of(name), value) for name, value in flags.items() if value is not None and value is not False]
+    return [name if value is True else f"{name} {value}" for name, value in shown]
 
 
 def torchrun_command(recipe: Recipe, *, iterations: int) -> str:

@@ -31,8 +31,8 @@ WHOLE = {f"finetune, {rule}": rule for rule in ("orthogonal", "factored")}
 WITH_ORTHOGONAL = {"bcd_embedding_update": "adam", "bcd_inactive_lr_ratio": 0.4}
 """The flags with which the orthogonal rule was measured in fine-tuning (studies/fine_tuning.md)."""
 _MUON = {name: value for name, value in PRESETS["pretrain"].items() if name == "optimizer" or name.startswith("muon_")}
-_STOCK = {"bcd_num_blocks": 1, "bcd_schedule": "stock"}
-METHOD_FLAGS: Mapping[str, Mapping[str, Any]] = {
+_STOCK: dict[str, Any] = {"bcd_num_blocks": 1, "bcd_schedule": "stock"}
+METHOD_FLAGS: Mapping[str, dict[str, Any]] = {
     "bcd": {},
     "pretrain": {"bcd_preset": "pretrain"},
     "finetune": {"bcd_preset": "finetune"},
