@@ -1,33 +1,21 @@
-"""The reports of a run: console lines, metrics file, TensorBoard and Weights & Biases. What a restarted run takes from
-the previous one: torchrun's store, the checkpoints to resume from, the metrics file."""
+"""The reports of a run: console lines, metrics file, TensorBoard and Weights & Biases."""
 
 import dataclasses
-import datetime
-import errno
 import io
 import json
 import math
-import resource
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from rich.console import Console
-from support.command_line import parse
 
-from megatron.bcd.checkpoint import layout
 from megatron.bcd.config import ReportConfig
 from megatron.bcd.metrics.console import step_lines
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
-from megatron.bcd.runtime import distributed
-from megatron.bcd.training import pretrain
-from megatron.bcd.training.pretrain import _resuming_after_restart
 
 MIB = 2**20
 REQUIRED_KEYS = {
@@ -54,8 +42,8 @@ def collect_step_metrics(iteration: int = 10, **changes: Any) -> StepMetrics:
     return dataclasses.replace(record, **changes)
 
 
-def eval_record(iteration: int = 10, *, split: str = "validation", loss: float = 2.0, **more: bool) -> EvalMetrics:
-    return EvalMetrics(iteration=iteration, consumed_samples=16 * iteration, split=split, loss=loss, **more)
+def eval_record(iteration: int = 10, *, split: str = "validation", loss: float = 2.0) -> EvalMetrics:
+    return EvalMetrics(iteration=iteration, consumed_samples=16 * iteration, split=split, loss=loss)
 
 
 def log_console() -> Console:
@@ -213,129 +201,3 @@ def test_the_log_line_shows_the_rate_of_its_step() -> None:
     """The console shows the rate that the step used; `learning_rate` keeps that of the next step, as in Megatron-LM."""
     [line] = step_lines(collect_step_metrics(step_learning_rate=2e-3), train_iters=20, left="")
     assert "lr 2.000E-03" in line
-
-
-TIMEOUT = datetime.timedelta(seconds=20)
-
-
-def number_by_rank(store: torch.distributed.Store, *, first: int) -> list[int]:
-    """Return the number that three ranks agree on when rank `first` arrives first."""
-    numbers = {}
-
-    def start(rank: int) -> None:
-        numbers[rank] = distributed.draw_start_number(store, rank=rank, world_size=3, timeout=TIMEOUT)
-
-    ranks = [threading.Thread(target=start, args=(rank,), daemon=True) for rank in range(3)]
-    ranks[first].start()
-    time.sleep(0.2)
-    for rank in ranks[:first] + ranks[first + 1 :]:
-        rank.start()
-    for rank in ranks:
-        rank.join(30)
-    return [numbers[rank] for rank in range(3)]
-
-
-def test_ranks_of_a_restart_meet() -> None:
-    """The ranks of a restart agree on a new number whichever arrives first, though torchrun keeps its store over
-    restarts."""
-    store = torch.distributed.HashStore()
-    with pytest.raises(RuntimeError, match="rank 0"):
-        distributed.draw_start_number(store, rank=2, world_size=3, timeout=datetime.timedelta(seconds=0.1))
-    store.add("bcd/starts", 1)  # all that is left of a rank 0 that came and was killed
-    starts = [number_by_rank(store, first=first) for first in (1, 0, 2)]
-    assert [len(set(numbers)) for numbers in starts] == [1, 1, 1]
-    assert len({numbers[0] for numbers in starts}) == 3, "each start has a new number"
-
-
-def test_the_end_is_told_once(tmp_path: Path) -> None:
-    """The file has one final evaluation, also after a restart at the end, and that of an extended run replaces it."""
-    path = tmp_path / "metrics.jsonl"
-    for start, is_extended in ((0, False), (8, False), (8, True)):
-        with Reporter(ReportConfig(metrics_file=str(path)), train_iters=8, start_iteration=start) as reporter:
-            if not start:
-                reporter.evaluation(eval_record(8, is_final=False))
-            reporter.evaluation(eval_record(16 if is_extended else 8, is_final=True))
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        assert [(line["iteration"], line.get("is_final", False)) for line in lines] == [
-            (8, False),
-            (16 if is_extended else 8, True),
-        ]
-
-
-def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
-    """A full disk gives one warning and does not end the run, and all lines are whole once there is room again."""
-    path = tmp_path / "metrics.jsonl"
-    screen = io.StringIO()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    console = Console(file=screen, width=200)
-    with Reporter(ReportConfig(metrics_file=str(path)), train_iters=8, start_iteration=0, console=console) as reporter:
-        reporter.evaluation(eval_record(1, is_final=False))
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
-            for iteration in (2, 3):
-                reporter.evaluation(eval_record(iteration, is_final=False))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert len(path.read_text().splitlines()[1]) == 10
-        reporter.evaluation(eval_record(4, is_final=False))
-    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
-    assert screen.getvalue().count("--metrics-file") == 1
-
-
-def test_a_restart_resumes_all_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart resumes from the run's own checkpoints if there are any, and otherwise as the flags ask."""
-    monkeypatch.setattr(pretrain.layout, "candidates", lambda root: [1] * (root == "new"))
-    monkeypatch.setattr(pretrain.collectives, "on_rank_0", lambda function: function())
-    flags = ["--load", "base", "--ckpt-step", "500", "--finetune", "--no-load-optim", "--no-load-rng", "--no-save-rng"]
-    for save, changes in (("new", True), ("none yet", False)):
-        config = parse(*flags, "--save", save)
-        for is_restart in (False, True):
-            result = _resuming_after_restart(config, is_restart=is_restart).checkpoint
-            assert result.save == save
-            loads = (result.load, result.ckpt_step, result.finetune, result.load_optim, result.load_rng)
-            is_changed = changes and is_restart
-            assert loads == (("new", None, False, True, False) if is_changed else ("base", 500, True, False, False))
-
-
-def test_a_restart_before_the_first_save_starts_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart before the first save begins at --ckpt-step again, and a later one at the newest checkpoint."""
-    store = torch.distributed.HashStore()
-    monkeypatch.setattr(pretrain, "torchrun_store", lambda timeout: store)
-    monkeypatch.setattr(pretrain.collectives, "on_rank_0", lambda function: function())
-    root = str(tmp_path / "saved")
-    config = parse("--save", root, "--load", root, "--ckpt-step", "2")
-
-    def publish(iteration: int) -> None:  # what the end of a save does
-        folder = Path(layout.incomplete_folder(root, iteration))
-        folder.mkdir(parents=True)
-        layout.finish(str(folder), {})
-        layout.publish(root, iteration)
-
-    for iteration in (2, 4, 6):
-        publish(iteration)
-    loaded = []
-    for start in (1, 2, 3, 4):
-        if start == 3:  # the second one has saved the iteration that the tracker named already
-            publish(6)
-        loaded.append(_resuming_after_restart(config, is_restart=start > 1).checkpoint.ckpt_step)
-    assert loaded == [2, 2, None, None]
-
-
-def test_tensorboard_on_a_full_disk_does_not_end_the_run(tmp_path: Path, tensorboard: mock.Mock) -> None:
-    """A full disk for curves gives one warning and ends the curves, but neither the run nor its metrics lines."""
-    full = OSError(errno.ENOSPC, "No space left on device")
-    writer = tensorboard.SummaryWriter.return_value
-    writer.add_scalar.side_effect = [None, None, full]
-    writer.close.side_effect = full
-    path, screen = tmp_path / "metrics.jsonl", io.StringIO()
-    with Reporter(
-        ReportConfig(metrics_file=str(path), tensorboard_dir=str(tmp_path / "curves")),
-        train_iters=8,
-        console=Console(file=screen, width=200),
-    ) as reporter:
-        for iteration in (1, 2, 3):
-            reporter.evaluation(eval_record(iteration, is_final=False))
-    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3]
-    (warning,) = [line for line in screen.getvalue().splitlines() if line.startswith("warning")]
-    assert "--tensorboard-dir" in warning
-    assert writer.add_scalar.call_args.args[2] == 2
