@@ -7,7 +7,6 @@ Shapes: B sequences, S tokens, V padded vocabulary, H hidden size.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,9 +20,6 @@ from torch import Tensor
 
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.huggingface.architecture import Architecture
-from megatron.bcd.huggingface.run_network import run_architecture
-from megatron.bcd.huggingface.tensors import LAYERS, build_rows
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.step import Step
 
@@ -182,9 +178,6 @@ def _is_llama(config: RunConfig) -> bool:
 def reference_of(config: RunConfig, **settings: Any) -> torch.nn.Module:
     """Return transformers' model of the same size."""
     heads, length = config.transformer["num_attention_heads"], config.model.max_position_embeddings
-    if config.num_experts:
-        described = transformers.AutoConfig.for_model(**_network(config)[1] | {"torch_dtype": "float32"})
-        return transformers.AutoModelForCausalLM.from_config(described).eval()  # type: ignore[no-any-return]
     if not _is_llama(config):
         sizes = {"n_positions": length, "n_embd": config.hidden_size, "n_layer": config.num_layers, "n_head": heads}
         sizes |= {"vocab_size": worlds.PADDED_VOCABULARY, "bos_token_id": None, "eos_token_id": None}
@@ -207,27 +200,7 @@ def reference_of(config: RunConfig, **settings: Any) -> torch.nn.Module:
     return model
 
 
-def _network(config: RunConfig) -> tuple[Architecture, dict[str, Any]]:
-    return run_architecture(config, is_on_gpu=False, vocab_size=worlds.PADDED_VOCABULARY)
-
-
-def _by_row(config: RunConfig, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield transformers' tensors of a model with experts, by the conversion of --save-hf."""
-    experts = "mlp.experts.experts."
-    for row in build_rows(_network(config)[0]):
-        for layer in range(config.num_layers if row.is_stacked else 1):
-            key = row.key.replace("linear_qkv.layer_norm_weight", "input_layernorm.weight")
-            key = key.replace("self_attention.input", "input").replace(LAYERS, f"{LAYERS}{layer}.")
-            numbers = range(config.num_experts or 0) if experts in key else range(1)
-            parts = [tensors.get(key.replace(experts, f"mlp.experts.local_experts.{number}.")) for number in numbers]
-            if parts[0] is not None:
-                whole = torch.stack(parts) if experts in key else parts[0]  # type: ignore[arg-type]
-                yield from zip(row.layer_names(layer), row.split(whole), strict=True)
-
-
 def converted(config: RunConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    if config.num_experts:
-        return dict(_by_row(config, tensors))
     heads = config.transformer["num_attention_heads"]
     if not _is_llama(config):
         return huggingface_weights.to_gpt2(tensors, num_heads=heads)
@@ -251,15 +224,14 @@ def test_logits_and_gradients(world1: World, world2: World, text_data: str, case
             assert parameter.shape == weights[name].shape, name
             parameter.copy_(weights[name])
 
-    replicas = ranks if case == "gpt_data2" else ranks[:1]
-    batch = {name: torch.cat([rank["batch"][name] for rank in replicas]) for name in ranks[0]["batch"]}
+    batch = ranks[0]["batch"]
     assert batch["loss_mask"].min() == 1
     tokens = torch.cat((batch["tokens"], batch["labels"][:, -1:]), dim=1)
     output = reference(input_ids=tokens, labels=tokens)
     output.loss.backward()
 
     of_ranks = [rank["logits"] for rank in ranks if rank["logits"] is not None]
-    logits = torch.cat(of_ranks, dim=0 if case == "gpt_data2" else -1)
+    logits = torch.cat(of_ranks, dim=-1)
     assert (logits - output.logits[:, :-1]).abs().max() < LOGITS
     seen: set[str] = set()
     for block in partition_from_config(config).blocks:

@@ -9,7 +9,6 @@ from support.dist import World
 from support.planned import RUNS, TWO, planned_activations, planned_state, recipe_of, stage_parameters
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.metrics.console import summary_lines
 
 FACTORED = {"bcd_inactive_update": "factored", "bcd_embedding_update": "factored"}
 UNPLANNED = {
@@ -74,19 +73,3 @@ def test_summary_is_counted(world1: World, world2: World, world4: World, text_da
     if name == "tensor2":  # GPT-2's L (12 H^2 + 13 H) + (V + S) H + 2 H, not twice
         assert total == 6 * (12 * 40**2 + 13 * 40) + (worlds.PADDED_VOCABULARY + 32) * 40 + 2 * 40
     assert steps[len(told) :][: len(told)] == told
-
-
-def described(config: RunConfig) -> list[str]:
-    """Return the lines of the run summary."""
-    with worlds.started(config) as one:
-        one.train()
-        return summary_lines(one.recorder.summary)
-
-
-def test_summary_of_a_run_without_blocks(world1: World, text_data: str) -> None:
-    """The summary of a run that trains every layer names all layers and 100 % of the parameters."""
-    flags = SIZES | RUNS["finetune_factored_bf16"]
-    [lines] = world1.run(described, worlds.run_config(data_path=text_data, **flags, train_iters=2))
-    text = "\n".join(lines)
-    assert "layers 0-5 and embedding" in text and "| 100.0% of the parameters | model state" in text
-    assert "matrices of every layer" in text and "other layers" not in text

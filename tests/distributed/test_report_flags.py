@@ -1,4 +1,4 @@
-"""Flags for logs, profiles, memory and data files that change no result."""
+"""What a run reports: its routers' losses, and flags for logs, profiles and memory that change no result."""
 
 from __future__ import annotations
 
@@ -78,3 +78,18 @@ def test_replicas_are_compared(world2: World, text_data: str) -> None:
     problem = "iteration 4: weights of data-parallel ranks differ"
     with pytest.raises(RankError, match=problem):
         world2.run(broken_run, config, 4)
+
+
+def of_two_runs(first: Any, second: Any) -> list[Any]:
+    """Train one run after the other on this rank, and return the router losses of the second."""
+    worlds.train_run(first)
+    return [step["router_losses"] for step in worlds.train_run(second)["metrics"]]
+
+
+def test_a_run_after_one_with_fewer_layers(world1: World) -> None:
+    """A run reports the losses of its routers only, also after a run with fewer layers in the same process."""
+    flags = worlds.EXPERTS | {"mock_data": True, "split": None, "bcd_num_blocks": 2}
+    small, large = (worlds.run_config(**flags, num_layers=number) for number in (2, 4))
+    [after_large] = world1.run(of_two_runs, large, large)
+    [after_small] = world1.run(of_two_runs, small, large)
+    assert after_small == after_large and after_small[0]

@@ -1,5 +1,5 @@
 """A checkpoint that cannot be written costs a warning: the run continues, older ones stay valid, the next one is
-saved."""
+saved. The folder of --save is claimed at the start of a run; two jobs: e2e/test_checkpoint_faults.py."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from support.dist import World
 from torch.distributed.checkpoint import filesystem
 
 from megatron.bcd.checkpoint import layout, saver, shard_writer
+from megatron.bcd.checkpoint.saver import claim_save_folder
 from megatron.bcd.config import RunConfig
 from megatron.bcd.training.state import TrainingFailed
 
@@ -146,3 +147,32 @@ def test_the_last_one_can_not_be_written(world2: World, text_data: str, small_di
     good = os.path.join(str(small_disk), "iter_0000003")
     assert ranks[0]["failed"].startswith("iteration 9 ") and good in ranks[0]["failed"]
     assert_only_these(small_disk, [3])
+
+
+def claim(*roots: str) -> str:
+    """Claim the folder that `roots` names for this rank and release it; return the messages."""
+    with worlds.parallel(worlds.run_config(mock_data=True, split=None, world_size=2)):
+        try:
+            folder_claim = claim_save_folder(roots[torch.distributed.get_rank() % len(roots)])
+            folder_claim.release()
+            return f"claimed {list(folder_claim.warnings)}"
+        except ValueError as refused:
+            return str(refused)
+
+
+def test_another_disk_on_one_node(world2: World, tmp_path: Path) -> None:
+    """All ranks refuse a --save folder that is not on the same disk for all of them."""
+    roots = [str(tmp_path / "here"), str(tmp_path / "elsewhere")]
+    os.mkdir(roots[1])
+    first, second = world2.run(claim, *roots)
+    assert first.replace(roots[0], roots[1]) == second and first.startswith(f"--save {roots[0]}: ")
+    assert os.listdir(roots[1]) == []
+
+
+@pytest.mark.parametrize("name", ["a_file/saved", "/proc/saved"])
+def test_a_folder_that_can_not_be_made(world2: World, tmp_path: Path, name: str) -> None:
+    """All ranks refuse a folder that can't be made, with the same error."""
+    (tmp_path / "a_file").write_text("")
+    root = str(tmp_path / name)
+    first, second = world2.run(claim, root)
+    assert first == second and first.startswith(f"--save {root}")

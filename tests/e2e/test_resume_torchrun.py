@@ -1,10 +1,11 @@
 """One run, ended under torchrun by a signal, and then killed, each time restarted by the same command.
 
-Together the parts write what an uninterrupted run writes.
+Together the parts write what an uninterrupted run writes. A rank that hangs ends the whole job.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support.bad_input_cases import good_documents, write_dataset
 from support.forked_runs import ForkedRuns, RankResult
@@ -139,3 +141,26 @@ def end(job: Job, kind: str, draw: random.Random, saved: Path) -> None:
             job.wait_for(lambda: any(saved.glob("*.incomplete")))
         draw.choice(ranks).kill()
     job.exit_code()
+
+
+HANGING = [
+    *("--pipeline-model-parallel-size", "2", "--bcd-layout", "stage"),
+    *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"),
+    *("--micro-batch-size", "1", "--global-batch-size", "16", "--train-iters", "5000", "--lr", "1e-3"),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--num-workers", "0"),
+    *("--eval-iters", "0", "--log-interval", "1", "--bcd-steps-per-block", "1000"),
+]
+TIMEOUT_SECONDS = 6  # of a message, where a rank hangs
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs(tmp_path: Path) -> None:
+    """The outputs that a forward-only stage sends time out if the next stage hangs, and the whole job ends."""
+    words = [str(ROOT / "tests" / "support" / "hanging_rank.py"), "1", "20", str(TIMEOUT_SECONDS)]
+    with Job(*TORCHRUN, *words, *HANGING, folder=tmp_path) as job:
+        job.wait_for(lambda: f"Timed out waiting {TIMEOUT_SECONDS}000ms" in job.output)
+        with contextlib.suppress(IndexError, psutil.Error):
+            # torchrun gives a stopped process 30 s to hear SIGTERM before it kills it
+            job.ranks()[1].send_signal(signal.SIGCONT)
+        assert job.exit_code() != 0
+        assert job.alive() == []

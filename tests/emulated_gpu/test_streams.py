@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support import prefix_runs, resumed_runs, worlds
+from support import resumed_runs, worlds
 from support.dist import RankError
 from support.gpu_worlds import Worlds
 
@@ -107,8 +107,9 @@ OFFLOAD = {"bcd_num_blocks": 1, "optimizer_cpu_offload": True, "overlap_cpu_opti
 STREAMED = {"num_layers": 6, "bcd_num_blocks": 3, "bcd_layers_on": "host"}
 STREAMED |= {"bcd_frozen": "embedding", "untie_embeddings_and_output_weights": True}
 WRITTEN_BACK = {"num_layers": 6, "bcd_preset": "pretrain", "bcd_layers_on": "host", "world_size": 2, "bf16": True}
+SUBSET = {"bcd_sample_ratio": 0.007, "bcd_steps_per_block": 4, "global_batch_size": 8, "eval_iters": 1}
 CASES: dict[str, dict[str, Any]] = {
-    "cache_on_two_stages": prefix_runs.FLAGS | PIPELINE | {"bcd_layout": "submodel", "train_iters": 8},
+    "cache_on_two_stages": SUBSET | PIPELINE | {"bcd_layout": "submodel", "train_iters": 8},
     "host_state": {"world_size": 2, "bf16": True, "bcd_optimizer_state": "host", "train_iters": 5},
     "offload": OFFLOAD,
     "streamed": STREAMED,

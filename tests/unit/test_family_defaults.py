@@ -9,7 +9,6 @@ import torch
 from support.command_line import parse
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS
-from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.implementation import available_implementation
 from megatron.bcd.model.transformer_config import build_transformer_config, describe_activation, tanh_gelu
@@ -93,11 +92,3 @@ def test_a_slow_width() -> None:
         config = parse("--ffn-hidden-size", *flags.split())
         built = build_transformer_config(config, available_implementation(config))
         assert ("slow on GPUs" in reporting._describe_model(config, built, 256, 256)) == is_slow
-
-
-def test_the_run_summary_names_the_schedule() -> None:
-    """The run summary names breadth-first and depth-first order, each with its number of chunks."""
-    flags = ["--pipeline-model-parallel-size", "2", "--num-layers", "8", "--bcd-num-blocks", "2"]
-    for schedule, said in (("breadth-first", "breadth-first: 4 chunks"), ("bcd", "bcd: interleaved, 2 chunks")):
-        config = parse(*flags, "--bcd-layout", "interleaved", "--bcd-schedule", schedule, world_size=2)
-        assert said in reporting._describe_pipeline(config, partition_from_config(config))
