@@ -49,7 +49,7 @@ class MatrixRule:
     is_by_chunk: bool = True
     """Whether breadth-first order steps the matrices right after their passes."""
     adam: Mapping[str, Any] = field(default_factory=dict)
-    """With ADAM: betas, eps and decoupled_weight_decay as in PyTorch; `dtype`, the precision of the moments."""
+    """With ADAM: betas, eps and decoupled_weight_decay as in PyTorch."""
 
     @property
     def is_clipped(self) -> bool:
@@ -78,10 +78,8 @@ class Matrix:
     """Number of ranks whose gradients the matrix averages. Those of an expert have arrived with its tokens."""
     groups: Mapping[str, tuple[str, int | None]]
     """The state that checkpoints store, by kind: the group's key, and the block in whose phases alone it is stepped."""
-    momentum_dtype: torch.dtype
-    """int8: codes, and scales as the kind MOMENTUM_SCALE."""
-    moments_dtype: str
-    """Precision of Adam's moments: fp32 or int8."""
+    moments_dtype: torch.dtype
+    """Precision of the momentum or of Adam's moments. int8: codes, and scales as kinds of their own."""
     has_signed_squares: bool
     """Whether weights round like Megatron Core's, which takes the signs of Adam's second moment (`bf16.split`)."""
     offloads_low_bits: bool
@@ -114,15 +112,15 @@ class Matrix:
             if self.get(kind) is None:
                 self.offloaded[kind] = place.zero_()
         if rule.momentum is not None:
-            self._prepare(MOMENTUM, lambda: self._zeros(self.momentum_dtype))
-            if self.momentum_dtype == torch.int8:
+            self._prepare(MOMENTUM, lambda: self._zeros(self.moments_dtype))
+            if self.moments_dtype == torch.int8:
                 self._prepare(
                     MOMENTUM_SCALE,
                     functools.partial(low_bit_momentum.zero_scales, self.parameter.shape, device.current()),
                 )
         if rule.name == update_rules.ADAM:
             if not self.adam_state():
-                self.state |= low_bit_adam.zeros(self.parameter.numel(), rule.adam["dtype"], device.current())
+                self.state |= low_bit_adam.zeros(self.parameter.numel(), self.moments_dtype, device.current())
             self._restore(*self.adam_state())
         if rule.name == update_rules.FACTORED:
             self._prepare(FACTORS, self.zero_factors)
@@ -234,15 +232,15 @@ class Matrix:
             self.set_main_param(tensors[MAIN_PARAM])
         elif not self.is_owner:
             return
-        elif kind == MOMENTUM and self.momentum_dtype == torch.int8:
+        elif kind == MOMENTUM and self.moments_dtype == torch.int8:
             codes, scales = low_bit_momentum.encode(tensors[MOMENTUM].view(self.parameter.shape))
             self.store_on_host(MOMENTUM, codes)
             self.store_on_host(MOMENTUM_SCALE, scales)
         elif kind == MOMENTUM:
-            self.store_on_host(MOMENTUM, tensors[MOMENTUM].to(self.momentum_dtype, copy=True))
+            self.store_on_host(MOMENTUM, tensors[MOMENTUM].to(self.moments_dtype, copy=True))
         elif kind == MOMENTS:
             moments = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
-            entries = low_bit_adam.encode(moments) if self.moments_dtype == "int8" else moments
+            entries = low_bit_adam.encode(moments) if self.moments_dtype == torch.int8 else moments
             for entry, value in entries.items():
                 self.store_on_host(entry, value.clone())
         else:

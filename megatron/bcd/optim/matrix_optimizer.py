@@ -57,8 +57,7 @@ class MatrixOptimizer:
         groups: the state of each matrix that checkpoints store (`Matrix.groups`).
         offloads_low_bits: low bits are in host memory while their matrix is not stepped. For matrices that only the
             phases of one block step.
-        momentum_dtype: precision of momenta, on the device and in host memory.
-        moments_dtype: precision of Adam's moments: fp32 or int8.
+        moments_dtype: precision of momenta or of Adam's moments, on the device and in host memory.
         has_signed_squares: see `Matrix`.
         overlaps_reduction: a stack is reduced as soon as the last microbatch has its gradients. `no_sync` encloses
             the other microbatches. Otherwise `reduce_gradients` reduces all stacks.
@@ -78,8 +77,7 @@ class MatrixOptimizer:
         group: torch.distributed.ProcessGroup,
         groups: Mapping[str, Mapping[str, tuple[str, int | None]]] | None = None,
         offloads_low_bits: bool = False,
-        momentum_dtype: torch.dtype = torch.float32,
-        moments_dtype: str = "fp32",
+        moments_dtype: torch.dtype = torch.float32,
         has_signed_squares: bool = False,
         overlaps_reduction: bool = False,
         max_norm: float = 0.0,
@@ -111,7 +109,6 @@ class MatrixOptimizer:
                 group=ranks,
                 num_ranks=group.size(),
                 groups=groups[name],
-                momentum_dtype=momentum_dtype,
                 moments_dtype=moments_dtype,
                 has_signed_squares=has_signed_squares,
                 offloads_low_bits=offloads_low_bits or LOW_BITS in on_host,
