@@ -89,7 +89,7 @@ RULES: dict[str, dict[str, Any]] = {
     "muon8": {"name": "orthogonal", "momentum": 0.9, "nesterov": True},
     "adam": {
         "name": "adam",
-        "adam": {"betas": (0.9, 0.95), "eps": 1e-8, "dtype": "fp32", "decoupled_weight_decay": True},
+        "adam": {"betas": (0.9, 0.95), "eps": 1e-8, "decoupled_weight_decay": True},
     },
 }
 
@@ -113,8 +113,8 @@ def test_experts_in_one_parameter(monkeypatch: pytest.MonkeyPatch, rule: str, dt
         for step in range(4):
             if step == 0 or (step == 2 and resumes):
                 before = None if step == 0 else [*optimizer.state()]  # noqa: F821
-                momentum_dtype = torch.int8 if rule == "muon8" else torch.float32
-                optimizer = MatrixOptimizer(matrices, group=group, groups=groups, momentum_dtype=momentum_dtype)
+                moments_dtype = torch.int8 if rule == "muon8" else torch.float32
+                optimizer = MatrixOptimizer(matrices, group=group, groups=groups, moments_dtype=moments_dtype)
                 for state, new in zip(before or [], optimizer.state(), strict=bool(before)):
                     tensors = {name: read().view(new.shapes[name]).clone() for name, read in state.tensors.items()}
                     new.set(tensors, int(state.num_steps))
@@ -147,4 +147,4 @@ def test_experts_that_divide_no_scale_are_refused() -> None:
     weight: Any = torch.nn.Parameter(torch.ones(2, 6, 4))
     places = {weight: {MOMENTUM_SCALE: torch.zeros(1)}}
     with pytest.raises(ValueError, match=r"^--muon-momentum-dtype int8: experts has experts of 24 elements"):
-        MatrixOptimizer({"experts": (weight, MatrixLayout())}, group=group, momentum_dtype=torch.int8, places=places)
+        MatrixOptimizer({"experts": (weight, MatrixLayout())}, group=group, moments_dtype=torch.int8, places=places)

@@ -1,4 +1,4 @@
-"""The partition of a model into stages (also by stock Megatron-LM's flags), submodels and blocks."""
+"""The partition of a model into stages (also by stock Megatron-LM's flags) and blocks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PURE_MODULES = (
     "megatron.bcd.tokenizer",
     "megatron.bcd.metrics.reporter",
     "megatron.bcd.huggingface.architecture",
-    *(f"megatron.bcd.pipeline.{name}" for name in ("plan", "build", "simulate")),
+    *(f"megatron.bcd.pipeline.{name}" for name in ("plan", "build", "cut", "simulate")),
 )
 
 

@@ -370,17 +370,17 @@ def partition(
     if head_phase:
         _check_head_phase(num_blocks, tied=tied, others={"--bcd-always-active": always_active, "--bcd-frozen": frozen})
     parts = 1 if layout == "stage" else DEFAULT_NUM_BLOCKS if num_blocks is None else max(num_blocks, 1)
-    num_submodels = (num_parts or parts) if layout == "interleaved" else parts
-    if num_layers < num_stages * num_submodels:
+    num_parts = (num_parts or parts) if layout == "interleaved" else parts
+    if num_layers < num_stages * num_parts:
         raise Refusal(
-            f"--num-layers {num_layers}: --bcd-layout {layout} with {num_submodels} of --bcd-num-blocks or chunks on "
-            f"each of {num_stages} pipeline stages needs at least {num_stages * num_submodels} layers"
+            f"--num-layers {num_layers}: --bcd-layout {layout} with {num_parts} of --bcd-num-blocks or chunks on "
+            f"each of {num_stages} pipeline stages needs at least {num_stages * num_parts} layers"
         )
     if layout == "interleaved":
-        stages = _chunks(layers_per_stage, num_layers, num_stages=num_stages, num_parts=num_submodels, parts=parts)
+        stages = _chunks(layers_per_stage, num_layers, num_stages=num_stages, num_parts=num_parts, parts=parts)
     else:
         stages = consecutive(layers_per_stage or [len(layers) for layers in divide(num_layers, num_stages)])
-        _check_sizes([*map(len, stages)], num_layers=num_layers, num_stages=num_stages, least=num_submodels)
+        _check_sizes([*map(len, stages)], num_layers=num_layers, num_stages=num_stages, least=num_parts)
     blocks = group_layers(stages, num_stages=num_stages, layout=layout, parts=parts, head_phase=head_phase)
     return Partition(
         layout=layout,

@@ -22,7 +22,6 @@ from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.phase_optimizer import build_matrix_optimizer, phase_rules
 from megatron.bcd.optim.state import OUTER_MOMENTUM, ParamState
-from megatron.bcd.optim.switch_check import SwitchCheck
 from megatron.bcd.runtime import memory, replicas
 from megatron.bcd.runtime.compat import megatron_core
 
@@ -64,8 +63,8 @@ class ActiveBlock:
         """Momenta of the outer step of replica groups, in host memory: by name, flat, this rank's `shard_slice`."""
         self.config = config
         self._model_config = get_model_config(model)
-        self.switch_check: SwitchCheck | None = None
-        """The check that is due in this phase; None when it is done, and between phases."""
+        self.is_checked = True
+        """Whether the switch check of this phase is done, or there is no phase."""
         self._in_buffers: list[torch.nn.Parameter] = []
 
     @property
@@ -109,14 +108,7 @@ class ActiveBlock:
             streamed=self._host_layers.streamed_parameters(),
             block=block,
         )
-        self.switch_check = SwitchCheck(
-            self.state,
-            self.model.parameters(),
-            owned=self.parameters.owned_by(block),
-            streamed=self._host_layers.streamed_parameters(),
-            block=block,
-            stage=self.stage,
-        )
+        self.is_checked = False
 
     def dispose(self, *, is_end_of_run: bool = False) -> None:
         """Save the state that outlives the phase, and free gradients, optimizer and buffers. A collective.
@@ -132,7 +124,7 @@ class ActiveBlock:
         model_config.grad_scale_func = model_config.finalize_model_grads_func = None
         model_config.no_sync_func = model_config.grad_sync_func = model_config.param_sync_func = None
         self.core.end()
-        self.switch_check = None
+        self.is_checked = True
         self._host_layers.end_phase()
         gc.collect()  # wrapper, buckets and hooks form reference cycles
         on_device = [weight for weight in self._in_buffers if not self._host_layers.is_on_host(weight)]

@@ -40,9 +40,9 @@ def chunk_size(device: torch.device) -> int:
     return CHUNK if device.type == "cpu" else 16 * CHUNK
 
 
-def zeros(num_elements: int, dtype: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return both moments of a parameter before its first step. `dtype` is fp32 or int8."""
-    if dtype == "fp32":
+def zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return both moments of a parameter before its first step. `dtype` is torch.float32 or torch.int8."""
+    if dtype == torch.float32:
         return {name: torch.zeros(num_elements, device=device) for name in _CODES}
     state = {}
     for name, codes in _CODES.items():
@@ -83,7 +83,7 @@ def encode(moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the state entries of flat fp32 moments. `read` and `encode` again give the same bits."""
     state: dict[str, torch.Tensor] = {}
     for name, values in moments.items():
-        empty = zeros(values.numel(), "int8", values.device)
+        empty = zeros(values.numel(), torch.int8, values.device)
         state |= {entry: empty[entry] for entry in (name, name + SCALE)}
         step = chunk_size(values.device)
         for start in range(0, values.numel(), step):
@@ -172,7 +172,7 @@ class LowBitAdam(torch.optim.Optimizer):
         assert parameter.grad is not None and parameter.dtype == torch.float32
         state = self.state[parameter]
         if not state:
-            state.update(zeros(parameter.numel(), "int8", parameter.device))
+            state.update(zeros(parameter.numel(), torch.int8, parameter.device))
         settings = group | {"decoupled_weight_decay": self._is_decoupled}
         for weight, gradient, part in parts(parameter.view(-1), parameter.grad.reshape(-1), state):
             step_part(weight, gradient, part, settings)

@@ -49,7 +49,7 @@ class MatrixRule:
     is_by_chunk: bool = True
     """Whether breadth-first order steps the matrices right after their passes."""
     adam: Mapping[str, Any] = field(default_factory=dict)
-    """With ADAM: betas, eps and decoupled_weight_decay as in PyTorch; `dtype`, the precision of the moments."""
+    """With ADAM: betas, eps and decoupled_weight_decay as in PyTorch."""
 
     @property
     def is_clipped(self) -> bool:
@@ -78,10 +78,8 @@ class Matrix:
     """Number of ranks whose gradients the matrix averages. Those of an expert have arrived with its tokens."""
     groups: Mapping[str, tuple[str, int | None]]
     """The state that checkpoints store, by kind: the group's key, and the block in whose phases alone it is stepped."""
-    momentum_dtype: torch.dtype
-    """int8: codes, and scales as the kind MOMENTUM_SCALE."""
-    moments_dtype: str
-    """Precision of Adam's moments: fp32 or int8."""
+    moments_dtype: torch.dtype
+    """Precision of the momentum or of Adam's moments. int8: codes, and scales as kinds of their own."""
     has_signed_squares: bool
     """Whether weights round like Megatron Core's, which takes the signs of Adam's second moment (`bf16.split`)."""
     offloads_low_bits: bool
@@ -114,15 +112,15 @@ class Matrix:
             if self.get(kind) is None:
                 self.offloaded[kind] = place.zero_()
         if rule.momentum is not None:
-            self._prepare(MOMENTUM, lambda: self._zeros(self.momentum_dtype))
-            if self.momentum_dtype == torch.int8:
+            self._prepare(MOMENTUM, lambda: self._zeros(self.moments_dtype))
+            if self.moments_dtype == torch.int8:
                 self._prepare(
                     MOMENTUM_SCALE,
                     functools.partial(low_bit_momentum.zero_scales, self.parameter.shape, device.current()),
                 )
         if rule.name == update_rules.ADAM:
             if not self.adam_state():
-                self.state |= low_bit_adam.zeros(self.parameter.numel(), rule.adam["dtype"], device.current())
+                self.state |= low_bit_adam.zeros(self.parameter.numel(), self.moments_dtype, device.current())
             self._restore(*self.adam_state())
         if rule.name == update_rules.FACTORED:
             self._prepare(FACTORS, self.zero_factors)
@@ -234,15 +232,15 @@ class Matrix:
             self.set_main_param(tensors[MAIN_PARAM])
         elif not self.is_owner:
             return
-        elif kind == MOMENTUM and self.momentum_dtype == torch.int8:
+        elif kind == MOMENTUM and self.moments_dtype == torch.int8:
             codes, scales = low_bit_momentum.encode(tensors[MOMENTUM].view(self.parameter.shape))
             self.store_on_host(MOMENTUM, codes)
             self.store_on_host(MOMENTUM_SCALE, scales)
         elif kind == MOMENTUM:
-            self.store_on_host(MOMENTUM, tensors[MOMENTUM].to(self.momentum_dtype, copy=True))
+            self.store_on_host(MOMENTUM, tensors[MOMENTUM].to(self.moments_dtype, copy=True))
         elif kind == MOMENTS:
             moments = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
-            entries = low_bit_adam.encode(moments) if self.moments_dtype == "int8" else moments
+            entries = low_bit_adam.encode(moments) if self.moments_dtype == torch.int8 else moments
             for entry, value in entries.items():
                 self.store_on_host(entry, value.clone())
         else:
@@ -309,18 +307,17 @@ class Stack:
     They share a gradient buffer, its reduction, and every product and kernel of their update.
     """
 
-    def __init__(self, matrices: Sequence[Matrix], param_group: dict[str, Any]) -> None:
-        self.matrices, self.param_group = matrices, param_group
+    def __init__(self, matrices: Sequence[Matrix], param_group: dict[str, Any], *, is_tied: bool) -> None:
+        self.matrices, self.param_group, self.is_tied = matrices, param_group, is_tied
         self.owner, self.group, self.layout = matrices[0].owner, matrices[0].group, matrices[0].layout
         self.is_owner, self.num_ranks = matrices[0].is_owner, matrices[0].num_ranks
         weight = matrices[0].parameter
         self.rule: MatrixRule = param_group["rule"]
-        shape = (len(matrices) * weight.shape[:-2].numel(), *weight.shape[-2:])
-        self.gradient = torch.zeros(shape, dtype=self.rule.grad_dtype, device=device.current())
-        """[K, M, N]; the `main_grad` of each matrix is a slice."""
+        self.gradient = torch.empty(0)
+        """[K, M, N] while it is open; the `main_grad` of each matrix is a slice."""
         self.experts = slice(None)
         """The experts of a parameter that `weights` and `state` return."""
-        self._num_missing = len(matrices)
+        self._num_missing = 0
         self.is_reducing = False
         self.is_shared = getattr(weight, "shared_embedding", False)
         """Whether it is a tied embedding with a copy on another stage (Megatron Core's attribute). The gradients of
@@ -328,11 +325,16 @@ class Stack:
         self.is_partial = getattr(weight, "sequence_parallel", False)  # Megatron Core's attribute
         """Whether the weight is whole on each tensor-parallel rank and its gradient is a part of the sequence's, as a
         router's. Megatron Core sums the parts after the passes."""
-        self.is_reduced_late = self.is_shared or self.is_partial
+        self.is_reduced_late = self.is_shared or self.is_partial or is_tied
         """Whether the reduction must not start with the last microbatch's gradient, because more are to come."""
         self._reduction: torch.distributed.Work | None = None
         self.is_skipped: torch.Tensor | None = None
         """On the device: whether the update changes neither weights nor state. None if it does not."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has its gradient buffer."""
+        return self.gradient.numel() > 0
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -359,16 +361,21 @@ class Stack:
             part.gradient = self.gradient[part.experts]
             yield part
 
-    def attach(self) -> None:
-        """Give each matrix its gradient buffer."""
+    def open(self) -> None:
+        """Allocate the gradient buffer, and give each matrix its slice."""
+        shape = self.matrices[0].parameter.shape
+        shape = torch.Size([len(self.matrices) * shape[:-2].numel(), *shape[-2:]])
+        self.gradient = torch.zeros(shape, dtype=self.rule.grad_dtype, device=device.current())
+        self._num_missing, self.is_reducing, self.is_skipped = len(self.matrices), False, None
         for matrix, gradient in zip(self.matrices, self.gradient.chunk(len(self.matrices)), strict=True):
             matrix.stack = self
             matrix.parameter.main_grad = gradient.view_as(matrix.parameter)  # type: ignore[attr-defined]
             matrix.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
-    def detach(self) -> None:
-        """Take the gradient buffers away again."""
+    def close(self) -> None:
+        """Free the gradient buffer."""
         self.finish_reduction()
+        self.gradient = torch.empty(0)
         for matrix in self.matrices:
             matrix.stack = matrix.parameter.grad = None
             del matrix.parameter.main_grad, matrix.parameter.grad_added_to_main_grad
@@ -410,24 +417,16 @@ class Stack:
             write_back(weights, self.weights)
 
 
-@dataclass(kw_only=True)
-class ChunkMatrices:
-    """The matrices of a chunk that one parameter group steps."""
+def build_stacks(matrices: Sequence[Matrix], param_group: dict[str, Any], *, is_tied: bool) -> list[Stack]:
+    """Divide matrices of one parameter group into stacks.
 
-    param_group: dict[str, Any]
-    matrices: list[Matrix]
-    is_tied: bool
-    """Whether it is a tied embedding: its gradient is open from the first backward pass, which has the head."""
-    stacks: list[Stack] = field(default_factory=list)
-    """The matrices and their gradients while the chunk is open; otherwise empty."""
-
-
-def build_stacks(matrices: Sequence[Matrix], param_group: dict[str, Any]) -> list[Stack]:
-    """Divide matrices of one parameter group into stacks."""
+    With `is_tied` it is a tied embedding that is stepped by chunk: its gradient is open from the first backward pass,
+    which has the head.
+    """
     shapes = [matrix.parameter.shape for matrix in matrices]
     keys = [(each.owner, each.group, each.layout, shape) for each, shape in zip(matrices, shapes, strict=True)]
     stacks = matrix_stacks(keys, [each.name for each in matrices], [shape.numel() for shape in shapes])
-    return [Stack([matrices[index] for index in indices], param_group) for indices in stacks]
+    return [Stack([matrices[index] for index in indices], param_group, is_tied=is_tied) for indices in stacks]
 
 
 def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

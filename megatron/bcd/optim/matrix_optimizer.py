@@ -36,7 +36,6 @@ from megatron.bcd.optim.matrix import (
     FACTORS,
     MOMENTS,
     MOMENTUM_SCALE,
-    ChunkMatrices,
     Matrix,
     Rules,
     Stack,
@@ -58,8 +57,7 @@ class MatrixOptimizer:
         groups: the state of each matrix that checkpoints store (`Matrix.groups`).
         offloads_low_bits: low bits are in host memory while their matrix is not stepped. For matrices that only the
             phases of one block step.
-        momentum_dtype: precision of momenta, on the device and in host memory.
-        moments_dtype: precision of Adam's moments: fp32 or int8.
+        moments_dtype: precision of momenta or of Adam's moments, on the device and in host memory.
         has_signed_squares: see `Matrix`.
         overlaps_reduction: a stack is reduced as soon as the last microbatch has its gradients. `no_sync` encloses
             the other microbatches. Otherwise `reduce_gradients` reduces all stacks.
@@ -79,8 +77,7 @@ class MatrixOptimizer:
         group: torch.distributed.ProcessGroup,
         groups: Mapping[str, Mapping[str, tuple[str, int | None]]] | None = None,
         offloads_low_bits: bool = False,
-        momentum_dtype: torch.dtype = torch.float32,
-        moments_dtype: str = "fp32",
+        moments_dtype: torch.dtype = torch.float32,
         has_signed_squares: bool = False,
         overlaps_reduction: bool = False,
         max_norm: float = 0.0,
@@ -112,7 +109,6 @@ class MatrixOptimizer:
                 group=ranks,
                 num_ranks=group.size(),
                 groups=groups[name],
-                momentum_dtype=momentum_dtype,
                 moments_dtype=moments_dtype,
                 has_signed_squares=has_signed_squares,
                 offloads_low_bits=offloads_low_bits or LOW_BITS in on_host,
@@ -123,8 +119,8 @@ class MatrixOptimizer:
         whether the active block owns them."""
         self.stacks: list[Stack] = []
         """The stacks of the present phase that are stepped at the end of a step."""
-        self._chunks: dict[int, list[ChunkMatrices]] = {}
-        """The matrices that the present phase steps by chunk, by number of the chunk."""
+        self._chunks: dict[int, list[Stack]] = {}
+        """The stacks that the present phase steps by chunk, by number of the chunk. They are open only meanwhile."""
         self._skipped = torch.zeros(1)
         """Number of layers that were not stepped since the last `zero_grad`, on the device."""
         self._chunk_squares: list[torch.Tensor] = []
@@ -176,24 +172,21 @@ class MatrixOptimizer:
                 chunk = chunk_of(name) if chunk_of is not None and rule.is_by_chunk else None
                 is_tied = chunk is not None and getattr(matrix.parameter, "zero_out_wgrad", False)  # Megatron Core's
                 by_chunk.setdefault((chunk, is_tied), []).append(matrix)
-            stacks = build_stacks(by_chunk.pop((None, False), []), group)
             for (chunk, is_tied), some in by_chunk.items():
-                assert chunk is not None
-                part = ChunkMatrices(param_group=group, matrices=some, is_tied=is_tied)
-                self._chunks.setdefault(chunk, []).append(part)
+                stacks = self.stacks if chunk is None else self._chunks.setdefault(chunk, [])
+                stacks += build_stacks(some, group, is_tied=is_tied)
             for matrix in matrices.values():
                 matrix.begin(rule, is_streamed=matrix.parameter in streamed)
                 hook = functools.partial(self._accumulate, matrix)
                 self._hooks.append(matrix.parameter.register_post_accumulate_grad_hook(hook))
-            for stack in stacks:
-                stack.attach()
-            self.stacks += stacks
+        for stack in self.stacks:
+            stack.open()
 
     def end(self, *, keeps_moments: bool) -> None:
         """End the phase: free gradients, and move momenta and moments to host memory or drop them."""
         self._close_all()
         for stack in self.stacks:
-            stack.detach()
+            stack.close()
         for handle in self._hooks:
             handle.remove()
         for matrix in (matrix for group in self.param_groups for matrix in group["matrices"]):
@@ -293,15 +286,11 @@ class MatrixOptimizer:
         `state` returns the state of a streamed parameter, which the step writes in place. A tied embedding opens with
         the first chunk that runs backward, which has the head. With `is_kept`, the state has the gradients.
         """
-        for part in self._kept_parts(chunk) if is_kept else self._parts(chunk):
-            if part.stacks:
-                continue
-            part.stacks = build_stacks(part.matrices, part.param_group)
-            for stack in part.stacks:
-                stack.is_reduced_late |= part.is_tied
-                stack.attach()
-        for part in self._chunks.get(chunk, []):
-            for matrix in part.matrices:
+        for stack in self._kept(chunk) if is_kept else self._opened_in(chunk):
+            if not stack.is_open:
+                stack.open()
+        for stack in self._chunks.get(chunk, []):
+            for matrix in stack.matrices:
                 if matrix.streamed_places:
                     matrix.state |= matrix.places if state is None else state(matrix.parameter)
                 if is_kept and GRADIENT in matrix.state:
@@ -323,8 +312,7 @@ class MatrixOptimizer:
         finite on any rank. The CPU waits for nothing. With `keep`, which copies a gradient to host memory, gradients
         that are clipped wait there for `step_kept_chunk`.
         """
-        parts = self._chunks.get(chunk, [])
-        stacks = [stack for part in parts for stack in part.stacks]
+        of_chunk = stacks = self._chunks.get(chunk, [])
         for stack in stacks:
             if stack.is_partial:
                 torch.distributed.all_reduce(stack.gradient, group=parallel_state.get_tensor_model_parallel_group())
@@ -349,40 +337,40 @@ class MatrixOptimizer:
             for stack in stacks:
                 stack.is_skipped = is_skipped if skip_non_finite else None
             self._step(stacks, gradient_scale=gradient_scale)
-        self._close(parts)
+        self._close(of_chunk)
 
     @torch.no_grad()
     def step_kept_chunk(self, chunk: int, *, norm: float) -> None:
         """Step the matrices of a chunk whose gradients `step_chunk` kept, clipped by the norm of all gradients."""
-        parts = self._kept_parts(chunk)
-        stacks = [stack for part in parts for stack in part.stacks]
+        stacks = self._kept(chunk)
         self._step(stacks, clip_coefficient=self._clip_coefficient(norm))
-        self._close(parts)
+        self._close(stacks)
 
-    def _kept_parts(self, chunk: int) -> list[ChunkMatrices]:
-        return [part for part in self._chunks.get(chunk, []) if part.param_group["rule"].is_clipped]
+    def _kept(self, chunk: int) -> list[Stack]:
+        return [stack for stack in self._chunks.get(chunk, []) if stack.rule.is_clipped]
 
     def close_chunk(self, chunk: int) -> None:
         """Free the gradients of a chunk without a step."""
-        self._close(self._parts(chunk))
+        self._close(self._opened_in(chunk))
 
-    def _parts(self, chunk: int) -> list[ChunkMatrices]:
-        """Return the matrices whose gradients must be open in the backward passes of a chunk."""
-        tied = (part for number, parts in self._chunks.items() if number != chunk for part in parts if part.is_tied)
+    def _opened_in(self, chunk: int) -> list[Stack]:
+        """Return the stacks whose gradients must be open in the backward passes of a chunk."""
+        tied = (
+            stack for number, stacks in self._chunks.items() if number != chunk for stack in stacks if stack.is_tied
+        )
         return [*self._chunks.get(chunk, []), *tied]
 
-    def _close(self, parts: Iterable[ChunkMatrices]) -> None:
-        for part in parts:
-            for stack in part.stacks:
-                stack.detach()
-            part.stacks = []
-            for matrix in part.matrices:
+    def _close(self, stacks: Iterable[Stack]) -> None:
+        for stack in stacks:
+            if stack.is_open:
+                stack.close()
+            for matrix in stack.matrices:
                 for kind in matrix.streamed_places:
                     matrix.state.pop(kind, None)
 
     def _close_all(self) -> None:
-        for parts in self._chunks.values():
-            self._close(parts)
+        for stacks in self._chunks.values():
+            self._close(stacks)
 
     # ------------------------------------------------------------------------------------------------------------ step
 
@@ -447,8 +435,7 @@ class MatrixOptimizer:
         self.matrices[name].set_main_param(value)
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        opened = (stack for parts in self._chunks.values() for part in parts for stack in part.stacks)
-        return (stack.gradient for stack in itertools.chain(self.stacks, opened))
+        return (stack.gradient for stack in itertools.chain(self.stacks, *self._chunks.values()) if stack.is_open)
 
     def state_tensors(self, *, on_host: bool) -> Iterator[torch.Tensor]:
         for matrix in self.matrices.values():

@@ -108,8 +108,7 @@ def build_matrix_optimizer(config: RunConfig, model: torch.nn.Module, parameters
         group=replicas.group(),
         groups={name: _groups(config, parameters.ownership(name)) for name in matrices},
         offloads_low_bits=config.bcd.bcd_inactive_update == "none",  # only Muon's own blocks step the matrices
-        momentum_dtype=DTYPES[config.bcd.muon_momentum_dtype],
-        moments_dtype=config.training.adam_moments_dtype,
+        moments_dtype=DTYPES[config.bcd.muon_momentum_dtype if config.is_muon else config.training.adam_moments_dtype],
         has_signed_squares=_steps_adam_by_chunk(config),
         overlaps_reduction=config.ddp.overlap_grad_reduce,
         max_norm=config.optimizer.clip_grad,
@@ -171,7 +170,7 @@ def phase_rules(config: RunConfig, parameters: ParametersByBlock, block: int) ->
         )
     else:
         adam = {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps}
-        adam |= {"dtype": config.training.adam_moments_dtype, "decoupled_weight_decay": settings.decoupled_weight_decay}
+        adam |= {"decoupled_weight_decay": settings.decoupled_weight_decay}
         rule = MatrixRule(
             name=update_rules.ADAM,
             grad_dtype=DTYPES[config.main_grad_dtype],

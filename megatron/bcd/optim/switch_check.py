@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 
 import torch
 
-from megatron.bcd.optim.state import ALWAYS, ParamState
+from megatron.bcd.model.builder import get_host_layers
+from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.optim.state import ALWAYS
 from megatron.bcd.runtime import collectives
 
 Fingerprint = tuple[int, int, int]
@@ -18,76 +20,52 @@ _SAMPLE_STRIDE = 4099
 column of a matrix has elements in the sample."""
 
 
-class SwitchCheck:
-    """Compares this rank's weights with those at the last call of `begin`.
+def problem(active: ActiveBlock, at_start: dict[str, Fingerprint]) -> str | None:
+    """Return a description of the problem, the same on every rank, or None. A collective over all ranks.
 
-    Args:
-        state: lists the optimizer state of the stage.
-        parameters: all parameters of the stage.
-        owned: names of the block's parameters.
-        streamed: parameters in host memory, of which a sample is compared.
-        block: number of the active block, for messages.
-        stage: this pipeline stage.
+    Call it once in a phase, after the first step with a non-zero learning rate and gradient. `at_start` are the
+    `fingerprints` before it. There are two problems: on a stage with active or updated inactive layers, none of their
+    weights changed (always-active parameters do not count); or on some rank a frozen weight changed.
     """
+    now = fingerprints(active)
+    has_changed = {kind: now[kind] != before for kind, before in at_start.items() if before[0]}
+    ranks = collectives.gather_objects((active.stage, has_changed))
+    stages = {kind: {stage for stage, changed in ranks if kind in changed} for kind in ("active", "inactive")}
+    idle = {kind: sorted(stages[kind] - {stage for stage, changed in ranks if changed.get(kind)}) for kind in stages}
+    changed_frozen = [rank for rank, (_, changed) in enumerate(ranks) if changed.get("frozen")]
+    if idle["inactive"]:
+        return f"inactive layers on pipeline stage(s) {idle['inactive']} did not change in a step"
+    if idle["active"] or not any(stages.values()):
+        return (
+            f"block {active.block} is active, but its weights on pipeline stage(s) {idle['active']} did not change in "
+            "a step"
+        )
+    if changed_frozen:
+        return f"block {active.block} is active, but frozen weights changed on rank(s) {changed_frozen}"
+    return None
 
-    def __init__(
-        self,
-        state: Callable[[], Iterable[ParamState]],
-        parameters: Iterable[torch.Tensor],
-        *,
-        owned: Collection[str],
-        streamed: Collection[torch.Tensor],
-        block: int,
-        stage: int,
-    ) -> None:
-        self._state, self._owned, self._streamed = state, owned, streamed
-        self._frozen_parameters = [parameter for parameter in parameters if not parameter.requires_grad]
-        self._block, self._stage = block, stage
-        self._at_start: dict[str, Fingerprint] = {}
 
-    def begin(self) -> None:
-        """Remember the current weights."""
-        self._at_start = self._fingerprints()
+def fingerprints(active: ActiveBlock) -> dict[str, Fingerprint]:
+    """Return numbers of this rank's weights: of the block's, of inactive ones that are updated, and of frozen ones.
 
-    def problem(self) -> str | None:
-        """Return a description of the problem, the same on every rank, or None. A collective over all ranks.
+    Of parameters in host memory only a sample counts.
+    """
+    assert active.block is not None
+    owned = active.parameters.owned_by(active.block)
+    streamed = get_host_layers(active.model).streamed_parameters()
+    values: dict[str, list[torch.Tensor]] = {"active": [], "inactive": [], "frozen": []}
 
-        Call it once in a phase, after the first step with a non-zero learning rate and gradient. There are two
-        problems: on a stage with active or updated inactive layers, none of their weights changed (always-active
-        parameters do not count); or on some rank a frozen weight changed.
-        """
-        now = self._fingerprints()
-        has_changed = {kind: now[kind] != before for kind, before in self._at_start.items() if before[0]}
-        ranks = collectives.gather_objects((self._stage, has_changed))
-        stages = {kind: {stage for stage, changed in ranks if kind in changed} for kind in ("active", "inactive")}
-        idle = {
-            kind: sorted(stages[kind] - {stage for stage, changed in ranks if changed.get(kind)}) for kind in stages
-        }
-        changed_frozen = [rank for rank, (_, changed) in enumerate(ranks) if changed.get("frozen")]
-        if idle["inactive"]:
-            return f"inactive layers on pipeline stage(s) {idle['inactive']} did not change in a step"
-        if idle["active"] or not any(stages.values()):
-            return (
-                f"block {self._block} is active, but its weights on pipeline stage(s) {idle['active']} did not change "
-                "in a step"
-            )
-        if changed_frozen:
-            return f"block {self._block} is active, but frozen weights changed on rank(s) {changed_frozen}"
-        return None
+    def add(kind: str, parameter: torch.Tensor, value: Iterable[torch.Tensor]) -> None:
+        stride = _SAMPLE_STRIDE if parameter in streamed else 1
+        values[kind] += [tensor.detach().view(-1)[::stride] for tensor in value]
 
-    def _fingerprints(self) -> dict[str, Fingerprint]:
-        values: dict[str, list[torch.Tensor]] = {"active": [], "inactive": [], "frozen": []}
-
-        def add(kind: str, parameter: torch.Tensor, value: Iterable[torch.Tensor]) -> None:
-            stride = _SAMPLE_STRIDE if parameter in self._streamed else 1
-            values[kind] += [tensor.detach().view(-1)[::stride] for tensor in value]
-
-        for state in self._state():
-            if not state.is_resting and state.group != ALWAYS:
-                add("active" if state.name in self._owned else "inactive", state.parameter, state.value)
-        for parameter in self._frozen_parameters:
+    for state in active.state():
+        if not state.is_resting and state.group != ALWAYS:
+            add("active" if state.name in owned else "inactive", state.parameter, state.value)
+    for parameter in active.model.parameters():
+        if not parameter.requires_grad:
             add("frozen", parameter, [parameter])
-        return {kind: fingerprint(tensors) for kind, tensors in values.items()}
+    return {kind: fingerprint(tensors) for kind, tensors in values.items()}
 
 
 @torch.no_grad()

@@ -1,1 +1,1 @@
-"""The pipeline schedule as data (plan, build, simulate: pure), and its execution (schedule, execute, p2p)."""
+"""The pipeline schedule as data (plan, build, cut, simulate: pure), and its execution (schedule, execute, p2p)."""

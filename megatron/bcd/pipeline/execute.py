@@ -17,11 +17,9 @@ from megatron.bcd.model.builder import select_chunk
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.p2p import Messages
 from megatron.bcd.pipeline.plan import Action, Kind, PlanShape
+from megatron.bcd.pipeline.saved_inputs import Place
 from megatron.bcd.runtime import device
 from megatron.bcd.runtime.compat.megatron_core import backward_step
-
-_Place = tuple[int, int]
-"""Chunk and microbatch: the key of a tensor."""
 
 
 class Iteration:
@@ -67,16 +65,16 @@ class Iteration:
             cp_group=groups.cp,
         )
         # an input is kept until its forward pass, or until its backward pass if it needs a gradient
-        self._inputs: dict[_Place, torch.Tensor] = {(0, number): tensor for number, tensor in inputs_ahead.items()}
-        self._outputs: dict[_Place, torch.Tensor] = {}
-        self._output_gradients: dict[_Place, torch.Tensor] = {}
-        self._input_gradients: dict[_Place, torch.Tensor] = {}
+        self._inputs: dict[Place, torch.Tensor] = {(0, number): tensor for number, tensor in inputs_ahead.items()}
+        self._outputs: dict[Place, torch.Tensor] = {}
+        self._output_gradients: dict[Place, torch.Tensor] = {}
+        self._input_gradients: dict[Place, torch.Tensor] = {}
         self._reported: list[Any] = []
         self._num_backwards = Counter(action.chunk for action in self._actions if action.kind.is_backward)
         """Number of remaining backward passes, by chunk."""
         self._num_tokens = torch.zeros([], dtype=torch.int, device=device.current())
         self._no_sync: contextlib.AbstractContextManager[Any] | None = None
-        self._do: dict[Kind, Callable[[Action, _Place], None]] = {
+        self._do: dict[Kind, Callable[[Action, Place], None]] = {
             Kind.FORWARD: self._forward,
             Kind.FORWARD_ONLY: self._forward,
             Kind.BACKWARD: self._backward,
@@ -112,7 +110,7 @@ class Iteration:
         """Return the channel for outputs of a virtual stage."""
         return self._prefix_messages if self._shape.is_one_way(virtual) else self._messages
 
-    def _forward(self, action: Action, place: _Place) -> None:
+    def _forward(self, action: Action, place: Place) -> None:
         shape, virtual = self._shape, self._virtual(action)
         keeps_graph = action.kind.keeps_graph
         received = self._inputs.pop(place, None)
@@ -142,7 +140,7 @@ class Iteration:
         if received is not None and received.requires_grad:
             self._inputs[place] = received
 
-    def _backward(self, action: Action, place: _Place) -> None:
+    def _backward(self, action: Action, place: Place) -> None:
         output, gradient = self._outputs.pop(place), self._output_gradients.pop(place, None)
         if gradient is not None:
             self._messages.finish_sends(until=output)  # its storage is freed when sent, which backward_step requires
@@ -165,7 +163,7 @@ class Iteration:
         """Return an iterator whose next batch is that of the action."""
         return self._batches[action.chunk]
 
-    def _send_forward(self, action: Action, place: _Place) -> None:
+    def _send_forward(self, action: Action, place: Place) -> None:
         virtual = self._virtual(action)
         if self._shape.is_forward_only(virtual) or self._shape.is_breadth_first:
             self._messages_from(virtual).send(self._outputs.pop(place))
@@ -175,13 +173,13 @@ class Iteration:
     def _free(self, output: torch.Tensor) -> None:
         deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
-    def _receive_forward(self, action: Action, place: _Place) -> None:
+    def _receive_forward(self, action: Action, place: Place) -> None:
         virtual = self._virtual(action)
         self._inputs[place] = self._messages_from(virtual - 1).receive(
             self._tensor_shape, needs_gradient=self._shape.needs_input_gradient(virtual)
         )
 
-    def _receive_backward(self, action: Action, place: _Place) -> None:
+    def _receive_backward(self, action: Action, place: Place) -> None:
         self._output_gradients[place] = self._messages.receive(self._tensor_shape, is_backward=True)
 
     def _defer_gradient_reduction(self) -> None:

@@ -224,7 +224,6 @@ def evaluation_shape(
         first_trainable=num_virtual,
         active=(False,) * num_virtual,
         is_breadth_first=is_breadth_first,
-        updated=(False,) * num_virtual if is_breadth_first else (),
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.core.utils import check_param_hashes_across_dp_replicas
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.optim import switch_check
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import collectives
 from megatron.bcd.training.outputs import RunOutputs
@@ -21,12 +22,14 @@ class StepChecks:
     config: RunConfig
     active: ActiveBlock
     outputs: RunOutputs
+    _at_start: dict[str, switch_check.Fingerprint] = field(default_factory=dict)
+    """The weights before the steps of which the first one is checked."""
 
     def take_reference(self) -> None:
         """Store the current weights for the switch check, if one is still due."""
-        if self.active.switch_check is not None:
+        if not self.active.is_checked:
             self.active.leave_buffers()
-            self.active.switch_check.begin()
+            self._at_start = switch_check.fingerprints(self.active)
 
     def after_step(self, result: StepResult, state: TrainState) -> None:
         """Run the checks that are due after a step.
@@ -41,12 +44,11 @@ class StepChecks:
 
     def _check_switch(self, result: StepResult, state: TrainState) -> None:
         """Check once per block that only the block changed. Wait for a step with a learning rate and a gradient."""
-        switch_check = self.active.switch_check
-        if switch_check is None or result.skipped or not result.learning_rate or not result.grad_norm:
+        if self.active.is_checked or result.skipped or not result.learning_rate or not result.grad_norm:
             return
-        self.active.switch_check = None
+        self.active.is_checked = True
         with self.active.whole_parameters():
-            problem = switch_check.problem()
+            problem = switch_check.problem(self.active, self._at_start)
         if problem:
             raise RuntimeError(f"iteration {state.iteration}, phase {state.phase_state.phase}: {problem}")
 
