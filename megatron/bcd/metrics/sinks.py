@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from io import FileIO
 from typing import Any
 
-from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
+from megatron.bcd.metrics.schema import StepMetrics
 
 
 def json_line(values: Mapping[str, object]) -> str:
@@ -122,12 +122,6 @@ def step_scalars(record: StepMetrics) -> dict[str, float]:
     for rank, num_bytes in enumerate(record.peak_memory_bytes):
         scalars[f"bcd/peak-memory-bytes/rank {rank}"] = num_bytes
     return {tag: value for tag, value in scalars.items() if value is not None}
-
-
-def evaluation_scalars(record: EvalMetrics) -> dict[str, float]:
-    """Return the curves of an evaluation under Megatron-LM's tags "lm loss validation", "lm loss validation ppl"."""
-    tag = f"lm loss {record.split}"
-    return {tag: record.loss, f"{tag} ppl": record.perplexity}
 
 
 class TensorBoard:
