@@ -84,22 +84,20 @@ def summary_lines(summary: RunSummary) -> list[str]:
     full = summary.full_model_state_bytes
     ratios = [mine / whole for mine, whole in zip(highest, full, strict=True) if whole]
     ratio = f" ({format_list(ratios, '{:.1%}'.format, 'ranks')} of full)" if ratios else ""
-    states = [
-        *(
-            (
-                f"block {block.index}",
-                f"{block.contents} | {block.share:.1%} of the parameters",
-                block.model_state_bytes,
-                "",
-            )
-            for block in summary.blocks
-        ),
-        ("BCD", "maximum over the blocks", highest, ratio),
-        ("full", "full-parameter training | 100.0% of the parameters", full, ""),
+
+    def model_state(by_rank: Sequence[int], suffix: str = "") -> str:
+        return f"model state {format_list(by_rank, format_bytes, 'ranks')}{suffix} by rank (estimated)"
+
+    facts += [
+        (
+            f"block {block.index}",
+            f"{block.contents} | {block.share:.1%} of the parameters | {model_state(block.model_state_bytes)}",
+        )
+        for block in summary.blocks
     ]
     facts += [
-        (name, f"{contents} | model state {format_list(state, format_bytes, 'ranks')}{suffix} by rank (estimated)")
-        for name, contents, state, suffix in states
+        ("BCD", f"maximum over the blocks | {model_state(highest, ratio)}"),
+        ("full", f"full-parameter training | 100.0% of the parameters | {model_state(full)}"),
     ]
     return ["Block coordinate descent on Megatron Core", *(f"{label:<11} {text}" for label, text in facts)]
 

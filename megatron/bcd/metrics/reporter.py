@@ -19,11 +19,8 @@ from megatron.bcd.metrics.console import (
     summary_lines,
 )
 from megatron.bcd.metrics.schema import EvalMetrics, ExchangeMetrics, RunSummary, StepMetrics
-from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, evaluation_scalars, step_scalars
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or " ".join(str(error).split()) or type(error).__name__
+from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, step_scalars
+from megatron.bcd.runtime import atomic_io
 
 
 class Reporter:
@@ -113,7 +110,8 @@ class Reporter:
                     **({"is_final": True} if record.is_final else {}),
                 }
             )
-        self._write_scalars(evaluation_scalars(record), record.iteration)
+        tag = f"lm loss {record.split}"  # Megatron-LM's
+        self._write_scalars({tag: record.loss, f"{tag} ppl": record.perplexity}, record.iteration)
 
     def exchange(self, record: ExchangeMetrics) -> None:
         """Write one metrics line."""
@@ -162,7 +160,9 @@ class Reporter:
                 sink.write(scalars, iteration=iteration)
             except OSError as error:
                 self._scalar_sinks.remove(sink)
-                self.warning(f"{sink.flag}: {_reason(error)}. Nothing is written there from iteration {iteration} on.")
+                self.warning(
+                    f"{sink.flag}: {atomic_io.describe(error)}. Nothing is written there from iteration {iteration} on."
+                )
                 with contextlib.suppress(OSError):
                     sink.close()
 
@@ -178,7 +178,7 @@ class Reporter:
             try:
                 sink.close()
             except OSError as error:
-                self.warning(f"{sink.flag}: {_reason(error)}. Its last points are lost.")
+                self.warning(f"{sink.flag}: {atomic_io.describe(error)}. Its last points are lost.")
 
     def __enter__(self) -> Reporter:
         return self

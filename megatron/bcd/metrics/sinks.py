@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from io import FileIO
 from typing import Any
 
-from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
+from megatron.bcd.metrics.schema import StepMetrics
 
 
 def json_line(values: Mapping[str, object]) -> str:
@@ -32,45 +32,41 @@ class MetricsFile:
 
     def __init__(self, path: str, *, start_iteration: int, run: str | None = None) -> None:
         """Raises ValueError: a resumed run cannot read the file, or it belongs to another run than `run`."""
-        self._run = run
-        self._path = os.path.realpath(path)  # os.replace on a link would not change its target
+        self._path, self._run = os.path.abspath(path), run
         self._file: FileIO | None = None
-        self._kept: list[str] = []
         self._unwritten = b""
-        # write pipes and devices in place: they must not be replaced
-        self._in_place = os.path.exists(self._path) and not os.path.isfile(self._path)
+        self._num_kept = 0
         try:
-            if os.path.isfile(self._path) and (start_iteration > 0 or run is not None):
-                self._kept = self._lines_until(start_iteration)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text file"
-            raise ValueError(f"--metrics-file {path}: {reason}. Give another file.") from error
+            if os.path.isfile(path) and (start_iteration > 0 or run is not None):
+                self._num_kept = self._bytes_until(start_iteration)
+        except OSError as error:
+            raise ValueError(f"--metrics-file {path}: {error.strerror}. Give another file.") from error
 
-    def _lines_until(self, last: int) -> list[str]:
-        """Return the lines to keep, up to iteration `last`. A new run (`last` is 0) keeps none.
+    def _bytes_until(self, last: int) -> int:
+        """Return the size of the lines to keep, up to iteration `last`. A new run (`last` is 0) keeps none.
 
         Raises ValueError: a line does not contain metrics, or belongs to another run.
         """
-        with open(self._path, encoding="utf-8") as file:
-            lines = file.read().split("\n")
-        lines_to_keep = []
+        with open(self._path, "rb") as file:
+            lines = file.read().split(b"\n")
+        size, is_kept = 0, True
         for number, line in enumerate(lines[:-1], start=1):  # the last one is empty or incomplete
             try:
                 values = json.loads(line)
-                is_kept = 0 < values["iteration"] <= last and not values.get("is_final")  # the run repeats that
+                is_repeated = not last or values["iteration"] > last or values.get("is_final")
                 run = values.get("run")
             except (ValueError, TypeError, KeyError, AttributeError):
                 raise ValueError(
                     f"--metrics-file {self._path}: line {number} is not a line of metrics. Give another file."
                 ) from None
+            is_kept = is_kept and not is_repeated
             if self._run not in (None, run) and (is_kept or not last):
                 raise ValueError(
                     f"--metrics-file {self._path}: holds lines of another run. Give another file, delete this one, or "
                     "--load that run's checkpoints to continue it."
                 )
-            if is_kept:
-                lines_to_keep.append(f"{line}\n")
-        return lines_to_keep
+            size += is_kept * (len(line) + 1)
+        return size
 
     def write(self, values: Mapping[str, object]) -> None:
         """Append a line. If the write fails with an OSError, the next call tries again."""
@@ -85,13 +81,11 @@ class MetricsFile:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def _open(self) -> FileIO:
-        if not self._in_place:
-            os.makedirs(os.path.dirname(self._path), exist_ok=True)
-            aside = f"{self._path}.{os.getpid()}.tmp"
-            with open(aside, "w", encoding="utf-8") as file:
-                file.writelines(self._kept)
-            os.replace(aside, self._path)
-        return FileIO(self._path, "a")
+        os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        file = FileIO(self._path, "a")
+        if os.path.isfile(self._path):  # not a pipe or a device
+            file.truncate(self._num_kept)
+        return file
 
     def close(self) -> None:
         """Close the file. May be called twice. Raises OSError if lines remain that can't be written."""
@@ -128,12 +122,6 @@ def step_scalars(record: StepMetrics) -> dict[str, float]:
     for rank, num_bytes in enumerate(record.peak_memory_bytes):
         scalars[f"bcd/peak-memory-bytes/rank {rank}"] = num_bytes
     return {tag: value for tag, value in scalars.items() if value is not None}
-
-
-def evaluation_scalars(record: EvalMetrics) -> dict[str, float]:
-    """Return the curves of an evaluation under Megatron-LM's tags "lm loss validation", "lm loss validation ppl"."""
-    tag = f"lm loss {record.split}"
-    return {tag: record.loss, f"{tag} ppl": record.perplexity}
 
 
 class TensorBoard:

@@ -47,7 +47,7 @@ class BlockCoordinate(Optimizer):
     Args:
         model: the model. Parameters that do not require a gradient belong to no block.
         optimizer: a class of ``torch.optim``, called as ``optimizer(parameters, **optimizer_settings)``, or a
-            function that takes the list of parameters and may group them.
+            function that takes the list of parameters and may group them. Its step needs no closure.
         num_blocks: number of blocks. With 1, the result equals the wrapped optimizer's bit for bit (on main parameters
             if weights are bf16). With 0, no layer is ever active.
         steps_per_block: number of steps per phase.
@@ -124,9 +124,7 @@ class BlockCoordinate(Optimizer):
         model.requires_grad_(False)
         names = {id(p): name for name, p in named.items()}
         self._names = [[names.get(id(p)) for p in group["params"]] for group in self._wrapped_groups()]
-        self._is_built = False
         super().__init__(self._wrapped_groups(), self._optimizers[0].defaults)
-        self._is_built = True
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         inner.register_forward_pre_hook(self._before_forward)
         self._enter_phase()
@@ -145,12 +143,6 @@ class BlockCoordinate(Optimizer):
         optimizers = [optimizer(in_blocks, **settings)]
         if always and always_active_optimizer:
             optimizers.append(always_active_optimizer([p for name, p in named.items() if name in always]))
-        for wrapped in optimizers:
-            if not isinstance(wrapped, Optimizer) or isinstance(wrapped, torch.optim.LBFGS):
-                raise ValueError(
-                    f"optimizer: returned a {type(wrapped).__name__}. Give a torch.optim.Optimizer whose step needs no "
-                    "closure."
-                )
         return optimizers
 
     @property
@@ -367,16 +359,11 @@ class BlockCoordinate(Optimizer):
         Raises ValueError: the state dict has other blocks or another schedule.
         """
         mine = self.state_dict()
-        if set(state_dict) != set(mine):
-            raise ValueError(f"state_dict: has entries {sorted(state_dict)}. Give one of BlockCoordinate.")
-        if state_dict["block_layers"] != mine["block_layers"]:
+        layers, theirs = mine["block_layers"], state_dict.get("block_layers")
+        if set(state_dict) != set(mine) or theirs != layers or len(state_dict["optimizers"]) != len(self._optimizers):
             raise ValueError(
-                f"state_dict: its blocks have the layers {state_dict['block_layers']}, but this optimizer's have "
-                f"{mine['block_layers']}. Give the same num_blocks and layout."
-            )
-        if len(state_dict["optimizers"]) != len(self._optimizers):
-            raise ValueError(
-                "state_dict: its number of optimizers differs from this BlockCoordinate's. Give the same arguments."
+                f"state_dict: is of another BlockCoordinate, with blocks {theirs} and not {layers}, or with another "
+                "number of optimizers. Give the same arguments."
             )
         # an optimizer converts loaded state to the precision of its parameters, here that of main parameters
         in_bf16 = filter(_is_bf16, self._parameters.values())
@@ -391,12 +378,6 @@ class BlockCoordinate(Optimizer):
             name: {key: entry | {"value": _to_host(entry["value"])} for key, entry in state.items()}
             for name, state in state_dict["kept_state"].items()
         }
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ValueError: a group added later would belong to no block."""
-        if self._is_built:
-            raise ValueError("BlockCoordinate accepts no further parameter groups: create them in optimizer=")
-        super().add_param_group(param_group)
 
 
 def _block_schedule(num_blocks: int, seed: int, **settings: Any) -> BlockSchedule:

@@ -74,9 +74,7 @@ class Renderer:
                 record's position.
         """
         if self._engine is not None:
-            words = {*re.findall(r"\w+", self._source(record.variables))}
-            words |= {*_REASONING} if words & {*_REASONING} else set()
-            _refuse_unused(record, used=words - {"add_generation_prompt"})
+            _refuse_unused(record, self._source(record.variables))
             turns = [self._turn(record, index) for index in record.learned]
             if not all(turns[-1].text.startswith(turn.text) for turn in turns):
                 return turns
@@ -86,7 +84,7 @@ class Renderer:
             text_only = "--sft-prompt-format text supports only prompts. Give auto."
             reason = text_only if self._format == "text" else _NO_TEMPLATE
             raise ValueError(f"has messages or a system text, and {reason}")
-        _refuse_unused(record, used=set())
+        _refuse_unused(record, template="")
         prompt = self._start + record.plain[0]
         text = prompt + record.plain[1]
         return [Rendered(text=text, answers=((len(prompt), len(text)),), needs_end=True)]
@@ -147,12 +145,17 @@ class Renderer:
         return Rendered(text=text[:last], answers=((start, last),), needs_end=not is_ended)
 
 
-def _refuse_unused(record: Record, *, used: set[str]) -> None:
-    """Raise ValueError if the record has keys that would be lost. `used` are the words of the template."""
+def _refuse_unused(record: Record, template: str) -> None:
+    """Raise ValueError if the record has keys that the template does not name, so that they would be lost."""
+
+    def is_named(key: str) -> bool:
+        names = _REASONING if key in _REASONING else (key,)
+        return key != "add_generation_prompt" and any(re.search(rf"\b{re.escape(name)}\b", template) for name in names)
+
     messages = [message for message in record.messages if message["role"] != "tool"]  # its place says which call
     keys = {key for message in messages for key, item in message.items() if item not in EMPTY}
     unused = [*record.variables, *sorted(keys - {"role", "content"})]
-    if names := [repr(key) for key in unused if key not in used]:
+    if names := [repr(key) for key in unused if not is_named(key)]:
         raise ValueError(
             f"has {', '.join(names)}, which neither the chat template nor --sft uses. Remove it, or name it in "
             "--sft-ignore-keys."
