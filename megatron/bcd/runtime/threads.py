@@ -1,14 +1,11 @@
-"""CPU threads: the node's cores divided by the number of its processes."""
+"""CPU threads: how many, and how they wait."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
-_NAME = "OMP_NUM_THREADS"
-_QUOTA_V2 = Path("/sys/fs/cgroup/cpu.max")
-_QUOTA_V1 = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _SPINS = "GOMP_SPINCOUNT"
 
 
@@ -24,45 +21,21 @@ def limit_openmp_spin() -> None:
 
 def usable_cores() -> int:
     """Return the number of cores this process may use, within its affinity mask and its container's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _quota()
-    return cores if quota is None else max(1, min(cores, int(quota)))
-
-
-def _quota() -> float | None:
-    """Return the container's CPU quota in cores, or None without one."""
+    cores = len(os.sched_getaffinity(0))
     try:
-        if _QUOTA_V2.exists():
-            quota, period = _QUOTA_V2.read_text().split()
-        else:
-            quota, period = (path.read_text().strip() for path in _QUOTA_V1)
-        return None if quota in ("max", "-1") else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
+        quota, period = _QUOTA.read_text().split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no control group, or no quota ("max")
+        return cores
 
 
 def set_threads() -> str:
-    """Give PyTorch its share of the cores, unless the user has set OMP_NUM_THREADS. Return a line for the summary."""
+    """Give PyTorch the usable cores, unless the user or torchrun has set OMP_NUM_THREADS. Return a summary line.
+
+    torchrun sets 1 for several processes.
+    """
     import torch
 
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1")
-    if _NAME in os.environ and not is_from_torchrun(os.environ, processes):
-        return f"{torch.get_num_threads()} CPU thread(s) per process: {_NAME}"
-    cores = usable_cores()
-    torch.set_num_threads(max(1, cores // processes))
-    line = f"{torch.get_num_threads()} CPU thread(s) per process: {cores} core(s), {processes} process(es) on this node"
-    load = os.getloadavg()[0]
-    if torch.get_num_threads() > 1 and load > cores / 2:
-        line += f"; other programs use them too (load {load:.1f}), so {_NAME}=1 may be faster"
-    return line
-
-
-def is_from_torchrun(environment: Mapping[str, str], processes: int) -> bool:
-    """Return whether torchrun has set OMP_NUM_THREADS: it sets 1 for several processes if its environment has none."""
-    if processes < 2 or environment.get(_NAME) != "1" or "TORCHELASTIC_RUN_ID" not in environment:
-        return False
-    try:
-        started_with = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return not any(entry.startswith(_NAME.encode() + b"=") for entry in started_with)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(usable_cores())
+    return f"{torch.get_num_threads()} CPU thread(s) per process (OMP_NUM_THREADS)"

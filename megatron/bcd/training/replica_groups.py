@@ -16,40 +16,33 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
-import importlib
 import json
 import logging
 import os
 import secrets
 import socket
+import statistics
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-import megatron.bcd
-from megatron.bcd import data
+from megatron.bcd import __version__, data
 from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.checkpoint import loader
 from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.metrics.schema import ExchangeMetrics
 from megatron.bcd.optim.switch_check import fingerprint
-from megatron.bcd.runtime import collectives, device, memory, replicas
+from megatron.bcd.runtime import atomic_io, collectives, device, memory, replicas
 from megatron.bcd.training.state import TrainingFailed
 
 _CHUNK = 1 << 24
 """Elements that are summed at once. The time-out applies to each chunk."""
 _CONNECT_SECONDS = 10
-_RETRIES = 120
-"""Attempts to get a quorum, evenly spread over its time-out. The lighthouse may be down for a while."""
-_MAX_FAILURES = 10
-"""Consecutive failures of an exchange; one more ends the run."""
 _NODE_FLAGS = ("lighthouse", "replica_id", "data_path", "train_data_path", "valid_data_path", "test_data_path",
                "data_cache_path", "num_workers", "tokenizer_model", "vocab_file", "merge_file")  # fmt: skip
 """Flags that may differ: places on a node's disk. The contents of these places are compared instead."""
@@ -69,7 +62,7 @@ class ReplicaGroups:
         self._trainer, self._settings, self._active = trainer, config.groups, trainer.active
         self._identity = run_identity(config, train=trainer.splits.train)
         self._received: Any = None
-        self._manager, self._store = self._connect(config)
+        self._connect(config)
         self._nonce = collectives.on_rank_0(lambda: secrets.randbits(62))
         self._lineage = 0
         self._is_stray = self._is_in_step = False
@@ -83,30 +76,24 @@ class ReplicaGroups:
         self.rank, self.size = 0, 1
         """Rank of this group in the last exchange, and number of groups."""
 
-    def _connect(self, config: RunConfig) -> tuple[Any, Any]:
-        """Return torchft's manager of this rank, which talks to the same rank of the other groups, and its store, which
-        must live as long."""
-        host, port = check_lighthouse(config.groups.lighthouse or "")
+    def _connect(self, config: RunConfig) -> None:
+        """Build torchft's manager of this rank, which talks to the same rank of the other groups."""
+        # the address that other groups reach: names of rented nodes mean nothing elsewhere
+        address = check_lighthouse(config.groups.lighthouse or "")
         from torchft import Manager, ProcessGroupGloo
         from torchft.checkpointing.pg_transport import PGTransport
 
         logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)  # the trainer reports its errors
         warnings.filterwarnings("ignore", module="torchft.checkpointing.pg_transport")
         timeout = datetime.timedelta(seconds=config.groups.outer_timeout_seconds)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))
-            # the address that other groups reach: names of rented nodes mean nothing elsewhere
-            address = str(probe.getsockname()[0])
         for interface, addresses in psutil.net_if_addrs().items():
             if address in (each.address for each in addresses):  # the node's name may resolve to its loopback
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        # torchrun's store may be visible only on its node
-        store = None
-        if torch.distributed.get_rank() == 0:
-            store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        store_address, store_port = collectives.on_rank_0(lambda: (address, store.port))  # type: ignore[union-attr]
+        if torch.distributed.get_rank() == 0:  # torchrun's store may be visible only on its node
+            self._store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        store_address, store_port = collectives.on_rank_0(lambda: (address, self._store.port))
         processes = ProcessGroupGloo(timeout=timeout)
-        manager = Manager(
+        self._manager = Manager(
             pg=processes,
             load_state_dict=functools.partial(setattr, self, "_received"),
             state_dict=self._state,
@@ -115,19 +102,18 @@ class ReplicaGroups:
             timeout=timeout,
             quorum_timeout=datetime.timedelta(minutes=config.training.distributed_timeout_minutes),
             connect_timeout=datetime.timedelta(seconds=_CONNECT_SECONDS),
-            quorum_retries=_RETRIES,
-            max_retries=_MAX_FAILURES,
+            quorum_retries=120,  # evenly spread over the time-out: the lighthouse may be down for a while
+            max_retries=10,  # consecutive failures of an exchange; one more ends the run
             rank=torch.distributed.get_rank(),
             world_size=torch.distributed.get_world_size(),
             store_addr=store_address,
             store_port=store_port,
-            lighthouse_addr=f"http://{host}:{port}",
+            lighthouse_addr=f"http://{config.groups.lighthouse}",
             hostname=address,
             replica_id=config.groups.replica_id or socket.gethostname(),
             checkpoint_transport=PGTransport(processes, timeout, torch.device("cpu")),
             init_sync=False,
         )
-        return manager, store
 
     def join(self) -> bool:
         """Meet the other groups before the first step. Returns like `exchange`.
@@ -223,7 +209,8 @@ class ReplicaGroups:
         self._wait(self._sum([table]))
         states, _, trained, iterations = table.T.tolist()
         is_enough = size >= self._settings.min_replica_groups
-        self._is_stray = is_enough and state != common_state(states, iterations)
+        newest = [each for each, number in zip(states, iterations, strict=True) if number == max(iterations)]
+        self._is_stray = is_enough and state != statistics.mode(newest)  # all groups take the most frequent state
         if not is_enough or len(set(states)) > 1:
             time.sleep(1.0)
             return False
@@ -261,7 +248,8 @@ class ReplicaGroups:
         try:
             self._manager.start_quorum()
         except Exception as error:  # its client raises several types
-            raise self._failure(f"no replica groups met in time ({error})") from error
+            problem = f"no replica groups met in time ({atomic_io.describe(error)})"
+            raise TrainingFailed(f"iteration {self._iteration}: {problem}") from error
         self._wait()
         state, self._received = self._received, None
         # its ranks receive from several groups, which may be of several lineages: then the next meeting decides
@@ -325,12 +313,8 @@ class ReplicaGroups:
         try:
             return bool(self._manager.should_commit())
         except Exception as error:  # a rank of this group does not answer, or no group has fetched a state
-            raise self._failure(f"an exchange could not be completed ({error})") from error
-
-    def _failure(self, problem: str) -> TrainingFailed:
-        return TrainingFailed(
-            f"iteration {self._iteration}: {' '.join(problem.split())}; {self._trainer.outputs.where_to_resume()}"
-        )
+            problem = f"an exchange could not be completed ({atomic_io.describe(error)})"
+            raise TrainingFailed(f"iteration {self._iteration}: {problem}") from error
 
     def _note_failure(self, error: Exception) -> None:
         self._trainer.reporter.note(f"iteration {self._iteration}: an exchange failed and is repeated ({error})")
@@ -385,25 +369,24 @@ class ReplicaGroups:
         )
 
 
-def common_state(states: Sequence[int], iterations: Sequence[int]) -> int:
-    """Return the state that all groups take: the most frequent one of the groups with the most steps."""
-    newest = [state for state, number in zip(states, iterations, strict=True) if number == max(iterations)]
-    return Counter(newest).most_common(1)[0][0]
+def check_lighthouse(address: str) -> str:
+    """Return this node's IPv4 address in the network of HOST:PORT.
 
-
-def check_lighthouse(address: str) -> tuple[str, int]:
-    """Return the host and port of HOST:PORT. Raises ValueError if torchft is missing or no lighthouse listens there."""
+    Raises:
+        ValueError: torchft is missing, or no lighthouse listens there.
+    """
     os.environ.setdefault("RUST_LOG", "error")  # torchft reads it at the import, and would log every heartbeat
     host, _, port = address.rpartition(":")
     try:
-        importlib.import_module("torchft")
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        import torchft  # noqa: F401
+
+        with socket.create_connection((host, int(port)), _CONNECT_SECONDS, source_address=("0.0.0.0", 0)) as connection:
+            return str(connection.getsockname()[0])
     except (ImportError, OSError, OverflowError, ValueError) as error:
         raise ValueError(
             f'--lighthouse {address}: {error}. Install torchft (pip install -e ".[elastic]"), start torchft_lighthouse '
             "--min_replicas 1, and give its HOST:PORT."
         ) from None
-    return host, int(port)
 
 
 def run_identity(config: RunConfig, *, train: Any) -> dict[str, str]:
@@ -417,13 +400,10 @@ def run_identity(config: RunConfig, *, train: Any) -> dict[str, str]:
             if name in _EXCHANGE_FLAGS if section in ("checkpoint", "report") else name not in _NODE_FLAGS:
                 identity["--" + name.replace("_", "-")] = str(value)
     first = "" if train is None else f"{len(train)} {train[0]['tokens'].tolist()}"
-    root = Path(os.path.dirname(megatron.bcd.__file__))
-    code = collectives.on_rank_0(lambda: _hash([path.read_text() for path in sorted(root.rglob("*.py"))]))
     return identity | {
         "the layout": str(loader.current_layout()),
         "the training data": " ".join(sorted(set(collectives.gather_objects(str(_hash(first)))))),
-        "the code": f"{megatron.bcd.__version__} {code}",
-        "the version of torch and Megatron Core": f"{version('torch')}, {version('megatron-core')}",
+        "the version": f"{__version__}, torch {version('torch')}, Megatron Core {version('megatron-core')}",
     }
 
 
