@@ -191,7 +191,7 @@ def test_a_resumed_run_replaces_its_own_models_alone(world1: World, text_data: s
     assert asked(**start) is None
     before = models.tensors_of(tmp_path / "out")
     (tmp_path / "link").symlink_to(source)
-    assert "--load-hf" in str(asked(**goes_on | {"save_hf": str(tmp_path / "link")}))
+    assert "--save-hf" in str(asked(**goes_on | {"save_hf": str(tmp_path / "link")}))
     assert "--save-hf" in str(asked(**goes_on | {"save_hf": str(other)}))
     assert asked(save_hf=str(tmp_path / "else"), lr=2e-3) is None  # another run's
     assert "--save-hf" in str(asked(**goes_on | {"save_hf": str(tmp_path / "else")}))
