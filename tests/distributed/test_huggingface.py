@@ -187,11 +187,11 @@ def test_a_resumed_run_replaces_its_own_models_alone(world1: World, text_data: s
         [said] = world1.run(refusal, config_of(source, text_data, **flags))
         return said  # type: ignore[no-any-return]
 
-    assert "--load-hf" in str(asked(**start | {"save_hf": str(source)}))
+    assert "is not empty" in str(asked(**start | {"save_hf": str(source)}))
     assert asked(**start) is None
     before = models.tensors_of(tmp_path / "out")
     (tmp_path / "link").symlink_to(source)
-    assert "--load-hf" in str(asked(**goes_on | {"save_hf": str(tmp_path / "link")}))
+    assert "--save-hf" in str(asked(**goes_on | {"save_hf": str(tmp_path / "link")}))
     assert "--save-hf" in str(asked(**goes_on | {"save_hf": str(other)}))
     assert asked(save_hf=str(tmp_path / "else"), lr=2e-3) is None  # another run's
     assert "--save-hf" in str(asked(**goes_on | {"save_hf": str(tmp_path / "else")}))

@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "dtypes": ("llama2", edit_weight(layers__0__mlp__up_proj__weight=torch.ones(48, 32).half()), "dtype"),
     "no_shard": ("llama2", lambda source_folder: sorted(source_folder.glob("*.safetensors"))[1].unlink(), "index.json"),
     "cut_short": ("llama2", cut_short, "safetensors"),
-    "pickle": ("llama2", as_pickle, "pytorch_model.bin"),
+    "pickle": ("llama2", as_pickle, "Pickles are not read"),
     "no_config": ("llama2", lambda source_folder: (source_folder / "config.json").unlink(), "config.json"),
     "no_size": ("llama2", edit_config(hidden_size=None), "hidden_size"),
     "class": ("llama2", edit_config(model_type="smollm3", pad_token_id=None), "architecture smollm3"),

@@ -203,7 +203,7 @@ def test_the_tokenizer_that_is_exported(tmp_path: Path) -> None:
     assert scratch.tokenizer is not None and scratch.config["eos_token_id"] == scratch.tokenizer.eod
     ids = {"tokenizer_type": "NullTokenizer", "vocab_size": 200}
     numbers = describe_run(parse(tmp_path / "m", LLAMA, **ids), is_on_gpu=False).companions
-    assert {Path(str(path)).parent for path in numbers.values()} == {tmp_path / "m"} and numbers.keys() == kept.keys()
+    assert numbers["tokenizer.json"] == original and numbers.keys() == kept.keys()
 
 
 def test_what_transformers_does_not_have(tmp_path: Path) -> None:

@@ -69,13 +69,13 @@ def build_rows(network: Architecture) -> tuple[tensors.Row, ...]:
 
     def row(key: str, name: str, tensor: Tensor) -> tensors.Row:
         parts = conversion.to_files(name, tensor.to("meta"))
-        is_same = [*parts] == [name]
         return tensors.Row(
             key=key,
             names=tuple(parts),
             shapes=tuple(tuple(part.shape) for part in parts.values()),
             is_vocabulary=key in (f"{EMBEDDING}.weight", f"{HEAD}.weight"),
-            **{} if is_same else {"join": joined(name, tuple(parts)), "split": split(name)},
+            join=joined(name, tuple(parts)),
+            split=split(name),
         )
 
     def joined(name: str, names: tuple[str, ...]) -> tensors.Join:

@@ -46,8 +46,8 @@ class Description:
     network: Architecture
     config: Mapping[str, Any]
     """Content of config.json."""
-    companions: Mapping[str, str | bytes]
-    """Paths or contents of the other files, by name."""
+    companions: Mapping[str, bytes]
+    """Contents of the other files, by name."""
     tokenizer: Tokenizer | None = None
     """The run's tokenizer, if it is known."""
     source: folder.ModelFolder | None = None
@@ -63,10 +63,9 @@ def describe(config_folder: str, *, transformer_impl: str = "auto") -> Descripti
     network = any_decoder.read_architecture(config_folder, transformer_impl=transformer_impl)
     with open(os.path.join(config_folder, folder.CONFIG), encoding="utf-8") as file:
         config = json.load(file)
-    paths = {name: os.path.join(config_folder, name) for name in folder.companions(config_folder)}
     has_others = network.family == TRANSFORMERS and "text_config" in config
     source = folder.ModelFolder(config_folder, transformer_impl=transformer_impl) if has_others else None
-    return Description(network=network, config=config, companions=paths, source=source)
+    return Description(network=network, config=config, companions=folder.companions(config_folder), source=source)
 
 
 def check_checkpoint(checkpoint: CoreCheckpoint, description: Description) -> None:
@@ -105,13 +104,19 @@ def to_hugging_face(
         OSError: a file can't be written.
     """
     check_checkpoint(checkpoint, description)
-    with _temporary_folder(path, run) as temporary:
-        dtypes = _write_weights(checkpoint, temporary, description, max_shard_bytes)
-        write_description(temporary, description, dtype=dtypes.pop() if len(dtypes) == 1 else None)
+    with _temporary_folder(path) as temporary:
+        dtypes, config = _write_weights(checkpoint, temporary, description, max_shard_bytes), dict(description.config)
+        if len(dtypes) == 1:
+            config["dtype" if "dtype" in config else "torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
+        files = {folder.CONFIG: f"{json.dumps(config, indent=2)}\n".encode(), **description.companions}
+        if run is not None:
+            files[folder.RUN] = f"{run}\n".encode()
+        for name, content in files.items():
+            atomic_io.write(os.path.join(temporary, name), content)
 
 
 @contextlib.contextmanager
-def _temporary_folder(path: str, run: str | None) -> Iterator[str]:
+def _temporary_folder(path: str) -> Iterator[str]:
     """Create a temporary folder. Rename it to `path` at the end of the context, or delete it after an error."""
     path = os.path.realpath(path)  # a folder can't be renamed onto a link or to another disk
     temporary = path + ".bcd-incomplete"
@@ -119,29 +124,12 @@ def _temporary_folder(path: str, run: str | None) -> Iterator[str]:
     os.makedirs(temporary)
     try:
         yield temporary
-        if run is not None:
-            atomic_io.write(os.path.join(temporary, folder.RUN), f"{run}\n".encode())
         for name in os.listdir(temporary):
             atomic_io.sync(os.path.join(temporary, name))
         _publish(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def write_description(path: str, description: Description, *, dtype: torch.dtype | None = None) -> None:
-    """Write config.json, with the `dtype` of the weights, and its companions."""
-    config = dict(description.config)
-    if dtype is not None:
-        config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
-    with open(os.path.join(path, folder.CONFIG), "w", encoding="utf-8") as file:
-        file.write(json.dumps(config, indent=2) + "\n")
-    for name, companion in description.companions.items():
-        target = os.path.join(path, name)
-        if isinstance(companion, bytes):
-            atomic_io.write(target, companion)
-        else:
-            shutil.copyfile(companion, target)
 
 
 def _publish(temporary: str, path: str) -> None:

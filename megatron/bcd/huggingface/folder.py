@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +40,6 @@ COMPANIONS = (
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ("*.safetensors", INDEX, CONFIG, *COMPANIONS)
 
@@ -70,9 +70,10 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
         ) from None
 
 
-def companions(folder: str) -> list[str]:
-    """Return the names of the folder's companion files: everything but ``config.json`` and weights."""
-    return [name for name in COMPANIONS if os.path.isfile(os.path.join(folder, name))]
+def companions(folder: str) -> dict[str, bytes]:
+    """Return the folder's companion files by name: everything but ``config.json`` and weights."""
+    files = {name: Path(folder, name) for name in COMPANIONS}
+    return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
 
 
 def has_tokenizer(folder: str) -> bool:
@@ -213,19 +214,12 @@ def _weight_files(folder: str) -> list[str]:
                 raise ValueError(f"{folder}: {name} is missing, but {INDEX} names it")
         return [os.path.join(folder, name) for name in names]
     names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    if SINGLE in names:
-        return [os.path.join(folder, SINGLE)]
-    if len(names) == 1:
-        return [os.path.join(folder, names[0])]
-    if names:
-        raise ValueError(f"{folder}: holds {len(names)} safetensors files, but no {INDEX} that lists the model's")
-    pickles = sorted(name for name in os.listdir(folder) if name.endswith(_PICKLES))
-    if pickles:
-        raise ValueError(
-            f"{folder}: {pickles[0]} is a pickle, which can run code when it is read. Save the model as safetensors "
-            "(transformers: model.save_pretrained)."
-        )
-    raise ValueError(f"{folder}: holds no safetensors file. Give the folder of a model in Hugging Face's format.")
+    if SINGLE in names or len(names) == 1:
+        return [os.path.join(folder, SINGLE if SINGLE in names else names[0])]
+    raise ValueError(
+        f"{folder}: holds {len(names)} safetensors files and no {INDEX}. Give the folder of a model in Hugging Face's "
+        "format. Pickles are not read, because they can run code: save such a model as safetensors."
+    )
 
 
 def _read_header(path: str) -> Iterator[_Entry]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import time
@@ -10,7 +11,6 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
-from torch import Tensor
 
 from megatron.bcd.checkpoint.shard_writer import ShardWrite
 from megatron.bcd.config import RunConfig
@@ -47,7 +47,7 @@ def load_weights(source: ModelFolder, model: torch.nn.Module) -> None:
     sharded = unwrap_model(model).sharded_state_dict()
     apply_factories(sharded)
     rows = {row.key: row for row in source.rows}
-    last: tuple[str, int, Tensor] | None = None  # cache: gate and up are parts of one tensor
+    read = functools.lru_cache(maxsize=1)(source.read)  # gate and up are parts of one tensor
     for part in nested_values(sharded):
         if not isinstance(part, ShardedTensor):
             continue
@@ -57,9 +57,7 @@ def load_weights(source: ModelFolder, model: torch.nn.Module) -> None:
         if row.is_vocabulary:
             values = source.read_rows(row, offsets[0], offsets[0] + part.local_shape[0])
         else:
-            if last is None or last[:2] != (part.key, layer):
-                last = (part.key, layer, source.read(row, layer))
-            values = last[2]
+            values = read(row, layer)
             for axis in range(1, part.prepend_axis_num):  # the expert
                 values = values[part.global_offset[axis]]
             for dim, (start, length) in enumerate(zip(offsets, part.local_shape, strict=True)):
@@ -83,7 +81,7 @@ class Exporter:
             is_continued: whether the folder may contain this run's models.
 
         Raises:
-            ValueError: --save-hf is not empty or is the folder of --load-hf, or transformers lacks the architecture.
+            ValueError: --save-hf is not empty, or transformers lacks the architecture.
         """
         checkpoint = config.checkpoint
         assert checkpoint.save_hf is not None
@@ -92,7 +90,7 @@ class Exporter:
         self._is_first = torch.distributed.get_rank() == 0
 
         def describe() -> None:
-            _check_folder(str(checkpoint.save_hf), source=checkpoint.load_hf, run=run if is_continued else None)
+            _check_folder(str(checkpoint.save_hf), run=run if is_continued else None)
             self._description = run_network.describe_run(config, is_on_gpu=device.has_cuda())  # set on rank 0 only
 
         collectives.on_rank_0(describe)
@@ -151,20 +149,17 @@ def _read_run(folder: str) -> str | None:
         return None
 
 
-def _check_folder(path: str, *, source: str | None, run: str | None) -> None:
+def _check_folder(path: str, *, run: str | None) -> None:
     """Check that models may be written to `path`. Models of other runs and other programs are not replaced.
 
     Args:
         path: --save-hf.
-        source: --load-hf.
         run: the run to continue, whose models may be in the folder.
 
     Raises:
         ValueError: the folder holds other files.
     """
     root = os.path.realpath(path)
-    if source is not None and os.path.isdir(source) and os.path.realpath(source) == root:
-        raise ValueError(f"--save-hf {path}: is the folder of --load-hf, whose model would be lost. Give another one.")
     if run is None or not os.path.isdir(root) or not os.listdir(root):
         convert.check_output(path, flag="--save-hf")
     elif _read_run(root) != run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron.bcd.checkpoint import layout, run_state
@@ -101,14 +102,17 @@ def describe_run(config: RunConfig, *, is_on_gpu: bool) -> convert.Description:
     return replace(description, companions=_companions(description, config, tokenizer), tokenizer=tokenizer)
 
 
-def _companions(description: convert.Description, config: RunConfig, tokenizer: Tokenizer) -> dict[str, str | bytes]:
-    """Return the generation_config.json of `description`, and the files of the tokenizer."""
-    files = {name: path for name, path in description.companions.items() if name in folder.OF_THE_MODEL}
+def _companions(description: convert.Description, config: RunConfig, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the files of the model of `description` that are not its tokenizer's, and those of the tokenizer."""
+    files: dict[str, bytes] = {}
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        names = folder.companions(tokenizer.folder)
-        files |= {name: os.path.join(tokenizer.folder, name) for name in names if name not in folder.OF_THE_MODEL}
+        files = folder.companions(tokenizer.folder)
     elif isinstance(tokenizer, SentencePieceTokenizer):
-        files["tokenizer.model"] = tokenizer.unique_identifiers["tokenizer_model"]
+        files["tokenizer.model"] = Path(tokenizer.unique_identifiers["tokenizer_model"]).read_bytes()
+    for name in folder.OF_THE_MODEL:
+        files.pop(name, None)
+        if name in description.companions:
+            files[name] = description.companions[name]
     expects = config.checkpoint.load_hf is not None or config.data.sft
     return files | tokenizer_export.export_files(tokenizer, adds_special_tokens=expects)
 

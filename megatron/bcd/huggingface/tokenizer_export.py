@@ -109,10 +109,9 @@ def _merges(words: Iterable[str]) -> list[tuple[str, str]]:
 def _byte_level(ids: dict[bytes, int], special: dict[str, int], *, pattern: str | None = None) -> Any:
     """Build a byte-level BPE tokenizer. `pattern` splits the text into words; `ids` are sorted by rank."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's alphabet shows as themselves
-    letters = {byte: chr(byte) for byte in shown}
-    letters |= {byte: chr(256 + i) for i, byte in enumerate(sorted(set(range(256)) - letters.keys()))}
+    letters = bytes_to_unicode()
     vocabulary = {"".join(letters[byte] for byte in token): i for token, i in ids.items()}
     engine = Tokenizer(models.BPE(vocabulary | special, _merges(vocabulary), ignore_merges=True))
     words = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []

@@ -18,9 +18,8 @@ _BYTES = 16
 
 def is_available(dtype: torch.dtype, *sizes: int) -> bool:
     """Return whether PyTorch has a grouped product for matrices of these sizes on this device."""
-    has_product = hasattr(torch.nn.functional, "grouped_mm")  # since PyTorch 2.10
     is_aligned = all(size * dtype.itemsize % _BYTES == 0 for size in sizes)
-    return has_product and (not device.has_cuda() or (dtype == torch.bfloat16 and is_aligned))
+    return not device.has_cuda() or (dtype == torch.bfloat16 and is_aligned)
 
 
 def group_experts(model: torch.nn.Module) -> None:

@@ -50,14 +50,9 @@ def available_implementation(config: RunConfig) -> Implementation:
     if wanted == TRANSFORMERS:
         return Implementation(layers=TRANSFORMERS, attention=SCALED_DOT_PRODUCT, norm=TRANSFORMERS, optimizer=optimizer)
     if has_engine and wanted != "local" and not config.fp8_products:
-        uses_sdpa = config.data.reset_attention_mask or config.precision == "fp32" and not asks_unfused
-        attention = SCALED_DOT_PRODUCT if uses_sdpa else "Transformer Engine"
-        return Implementation(
-            layers="transformer_engine",
-            attention=attention,
-            norm="Transformer Engine",
-            optimizer=optimizer,
-        )
+        name, uses_sdpa = "Transformer Engine", config.precision == "fp32" and not asks_unfused
+        attention = SCALED_DOT_PRODUCT if uses_sdpa or config.data.reset_attention_mask else name
+        return Implementation(layers="transformer_engine", attention=attention, norm=name, optimizer=optimizer)
     attention = UNFUSED if asks_unfused else SCALED_DOT_PRODUCT
     normalization = config.transformer.get("normalization", "LayerNorm")
     is_apex = normalization == "LayerNorm" and packages.has_apex()

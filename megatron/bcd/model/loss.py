@@ -1,5 +1,7 @@
 """Compute the loss of one microbatch, and sum it over a global batch, for Megatron Core's schedules.
 
+Also the losses that balance the experts, which Megatron Core's routers collect for reports.
+
 Tensor shapes: B micro-batch size, S sequence length.
 """
 
@@ -9,10 +11,13 @@ from collections.abc import Sequence
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from megatron.bcd.runtime import device, replicas
 
 _INT32_MIN = -(2**31)
+_ROUTER_LOSSES = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
+"""Megatron Core's names, which are also stock's tags."""
 
 
 def masked_loss(
@@ -55,3 +60,22 @@ def reduce_losses(
     on_host = message.cpu()
     loss_sum, num_tokens = on_host[:2].view(torch.float32).tolist()
     return loss_sum, num_tokens, on_host[2:].tolist()
+
+
+def router_losses(num_microbatches: int) -> dict[str, float]:
+    """Return the losses since `clear_router_losses` by name, divided by their coefficients. Collective over all ranks.
+
+    Each is the mean over microbatches, replicas and layers. Only layers that ran with a graph have collected one.
+    """
+    tracker = get_moe_layer_wise_logging_tracker()
+    by_layer = [tracker[name]["values"] if name in tracker else torch.zeros(1) for name in _ROUTER_LOSSES]
+    sums = [(losses.sum(), (losses != 0).sum()) for losses in by_layer]
+    totals = torch.tensor(sums, dtype=torch.float32, device=device.current())
+    torch.distributed.all_reduce(totals)
+    # a balancing loss is the sum over the ranks that share a sequence, a z-loss the mean
+    parts = parallel_state.get_tensor_and_context_parallel_world_size()
+    return {
+        name: total * (1 if name == "z_loss" else parts) / count / num_microbatches
+        for name, (total, count) in zip(_ROUTER_LOSSES, totals.tolist(), strict=True)
+        if count
+    }

@@ -55,27 +55,29 @@ class TransformersModel(Chunks, LanguageModule):
     (`Skeleton`), which is no submodule: its slots run the layers of this stage, and pass on what other stages compute.
 
     Args:
-        config: Megatron Core's configuration, for its schedules.
-        layers: numbers of the stage's layers in the model.
+        stage_config: Megatron Core's configuration, for its schedules.
+        chunk: number of the chunk of this rank's stage.
         seed: draws the weights, equal for any number of stages; None if they will be loaded.
     """
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: RunConfig,
+        stage_config: TransformerConfig,
         skeleton: Skeleton,
+        host_layers: HostLayers,
         *,
-        layers: range,
-        pre_process: bool,
-        post_process: bool,
-        is_tied: bool,
-        host_layers: HostLayers | None,
-        vp_stage: int | None,
+        chunk: int,
         seed: int | None,
     ) -> None:
-        super().__init__(config=config)
-        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
-        self.model_type, self.share_embeddings_and_output_weights = ModelType.encoder_or_decoder, is_tied
+        super().__init__(config=stage_config)
+        pre_process = parallel_state.is_pipeline_first_stage() and chunk == 0
+        post_process = parallel_state.is_pipeline_last_stage() and chunk == config.num_chunks - 1
+        stage, is_on_host = parallel_state.get_pipeline_model_parallel_rank(), config.bcd.bcd_layers_on == "host"
+        layers = partition_from_config(config).chunk_layers(stage, chunk)
+        self.pre_process, self.post_process = pre_process, post_process
+        self.vp_stage = chunk if config.num_chunks > 1 else None
+        self.model_type, self.share_embeddings_and_output_weights = ModelType.encoder_or_decoder, config.tied
         self.vocab_size = skeleton.config.vocab_size
         self.first_layer = layers.start
         self.input_tensor: Tensor | None = None
@@ -94,10 +96,10 @@ class TransformersModel(Chunks, LanguageModule):
                     setattr(self.embedding, ours.removeprefix("embedding."), build(skeleton.module(ours), 0))
         own = [skeleton.layers[number] for number in layers]
         for number, layer in zip(layers, own, strict=True):
-            build(layer, 1 + number, on_host=host_layers is not None)
+            build(layer, 1 + number, on_host=is_on_host)
             for parameter in transposed(layer, skeleton.config.hidden_size):
                 parameter.is_transposed = True  # type: ignore[attr-defined]
-            if host_layers is not None:
+            if is_on_host:
                 host_layers.add(layer)
         self.decoder, last = nn.Module(), 1 + len(skeleton.layers)
         self.decoder.layers = nn.ModuleList(own)
@@ -105,7 +107,7 @@ class TransformersModel(Chunks, LanguageModule):
             self.decoder.final_layernorm = build(skeleton.module(FINAL_NORM), last)
         if post_process:
             head = skeleton.module(HEAD)
-            if is_tied and pre_process:
+            if config.tied and pre_process:
                 head.weight = self.embedding.word_embeddings.weight
                 self.__dict__["output_layer"] = head  # no submodule: its weight is the embedding's
             else:
@@ -218,8 +220,7 @@ def build_chunks(
     Raises:
         ValueError: transformers' model can't be trained layer by layer. One line.
     """
-    path, is_on_host = str(config.checkpoint.load_hf), config.bcd.bcd_layers_on == "host"
-    partition, stage = partition_from_config(config), parallel_state.get_pipeline_model_parallel_rank()
+    path, stage = str(config.checkpoint.load_hf), parallel_state.get_pipeline_model_parallel_rank()
     seed = None if has_weights(path) else config.training.seed
     hf_config = read_config(path).get_text_config()
     returns_tuple = check_split(hf_config, is_packed=config.data.reset_attention_mask)
@@ -227,19 +228,8 @@ def build_chunks(
     for chunk in range(config.num_chunks):
         skeleton = Skeleton(hf_config, dtype=stage_config.params_dtype)
         skeleton.returns_tuple = returns_tuple
-        if is_on_host and chunk == 0:
-            host_layers.expect([skeleton.layers[number] for number in partition.stage_layers(stage)])
-        chunks.append(
-            TransformersModel(
-                stage_config,
-                skeleton,
-                layers=partition.chunk_layers(stage, chunk),
-                pre_process=parallel_state.is_pipeline_first_stage() and chunk == 0,
-                post_process=parallel_state.is_pipeline_last_stage() and chunk == config.num_chunks - 1,
-                is_tied=config.tied,
-                host_layers=host_layers if is_on_host else None,
-                vp_stage=chunk if config.num_chunks > 1 else None,
-                seed=seed,
-            )
-        )
+        if chunk == 0:
+            numbers = partition_from_config(config).stage_layers(stage)
+            host_layers.expect([skeleton.layers[number] for number in numbers])
+        chunks.append(TransformersModel(config, stage_config, skeleton, host_layers, chunk=chunk, seed=seed))
     return chunks

@@ -24,9 +24,9 @@ class Finding:
     """The runs with this loss."""
     parameters: float = 135e6
     """The size of their model."""
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = (512, 1024)
     """Their tokens a step: least and most, or a single number."""
-    model: str
+    model: str = "SmolLM2-135M"
     """The model of the learning rate, and of the loss."""
     source: str = ""
     """The page, if not the task's."""
@@ -56,28 +56,22 @@ class Finding:
 
 
 FINE_TUNING = {
-    "full": Finding(rate=1, model="SmolLM2-135M"),
+    "full": Finding(rate=1),
     "muon": Finding(
         rate=1,
         loss=(-3.1, 0.4),
         runs="a new language, 500 steps, and instructions: one seed each",
-        model="SmolLM2-135M",
-        tokens=(512, 1024),
         source="studies/fine_tuning.md",
     ),
     "finetune": Finding(
         rate=None,
         loss=(1, 31),
         runs="2 to 30 blocks, instructions; 6, a new language",
-        tokens=(512, 1024),
-        model="SmolLM2-135M",
     ),
     "finetune, orthogonal": Finding(
         rate=2,
         loss=(-1.7, 2.2),
         runs="a new language, 500 steps, and instructions: one seed each",
-        tokens=(512, 1024),
-        model="SmolLM2-135M",
         source="studies/fine_tuning.md",
     ),
     "finetune, factored": Finding(
@@ -85,7 +79,6 @@ FINE_TUNING = {
         loss=(-1.6, -0.2),
         runs="a new language, 200 steps, and instructions: three seeds each, at the best rate",
         tokens=(256, 512),
-        model="SmolLM2-135M",
         source="studies/fine_tuning.md",
     ),
     "paper": Finding(rate=None, model="preset finetune on SmolLM2-135M"),

@@ -11,7 +11,7 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.schema import StepMetrics
-from megatron.bcd.model import router_losses
+from megatron.bcd.model.loss import router_losses
 from megatron.bcd.planner.run_state import phase_flops
 from megatron.bcd.runtime import collectives, memory
 
@@ -38,7 +38,7 @@ def collect_step_metrics(trainer: Any, phase_state: PhaseState) -> StepMetrics:
     *by_rank, hits, cached = zip(*ranks, strict=True)
     optional: dict[str, Any] = {}
     if config.num_experts:
-        optional["router_losses"] = router_losses.collect(get_num_microbatches())
+        optional["router_losses"] = router_losses(get_num_microbatches())
     if config.report.log_params_norm:
         with active.whole_parameters():
             optional["params_norm"] = active.core.params_norm()
