@@ -288,9 +288,6 @@ def recipe_values(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
         for name in set(OF_BLOCKS if is_streamed else BLOCK_FLAGS) - {"bcd_num_blocks"}:
             if (value := getattr(arguments, name)) is not None:
                 raise ValueError(f"{flag_of(name)} {value}: --method {method} has no blocks. Leave it out.")
-    elif (chunks := arguments.num_virtual_stages_per_pipeline_rank) and arguments.bcd_layout != "interleaved":
-        flag = flag_of("num_virtual_stages_per_pipeline_rank")
-        raise ValueError(f"{flag} {chunks}: needs --bcd-layout interleaved. Give both, or leave it out.")
     limit = arguments.host_memory_gb
     return {name: getattr(arguments, name) for name in (*RECIPE_FLAGS, "precision", "task")} | {
         "host_memory_gb": memory_here() / 1e9 if limit is None else limit,

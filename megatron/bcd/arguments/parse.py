@@ -10,13 +10,14 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from megatron.bcd.arguments import files, run_plan, stock
 from megatron.bcd.arguments.derive import derive_values
 from megatron.bcd.arguments.flags import GROUPS, OWN_SECTIONS, Flag, flag_name, generate_flags
 from megatron.bcd.arguments.validate import find_problems
-from megatron.bcd.config import DdpSettings, OptimizerSettings, RunConfig
+from megatron.bcd.config import RunConfig
 from megatron.bcd.config.presets import preset_values
 
 
@@ -149,21 +150,28 @@ def _parse(argv: Sequence[str], parser: _Parser) -> tuple[dict[str, Any], dict[s
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, problems
 
 
+_ALSO_IN = {
+    "transformer": ("bias_activation_fusion", "disable_parameter_transpose_cache"),
+    "optimizer": ("fp16", "bf16", "muon_use_nesterov", "overlap_param_gather"),
+    "ddp": ("check_for_nan_in_grad",),
+}
+"""Fields of Megatron Core's classes without a flag, or whose flag sets a field of another class."""
+
+
 def _assemble(flags: Iterable[Flag], values: Mapping[str, Any]) -> RunConfig:
-    core_fields = [flag.field for flag in flags if flag.section == "transformer"]
-    core_fields += ["bias_activation_fusion", "disable_parameter_transpose_cache"]
-    kinds: dict[str, Any] = {"optimizer": OptimizerSettings, "ddp": DdpSettings}
-    kinds |= {name: kind for name, (kind, _) in OWN_SECTIONS.items()}
+    core = {
+        section: {field: values[field] for field in (*(flag.field for flag in flags if flag.section == section), *more)}
+        for section, more in _ALSO_IN.items()
+    }
+    transformer = {field: value for field, value in core["transformer"].items() if value is not None}
     sections: dict[str, Any] = {
         name: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
-        for name, kind in kinds.items()
+        for name, (kind, _) in OWN_SECTIONS.items()
     }
     return RunConfig(
-        transformer={
-            field: list(value) if isinstance(value, tuple) else value
-            for field in core_fields
-            if (value := values[field]) is not None
-        },
+        transformer={name: list(value) if isinstance(value, tuple) else value for name, value in transformer.items()},
+        optimizer=SimpleNamespace(**core["optimizer"]),
+        ddp=SimpleNamespace(**core["ddp"]),
         **sections,
     )
 

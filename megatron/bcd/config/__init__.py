@@ -3,8 +3,6 @@
 from megatron.bcd.config.run import (
     LOSS_CHUNK,
     LOSS_PARTS,
-    DdpSettings,
-    OptimizerSettings,
     RunConfig,
     core_keywords,
     fields_that_may_change,
