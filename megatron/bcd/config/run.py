@@ -187,12 +187,6 @@ class RunConfig:
         return not self.model.untie_embeddings_and_output_weights
 
 
-def fields_that_may_change() -> tuple[str, ...]:
-    """Return the names of our own fields that a resumed run may change without a message."""
-    sections = (section for section in typing.get_type_hints(RunConfig).values() if is_dataclass(section))
-    return tuple(field.name for section in sections for field in fields(section) if field.metadata.get("may_change"))
-
-
 def core_keywords(settings: SimpleNamespace) -> dict[str, Any]:
     """Return the keyword arguments for Megatron Core's class. Values that are None are left to the class.
 
