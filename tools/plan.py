@@ -39,7 +39,7 @@ from megatron.bcd.planner.measured import (
     finding,
     learning_rate,
 )
-from megatron.bcd.planner.memory import fits, fits_on_host, node_bytes
+from megatron.bcd.planner.memory import fits, fits_on_host, host_bytes, node_bytes, saving_bytes
 from megatron.bcd.planner.recipe import DEFAULTS, METHODS, PRESET_OF, STREAMED, WHOLE, Recipe, flag_of
 from megatron.bcd.planner.search import (
     BLOCK_FLAGS,
@@ -581,8 +581,8 @@ def _memory(estimate: Estimate) -> str:
         lines.append(
             "chunks: gradients of one chunk of the model, and inputs of chunks that wait for the backward pass"
         )
-    saving = f"a node needs {estimate.saving_bytes / GIB:.1f} more to save"
-    lines.append(f"host memory per rank: {estimate.host_bytes / GIB:.1f} GiB; {saving}")
+    saving = f"a node needs {saving_bytes(estimate.recipe) / GIB:.1f} more to save"
+    lines.append(f"host memory per rank: {host_bytes(estimate.recipe) / GIB:.1f} GiB; {saving}")
     largest, peak = estimate.largest_micro_batch, estimate.peak
     where = f"{peak.total / GIB:.1f} GiB on stage {peak.stage}{estimate.peak_phase}"
     if estimate.fits:
@@ -683,7 +683,7 @@ def show_search(recipe: Recipe, estimates: Sequence[Estimate], ratios: Sequence[
         layout, cost, name = each.recipe, each.cost, each.recipe.name
         partition, size = layout.partition, layout.config.bcd.bcd_layers_per_pass
         blocks = f"{partition.num_blocks} {partition.layout}"
-        figures = (each.peak.total / GIB, each.host_bytes / GIB, each.iteration_seconds)
+        figures = (each.peak.total / GIB, host_bytes(each.recipe) / GIB, each.iteration_seconds)
         multiplier = f"{cost.multiplier:.2f}" if cost.is_to_full_loss else "-"
         if not cost.is_to_full_loss:
             sources[name] = f"{name}, at equal epochs: loss {finding(layout).describe_loss(layout)}"

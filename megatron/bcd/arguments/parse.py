@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from megatron.bcd.arguments import files, run_plan, stock
 from megatron.bcd.arguments.derive import derive_values
-from megatron.bcd.arguments.flags import GROUPS, OWN_SECTIONS, Flag, flag_name, generate_flags
+from megatron.bcd.arguments.flags import OWN_SECTIONS, Flag, flag_name, generate_flags
 from megatron.bcd.arguments.validate import find_problems
 from megatron.bcd.config import RunConfig
 from megatron.bcd.config.presets import preset_values
@@ -47,8 +47,7 @@ class _Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        text = re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*", r"\1", message)
-        raise ValueError(next((why for start, why in stock.REMOVED_CHOICES.items() if text.startswith(start)), text))
+        raise ValueError(re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*", r"\1", message))
 
     @property
     def actions(self) -> dict[str, argparse.Action]:
@@ -60,7 +59,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.HelpFormatter(prog, max_help_position=min(38, width // 2), width=width)
 
 
-def _parser(prog: str, flags: Iterable[Flag]) -> _Parser:
+def _parser(prog: str, flags: tuple[Flag, ...]) -> _Parser:
     parser = _Parser(
         prog=prog,
         allow_abbrev=False,
@@ -70,7 +69,7 @@ def _parser(prog: str, flags: Iterable[Flag]) -> _Parser:
         description="Train with block coordinate descent on Megatron Core. Flags are Megatron-LM's, "
         "and --bcd-*; what other flags of Megatron-LM do is in docs/flags.md.",
     )
-    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(flag.group for flag in flags)}
     for flag in sorted(flags, key=lambda flag: flag.field not in stock.REQUIRED):
         _add_flag(groups[flag.group], flag)
     last = parser.add_argument_group("help")
@@ -212,8 +211,6 @@ def _check(
             files.take_checkpoint_flags(values, flags, given=given)
     except ValueError as error:
         all_problems.append(str(error))
-    if starts and values["max_position_embeddings"] is None:
-        values["max_position_embeddings"] = files.checkpoint_positions(values)
     notes = derive_values(values, flags, asked=asked, given=given, world_size=world_size)
     config = _assemble(flags, values)
     for text in find_problems(

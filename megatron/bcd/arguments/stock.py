@@ -243,12 +243,11 @@ BELONG_TO = {
 """Conditions (see ``flags.holds``), and the fields whose flags have no effect unless one of them is met."""
 
 _ANY_DECODER = "give --load-hf, with the folder of a config.json, and --transformer-impl transformers"
-_ORDERS = "ascending, descending or random"
 _INSTEAD = {
     "Train every layer with --bcd-preset finetune (6 bytes a parameter), or train LoRA with peft.": (
         "--bcd-low-rank --bcd-low-rank-alpha --bcd-low-rank-layers --bcd-low-rank-lr-ratio --save-adapters"
     ),
-    f"Leave it out, and give --bcd-order {_ORDERS}.": "--bcd-greedy-microbatches",
+    "Leave it out, and give --bcd-order ascending, descending or random.": "--bcd-greedy-microbatches",
     "Leave it out: --lr-warmup-iters and the run's schedule apply to all blocks and phases.": (
         "--bcd-phase-warmup-steps --bcd-block-lr-multipliers"
     ),
@@ -269,21 +268,6 @@ _INSTEAD = {
 }
 REMOVED = {name: f"{name}: removed. {instead}" for instead, names in _INSTEAD.items() for name in names.split()}
 """The error message of each flag that this program had and no longer accepts."""
-REMOVED_CHOICES = {
-    f"--bcd-inactive-update: invalid choice: '{rule}'": f"--bcd-inactive-update {rule}: this rule lost in every study "
-    "and was removed. Give orthogonal or factored."
-    for rule in ("normalized", "sign")
-} | {
-    "--optimizer: invalid choice: 'sgd'": "--optimizer sgd: removed. Give adam or muon.",
-    "--bcd-order: invalid choice: 'greedy'": f"--bcd-order greedy: removed. Give {_ORDERS}.",
-    "--bcd-layout: invalid choice: 'experts'": "--bcd-layout experts: removed, because blocks of layers learn as much. "
-    "Give spread, with --bcd-inactive-update factored.",
-    "--position-embedding-type: invalid choice: 'yarn'": f"--position-embedding-type yarn: removed; {_ANY_DECODER}.",
-    "--outer-compression: invalid choice: '4bit'": "--outer-compression 4bit: removed. Give bf16, and --outer-delay if "
-    "steps wait for a slow link.",
-}
-"""Messages for removed values, by the start of argparse's message."""
-
 UNSUPPORTED = {
     "experts are balanced by losses, and every token reaches its experts": (
         "--moe-router-enable-expert-bias --moe-router-bias-update-rate --moe-expert-capacity-factor "

@@ -223,7 +223,7 @@ def _check_network(run: Run) -> Iterator[str]:
         yield "--reset-position-ids and --reset-attention-mask: transformers needs both. Give both."
     length, most = run.seq_length, run.max_position_embeddings
     if length > most:
-        source = f" of --load-hf {run.load_hf}" if run.load_hf else f" of --load {run.load}" if run.finetune else ""
+        source = f" of --load-hf {run.load_hf}" if run.load_hf else ""
         yield f"--seq-length {length} is larger than --max-position-embeddings {most}{source}"
     if run.position_embedding_type == "rope":
         rotated = int((run.kv_channels or hidden // heads) * run.rotary_percent)

@@ -91,16 +91,6 @@ class Estimate:
         return self.peak.total <= self.recipe.cluster.memory_gib * GIB and fits_on_host(self.recipe)
 
     @cached_property
-    def host_bytes(self) -> int:
-        """The host memory of a rank."""
-        return host_bytes(self.recipe)
-
-    @property
-    def saving_bytes(self) -> int:
-        """The additional host memory that a node needs while it saves."""
-        return saving_bytes(self.recipe)
-
-    @cached_property
     def phases(self) -> tuple[PhaseTime, ...]:
         """The time of an iteration in every phase."""
         return cycle_seconds(self.recipe)
@@ -108,11 +98,8 @@ class Estimate:
     @property
     def iteration_seconds(self) -> float:
         """The mean time of an iteration; with experts EXPERTS_TIME times the phases' mean."""
-        return self._mean_seconds(self.phases)
-
-    def _mean_seconds(self, phases: tuple[PhaseTime, ...]) -> float:
         times = EXPERTS_TIME if self.recipe.model.experts else 1.0
-        return times * sum(phase.total for phase in phases) / len(phases)
+        return times * sum(phase.total for phase in self.phases) / len(self.phases)
 
     @property
     def bubble(self) -> float:
@@ -130,7 +117,7 @@ class Estimate:
         if not self.recipe.is_streamed:
             return 0.0
         at_once = replace(self.recipe, cluster=replace(self.recipe.cluster, copy_gb_per_s=1e9))
-        return 1 - self._mean_seconds(cycle_seconds(at_once)) / self.iteration_seconds
+        return 1 - replace(self, recipe=at_once).iteration_seconds / self.iteration_seconds
 
     @property
     def full_training_share(self) -> float:
@@ -186,8 +173,8 @@ class Estimate:
                 "fits": self.fits,
                 "available_bytes": int(recipe.cluster.memory_gib * GIB),
                 "peak_bytes": self.peak.total,
-                "host_bytes": self.host_bytes,
-                "saving_bytes": self.saving_bytes,
+                "host_bytes": host_bytes(recipe),
+                "saving_bytes": saving_bytes(recipe),
                 "largest_micro_batch": self.largest_micro_batch,
                 "ranks": [asdict(rank) | {"model_state": rank.model_state, "total": rank.total} for rank in self.ranks],
             },

@@ -117,11 +117,7 @@ class Recipe:
 
     def changed(self, **values: Any) -> Recipe:
         """Return the recipe with other attributes or flags. A flag that is None takes its default. Raises Refusal."""
-        return self.varied(**values).checked()
-
-    def varied(self, **values: Any) -> Recipe:
-        """Return what `changed` returns, also if it has a fault."""
-        return build_recipe(**self.values | values)
+        return make_recipe(**self.values | values)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -217,11 +213,6 @@ class Recipe:
     def step_tokens(self) -> int:
         """Tokens of an iteration of one replica group."""
         return self.global_batch_size * self.tokens
-
-    @property
-    def bytes_per_element(self) -> int:
-        """The bytes of one activation or weight."""
-        return 4 if self.precision == "fp32" else 2
 
     @property
     def padded_vocabulary(self) -> int:
@@ -323,6 +314,8 @@ class Recipe:
             yield f"--bcd-layers-on host: with {method} every layer is active, on the device. Leave it out."
         yield from self._schedule_faults()
         moments = self.config.training.adam_moments_dtype
+        if moments != "fp32" and self.method == "offload":
+            yield f"--adam-moments-dtype {moments}: the optimizer on the host stores fp32. Leave it out."
         if moments == "int8" and self.config.tied and 1 < self.pipeline_size < self.num_gpus:
             yield f"--adam-moments-dtype {moments}: a tied head needs one stage or one data-parallel rank. Give bf16."
 

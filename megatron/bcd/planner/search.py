@@ -255,17 +255,13 @@ def first_allowed(values: Values) -> Recipe:
     return next(candidates(values), None) or build_recipe(**values)
 
 
-def asks_for_blocks(values: Values) -> bool:
-    """Return whether a flag asks preset finetune for blocks."""
-    return any(values.get(name) not in (None, 0, *WHOLE.values()) for name in OF_BLOCKS)
-
-
 def _rules(values: Values) -> Sequence[str | None]:
     """Return the rules of --bcd-inactive-update to try, best first."""
     given = values.get("bcd_inactive_update")
     if given is not None or values["method"] != "finetune":
         return (given,)
-    if asks_for_blocks(values) or values["precision"] == "fp16":  # inactive updates have no loss scale
+    asks_for_blocks = any(values.get(name) not in (None, 0, *WHOLE.values()) for name in OF_BLOCKS)
+    if asks_for_blocks or values["precision"] == "fp16":  # inactive updates have no loss scale
         return ("none",)
     return (*whole_rules(_batch_size(values) * (values.get("seq_length") or values["model"].sequence)), "none")
 
@@ -294,7 +290,7 @@ def with_fewest_blocks(recipe: Recipe) -> Recipe:
     longest = _STREAMED_SLOWER * mean_seconds(recipe) if recipe.is_streamed else math.inf
     per_stage = recipe.model.layers // recipe.pipeline_size
     numbers = sorted({math.ceil(per_stage / size) for size in range(2, per_stage)})
-    for other in (recipe.varied(bcd_num_blocks=number) for number in numbers):
+    for other in (build_recipe(**recipe.values | {"bcd_num_blocks": number}) for number in numbers):
         if fits(other, share=_PLANNED_SHARE) and mean_seconds(other) <= longest:
             return other
     return recipe
@@ -324,7 +320,7 @@ def search(values: Values, *, tokens: float | None = None) -> list[Estimate]:
         fitting = _largest_with_experts(filter(fits, candidates({**values, "bcd_inactive_update": rule})))
         estimates = [Estimate(recipe=recipe, tokens=tokens) for recipe in fitting]
         for each in sorted(estimates, key=gpu_hours)[:_NUM_SHOWN]:
-            cut = each.recipe.varied(recompute="auto", pipeline_cut="auto")
+            cut = build_recipe(**each.recipe.values | {"recompute": "auto", "pipeline_cut": "auto"})
             if each.recipe.pipeline_size > 1 and fits(cut):
                 estimates.append(Estimate(recipe=cut, tokens=tokens))
         if estimates:
