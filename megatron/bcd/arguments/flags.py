@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.bcd import config
 from megatron.bcd.arguments import stock
-from megatron.bcd.config.sections import AT_LEAST_0, AT_LEAST_1, REPORT, Range
+from megatron.bcd.config.sections import AT_LEAST_0, AT_LEAST_1, REPORT, Range, dashed
 
 with warnings.catch_warnings():
     # each import warns that Apex and Transformer Engine are absent; the run summary shows what is used instead
@@ -74,11 +74,6 @@ class Flag:
     def shown(self) -> str:
         """The spelling that changes the default, which ``--help`` shows."""
         return self.off_names[0] if self.default is True else self.names[0]
-
-
-def dashed(field: str) -> str:
-    """Return a field's name as a flag."""
-    return "--" + field.replace("_", "-")
 
 
 def _switch_names(field: str, stock_name: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -184,15 +179,15 @@ def generate_flags(defaults: Mapping[str, object] | None = None) -> tuple[Flag, 
     return tuple(dataclasses.replace(flag, default=defaults.get(flag.field, flag.default)) for flag in _flags())
 
 
+@functools.cache
+def flags_by_field() -> Mapping[str, Flag]:
+    """Return the flags with stock's defaults."""
+    return {flag.field: flag for flag in _flags()}
+
+
 def flag_name(field: str) -> str:
     """Return the flag that sets a field, or switches it on."""
-    return next(flag.names[0] for flag in _flags() if flag.field == field)
-
-
-@functools.cache
-def flag_ranges() -> Mapping[str, Range]:
-    """Return the ranges of numbers by field name."""
-    return {flag.field: flag.range for flag in _flags() if flag.range is not None}
+    return flags_by_field()[field].names[0]
 
 
 @functools.cache

@@ -98,7 +98,8 @@ def _add_flag(group: Any, flag: Flag) -> None:
         if flag.type is bool:
             group.add_argument(name, action="store_false" if name in flag.off_names else "store_true", **shown)
             continue
-        metavar = flag.metavar if flag.metavar or flag.choices else {int: "N", float: "X"}.get(flag.type, "TEXT")
+        kind = {int: "N", float: "X"}.get(flag.type, flag.field.rpartition("_")[2].upper())
+        metavar = flag.metavar if flag.metavar or flag.choices else kind
         group.add_argument(name, type=flag.type, choices=flag.choices, nargs=flag.nargs, metavar=metavar, **shown)
 
 

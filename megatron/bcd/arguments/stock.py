@@ -120,10 +120,8 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "help": "layers with experts: every N-th from the first on, or a list like '([0]+[1]*3)*8' with 1 for each",
     },
     "moe_router_load_balancing_type": {"type": str, "choices": ("aux_loss", "seq_aux_loss", "sinkhorn", "none")},
-    "moe_ffn_hidden_size": {"help": "inner width of an expert; default --ffn-hidden-size"},
     "moe_aux_loss_coeff": {"type": float},
     "moe_token_dispatcher_type": {"choices": ("allgather", "alltoall")},
-    "moe_grouped_gemm": {"help": "compute the experts of a layer in one product"},
     "initial_loss_scale": {"type": float},
     "grad_reduce_in_fp32": {"name": "--accumulate-allreduce-grads-in-fp32"},
     "bucket_size": {"name": "--ddp-bucket-size"},
@@ -155,7 +153,6 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "multiples of 64"
     },
     "num_query_groups": {"help": "key-value heads, with --group-query-attention"},
-    "add_bias_linear": {"help": "biases in all linear layers"},
     "clip_grad": {"help": "clip the active block's gradient to this norm; 0 never clips"},
     "optimizer_cpu_offload": {
         "help": "baseline of full training: optimizer and its state in host memory (needs --bcd-num-blocks 1, a GPU)"

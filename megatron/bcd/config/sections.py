@@ -42,6 +42,11 @@ MAY_CHANGE = (
 """Our own fields that a resumed run may change without a message."""
 
 
+def dashed(field: str) -> str:
+    """Return a field's name as a flag."""
+    return "--" + field.replace("_", "-")
+
+
 class Refusal(ValueError):
     """Flags that a run does not take together. The planner, which tries many combinations, passes over these only."""
 
@@ -169,13 +174,11 @@ class BcdConfig:
         None,
         "parameters trained in every phase: none, or a comma-separated list of norms, biases (of layers), embedding, "
         "head. Default none; with --bcd-inactive-update all of them",
-        metavar="PARTS",
     )
     bcd_frozen: str = option(
         "none",
         "parameters that no phase trains: none, or a comma-separated list of embedding, head, norms. A tied head and "
         "the embedding are frozen together",
-        metavar="PARTS",
     )
     bcd_head_phase: bool = option(
         False,
@@ -212,7 +215,6 @@ class BcdConfig:
         None,
         "each phase draws a new subset, this share of an epoch of the training split, and repeats it as needed; "
         "default: consecutive samples, as Megatron-LM",
-        metavar="RATIO",
         range=SHARE,
     )
     bcd_prefix_cache: str | None = option(
@@ -394,7 +396,6 @@ class TrainingConfig:
         None,
         "GiB of a rank for model state and activations, by which --recompute auto decides; default: the GPU's memory "
         "less 1 GiB",
-        metavar="GIB",
         group=RECOMPUTATION,
         range=ABOVE_0,
     )
@@ -436,14 +437,12 @@ class ScheduleConfig:
 class DataConfig:
     """Indexed datasets (Megatron's .bin/.idx) and how they are split and read."""
 
-    data_path: tuple[str, ...] | None = option(
-        None, "prefix of an indexed dataset, or weight prefix weight prefix ...", metavar="PREFIX"
-    )
-    train_data_path: tuple[str, ...] | None = option(None, "the same for the training split alone", metavar="PREFIX")
-    valid_data_path: tuple[str, ...] | None = option(None, "the same for the validation split alone", metavar="PREFIX")
-    test_data_path: tuple[str, ...] | None = option(None, "the same for the test split alone", metavar="PREFIX")
-    split: str | None = option(None, "train,validation,test shares of --data-path; default 969, 30, 1", metavar="T,V,E")
-    data_cache_path: str | None = option(None, "folder for the index caches; default beside the data", metavar="FOLDER")
+    data_path: tuple[str, ...] | None = option(None, "prefix of an indexed dataset, or weight prefix weight prefix ...")
+    train_data_path: tuple[str, ...] | None = option(None, "the same for the training split alone")
+    valid_data_path: tuple[str, ...] | None = option(None, "the same for the validation split alone")
+    test_data_path: tuple[str, ...] | None = option(None, "the same for the test split alone")
+    split: str | None = option(None, "train,validation,test shares of --data-path; default 969, 30, 1")
+    data_cache_path: str | None = option(None, "folder for the index caches; default beside the data")
     mock_data: bool = option(False, "synthetic tokens instead of --data-path, for speed measurements only")
     mmap_bin_files: bool = option(True, "map data files into memory; without it they are read")
     num_workers: int = option(2, "reader processes per rank", range=AT_LEAST_0)
@@ -465,7 +464,7 @@ class DataConfig:
         group=FINE_TUNING,
     )
     sft_ignore_keys: tuple[str, ...] | None = option(
-        None, "keys of records and messages to leave out, such as id", metavar="KEY", group=FINE_TUNING
+        None, "keys of records and messages to leave out, such as id", group=FINE_TUNING
     )
     sft_skip_bad_records: bool = option(
         False, "leave out malformed records and report them, instead of ending with an error", group=FINE_TUNING
@@ -502,12 +501,10 @@ class TokenizerConfig:
     """The tokenizer of the data. Training needs its vocabulary size and end-of-document id."""
 
     tokenizer_type: str | None = option(None, "tokenizer", choices=TOKENIZER_TYPES, metavar="TYPE")
-    vocab_file: str | None = option(None, "GPT-2 BPE vocabulary (vocab.json, encoder.json)", metavar="FILE")
-    merge_file: str | None = option(None, "GPT-2 BPE merges (merges.txt, vocab.bpe)", metavar="FILE")
+    vocab_file: str | None = option(None, "GPT-2 BPE vocabulary (vocab.json, encoder.json)")
+    merge_file: str | None = option(None, "GPT-2 BPE merges (merges.txt, vocab.bpe)")
     tokenizer_model: str | None = option(
-        None,
-        "SentencePiece model file, local Hugging Face tokenizer folder, or JSON vocabulary of TikTokenizer",
-        metavar="PATH",
+        None, "SentencePiece model file, local Hugging Face tokenizer folder, or JSON vocabulary of TikTokenizer"
     )
     vocab_size: int | None = option(None, "vocabulary size of NullTokenizer, or of TikTokenizer (default 131072)")
     tiktoken_pattern: str = option("v2", "pattern that cuts text into words for TikTokenizer", choices=("v1", "v2"))
@@ -520,7 +517,7 @@ class TokenizerConfig:
 class CheckpointConfig:
     """Checkpoints: where, when, and what is loaded from them."""
 
-    save: str | None = option(None, "folder for checkpoints", metavar="FOLDER")
+    save: str | None = option(None, "folder for checkpoints")
     save_interval: int | None = option(None, "training steps between checkpoints")
     async_save: bool = option(False, "write checkpoints in the background while training continues")
     keep_last_checkpoints: int | None = option(None, "keep this many checkpoints and delete older ones")
@@ -535,18 +532,14 @@ class CheckpointConfig:
         None,
         "folder to resume from: its newest valid checkpoint; an empty or absent folder starts a new run. With the same "
         "folder as --save, a run that was killed resumes when it is started again",
-        metavar="FOLDER",
     )
     ckpt_step: int | None = option(None, "load the checkpoint of this iteration instead of the newest")
     load_hf: str | None = option(
         None,
         "model in Hugging Face's format, a folder or a name on the hub: sizes of the network, tokenizer, and, where "
         "--load has no checkpoint, the weights",
-        metavar="MODEL",
     )
-    save_hf: str | None = option(
-        None, "folder for the trained model in Hugging Face's format, at the end of the run", metavar="FOLDER"
-    )
+    save_hf: str | None = option(None, "folder for the trained model in Hugging Face's format, at the end of the run")
     save_hf_interval: int | None = option(None, "training steps between further models, in --save-hf/iter_NNNNNNN")
     exit_on_missing_checkpoint: bool = option(False, "end with an error if --load holds no checkpoint")
     finetune: bool = option(False, "load the weights of --load only, and start at iteration 0")
@@ -570,7 +563,6 @@ class GroupsConfig:
         None,
         "HOST:PORT of torchft's lighthouse: this job is one of several replica groups, which exchange their changes "
         "from time to time. The flags below need it",
-        metavar="ADDRESS",
     )
     replica_groups: int = option(1, "number of replica groups that the data are divided for")
     min_replica_groups: int = option(1, "wait at an exchange while there are fewer replica groups than this")
@@ -600,13 +592,11 @@ class ReportConfig:
     profile: bool = option(False, "profile some training steps: --use-pytorch-profiler, or marks for Nsight Systems")
     profile_step_start: int = option(10, "steps before those that are profiled", range=AT_LEAST_0)
     profile_step_end: int = option(12, "last step that is profiled")
-    profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled, default 0", nargs="+", metavar="RANK")
+    profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled, default 0", nargs="+")
     use_pytorch_profiler: bool = option(False, "write a trace of PyTorch's profiler to --tensorboard-dir")
-    metrics_file: str | None = option(
-        None, "write one JSON line per log step and per evaluation to this file", metavar="FILE"
-    )
-    tensorboard_dir: str | None = option(None, "write TensorBoard events to this folder", metavar="FOLDER")
-    wandb_project: str | None = option(None, "log to this Weights & Biases project (needs wandb)", metavar="NAME")
-    wandb_entity: str | None = option(None, "Weights & Biases entity", metavar="NAME")
-    wandb_exp_name: str | None = option(None, "Weights & Biases run name", metavar="NAME")
+    metrics_file: str | None = option(None, "write one JSON line per log step and per evaluation to this file")
+    tensorboard_dir: str | None = option(None, "write TensorBoard events to this folder")
+    wandb_project: str | None = option(None, "log to this Weights & Biases project (needs wandb)")
+    wandb_entity: str | None = option(None, "Weights & Biases entity")
+    wandb_exp_name: str | None = option(None, "Weights & Biases run name")
     wandb_save_dir: str | None = option(None, "folder of the local Weights & Biases files", metavar="FOLDER")

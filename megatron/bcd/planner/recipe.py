@@ -12,6 +12,7 @@ from typing import Any
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, BcdConfig, Refusal, RunConfig
 from megatron.bcd.config.presets import PRESETS, derive_blocks, derive_chunks, derive_schedule, preset_values
+from megatron.bcd.config.sections import dashed
 from megatron.bcd.planner import run_state
 from megatron.bcd.planner.cost import ModelShape
 from megatron.bcd.planner.run_state import RunMemory
@@ -67,11 +68,6 @@ _OPTIMIZER = ("optimizer", "optimizer_cpu_offload", "optimizer_offload_fraction"
 _NOT_OF_STATE = ("micro_batch_size", "global_batch_size", "bcd_saved_inputs", "bcd_saved_activations")
 """Flags that change no model state."""
 _SECTIONS = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)}
-
-
-def flag_of(field: str) -> str:
-    """Return the flag of a field."""
-    return f"--{field.replace('_', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +301,7 @@ class Recipe:
         if self.is_whole:
             for field in ("bcd_num_blocks", "bcd_layout", "bcd_head_phase", "num_virtual_stages_per_pipeline_rank"):
                 if self.flag(field):
-                    yield f"{flag_of(field)}: --bcd-inactive-update {rule} has no blocks. Leave one of them out."
+                    yield f"{dashed(field)}: --bcd-inactive-update {rule} has no blocks. Leave one of them out."
         if self.method in ("bcd", "finetune") and number == 0 and not self.is_whole:
             yield f"{blocks}: nothing would be trained. Give at least 1, or --bcd-preset pretrain."
         if not self.has_blocks and number not in (None, 1):
