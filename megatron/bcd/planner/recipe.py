@@ -49,6 +49,7 @@ DEFAULTS: dict[str, Any] = {
     "micro_batch_size": 1,
     "global_batch_size": 64,
     "optimizer": "adam",
+    "optimizer_cpu_offload": False,
 }
 """The values of flags that were not given and have another default, or none, in RunConfig."""
 VOCABULARY_MULTIPLE = {"pretrain": 128, "sft": 1}
