@@ -11,6 +11,7 @@ from typing import Any
 from _parser import check_writable, write_atomically
 
 from megatron.bcd.planner.estimate import Estimate
+from megatron.bcd.planner.memory import host_bytes, saving_bytes
 from megatron.bcd.planner.tables import GIB
 
 PAGE = Path(__file__).with_name("board_page")
@@ -45,8 +46,8 @@ def bars(estimate: Estimate) -> list[View]:
     parts = {"weights": peak.weights, "gradients": peak.gradients, "optimizer": peak.optimizer, **moving}
     where = f", stage {peak.stage}{estimate.peak_phase}" * (len(estimate.ranks) > 1)
     shown = [_bar(f"{cluster.gpu}{where}", parts | {"framework": peak.framework}, GIB, cluster.memory_gib, "GiB")]
-    own = recipe.gpus_per_node * estimate.host_bytes
-    parts = {"layers, optimizer state, saved inputs": own, "more while saving": estimate.saving_bytes}
+    own = recipe.gpus_per_node * host_bytes(recipe)
+    parts = {"layers, optimizer state, saved inputs": own, "more while saving": saving_bytes(recipe)}
     return shown + ([_bar("Host memory of a node", parts, 1e9, recipe.host_memory_gb, "GB")] if own else [])
 
 

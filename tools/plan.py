@@ -28,10 +28,11 @@ from board_views import View, bars, write_page
 
 from megatron.bcd.config import BcdConfig, TrainingConfig
 from megatron.bcd.config.presets import PRESETS
+from megatron.bcd.config.sections import dashed
 from megatron.bcd.huggingface.architecture import CONFIG, TRANSFORMERS
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
-from megatron.bcd.planner.estimate import EQUAL_STEPS, SMALL_MULTIPLIERS, Estimate
+from megatron.bcd.planner.estimate import EQUAL_STEPS, Estimate
 from megatron.bcd.planner.measured import (
     EXPERTS_SOURCE,
     EXPERTS_TIME,
@@ -39,8 +40,8 @@ from megatron.bcd.planner.measured import (
     finding,
     learning_rate,
 )
-from megatron.bcd.planner.memory import fits, fits_on_host, node_bytes
-from megatron.bcd.planner.recipe import DEFAULTS, METHODS, PRESET_OF, STREAMED, WHOLE, Recipe, flag_of
+from megatron.bcd.planner.memory import fits, fits_on_host, host_bytes, node_bytes, saving_bytes
+from megatron.bcd.planner.recipe import DEFAULTS, METHODS, PRESET_OF, STREAMED, WHOLE, Recipe
 from megatron.bcd.planner.search import (
     BLOCK_FLAGS,
     COMPARED,
@@ -68,7 +69,6 @@ MODELS = os.path.join(ROOT, "examples", "models.csv")
 CLUSTERS = os.path.join(ROOT, "examples", "clusters.csv")
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _WIDTH = 120
-SMALL = "measured on 0.7 to 3.3 M parameters only and not counted: docs/learning.md"
 _MOST_ROWS = 12
 """The most rows of the tables of ranks and phases."""
 _MEMORY = ("weights", "gradients", "optimizer", "chunks", "activations", "optimizer_work", "communication", "framework")
@@ -167,7 +167,7 @@ def add_recipe_flags(group: Any) -> None:
             known = {key: option.metadata[key] for key in ("choices", "metavar", "help") if option.metadata[key]}
             words = ({"action": "store_true", "default": None} if kind == "bool" else {"type": types[kind]}) | words
             words = ({"metavar": "N"} if kind == "int" else {}) | known | words
-        group.add_argument(flag_of(name), **words)
+        group.add_argument(dashed(name), **words)
     add_precision(group, PRECISIONS)
     add = group.add_argument
     add("--models", metavar="FILE", help="your own rows, which win over those of examples/models.csv")
@@ -284,10 +284,7 @@ def recipe_values(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
         is_streamed = method in STREAMED.values() and arguments.bcd_layers_on == "host"
         for name in set(OF_BLOCKS if is_streamed else BLOCK_FLAGS) - {"bcd_num_blocks"}:
             if (value := getattr(arguments, name)) is not None:
-                raise ValueError(f"{flag_of(name)} {value}: --method {method} has no blocks. Leave it out.")
-    elif (chunks := arguments.num_virtual_stages_per_pipeline_rank) and arguments.bcd_layout != "interleaved":
-        flag = flag_of("num_virtual_stages_per_pipeline_rank")
-        raise ValueError(f"{flag} {chunks}: needs --bcd-layout interleaved. Give both, or leave it out.")
+                raise ValueError(f"{dashed(name)} {value}: --method {method} has no blocks. Leave it out.")
     limit = arguments.host_memory_gb
     return {name: getattr(arguments, name) for name in (*RECIPE_FLAGS, "precision", "task")} | {
         "host_memory_gb": memory_here() / 1e9 if limit is None else limit,
@@ -301,7 +298,7 @@ def require_names(arguments: argparse.Namespace) -> None:
     """Raise ValueError if model, GPU or their number is missing."""
     for name in ("model", "gpu", "num_gpus"):
         if getattr(arguments, name) is None:
-            raise ValueError(f"{flag_of(name)}: is required")
+            raise ValueError(f"{dashed(name)}: is required")
 
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
@@ -337,7 +334,7 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
     words = []
     for name, value in values.items():
         if value is not None:
-            words.append(flag_of(name))
+            words.append(dashed(name))
             if value is not True:
                 items = value if isinstance(value, list) else [value]
                 words += [f"{item:g}" if isinstance(item, float) else str(item) for item in items]
@@ -492,7 +489,7 @@ def quality(estimate: Estimate) -> tuple[str, str]:
     """Return a method's loss or number of iterations beside full training's, and where it was measured."""
     result, cost = finding(estimate.recipe), estimate.cost
     if cost.multiplier_source == EQUAL_STEPS:
-        return EQUAL_STEPS, f"{SMALL_MULTIPLIERS[estimate.recipe.method]:.2f} of them to its loss, {SMALL}"
+        return EQUAL_STEPS, "docs/learning.md"
     if cost.is_to_full_loss:
         return f"{cost.multiplier:.2f} x full training's iterations to its loss", cost.multiplier_source
     if not result.loss:
@@ -581,8 +578,8 @@ def _memory(estimate: Estimate) -> str:
         lines.append(
             "chunks: gradients of one chunk of the model, and inputs of chunks that wait for the backward pass"
         )
-    saving = f"a node needs {estimate.saving_bytes / GIB:.1f} more to save"
-    lines.append(f"host memory per rank: {estimate.host_bytes / GIB:.1f} GiB; {saving}")
+    saving = f"a node needs {saving_bytes(estimate.recipe) / GIB:.1f} more to save"
+    lines.append(f"host memory per rank: {host_bytes(estimate.recipe) / GIB:.1f} GiB; {saving}")
     largest, peak = estimate.largest_micro_batch, estimate.peak
     where = f"{peak.total / GIB:.1f} GiB on stage {peak.stage}{estimate.peak_phase}"
     if estimate.fits:
@@ -638,7 +635,7 @@ def _cost(estimate: Estimate) -> str:
     elif cost.multiplier != 1.0:
         more = f" x B-F multiplier {cost.multiplier:.2f} ({cost.multiplier_source})"
     elif cost.multiplier_source == EQUAL_STEPS:
-        more = f", {EQUAL_STEPS} (to its loss {SMALL_MULTIPLIERS[estimate.recipe.method]:.2f} of them, {SMALL})"
+        more = f", {EQUAL_STEPS}"
     hours, dollars = f"{cost.gpu_hours:,.{cost.gpu_hours < 100:d}f}", price(estimate)
     if cluster.usd_per_gpu_hour:
         dollars += f" (${cluster.usd_per_gpu_hour:g} per GPU hour)"
@@ -683,13 +680,12 @@ def show_search(recipe: Recipe, estimates: Sequence[Estimate], ratios: Sequence[
         layout, cost, name = each.recipe, each.cost, each.recipe.name
         partition, size = layout.partition, layout.config.bcd.bcd_layers_per_pass
         blocks = f"{partition.num_blocks} {partition.layout}"
-        figures = (each.peak.total / GIB, each.host_bytes / GIB, each.iteration_seconds)
+        figures = (each.peak.total / GIB, host_bytes(each.recipe) / GIB, each.iteration_seconds)
         multiplier = f"{cost.multiplier:.2f}" if cost.is_to_full_loss else "-"
         if not cost.is_to_full_loss:
             sources[name] = f"{name}, at equal epochs: loss {finding(layout).describe_loss(layout)}"
         elif cost.multiplier_source == EQUAL_STEPS:
-            multiplier = f"({SMALL_MULTIPLIERS[layout.method]:.2f})"
-            sources[EQUAL_STEPS] = f"B-F multipliers in brackets: {SMALL}; days and dollars are those of {EQUAL_STEPS}"
+            sources[EQUAL_STEPS] = f"muon and pretrain: days and dollars are those of {EQUAL_STEPS} (docs/learning.md)"
         elif layout.method == "bcd":
             sources[name] = f"B-F multiplier of {name}: {cost.multiplier_source}"
         rows.append(

@@ -187,9 +187,7 @@ GONE = {f"{flag} 4": f"{flag}: {ADAPTERS}" for flag in ("--bcd-low-rank", "--sav
     "--bcd-resting-update orthogonal": "--bcd-resting-update: removed. Give --bcd-inactive-update.",
     "--bcd-frozen-weights host": "--bcd-frozen-weights: removed. Give --bcd-layers-on.",
     "--config run.yaml": "--config: removed. Write the flags into a script; --dry-run prints what would run.",
-    "--bcd-order greedy": "--bcd-order greedy: removed. Give ascending, descending or random.",
-    "--bcd-layout experts": "--bcd-layout experts: removed, because blocks of layers learn as much. Give spread, with "
-    "--bcd-inactive-update factored.",
+    "--bcd-order greedy": "--bcd-order: invalid choice: 'greedy' (choose from 'ascending', 'descending', 'random')",
 }
 
 
@@ -202,12 +200,6 @@ def test_what_was_removed(line: str, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as left:
         read_command_line([*WORDS, *line.split(), "--dry-run"], prog="test", world_size=1)
     assert left.value.code == 2 and capsys.readouterr().err == f"test: error: {GONE[line]}\n"
-
-
-def test_removed_compression() -> None:
-    """--outer-compression 4bit ends with what to give instead."""
-    with pytest.raises(ValueError, match="^--outer-compression 4bit: removed. Give bf16"):
-        parse("--lighthouse", "host:1", "--outer-compression", "4bit")
 
 
 @pytest.mark.parametrize("flag", [*BASE])

@@ -135,24 +135,6 @@ def test_more_positions_are_exported(tmp_path: Path) -> None:
         assert config == scaled | {"max_position_embeddings": exported}
 
 
-def test_positions_of_a_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint keeps its positions, and a longer sequence is refused unless more are given."""
-    first = parse(tmp_path / "m", LLAMA)
-    folder = tmp_path / "saved" / "iter_0000001"
-    folder.mkdir(parents=True)
-    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("1")
-    (folder / ".metadata").write_text("")
-    phase = dict.fromkeys(field.name for field in dataclasses.fields(RunState)) | {"format_version": 2}
-    (folder / "run_state.json").write_text(json.dumps(phase | {"flags": run_config_to_dict(first)}))
-    flags = {"load_hf": None, "load": str(tmp_path / "saved"), "finetune": True, "form": "llama", "num_layers": 6}
-    flags |= {"hidden_size": 48, "num_attention_heads": 4}
-    with pytest.raises(ValueError, match="--seq-length 97"):
-        parse(tmp_path / "m", LLAMA, seq_length=97, **flags)
-    assert parse(tmp_path / "m", LLAMA, seq_length=32, **flags).model.max_position_embeddings == 96
-    longer = parse(tmp_path / "m", LLAMA, seq_length=97, max_position_embeddings=128, **flags)
-    assert longer.model.max_position_embeddings == 128
-
-
 def test_flags_that_a_resumed_run_leaves_out(tmp_path: Path) -> None:
     """A changed flag is named with its old value, and an unchanged one is not."""
     absent = {field.name: None for field in dataclasses.fields(RunState) if field.name != "format_version"}

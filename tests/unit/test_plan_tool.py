@@ -125,9 +125,9 @@ def test_number_of_blocks_for_fine_tuning(
         ("L-1.5B", 1, (), "by the orthogonal update, which fits: no blocks"),
         ("L-1.5B", 1, ("--global-batch-size", "1"), "by the factored update, which fits: no blocks"),
         ("llama-7b", 4, ("--bcd-inactive-update", "factored"), "which fits: no blocks"),
-        ("llama-7b", 1, (), "3 layers at a time; in host memory: weights and low bits"),
-        ("L-1.5B", 1, ("--bcd-num-blocks", "6"), "blocks, as the flags ask"),
-        ("L-1.5B", 1, ("--precision", "fp16"), "blocks: the factored update cannot be combined"),
+        ("llama-7b", 1, (), "which fits: no blocks"),
+        ("L-1.5B", 1, ("--bcd-num-blocks", "6"), "blocks: flags ask"),
+        ("L-1.5B", 1, ("--precision", "fp16"), "blocks: flags ask"),
     ],
 )
 def test_every_layer_where_it_fits(
@@ -197,17 +197,12 @@ def test_the_method_that_the_readme_recommends(
     assert ("--bf16" in found["command"]) == ("--fp16" not in more)
 
 
-def test_ratios_of_small_models_do_not_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    """Muon and preset pretrain cost as many steps as full training: a ratio of models of 3 million parameters is shown
-    in brackets, and changes neither days nor order."""
+def test_muon_costs_full_trainings_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """Muon and preset pretrain cost as many steps as full training, and the plan promises nothing of their loss."""
     flags = ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "1", "--compare")
     rows = json.loads(output(capsys, *flags, "--json"))
     steps = {row["recipe"]["method"]: row["bill"]["iterations"] for row in rows}
     assert steps["muon"] == steps["pretrain"] == steps["full"] < steps["bcd"]
-    text = output(capsys, *flags)
-    for line in text.splitlines():
-        assert line.startswith(("muon", "pretrain")) == ("  (0.5" in line), line
-    assert "0.7 to 3.3 M parameters only and not counted" in text
     methods = plan.plan_view(plan.parse_arguments(flags[:-1]))["methods"]
     said = {quality[0] for each, _, quality, _ in methods if each.recipe.method == "muon"}
     assert said == {"full training's steps"}, "no promise of its loss"

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.bcd.arguments.flags import Flag, holds
 from megatron.bcd.arguments.stock import BELONG_TO, EXPERTS, TRANSFORMER_FIELDS
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, DataConfig, TrainingConfig
-from megatron.bcd.config.presets import derive_blocks, derive_schedule
+from megatron.bcd.config.presets import derive_blocks, derive_chunks, derive_schedule
 
 Values = dict[str, Any]
 """Values by field name."""
@@ -49,7 +49,7 @@ def derive_values(
     elif values["tokenizer_type"] is None and values["mock_data"] and values["vocab_size"]:
         values["tokenizer_type"] = "NullTokenizer"
     derive_blocks(values, given=given)
-    chunks = _derive_chunks(values, given=given)
+    chunks = derive_chunks(values, given=given)
     if chunks is not None and chunks != values["num_virtual_stages_per_pipeline_rank"]:
         rounded = values["num_virtual_stages_per_pipeline_rank"]
         number, per_chunk = values["bcd_num_blocks"], given.get("num_layers_per_virtual_pipeline_stage")
@@ -159,38 +159,3 @@ def _derive_precision(values: Values, *, given: Mapping[str, Any]) -> None:
         # with a dynamic loss scale a gradient that is not finite only lowers the scale
         values["check_for_nan_in_loss_and_grad"] = False
     values["check_for_nan_in_grad"] = False  # Megatron Core would end the run, instead of skipping the step
-
-
-def _derive_chunks(values: Values, *, given: Mapping[str, Any]) -> int | None:
-    """Derive the chunks of a pipeline stage, and the layout interleaved that they imply.
-
-    Each chunk belongs to one block, so `values` gets a multiple of the number of blocks. The chunks of --bcd-schedule
-    breadth-first on several stages are chunks, by default as many as possible.
-
-    Returns:
-        The number of chunks that the flags ask for.
-    """
-    layers, per_chunk = values["num_layers"] or 0, values["num_layers_per_virtual_pipeline_stage"] or 0
-    stages = max(1, values["pipeline_model_parallel_size"])
-    is_in_chunks = stages > 1 and values["bcd_schedule"] == "breadth-first"
-    if is_in_chunks:
-        per_chunk = per_chunk or given.get("bcd_layers_per_pass") or 0
-    if values["num_virtual_stages_per_pipeline_rank"] is None and (per_chunk > 0 or is_in_chunks):
-        on_stage, left = divmod(layers, stages)
-        if not per_chunk:
-            values["num_virtual_stages_per_pipeline_rank"] = max(on_stage, 1)
-        elif not left and on_stage % per_chunk == 0:
-            values["num_virtual_stages_per_pipeline_rank"] = on_stage // per_chunk
-    num_chunks = values["num_virtual_stages_per_pipeline_rank"] or 1
-    if (
-        num_chunks > 1 and "bcd_layout" not in given and values["bcd_layout"] in ("spread", "strided")
-    ):  # also if a preset set it
-        values["bcd_layout"] = "interleaved"
-    if values["bcd_layout"] == "interleaved" and stages > 1:
-        values["overlap_param_gather"] = False  # not supported with chunks; it only affects speed
-    if num_chunks > 1 and values["bcd_layout"] == "interleaved" and values["pipeline_model_parallel_layout"] is None:
-        num_blocks = max(1, DEFAULT_NUM_BLOCKS if values["bcd_num_blocks"] is None else values["bcd_num_blocks"])
-        values["num_virtual_stages_per_pipeline_rank"] = max(num_chunks // num_blocks, 1) * num_blocks
-    if is_in_chunks and values["num_virtual_stages_per_pipeline_rank"] is not None:
-        values["bcd_layers_per_pass"] = -(-layers // (stages * values["num_virtual_stages_per_pipeline_rank"]))
-    return int(num_chunks) if num_chunks > 1 else None

@@ -97,17 +97,6 @@ def take_checkpoint_flags(values: dict[str, Any], flags: Iterable[Flag], *, give
         values["group_query_attention"] = saved["transformer"].get("num_query_groups") is not None
 
 
-def checkpoint_positions(values: Mapping[str, Any]) -> int | None:
-    """Return --max-position-embeddings of the weights that --finetune starts with, or None if it is unknown."""
-    if values["load"] is None or not values["finetune"]:
-        return None
-    try:
-        saved: int | None = _saved_flags(values)["model"].get("max_position_embeddings")
-        return saved
-    except ValueError:  # of another program: if it matters, loading the weights raises an error
-        return None
-
-
 def _saved_flags(values: Mapping[str, Any]) -> Mapping[str, Any]:
     root, step = values["load"], values["ckpt_step"]
     if root is None:

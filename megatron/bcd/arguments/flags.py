@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.bcd import config
 from megatron.bcd.arguments import stock
-from megatron.bcd.config.sections import BATCH, FINE_TUNING, OPTIMIZER, PARALLELISM, RECOMPUTATION, REPORT, Range
+from megatron.bcd.config.sections import AT_LEAST_0, AT_LEAST_1, REPORT, Range, dashed
 
 with warnings.catch_warnings():
     # each import warns that Apex and Transformer Engine are absent; the run summary shows what is used instead
@@ -46,25 +46,6 @@ CORE_SECTIONS: dict[str, tuple[Any, Mapping[str, str]]] = {
     "optimizer": (OptimizerConfig, stock.OPTIMIZER_FIELDS),
     "ddp": (DistributedDataParallelConfig, stock.DDP_FIELDS),
 }
-GROUPS = (
-    BCD,
-    stock.NETWORK,
-    stock.EXPERTS,
-    stock.TRAINING,
-    BATCH,
-    stock.LEARNING_RATE,
-    OPTIMIZER,
-    stock.PRECISION,
-    PARALLELISM,
-    RECOMPUTATION,
-    DATA,
-    FINE_TUNING,
-    TOKENIZER,
-    CHECKPOINTS,
-    REPLICA_GROUPS,
-    REPORT,
-)
-"""Titles of the groups in ``--help``, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +74,6 @@ class Flag:
     def shown(self) -> str:
         """The spelling that changes the default, which ``--help`` shows."""
         return self.off_names[0] if self.default is True else self.names[0]
-
-
-def dashed(field: str) -> str:
-    """Return a field's name as a flag."""
-    return "--" + field.replace("_", "-")
 
 
 def _switch_names(field: str, stock_name: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -157,6 +133,8 @@ def _flag(section: str, field: dataclasses.Field[Any], annotation: Any, group: s
     off_names: tuple[str, ...] = ()
     if kind is bool:
         names, off_names = _switch_names(field.name, stock_name)
+    # Megatron Core's whole numbers may be negative
+    whole = (AT_LEAST_1 if field.default != 0 else AT_LEAST_0) if kind is int and section in OWN_SECTIONS else None
     default = differs.get("default", core.get("default", field.default))
     return Flag(
         field=field.name,
@@ -170,21 +148,21 @@ def _flag(section: str, field: dataclasses.Field[Any], annotation: Any, group: s
         choices=differs.get("choices", choices),
         nargs=differs.get("nargs", nargs),
         metavar=differs.get("metavar"),
-        range=differs.get("range", stock.CORE_RANGES.get(field.name)),
+        range=differs.get("range", stock.CORE_RANGES.get(field.name, whole)),
     )
 
 
 @functools.cache
 def _flags() -> tuple[Flag, ...]:
     flags = []
+    for section, (kind, group) in {**OWN_SECTIONS, "": (stock.StockSwitches, stock.NETWORK)}.items():
+        hints = typing.get_type_hints(kind)
+        flags += [_flag(section, field, hints[field.name], group) for field in dataclasses.fields(kind)]
     for section, (core, groups) in CORE_SECTIONS.items():
         hints, helps = typing.get_type_hints(core), _core_help(core)
         by_name = {field.name: field for field in dataclasses.fields(core)}
         for group, names in groups.items():
             flags += [_flag(section, by_name[name], hints[name], group, helps[name]) for name in names.split()]
-    for section, (kind, group) in {"": (stock.StockSwitches, stock.NETWORK), **OWN_SECTIONS}.items():
-        hints = typing.get_type_hints(kind)
-        flags += [_flag(section, field, hints[field.name], group) for field in dataclasses.fields(kind)]
     return tuple(flags)
 
 
@@ -201,15 +179,15 @@ def generate_flags(defaults: Mapping[str, object] | None = None) -> tuple[Flag, 
     return tuple(dataclasses.replace(flag, default=defaults.get(flag.field, flag.default)) for flag in _flags())
 
 
+@functools.cache
+def flags_by_field() -> Mapping[str, Flag]:
+    """Return the flags with stock's defaults."""
+    return {flag.field: flag for flag in _flags()}
+
+
 def flag_name(field: str) -> str:
     """Return the flag that sets a field, or switches it on."""
-    return next(flag.names[0] for flag in _flags() if flag.field == field)
-
-
-@functools.cache
-def flag_ranges() -> Mapping[str, Range]:
-    """Return the ranges of numbers by field name."""
-    return {flag.field: flag.range for flag in _flags() if flag.range is not None}
+    return flags_by_field()[field].names[0]
 
 
 @functools.cache

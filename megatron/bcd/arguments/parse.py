@@ -10,13 +10,14 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from megatron.bcd.arguments import files, run_plan, stock
 from megatron.bcd.arguments.derive import derive_values
-from megatron.bcd.arguments.flags import GROUPS, OWN_SECTIONS, Flag, flag_name, generate_flags
+from megatron.bcd.arguments.flags import OWN_SECTIONS, Flag, flag_name, generate_flags
 from megatron.bcd.arguments.validate import find_problems
-from megatron.bcd.config import DdpSettings, OptimizerSettings, RunConfig
+from megatron.bcd.config import RunConfig
 from megatron.bcd.config.presets import preset_values
 
 
@@ -46,8 +47,7 @@ class _Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        text = re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*", r"\1", message)
-        raise ValueError(next((why for start, why in stock.REMOVED_CHOICES.items() if text.startswith(start)), text))
+        raise ValueError(re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*", r"\1", message))
 
     @property
     def actions(self) -> dict[str, argparse.Action]:
@@ -59,7 +59,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.HelpFormatter(prog, max_help_position=min(38, width // 2), width=width)
 
 
-def _parser(prog: str, flags: Iterable[Flag]) -> _Parser:
+def _parser(prog: str, flags: tuple[Flag, ...]) -> _Parser:
     parser = _Parser(
         prog=prog,
         allow_abbrev=False,
@@ -69,7 +69,7 @@ def _parser(prog: str, flags: Iterable[Flag]) -> _Parser:
         description="Train with block coordinate descent on Megatron Core. Flags are Megatron-LM's, "
         "and --bcd-*; what other flags of Megatron-LM do is in docs/flags.md.",
     )
-    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(flag.group for flag in flags)}
     for flag in sorted(flags, key=lambda flag: flag.field not in stock.REQUIRED):
         _add_flag(groups[flag.group], flag)
     last = parser.add_argument_group("help")
@@ -98,7 +98,8 @@ def _add_flag(group: Any, flag: Flag) -> None:
         if flag.type is bool:
             group.add_argument(name, action="store_false" if name in flag.off_names else "store_true", **shown)
             continue
-        metavar = flag.metavar if flag.metavar or flag.choices else {int: "N", float: "X"}.get(flag.type, "TEXT")
+        kind = {int: "N", float: "X"}.get(flag.type, flag.field.rpartition("_")[2].upper())
+        metavar = flag.metavar if flag.metavar or flag.choices else kind
         group.add_argument(name, type=flag.type, choices=flag.choices, nargs=flag.nargs, metavar=metavar, **shown)
 
 
@@ -149,21 +150,28 @@ def _parse(argv: Sequence[str], parser: _Parser) -> tuple[dict[str, Any], dict[s
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, problems
 
 
+_ALSO_IN = {
+    "transformer": ("bias_activation_fusion", "disable_parameter_transpose_cache"),
+    "optimizer": ("fp16", "bf16", "muon_use_nesterov", "overlap_param_gather"),
+    "ddp": ("check_for_nan_in_grad",),
+}
+"""Fields of Megatron Core's classes without a flag, or whose flag sets a field of another class."""
+
+
 def _assemble(flags: Iterable[Flag], values: Mapping[str, Any]) -> RunConfig:
-    core_fields = [flag.field for flag in flags if flag.section == "transformer"]
-    core_fields += ["bias_activation_fusion", "disable_parameter_transpose_cache"]
-    kinds: dict[str, Any] = {"optimizer": OptimizerSettings, "ddp": DdpSettings}
-    kinds |= {name: kind for name, (kind, _) in OWN_SECTIONS.items()}
+    core = {
+        section: {field: values[field] for field in (*(flag.field for flag in flags if flag.section == section), *more)}
+        for section, more in _ALSO_IN.items()
+    }
+    transformer = {field: value for field, value in core["transformer"].items() if value is not None}
     sections: dict[str, Any] = {
         name: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
-        for name, kind in kinds.items()
+        for name, (kind, _) in OWN_SECTIONS.items()
     }
     return RunConfig(
-        transformer={
-            field: list(value) if isinstance(value, tuple) else value
-            for field in core_fields
-            if (value := values[field]) is not None
-        },
+        transformer={name: list(value) if isinstance(value, tuple) else value for name, value in transformer.items()},
+        optimizer=SimpleNamespace(**core["optimizer"]),
+        ddp=SimpleNamespace(**core["ddp"]),
         **sections,
     )
 
@@ -204,8 +212,6 @@ def _check(
             files.take_checkpoint_flags(values, flags, given=given)
     except ValueError as error:
         all_problems.append(str(error))
-    if starts and values["max_position_embeddings"] is None:
-        values["max_position_embeddings"] = files.checkpoint_positions(values)
     notes = derive_values(values, flags, asked=asked, given=given, world_size=world_size)
     config = _assemble(flags, values)
     for text in find_problems(

@@ -120,10 +120,8 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "help": "layers with experts: every N-th from the first on, or a list like '([0]+[1]*3)*8' with 1 for each",
     },
     "moe_router_load_balancing_type": {"type": str, "choices": ("aux_loss", "seq_aux_loss", "sinkhorn", "none")},
-    "moe_ffn_hidden_size": {"help": "inner width of an expert; default --ffn-hidden-size"},
     "moe_aux_loss_coeff": {"type": float},
     "moe_token_dispatcher_type": {"choices": ("allgather", "alltoall")},
-    "moe_grouped_gemm": {"help": "compute the experts of a layer in one product"},
     "initial_loss_scale": {"type": float},
     "grad_reduce_in_fp32": {"name": "--accumulate-allreduce-grads-in-fp32"},
     "bucket_size": {"name": "--ddp-bucket-size"},
@@ -155,7 +153,6 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "multiples of 64"
     },
     "num_query_groups": {"help": "key-value heads, with --group-query-attention"},
-    "add_bias_linear": {"help": "biases in all linear layers"},
     "clip_grad": {"help": "clip the active block's gradient to this norm; 0 never clips"},
     "optimizer_cpu_offload": {
         "help": "baseline of full training: optimizer and its state in host memory (needs --bcd-num-blocks 1, a GPU)"
@@ -243,12 +240,11 @@ BELONG_TO = {
 """Conditions (see ``flags.holds``), and the fields whose flags have no effect unless one of them is met."""
 
 _ANY_DECODER = "give --load-hf, with the folder of a config.json, and --transformer-impl transformers"
-_ORDERS = "ascending, descending or random"
 _INSTEAD = {
     "Train every layer with --bcd-preset finetune (6 bytes a parameter), or train LoRA with peft.": (
         "--bcd-low-rank --bcd-low-rank-alpha --bcd-low-rank-layers --bcd-low-rank-lr-ratio --save-adapters"
     ),
-    f"Leave it out, and give --bcd-order {_ORDERS}.": "--bcd-greedy-microbatches",
+    "Leave it out, and give --bcd-order ascending, descending or random.": "--bcd-greedy-microbatches",
     "Leave it out: --lr-warmup-iters and the run's schedule apply to all blocks and phases.": (
         "--bcd-phase-warmup-steps --bcd-block-lr-multipliers"
     ),
@@ -269,25 +265,6 @@ _INSTEAD = {
 }
 REMOVED = {name: f"{name}: removed. {instead}" for instead, names in _INSTEAD.items() for name in names.split()}
 """The error message of each flag that this program had and no longer accepts."""
-REMOVED_CHOICES = {
-    f"--bcd-inactive-update: invalid choice: '{rule}'": f"--bcd-inactive-update {rule}: this rule lost in every study "
-    "and was removed. Give orthogonal or factored."
-    for rule in ("normalized", "sign")
-} | {
-    "--tokenizer-type: invalid choice: 'TikTokenizer'": "--tokenizer-type TikTokenizer: removed. Give "
-    "HuggingFaceTokenizer, with a folder that has the vocabulary as tokenizer.json.",
-    "--optimizer: invalid choice: 'sgd'": "--optimizer sgd: removed. Give adam or muon.",
-    "--muon-tp-mode: invalid choice: 'duplicated'": "--muon-tp-mode duplicated: removed. Give distributed.",
-    "--adam-moments-dtype: invalid choice: 'bf16'": "--adam-moments-dtype bf16: removed. Give int8, which takes half.",
-    "--bcd-order: invalid choice: 'greedy'": f"--bcd-order greedy: removed. Give {_ORDERS}.",
-    "--bcd-layout: invalid choice: 'experts'": "--bcd-layout experts: removed, because blocks of layers learn as much. "
-    "Give spread, with --bcd-inactive-update factored.",
-    "--position-embedding-type: invalid choice: 'yarn'": f"--position-embedding-type yarn: removed; {_ANY_DECODER}.",
-    "--outer-compression: invalid choice: '4bit'": "--outer-compression 4bit: removed. Give bf16, and --outer-delay if "
-    "steps wait for a slow link.",
-}
-"""Messages for removed values, by the start of argparse's message."""
-
 UNSUPPORTED = {
     "experts are balanced by losses, and every token reaches its experts": (
         "--moe-router-enable-expert-bias --moe-router-bias-update-rate --moe-expert-capacity-factor "

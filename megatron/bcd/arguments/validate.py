@@ -23,10 +23,11 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bcd.arguments import stock
-from megatron.bcd.arguments.flags import dashed, flag_name, flag_ranges, holds
+from megatron.bcd.arguments.flags import flag_name, flags_by_field, holds
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.config import DataConfig, RunConfig
+from megatron.bcd.config.sections import dashed
 from megatron.bcd.huggingface.folder import CONFIG, RUN
 from megatron.bcd.runtime import device, packages
 
@@ -152,7 +153,6 @@ def find_problems(
 
 
 def _check_ranges(values: Mapping[str, Any]) -> Iterator[str]:
-    ranges = flag_ranges()
     for field, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
@@ -161,8 +161,8 @@ def _check_ranges(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: must be a finite number"
         elif isinstance(value, int) and value > (most := _MOST.get(field, _MOST_OF_ANY)):
             yield f"{name}: must be at most {most}"
-        elif field in ranges and not ranges[field].contains(value):
-            yield f"{name}: must be {ranges[field].text}"
+        elif (limits := flags_by_field()[field].range) is not None and not limits.contains(value):
+            yield f"{name}: must be {limits.text}"
 
 
 def _check_tables(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
@@ -223,7 +223,7 @@ def _check_network(run: Run) -> Iterator[str]:
         yield "--reset-position-ids and --reset-attention-mask: transformers needs both. Give both."
     length, most = run.seq_length, run.max_position_embeddings
     if length > most:
-        source = f" of --load-hf {run.load_hf}" if run.load_hf else f" of --load {run.load}" if run.finetune else ""
+        source = f" of --load-hf {run.load_hf}" if run.load_hf else ""
         yield f"--seq-length {length} is larger than --max-position-embeddings {most}{source}"
     if run.position_embedding_type == "rope":
         rotated = int((run.kv_channels or hidden // heads) * run.rotary_percent)

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
-from megatron.bcd.config import ModelConfig, RunConfig, fields_that_may_change, run_config_to_dict
+from megatron.bcd.config import MAY_CHANGE, ModelConfig, RunConfig, run_config_to_dict
 
 FORMAT_VERSION = 2
 
@@ -30,7 +30,7 @@ _REMOVED = ("softmax_type", "window_size", "no_rope_freq", "quick_geglu", "posit
 _MAY_CHANGE_WITHOUT_STATE = ("seq_length", "max_position_embeddings", "bf16", "fp16", "optimizer")
 """Those flags that may change if a run loads only the weights."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
-               "hierarchical_context_parallel_sizes", "world_size", *fields_that_may_change())  # fmt: skip
+               "hierarchical_context_parallel_sizes", "world_size", *MAY_CHANGE)  # fmt: skip
 """Flags that a resumed run may change without a message, like all of the sections below."""
 _SECTIONS_THAT_MAY_CHANGE = ("checkpoint", "groups", "report")
 

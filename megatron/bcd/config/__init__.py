@@ -3,17 +3,15 @@
 from megatron.bcd.config.run import (
     LOSS_CHUNK,
     LOSS_PARTS,
-    DdpSettings,
-    OptimizerSettings,
     RunConfig,
     core_keywords,
-    fields_that_may_change,
     run_config_from_dict,
     run_config_to_dict,
 )
 from megatron.bcd.config.sections import (
     DEFAULT_NUM_BLOCKS,
     LAYOUTS,
+    MAY_CHANGE,
     ORDERS,
     SWITCHES,
     BcdConfig,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.bcd.config.sections import DEFAULT_NUM_BLOCKS
+
 _INACTIVE: dict[str, Any] = {
     "bcd_inactive_update": "orthogonal",
     "bcd_inactive_grad_dtype": "bf16",
@@ -135,6 +137,41 @@ def derive_blocks(values: dict[str, Any], *, given: Mapping[str, Any]) -> None:
         is_trained = {"embedding", "head"} & set(str(values["bcd_always_active"]).split(","))
         if not is_trained or values["decoupled_lr"] is not None:
             values["bcd_embedding_update"] = "adam"
+
+
+def derive_chunks(values: dict[str, Any], *, given: Mapping[str, Any]) -> int | None:
+    """Derive the chunks of a pipeline stage, and the layout interleaved that they imply.
+
+    Each chunk belongs to one block, so `values` gets a multiple of the number of blocks. The chunks of --bcd-schedule
+    breadth-first on several stages are chunks, by default as many as possible.
+
+    Returns:
+        The number of chunks that the flags ask for.
+    """
+    layers, per_chunk = values["num_layers"] or 0, values["num_layers_per_virtual_pipeline_stage"] or 0
+    stages = max(1, values["pipeline_model_parallel_size"])
+    is_in_chunks = stages > 1 and values["bcd_schedule"] == "breadth-first"
+    if is_in_chunks:
+        per_chunk = per_chunk or given.get("bcd_layers_per_pass") or 0
+    if values["num_virtual_stages_per_pipeline_rank"] is None and (per_chunk > 0 or is_in_chunks):
+        on_stage, left = divmod(layers, stages)
+        if not per_chunk:
+            values["num_virtual_stages_per_pipeline_rank"] = max(on_stage, 1)
+        elif not left and on_stage % per_chunk == 0:
+            values["num_virtual_stages_per_pipeline_rank"] = on_stage // per_chunk
+    num_chunks = values["num_virtual_stages_per_pipeline_rank"] or 1
+    if (
+        num_chunks > 1 and "bcd_layout" not in given and values["bcd_layout"] in ("spread", "strided")
+    ):  # also if a preset set it
+        values["bcd_layout"] = "interleaved"
+    if values["bcd_layout"] == "interleaved" and stages > 1:
+        values["overlap_param_gather"] = False  # not supported with chunks; it only affects speed
+    if num_chunks > 1 and values["bcd_layout"] == "interleaved" and values["pipeline_model_parallel_layout"] is None:
+        num_blocks = max(1, DEFAULT_NUM_BLOCKS if values["bcd_num_blocks"] is None else values["bcd_num_blocks"])
+        values["num_virtual_stages_per_pipeline_rank"] = max(num_chunks // num_blocks, 1) * num_blocks
+    if is_in_chunks and values["num_virtual_stages_per_pipeline_rank"] is not None:
+        values["bcd_layers_per_pass"] = -(-layers // (stages * values["num_virtual_stages_per_pipeline_rank"]))
+    return int(num_chunks) if num_chunks > 1 else None
 
 
 FAMILY_DEFAULTS: dict[str, Mapping[str, object]] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.bcd.config.measured import MeasuredModel
@@ -30,64 +31,16 @@ head divides it by LOSS_PARTS, because it also stores the gradient of the weight
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """Keyword arguments of Megatron Core's ``OptimizerConfig``."""
-
-    fp16: bool
-    bf16: bool
-    lr: float | None = None
-    min_lr: float | None = None
-    decoupled_lr: float | None = None
-    decoupled_min_lr: float | None = None
-    weight_decay: float
-    apply_wd_to_qk_layernorm: bool
-    optimizer: str
-    adam_beta1: float
-    adam_beta2: float
-    adam_eps: float
-    decoupled_weight_decay: bool
-    muon_momentum: float = 0.95
-    muon_use_nesterov: bool = False
-    muon_split_qkv: bool = True
-    muon_scale_mode: str = "spectral"
-    muon_num_ns_steps: int = 5
-    muon_tp_mode: str = "distributed"
-    muon_extra_scale_factor: float = 1.0
-    clip_grad: float
-    optimizer_cpu_offload: bool
-    optimizer_offload_fraction: float
-    overlap_cpu_optimizer_d2h_h2d: bool
-    pin_cpu_grads: bool
-    loss_scale: float | None = None
-    initial_loss_scale: float
-    min_loss_scale: float
-    loss_scale_window: float
-    hysteresis: int
-    overlap_param_gather: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class DdpSettings:
-    """Keyword arguments of Megatron Core's ``DistributedDataParallelConfig``."""
-
-    grad_reduce_in_fp32: bool
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    bucket_size: int | None = None
-    pad_buckets_for_high_nccl_busbw: bool
-    average_in_collective: bool
-    check_for_nan_in_grad: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The configuration of a run. Plain values only, so that it can be pickled, compared and written as JSON."""
 
     transformer: Mapping[str, Any]
     """Keyword arguments of Megatron Core's ``TransformerConfig`` that flags set."""
-    # not a dataclass: nearly all of its fields pass through to Megatron Core unread
-    optimizer: OptimizerSettings
-    ddp: DdpSettings
+    # no dataclasses: nearly all fields pass through to Megatron Core unread
+    optimizer: SimpleNamespace
+    """Those of its ``OptimizerConfig``."""
+    ddp: SimpleNamespace
+    """Those of its ``DistributedDataParallelConfig``."""
     bcd: BcdConfig
     model: ModelConfig
     training: TrainingConfig
@@ -102,7 +55,8 @@ class RunConfig:
 
     def replace_section(self, section: str, **values: Any) -> RunConfig:
         """Return a copy with other values in one section."""
-        return replace(self, **{section: replace(getattr(self, section), **values)})
+        old = getattr(self, section)
+        return replace(self, **{section: type(old)(**vars(old) | values)})
 
     @property
     def num_layers(self) -> int:
@@ -171,7 +125,7 @@ class RunConfig:
     @property
     def is_muon(self) -> bool:
         """Whether Muon steps the matrices of the active block."""
-        return self.optimizer.optimizer == "muon"
+        return bool(self.optimizer.optimizer == "muon")
 
     @property
     def has_linear_loss(self) -> bool:
@@ -195,7 +149,7 @@ class RunConfig:
     @property
     def clips_by_chunk(self) -> bool:
         """Whether updates by chunk wait for the norm of all gradients, in a separate pass."""
-        return self.steps_block_by_chunk and self.optimizer.clip_grad > 0.0
+        return self.steps_block_by_chunk and bool(self.optimizer.clip_grad)
 
     @property
     def fp8_products(self) -> str | None:
@@ -233,13 +187,7 @@ class RunConfig:
         return not self.model.untie_embeddings_and_output_weights
 
 
-def fields_that_may_change() -> tuple[str, ...]:
-    """Return the names of our own fields that a resumed run may change without a message."""
-    sections = (section for section in typing.get_type_hints(RunConfig).values() if is_dataclass(section))
-    return tuple(field.name for section in sections for field in fields(section) if field.metadata.get("may_change"))
-
-
-def core_keywords(settings: OptimizerSettings | DdpSettings) -> dict[str, Any]:
+def core_keywords(settings: SimpleNamespace) -> dict[str, Any]:
     """Return the keyword arguments for Megatron Core's class. Values that are None are left to the class.
 
     Muon's are left out: `matrix_optimizer` steps its matrices.
@@ -253,8 +201,6 @@ def run_config_to_dict(config: RunConfig) -> dict[str, Any]:
     for name, section in vars(config).items():
         if name == "measured":  # a plan's
             continue
-        if isinstance(section, OptimizerSettings | DdpSettings):
-            section = {key: value for key, value in vars(section).items() if value is not None}
         values = section if isinstance(section, Mapping) else vars(section)
         sections[name] = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
     return sections
@@ -276,7 +222,7 @@ def run_config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     for name, kind in kinds.items():
         if name == "transformer":
             continue
-        known = {field.name for field in fields(kind)}
+        known = {field.name for field in fields(kind)} if is_dataclass(kind) else values[name].keys()
         read = {
             key: tuple(value) if isinstance(value, list) else value
             for key, value in values[name].items()

@@ -32,6 +32,20 @@ FINE_TUNING = "supervised fine-tuning"
 REPORT = "report"
 
 
+MAY_CHANGE = (
+    "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "bcd_layers_on",
+    "bcd_resident_layers", "bcd_schedule", "bcd_layers_per_pass", "bcd_saved_inputs", "bcd_saved_activations",
+    "bcd_compile", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout", "pipeline_cut", "recompute", "recompute_memory_gib", "num_workers",
+)  # fmt: skip
+"""Our own fields that a resumed run may change without a message."""
+
+
+def dashed(field: str) -> str:
+    """Return a field's name as a flag."""
+    return "--" + field.replace("_", "-")
+
+
 class Refusal(ValueError):
     """Flags that a run does not take together. The planner, which tries many combinations, passes over these only."""
 
@@ -62,17 +76,15 @@ def option(
     metavar: str | tuple[str, ...] | None = None,
     group: str | None = None,
     range: Range | None = None,
-    may_change: bool = False,
 ) -> Any:
     """Define a field, and what the annotation does not say about its flag.
 
     Args:
         group: the group of --help that shows the flag, if not that of its dataclass.
-        range: the numbers that it accepts.
-        may_change: whether a resumed run may change it without a message.
+        range: the numbers that it accepts. By default a whole number is at least 1, or 0 if that is its default.
     """
     metadata = {"help": help, "choices": choices, "nargs": nargs, "type": type, "metavar": metavar}
-    metadata |= {"group": group, "range": range, "may_change": may_change}
+    metadata |= {"group": group, "range": range}
     return field(default=default, metadata=metadata)
 
 
@@ -104,11 +116,9 @@ class BcdConfig:
         None,
         "chunks of the model on every pipeline stage, a multiple of the blocks; more than 1 imply --bcd-layout "
         "interleaved, whose default is the number of blocks",
-        range=AT_LEAST_1,
-        may_change=True,
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "layers of a chunk, in place of the number of chunks", range=AT_LEAST_1, may_change=True
+        None, "layers of a chunk, in place of the number of chunks"
     )
     # if derived, the mean of phases that differ by one step
     bcd_steps_per_block: float | None = option(
@@ -128,12 +138,12 @@ class BcdConfig:
         "steps", "what ends a phase: --bcd-steps-per-block, or a plateau of the training loss", choices=SWITCHES
     )
     bcd_plateau_window: int = option(
-        50, "steps of the mean loss, and within which it must improve, else the phase ends", range=AT_LEAST_1
+        50, "steps of the mean loss, and within which it must improve, else the phase ends"
     )
     bcd_plateau_min_improvement: float = option(
         0.005, "smallest improvement of that mean that counts, relative", range=BELOW_1
     )
-    bcd_min_steps_per_block: int = option(1, "with --bcd-switch plateau: least steps of a phase", range=AT_LEAST_1)
+    bcd_min_steps_per_block: int = option(1, "with --bcd-switch plateau: least steps of a phase")
     bcd_max_steps_per_block: int | None = option(None, "with --bcd-switch plateau: most steps of a phase")
     bcd_stop_cycle_improvement: float | None = option(
         None,
@@ -157,25 +167,17 @@ class BcdConfig:
         "where the weights of inactive layers are: host = in host memory, copied to the device layer by layer; auto = "
         "as many on the device as fit, the others in host memory",
         choices=("device", "host", "auto"),
-        may_change=True,
     )
-    bcd_resident_layers: int = option(
-        0,
-        "with --bcd-layers-on host: N more buffers for layers on the device",
-        range=AT_LEAST_0,
-        may_change=True,
-    )
+    bcd_resident_layers: int = option(0, "with --bcd-layers-on host: N more buffers for layers on the device")
     bcd_always_active: str | None = option(
         None,
         "parameters trained in every phase: none, or a comma-separated list of norms, biases (of layers), embedding, "
         "head. Default none; with --bcd-inactive-update all of them",
-        metavar="PARTS",
     )
     bcd_frozen: str = option(
         "none",
         "parameters that no phase trains: none, or a comma-separated list of embedding, head, norms. A tied head and "
         "the embedding are frozen together",
-        metavar="PARTS",
     )
     bcd_head_phase: bool = option(
         False,
@@ -212,7 +214,6 @@ class BcdConfig:
         None,
         "each phase draws a new subset, this share of an epoch of the training split, and repeats it as needed; "
         "default: consecutive samples, as Megatron-LM",
-        metavar="RATIO",
         range=SHARE,
     )
     bcd_prefix_cache: str | None = option(
@@ -227,35 +228,29 @@ class BcdConfig:
         "inactive updates and those of a single block step it at once; stock = Megatron Core's own 1F1B, for "
         "comparison. Default: bcd; breadth-first with layers in host memory",
         choices=("bcd", "breadth-first", "stock"),
-        may_change=True,
     )
     bcd_layers_per_pass: int = option(
         1,
         "with --bcd-schedule breadth-first: layers of a chunk, a divisor of the layers of a stage; on several stages "
         "those of layout interleaved",
-        range=AT_LEAST_1,
-        may_change=True,
     )
     bcd_saved_inputs: str = option(
         "auto",
         "with --bcd-schedule breadth-first: where the inputs of chunks wait for the backward pass; auto = on the "
         "device if they fit, else in page-locked host memory",
         choices=("device", "host", "auto"),
-        may_change=True,
     )
     bcd_saved_activations: str = option(
         "recompute",
         "with --bcd-schedule breadth-first on one pipeline stage: recompute = each chunk's forward pass is repeated "
         "before its backward pass; device = its activations wait there instead; auto = as many as fit",
         choices=("auto", "recompute", "device"),
-        may_change=True,
     )
     bcd_compile: str = option(
         "auto",
         "compile updates of matrices and rotary embeddings (torch.compile); auto = on a GPU with a C compiler. "
         "Results differ from those without by rounding",
         choices=("auto", "on", "off"),
-        may_change=True,
     )
     bcd_run_ahead: int | None = option(
         None,
@@ -304,24 +299,20 @@ def _parts(flag: str, value: str, choices: tuple[str, ...]) -> frozenset[str]:
 class ModelConfig:
     """Network size beyond Megatron Core's TransformerConfig."""
 
-    seq_length: int = option(None, "tokens per sequence", range=AT_LEAST_1)
-    max_position_embeddings: int = option(
-        None, "largest position of the position table; default --seq-length", range=AT_LEAST_1
-    )
+    seq_length: int = option(None, "tokens per sequence")
+    max_position_embeddings: int = option(None, "largest position of the position table; default --seq-length")
     position_embedding_type: str = option(
         "learned_absolute",
         "position embedding",
         choices=("learned_absolute", "rope", "none"),
     )
-    rotary_base: int = option(10000, "base of the rotary position embedding", range=AT_LEAST_1)
+    rotary_base: int = option(10000, "base of the rotary position embedding")
     rotary_percent: float = option(1.0, "share of the head dimension that is rotated", range=SHARE)
     use_rope_scaling: bool = option(
         False, "lower the rotary embedding's low frequencies as Llama 3.1 does, for sequences longer than 8,192 tokens"
     )
     rope_scaling_factor: float = option(8.0, "factor of --use-rope-scaling", range=ABOVE_0)
-    make_vocab_size_divisible_by: int = option(
-        128, "pad the vocabulary to a multiple of this x tensor parallel size", range=AT_LEAST_1
-    )
+    make_vocab_size_divisible_by: int = option(128, "pad the vocabulary to a multiple of this x tensor parallel size")
     untie_embeddings_and_output_weights: bool = option(False, "give the output head its own weights")
     swiglu: bool = option(False, "gated linear units with SiLU instead of GELU")
     squared_relu: bool = option(False, "the square of ReLU instead of GELU")
@@ -343,11 +334,9 @@ class ModelConfig:
 class TrainingConfig:
     """Length of the run, batches, evaluation, randomness."""
 
-    micro_batch_size: int = option(
-        None, "sequences per microbatch and data-parallel rank", group=BATCH, range=AT_LEAST_1
-    )
+    micro_batch_size: int = option(None, "sequences per microbatch and data-parallel rank", group=BATCH)
     global_batch_size: int | None = option(
-        None, "sequences per training step over all ranks; default one microbatch a rank", group=BATCH, range=AT_LEAST_1
+        None, "sequences per training step over all ranks; default one microbatch a rank", group=BATCH
     )
     rampup_batch_size: tuple[int, ...] | None = option(
         None,
@@ -356,8 +345,8 @@ class TrainingConfig:
         metavar=("START", "INCREMENT", "SAMPLES"),
         group=BATCH,
     )
-    train_iters: int | None = option(None, "number of training steps (or give --train-samples)", range=AT_LEAST_1)
-    train_samples: int | None = option(None, "number of training sequences (or give --train-iters)", range=AT_LEAST_1)
+    train_iters: int | None = option(None, "number of training steps (or give --train-samples)")
+    train_samples: int | None = option(None, "number of training sequences (or give --train-iters)")
     num_epochs: float | None = option(
         None, "passes over the records of --sft, in place of --train-iters", group=FINE_TUNING, range=ABOVE_0
     )
@@ -365,20 +354,16 @@ class TrainingConfig:
     eval_iters: int = option(100, "steps (global batches) of one evaluation; -1 = --full-validation", range=AT_LEAST_0)
     eval_fixed: bool = option(False, "evaluate on the same validation samples each time, not on the next ones")
     full_validation: bool = option(False, "evaluate on the whole validation split; --eval-iters is for the test split")
-    eval_interval: int = option(1000, "training steps between evaluations on the validation split", range=AT_LEAST_1)
-    seed: int = option(1234, "seed of Python, NumPy, PyTorch and the data order", range=AT_LEAST_1)
+    eval_interval: int = option(1000, "training steps between evaluations on the validation split")
+    seed: int = option(1234, "seed of Python, NumPy, PyTorch and the data order")
     data_parallel_random_init: bool = option(False, "initialise each data-parallel rank with its own seed")
     check_for_nan_in_loss_and_grad: bool = option(True, "skip a step whose loss or gradient is not finite")
     check_weight_hash_across_dp_replicas_interval: int | None = option(
-        None, "training steps between comparisons of weights of data-parallel ranks", range=AT_LEAST_1
+        None, "training steps between comparisons of weights of data-parallel ranks"
     )
-    max_skipped_steps: int = option(
-        10, "stop after this many steps in a row whose loss or gradient is not finite", range=AT_LEAST_1
-    )
+    max_skipped_steps: int = option(10, "stop after this many steps in a row whose loss or gradient is not finite")
     manual_gc: bool = option(False, "collect Python garbage only at fixed intervals")
-    manual_gc_interval: int = option(
-        0, "training steps between garbage collections with --manual-gc; 0: never", range=AT_LEAST_0
-    )
+    manual_gc_interval: int = option(0, "training steps between garbage collections with --manual-gc; 0: never")
     empty_unused_memory_level: int = option(
         0,
         "return unused memory to the GPU: 1 after the passes of each step, 2 after the optimizer too",
@@ -387,17 +372,10 @@ class TrainingConfig:
     distributed_backend: str = option(
         "auto", "auto is nccl on GPUs and gloo on CPUs", choices=("auto", "nccl", "gloo"), group=PARALLELISM
     )
-    account_for_embedding_in_pipeline_split: bool = option(
-        False, "count the embedding as a layer", group=PARALLELISM, may_change=True
-    )
-    account_for_loss_in_pipeline_split: bool = option(
-        False, "count the head as a layer", group=PARALLELISM, may_change=True
-    )
+    account_for_embedding_in_pipeline_split: bool = option(False, "count the embedding as a layer", group=PARALLELISM)
+    account_for_loss_in_pipeline_split: bool = option(False, "count the head as a layer", group=PARALLELISM)
     pipeline_model_parallel_layout: str | None = option(
-        None,
-        "what each stage holds: E embedding, t layer, L loss, | between stages: Et*3|t*4L",
-        group=PARALLELISM,
-        may_change=True,
+        None, "what each stage holds: E embedding, t layer, L loss, | between stages: Et*3|t*4L", group=PARALLELISM
     )
     pipeline_cut: str = option(
         "even",
@@ -405,7 +383,6 @@ class TrainingConfig:
         "even, output head and vocabulary counted. Sets --pipeline-model-parallel-layout",
         choices=("even", "auto"),
         group=PARALLELISM,
-        may_change=True,
     )
     recompute: str | None = option(
         None,
@@ -413,20 +390,15 @@ class TrainingConfig:
         "core of attention, or the first few layers after the prefix",
         choices=("auto",),
         group=RECOMPUTATION,
-        may_change=True,
     )
     recompute_memory_gib: float | None = option(
         None,
         "GiB of a rank for model state and activations, by which --recompute auto decides; default: the GPU's memory "
         "less 1 GiB",
-        metavar="GIB",
         group=RECOMPUTATION,
         range=ABOVE_0,
-        may_change=True,
     )
-    distributed_timeout_minutes: int = option(
-        10, "minutes after which a collective fails", group=PARALLELISM, range=AT_LEAST_1
-    )
+    distributed_timeout_minutes: int = option(10, "minutes after which a collective fails", group=PARALLELISM)
     adam_moments_dtype: str = option(
         "fp32",
         "precision in which Adam's two moments are stored; int8: 8-bit codes with an fp32 scale per 256 elements",
@@ -445,13 +417,13 @@ class ScheduleConfig:
     lr_wsd_decay_style: str = option(
         "exponential", "shape of the last part of WSD", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    lr_decay_iters: int | None = option(None, "steps until --min-lr; default --train-iters", range=AT_LEAST_1)
-    lr_decay_samples: int | None = option(None, "samples until --min-lr; default --train-samples", range=AT_LEAST_1)
-    lr_wsd_decay_iters: int | None = option(None, "steps of the last part of WSD", range=AT_LEAST_1)
-    lr_wsd_decay_samples: int | None = option(None, "samples of the last part of WSD", range=AT_LEAST_1)
+    lr_decay_iters: int | None = option(None, "steps until --min-lr; default --train-iters")
+    lr_decay_samples: int | None = option(None, "samples until --min-lr; default --train-samples")
+    lr_wsd_decay_iters: int | None = option(None, "steps of the last part of WSD")
+    lr_wsd_decay_samples: int | None = option(None, "samples of the last part of WSD")
     lr_warmup_fraction: float | None = option(None, "warm-up as a fraction of the decay length", range=BELOW_1)
-    lr_warmup_iters: int = option(0, "steps of linear warm-up", range=AT_LEAST_0)
-    lr_warmup_samples: int = option(0, "samples of linear warm-up", range=AT_LEAST_0)
+    lr_warmup_iters: int = option(0, "steps of linear warm-up")
+    lr_warmup_samples: int = option(0, "samples of linear warm-up")
     lr_warmup_init: float = option(0.0, "learning rate at the start of the warm-up", range=AT_LEAST_0)
     start_weight_decay: float | None = option(None, "weight decay at the start", group=OPTIMIZER, range=AT_LEAST_0)
     end_weight_decay: float | None = option(None, "weight decay at the end", group=OPTIMIZER, range=AT_LEAST_0)
@@ -464,17 +436,15 @@ class ScheduleConfig:
 class DataConfig:
     """Indexed datasets (Megatron's .bin/.idx) and how they are split and read."""
 
-    data_path: tuple[str, ...] | None = option(
-        None, "prefix of an indexed dataset, or weight prefix weight prefix ...", metavar="PREFIX"
-    )
-    train_data_path: tuple[str, ...] | None = option(None, "the same for the training split alone", metavar="PREFIX")
-    valid_data_path: tuple[str, ...] | None = option(None, "the same for the validation split alone", metavar="PREFIX")
-    test_data_path: tuple[str, ...] | None = option(None, "the same for the test split alone", metavar="PREFIX")
-    split: str | None = option(None, "train,validation,test shares of --data-path; default 969, 30, 1", metavar="T,V,E")
-    data_cache_path: str | None = option(None, "folder for the index caches; default beside the data", metavar="FOLDER")
+    data_path: tuple[str, ...] | None = option(None, "prefix of an indexed dataset, or weight prefix weight prefix ...")
+    train_data_path: tuple[str, ...] | None = option(None, "the same for the training split alone")
+    valid_data_path: tuple[str, ...] | None = option(None, "the same for the validation split alone")
+    test_data_path: tuple[str, ...] | None = option(None, "the same for the test split alone")
+    split: str | None = option(None, "train,validation,test shares of --data-path; default 969, 30, 1")
+    data_cache_path: str | None = option(None, "folder for the index caches; default beside the data")
     mock_data: bool = option(False, "synthetic tokens instead of --data-path, for speed measurements only")
     mmap_bin_files: bool = option(True, "map data files into memory; without it they are read")
-    num_workers: int = option(2, "reader processes per rank", range=AT_LEAST_0, may_change=True)
+    num_workers: int = option(2, "reader processes per rank", range=AT_LEAST_0)
     reset_position_ids: bool = option(False, "restart positions after each end-of-document token")
     reset_attention_mask: bool = option(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = option(False, "no loss on end-of-document tokens")
@@ -492,7 +462,7 @@ class DataConfig:
         group=FINE_TUNING,
     )
     sft_ignore_keys: tuple[str, ...] | None = option(
-        None, "keys of records and messages to leave out, such as id", metavar="KEY", group=FINE_TUNING
+        None, "keys of records and messages to leave out, such as id", group=FINE_TUNING
     )
     sft_skip_bad_records: bool = option(
         False, "leave out malformed records and report them, instead of ending with an error", group=FINE_TUNING
@@ -529,29 +499,24 @@ class TokenizerConfig:
     """The tokenizer of the data. Training needs its vocabulary size and end-of-document id."""
 
     tokenizer_type: str | None = option(None, "tokenizer", choices=TOKENIZER_TYPES, metavar="TYPE")
-    vocab_file: str | None = option(None, "GPT-2 BPE vocabulary (vocab.json, encoder.json)", metavar="FILE")
-    merge_file: str | None = option(None, "GPT-2 BPE merges (merges.txt, vocab.bpe)", metavar="FILE")
-    tokenizer_model: str | None = option(
-        None, "SentencePiece model file, or local Hugging Face tokenizer folder", metavar="PATH"
-    )
-    vocab_size: int | None = option(None, "vocabulary size of NullTokenizer", range=AT_LEAST_1)
+    vocab_file: str | None = option(None, "GPT-2 BPE vocabulary (vocab.json, encoder.json)")
+    merge_file: str | None = option(None, "GPT-2 BPE merges (merges.txt, vocab.bpe)")
+    tokenizer_model: str | None = option(None, "SentencePiece model file, or local Hugging Face tokenizer folder")
+    vocab_size: int | None = option(None, "vocabulary size of NullTokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Checkpoints: where, when, and what is loaded from them."""
 
-    save: str | None = option(None, "folder for checkpoints", metavar="FOLDER")
-    save_interval: int | None = option(None, "training steps between checkpoints", range=AT_LEAST_1)
+    save: str | None = option(None, "folder for checkpoints")
+    save_interval: int | None = option(None, "training steps between checkpoints")
     async_save: bool = option(False, "write checkpoints in the background while training continues")
-    keep_last_checkpoints: int | None = option(
-        None, "keep this many checkpoints and delete older ones", range=AT_LEAST_1
-    )
+    keep_last_checkpoints: int | None = option(None, "keep this many checkpoints and delete older ones")
     save_retain_interval: int | None = option(
         None,
         "keep the checkpoints of multiples of this many training steps, and of others only the newest "
         "(--keep-last-checkpoints: more of them)",
-        range=AT_LEAST_1,
     )
     save_optim: bool = option(True, "save the optimizer state; without it a run resumes with --no-load-optim only")
     save_rng: bool = option(True, "save the random generators; without them a run resumes with --no-load-rng only")
@@ -559,23 +524,15 @@ class CheckpointConfig:
         None,
         "folder to resume from: its newest valid checkpoint; an empty or absent folder starts a new run. With the same "
         "folder as --save, a run that was killed resumes when it is started again",
-        metavar="FOLDER",
     )
-    ckpt_step: int | None = option(
-        None, "load the checkpoint of this iteration instead of the newest", range=AT_LEAST_1
-    )
+    ckpt_step: int | None = option(None, "load the checkpoint of this iteration instead of the newest")
     load_hf: str | None = option(
         None,
         "model in Hugging Face's format, a folder or a name on the hub: sizes of the network, tokenizer, and, where "
         "--load has no checkpoint, the weights",
-        metavar="MODEL",
     )
-    save_hf: str | None = option(
-        None, "folder for the trained model in Hugging Face's format, at the end of the run", metavar="FOLDER"
-    )
-    save_hf_interval: int | None = option(
-        None, "training steps between further models, in --save-hf/iter_NNNNNNN", range=AT_LEAST_1
-    )
+    save_hf: str | None = option(None, "folder for the trained model in Hugging Face's format, at the end of the run")
+    save_hf_interval: int | None = option(None, "training steps between further models, in --save-hf/iter_NNNNNNN")
     exit_on_missing_checkpoint: bool = option(False, "end with an error if --load holds no checkpoint")
     finetune: bool = option(False, "load the weights of --load only, and start at iteration 0")
     load_optim: bool = option(True, "load the optimizer state of --load; else the active block starts with a new one")
@@ -586,10 +543,8 @@ class CheckpointConfig:
         False, "take flags of network and tokenizer that are not given from the checkpoint"
     )
     load_rng: bool = option(True, "load the random generators of --load; else they are seeded again")
-    exit_interval: int | None = option(
-        None, "save and stop after each multiple of this many training steps", range=AT_LEAST_1
-    )
-    exit_duration_in_mins: int | None = option(None, "save and stop after this many minutes", range=AT_LEAST_1)
+    exit_interval: int | None = option(None, "save and stop after each multiple of this many training steps")
+    exit_duration_in_mins: int | None = option(None, "save and stop after this many minutes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -600,51 +555,40 @@ class GroupsConfig:
         None,
         "HOST:PORT of torchft's lighthouse: this job is one of several replica groups, which exchange their changes "
         "from time to time. The flags below need it",
-        metavar="ADDRESS",
     )
-    replica_groups: int = option(1, "number of replica groups that the data are divided for", range=AT_LEAST_1)
-    min_replica_groups: int = option(
-        1, "wait at an exchange while there are fewer replica groups than this", range=AT_LEAST_1
-    )
+    replica_groups: int = option(1, "number of replica groups that the data are divided for")
+    min_replica_groups: int = option(1, "wait at an exchange while there are fewer replica groups than this")
     replica_id: str | None = option(
         None, "name of this replica group; the order of the names is that of the data. Default: the name of the host"
     )
     outer_interval: int | None = option(
-        None,
-        "steps of a phase between exchanges, besides the one at its end. Default: only at the end",
-        range=AT_LEAST_1,
+        None, "steps of a phase between exchanges, besides the one at its end. Default: only at the end"
     )
-    outer_delay: int = option(
-        0, "steps from an exchange within a phase until its result is applied; 0: wait for it", range=AT_LEAST_0
-    )
+    outer_delay: int = option(0, "steps from an exchange within a phase until its result is applied; 0: wait for it")
     outer_lr: float = option(
         0.7, "learning rate of the outer step by the mean change; 1 with momentum 0 averages the weights", range=ABOVE_0
     )
     outer_momentum: float = option(0.6, "Nesterov momentum of the outer step", range=BELOW_1)
     outer_compression: str = option("bf16", "precision in which changes are sent", choices=BF16_OR_FP32)
-    outer_timeout_seconds: int = option(
-        300, "seconds of an exchange without progress after which it fails", range=AT_LEAST_1
-    )
+    outer_timeout_seconds: int = option(300, "seconds of an exchange without progress after which it fails")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
     """Logs, metrics and where they go."""
 
-    log_interval: int = option(100, "training steps between log lines", range=AT_LEAST_1)
+    log_interval: int = option(100, "training steps between log lines")
     log_params_norm: bool = option(False, "log the norm of all weights")
     log_num_zeros_in_grad: bool = option(False, "log the number of zeros in the active gradient")
     log_throughput: bool = option(False, "log TFLOP/s per GPU, of what the phase computes")
     profile: bool = option(False, "profile some training steps: --use-pytorch-profiler, or marks for Nsight Systems")
     profile_step_start: int = option(10, "steps before those that are profiled", range=AT_LEAST_0)
     profile_step_end: int = option(12, "last step that is profiled")
-    profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled, default 0", nargs="+", metavar="RANK")
+    profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled, default 0", nargs="+")
     use_pytorch_profiler: bool = option(False, "write a trace of PyTorch's profiler to --tensorboard-dir")
-    metrics_file: str | None = option(
-        None, "write one JSON line per log step and per evaluation to this file", metavar="FILE"
-    )
-    tensorboard_dir: str | None = option(None, "write TensorBoard events to this folder", metavar="FOLDER")
-    wandb_project: str | None = option(None, "log to this Weights & Biases project (needs wandb)", metavar="NAME")
-    wandb_entity: str | None = option(None, "Weights & Biases entity", metavar="NAME")
-    wandb_exp_name: str | None = option(None, "Weights & Biases run name", metavar="NAME")
+    metrics_file: str | None = option(None, "write one JSON line per log step and per evaluation to this file")
+    tensorboard_dir: str | None = option(None, "write TensorBoard events to this folder")
+    wandb_project: str | None = option(None, "log to this Weights & Biases project (needs wandb)")
+    wandb_entity: str | None = option(None, "Weights & Biases entity")
+    wandb_exp_name: str | None = option(None, "Weights & Biases run name")
     wandb_save_dir: str | None = option(None, "folder of the local Weights & Biases files", metavar="FOLDER")

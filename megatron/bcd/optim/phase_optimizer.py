@@ -55,7 +55,7 @@ def build_optimizer(
     """
     settings = config.optimizer
     if config.is_muon:  # `matrix_optimizer` steps Muon's matrices
-        settings = replace(settings, optimizer="adam")
+        settings = config.replace_section("optimizer", optimizer="adam").optimizer
     optimizer_config = OptimizerConfig(
         **core_keywords(settings),
         params_dtype=DTYPES[config.precision],

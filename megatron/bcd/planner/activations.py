@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import mul
+from typing import Any
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS, RunConfig
-from megatron.bcd.config.measured import MeasuredModel
 from megatron.bcd.pipeline.build import build_plan, kept_passes, max_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape
-from megatron.bcd.planner.cost import ModelShape, pass_products
+from megatron.bcd.planner.cost import pass_products
 from megatron.bcd.planner.state import ModelState
 
 _MOST_ROUNDS = 4
@@ -48,20 +48,34 @@ class LayerBytes:
 def layer_bytes(config: RunConfig, state: ModelState, *, unfused_attention: bool) -> LayerBytes:
     """Return the bytes of the tokens of a rank in one microbatch."""
     shape, element, tensor_size = state.shape, state.budget.weight, config.tensor_size
-    sequence, context_size, linear_loss = config.model.seq_length, config.context_size, config.has_linear_loss
+    sequence, context_size = config.model.seq_length, config.context_size
     tokens = config.training.micro_batch_size * sequence // context_size
-    if shape.measured is not None:
-        return _measured_bytes(state, shape.measured, tokens, linear_loss=linear_loss)
     hidden, ffn = shape.hidden_size, shape.active_ffn // tensor_size
     vocabulary = state.padded_vocabulary // tensor_size
+    head, head_working = _head_bytes(tokens, hidden, vocabulary, element, linear_loss=config.has_linear_loss)
+    common: dict[str, Any] = {"input": tokens * hidden * element, "head": head, "head_working": head_working}
+    common["head_weight"] = vocabulary * hidden * element
+    if (measured := shape.measured) is not None:  # the mean layer, in breadth-first order the largest
+        saved, factor = measured.largest if config.is_breadth_first else measured.mean, tokens * element / 2  # in bf16
+        common |= {name: round(factor * saved(name)) for name in ("active", "suffix")}
+        working = ("active_working", "suffix_working", "forward_working")
+        common |= {name: round(factor * measured.largest(name)) for name in working}
+        common["active_working"] += round(element / 2 * measured.largest("weight_working"))
+        return LayerBytes(**common, active_core=0, suffix_core=0)
     query, key_value = shape.query_size // tensor_size, shape.key_value_size // tensor_size
     # query, key, value and context are twice this; in fp32 attention repeats keys and values for each
     # query of a group
     heads = query + (query if element == 4 else key_value)
-    attention = (
-        int(config.transformer["num_attention_heads"]) // tensor_size
-    )  # in fp32: the logarithm of the sum of each row of scores
-    active, suffix = _saved_elements(shape, heads, ffn)
+    # in fp32: the logarithm of the sum of each row of scores
+    attention = int(config.transformer["num_attention_heads"]) // tensor_size
+    if shape.gated:
+        # norm input and output, query-key-value, rotated query and key, context, the second norm's; gate, up, product
+        active, suffix = 4 * hidden + 3 * heads + 3 * ffn, 2 * hidden + 3 * heads + 2 * ffn
+    else:
+        # norm input and output, query-key-value, context, the second norm's; before and after GELU
+        active, suffix = 4 * hidden + 2 * heads + 2 * ffn, 2 * hidden + 2 * heads + ffn
+    if shape.qk_norm_size:  # the norms keep copies of queries and keys
+        active, suffix = active + heads, suffix + heads
     router = 0  # bytes of a token: its experts' numbers and probabilities, and the probabilities of all
     if (experts := shape.experts) is not None:
         # copies of a token for its experts; the router's input; without a fused kernel, products before their weighting
@@ -75,44 +89,15 @@ def layer_bytes(config: RunConfig, state: ModelState, *, unfused_attention: bool
     scores = sequence * attention * (1 if shape.gated else 2) if unfused_attention else 0
     projections = 2 if shape.gated else 1
     routing = _routing_elements(state)
-    head, head_working = _head_bytes(tokens, hidden, vocabulary, element, linear_loss=linear_loss)
     return LayerBytes(
+        **common,
         active=tokens * ((active + split + scores) * element + 4 * attention + router),
         suffix=tokens * ((suffix + split + scores) * element + 4 * attention + router),
-        input=tokens * hidden * element,
-        head=head,
         active_core=tokens * (scores * element + 4 * attention),
         suffix_core=tokens * ((scores + query) * element + 4 * attention),
         active_working=_active_working(state, tokens),
         suffix_working=tokens * max(hidden + (1 + projections) * ffn, routing) * element,
-        head_working=head_working,
-        head_weight=vocabulary * hidden * element,
         forward_working=tokens * (2 * hidden + (1 + projections) * ffn + routing) * element,
-    )
-
-
-def _measured_bytes(state: ModelState, measured: MeasuredModel, tokens: int, *, linear_loss: bool) -> LayerBytes:
-    """Return the bytes of a model of transformers: those of its mean layer, in breadth-first order of its largest."""
-    hidden, element = state.shape.hidden_size, state.budget.weight
-    saved = measured.largest if state.config.is_breadth_first else measured.mean
-    factor = tokens * element / 2  # measured in bf16
-
-    def working(field: str) -> int:
-        return round(factor * measured.largest(field))
-
-    head, head_working = _head_bytes(tokens, hidden, state.padded_vocabulary, element, linear_loss=linear_loss)
-    return LayerBytes(
-        active=round(factor * saved("active")),
-        suffix=round(factor * saved("suffix")),
-        input=tokens * hidden * element,
-        head=head,
-        active_core=0,
-        suffix_core=0,
-        active_working=working("active_working") + round(element / 2 * measured.largest("weight_working")),
-        suffix_working=working("suffix_working"),
-        head_working=head_working,
-        head_weight=state.padded_vocabulary * hidden * element,
-        forward_working=working("forward_working"),
     )
 
 
@@ -122,8 +107,12 @@ def _active_working(state: ModelState, tokens: int) -> int:
     That of experts' forward pass, or of the backward pass through the second linear layer, the activation, and the
     first linear layer; the gradient of a weight is added to the buffer before the next one begins.
     """
-    shape, element, weight = state.shape, state.budget.weight, _weight_bytes(state)
-    hidden, ffn, projections = shape.hidden_size, shape.active_ffn // state.config.tensor_size, 1 + shape.gated
+    shape, config, element = state.shape, state.config, state.budget.weight
+    hidden, ffn, projections = shape.hidden_size, shape.active_ffn // config.tensor_size, 1 + shape.gated
+    rows = ffn
+    if (experts := shape.experts) is not None and experts.is_grouped:  # the gradients of all experts are one tensor
+        rows = max(ffn, experts.number // config.expert_size * experts.ffn_hidden_size // config.expert_tensor_size)
+    weight = hidden * rows * element
     return max(
         tokens * _routing_elements(state) * element,
         tokens * (hidden + ffn) * element + weight,
@@ -141,28 +130,6 @@ def _routing_elements(state: ModelState) -> int:
     if (experts := state.shape.experts) is None:
         return 0
     return (3 + (state.config.expert_size > 1)) * experts.per_token * state.shape.hidden_size
-
-
-def _saved_elements(shape: ModelShape, heads: int, ffn: int) -> tuple[int, int]:
-    """Return the elements that an active and a suffix layer save for a token, without attention scores and routing."""
-    hidden = shape.hidden_size
-    if shape.gated:
-        # norm input and output, query-key-value, rotated query and key, context, the second norm's; gate, up, product
-        active, suffix = 4 * hidden + 3 * heads + 3 * ffn, 2 * hidden + 3 * heads + 2 * ffn
-    else:
-        # norm input and output, query-key-value, context, the second norm's; before and after GELU
-        active, suffix = 4 * hidden + 2 * heads + 2 * ffn, 2 * hidden + 2 * heads + ffn
-    more = heads if shape.qk_norm_size else 0  # the norms keep copies of queries and keys
-    return active + more, suffix + more
-
-
-def _weight_bytes(state: ModelState) -> int:
-    """Return the bytes of the gradient of a linear layer of an MLP, without a gate."""
-    config, experts = state.config, state.shape.experts
-    ffn = state.shape.active_ffn // config.tensor_size
-    if experts is not None and experts.is_grouped:  # the gradients of all experts are one tensor
-        ffn = max(ffn, experts.number // config.expert_size * experts.ffn_hidden_size // config.expert_tensor_size)
-    return state.shape.hidden_size * ffn * state.budget.weight
 
 
 def _head_bytes(
@@ -342,18 +309,15 @@ class StageActivations:
         numbers = self.partition.num_behind_prefix(self.stage, self.block)
         return least_recomputation(numbers, fits, core_share=core / (matrices + core))
 
-    def _virtual(self, chunk: int) -> int:
-        return chunk * self.partition.num_stages + self.stage
-
     def _has_head(self, chunk: int) -> bool:
-        return self._virtual(chunk) == self.partition.num_virtual_stages - 1
+        return self._is_last_stage and chunk == self.partition.num_chunks - 1
 
     @property
     def _is_last_stage(self) -> bool:
         return self.stage == self.shape.num_stages - 1
 
     def _chunk_layers(self, chunk: int, recomputed: Recomputed) -> list[tuple[int, int]]:
-        updated = self.partition.behind_prefix[self._virtual(chunk)][self.block]
+        updated = self.partition.behind_prefix[chunk * self.partition.num_stages + self.stage][self.block]
         return self._layers(updated, recomputed, num_whole=recomputed.num_whole(chunk))
 
     def _layers(self, updated: Sequence[bool], recomputed: Recomputed, *, num_whole: int = 0) -> list[tuple[int, int]]:

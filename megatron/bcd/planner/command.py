@@ -6,8 +6,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.bcd.config.sections import dashed
 from megatron.bcd.planner.measured import learning_rate
-from megatron.bcd.planner.recipe import METHOD_FLAGS, WITH_ORTHOGONAL, Recipe, flag_of
+from megatron.bcd.planner.recipe import METHOD_FLAGS, WITH_ORTHOGONAL, Recipe
 
 SCRIPTS = {"gpt": "pretrain_gpt_bcd.py", "llama": "pretrain_llama_bcd.py"}
 """The training script by model family. Each script has its family's flags as defaults."""
@@ -96,7 +97,7 @@ def layout_flags(recipe: Recipe) -> list[str]:
 
 def _words(flags: Mapping[str, Any]) -> list[str]:
     """Return each flag with its value. None and False leave it out."""
-    shown = [(flag_of(name), value) for name, value in flags.items() if value is not None and value is not False]
+    shown = [(dashed(name), value) for name, value in flags.items() if value is not None and value is not False]
     return [name if value is True else f"{name} {value}" for name, value in shown]
 
 

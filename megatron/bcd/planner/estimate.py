@@ -20,11 +20,8 @@ PAPER_MULTIPLIER = 2.44
 """The B-F multiplier of method bcd at three blocks: iterations to full training's loss over full training's. Adam and
 three blocks had 2.78 and 2.09 (table 2 of the paper). In fine-tuning the cost is that of equal epochs, after which the
 losses differ (`measured.FINE_TUNING`)."""
-SMALL_MULTIPLIERS = {"pretrain": 0.53, "muon": 0.52}
-"""B-F multipliers that do not count, because they come from models below 10 million parameters: the largest number of
-steps to full Adam's loss in this project's studies, of 0.7 to 3.3 million parameters. The cost is that of full
-training's steps, after which models of up to 124 million parameters had a lower loss than full Adam's."""
 EQUAL_STEPS = "full training's steps"
+"""The cost of Muon and preset pretrain: models of up to 124 million parameters then had a lower loss than full Adam."""
 _SHOWN = (
     "method", "num_gpus", "num_nodes", "pipeline_size", "data_size", "precision", "micro_batch_size",
     "global_batch_size", "num_microbatches", "recompute",
@@ -91,16 +88,6 @@ class Estimate:
         return self.peak.total <= self.recipe.cluster.memory_gib * GIB and fits_on_host(self.recipe)
 
     @cached_property
-    def host_bytes(self) -> int:
-        """The host memory of a rank."""
-        return host_bytes(self.recipe)
-
-    @property
-    def saving_bytes(self) -> int:
-        """The additional host memory that a node needs while it saves."""
-        return saving_bytes(self.recipe)
-
-    @cached_property
     def phases(self) -> tuple[PhaseTime, ...]:
         """The time of an iteration in every phase."""
         return cycle_seconds(self.recipe)
@@ -108,11 +95,8 @@ class Estimate:
     @property
     def iteration_seconds(self) -> float:
         """The mean time of an iteration; with experts EXPERTS_TIME times the phases' mean."""
-        return self._mean_seconds(self.phases)
-
-    def _mean_seconds(self, phases: tuple[PhaseTime, ...]) -> float:
         times = EXPERTS_TIME if self.recipe.model.experts else 1.0
-        return times * sum(phase.total for phase in phases) / len(phases)
+        return times * sum(phase.total for phase in self.phases) / len(self.phases)
 
     @property
     def bubble(self) -> float:
@@ -130,7 +114,7 @@ class Estimate:
         if not self.recipe.is_streamed:
             return 0.0
         at_once = replace(self.recipe, cluster=replace(self.recipe.cluster, copy_gb_per_s=1e9))
-        return 1 - self._mean_seconds(cycle_seconds(at_once)) / self.iteration_seconds
+        return 1 - replace(self, recipe=at_once).iteration_seconds / self.iteration_seconds
 
     @property
     def full_training_share(self) -> float:
@@ -186,8 +170,8 @@ class Estimate:
                 "fits": self.fits,
                 "available_bytes": int(recipe.cluster.memory_gib * GIB),
                 "peak_bytes": self.peak.total,
-                "host_bytes": self.host_bytes,
-                "saving_bytes": self.saving_bytes,
+                "host_bytes": host_bytes(recipe),
+                "saving_bytes": saving_bytes(recipe),
                 "largest_micro_batch": self.largest_micro_batch,
                 "ranks": [asdict(rank) | {"model_state": rank.model_state, "total": rank.total} for rank in self.ranks],
             },
@@ -205,6 +189,6 @@ def multiplier_of(method: str, num_blocks: int) -> tuple[float, str]:
         # The paper has 2.22, 2.78 and 3.33 at two, three and four blocks (table 11, Adam). A small GPT here had 2.24,
         # 2.89 and more than 5 at two, three and six blocks (studies/gpt_subsets.md). This formula gives 4.6 at six.
         return PAPER_MULTIPLIER * (num_blocks + 2) / 5 if num_blocks > 1 else 1.0, "the paper's two GPT-2 runs"
-    if method in SMALL_MULTIPLIERS:
+    if method in ("muon", "pretrain"):
         return 1.0, EQUAL_STEPS
     return 1.0, EQUAL_EPOCHS if method == "finetune" else "full training"

@@ -56,7 +56,7 @@ def host_bytes(recipe: Recipe) -> int:
             len(layers.sizes) * layers.padded + recipe.state.embedding_on_host(stage)
             for stage, layers in enumerate(recipe.state.streamed)
         )
-        per_element = recipe.bytes_per_element + recipe.state.layer_state_bytes
+        per_element = recipe.state.budget.weight + recipe.state.layer_state_bytes
         on_node = min(recipe.num_replicas, recipe.gpus_per_node)
         offloaded += int(per_element * largest) // max(1, on_node // recipe.state.num_expert_parts)
     if recipe.config.is_breadth_first:

@@ -6,11 +6,13 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, BcdConfig, Refusal, RunConfig
-from megatron.bcd.config.presets import PRESETS, derive_blocks, derive_schedule, preset_values
+from megatron.bcd.config.presets import PRESETS, derive_blocks, derive_chunks, derive_schedule, preset_values
+from megatron.bcd.config.sections import dashed
 from megatron.bcd.planner import run_state
 from megatron.bcd.planner.cost import ModelShape
 from megatron.bcd.planner.run_state import RunMemory
@@ -47,6 +49,7 @@ DEFAULTS: dict[str, Any] = {
     "micro_batch_size": 1,
     "global_batch_size": 64,
     "optimizer": "adam",
+    "optimizer_cpu_offload": False,
 }
 """The values of flags that were not given and have another default, or none, in RunConfig."""
 VOCABULARY_MULTIPLE = {"pretrain": 128, "sft": 1}
@@ -61,14 +64,11 @@ _TRANSFORMER = (
     "moe_grouped_gemm", "expert_model_parallel_size",
 )  # fmt: skip
 """The fields of Megatron Core's TransformerConfig that the formulas read."""
+_OPTIMIZER = ("optimizer", "optimizer_cpu_offload", "optimizer_offload_fraction", "clip_grad")
+"""Those of its OptimizerConfig."""
 _NOT_OF_STATE = ("micro_batch_size", "global_batch_size", "bcd_saved_inputs", "bcd_saved_activations")
 """Flags that change no model state."""
 _SECTIONS = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)}
-
-
-def flag_of(field: str) -> str:
-    """Return the flag of a field."""
-    return f"--{field.replace('_', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +114,7 @@ class Recipe:
 
     def changed(self, **values: Any) -> Recipe:
         """Return the recipe with other attributes or flags. A flag that is None takes its default. Raises Refusal."""
-        return self.varied(**values).checked()
-
-    def varied(self, **values: Any) -> Recipe:
-        """Return what `changed` returns, also if it has a fault."""
-        return build_recipe(**self.values | values)
+        return make_recipe(**self.values | values)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -216,11 +212,6 @@ class Recipe:
         return self.global_batch_size * self.tokens
 
     @property
-    def bytes_per_element(self) -> int:
-        """The bytes of one activation or weight."""
-        return 4 if self.precision == "fp32" else 2
-
-    @property
     def padded_vocabulary(self) -> int:
         """The rows of the embedding."""
         multiple = self.flag("make_vocab_size_divisible_by") or VOCABULARY_MULTIPLE[self.task]
@@ -284,12 +275,11 @@ class Recipe:
             product = f"--context-parallel-size {context} x --pipeline-model-parallel-size {stages}"
             yield f"{product}: does not divide --num-gpus {self.num_gpus}. Give a divisor."
         if self.model.measured is not None:
-            if context > 1:
-                yield f"--context-parallel-size {context}: transformers' layers have whole sequences. Leave it out."
-            if config.has_linear_loss:
-                yield "--cross-entropy-fusion-impl linear: transformers' models compute the logits. Leave it out."
-            if self.recompute == "auto":
-                yield "--recompute auto: transformers' layers are recomputed whole. Give full, or leave it out."
+            flags = {f"--context-parallel-size {context}": context > 1, "--recompute auto": self.recompute == "auto"}
+            flags["--cross-entropy-fusion-impl linear"] = config.has_linear_loss
+            yield from (
+                f"{flag}: transformers' layers have no such thing. Leave it out." for flag in flags if flags[flag]
+            )
         if context > 1 and self.tokens % (2 * context):
             yield f"--seq-length {self.tokens}: must be a multiple of {2 * context}, 2 x --context-parallel-size"
         if self.global_batch_size % (per_step := self.micro_batch_size * self.data_size):
@@ -312,21 +302,15 @@ class Recipe:
         if self.is_whole:
             for field in ("bcd_num_blocks", "bcd_layout", "bcd_head_phase", "num_virtual_stages_per_pipeline_rank"):
                 if self.flag(field):
-                    yield f"{flag_of(field)}: --bcd-inactive-update {rule} has no blocks. Leave one of them out."
+                    yield f"{dashed(field)}: --bcd-inactive-update {rule} has no blocks. Leave one of them out."
         if self.method in ("bcd", "finetune") and number == 0 and not self.is_whole:
             yield f"{blocks}: nothing would be trained. Give at least 1, or --bcd-preset pretrain."
-        if self.method == "pretrain" and number == 1:
-            yield f"{blocks}: with {method} no layer would be inactive. Give at least 2, or 0."
         if not self.has_blocks and number not in (None, 1):
             yield f"{blocks}: {method} trains all parameters. Leave it out."
         if self.is_streamed and self.method not in (*PRESET_OF, *STREAMED.values()):
             yield f"--bcd-layers-on host: with {method} every layer is active, on the device. Leave it out."
         yield from self._schedule_faults()
-        if not 0 <= bcd.bcd_resident_layers <= self.model.layers:
-            yield f"--bcd-resident-layers {bcd.bcd_resident_layers}: must be 0 to {self.model.layers}"
         moments = self.config.training.adam_moments_dtype
-        if (momentum := self.flag("muon_momentum_dtype")) and not self.config.is_muon:
-            yield f"--muon-momentum-dtype {momentum}: {method} has no momentum. Leave it out."
         if moments != "fp32" and self.method == "offload":
             yield f"--adam-moments-dtype {moments}: the optimizer on the host stores fp32. Leave it out."
         if moments == "int8" and self.config.tied and 1 < self.pipeline_size < self.num_gpus:
@@ -339,8 +323,6 @@ class Recipe:
                 yield f"--bcd-schedule {bcd.bcd_schedule}: --bcd-layers-on host needs {schedule}. Leave it out."
             return
         stages, context = self.pipeline_size, self.config.context_size
-        if not self.has_blocks and not self.is_streamed:
-            yield f"{schedule}: --method {self.method} needs --bcd-layers-on host. Give it."
         if stages > 1 and self.flag("bcd_layout") not in (None, "interleaved"):
             layout = f"--bcd-layout {self.flag('bcd_layout')}"
             yield f"{layout}: {schedule} with several stages divides the model into chunks. Leave it out."
@@ -361,7 +343,7 @@ def _model_state(recipe: Recipe) -> ModelState:
 
 
 _ATTRIBUTES = {each.name for each in fields(Recipe)} - {"flags"}
-_KNOWN = {each.name for kind in _SECTIONS.values() for each in fields(kind)} | {*_TRANSFORMER}
+_KNOWN = {each.name for kind in _SECTIONS.values() for each in fields(kind)} | {*_TRANSFORMER, *_OPTIMIZER}
 
 
 def make_recipe(**values: Any) -> Recipe:
@@ -388,10 +370,9 @@ def _build_config(
     """
     user_flags = dict(flags) | ({} if precision == "fp32" else {precision: True})
     values: dict[str, Any] = {each.name: each.default for each in fields(BcdConfig)}
-    values |= {"decoupled_lr": None} | DEFAULTS
+    values |= {"decoupled_lr": None, "pipeline_model_parallel_layout": None} | DEFAULTS
     values |= {**model.flags(user_flags.get("seq_length")), **METHOD_FLAGS[method]}
     values |= {"make_vocab_size_divisible_by": VOCABULARY_MULTIPLE[task], "clip_grad": 1.0}  # as `command` prints
-    values |= {"grad_reduce_in_fp32": True}
     if preset := METHOD_FLAGS[method].get("bcd_preset"):
         values |= preset_values(preset, user_flags)
     if method == "finetune" and user_flags.get("bcd_inactive_update") == "orthogonal":
@@ -406,16 +387,12 @@ def _build_config(
     values |= {"recompute_granularity": "full"} if recompute == "full" else {}
     derive_schedule(values)
     derive_blocks(values, given=user_flags)
-    stages = values["pipeline_model_parallel_size"]
-    chunks = model.layers // (stages * values["bcd_layers_per_pass"])
-    if values["bcd_schedule"] == "breadth-first" and stages > 1 and chunks > 1:  # the layout's chunks
-        blocks = DEFAULT_NUM_BLOCKS if values["bcd_num_blocks"] is None else max(1, values["bcd_num_blocks"])
-        values["num_virtual_stages_per_pipeline_rank"] = chunks = max(1, chunks // blocks) * blocks
-        values["bcd_layers_per_pass"] = -(-model.layers // (stages * chunks))
-        values["bcd_layout"] = "interleaved"
+    derive_chunks(values, given=user_flags)
     sections = {name: _build_section(kind, values) for name, kind in _SECTIONS.items()}
     transformer = {name: values[name] for name in _TRANSFORMER if values.get(name) is not None}
-    return RunConfig(transformer=transformer, measured=model.measured, **sections)
+    optimizer = SimpleNamespace(**{name: values.get(name) for name in _OPTIMIZER})
+    ddp = SimpleNamespace(grad_reduce_in_fp32=True)
+    return RunConfig(transformer=transformer, optimizer=optimizer, ddp=ddp, measured=model.measured, **sections)
 
 
 def _build_section(kind: Any, values: Mapping[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.planner.estimate import Estimate
-from megatron.bcd.planner.measured import LARGE_STEP, finding, whole_rules
+from megatron.bcd.planner.measured import finding, whole_rules
 from megatron.bcd.planner.memory import fits, node_bytes
 from megatron.bcd.planner.recipe import DEFAULTS, MAX_GPUS, PRESET_OF, STREAMED, WHOLE, Recipe, build_recipe
 from megatron.bcd.planner.step_time import mean_seconds
@@ -255,17 +255,13 @@ def first_allowed(values: Values) -> Recipe:
     return next(candidates(values), None) or build_recipe(**values)
 
 
-def asks_for_blocks(values: Values) -> bool:
-    """Return whether a flag asks preset finetune for blocks."""
-    return any(values.get(name) not in (None, 0, *WHOLE.values()) for name in OF_BLOCKS)
-
-
 def _rules(values: Values) -> Sequence[str | None]:
     """Return the rules of --bcd-inactive-update to try, best first."""
     given = values.get("bcd_inactive_update")
     if given is not None or values["method"] != "finetune":
         return (given,)
-    if asks_for_blocks(values) or values["precision"] == "fp16":  # inactive updates have no loss scale
+    asks_for_blocks = any(values.get(name) not in (None, 0, *WHOLE.values()) for name in OF_BLOCKS)
+    if asks_for_blocks or values["precision"] == "fp16":  # inactive updates have no loss scale
         return ("none",)
     return (*whole_rules(_batch_size(values) * (values.get("seq_length") or values["model"].sequence)), "none")
 
@@ -294,7 +290,7 @@ def with_fewest_blocks(recipe: Recipe) -> Recipe:
     longest = _STREAMED_SLOWER * mean_seconds(recipe) if recipe.is_streamed else math.inf
     per_stage = recipe.model.layers // recipe.pipeline_size
     numbers = sorted({math.ceil(per_stage / size) for size in range(2, per_stage)})
-    for other in (recipe.varied(bcd_num_blocks=number) for number in numbers):
+    for other in (build_recipe(**recipe.values | {"bcd_num_blocks": number}) for number in numbers):
         if fits(other, share=_PLANNED_SHARE) and mean_seconds(other) <= longest:
             return other
     return recipe
@@ -303,36 +299,8 @@ def with_fewest_blocks(recipe: Recipe) -> Recipe:
 def reason_for_rule(recipe: Recipe) -> str:
     """Return in one line why a plan of preset finetune has blocks or not."""
     if recipe.is_whole:
-        rule, why = recipe.config.bcd.bcd_inactive_update, ""
-        if recipe.step_tokens >= LARGE_STEP:
-            why = f"\n{recipe.step_tokens:,} tokens a step: from {LARGE_STEP:,} on the orthogonal update "
-            if rule == "orthogonal":
-                why += "learns more; --bcd-inactive-update factored has shorter steps and forgets less"
-            else:
-                why += "learns more, but needs more memory and longer steps"
-        return f"every layer in every step by the {rule} update, which fits: no blocks{_describe_places(recipe)}{why}"
-    changes = dict.fromkeys(BLOCK_FLAGS) | {"bcd_inactive_update": "factored", "recompute": "none"}
-    open_pipeline = {"micro_batch_size": 1, "pipeline_model_parallel_size": None}
-    whole = [*candidates(recipe.values | changes | open_pipeline)]
-    if not whole:
-        return "blocks: the factored update cannot be combined with the given flags"
-    if any(fits(each, share=_PLANNED_SHARE) for each in whole):
-        return "blocks, as the flags ask; without them every layer by the factored update, which fits"
-    return "blocks: every layer by the factored update does not fit"
-
-
-def _describe_places(recipe: Recipe) -> str:
-    """Return in words what lies where with --bcd-schedule breadth-first."""
-    if not recipe.config.is_breadth_first:
-        return ""
-    inputs = " and saved inputs" * (recipe.config.bcd.bcd_saved_inputs == "host")
-    if not recipe.is_streamed:
-        return f"; gradients of one chunk of the model at a time{', saved inputs in host memory' * bool(inputs)}"
-    number = recipe.state.num_layer_buffers(0)
-    return (
-        f";\non the device: embedding, head, norms and {number} layers at a time; in host memory: weights and low bits "
-        f"of all layers{inputs}"
-    )
+        return f"every layer in every step by the {recipe.config.bcd.bcd_inactive_update} update, which fits: no blocks"
+    return "blocks: flags ask for them, or every layer by the factored update does not fit"
 
 
 # ---------------------------------------------------------------- the cheapest
@@ -352,7 +320,7 @@ def search(values: Values, *, tokens: float | None = None) -> list[Estimate]:
         fitting = _largest_with_experts(filter(fits, candidates({**values, "bcd_inactive_update": rule})))
         estimates = [Estimate(recipe=recipe, tokens=tokens) for recipe in fitting]
         for each in sorted(estimates, key=gpu_hours)[:_NUM_SHOWN]:
-            cut = each.recipe.varied(recompute="auto", pipeline_cut="auto")
+            cut = build_recipe(**each.recipe.values | {"recompute": "auto", "pipeline_cut": "auto"})
             if each.recipe.pipeline_size > 1 and fits(cut):
                 estimates.append(Estimate(recipe=cut, tokens=tokens))
         if estimates:

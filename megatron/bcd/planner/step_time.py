@@ -185,7 +185,7 @@ def copy_bytes(recipe: Recipe, stage: int, block: int) -> tuple[tuple[float, flo
     layers = recipe.state.streamed[stage]
     share = layers.is_active[block].count(False) / len(layers.sizes)
     elements, config = share * layers.padded, recipe.config
-    weights = recipe.bytes_per_element * elements
+    weights = recipe.state.budget.weight * elements
     updated = weights + recipe.state.layer_state_bytes * elements / recipe.num_replicas
     is_updated = config.bcd.bcd_inactive_update != "none" or config.steps_block_by_chunk
     return (weights, weights if config.clips_by_chunk else updated), updated * is_updated
@@ -200,7 +200,7 @@ def _group_speed(recipe: Recipe, ranks: int) -> float:
 def exchange_seconds(recipe: Recipe) -> float:
     """Return the time to gather a layer's keys and values over context-parallel ranks. Scattering takes as long."""
     ranks = recipe.config.context_size
-    size = 2 * recipe.tokens * recipe.micro_batch_size * recipe.shape.key_value_size * recipe.bytes_per_element
+    size = 2 * recipe.tokens * recipe.micro_batch_size * recipe.shape.key_value_size * recipe.state.budget.weight
     return size * (ranks - 1) / ranks / _group_speed(recipe, ranks)
 
 

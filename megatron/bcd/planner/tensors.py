@@ -186,16 +186,11 @@ class Buffer:
 
     def joined(self, experts: Buffer, place_of_experts: Sequence[int]) -> Buffer:
         """Return this buffer and that of expert-parallel experts as one, given each rank's place in the latter."""
+        places = [place % len(experts.stored) for place in place_of_experts]
         return Buffer(
             size=self.size + experts.size,
-            stored=tuple(
-                self.stored[rank] + experts.stored[place % len(experts.stored)]
-                for rank, place in enumerate(place_of_experts)
-            ),
-            counts=tuple(
-                self.counts[rank] + experts.counts[place % len(experts.counts)]
-                for rank, place in enumerate(place_of_experts)
-            ),
+            stored=tuple(own + experts.stored[place] for own, place in zip(self.stored, places, strict=True)),
+            counts=tuple(own + experts.counts[place] for own, place in zip(self.counts, places, strict=True)),
             padding=self.padding + experts.padding,
         )
 
