@@ -55,6 +55,7 @@ setup(
     ],
     extras_require={
         "board": ["flask>=3"],
+        "datasets": ["datasets>=4"],
         "elastic": ["torchft==0.2.*"],
         "figures": ["matplotlib"],
         "wandb": ["wandb"],

@@ -30,12 +30,16 @@ def with_records(arguments: argparse.Namespace) -> argparse.Namespace:
 def counted(arguments: argparse.Namespace) -> Any:
     """Return the counts of --data with the tokenizer of --model. Raises ValueError."""
     path, model, ignored = arguments.data, arguments.model or "", tuple(arguments.sft_ignore_keys or ())
-    if not os.path.isfile(path):
-        raise ValueError(f"--data {path}: is no file. Give records (docs/fine_tuning.md).")
+    if not os.path.exists(path):
+        raise ValueError(f"--data {path}: does not exist. Give records (docs/fine_tuning.md).")
     folder = model if os.path.isdir(model) else os.path.dirname(model)
     if not has_tokenizer(folder):
         raise ValueError(f"--data {path}: --model {model} has no tokenizer. Give the model's folder with one.")
-    return _count(path, os.stat(path).st_mtime_ns, folder, arguments.seq_length, ignored)
+    from megatron.bcd.data.sft.tables import expand_folders  # it imports torch, which other plans do not need
+
+    files = tuple(expand_folders([("--data", path)]))
+    changed = tuple(os.stat(file).st_mtime_ns for _, file in files)
+    return _count(files, changed, folder, arguments.seq_length, ignored)
 
 
 def has_tokenizer(folder: str) -> bool:
@@ -44,9 +48,15 @@ def has_tokenizer(folder: str) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _count(path: str, changed: int, folder: str, seq_length: int, ignored: tuple[str, ...]) -> Any:
-    from megatron.bcd.data.sft.dataset import count_records  # it imports torch, which other plans do not need
+def _count(
+    files: tuple[tuple[str, str], ...],
+    changed: tuple[int, ...],
+    folder: str,
+    seq_length: int,
+    ignored: tuple[str, ...],
+) -> Any:
+    from megatron.bcd.data.sft.dataset import count_records
     from megatron.bcd.tokenizer import HuggingFaceTokenizer
 
     tokenizer = HuggingFaceTokenizer(tokenizer_model=folder)
-    return count_records([("--data", path)], tokenizer, seq_length=seq_length, ignored=ignored)
+    return count_records(files, tokenizer, seq_length=seq_length, ignored=ignored)

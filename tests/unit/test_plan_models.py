@@ -433,7 +433,7 @@ def test_a_plan_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ([*words, *more, "--tokens", "1M"], r"--tokens 1e\+06: --data"),
         (["--model", "LLaMA-7B", *CARD, "--task", "sft", "--data", data], "--model LLaMA-7B has no tokenizer"),
         (["--model", folder, *CARD, "--data", data], "--task sft"),
-        ([*words, "--data", "absent"], "--data absent: is no file"),
+        ([*words, "--data", "absent"], "--data absent: does not exist"),
     ):
         assert plan.main(wrong) == 2
         assert re.search(named, capsys.readouterr().err)

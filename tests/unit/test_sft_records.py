@@ -101,6 +101,10 @@ GOOD: tuple[tuple[dict[str, Any], Record], ...] = (
             variables={"tools": TOOLS},
         ),
     ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, *said("", "a")[1:]]},
+        Record(messages=said("q", "a"), learned=(1,)),
+    ),
 )
 OK = '{"prompt": "p", "completion": "c"}\n'
 BAD: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -110,7 +114,6 @@ BAD: dict[str, tuple[str, tuple[str, ...]]] = {
     "list_is_cut": ("[" + OK, ()),
     "text_document": (OK + '{"text": "a document"}\n', ("line 2", "completion")),
     "input": ('{"instruction": "a", "input": ["b"], "output": "c"}\n', ("line 1", "'input'")),
-    "table": (OK, ("is a table", "docs/data.md")),
     "entry": ("[" + OK.strip() + ', {"prompt": "p"}]', ("entry 2",)),
     "messages": ('{"messages": "hello"}', ("line 1", "messages")),
     "no_value": ('{"conversations": [{"from": "gpt", "content": "a"}]}', ("line 1", "'value'")),
@@ -170,7 +173,7 @@ def test_bad_records(tmp_path: Path, name: str) -> None:
     """A bad record is refused in one line that names its place or its fault."""
     text, named = BAD[name]
     with pytest.raises(ValueError) as caught:
-        records_of(written(tmp_path, text, "data.csv" if name == "table" else "data.jsonl"))
+        records_of(written(tmp_path, text))
     assert all(word in str(caught.value) for word in named), caught.value
     assert "\n" not in str(caught.value)
 

@@ -56,6 +56,7 @@ def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = (
         extras = partition.describe_extras(block.index)
         lines.append(f"  block {block.index}: {', '.join((f'layers {describe_layers(block.layers)}', *extras))}")
     vocabulary = known_vocabulary(config)
+    lines += filter(None, [partition.describe_uneven()])
     padded = padded_vocab_size(vocabulary or 0, config.model.make_vocab_size_divisible_by, config.tensor_size)
     num_replicas, parameters = data_size * config.context_size, tuple[tuple[str, tuple[int, ...]], ...]()
     if config.model.transformer_impl == "transformers":  # other dry runs import no torch
@@ -90,10 +91,11 @@ def describe_records(config: RunConfig) -> tuple[list[str], str | None]:
     from megatron.bcd.data.sft.dataset import count_records  # other dry runs import no torch
     from megatron.bcd.data.sft.store import files_of
 
-    data, files = config.data, files_of(config)
-    if absent := [path for _, path in files if not os.path.exists(path)]:
-        return [f"records: not counted, because {absent[0]} does not exist here"], None
+    data = config.data
     try:
+        files = files_of(config)
+        if absent := [path for _, path in files if not os.path.exists(path)]:
+            return [f"records: not counted, because {absent[0]} does not exist here"], None
         counts = count_records(
             files,
             build_tokenizer(**vars(config.tokenizer)),

@@ -7,6 +7,7 @@ order over the whole model.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -305,6 +306,17 @@ class Partition:
         if "head" in self.frozen or self.head_always_active:
             return "head frozen" if "head" in self.frozen else "head always active"
         return f"head part of block {owner.index}" if owner.layers else "head in a separate phase, with the final norm"
+
+    def describe_uneven(self) -> str:
+        """Return which number of blocks is even if a block has at least half more layers than another, else ""."""
+        sizes, common = [len(block.layers) for block in self.blocks if block.layers], math.gcd(*self.layers_per_stage)
+        if self.layout == "stage" or common == 1 or 2 * max(sizes, default=0) < 3 * min(sizes, default=0):
+            return ""
+        number = len(sizes) // (self.num_stages if self.layout == "submodel" else 1)
+        even = [divisor for divisor in range(2, common + 1) if common % divisor == 0]
+        nearest = [*[each for each in even if each < number][-1:], *[each for each in even if each > number][:1]]
+        shown = ", ".join(map(str, sizes))
+        return f"blocks of {shown} layers: --bcd-num-blocks {' or '.join(map(str, nearest))} divides them evenly"
 
 
 # -------------------------------------------------------------------------------------------------------- construction

@@ -450,8 +450,9 @@ class DataConfig:
     eod_mask_loss: bool = option(False, "no loss on end-of-document tokens")
     sft: bool = option(
         False,
-        "fine-tune on instructions or conversations: --data-path names JSONL or JSON files with records {instruction, "
-        "input, output}, {prompt, completion}, {messages} or {conversations}; the loss counts answers only",
+        "fine-tune on instructions or conversations: --data-path names JSONL, JSON, CSV or Parquet files, or folders "
+        "of the datasets library, with records {instruction, input, output}, {prompt, completion}, {messages} or "
+        "{conversations}; the loss counts answers only",
         group=FINE_TUNING,
     )
     sft_prompt_format: str = option(

@@ -16,6 +16,8 @@ from typing import Any
 import rich.progress
 from rich.console import Console
 
+from megatron.bcd.data.sft.tables import is_table, read_rows
+
 SHAPES = (
     "{instruction, input, output}, {prompt, completion}, {messages: [{role, content}, ...]} or "
     "{conversations: [{from, value}, ...]}"
@@ -42,39 +44,44 @@ class Record:
 
 
 def read_values(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the place and the value of each record of a JSONL file or a JSON list. Show progress on a terminal.
+    """Yield the place and the value of each record of a JSONL file, a JSON list or a table.
 
-    A place is "line 3" or "entry 3", counted from 1. The value of a line that is not JSON is a ValueError.
+    A place is "line 3" or "entry 3", counted from 1. The value of a line or row that can't be read is a ValueError.
 
     Raises:
         ValueError: the file is not readable or empty. The message does not name the file.
     """
-    if path.endswith((".csv", ".parquet", ".arrow")):
-        raise ValueError("is a table. Convert it to JSONL with the datasets library (docs/data.md).")
     is_empty = True
+    rows = ((f"entry {number}", row) for number, row in enumerate(read_rows(path), start=1))
     try:
-        with rich.progress.open(
-            path,
-            "r",
-            encoding="utf-8-sig",
-            errors="surrogateescape",  # one damaged record must not hide the others
-            description=f"tokenizing {os.path.basename(path)}",
-            console=Console(stderr=True),
-            disable=not sys.stderr.isatty(),
-            transient=True,
-        ) as file:
-            is_list = file.read(4096).lstrip().startswith("[")
-            file.seek(0)
-            for number, item in enumerate(json.load(file) if is_list else file, start=1):
-                if is_list or item.strip():
-                    is_empty = False
-                    yield (f"entry {number}", item) if is_list else (f"line {number}", _parsed_line(item))
+        for place, value in rows if is_table(path) else _json_values(path):
+            is_empty = False
+            yield place, value
     except OSError as error:
         raise ValueError(f"can't be read ({error.strerror})") from None
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"is not JSON ({_reason(error)}). Give a list of records, or one record per line.") from None
     if is_empty:
         raise ValueError(f"is empty. Give a file with records {SHAPES}.")
+
+
+def _json_values(path: str) -> Iterator[tuple[str, Any]]:
+    """Yield what `read_values` does of a file of JSON. Show progress on a terminal."""
+    with rich.progress.open(
+        path,
+        "r",
+        encoding="utf-8-sig",
+        errors="surrogateescape",  # one damaged record must not hide the others
+        description=f"tokenizing {os.path.basename(path)}",
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    ) as file:
+        is_list = file.read(4096).lstrip().startswith("[")
+        file.seek(0)
+        for number, item in enumerate(json.load(file) if is_list else file, start=1):
+            if is_list or item.strip():
+                yield (f"entry {number}", item) if is_list else (f"line {number}", _parsed_line(item))
 
 
 def _parsed_line(line: str) -> Any:
@@ -186,6 +193,10 @@ def _message(values: Mapping[str, Any], ignored: tuple[str, ...] = ()) -> Messag
     if "tool_calls" in more:
         more["tool_calls"] = [_call(call) for call in _objects(more["tool_calls"], "tool_calls")]
         content = content or ""  # some templates fail without it
+    if isinstance(content, list):
+        if any(part.get("type") != "text" for part in _objects(content, names[1])):
+            raise ValueError(f"has {names[1]!r} with parts that are no text. Only text is supported.")
+        content = "".join(_text(part, "text") for part in content)
     return {"role": role, "content": _text({**values, names[1]: content}, names[1]), **more}
 
 

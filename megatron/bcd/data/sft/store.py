@@ -20,6 +20,7 @@ import torch
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.sft.records import parse_record, read_values
+from megatron.bcd.data.sft.tables import expand_folders
 from megatron.bcd.data.sft.text import Renderer, Tokens, tokenize_record
 from megatron.bcd.runtime import atomic_io, collectives
 from megatron.bcd.tokenizer import Tokenizer
@@ -72,7 +73,7 @@ class Samples:
 
 
 def files_of(config: RunConfig) -> Files:
-    """Return the files of records of a run, with the flags that name them."""
+    """Return the files of records of a run, with the flags that name them. Raises ValueError as `expand_folders`."""
     data = config.data
     split_paths = {
         "--train-data-path": data.train_data_path,
@@ -80,7 +81,7 @@ def files_of(config: RunConfig) -> Files:
         "--test-data-path": data.test_data_path,
     }
     paths = {"--data-path": data.data_path} if data.data_path else split_paths
-    return [(flag, path) for flag, its_paths in paths.items() for path in its_paths or ()]
+    return expand_folders((flag, path) for flag, its_paths in paths.items() for path in its_paths or ())
 
 
 def tokenized_samples(
