@@ -91,5 +91,5 @@ fi
 cd "$ROOT"
 say "$("$VENV/bin/python" -c 'import importlib.metadata as m, platform
 print("Python", platform.python_version(), *(f"{name} {m.version(name)}" for name in ("megatron-core", "torch")))')"
-[ $# -gt 0 ] || set -- tests/gpu/test_check_machine.py tests/emulated_gpu tests/gpu tests/distributed/test_{huggingface,fine_tuning}.py
+[ $# -gt 0 ] || set -- tests/gpu/test_gpus.py tests/emulated_gpu tests/gpu tests/distributed/test_{huggingface,fine_tuning}.py
 LD_PRELOAD=$libraries exec python -m pytest --backend nccl -n 2 --dist loadfile --no-loadscope-reorder "$@"

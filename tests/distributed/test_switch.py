@@ -1,11 +1,13 @@
 """Properties that hold across switches: ranks decide alike (invariant 9), tied copies agree, fp16's loss scale
-continues. Collectives over Python objects have the same result or error on every rank."""
+continues. The order of blocks and their samples: plateau, end, subsets. Collectives over Python objects."""
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,7 @@ import torch
 from support import worlds
 from support.dist import World
 
+from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.runtime import collectives
 
@@ -133,3 +136,108 @@ def test_ranks_meet_while_rank_0_works(world2: World) -> None:
     """The ranks keep meeting while rank 0 works, and all get its result or its error."""
     assert world2.run(long_on_rank_0, None) == [("done by rank 0", True)] * 2
     assert world2.run(long_on_rank_0, ValueError("no space")) == [("no space", True)] * 2
+
+
+def warnings_of(config: RunConfig) -> list[str]:
+    with worlds.started(config) as run:
+        run.train()
+        return run.recorder.warnings
+
+
+def test_blocks_without_a_phase(world1: World, text_data: str) -> None:
+    """A run warns of blocks that it does not train, before it and after it. A run that trains all layers does not."""
+    flags: dict[str, Any] = {"data_path": text_data, "train_iters": 8, "bcd_order": "random"}
+    [warnings] = world1.run(warnings_of, worlds.run_config(**flags, bcd_steps_per_block=4))
+    assert len(warnings) == 2 and all(warning.startswith("2 of 3 blocks are active") for warning in warnings)
+    assert world1.run(warnings_of, worlds.run_config(**flags, bcd_steps_per_block=None)) == [[]]
+    inactive = {"bcd_inactive_update": "orthogonal", "bcd_always_active": "norms,biases,embedding"}
+    assert world1.run(warnings_of, worlds.run_config(**flags, **inactive, bcd_steps_per_block=4)) == [[]]
+
+
+PLATEAU = {"bcd_switch": "plateau", "bcd_steps_per_block": None, "bcd_plateau_window": 2, "train_iters": 24}
+PLATEAU |= {"bcd_plateau_min_improvement": 0.05, "bcd_max_steps_per_block": 9}
+
+
+def test_plateau(world2: World, text_data: str) -> None:
+    """All ranks end a phase at the same step, and phases differ in length. The rule itself:
+    unit/test_block_schedule.py."""
+    config = worlds.run_config(**{"data_path": text_data} | PLATEAU | worlds.CUTS["submodel"])
+    ranks = world2.run(worlds.train_run, config)
+    assert ranks[0]["steps"] == ranks[1]["steps"]
+    lengths = [*Counter(step["phase"] for step in ranks[0]["steps"]).values()]
+    assert len(set(lengths[:-1])) > 1 and all(4 <= length <= 9 for length in lengths[:-1])
+
+
+def converging(config: RunConfig) -> dict[str, Any]:
+    with worlds.started(config) as run:
+        run.train()
+        return worlds.outcome(run) | {"notes": run.recorder.notes}
+
+
+def test_a_converged_run_ends(world2: World, text_data: str, tmp_path: Path) -> None:
+    """A run that has converged saves and ends, and trains no further step when it is started again."""
+    flags = {"data_path": text_data, "train_iters": 40, "eval_iters": 2, "lr": 1e-5, "bcd_steps_per_block": 2}
+    flags |= {"bcd_stop_cycle_improvement": 0.5, "save": tmp_path} | worlds.CUTS["data2"]
+    first, second = world2.run(converging, worlds.run_config(**flags))
+    assert len(first["losses"]) == len(second["losses"]) == 12, "two cycles of three blocks"
+    assert [at for at, split, _ in first["evaluations"] if split == "validation"] == [6, 12, 12]
+    assert any("cycle 1" in note for note in first["notes"])
+    assert (tmp_path / "iter_0000012").is_dir()
+    again, _ = world2.run(converging, worlds.run_config(**flags | {"load": tmp_path}))
+    assert again["losses"] == []
+
+
+class Recording:
+    """A dataset that records the requested samples."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.asked = dataset, list[int]()
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        return self.dataset[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def samples_of_phases(config: RunConfig) -> dict[str, Any]:
+    """Return the samples that this rank trained on in each phase, and the run's messages about them."""
+    phases: list[list[int]] = []
+    with worlds.started(config) as run:
+        recording = run.samples.dataset = Recording(run.splits.train)
+
+        def after_step(run: worlds.RecordedRun) -> None:
+            phase = run.state.phase_state.phase
+            phases.extend([] for _ in range(phase + 1 - len(phases)))
+            phases[phase] += recording.asked
+            recording.asked.clear()
+
+        run.hooks["after_step"] = after_step
+        run.train()
+        return {
+            "phases": phases,
+            "num_samples": run.samples.epoch_samples,
+            "length": len(run.splits.train),
+            "seen": [record.data_seen for record in run.recorder.steps],
+            "notes": run.recorder.summary.notes,
+        }
+
+
+def test_each_phase_trains_on_its_own_subset(world2: World, text_data: str) -> None:
+    """Each phase trains on another subset, each sample once per pass, in one order for all ranks."""
+    paths, ratio = ("3", text_data, "1", text_data), 0.002
+    flags = {"data_path": paths, "bcd_sample_ratio": ratio, "bcd_steps_per_block": 4, "train_iters": 12, "seed": 5}
+    flags |= {"global_batch_size": 8}
+    first, second = world2.run(samples_of_phases, worlds.run_config(**flags | worlds.CUTS["data2"]))
+    assert first["num_samples"] <= first["length"]
+    subset = PhaseSubset(num_samples=first["num_samples"], ratio=ratio, seed=5)
+    assert 8 < subset.size < 32, "a subset of more than a step and less than a phase"
+    for phase, (mine, others) in enumerate(zip(first["phases"], second["phases"], strict=True)):
+        drawn = [
+            sample for start in range(0, len(mine), 2) for rank in (mine, others) for sample in rank[start : start + 2]
+        ]
+        assert drawn == subset.samples(phase, torch.arange(len(drawn)).numpy()).tolist()
+        assert sorted(drawn[: subset.size]) == sorted(subset.indices(phase).tolist())
+    assert first["seen"][-1] == pytest.approx(3 * subset.size / subset.num_samples)
+    assert any("each phase trains on" in note for note in first["notes"])

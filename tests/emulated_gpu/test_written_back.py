@@ -1,4 +1,5 @@
-"""Layers that are loaded and written back chunk by chunk, with copies as late as possible in both directions."""
+"""Layers that are loaded and written back chunk by chunk, and inputs that wait in host memory (--bcd-saved-inputs
+host), with copies as late as possible in both directions."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from support.gpu_worlds import Worlds
 from torch import distributed
 
 from megatron.bcd.model.host_layers import HostLayers, _Buffer, _Layer
+from megatron.bcd.pipeline.saved_inputs import SavedInputs
 
 CASES: dict[str, dict[str, Any]] = {
     "layers": {},
@@ -110,3 +112,51 @@ def test_a_mutant_fails(late: Worlds, gpus: Worlds, tmp_path: Path, mutant: str)
         assert "[emulated] RACE" in str(error)
     else:
         assert state != right
+
+
+CHUNKS, MICROBATCHES, STEPS = 3, 2, 2
+
+
+INPUT_MUTANTS: dict[str, Callable[[SavedInputs], Any]] = {
+    "saves before the values are computed": lambda saved: mock.patch.object(
+        saved._out._stream, "wait_stream", _nothing
+    ),
+    "frees what is still leaving": lambda saved: mock.patch.object(saved._out, "wait", _nothing),
+    "returns before they are back": lambda saved: mock.patch.object(saved._back, "wait", _nothing),
+}
+
+
+def sums(*, on_host: bool, mutant: str | None = None) -> list[float]:
+    """Return the sums of all saved tensors, in the order of a backward pass."""
+    with worlds.parallel(worlds.run_config(mock_data=True, split=None)):
+        saved = SavedInputs(on_host=on_host)
+        places = [(chunk, microbatch) for chunk in range(CHUNKS) for microbatch in range(MICROBATCHES)]
+        results = []
+        with INPUT_MUTANTS[mutant](saved) if mutant else contextlib.nullcontext():
+            for step in range(STEPS):
+                for number, place in enumerate(places):
+                    saved.save(place, torch.full((64, 64), step + number / 8, device="cuda") + 1)
+                order = places[::-1]
+                for place, coming in zip(order, [*order[1:], None], strict=True):
+                    tensor = saved.take(place)
+                    if coming is not None:
+                        saved.prefetch(coming)
+                    results.append(tensor.sum())
+        return torch.stack(results).tolist()
+
+
+def test_late_inputs_are_the_same(late: Worlds, gpus: Worlds) -> None:
+    """Inputs come back from host memory as they were saved, though all copies are late."""
+    assert late(1).run(sums, on_host=True) == gpus(1).run(sums, on_host=False)
+
+
+@pytest.mark.parametrize("mutant", INPUT_MUTANTS)
+def test_a_mutant_of_saved_inputs_fails(late: Worlds, gpus: Worlds, mutant: str) -> None:
+    """The late mode reports a race or has other results if one wait is missing."""
+    right = gpus(1).run(sums, on_host=False)
+    try:
+        results = late(1).run(sums, on_host=True, mutant=mutant)
+    except RankError as error:
+        assert "[emulated] RACE" in str(error)
+    else:
+        assert results != right

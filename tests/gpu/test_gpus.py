@@ -1,7 +1,9 @@
-"""Faults that only GPUs can show: copies between devices, a missing compiler, and packages with kernels for them."""
+"""Faults that only GPUs can show: copies between devices, a missing compiler, packages with kernels for them, and
+tools/check_machine.py, the first command on a machine with GPUs, on all of them."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +20,14 @@ from megatron.bcd.runtime import device
 
 pytestmark = pytest.mark.timeout(1800)
 SUBMODEL = {"bcd_num_blocks": 2, "bcd_layout": "submodel", "bcd_steps_per_block": 2, "train_iters": 8}
+
+
+@pytest.fixture(scope="session")
+def num_gpus() -> int:
+    """Number of GPUs; skips the test if there is none."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return torch.cuda.device_count()
 
 
 def one_gpu(folder: Path) -> Runner:
@@ -99,3 +109,23 @@ def test_fp8_products(num_gpus: int, grad_dtype: torch.dtype) -> None:
         results.append([each.detach().cpu().float() for each in (output, x.grad, weight.grad)])
     for on_cpu, on_gpu in zip(*results, strict=True):
         assert (on_gpu - on_cpu).norm() < 0.005 * on_cpu.norm()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_check_machine(
+    repo_root: Path, tmp_path: Path, pytestconfig: pytest.Config, num_gpus: int, num_ranks: int
+) -> None:
+    """No part of the check fails: losses as on the CPU, layouts, resuming, prefix cache and offload."""
+    if num_ranks > num_gpus:
+        pytest.skip(f"needs {num_ranks} CUDA GPUs, here are {num_gpus}")
+    is_emulated = "BCD_EMULATED_GPU" in os.environ  # whose times mean nothing
+    if is_emulated and not pytestconfig.getoption("--long"):
+        pytest.skip("takes minutes on emulated GPUs; --long runs it")
+    report = tmp_path / "report.json"
+    words = ["--json", str(report), "--output", str(tmp_path / "out"), "--num-ranks", str(num_ranks)]
+    command = [sys.executable, "tools/check_machine.py", *words, *([] if is_emulated else ["--calibrate"])]
+    # no more emulated GPUs than cores, or check_machine reports too few cores
+    environment = os.environ | ({"FAKEGPU_DEVICE_COUNT": str(num_ranks)} if is_emulated else {})
+    done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True)
+    failures = [check for check in json.loads(report.read_text())["checks"] if check["verdict"] == "FAIL"]
+    assert done.returncode == 0 and failures == [], failures
