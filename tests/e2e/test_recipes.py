@@ -220,7 +220,7 @@ def test_dry_run_of_fine_tuning(tmp_path: Path, variables: dict[str, str], nodes
 
 
 LLAMA = ("LLaMA-7B", "rtx4090")
-QWEN3_8B = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36, "hidden_size": 4096, "head_dim": 128}
+QWEN3_8B = {"model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "head_dim": 128}
 QWEN3_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936}
 QWEN3_8B |= {"max_position_embeddings": 40960, "tie_word_embeddings": False, "rope_theta": 1000000}
 TALK = [{"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "It is 4."}]

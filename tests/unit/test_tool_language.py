@@ -148,7 +148,6 @@ BAD_FLAGS = [
     ("report", f"{RUN} --json /dev/null/t.json", "--json"),
     ("soak", "--output new --replica-groups 1", "--replica-groups"),
     ("soak", "--output out", "--output"),
-    ("soak", "--output new --flags=--outer-delay=2", "--flags"),
     ("show_schedule", f"{PIPELINE} --stages 0", "--pipeline-model-parallel-size"),
     ("show_schedule", f"{PIPELINE} --pivot 4", "--pivot"),
     ("show_schedule", f"{PIPELINE} --active 1 2", "--active"),
