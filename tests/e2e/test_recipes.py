@@ -329,9 +329,8 @@ def test_tiny_fine_tuning(tmp_path: Path, model: str) -> None:
         assert (Path(f"{saved}-hf") / "chat_template.jinja").exists()
     steps = [json.loads(line) for line in Path(f"{saved}.jsonl").read_text().splitlines()]
     assert {step["block"] for step in steps if "learning_rate" in step} == {0}, "every layer in every step"
-    [reason] = [line for line in done.stdout.splitlines() if line.startswith(f"{model} on rtx4090: every layer in")]
+    assert f"\n{model} on rtx4090: every layer in every step" in f"\n{done.stdout}"
     is_on_host = model == "folder"  # the card holds the other one
-    assert ("in host memory: weights and low bits of all layers" in reason) == is_on_host
     assert ("in host memory, copied as they are read" in done.stdout) == is_on_host
     assert (Path(f"{saved}-hf") / "config.json").exists() and "ForCausalLM" in done.stdout
 
