@@ -16,11 +16,11 @@ import torch
 from megatron.core.fusions import fused_bias_gelu
 from megatron.core.transformer.moe.moe_utils import apply_random_logits
 from megatron.core.transformer.moe.router import TopKRouter
+from plan import named_model
 from support import decoders, worlds
 from support.gpu_worlds import Worlds
 from support.planned import RUNS, planned_memory, recipe_of
 
-from megatron.bcd.huggingface.measure import read_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.step import Step
 from megatron.bcd.planner.run_state import model_state_of
@@ -151,7 +151,7 @@ def test_layers_of_transformers(gpus: Worlds, text_data: str, tmp_path: Path, na
     kinds = ["sliding_attention", "full_attention"] * 3
     config = decoders.config_of("gemma3_text", **sizes, layer_types=kinds, max_position_embeddings=128)
     config.save_pretrained(tmp_path)
-    model = read_model(str(tmp_path), sequence=128, longest=128)
+    model = named_model(str(tmp_path), models=None, sequence=128)
     batch = {name: SIZES[name] for name in ("micro_batch_size", "global_batch_size")}
     flags = batch | OF_TRANSFORMERS[name]
     recipe = recipe_of(flags | {VOCABULARY: 1}, model)
