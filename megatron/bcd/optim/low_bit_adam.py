@@ -1,8 +1,8 @@
 """Adam whose moments are stored in 8-bit codes (--adam-moments-dtype int8).
 
-There is one fp32 scale for each block of BLOCK elements. The codes follow
-Dettmers et al. (arXiv 2110.02861): an element is the largest magnitude of its block times an entry of a table, which
-covers seven decades and is dense near 1. The first moment has a sign and 127 magnitudes, the second 255 magnitudes.
+There is one fp32 scale for each block of BLOCK elements. The codes follow Dettmers et al. (arXiv 2110.02861): an
+element is the largest magnitude of its block times an entry of a table, which covers seven decades and is dense near 1.
+The first moment has a sign and 127 magnitudes, the second 255 magnitudes.
 
 There are two differences. The table has -1 as well as 1, so that decoding and encoding again gives the same codes and
 scales. And a second moment above 0 is never rounded to 0, because the step divides by its root.
