@@ -38,12 +38,10 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
     }
     longest = max(map(len, chains.values()), default=0)
     names = [name for name, layers in chains.items() if len(layers) == longest]
-    if not names:
-        raise ValueError("layers: the model has no ModuleList or Sequential of at least two layers. Give layers=.")
-    if len(names) > 1:
+    if len(names) != 1:
         raise ValueError(
-            f"layers: the model has {len(names)} lists of {longest} layers ({names[0] or 'the model'}, {names[1]}, "
-            "...). Give layers=."
+            f"layers: of the model's ModuleLists and Sequentials of at least two layers, {len(names)} are the longest, "
+            "not one. Give layers=."
         )
     return chains[names[0]]
 
