@@ -28,13 +28,13 @@ def read_architecture(path: str, *, transformer_impl: str = "auto", is_quantised
     config, reason = read_config(path, is_quantised=is_quantised), ""
     try:
         if transformer_impl != TRANSFORMERS:
-            return architecture_of(config, source=path)
+            return replace(architecture_of(config), source=path)
     except NotInCore as error:
         if transformer_impl != "auto":
             raise NotInCore(f"{path}: {error}. --transformer-impl transformers trains it.") from None
         reason = str(error)
-    network = architecture_of(config.get_text_config(), source=path, family=TRANSFORMERS)
-    return replace(network, not_in_core=reason)
+    network = architecture_of(config.get_text_config(), family=TRANSFORMERS)
+    return replace(network, source=path, not_in_core=reason)
 
 
 @functools.lru_cache(maxsize=2)
