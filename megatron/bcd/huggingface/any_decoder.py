@@ -74,15 +74,9 @@ def build_rows(network: Architecture) -> tuple[tensors.Row, ...]:
             names=tuple(parts),
             shapes=tuple(tuple(part.shape) for part in parts.values()),
             is_vocabulary=key in (f"{EMBEDDING}.weight", f"{HEAD}.weight"),
-            join=joined(name, tuple(parts)),
-            split=split(name),
+            join=lambda given: conversion.from_files(name, dict(zip(parts, given, strict=True))),
+            split=lambda whole: tuple(conversion.to_files(name, whole).values()),
         )
-
-    def joined(name: str, names: tuple[str, ...]) -> tensors.Join:
-        return lambda parts: conversion.from_files(name, dict(zip(names, parts, strict=True)))
-
-    def split(name: str) -> tensors.Split:
-        return lambda tensor: tuple(conversion.to_files(name, tensor).values())
 
     return tuple(
         row(key, name, tensor)

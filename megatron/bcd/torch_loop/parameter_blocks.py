@@ -88,7 +88,7 @@ def _always_active(
 ) -> frozenset[str]:
     active: set[str] = set()
     for entry in entries:
-        names = _names_by_kind(model, layer_numbers, entry) if entry in KINDS else _matching_names(model, entry)
+        names = _entry_names(model, layer_numbers, entry)
         if not names and entry not in KINDS:
             raise ValueError(
                 f"always_active {entry!r}: matches no parameter. Give one of {', '.join(KINDS)}, a module class, or a "
@@ -98,24 +98,21 @@ def _always_active(
     return frozenset(active)
 
 
-def _matching_names(model: nn.Module, entry: str | type[nn.Module]) -> set[str]:
-    if isinstance(entry, str):
-        return {name for name, _ in model.named_parameters() if fnmatchcase(name, entry)}
-    ids = {id(p) for module in model.modules() if isinstance(module, entry) for p in module.parameters()}
-    return {name for name, p in model.named_parameters() if id(p) in ids}
-
-
-def _names_by_kind(model: nn.Module, layer_numbers: Mapping[int, int], kind: str | type[nn.Module]) -> set[str]:
+def _entry_names(model: nn.Module, layer_numbers: Mapping[int, int], entry: str | type[nn.Module]) -> set[str]:
+    if entry == "biases":
+        return {name for name, _ in model.named_parameters() if name.split(".")[-1] == "bias"}
     owners = [(module, p) for module in model.modules() for p in module.parameters(recurse=False)]
     norms = {id(p) for module, p in owners if "norm" in type(module).__name__.lower()}
-    if kind == "norms":
+    if not isinstance(entry, str):
+        ids = {id(p) for module in model.modules() if isinstance(module, entry) for p in module.parameters()}
+    elif entry == "norms":
         ids = norms
-    elif kind == "embedding":
+    elif entry == "embedding":
         ids = {id(p) for module, p in owners if isinstance(module, nn.Embedding)}
-    elif kind == "head":
+    elif entry == "head":
         ids = _head(model, layer_numbers) - norms
     else:
-        return {name for name, _ in model.named_parameters() if name.split(".")[-1] == "bias"}
+        return {name for name, _ in model.named_parameters() if fnmatchcase(name, entry)}
     return {name for name, p in model.named_parameters() if id(p) in ids}
 
 
