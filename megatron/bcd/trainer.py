@@ -31,7 +31,7 @@ from megatron.bcd.checkpoint import loader, optimizer_state, run_state
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.data import lengths
-from megatron.bcd.data.samples import TrainingSamples
+from megatron.bcd.data.batches import TrainingSamples
 from megatron.bcd.huggingface import run_models
 from megatron.bcd.huggingface.run_models import Exporter
 from megatron.bcd.metrics.reporter import Reporter

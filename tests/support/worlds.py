@@ -25,7 +25,7 @@ from megatron.bcd.blocks import partition
 from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.checkpoint import loader
 from megatron.bcd.config import RunConfig
-from megatron.bcd.data.samples import TrainingSamples
+from megatron.bcd.data.batches import TrainingSamples
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model

@@ -11,7 +11,7 @@ from megatron.bcd.arguments.stock import EXPERTS, NETWORK
 from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.huggingface import folder
 from megatron.bcd.huggingface.any_decoder import read_architecture
-from megatron.bcd.huggingface.architecture import TRANSFORMERS, architecture_flags, default_flags
+from megatron.bcd.huggingface.architecture import TRANSFORMERS
 from megatron.bcd.model.skeleton import has_weights
 
 _OF_THE_RUN = frozenset(("seq_length", "max_position_embeddings", "use_cpu_initialization"))
@@ -35,7 +35,7 @@ def model_values(
         notes = (f"--transformer-impl transformers, because Megatron Core's layers can't: {network.not_in_core}",)
     if network.family == TRANSFORMERS and not has_weights(path):
         notes = (*notes, f"--load-hf {name}: has no weights, so they are drawn at random")
-    fixed = architecture_flags(network)
+    fixed, defaults = network.flags, dict(network.defaults)
     for flag in flags if network.family == TRANSFORMERS else ():
         if flag.group in (NETWORK, EXPERTS) and flag.field in given and flag.field not in {*fixed, *_OF_THE_RUN}:
             raise ValueError(f"{flag.shown}: the config.json of --load-hf {name} determines it. Leave the flag out.")
@@ -54,17 +54,16 @@ def model_values(
             f"--seq-length {length}: the sliding window of --load-hf {name} has {window} tokens, and attention here "
             f"has no window. Give at most {window}, or --transformer-impl transformers."
         )
-    inner, outer = network.hidden_dropout, network.embedding_dropout
-    if network.family == "gpt2" and inner != outer and "hidden_dropout" not in given:
+    inner, outer = defaults.get("hidden_dropout"), network.embedding_dropout
+    if outer is not None and outer != inner and "hidden_dropout" not in given:
         raise ValueError(
             f"--load-hf {name}: resid_pdrop is {inner} and embd_pdrop {outer}, but --hidden-dropout sets both. Give "
             "--hidden-dropout."
         )
-    defaults = default_flags(network)
     has_tokenizer_flag = {"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"} & given.keys()
     if not has_tokenizer_flag and folder.has_tokenizer(path):
         defaults |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": os.path.abspath(path)}
-    return fixed, defaults, notes
+    return dict(fixed), defaults, notes
 
 
 _COMPUTATION = frozenset(("attention_backend", "transformer_impl", "use_cpu_initialization"))

@@ -27,23 +27,20 @@ _WEIGHTS = ".bcd-export"
 """Suffix of the temporary checkpoint beside the model folder."""
 
 
-def load_published(config: RunConfig, model: torch.nn.Module) -> None:
-    """Load the weights of --load-hf, if it has some. Raises ValueError as `load_weights`."""
-    name, implementation = str(config.checkpoint.load_hf), config.model.transformer_impl
-    if implementation != TRANSFORMERS or has_weights(name):
-        load_weights(ModelFolder(locate(name, flag="--load-hf"), transformer_impl=implementation), model)
-
-
 @torch.no_grad()
-def load_weights(source: ModelFolder, model: torch.nn.Module) -> None:
-    """Copy the weights of `source` into `model`, in the model's precision. Padding rows become zero.
+def load_published(config: RunConfig, model: torch.nn.Module) -> None:
+    """Copy the weights of --load-hf, if it has some, into `model`, in its precision. Padding rows become zero.
 
     Read only the tensors of this pipeline stage, and only this tensor-parallel rank's rows of embedding and head.
     No collectives.
 
     Raises:
-        ValueError: a file can't be read.
+        ValueError: as `ModelFolder`; or a file can't be read.
     """
+    name, implementation = str(config.checkpoint.load_hf), config.model.transformer_impl
+    if implementation == TRANSFORMERS and not has_weights(name):
+        return
+    source = ModelFolder(locate(name, flag="--load-hf"), transformer_impl=implementation)
     sharded = unwrap_model(model).sharded_state_dict()
     apply_factories(sharded)
     rows = {row.key: row for row in source.rows}

@@ -26,7 +26,7 @@ from megatron.bcd import data
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.data.samples import TrainingSamples
+from megatron.bcd.data.batches import TrainingSamples
 from megatron.bcd.metrics.console import format_bytes
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.attention import whole_sequence
