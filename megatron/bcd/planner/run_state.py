@@ -85,7 +85,8 @@ def balance_stages(config: RunConfig, *, padded_vocab_size: int) -> RunConfig:
     """Return the configuration with the --pipeline-model-parallel-layout of --pipeline-cut auto."""
     shape, sequence = shape_of(config, vocab_size=padded_vocab_size), config.model.seq_length
     head = cost.head_passes(shape, sequence=sequence, padded_vocabulary=padded_vocab_size)
-    sizes = balanced_cut(partition_from_config(config), head=head)
+    layers = config.measured.relative_costs if config.measured else None
+    sizes = balanced_cut(partition_from_config(config), head=head, layers=layers)
     layout = f"E{'|'.join('t' * size for size in sizes)}L"  # Megatron Core's notation
     return config.replace_section("training", pipeline_model_parallel_layout=layout)
 
