@@ -130,6 +130,8 @@ def architecture_of(config: Any, *, source: str = "", family: str | None = None)
 def _variants(config: Any) -> dict[str, Any]:
     """Return the fields of `Architecture` for Megatron Core's layers alone. Raises NotInCore."""
     family, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
+    if getattr(config, "auto_map", None):  # `read_config` leaves it where this code computes the model
+        raise NotInCore("its code comes with the model")
     if family not in FAMILIES:
         raise NotInCore(f"architecture {family} is not one of {', '.join(FAMILIES)}")
     for name, supported in _SUPPORTED.items():

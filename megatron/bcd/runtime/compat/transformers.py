@@ -24,6 +24,18 @@ def initialize(model: Any, module: torch.nn.Module) -> None:
     model._init_weights(module)
 
 
+def register_code(config: Any, path: str, *, is_trusted: bool) -> None:
+    """Make the class of a model's own code that of its configuration, or, if it is not trusted, forget its name."""
+    from transformers import AutoModelForCausalLM
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if code is not None and is_trusted:
+        AutoModelForCausalLM.register(type(config), get_class_from_dynamic_module(code, path), exist_ok=True)
+    else:
+        vars(config).pop("auto_map", None)
+
+
 def compile_elementwise(layer: torch.nn.Module) -> None:
     """Compile a layer's RMSNorms and, for the whole process, the rotation of queries and keys that its code calls.
 
