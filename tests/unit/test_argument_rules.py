@@ -239,12 +239,9 @@ WITHOUT_EFFECT = """
  | --sequence-parallel
 --bf16 | --use-precision-aware-optimizer
  | --no-data-sharding
- | --dataloader-type single
 --eval-iters 0 | --eval-fixed
 --split 100,0,0 | --full-validation
 --split 100,0,0 | --eval-iters -1
- | --main-params-dtype fp32
- | --exp-avg-dtype fp32
 """
 
 

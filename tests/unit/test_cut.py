@@ -54,6 +54,12 @@ def test_two_stages_are_cut_as_well_as_they_can_be(head: float) -> None:
     assert slowest(one, balanced_cut(one, head=head), head) == best
 
 
+def test_costly_layers_count_more() -> None:
+    """A stage of layers that cost three times as much gets fewer of them."""
+    one = even_cut(num_layers=12, num_stages=2, num_blocks=1)
+    assert balanced_cut(one, head=0, layers=[1.5] * 6 + [0.5] * 6) == (4, 8)
+
+
 @pytest.mark.parametrize("head_phase", [False, True])
 @pytest.mark.parametrize("num_chunks", [3, 6])
 def test_chunks_keep_their_layers(num_chunks: int, head_phase: bool) -> None:

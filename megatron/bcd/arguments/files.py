@@ -12,7 +12,7 @@ from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.huggingface import folder
 from megatron.bcd.huggingface.any_decoder import read_architecture
 from megatron.bcd.huggingface.architecture import TRANSFORMERS
-from megatron.bcd.model.skeleton import has_weights
+from megatron.bcd.model.skeleton import has_weights, trust_code
 
 _OF_THE_RUN = frozenset(("seq_length", "max_position_embeddings", "use_cpu_initialization"))
 """Flags of the network that don't describe a model of transformers."""
@@ -30,6 +30,8 @@ def model_values(
     """
     name = given["load_hf"]
     path = folder.locate(name, flag="--load-hf", weights=False)
+    if given.get("trust_remote_code"):
+        trust_code(name, path)
     network, notes = read_architecture(path, transformer_impl=given.get("transformer_impl", "auto")), tuple[str, ...]()
     if network.not_in_core:
         notes = (f"--transformer-impl transformers, because Megatron Core's layers can't: {network.not_in_core}",)
@@ -76,15 +78,9 @@ def take_checkpoint_flags(values: dict[str, Any], flags: Iterable[Flag], *, give
     Flags that are `given` stay. If they contradict the checkpoint, loading it raises an error.
 
     Raises:
-        ValueError: there is no checkpoint, another program wrote it, or its network has no query groups and the flags
-            ask for some.
+        ValueError: there is no checkpoint, or another program wrote it.
     """
     saved = _saved_flags(values)
-    if given.get("group_query_attention") and saved["transformer"].get("num_query_groups") is None:
-        raise ValueError(
-            f"--group-query-attention contradicts --use-checkpoint-args: every head of the network in --load "
-            f"{values['load']} has its own keys and values. Leave the flag out."
-        )
     for flag in flags:
         is_of_model = flag.section and flag.group in (NETWORK, TOKENIZER) and flag.field not in _COMPUTATION
         if is_of_model and flag.field not in given:
@@ -114,7 +110,4 @@ def _saved_flags(values: Mapping[str, Any]) -> Mapping[str, Any]:
             f"--use-checkpoint-args: {file} can't be read ({error}), and only checkpoints of this program hold flags. "
             "Give the flags of the model."
         ) from error
-    flags: Mapping[str, Any] = run_state.from_json(text, path=f"--load {root}: {file}").flags
-    if not all(isinstance(flags.get(section), dict) for section in ("transformer", "model", "tokenizer")):
-        raise ValueError(f"--load {root}: {file} is damaged (it holds no flags). Leave out --use-checkpoint-args.")
-    return flags
+    return run_state.from_json(text, path=f"--load {root}: {file}").flags

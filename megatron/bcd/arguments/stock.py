@@ -6,10 +6,9 @@ Types, defaults and help of flags come from the dataclass fields that they set, 
 from __future__ import annotations
 
 import argparse
-import ast
 import functools
 import importlib.resources
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,26 +78,15 @@ def layer_pattern(text: str) -> int | list[int]:
         ArgumentTypeError: `text` is neither.
     """
     problem = argparse.ArgumentTypeError(f"{text!r} is neither a number above 0 nor a list of 0 and 1. Give one.")
-
-    def value(node: ast.expr) -> Any:
-        match node:
-            case ast.Constant(value=int() as number):
-                return number
-            case ast.List(elts=parts):
-                return [value(part) for part in parts]
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return value(left) + value(right)
-            case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return value(left) * value(right)
-        raise problem
-
+    is_arithmetic = re.fullmatch(r"(?:[][()+,\d\s]|(?<!\*)\*)+", text)
     try:
-        pattern = value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError):
+        pattern: int | list[int] = eval(text.strip() if is_arithmetic else "")  # stock evaluates any text
+        is_valid = set(pattern) <= {0, 1} if isinstance(pattern, list) else pattern > 0
+    except (IndexError, SyntaxError, TypeError):
         raise problem from None
-    if isinstance(pattern, list) and set(pattern) <= {0, 1} or isinstance(pattern, int) and pattern > 0:
-        return pattern
-    raise problem
+    if not is_valid:
+        raise problem
+    return pattern
 
 
 DIFFERENCES: dict[str, dict[str, Any]] = {
@@ -239,7 +227,6 @@ BELONG_TO = {
 }
 """Conditions (see ``flags.holds``), and the fields whose flags have no effect unless one of them is met."""
 
-_ANY_DECODER = "give --load-hf, with the folder of a config.json, and --transformer-impl transformers"
 _INSTEAD = {
     "Train every layer with --bcd-preset finetune (6 bytes a parameter), or train LoRA with peft.": (
         "--bcd-low-rank --bcd-low-rank-alpha --bcd-low-rank-layers --bcd-low-rank-lr-ratio --save-adapters"
@@ -276,17 +263,12 @@ UNSUPPORTED = {
         "--moe-use-upcycling --moe-upcycling- --moe-use-legacy-grouped-gemm --moe-apply-probs-on-input "
         "--moe-shared-expert-overlap --moe-layer-recompute --overlap-moe-"
     ),
-    "attention is plain or grouped-query": (
-        "--experimental-attention-variant --attention-output-gate --qk-clip --qk-l2-norm"
-    ),
-    "Megatron Core's multi-latent attention needs Transformer Engine": "--multi-latent-attention",
-    "all layers are the same transformer layer": (
-        "--hybrid- --is-hybrid-model --heterogeneous- --spec --mtp- --rope-type"
-    ),
-    _ANY_DECODER: (
-        "--enable-gpt-oss --softmax-type --window-size --window-attn-skip-freq --quick-geglu "
-        "--activation-func-clamp-value --glu-linear-offset --no-rope-freq --rotary-scaling-factor --yarn- --no-yarn- "
-        "--mscale"
+    "all layers are the same transformer layer": "--heterogeneous- --spec --mtp-",
+    "give --load-hf, with the folder of a config.json, and --transformer-impl transformers": (
+        "--experimental-attention-variant --attention-output-gate --qk-clip --qk-l2-norm --multi-latent-attention "
+        "--hybrid- --is-hybrid-model --rope-type --enable-gpt-oss --softmax-type --window-size "
+        "--window-attn-skip-freq --quick-geglu --activation-func-clamp-value --glu-linear-offset --no-rope-freq "
+        "--rotary-scaling-factor --yarn- --no-yarn- --mscale"
     ),
     "weights are drawn as --init-method-std says": "--init-method-xavier-uniform --use-mup --mup-",
     "Muon is quintic, and Adam steps the rest": "--muon-coefficient-type --muon-scalar-optimizer --lion-",
@@ -333,13 +315,6 @@ UNSUPPORTED = {
     "write the flags into a script": "--yaml-cfg",
 }
 """Flags of stock that would train something else or are not supported: the reason, and how they start."""
-_HARMLESS = {
-    **dict.fromkeys(("--main-params-dtype", "--main-grads-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"), ["fp32"]),
-    "--dataloader-type": ["single"],
-    "--softmax-type": ["vanilla"],
-    "--rotary-seq-len-interpolation-factor": ["1"],
-}
-"""The value of an unsupported flag that asks for what this program does anyway."""
 
 
 @functools.cache
@@ -359,6 +334,6 @@ def why_unsupported(name: str) -> str | None:
     return None
 
 
-def has_no_effect(name: str, values: Sequence[str]) -> bool:
+def has_no_effect(name: str) -> bool:
     """Return whether a flag that sets no field may be ignored, because it is a flag of stock."""
-    return name in stock_flags() and (why_unsupported(name) is None or _HARMLESS.get(name) == list(values))
+    return name in stock_flags() and why_unsupported(name) is None

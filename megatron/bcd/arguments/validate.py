@@ -109,10 +109,6 @@ NEEDS = {
 # only --pipeline-cut auto and --pipeline-model-parallel-layout can cut chunks
 _NOT_WITH_CHUNKS = f"--bcd-schedule=stock --bcd-run-ahead --context-parallel-size {_SPLIT_FLAGS}"
 
-_MOST = {"num_layers": 10**5, "bcd_num_blocks": 10**5}
-"""The program loops over layers and blocks. More than this is taken for a typing error."""
-_MOST_OF_ANY = 10**15
-
 
 def find_problems(
     config: RunConfig,
@@ -159,8 +155,6 @@ def _check_ranges(values: Mapping[str, Any]) -> Iterator[str]:
         name = f"{flag_name(field)} {value}"
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{name}: must be a finite number"
-        elif isinstance(value, int) and value > (most := _MOST.get(field, _MOST_OF_ANY)):
-            yield f"{name}: must be at most {most}"
         elif (limits := flags_by_field()[field].range) is not None and not limits.contains(value):
             yield f"{name}: must be {limits.text}"
 

@@ -532,6 +532,7 @@ class CheckpointConfig:
         "model in Hugging Face's format, a folder or a name on the hub: sizes of the network, tokenizer, and, where "
         "--load has no checkpoint, the weights",
     )
+    trust_remote_code: bool = option(False, "run the code that comes with the model of --load-hf")
     save_hf: str | None = option(None, "folder for the trained model in Hugging Face's format, at the end of the run")
     save_hf_interval: int | None = option(None, "training steps between further models, in --save-hf/iter_NNNNNNN")
     exit_on_missing_checkpoint: bool = option(False, "end with an error if --load holds no checkpoint")

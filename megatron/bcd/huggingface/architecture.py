@@ -142,6 +142,8 @@ def architecture_of(config: Any, *, family: str | None = None) -> Architecture:
 def _check_core(config: Any) -> None:
     """Raise NotInCore if Megatron Core's layers cannot express a configuration."""
     family, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
+    if getattr(config, "auto_map", None):  # `read_config` leaves it where this code computes the model
+        raise NotInCore("its code comes with the model")
     if family not in FAMILIES:
         raise NotInCore(f"architecture {family} is not one of {', '.join(FAMILIES)}")
     for name, supported in _SUPPORTED.items():

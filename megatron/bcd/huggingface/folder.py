@@ -39,7 +39,7 @@ COMPANIONS = (
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_HUB_FILES = ("*.safetensors", INDEX, CONFIG, *COMPANIONS)
+_HUB_FILES = ("*.safetensors", INDEX, CONFIG, *COMPANIONS, "*.py")
 
 
 def locate(name: str, *, flag: str, weights: bool = True) -> str:
@@ -57,7 +57,7 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
         return name
     from huggingface_hub import snapshot_download
 
-    patterns = list(_HUB_FILES if weights else (CONFIG, *COMPANIONS))
+    patterns = list(_HUB_FILES if weights else (CONFIG, *COMPANIONS, "*.py"))
     try:
         return str(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the library and its HTTP client can raise many types
@@ -69,8 +69,8 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
 
 def companions(folder: str) -> dict[str, bytes]:
     """Return the folder's companion files by name: everything but ``config.json`` and weights."""
-    files = {name: Path(folder, name) for name in COMPANIONS}
-    return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
+    files = [Path(folder, name) for name in COMPANIONS]
+    return {file.name: file.read_bytes() for file in (*files, *Path(folder).glob("*.py")) if file.is_file()}
 
 
 def has_tokenizer(folder: str) -> bool:

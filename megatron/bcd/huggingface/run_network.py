@@ -94,7 +94,8 @@ def _companions(description: convert.Description, config: RunConfig, tokenizer: 
         files = folder.companions(tokenizer.folder)
     elif isinstance(tokenizer, SentencePieceTokenizer):
         files["tokenizer.model"] = Path(tokenizer.unique_identifiers["tokenizer_model"]).read_bytes()
-    for name in folder.OF_THE_MODEL:
+    of_the_model = [name for name in (*files, *description.companions) if name.endswith(".py")]
+    for name in (*folder.OF_THE_MODEL, *of_the_model):
         files.pop(name, None)
         if name in description.companions:
             files[name] = description.companions[name]

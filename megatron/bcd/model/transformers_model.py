@@ -31,7 +31,8 @@ from megatron.bcd.model.skeleton import (
     read_config,
 )
 from megatron.bcd.model.split_check import check_split
-from megatron.bcd.runtime import device
+from megatron.bcd.runtime import device, packages
+from megatron.bcd.runtime.compat.transformers import compile_elementwise
 
 
 def _is_trained(module: nn.Module) -> bool:
@@ -97,6 +98,8 @@ class TransformersModel(Chunks, LanguageModule):
         own = [skeleton.layers[number] for number in layers]
         for number, layer in zip(layers, own, strict=True):
             build(layer, 1 + number, on_host=is_on_host)
+            if packages.compiles(config.bcd.bcd_compile):
+                compile_elementwise(layer)
             for parameter in transposed(layer, skeleton.config.hidden_size):
                 parameter.is_transposed = True  # type: ignore[attr-defined]
             if is_on_host:

@@ -84,8 +84,10 @@ def _experts_of(config: RunConfig) -> cost.ExpertShape | None:
 def balance_stages(config: RunConfig, *, padded_vocab_size: int) -> RunConfig:
     """Return the configuration with the --pipeline-model-parallel-layout of --pipeline-cut auto."""
     shape, sequence = shape_of(config, vocab_size=padded_vocab_size), config.model.seq_length
-    head = cost.head_passes(shape, sequence=sequence, padded_vocabulary=padded_vocab_size)
-    sizes = balanced_cut(partition_from_config(config), head=head)
+    # in passes of a layer
+    head = shape.hidden_size * padded_vocab_size / sum(cost.pass_products(shape, sequence=sequence))
+    layers = config.measured.relative_costs if config.measured else None
+    sizes = balanced_cut(partition_from_config(config), head=head, layers=layers)
     layout = f"E{'|'.join('t' * size for size in sizes)}L"  # Megatron Core's notation
     return config.replace_section("training", pipeline_model_parallel_layout=layout)
 
@@ -157,15 +159,15 @@ class RunMemory:
         """Return whether every rank fits in every phase, with what Megatron-LM's flags recompute."""
         partition = self.state.partition
         return all(
-            self.rank(stage, block, choice=self._recomputed(stage, block)).total <= memory_bytes
+            self.rank(stage, block, choice=self.recomputed(stage, block)).total <= memory_bytes
             for stage, block in itertools.product(range(partition.num_stages), range(partition.num_blocks))
         )
 
-    def _recomputed(self, stage: int, block: int) -> Recomputed:
+    def recomputed(self, stage: int, block: int) -> Recomputed:
         """Return what Megatron-LM's flags recompute."""
         granularity, partition = self.config.transformer.get("recompute_granularity"), self.state.partition
         layers = partition.num_behind_prefix(stage, block) if granularity == "full" else ()
-        return Recomputed(granularity=granularity or "full", layers=tuple(layers))
+        return Recomputed(granularity=granularity or "none", layers=tuple(layers))
 
     def rank(self, stage: int, block: int, *, choice: Recomputed, replica: int | None = None) -> RankMemory:
         """Return the memory of a rank of the stage with this recomputation; by default that with the most state."""
