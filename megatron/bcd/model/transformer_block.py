@@ -59,31 +59,21 @@ class BcdTransformerBlock(TransformerBlock):
         for layer in layers:
             layer.self_attention.checkpoint_core_attention = granularity == "selective"
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        first_layer: int | None = None,
-        behind_prefix: bool = False,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Run the layers like Megatron Core, but optionally skip the first ones.
+    def forward(self, hidden_states: Tensor, *args: Any, behind_prefix: bool = False, **kwargs: Any) -> Tensor:
+        """Run the layers like Megatron Core.
 
-        Args:
-            hidden_states: input of the first layer to run, [S, B, H]. With `first_layer`, on any stage.
-            first_layer: number on this stage of the first layer to run.
-            behind_prefix: start with the first active layer. If only the head is active, run no layer.
+        With `behind_prefix` start with the first active layer, on any stage: `hidden_states` [S, B, H] is its input. If
+        only the head is active, run no layer.
         """
-        layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
         if self.chunk is not None:
             return self._forward_chunk(self.chunk, hidden_states, *args, **kwargs)
-        if behind_prefix:
-            first_layer = next(iter(self._trainable_layers()), len(layers))
-        if first_layer is None:
+        if not behind_prefix:
             return super().forward(hidden_states, *args, **kwargs)
+        layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
+        first = next(iter(self._trainable_layers()), len(layers))
         self.input_tensor = hidden_states  # stages after the first read their input here
         # skipped layers are replaced, not removed: recomputation looks layers up by index
-        self.layers = torch.nn.ModuleList([*[_pass_through] * first_layer, *layers[first_layer:]])
+        self.layers = torch.nn.ModuleList([*[_pass_through] * first, *layers[first:]])
         try:
             return super().forward(hidden_states, *args, **kwargs)
         finally:
