@@ -121,8 +121,6 @@ class Trainer:
         self.implementation = available_implementation(config)
         self.model = build_model(config, run.padded_vocab_size, self.implementation)
         """The layers of this stage, without Megatron Core's DDP."""
-        if config.training.data_parallel_random_init:
-            builder.broadcast_from_first_replica(self.model)
         if self.source is not None:
             loader.load_weights(self.source, self.model)
         elif hf_name is not None:
@@ -136,15 +134,7 @@ class Trainer:
         """Build the parts that train, evaluate, log, check and save the model. Each phase builds its own optimizer."""
         config = self.config
         self.active = ActiveBlock(model=self.model, config=config, partition=self.partition, stage=self.stage)
-        self.pipeline = PipelineSchedule(
-            name=config.bcd.bcd_schedule or "bcd",
-            partition=self.active.passes,
-            run_ahead=config.bcd.bcd_run_ahead,
-            timeout_minutes=config.training.distributed_timeout_minutes,
-            saves_on_host=config.bcd.bcd_saved_inputs == "host",
-            by_chunk={name: getattr(config, name) for name in ("steps_block_by_chunk", "clips_by_chunk")}
-            | {"num_kept": run.memory.num_kept},
-        )
+        self.pipeline = PipelineSchedule(config, self.active.passes, num_kept=run.memory.num_kept)
         self.lr_scheduler = build_scheduler(
             config, SimpleNamespace(param_groups=[]), functools.partial(data.samples_after, config)
         )

@@ -278,7 +278,7 @@ def parallel(config: RunConfig, *, freezes: bool = False) -> Iterator[None]:
     `freezes` the run exempts its objects too, as it does outside tests.
     """
     _cut_world(config)
-    rng.seed_everything(config.training.seed, data_parallel_random_init=config.training.data_parallel_random_init)
+    rng.seed_everything(config.training.seed)
     gc.collect()  # what is left of the run before
     gc.freeze()
     try:

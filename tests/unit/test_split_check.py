@@ -17,7 +17,6 @@ from megatron.bcd.huggingface.any_decoder import read_architecture
 from megatron.bcd.huggingface.folder import companions
 from megatron.bcd.model.skeleton import Refused, Skeleton, read_config, trust_code
 from megatron.bcd.model.split_check import check_split
-from megatron.bcd.model.transformers_model import transposed
 
 
 def test_sizes_do_not_matter() -> None:
@@ -64,13 +63,6 @@ def test_no_single_list_of_layers() -> None:
     """A model whose attention and MLPs are in separate lists is refused."""
     with pytest.raises(Refused, match="XLMWithLMHeadModel has no single list of its layers"):
         Skeleton(transformers.XLMConfig(emb_dim=32, n_layers=2, n_heads=4, n_words=decoders.VOCABULARY))
-
-
-@pytest.mark.parametrize(("name", "number"), [("gpt_oss", 2), ("llama4_text", 2), ("qwen3_moe", 0), ("llama", 0)])
-def test_transposed_experts(name: str, number: int) -> None:
-    """The experts of gpt-oss and Llama 4 are known to have inputs as rows."""
-    layer = Skeleton(decoders.config_of(name)).layers[0]
-    assert len([*transposed(layer, 32)]) == number
 
 
 QUANTISED = transformers.LlamaConfig(quantization_config={"quant_method": "fp8"})

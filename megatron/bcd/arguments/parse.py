@@ -125,7 +125,7 @@ def _parse(argv: Sequence[str], parser: _Parser) -> tuple[dict[str, Any], dict[s
         name, *joined = words[0].split("=", 1)
         if name.startswith("--") and name not in parser.actions:
             given = [*joined, *words[1:]]
-            if stock.has_no_effect(name):
+            if stock.has_no_effect(name, given):
                 values[name] = given[0] if len(given) == 1 else given or True
             else:
                 problems[name] = _unknown(name, parser.actions)

@@ -15,7 +15,6 @@ _MUON: dict[str, Any] = {
     "optimizer": "muon",
     "muon_momentum": 0.95,
     "muon_use_nesterov": True,
-    "muon_scale_mode": "spectral",
     "muon_extra_scale_factor": 0.2,
     "muon_momentum_dtype": "bf16",
     "muon_grad_dtype": "bf16",

@@ -252,12 +252,6 @@ class BcdConfig:
         "Results differ from those without by rounding",
         choices=("auto", "on", "off"),
     )
-    bcd_run_ahead: int | None = option(
-        None,
-        "microbatches of the next iteration that forward-only stages compute early; default: half the number of "
-        "forward-only stages, a third if the last stage is the first trainable one",
-        range=AT_LEAST_0,
-    )
 
     @property
     def mean_steps(self) -> float:
@@ -356,7 +350,6 @@ class TrainingConfig:
     full_validation: bool = option(False, "evaluate on the whole validation split; --eval-iters is for the test split")
     eval_interval: int = option(1000, "training steps between evaluations on the validation split")
     seed: int = option(1234, "seed of Python, NumPy, PyTorch and the data order")
-    data_parallel_random_init: bool = option(False, "initialise each data-parallel rank with its own seed")
     check_for_nan_in_loss_and_grad: bool = option(True, "skip a step whose loss or gradient is not finite")
     check_weight_hash_across_dp_replicas_interval: int | None = option(
         None, "training steps between comparisons of weights of data-parallel ranks"

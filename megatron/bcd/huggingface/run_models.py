@@ -19,7 +19,7 @@ from megatron.bcd.huggingface.architecture import TRANSFORMERS
 from megatron.bcd.huggingface.core_format import CoreCheckpoint
 from megatron.bcd.huggingface.folder import RUN, ModelFolder, locate
 from megatron.bcd.metrics.reporter import Reporter
-from megatron.bcd.model.builder import frozen_on_host, unwrap_model
+from megatron.bcd.model.builder import get_host_layers, unwrap_model
 from megatron.bcd.model.skeleton import has_weights
 from megatron.bcd.runtime import atomic_io, collectives, device
 
@@ -99,7 +99,7 @@ class Exporter:
         weights = target + _WEIGHTS
         error = collectives.on_rank_0(lambda: atomic_io.capture_error(lambda: self._create_folder(weights)))
         if error is None:
-            frozen_on_host(model)
+            get_host_layers(model).leave_buffers()
             parts = {f"model.{name}": part for name, part in unwrap_model(model).sharded_state_dict().items()}
             write = ShardWrite(parts, weights, in_background=False)
             write.start()

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.pipeline.cut import balanced_cut
-from megatron.bcd.pipeline.plan import PlanShape, breadth_first_shape, microbatches_ahead, phase_shape
+from megatron.bcd.pipeline.plan import PlanShape, phase_shape
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.activations import LayerBytes, Recomputed, StageActivations, layer_bytes
 from megatron.bcd.planner.state import ModelState, RankMemory
@@ -205,8 +205,12 @@ class RunMemory:
 
 @lru_cache(maxsize=4096)
 def _schedule_shape(state: ModelState, block: int, num_microbatches: int, *, num_kept: int) -> PlanShape:
-    if state.config.is_breadth_first:
-        return breadth_first_shape(state.passes, block, num_microbatches=num_microbatches, num_kept=num_kept)
-    # the first microbatches of each iteration ran ahead in the one before
-    ahead = min(microbatches_ahead(state.partition, block, state.bcd.bcd_run_ahead), num_microbatches)
-    return phase_shape(state.partition, block, num_microbatches=num_microbatches, done_ahead=ahead, run_ahead=ahead)
+    is_breadth_first = state.config.is_breadth_first
+    shape = phase_shape(
+        state.passes if is_breadth_first else state.partition,
+        block,
+        num_microbatches=num_microbatches,
+        is_breadth_first=is_breadth_first,
+        num_kept=num_kept,
+    )
+    return shape.mid_phase(num_microbatches)

@@ -7,7 +7,7 @@ backward pass once; each gradient does so once more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.plan import PlanShape
@@ -191,21 +191,16 @@ def _message_seconds(recipe: Recipe) -> float:
 
 def _pipeline_seconds(shape: PlanShape, work: Work, *, message: float) -> tuple[float, float]:
     """Return time and bubble. The first microbatches are simulated; the others continue at the same pace."""
-    simulated = _with_microbatches(shape, min(shape.num_microbatches, _SIMULATED_ROUNDS * shape.num_stages))
+    simulated = shape.mid_phase(min(shape.num_microbatches, _SIMULATED_ROUNDS * shape.num_stages))
     timeline = simulate(build_plan(simulated), work, message=message)
     more = (shape.num_microbatches - simulated.num_microbatches) / simulated.num_microbatches
     if not more:
         return timeline.iteration_time, timeline.bubble
-    shorter = build_plan(_with_microbatches(shape, simulated.num_microbatches - shape.num_stages))
+    shorter = build_plan(shape.mid_phase(simulated.num_microbatches - shape.num_stages))
     fewer = simulate(shorter, work, message=message)
     slope = (timeline.iteration_time - fewer.iteration_time) / shape.num_stages
     total = timeline.iteration_time + more * simulated.num_microbatches * slope
     return total, 1 - sum(timeline.busy_times) * (1 + more) / (total * shape.num_stages)
-
-
-def _with_microbatches(shape: PlanShape, number: int) -> PlanShape:
-    ahead = min(shape.run_ahead, number)
-    return replace(shape, num_microbatches=number, done_ahead=ahead, run_ahead=ahead)
 
 
 def _step_seconds(recipe: Recipe, stored: int, share: MatrixShare) -> float:

@@ -14,13 +14,11 @@ import torch
 from megatron.bcd.runtime import device
 
 
-def seed_everything(seed: int, *, data_parallel_random_init: bool = False) -> None:
+def seed_everything(seed: int) -> None:
     """Seed Python, NumPy, PyTorch and Megatron Core's tracker like stock Megatron-LM. Each stage gets another seed."""
     from megatron.core import parallel_state, tensor_parallel
 
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
-    if data_parallel_random_init:
-        seed += 10 * parallel_state.get_data_parallel_rank()
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)

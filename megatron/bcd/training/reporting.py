@@ -24,7 +24,7 @@ from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.model.skeleton import has_weights
 from megatron.bcd.model.transformer_config import describe_activation
 from megatron.bcd.pipeline.build import kept_passes
-from megatron.bcd.pipeline.plan import microbatches_ahead
+from megatron.bcd.pipeline.plan import phase_shape
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.planner.tensors import Tensor
@@ -300,7 +300,7 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> str:
     forward_only = [partition.first_trainable_stage(block) for block in blocks]
     if not any(forward_only):
         return f"{schedule}: every block begins on the first stage, so no stage runs forward only"
-    ahead = [microbatches_ahead(partition, block, config.bcd.bcd_run_ahead) for block in blocks]
+    ahead = [phase_shape(partition, block, num_microbatches=1).microbatches_ahead for block in blocks]
     return f"bcd: forward-only stages by block {_listed(forward_only)}; they run ahead {_listed(ahead)} microbatches"
 
 
