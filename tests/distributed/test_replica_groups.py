@@ -322,7 +322,7 @@ def test_leftovers_of_a_killed_save(world1: World, text_data: str, lighthouse: s
 def test_a_group_of_another_run(world1: World, other_worlds: list[World], text_data: str, lighthouse: str) -> None:
     """A group with other flags is refused, and the others train on without it."""
     planned = configs(3, lighthouse, data_path=text_data, min_replica_groups=2, train_iters=60)
-    planned[2] = dataclasses.replace(planned[2], optimizer=dataclasses.replace(planned[2].optimizer, lr=0.5))
+    planned[2] = planned[2].replace_section("optimizer", lr=0.5)
     (first,), (second,), refused = together([world1, *other_worlds], planned, starts_with=1)
     assert "ValueError: --lighthouse" in str(refused) and "--lr is 0.5 here and 0.01" in str(refused)
     agree([first], [second])
