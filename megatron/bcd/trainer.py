@@ -249,7 +249,7 @@ class Trainer:
             if state.iteration > 1:  # as in stock, the first iteration also counts in the first interval
                 state.interval = []
         if self.groups is not None and self.groups.is_due(state.iteration, state.phase_state):
-            is_in_step = self.groups.exchange(state.phase_state)
+            is_in_step = self.groups.exchange()
             self.checks.take_reference()
             if not is_in_step:
                 return state.iteration >= self.train_iters

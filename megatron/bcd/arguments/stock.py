@@ -241,6 +241,7 @@ _INSTEAD = {
     "Leave it out, to cut long answers, or give --sft-drop-long.": "--sft-refuse-long",
     "Delete the checkpoints of the other run, or give another --save.": "--overwrite-checkpoints",
     "Write the flags into a script; --dry-run prints what would run.": "--config --print-config",
+    "Leave it out, or give a longer --outer-interval.": "--outer-delay",
     "Leave it out: data-parallel ranks always shard the optimizer state.": "--no-use-distributed-optimizer",
     "Give --bcd-layers-on.": "--bcd-frozen-weights",
     "Give --bcd-inactive-update.": "--bcd-resting-update",

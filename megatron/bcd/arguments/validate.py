@@ -85,7 +85,7 @@ CONFLICTS = {
 """The conditions that a flag cannot be combined with."""
 
 _GROUP_FLAGS = (
-    "--replica-groups --min-replica-groups --replica-id --outer-interval --outer-delay --outer-lr "
+    "--replica-groups --min-replica-groups --replica-id --outer-interval --outer-lr "
     "--outer-momentum --outer-compression --outer-timeout-seconds"
 )
 NEEDS = {
@@ -381,12 +381,10 @@ def _check_breadth_first(run: Run) -> Iterator[str]:
 def _check_groups(run: Run) -> Iterator[str]:
     if run.lighthouse is None:
         return
-    interval, delay = run.outer_interval, run.outer_delay
+    interval = run.outer_interval
     shortest = block_schedule_from_config(run.config, run.partition()).least_steps(0)
     if interval is not None and interval > shortest:
         yield f"--outer-interval {interval}: a phase has {shortest} steps. Give no more, or leave it out."
-    if delay and delay >= (interval or 0):
-        yield f"--outer-delay {delay}: the exchange that ends a phase is never delayed. Give a longer --outer-interval."
     if run.min_replica_groups > run.replica_groups:
         yield f"--min-replica-groups {run.min_replica_groups} is more than --replica-groups {run.replica_groups}"
 

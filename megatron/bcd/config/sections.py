@@ -559,7 +559,6 @@ class GroupsConfig:
     outer_interval: int | None = option(
         None, "steps of a phase between exchanges, besides the one at its end. Default: only at the end"
     )
-    outer_delay: int = option(0, "steps from an exchange within a phase until its result is applied; 0: wait for it")
     outer_lr: float = option(
         0.7, "learning rate of the outer step by the mean change; 1 with momentum 0 averages the weights", range=ABOVE_0
     )

@@ -27,15 +27,6 @@ def seed_everything(seed: int) -> None:
     torch.set_rng_state(state)  # on a CPU the tracker shares the generator that initialises the weights
 
 
-def device_rng_state() -> torch.Tensor | None:
-    """Return the state of the GPU's random generator, or None on a CPU."""
-    return torch.cuda.get_rng_state() if device.has_cuda() else None
-
-
-def set_device_rng_state(state: torch.Tensor) -> None:
-    torch.cuda.set_rng_state(state)
-
-
 class States(NamedTuple):
     """The states of PyTorch's generators and of Megatron Core's tracker."""
 
@@ -49,16 +40,18 @@ def states() -> States:
     from megatron.core import tensor_parallel
 
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return States({name: state.clone() for name, state in tracker.items()}, torch.get_rng_state(), device_rng_state())
+    on_device = torch.cuda.get_rng_state() if device.has_cuda() else None
+    return States({name: state.clone() for name, state in tracker.items()}, torch.get_rng_state(), on_device)
 
 
-def _set_states(states: States) -> None:
+def set_states(states: States) -> None:
+    """Restore what `states` returned."""
     from megatron.core import tensor_parallel
 
     tensor_parallel.get_cuda_rng_tracker().set_states(states.tracker)
     torch.set_rng_state(states.on_cpu)
     if states.on_device is not None:
-        set_device_rng_state(states.on_device)
+        torch.cuda.set_rng_state(states.on_device)
 
 
 @contextlib.contextmanager
@@ -68,7 +61,7 @@ def preserve_random_generators() -> Iterator[None]:
     try:
         yield
     finally:
-        _set_states(before)
+        set_states(before)
 
 
 @contextlib.contextmanager
@@ -78,7 +71,7 @@ def repeating(earlier: States | None) -> Iterator[None]:
         yield
         return
     with preserve_random_generators():
-        _set_states(earlier)
+        set_states(earlier)
         yield
 
 
