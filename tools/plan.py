@@ -12,6 +12,7 @@ which you can edit. See docs/planner.md.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -602,7 +603,7 @@ def host_misfit(recipe: Recipe) -> str:
         return ""
     is_here, limit = recipe.host_memory_gb == memory_here() / 1e9, recipe.host_memory_gb
     whose = f"this machine's {limit:,.0f} GB" if is_here else f"--host-memory-gb {limit:g}"
-    return f"a node needs {node_bytes(recipe) / 1e9:,.0f} GB of host memory, also to save, more than {whose}"
+    return f"a node needs {math.ceil(node_bytes(recipe) / 1e9):,} GB of host memory, also to save, more than {whose}"
 
 
 def _time(estimate: Estimate) -> str:

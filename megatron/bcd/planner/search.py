@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
@@ -166,17 +167,18 @@ def _largest_with_experts(recipes: Iterable[Recipe]) -> list[Recipe]:
 # ---------------------------------------------------------------- one plan
 
 
-def place(*, is_open: bool = True, **values: Any) -> Recipe:
+def place(*, is_open: bool = True, **request: Any) -> Recipe:
     """Return the first candidate that fits in 95 % of the memory, else the first that fits, else the last.
 
-    If nothing is allowed, the recipe has a fault. A micro-batch of None has one sequence, with experts the most that
-    fit; preset finetune with every layer in every step, or with frozen weights on the host, has the fastest size. A
-    number of GPUs of None is the fewest that fit, or else one node.
+    If nothing is allowed, the recipe has a fault. If only host memory is short, the recipe is the one that more would
+    allow. A micro-batch of None has one sequence, with experts the most that fit; preset finetune with every layer in
+    every step, or with frozen weights on the host, has the fastest size. A number of GPUs of None is the fewest that
+    fit, or else one node.
 
     Args:
         is_open: whether to choose what saves memory, beside the pipeline.
     """
-    values = dict.fromkeys(("num_gpus", "micro_batch_size")) | values
+    values: _Changes = dict.fromkeys(("num_gpus", "micro_batch_size")) | request
     if values["method"] == "bcd" and values.get("bcd_num_blocks") is None and values.get("bcd_layout") != "stage":
         values["bcd_num_blocks"] = DEFAULT_NUM_BLOCKS
     if values["num_gpus"] is None:
@@ -200,6 +202,9 @@ def place(*, is_open: bool = True, **values: Any) -> Recipe:
             break
     else:
         recipe = next(filter(fits, tried), tried[-1] if tried else build_recipe(**values))
+    if not fits(recipe) and (limit := values.get("host_memory_gb")) is not None:
+        ample = place(is_open=is_open, **request | {"host_memory_gb": None})
+        return replace(ample, host_memory_gb=limit) if fits(ample) else recipe
     if not fits(recipe):
         return recipe
     if is_open and recipe.is_streamed and micro_batch_size is None:
@@ -259,7 +264,7 @@ def with_fewest_blocks(recipe: Recipe) -> Recipe:
 def reason_for_rule(recipe: Recipe) -> str:
     """Return in one line why a plan of preset finetune has blocks or not."""
     if recipe.is_whole:
-        return f"every layer in every step by the {recipe.config.bcd.bcd_inactive_update} update, which fits: no blocks"
+        return f"every layer in every step by the {recipe.config.bcd.bcd_inactive_update} update: no blocks"
     return "blocks: flags ask for them, or every layer by the factored update does not fit"
 
 
