@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from megatron.bcd.huggingface.any_decoder import read_architecture
 from megatron.bcd.huggingface.folder import companions
-from megatron.bcd.model.skeleton import Refused, Skeleton, read_config, trust_code
+from megatron.bcd.model.skeleton import TRUSTED, Refused, Skeleton, read_config
 from megatron.bcd.model.split_check import check_split
 
 
@@ -105,7 +105,7 @@ def test_code_of_a_model_runs_with_trust_only(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^[^\n]*its code comes with the model[^\n]*--trust-remote-code[^\n]*$"):
         read_config(path)
     assert not (tmp_path / "it_ran").exists()
-    trust_code(path)
+    TRUSTED.add(path)
     assert read_architecture(path).not_in_core == "its code comes with the model"
     assert Skeleton(read_config(path)).name == "OwnModel" and (tmp_path / "it_ran").exists()
     assert companions(path) == {name: (mark + text).encode() for name, text in code.items()}

@@ -12,7 +12,7 @@ from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.huggingface import folder
 from megatron.bcd.huggingface.any_decoder import read_architecture
 from megatron.bcd.huggingface.architecture import TRANSFORMERS
-from megatron.bcd.model.skeleton import has_weights, trust_code
+from megatron.bcd.model.skeleton import TRUSTED, has_weights
 
 _OF_THE_RUN = frozenset(("seq_length", "max_position_embeddings", "use_cpu_initialization"))
 """Flags of the network that don't describe a model of transformers."""
@@ -29,9 +29,11 @@ def model_values(
         ValueError: the model can't be used, or a given flag contradicts it.
     """
     name = given["load_hf"]
-    path = folder.locate(name, flag="--load-hf", weights=False)
     if given.get("trust_remote_code"):
-        trust_code(name, path)
+        TRUSTED.add(name)
+    path = folder.locate(name, flag="--load-hf", weights=False)
+    if name in TRUSTED:
+        TRUSTED.add(path)
     network, notes = read_architecture(path, transformer_impl=given.get("transformer_impl", "auto")), tuple[str, ...]()
     if network.not_in_core:
         notes = (f"--transformer-impl transformers, because Megatron Core's layers can't: {network.not_in_core}",)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.bcd.huggingface import any_decoder, tensors
 from megatron.bcd.huggingface.architecture import CONFIG, TRANSFORMERS
+from megatron.bcd.model.skeleton import TRUSTED
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -39,7 +40,7 @@ COMPANIONS = (
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_HUB_FILES = ("*.safetensors", INDEX, CONFIG, *COMPANIONS, "*.py")
+_HUB_FILES = ("*.safetensors", INDEX, CONFIG, *COMPANIONS)
 
 
 def locate(name: str, *, flag: str, weights: bool = True) -> str:
@@ -57,7 +58,7 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
         return name
     from huggingface_hub import snapshot_download
 
-    patterns = list(_HUB_FILES if weights else (CONFIG, *COMPANIONS, "*.py"))
+    patterns = [*(_HUB_FILES if weights else (CONFIG, *COMPANIONS)), *["*.py"] * (name in TRUSTED)]
     try:
         return str(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the library and its HTTP client can raise many types

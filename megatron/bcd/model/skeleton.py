@@ -24,6 +24,8 @@ from megatron.bcd.runtime.compat import transformers as compat
 EMBEDDING, LAYERS = "embedding.word_embeddings", "decoder.layers"
 FINAL_NORM, HEAD = "decoder.final_layernorm", "output_layer"
 """Modules of a stage by the names of Megatron Core's GPTModel."""
+TRUSTED: set[str] = set()
+"""Names and folders of the models whose own code may run in this process (--trust-remote-code)."""
 _TEXT = (".json", ".txt", ".jinja", ".model", ".md", ".py")
 """Ends of names of files beside the weights."""
 
@@ -33,19 +35,11 @@ def has_weights(path: str) -> bool:
     return not os.path.isdir(path) or any(not name.endswith(_TEXT) for name in os.listdir(path))
 
 
-_trusted: set[str] = set()
-
-
-def trust_code(*paths: str) -> None:
-    """Let code that comes with the model of these names run in this process (--trust-remote-code)."""
-    _trusted.update(paths)
-
-
 def read_config(path: str, *, is_quantised: bool = False) -> Any:
     """Return transformers' configuration of a model in a folder, of a config.json, or of a name on the hub.
 
     Its text part, which is trained, is ``get_text_config()``. With `is_quantised` the weights may be quantised: they
-    will not be read. Code that comes with the model runs only after `trust_code`.
+    will not be read. Code that comes with the model runs only if TRUSTED has `path`.
 
     Raises:
         ValueError: the configuration can't be read, or such a model can't be trained here. One line.
@@ -54,8 +48,8 @@ def read_config(path: str, *, is_quantised: bool = False) -> Any:
 
     transformers.utils.logging.set_verbosity_error()
     try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=path in _trusted)
-        compat.register_code(config, path, is_trusted=path in _trusted)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=path in TRUSTED)
+        compat.register_code(config, path, is_trusted=path in TRUSTED)
     except Exception as error:  # transformers and its configurations can raise many types
         reason = " ".join(str(error).split())[:200]
         if "trust_remote_code" in str(error):
