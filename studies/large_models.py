@@ -23,16 +23,16 @@ from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.memory import fits, node_bytes
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.search import candidates
-from megatron.bcd.planner.step_time import mean_seconds
 from megatron.bcd.planner.tables import read_models
 
 MODELS = Path(__file__).with_suffix(".csv")
 CARDS = {"rtx4090": (1, 2, 4), "rtx5090": (1, 2, 4), "h100": (1,)}
+HEAD = ("--bcd-head-phase", "--adam-moments-dtype", "int8")
 METHODS = {
     "factored": ("--bcd-inactive-update", "factored"),
     "full Muon, streamed": ("--method", "muon", "--bcd-layers-on", "host", "--adam-moments-dtype", "int8"),
     "full Adam in 8 bits, streamed": ("--method", "full", "--bcd-layers-on", "host", "--adam-moments-dtype", "int8"),
-    "blocks": ("--bcd-inactive-update", "none", "--bcd-layers-on", "host"),
+    "blocks": ("--bcd-inactive-update", "none", "--bcd-layers-on", "host", *HEAD),
 }
 """The planner's flags of each planned column, beside --task sft."""
 PUBLISHED = {
@@ -63,7 +63,7 @@ def plans(model: str, gpu: str, num_gpus: int, method: str) -> Iterator[tuple[fl
     words += ["--global-batch-size", "64", *METHODS[method]]
     values = plan.searched_values(plan.parse_arguments(words)) | {"memory_share": _SHARE, "host_memory_gb": None}
     fitting = [recipe for recipe in candidates(values) if fits(recipe, share=_SHARE)]
-    timed = [(mean_seconds(recipe), node_bytes(recipe) / 1e9, recipe) for recipe in fitting]
+    timed = [(Estimate(recipe=recipe).iteration_seconds, node_bytes(recipe) / 1e9, recipe) for recipe in fitting]
     fastest = float("inf")
     for limit in (*HOST_GB, float("inf")):
         within = [each for each in timed if each[1] <= limit]

@@ -24,8 +24,8 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from _parser import Parser, add_json, command, run_main, table, write_figures
 
+from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.recipe import Recipe, make_recipe
-from megatron.bcd.planner.step_time import mean_seconds
 from megatron.bcd.planner.tables import GIB, Cluster, Model, read_clusters, read_models, read_rows
 
 
@@ -218,7 +218,8 @@ class Paper:
 
 def _iteration_ms(recipe: Recipe, **changes: Any) -> float:
     """Return the mean time over the blocks, with a changed cluster."""
-    return 1e3 * mean_seconds(replace(recipe, cluster=replace(recipe.cluster, **changes)))
+    changed = replace(recipe, cluster=replace(recipe.cluster, **changes))
+    return 1e3 * Estimate(recipe=changed).iteration_seconds
 
 
 def fit_shares(runs: Sequence[TimedRun], cluster: Cluster) -> Cluster:

@@ -64,7 +64,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--slow", type=int, default=2, metavar="N", help="number of periods at two fifths of the speed (default: 2)")
     add("--lighthouse-restarts", type=int, default=2, metavar="N", help="number of restarts (default: 2)")
     add("--seed", type=int, default=1, help="seed of the events (default: 1)")
-    add("--flags", default="", help="more flags of pretrain_gpt_bcd.py, in one word (not --outer-delay)")
+    add("--flags", default="", help="more flags of pretrain_gpt_bcd.py, in one word")
     add("--outer-timeout-seconds", type=int, default=8, metavar="S", help="(default: 8)")
     add("--step-seconds", type=float, default=1.0, metavar="S", help="pause while a group is away (default: 1)")
     add("--limit-minutes", type=float, default=60.0, metavar="M", help="a longer run counts as hung (default: 60)")

@@ -63,7 +63,7 @@ which depends on a version's flags, and what older or newer versions lack. Every
 fields added later."""
 REMOVED = (
     *("bcd-greedy-microbatches", "bcd-prefix-cache-dtype", "dataloader-type", "data-sharding", "sft-refuse-long"),
-    *("exp-avg-dtype", "exp-avg-sq-dtype", "main-grads-dtype", "straggler-minmax-count"),
+    *("exp-avg-dtype", "exp-avg-sq-dtype", "main-grads-dtype", "muon-scale-mode", "straggler-minmax-count"),
     *("sgd-momentum", "tiktoken-num-special-tokens", "tiktoken-pattern", "use-distributed-optimizer"),
 )
 """Flags that have a value only in versions before their removal."""

@@ -12,6 +12,7 @@ which you can edit. See docs/planner.md.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -58,7 +59,6 @@ from megatron.bcd.planner.tables import (
     Cluster,
     Model,
     choose,
-    columns_of,
     read_clusters,
     read_models,
 )
@@ -136,8 +136,8 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add = group.add_argument
     add("--task", choices=tuple(COMPARED), default="pretrain", help="sft: fine-tune a published model on records; by"
         " default with method finetune, packed sequences of 1,024 tokens, global batch 8, three epochs of Alpaca,"
-        " and whatever saves memory if needed: recomputation, a linear loss, frozen layers in host memory, a head in"
-        " phases of its own, 8-bit moments, a frozen head (default: pretrain)")  # fmt: skip
+        " and whatever saves memory if needed: recomputation, a linear loss, layers in host memory (default: pretrain)"
+        )  # fmt: skip
     add("--method", choices=METHODS, help="bcd: block coordinate descent as in the paper; pretrain, finetune: with that"
         " --bcd-preset; full: full training; offload: full training with the optimizer on the host; muon: full training"
         " with Muon (default: muon if it fits and no flag asks for blocks, else pretrain; with --task sft finetune)"
@@ -261,7 +261,7 @@ def named_model(name: str, *, models: str | None, sequence: int | None = None) -
             raise ValueError(f"--model {name}: there is no such folder. {remedy}") from None
         raise ValueError(
             f"{error}. Or give a {CONFIG}, its folder, or a row of your own with --models FILE "
-            f"(columns {columns_of(Model)})."
+            f"(columns as in examples/models.csv; docs/planner.md has the optional ones)."
         ) from None
 
 
@@ -603,7 +603,7 @@ def host_misfit(recipe: Recipe) -> str:
         return ""
     is_here, limit = recipe.host_memory_gb == memory_here() / 1e9, recipe.host_memory_gb
     whose = f"this machine's {limit:,.0f} GB" if is_here else f"--host-memory-gb {limit:g}"
-    return f"a node needs {node_bytes(recipe) / 1e9:,.0f} GB of host memory, also to save, more than {whose}"
+    return f"a node needs {math.ceil(node_bytes(recipe) / 1e9):,} GB of host memory, also to save, more than {whose}"
 
 
 def _time(estimate: Estimate) -> str:
@@ -613,8 +613,7 @@ def _time(estimate: Estimate) -> str:
         block = str(phase.block) if len(phases) > 1 else "all"
         rows.append((block, *(f"{1e3 * second:,.0f}" for second in seconds), _percent(phase.bubble)))
     rows.append(("mean", "", "", "", f"{1e3 * estimate.iteration_seconds:,.0f}", _percent(estimate.bubble)))
-    share = f"{100 * estimate.full_training_share:.1f} % of the GPUs' peak"
-    speed = f"{estimate.tokens_per_second:,.0f} tokens/s, which full training would reach at {share}"
+    speed = f"{estimate.tokens_per_second:,.0f} tokens/s"
     if estimate.recipe.model.experts:
         speed = f"the mean is {EXPERTS_TIME:g} times the formulas' with experts, {EXPERTS_SOURCE}\n{speed}"
     if estimate.recipe.is_streamed:
@@ -706,7 +705,7 @@ def show_search(recipe: Recipe, estimates: Sequence[Estimate], ratios: Sequence[
         )
     title = (
         f"{recipe.model.name} on {recipe.num_gpus} x {recipe.cluster.gpu}, {recipe.precision}, sequence "
-        f"{recipe.tokens:,}, global batch {recipe.global_batch_size}: the fastest layouts, best first"
+        f"{recipe.tokens:,}, global batch {recipe.global_batch_size}: the fastest layouts"
     )
     notes = [
         "GPUs: the number given, and the fewest that fit; host: GiB of host memory per GPU",

@@ -14,6 +14,7 @@ are. No torch.
 
 from __future__ import annotations
 
+import csv
 import os
 import shlex
 import sys
@@ -31,7 +32,7 @@ from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.measured import learning_rate
 from megatron.bcd.planner.recipe import METHODS, PRESET_OF, Recipe
 from megatron.bcd.planner.search import place, reason_for_rule, remedies
-from megatron.bcd.planner.tables import GIB, Cluster, Placement, read_rows
+from megatron.bcd.planner.tables import GIB, Cluster
 
 PROG = "pretrain.sh"
 _VARIABLES = {
@@ -99,11 +100,20 @@ def request_of(words: Sequence[str], environment: Mapping[str, str]) -> tuple[Re
         raise ValueError(f"METHOD {method}: must be one of {known}, bcd (the same as paper)")
     values = recipe_values(arguments, method)
     values["cluster"], values["num_gpus"] = _nodes(values["cluster"], values["num_gpus"], environment)
-    return _placed(**values).checked(), values, extra
+    return place(**values | _row_of(values)).checked(), values, extra
 
 
-def _placed(**values: Any) -> Recipe:
-    return place(placements=read_rows(os.path.join(ROOT, "examples", "methods.csv"), Placement), **values)
+def _row_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the GPUs of a request in examples/methods.csv, which are one pipeline, if it leaves their number open."""
+    with open(os.path.join(ROOT, "examples", "methods.csv"), encoding="utf-8") as table:
+        rows = {tuple(row[:3]): row[3:5] for row in csv.reader(table)}
+    row = rows.get((values["method"], values["model"].name, values["cluster"].name))
+    if row is None or values["num_gpus"] is not None or values["bcd_layout"] == "stage":
+        return {}
+    nodes, per_node = map(int, row)
+    stages = values["pipeline_model_parallel_size"] or nodes * per_node
+    gpus = {"cluster": replace(values["cluster"], gpus_per_node=per_node), "num_gpus": nodes * per_node}
+    return gpus | {"pipeline_model_parallel_size": stages}
 
 
 def _nodes(cluster: Cluster, num_gpus: int | None, environment: Mapping[str, str]) -> tuple[Cluster, int | None]:
@@ -166,7 +176,7 @@ def as_bash(recipe: Recipe, values: Mapping[str, Any], extra: Sequence[str], *, 
 def what_fits(recipe: Recipe, values: Mapping[str, Any]) -> str:
     """Return flags and methods with which the recipe fits."""
     values = {**values, "num_gpus": recipe.num_gpus, "cluster": recipe.cluster}
-    fixes = [" ".join(words_of(changes)) for changes, _ in remedies(values, _placed)]
+    fixes = [" ".join(words_of(changes)) for changes, _ in remedies(values, place)]
     if not fixes:
         return "nothing fits. Take a smaller model, a GPU with more memory or a shorter --seq-length."
     return f"would fit: {in_words(', or '.join(fixes))}"

@@ -24,7 +24,7 @@ from _parser import Parser, command, run_main
 
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.pipeline.build import build_plan, peak_graphs
-from megatron.bcd.pipeline.plan import Action, Kind, PlanShape, default_run_ahead, phase_shape, stock_shape
+from megatron.bcd.pipeline.plan import Action, Kind, PlanShape, phase_shape, stock_shape
 from megatron.bcd.pipeline.simulate import Span, Timeline, simulate
 
 PROG = "tools/show_schedule.py"
@@ -44,8 +44,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--pivot", type=int, metavar="STAGE", help="the first trainable stage: holds the first active layer")
     add("--active", type=int, nargs="+", metavar="STAGE",
         help="stages with active layers (default: the first trainable stage)")  # fmt: skip
-    add("--run-ahead", type=int, metavar="K", help="microbatches of the next iteration that forward-only stages compute"
-        " early (default: as --bcd-run-ahead)")  # fmt: skip
     add("--layout", "--bcd-layout", choices=(INTERLEAVED,),
         help="instead of --pivot: every stage holds chunks of every block")  # fmt: skip
     add("--num-blocks", "--bcd-num-blocks", type=int, metavar="M", help="with --layout interleaved: blocks")
@@ -73,7 +71,7 @@ def plan_shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
     is_interleaved = arguments.layout == INTERLEAVED
     _check_range("--pipeline-model-parallel-size", arguments.stages, 2 if is_interleaved else 1, MAX_STAGES)
     _check_range("--microbatches", arguments.microbatches, 1, MAX_MICROBATCHES)
-    excluded = ("pivot", "active", "run_ahead") if is_interleaved else ("num_blocks", "block", "chunks")
+    excluded = ("pivot", "active") if is_interleaved else ("num_blocks", "block", "chunks")
     for name in excluded:
         if getattr(arguments, name) is not None:
             flag, how = f"--{name.replace('_', '-')}", "cannot be combined with" if is_interleaved else "needs"
@@ -109,18 +107,12 @@ def _shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
     if active[0] != pivot or active[-1] >= stages:
         stages_given = " ".join(map(str, arguments.active))
         raise ValueError(f"--active {stages_given}: the first must be --pivot {pivot}, the last at most {stages - 1}")
-    ahead = arguments.run_ahead
-    if ahead is None:
-        ahead = min(default_run_ahead(num_stages=stages, first_trainable=pivot), microbatches)
-    _check_range("--run-ahead", ahead, 0, microbatches if pivot else 0)
     shape = PlanShape(
         num_stages=stages,
         num_microbatches=microbatches,
         first_trainable=pivot,
         active=tuple(stage in active for stage in range(stages)),
-        done_ahead=ahead,
-        run_ahead=ahead,
-    )
+    ).mid_phase(microbatches)
     return {STOCK: stock_shape(shape), BCD: shape}
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import os
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +37,7 @@ class Tokenizer(ABC):
         self.pad = NO_PAD if pad == eod else pad
         """Id whose labels have no loss; NO_PAD if it would be `eod`."""
         kind = f"{type(self).__module__}.{type(self).__qualname__}"
-        self.unique_identifiers: OrderedDict[str, str] = OrderedDict({"class": kind, **identifiers})
+        self.unique_identifiers: dict[str, str] = {"class": kind, **identifiers}
         """Class, files and options as text; equal for equally built tokenizers."""
 
     @abstractmethod

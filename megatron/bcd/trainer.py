@@ -31,7 +31,7 @@ from megatron.bcd.checkpoint import loader, optimizer_state, run_state
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.data import lengths
-from megatron.bcd.data.samples import TrainingSamples
+from megatron.bcd.data.batches import TrainingSamples
 from megatron.bcd.huggingface import run_models
 from megatron.bcd.huggingface.run_models import Exporter
 from megatron.bcd.metrics.reporter import Reporter
@@ -121,8 +121,6 @@ class Trainer:
         self.implementation = available_implementation(config)
         self.model = build_model(config, run.padded_vocab_size, self.implementation)
         """The layers of this stage, without Megatron Core's DDP."""
-        if config.training.data_parallel_random_init:
-            builder.broadcast_from_first_replica(self.model)
         if self.source is not None:
             loader.load_weights(self.source, self.model)
         elif hf_name is not None:
@@ -136,15 +134,7 @@ class Trainer:
         """Build the parts that train, evaluate, log, check and save the model. Each phase builds its own optimizer."""
         config = self.config
         self.active = ActiveBlock(model=self.model, config=config, partition=self.partition, stage=self.stage)
-        self.pipeline = PipelineSchedule(
-            name=config.bcd.bcd_schedule or "bcd",
-            partition=self.active.passes,
-            run_ahead=config.bcd.bcd_run_ahead,
-            timeout_minutes=config.training.distributed_timeout_minutes,
-            saves_on_host=config.bcd.bcd_saved_inputs == "host",
-            by_chunk={name: getattr(config, name) for name in ("steps_block_by_chunk", "clips_by_chunk")}
-            | {"num_kept": run.memory.num_kept},
-        )
+        self.pipeline = PipelineSchedule(config, self.active.passes, num_kept=run.memory.num_kept)
         self.lr_scheduler = build_scheduler(
             config, SimpleNamespace(param_groups=[]), functools.partial(data.samples_after, config)
         )
@@ -259,7 +249,7 @@ class Trainer:
             if state.iteration > 1:  # as in stock, the first iteration also counts in the first interval
                 state.interval = []
         if self.groups is not None and self.groups.is_due(state.iteration, state.phase_state):
-            is_in_step = self.groups.exchange(state.phase_state)
+            is_in_step = self.groups.exchange()
             self.checks.take_reference()
             if not is_in_step:
                 return state.iteration >= self.train_iters

@@ -23,28 +23,24 @@ from megatron.bcd.pipeline.p2p import Messages
 SEQUENCE, MICRO_BATCH, HIDDEN = 32, 2, 64
 MESSAGE_BYTES = SEQUENCE * MICRO_BATCH * HIDDEN * 4  # fp32
 STEPS_PER_BLOCK = 2
+NUM_STAGES = 4
 FEW, MANY = 2, 8  # microbatches
-COUNTED = (
-    "gradient_bytes",
-    "optimizer_state_bytes",
-    "model_state_bytes",
-)
+COUNTED = ("gradient_bytes", "optimizer_state_bytes", "model_state_bytes")
 
 
-def config_of(num_stages: int, layout: str, num_microbatches: int, **flags: Any) -> RunConfig:
-    """Return a small run on this many stages, with one rank each, that visits every block once."""
-    num_blocks = {"stage": num_stages, "submodel": 2 * num_stages}[layout]
+def config_of(num_microbatches: int, **flags: Any) -> RunConfig:
+    """Return a small run on four stages, with one rank each, that visits every block once."""
     values: dict[str, Any] = {
-        "num_layers": 2 * num_stages,
+        "num_layers": 2 * NUM_STAGES,
         "hidden_size": HIDDEN,
         "micro_batch_size": MICRO_BATCH,
         "global_batch_size": MICRO_BATCH * num_microbatches,
-        "world_size": num_stages,
-        "pipeline_model_parallel_size": num_stages,
-        "bcd_layout": layout,
-        "bcd_num_blocks": None if layout == "stage" else 2,
+        "world_size": NUM_STAGES,
+        "pipeline_model_parallel_size": NUM_STAGES,
+        "bcd_layout": "stage",
+        "bcd_num_blocks": None,
         "bcd_steps_per_block": STEPS_PER_BLOCK,
-        "train_iters": STEPS_PER_BLOCK * num_blocks,
+        "train_iters": STEPS_PER_BLOCK * NUM_STAGES,
     }
     return worlds.run_config(**values | flags)
 
@@ -150,22 +146,19 @@ def runs(world4: World, text_data: str) -> dict[tuple[str, int], Steps]:
     microbatches. Those with the stock schedule have one step of the last block."""
     last = {"bcd_order": "descending", "train_iters": 1}
     return {
-        (schedule, number): measure(
-            world4, config_of(4, "stage", number, data_path=text_data, bcd_schedule=schedule, **flags)
-        )
+        (schedule, number): measure(world4, config_of(number, data_path=text_data, bcd_schedule=schedule, **flags))
         for schedule, flags in (("bcd", {}), ("stock", last))
         for number in (FEW, MANY)
     }
 
 
-def assert_counts(steps: Steps, *, first_trainable_stages: list[int], num_microbatches: int) -> None:
+def assert_counts(steps: Steps, *, num_microbatches: int) -> None:
     """Check invariant 6 for every step."""
-    num_stages = len(steps[0])
-    assert len(steps) == len(first_trainable_stages) * STEPS_PER_BLOCK
+    assert len(steps) == NUM_STAGES * STEPS_PER_BLOCK
     for ranks in steps:
-        counted, first_trainable = ranks[0], first_trainable_stages[ranks[0]["block"]]
+        counted, first_trainable = ranks[0], ranks[0]["block"]
         # a stage behind the first trainable stage sends one gradient per microbatch to the one before it
-        sent = [num_microbatches * (stage > first_trainable) for stage in range(num_stages)]
+        sent = [num_microbatches * (stage > first_trainable) for stage in range(NUM_STAGES)]
         assert [rank["sent_back"] for rank in ranks] == sent
         for stage, rank in enumerate(ranks):
             forward_only = stage < first_trainable
@@ -181,7 +174,7 @@ def assert_counts(steps: Steps, *, first_trainable_stages: list[int], num_microb
 def test_a_forward_only_stage_holds_weights_only(runs: dict[tuple[str, int], Steps]) -> None:
     """A forward-only stage stores weights only, and no gradient is sent to it."""
     for number in (FEW, MANY):
-        assert_counts(runs["bcd", number], first_trainable_stages=[0, 1, 2, 3], num_microbatches=number)
+        assert_counts(runs["bcd", number], num_microbatches=number)
 
 
 def peak(steps: Steps, block: int, stage: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from support.dist import World
 
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.pipeline.plan import PlanShape, default_run_ahead
+from megatron.bcd.pipeline.plan import PlanShape
 from megatron.bcd.trainer import Trainer
 
 STEPS_PER_BLOCK = 3  # the first of a phase begins with nothing done ahead, the last runs no more ahead
@@ -24,9 +25,6 @@ TINY: dict[str, Any] = {
     "bcd_steps_per_block": STEPS_PER_BLOCK,
 }
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-MORE_THAN_ALL = 9  # microbatches
-RUN_AHEAD: dict[int, tuple[int | None, ...]] = {1: (1,), 2: (0, MORE_THAN_ALL), 7: (None, MORE_THAN_ALL)}
-"""Values of --bcd-run-ahead by number of microbatches; None: the default."""
 # number of stages, layout, number of microbatches
 SCHEDULES = [(2, "spread", 1), (2, "submodel", 2), (4, "stage", 7)]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -68,13 +66,6 @@ def first_trainable_stages(config: RunConfig) -> list[int]:
     """Return the first trainable stage by block."""
     cut = partition_from_config(config)
     return [cut.first_trainable_stage(block.index) for block in cut.blocks]
-
-
-def most_ahead(num_stages: int, first_trainable: int, run_ahead: int | None) -> int:
-    """Return how many microbatches --bcd-run-ahead allows in a phase with this first trainable stage."""
-    if not first_trainable:
-        return 0
-    return default_run_ahead(num_stages=num_stages, first_trainable=first_trainable) if run_ahead is None else run_ahead
 
 
 def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -136,9 +127,17 @@ def compare(reference: RunConfig, others: list[RunConfig]) -> list[dict[str, Any
     return records
 
 
-def assert_same_as_stock(world: World, stock: RunConfig, others: list[RunConfig]) -> list[list[dict[str, Any]]]:
+def compare_far_ahead(reference: RunConfig, others: list[RunConfig]) -> list[dict[str, Any]]:
+    """Run `compare` with forward-only stages that run ahead by the whole next iteration."""
+    with mock.patch.object(PlanShape, "microbatches_ahead", property(lambda shape: 9 * (shape.first_trainable > 0))):
+        return compare(reference, others)
+
+
+def assert_same_as_stock(
+    world: World, stock: RunConfig, others: list[RunConfig], run: Any = compare
+) -> list[list[dict[str, Any]]]:
     """Check `compare` on each rank: no differences, and every step did something."""
-    ranks = world.run(compare, stock, others)
+    ranks = world.run(run, stock, others)
     for rank in ranks:
         assert [other["different"] for other in rank[1:]] == [[]] * len(others)
         assert all(record["num_forwards"] == rank[0]["num_forwards"] for record in rank)
@@ -153,23 +152,18 @@ def assert_same_as_stock(world: World, stock: RunConfig, others: list[RunConfig]
 def test_every_block_learns_as_with_the_stock_schedule(
     world2: World, world4: World, text_data: str, num_stages: int, layout: str, num_microbatches: int
 ) -> None:
-    """Every block trains as with the stock schedule bit for bit, and stages run ahead as far as --bcd-run-ahead
-    allows."""
+    """Every block trains as with the stock schedule bit for bit, and forward-only stages run ahead."""
     world = world2 if num_stages == 2 else world4
     flags = {"data_path": text_data, "global_batch_size": 2 * num_microbatches}
     flags |= DROPOUT if num_microbatches in (2, 7) else {}
-    aheads = RUN_AHEAD[num_microbatches]
     if layout == "spread":  # its first trainable stage is the first: no stage can run ahead
-        aheads, flags["bcd_steps_per_block"] = (None,), 1
+        flags["bcd_steps_per_block"] = 1
     stock = config_of(world.size, layout, bcd_schedule="stock", **flags)
-    others = [config_of(world.size, layout, bcd_run_ahead=ahead, **flags) for ahead in aheads]
-    ranks = assert_same_as_stock(world, stock, others)
-    for number, run_ahead in enumerate(aheads, start=1):
-        expected = []
-        for first_trainable in first_trainable_stages(stock):
-            done = min(most_ahead(world.size, first_trainable, run_ahead), num_microbatches)
-            expected += [0] + [done] * (stock.bcd.bcd_steps_per_block - 1)
-        assert all(rank[number]["ahead"] == expected for rank in ranks), (num_microbatches, run_ahead)
+    ranks = assert_same_as_stock(world, stock, [config_of(world.size, layout, **flags)])
+    expected: list[int] = []
+    for first_trainable in first_trainable_stages(stock):
+        expected += [0] + [first_trainable > 0] * (stock.bcd.bcd_steps_per_block - 1)
+    assert all(rank[1]["ahead"] == expected for rank in ranks)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -198,12 +192,11 @@ def test_the_batch_size_ramp(world2: World, text_data: str) -> None:
     ramp["global_batch_size"] = 8
     flags, num_stages, layout = {"data_path": text_data} | ramp, 2, "submodel"
     stock = config_of(num_stages, layout, bcd_schedule="stock", **flags)
-    others = [config_of(num_stages, layout, bcd_run_ahead=ahead, **flags) for ahead in (None, MORE_THAN_ALL)]
-    ranks = assert_same_as_stock(world2, stock, others)
+    ranks = assert_same_as_stock(world2, stock, [config_of(num_stages, layout, **flags)], compare_far_ahead)
     sizes = [line["global_batch_size"] for line in ranks[0][0]["compared"]["metrics"]]
     assert set(sizes) == {2, 4, 6, 8}
     # with all of the next iteration done ahead, the number is that iteration's
-    ahead = ranks[0][2]["ahead"]
+    ahead = ranks[0][1]["ahead"]
     begins_phase = [iteration % 4 == 0 for iteration in range(len(sizes))]
     of_blocks = first_trainable_stages(stock)
     pivot_of = [of_blocks[iteration // 4 % len(of_blocks)] for iteration in range(len(sizes))]
@@ -237,7 +230,7 @@ def test_evaluations_checkpoints_and_the_end(world2: World, text_data: str, tmp_
     for iteration in range(iterations):
         first_trainable = first_trainable_stages(bcd)[iteration // in_phase % num_blocks]
         interrupted = iteration % in_phase == 0 or iteration % evaluated == 0 or iteration % saved == 0
-        expected.append(0 if interrupted else most_ahead(num_stages, first_trainable, None))
+        expected.append(0 if interrupted else first_trainable)
     for rank in ranks:
         assert rank[1]["ahead"] == expected
         assert rank[1]["num_forwards"] == (iterations + evaluations) * num_microbatches

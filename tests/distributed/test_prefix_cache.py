@@ -178,7 +178,7 @@ def read_in_another_order(config: RunConfig) -> str:
     def late(*args: Any, position: int, **kwargs: Any) -> Any:
         return original(*args, position=position + 1, **kwargs)
 
-    with mock.patch.object(data, "subset_indices", late), pytest.raises(RuntimeError) as raised:
+    with mock.patch.object(data, "subset_indices", late), pytest.raises(AssertionError) as raised:
         worlds.train_run(config)
     return str(raised.value)
 
@@ -186,7 +186,7 @@ def read_in_another_order(config: RunConfig) -> str:
 def test_entries_of_other_samples(world1: World, flags: dict[str, Any], tmp_path: Path) -> None:
     """A run whose cached entries belong to other samples than its batches ends with an error."""
     [error] = world1.run(read_in_another_order, worlds.run_config(**flags, bcd_prefix_cache=tmp_path))
-    assert error.startswith(f"--bcd-prefix-cache {tmp_path}: ")
+    assert error.startswith("the prefix of other samples was read")
 
 
 def test_used_too_seldom(world1: World, flags: dict[str, Any], tmp_path: Path) -> None:

@@ -72,8 +72,8 @@ def train(
     its connection had broken at the end. `sleeps`: after which step, and for how many seconds. All numbers start at 1.
     With `reads_same` all groups read the first group's samples.
     """
-    join, change, agree, report = (getattr(ReplicaGroups, name) for name in ("join", "_change", "_agree", "_report"))
-    number, ends, sent = 0, [], []
+    join, change, agree = (getattr(ReplicaGroups, name) for name in ("join", "_change", "_agree"))
+    number, sent = 0, []
 
     def after_step(run: worlds.RecordedRun) -> None:
         if run.iteration + 1 == end_after and end == "kill":
@@ -101,10 +101,6 @@ def train(
     def agreeing(target: ReplicaGroups, *, is_good: bool) -> bool:
         return agree(target, is_good=is_good and (number == 0 or number != refuses))
 
-    def telling(target: ReplicaGroups, *args: Any, **kwargs: Any) -> None:
-        report(target, *args, **kwargs)
-        ends.append(target._iteration)
-
     sample_number = data.GroupShare.sample_number
 
     def first(target: data.GroupShare, number: Any) -> Any:
@@ -114,7 +110,6 @@ def train(
         mock.patch.object(data.GroupShare, "sample_number", first if reads_same else sample_number),
         mock.patch.object(ReplicaGroups, "join", joining),
         mock.patch.object(ReplicaGroups, "_change", counted_change),
-        mock.patch.object(ReplicaGroups, "_report", telling),
         mock.patch.object(ReplicaGroups, "_agree", agreeing),
         worlds.started(config, after_step=after_step) as run,
     ):
@@ -122,7 +117,7 @@ def train(
         result = worlds.outcome(run)
         if run.groups is not None:
             run.groups.leave()
-        told = {"notes": run.recorder.notes, "exchanges": run.recorder.exchanges, "ends": ends, "sent": sent}
+        told = {"notes": run.recorder.notes, "exchanges": run.recorder.exchanges, "sent": sent}
         return result | told | {"trained": sum(weight.numel() for weight in run.active.parameters.active().values())}
 
 
@@ -199,6 +194,11 @@ def test_groups_agree(text_data: str, lighthouse: str, pairs: list[World]) -> No
         assert left["losses"] != right["losses"]
         assert left["sent"][-1] == pytest.approx(2 * left["trained"], abs=64)
         assert not worlds.same_bits(left["weights"], right["weights"])
+    both = [
+        [(each.iteration, each.lineage, each.values) for each in ranks[0]["exchanges"]] for ranks in (first, second)
+    ]
+    assert both[0] == both[1]
+    assert [iteration for iteration, *_ in both[0]] == [*range(0, 13, 2)]
     tied = first[0]["weights"]["embedding.word_embeddings.weight"], first[1]["weights"]["output_layer.weight"]
     assert not worlds.same_bits({"": tied[0]}, {"": tied[1]})
 
@@ -322,7 +322,7 @@ def test_leftovers_of_a_killed_save(world1: World, text_data: str, lighthouse: s
 def test_a_group_of_another_run(world1: World, other_worlds: list[World], text_data: str, lighthouse: str) -> None:
     """A group with other flags is refused, and the others train on without it."""
     planned = configs(3, lighthouse, data_path=text_data, min_replica_groups=2, train_iters=60)
-    planned[2] = dataclasses.replace(planned[2], optimizer=dataclasses.replace(planned[2].optimizer, lr=0.5))
+    planned[2] = planned[2].replace_section("optimizer", lr=0.5)
     (first,), (second,), refused = together([world1, *other_worlds], planned, starts_with=1)
     assert "ValueError: --lighthouse" in str(refused) and "--lr is 0.5 here and 0.01" in str(refused)
     agree([first], [second])
@@ -340,30 +340,3 @@ def train_without_quorum(config: Any) -> None:
 
     with mock.patch.object(Manager, "start_quorum", side_effect=TimeoutError), worlds.started(config):
         pass
-
-
-DELAYED: dict[str, Any] = {"bcd_steps_per_block": 6, "outer_interval": 3, "outer_delay": 2, "bcd_preset": "pretrain"}
-
-
-def test_delayed_groups_agree(text_data: str, lighthouse: str, pairs: list[World], tmp_path: Path) -> None:
-    """Groups with delayed results agree, and an exchange under way ends before a phase or a checkpoint does."""
-    flags = worlds.CUTS["pipeline2"] | DELAYED | {"data_path": text_data, "save": str(tmp_path), "save_interval": 4}
-    first, second = together(pairs, configs(2, lighthouse, **flags))
-    agree(first, second)
-    lines = [(exchange.iteration, exchange.lineage, exchange.values) for exchange in first[0]["exchanges"]]
-    assert lines == [(item.iteration, item.lineage, item.values) for item in second[0]["exchanges"]]
-    assert [line[0] for line in lines] == [0, 3, 4, 6, 8, 9, 12]
-    assert first[0]["ends"] == [0, 4, 4, 6, 8, 11, 12]
-
-
-@pytest.mark.long
-def test_a_group_is_lost_while_an_exchange_is_under_way(
-    world1: World, other_worlds: list[World], text_data: str, lighthouse: str
-) -> None:
-    """The others go on without it, take all steps and end with the same weights."""
-    planned = configs(3, lighthouse, **DELAYED, data_path=text_data, min_replica_groups=1)
-    *left, lost = together([world1, *other_worlds], planned, {"end": "kill in exchange", "end_after": 1})
-    assert isinstance(lost, RankError)
-    agree(*left)
-    assert len(left[0][0]["steps"]) == 12
-    assert [exchange.iteration for exchange in left[0][0]["exchanges"]] == [0, 5, 6, 9, 12]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -162,6 +163,30 @@ def test_data_parallel(world1: World, world2: World, text_data: str, tmp_path: P
         assert rank["losses"] == pytest.approx(one["losses"], abs=1e-5)
         for name, weight in one["weights"].items():
             assert (rank["weights"][name] - weight).abs().max() < 1e-5, name
+
+
+def compiled(config: Any) -> dict[str, Any]:
+    """Return `trained` of a run that compiles in this process, with what it compiled, and put transformers back."""
+    from transformers.models.gemma3 import modeling_gemma3 as code
+
+    rotation = code.apply_rotary_pos_emb
+    with (
+        mock.patch("torch._inductor.config.compile_threads", 1),
+        mock.patch.object(code, "apply_rotary_pos_emb", rotation),
+    ):
+        return trained(config) | {"compiled": [each.co_name for each in torch._dynamo.utils.get_compilation_metrics()]}
+
+
+@pytest.mark.long
+def test_compiled(world1: World, text_data: str, tmp_path: Path) -> None:
+    """With --bcd-compile on, a run with layers in host memory has the losses of one without, but for rounding."""
+    source = decoders.write_model("gemma3_text", tmp_path / "given")
+    flags = {"bcd_preset": "finetune", "bcd_num_blocks": 2}
+    [eager] = world1.run(trained, run_of(source, text_data, **flags))
+    [result] = world1.run(compiled, run_of(source, text_data, **flags, bcd_compile="on", bcd_layers_on="host"))
+    print(result["compiled"])
+    assert {"forward", "apply_rotary_pos_emb"} <= {*result["compiled"]}, "norms and rotation"
+    assert result["losses"] == pytest.approx(eager["losses"], rel=1e-5)
 
 
 def test_bf16(world1: World, text_data: str, tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from support.bad_input_cases import command_line
-from support.processes import END_SECONDS, ROOT, Job
+from support.processes import ROOT, Job
 
 from megatron.bcd.checkpoint import layout
 
@@ -40,53 +38,6 @@ def test_ctrl_c_under_the_launcher(workplace: Path) -> None:
     assert "SIGINT" in run.output.splitlines()[-1] and "Traceback" not in run.output
     assert layout.candidates(str(workplace / "saved")) == [3]
     assert layout.damage(layout.iteration_folder(str(workplace / "saved"), 3)) is None
-
-
-HANGING = """
-import os, threading, types
-from megatron.bcd.config import CheckpointConfig
-from megatron.bcd.training import stop
-
-class Timer(threading.Thread):
-    'Its time is over when a line comes on stdin.'
-    def __init__(self, seconds, function):
-        super().__init__(daemon=True)
-        self.function = function
-    def run(self):
-        input()
-        self.function()
-        print("over", flush=True)
-
-class Requests(stop.StopRequests):
-    def _on_signal(self, number, frame):
-        super()._on_signal(number, frame)
-        os.write(1, b"handled\\n")
-
-stop.threading = types.SimpleNamespace(Timer=Timer)
-with Requests(CheckpointConfig()).listening():
-    print("listening", flush=True)
-    lock = threading.Lock()
-    lock.acquire()
-    while True:
-        lock.acquire(timeout=60)  # as in a collective
-"""
-
-
-def test_a_second_ctrl_c(repo_root: Path) -> None:
-    """A further Ctrl-C ends a rank that hangs, and torchrun's copy of the first one does not."""
-    command = [sys.executable, "-c", HANGING]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=repo_root, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as run:
-        assert run.stdin is not None and run.stdout is not None and run.stderr is not None
-        assert run.stdout.readline() == "listening\n"
-        for _ in range(2):  # the second is torchrun's copy of the first
-            run.send_signal(signal.SIGINT)
-            assert run.stdout.readline() == "handled\n"
-        assert run.stderr.readline()
-        print(file=run.stdin, flush=True)
-        assert run.stdout.readline() == "over\n"
-        run.send_signal(signal.SIGINT)
-        assert run.wait(END_SECONDS) == -signal.SIGINT
 
 
 def test_while_it_imports(workplace: Path) -> None:

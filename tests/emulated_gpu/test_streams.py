@@ -117,7 +117,7 @@ CASES: dict[str, dict[str, Any]] = {
     "written_back": WRITTEN_BACK,
     "forward_only_stage": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
     "run_ahead_on_four_stages": {"world_size": 4, "pipeline_model_parallel_size": 4, "bcd_layout": "stage"}
-    | {"bcd_num_blocks": None, "bcd_steps_per_block": 3, "bcd_run_ahead": 9, "train_iters": 12, "eval_iters": 1}
+    | {"bcd_num_blocks": None, "bcd_steps_per_block": 3, "train_iters": 12, "eval_iters": 1}
     | {"eval_interval": 5},
     "interleaved": PIPELINE | {"bcd_layout": "interleaved"},
     "pretrain_on_two_stages": PIPELINE | {"bcd_preset": "pretrain"},

@@ -18,7 +18,7 @@ class _Saved:
         storage = tensor.untyped_storage()
         self.tensor = tensor
         self._meter = meter
-        # stored now: Megatron Core empties the storage of a recomputed norm, and refills it in the backward pass
+        # stored now: Megatron Core may empty the storage
         self._address, self._num_bytes = storage.data_ptr(), storage.nbytes()
         meter.retain(self._address, self._num_bytes)
 
@@ -30,7 +30,6 @@ class ActivationMeter:
     """Live bytes of the tensors that autograd has saved while `measuring`. Weights do not count; storages count once.
 
     `peak_bytes` is the highest value since the last `measuring` began. Recomputed activations count while they live.
-    Outputs of recomputed norms (--recompute-modules layernorm) count even while they are discarded.
     """
 
     def __init__(self) -> None:
@@ -57,7 +56,7 @@ class ActivationMeter:
     def _unpack(saved: _Saved | torch.Tensor) -> torch.Tensor:
         return saved.tensor if isinstance(saved, _Saved) else saved
 
-    # the key includes the size: a recomputed norm's emptied storage may pass its address on to another tensor
+    # the key includes the size: an emptied storage may pass its address on to another tensor
     def retain(self, address: int, num_bytes: int) -> None:
         self._uses[address, num_bytes] += 1
         if self._uses[address, num_bytes] == 1:

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 VOCABULARY, LAYERS = 259, 4
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -57,7 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exaone4": _WINDOW,
     "gemma4_text": {"head_dim": 16, "hidden_size_per_layer_input": 0} | _WINDOW,
 }
-"""Settings that differ from `_SIZES` and transformers' defaults, by model type."""
+"""Settings that differ from `SIZES` and transformers' defaults, by model type."""
 UNPACKED = frozenset(("qwen3_next", "qwen3_5_text", "gpt_oss"))
 """Models whose layers carry one text into the next: two by their state, gpt-oss by a mask that ignores positions."""
 
@@ -80,7 +80,7 @@ def config_of(name: str, **settings: Any) -> Any:
         text, vision = MULTIMODAL[name]
         sizes = {"hidden_size": 32, "intermediate_size": 48} | vision
         return transformers.AutoConfig.for_model(name, text_config=config_of(text).to_dict(), vision_config=sizes)
-    return transformers.AutoConfig.for_model(name, **_SIZES | SETTINGS[name] | settings)
+    return transformers.AutoConfig.for_model(name, **SIZES | SETTINGS[name] | settings)
 
 
 def model_of(name: str) -> Any:

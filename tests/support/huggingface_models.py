@@ -12,20 +12,10 @@ from torch.distributed import checkpoint
 
 from megatron.bcd.checkpoint.shard_writer import IndexWriter, write_beside_shards
 from megatron.bcd.huggingface.folder import ModelFolder
+from support import decoders
 
 FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3_moe", "qwen3")
-VOCABULARY, LAYERS = 259, 4
-_SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+VOCABULARY, LAYERS = decoders.VOCABULARY, decoders.LAYERS
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
 _LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -42,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "qwen3_moe_plain": {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16},
 }
-"""Settings that differ from `_SIZES` and transformers' defaults."""
+"""Settings that differ from `decoders.SIZES` and transformers' defaults."""
 
 
 def model_type(name: str) -> str:
@@ -58,7 +48,7 @@ def model_of(name: str) -> Any:
         sizes |= {"n_positions": 64, "bos_token_id": None, "eos_token_id": None}
         sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     else:
-        sizes = _SIZES | {"tie_word_embeddings": False}
+        sizes = decoders.SIZES | {"tie_word_embeddings": False}
     described = transformers.AutoConfig.for_model(kind, **sizes | settings)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(1)

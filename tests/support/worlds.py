@@ -25,7 +25,7 @@ from megatron.bcd.blocks import partition
 from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.checkpoint import loader
 from megatron.bcd.config import RunConfig
-from megatron.bcd.data.samples import TrainingSamples
+from megatron.bcd.data.batches import TrainingSamples
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
@@ -278,7 +278,7 @@ def parallel(config: RunConfig, *, freezes: bool = False) -> Iterator[None]:
     `freezes` the run exempts its objects too, as it does outside tests.
     """
     _cut_world(config)
-    rng.seed_everything(config.training.seed, data_parallel_random_init=config.training.data_parallel_random_init)
+    rng.seed_everything(config.training.seed)
     gc.collect()  # what is left of the run before
     gc.freeze()
     try:

@@ -130,8 +130,6 @@ BAD_RUNS = {
 --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear --bcd-prefix-cache c
 --expert-model-parallel-size 2 --num-experts 4 --disable-bias-linear --use-cpu-initialization
 --expert-tensor-parallel-size 1 --num-experts 4 --disable-bias-linear --tensor-model-parallel-size 2 --sequence-parallel
---distribute-saved-activations --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 \
---tensor-model-parallel-size 2
 --fp8-format hybrid --bf16 --bcd-layout submodel --pipeline-model-parallel-size 2 --bcd-num-blocks 2
 --num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2
 --num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2
@@ -141,7 +139,6 @@ BAD_RUNS = {
 breadth-first
 --bcd-layout spread --pipeline-model-parallel-size 2 --bcd-schedule breadth-first
 --bcd-schedule stock --num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2
---bcd-run-ahead 1 --num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2
 --pipeline-cut auto --account-for-loss-in-pipeline-split --pipeline-model-parallel-size 2
 """,
     3: """
@@ -235,7 +232,6 @@ WITHOUT_EFFECT = """
  | --num-query-groups 2
 --position-embedding-type none | --rotary-percent 0.5
 --recompute-activations | --recompute-num-layers 1
- | --distribute-saved-activations
  | --sequence-parallel
 --bf16 | --use-precision-aware-optimizer
  | --no-data-sharding
@@ -244,7 +240,6 @@ WITHOUT_EFFECT = """
 --split 100,0,0 | --full-validation
 --split 100,0,0 | --eval-iters -1
  | --main-params-dtype fp32
- | --exp-avg-dtype fp32
 """
 
 

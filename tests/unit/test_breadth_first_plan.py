@@ -12,13 +12,7 @@ from support.plan_checker import Message, action_message, check_no_deadlock
 
 from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.pipeline.build import build_plan, peak_graphs
-from megatron.bcd.pipeline.plan import (
-    Kind,
-    Plan,
-    PlanShape,
-    breadth_first_shape,
-    evaluation_shape,
-)
+from megatron.bcd.pipeline.plan import Kind, Plan, PlanShape, evaluation_shape, phase_shape
 from megatron.bcd.pipeline.simulate import simulate
 
 
@@ -49,7 +43,7 @@ _CASES = {
 
 def _shape(case: str, layers_per_pass: int) -> PlanShape:
     blocks, block = _CASES[case]
-    return breadth_first_shape(blocks.in_passes(layers_per_pass), block, num_microbatches=4)
+    return phase_shape(blocks.in_passes(layers_per_pass), block, num_microbatches=4, is_breadth_first=True)
 
 
 def check_order(shape: PlanShape) -> None:
@@ -121,7 +115,7 @@ def test_order(case: str, layers_per_pass: int) -> None:
 def test_order_of_a_single_block() -> None:
     """Every chunk of a single block is updated once."""
     whole = _partition(num_blocks=1)
-    shape = breadth_first_shape(whole.in_passes(2), 0, num_microbatches=4, steps_block_by_chunk=True)
+    shape = phase_shape(whole.in_passes(2), 0, num_microbatches=4, is_breadth_first=True, steps_block_by_chunk=True)
     assert all(shape.updated)
     check_order(shape)
 
@@ -163,7 +157,7 @@ def test_virtual_chunks() -> None:
     tied |= {"always_active": frozenset({"embedding"}), "num_layers": 4, "num_parts": 2}
     for stages, expected in ((1, (True, False, True, True)), (2, (False, False, True, True))):
         blocks = _partition(num_stages=stages, layout="interleaved", **tied)
-        assert breadth_first_shape(blocks.in_passes(1), 0, num_microbatches=1).updated == expected
+        assert phase_shape(blocks.in_passes(1), 0, num_microbatches=1, is_breadth_first=True).updated == expected
 
 
 def test_what_is_trained() -> None:
@@ -182,7 +176,7 @@ def test_what_is_trained() -> None:
     head_only = _partition(
         has_inactive_updates=True, embedding_update="factored", always_active=frozenset({"norms", "biases", "head"})
     )
-    shape = breadth_first_shape(head_only.in_passes(1), 2, num_microbatches=1)
+    shape = phase_shape(head_only.in_passes(1), 2, num_microbatches=1, is_breadth_first=True)
     assert shape.updated == (True, True, True, True, False, True), "the head, although its layer is the active block"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -46,10 +47,12 @@ def test_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+
+
+@pytest.mark.skipif(HAS_TE, reason="Transformer Engine imports them")
 def test_imports_what_it_needs(repo_root: Path) -> None:
     """A dry run imports no compiler, TensorBoard, transformers or trainer."""
-    if importlib.util.find_spec("transformer_engine") is not None:
-        pytest.skip("Transformer Engine imports them")
     program = "import runpy, sys; sys.argv = sys.argv[1:]\n"
     program += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
     program += (
@@ -58,6 +61,18 @@ def test_imports_what_it_needs(repo_root: Path) -> None:
     command = [sys.executable, "-c", program, PROG, *WORDS, "--dry-run"]
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
     assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "set()")
+
+
+@pytest.mark.skipif(HAS_TE, reason="Transformer Engine imports them")
+def test_training_imports_what_it_needs(repo_root: Path) -> None:
+    """A run on a CPU imports neither torch's compiler nor TensorBoard."""
+    program = "import sys; from megatron.bcd.runtime.compat.imports import skip_unused_imports\n"
+    program += "skip_unused_imports([]); import megatron.bcd.training.pretrain\n"
+    program += "print({'torch._inductor.compile_fx', 'tensorboard'} & {*sys.modules})"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True)
+    assert (done.stderr, done.stdout) == ("", "set()\n")
 
 
 def test_balanced_cut_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

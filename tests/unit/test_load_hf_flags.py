@@ -15,7 +15,7 @@ from support.fine_tuning import tokenizer_folder
 
 from megatron.bcd.checkpoint.run_state import RunState, changed_flags
 from megatron.bcd.config import RunConfig, run_config_to_dict
-from megatron.bcd.huggingface.architecture import architecture_flags, architecture_of
+from megatron.bcd.huggingface.architecture import architecture_of
 from megatron.bcd.huggingface.run_network import describe_run, run_architecture
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 48}
@@ -154,7 +154,7 @@ def test_config_json_and_flags_say_the_same(tmp_path: Path, config: dict[str, An
     network = architecture_of(transformers.AutoConfig.for_model(**config))
     run = parse(tmp_path / "m", config)
     rebuilt, _ = run_architecture(run, is_on_gpu=False, vocab_size=300)
-    assert architecture_flags(rebuilt) == architecture_flags(network)
+    assert rebuilt.flags == network.flags
 
 
 def test_vocabulary_of_a_run(tmp_path: Path) -> None:
@@ -200,7 +200,10 @@ def test_what_transformers_does_not_have(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             run_architecture(parse(tmp_path / "m", GPT2, **sizes | flags), is_on_gpu=False, vocab_size=300)
     run = parse(tmp_path / "m", GPT2, **sizes)
-    assert [run_architecture(run, is_on_gpu=gpu, vocab_size=300)[0].gelu for gpu in (False, True)] == ["exact", "tanh"]
+    assert [run_architecture(run, is_on_gpu=gpu, vocab_size=300)[0].flags["openai_gelu"] for gpu in (False, True)] == [
+        False,
+        True,
+    ]
 
 
 EXPERTS = {"form": "llama", "num_experts": 4, "moe_router_topk": 2}

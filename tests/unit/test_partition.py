@@ -1,4 +1,5 @@
-"""The partition of a model into stages (also by stock Megatron-LM's flags) and blocks."""
+"""The partition of a model into stages (also by stock Megatron-LM's flags) and blocks, the block that owns a parameter,
+balanced cuts, and the least recomputation that fits."""
 
 from __future__ import annotations
 
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from support.command_line import parse
 
-from megatron.bcd.blocks.partition import Partition, divide, partition, partition_from_config
+from megatron.bcd.blocks.ownership import ownership
+from megatron.bcd.blocks.partition import Partition, divide, divide_into_chunks, partition, partition_from_config
 from megatron.bcd.config import LAYOUTS
 from megatron.bcd.model.implementation import Implementation
 from megatron.bcd.model.transformer_config import build_transformer_config
+from megatron.bcd.pipeline.cut import balanced_cut
+from megatron.bcd.planner.activations import Recomputed, least_recomputation
 
 
 @st.composite
@@ -218,3 +222,190 @@ def test_uneven_blocks_name_an_even_number() -> None:
     assert "--bcd-num-blocks 3 or 9 divides" in partition(num_layers=9, num_blocks=7, **sizes).describe_uneven()
     for layers, blocks in ((4, 2), (32, 3), (5, 1)):
         assert partition(num_layers=layers, num_blocks=blocks, **sizes).describe_uneven() == ""
+
+
+# ---- the owner of a parameter
+
+LAYER = ("self_attention.linear_qkv.weight", "input_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+LAYER += ("self_attention.q_layernorm.weight",)
+
+
+def names_of(cut: Partition, stage: int) -> list[str]:
+    names: list[str] = []
+    for chunk in range(cut.num_chunks):
+        virtual = chunk * cut.num_stages + stage
+        numbers = range(len(cut.chunk_layers(stage, chunk)))
+        chunk_names = [f"decoder.layers.{index}.{name}" for index in numbers for name in LAYER]
+        if virtual == 0:
+            chunk_names = ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight", *chunk_names]
+        if virtual == cut.num_virtual_stages - 1:
+            chunk_names += ["decoder.final_layernorm.weight", "output_layer.weight"]
+        names += [f"chunks.{chunk}.{name}" for name in chunk_names] if cut.num_chunks > 1 else chunk_names
+    return names
+
+
+def two_stages(layout: str, **parts: Any) -> Partition:
+    num_blocks = None if layout == "stage" else 2
+    return partition(num_layers=8, num_stages=2, num_blocks=num_blocks, layout=layout, **parts)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("always_active", [(), ("norms",), ("embedding",), ("head",), ("norms", "embedding", "head")])
+def test_agrees_with_the_partition(layout: str, tied: bool, always_active: tuple[str, ...]) -> None:
+    """The owner of each parameter agrees with the partition in every phase."""
+    cut = two_stages(layout, tied=tied, always_active=frozenset(always_active))
+    for stage in range(2):
+        for name in names_of(cut, stage):
+            owned = ownership(name, partition=cut, stage=stage)
+            for block in range(cut.num_blocks):
+                expected = {
+                    "embedding": cut.embedding_active(block),
+                    "head": cut.head_active(block),
+                    "final_norm": cut.final_norm_active(block),
+                    "layer": owned.layer in cut.active_layers(block, stage)
+                    or ("norms" in cut.always_active and "norm" in name),
+                }
+                assert owned.is_active(block) == expected[owned.module], (name, block)
+                assert owned.is_always_active or owned.is_active(block) == (block == owned.block)
+
+
+def test_experts_belong_to_their_layer() -> None:
+    """Experts, routers and shared experts are trained in the phase of their layer, and updated without state in others.
+
+    Their matrices are those of separate modules, or of Transformer Engine's grouped layers."""
+    cut = partition(num_layers=4, num_stages=2, num_blocks=2, layout="spread", tied=True, has_inactive_updates=True)
+    experts = ("experts.local_experts.3.linear_fc1.weight", "experts.linear_fc2.weight2")
+    for name in (*experts, "router.weight", "shared_experts.linear_fc1.weight", "shared_experts.gate_weight"):
+        owned = ownership(f"decoder.layers.1.mlp.{name}", partition=cut, stage=1)
+        assert (owned.layer, owned.block, owned.inactive_updates_in) == (3, 1, {0}), name
+        assert owned.is_matrix and not owned.is_always_active, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("frozen", ["embedding", "head", "norms", "embedding,head"])
+def test_no_phase_trains_what_is_frozen(layout: str, tied: bool, frozen: str) -> None:
+    """A frozen part, also a tied one, is active in no phase, and every other parameter in exactly one."""
+    cut = two_stages(layout, tied=tied, frozen=frozenset(frozen.split(",")))
+    parts = set(frozen.split(",")) | ({"embedding", "head"} if tied and frozen != "norms" else set())
+    for stage in range(2):
+        for name in names_of(cut, stage):
+            owned = ownership(name, partition=cut, stage=stage)
+            is_frozen = ("norms" if owned.is_norm else owned.module) in parts
+            assert owned.is_frozen == is_frozen
+            assert sum(owned.is_active(block) for block in range(cut.num_blocks)) == (not is_frozen), name
+    for block in range(cut.num_blocks):
+        assert not ("embedding" in parts and cut.embedding_active(block))
+        assert not ("head" in parts and cut.head_active(block))
+        assert not ("norms" in parts and cut.final_norm_active(block))
+
+
+def test_unknown_name() -> None:
+    """A parameter of an unknown module is refused by name."""
+    cut = partition(num_layers=6, num_stages=1, num_blocks=3, layout="spread", tied=False)
+    with pytest.raises(KeyError, match="mtp"):
+        ownership("mtp.layers.0.weight", partition=cut, stage=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_axes", "is_matrix"),
+    [
+        ("mlp.experts.gate_up_proj", 3, True),
+        ("mlp.experts.gate_up_proj_bias", 2, False),
+        ("mlp.router.weight", 2, True),
+        ("linear_attn.conv1d.weight", 3, False),
+        ("linear_attn.A_log", 1, False),
+    ],
+)
+def test_matrices_of_transformers(name: str, num_axes: int, *, is_matrix: bool) -> None:
+    """Parameters of experts with three axes are matrices; their biases and convolutions count as biases."""
+    cut = partition(num_layers=2, num_stages=1, num_blocks=2, layout="spread", tied=True, has_inactive_updates=True)
+    owned = ownership(f"decoder.layers.1.{name}", partition=cut, stage=0, num_axes=num_axes)
+    assert owned.is_matrix == is_matrix
+
+
+# ---- balanced cuts and recomputation
+
+
+def even_cut(**changes: Any) -> Partition:
+    sizes = {"num_layers": 28, "num_stages": 4, "num_blocks": 3, "layout": "spread", "tied": False}
+    return partition(**sizes | changes)
+
+
+def slowest(one: Partition, sizes: tuple[int, ...], head: float) -> float:
+    """Work of the slowest stage of layout spread, summed over the phases, counted layer by layer."""
+    total = 0.0
+    for block in range(one.num_blocks):
+        work = []
+        for stage, size in enumerate(sizes):
+            parts = [len(part) for part in divide(size, one.num_layer_blocks)]
+            is_head = block == len(parts)
+            backward = [part for place, part in enumerate(parts) if not is_head and (stage or place >= block)]
+            is_last = stage == len(sizes) - 1
+            is_active = block == (0 if one.tied else one.num_blocks - 1)
+            active = 0 if is_head else parts[block]
+            work.append(size + sum(backward) + active + is_last * head * (2 + is_active))
+        total += max(work)
+    return total
+
+
+@pytest.mark.parametrize(("tied", "head_phase"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(("layers", "stages", "head"), [(28, 4, 1.0), (13, 4, 3.0), (64, 8, 0.5), (12, 4, 40.0)])
+def test_no_slower_than_an_even_cut(layers: int, stages: int, head: float, tied: bool, head_phase: bool) -> None:
+    """A balanced cut is no slower than an even one, and faster where a layer can move away from the head."""
+    one = even_cut(num_layers=layers, num_stages=stages, tied=tied, head_phase=head_phase)
+    sizes = balanced_cut(one, head=head)
+    even = tuple(len(part) for part in divide(layers, stages))
+    assert sum(sizes) == layers and len(sizes) == stages and min(sizes) >= one.num_layer_blocks
+    assert slowest(one, sizes, head) <= slowest(one, even, head)
+    if layers > stages * one.num_layer_blocks + 1:
+        assert sizes[-1] < sizes[0] and slowest(one, sizes, head) < slowest(one, even, head)
+
+
+@pytest.mark.parametrize("head", [0.0, 1.0, 5.0, 20.0])
+def test_two_stages_are_cut_as_well_as_they_can_be(head: float) -> None:
+    """The cut of two stages is the fastest of all cuts."""
+    one = even_cut(num_layers=24, num_stages=2)
+    best = min(slowest(one, (24 - last, last), head) for last in range(one.num_blocks, 24 - one.num_blocks + 1))
+    assert slowest(one, balanced_cut(one, head=head), head) == best
+
+
+def test_costly_layers_count_more() -> None:
+    """A stage of layers that cost three times as much gets fewer of them."""
+    one = even_cut(num_layers=12, num_stages=2, num_blocks=1)
+    assert balanced_cut(one, head=0, layers=[1.5] * 6 + [0.5] * 6) == (4, 8)
+
+
+@pytest.mark.parametrize("head_phase", [False, True])
+@pytest.mark.parametrize("num_chunks", [3, 6])
+def test_chunks_keep_their_layers(num_chunks: int, head_phase: bool) -> None:
+    """A cut keeps the layers of each chunk, and the last stage has the fewest."""
+    sizes = balanced_cut(even_cut(layout="interleaved", num_parts=num_chunks, head_phase=head_phase), head=1.0)
+    even = divide_into_chunks(28, parts=num_chunks, stages=4)
+    for first in range(0, len(sizes), 4):
+        mine, chunks = sizes[first : first + 4], even[first : first + 4]
+        assert sum(mine) == sum(map(len, chunks)) and min(mine) >= 1
+    held = [sum(sizes[stage::4]) for stage in range(4)]
+    assert held[-1] == min(held)
+
+
+@pytest.mark.parametrize("needed", range(8))
+def test_least_recomputation(needed: int) -> None:
+    """Recomputation takes the least number of layers that fits, from the first chunks on."""
+    numbers = (0, 2, 3)
+
+    def fits(choice: Recomputed) -> bool:
+        return sum(choice.layers) >= needed
+
+    choice = least_recomputation(numbers, fits, core_share=0.1)
+    expected = {0: (), 1: (0, 1, 0), 2: (0, 2, 0), 3: (0, 2, 1), 4: (0, 2, 2)}.get(needed, numbers)
+    assert choice.layers == expected
+    assert choice.granularity == ("full" if needed else "none")
+
+
+@pytest.mark.parametrize(("core_share", "expected"), [(0.1, "selective"), (0.3, "full")])
+def test_the_core_of_attention_is_cheaper_or_not(core_share: float, expected: str) -> None:
+    """Attention alone is recomputed only if that is less work than whole layers."""
+    choice = least_recomputation((5,), lambda one: one != Recomputed(), core_share=core_share)
+    assert choice.granularity == expected

@@ -19,7 +19,6 @@ from megatron.bcd.pipeline.plan import (
     Kind,
     Plan,
     PlanShape,
-    default_run_ahead,
     evaluation_shape,
     phase_shape,
     stock_shape,
@@ -227,7 +226,7 @@ def test_run_ahead() -> None:
             assert ends_from(ahead, first) == alone
             assert ends_from(times(shape_of(stages, number, first)), first) == alone + first
             assert ahead.iteration_time <= times(stock_shape(shape_of(stages, number, first))).iteration_time
-            default = default_run_ahead(num_stages=stages, first_trainable=first)
+            default = shape_of(stages, number, first).microbatches_ahead
             assert 1 <= default <= first
             of_all = [times(shape_of(stages, number, first, done=k, ahead=k)).iteration_time for k in range(number + 1)]
             assert of_all[min(default, number)] == min(of_all)

@@ -122,10 +122,10 @@ def test_number_of_blocks_for_fine_tuning(
 @pytest.mark.parametrize(
     ("model", "num_gpus", "more", "reason"),
     [
-        ("L-1.5B", 1, (), "by the orthogonal update, which fits: no blocks"),
-        ("L-1.5B", 1, ("--global-batch-size", "1"), "by the factored update, which fits: no blocks"),
-        ("llama-7b", 4, ("--bcd-inactive-update", "factored"), "which fits: no blocks"),
-        ("llama-7b", 1, (), "which fits: no blocks"),
+        ("L-1.5B", 1, (), "by the orthogonal update: no blocks"),
+        ("L-1.5B", 1, ("--global-batch-size", "1"), "by the factored update: no blocks"),
+        ("llama-7b", 4, ("--bcd-inactive-update", "factored"), " update: no blocks"),
+        ("llama-7b", 1, (), " update: no blocks"),
         ("L-1.5B", 1, ("--bcd-num-blocks", "6"), "blocks: flags ask"),
         ("L-1.5B", 1, ("--precision", "fp16"), "blocks: flags ask"),
     ],

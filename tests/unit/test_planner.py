@@ -19,7 +19,7 @@ from megatron.bcd.planner.estimate import Estimate, multiplier_of
 from megatron.bcd.planner.memory import fits, host_bytes, peak, rank_memory, saving_bytes
 from megatron.bcd.planner.recipe import Recipe, make_recipe
 from megatron.bcd.planner.search import candidates, compare, fewest_gpus, first_allowed, place, remedies, search
-from megatron.bcd.planner.step_time import head_pass, layer_pass, phase_seconds
+from megatron.bcd.planner.step_time import pass_seconds, phase_seconds
 from megatron.bcd.planner.tables import Model, read_clusters, read_models
 from megatron.bcd.planner.tensors import build_buffer, stage_tensors
 
@@ -131,7 +131,7 @@ def test_host_memory_of_divided_experts() -> None:
 def test_one_stage_does_one_thing_after_the_other() -> None:
     """One stage does one thing after the other: F everywhere, D behind the prefix, W in the block."""
     one = recipe(global_batch_size=3)
-    layer, head = layer_pass(one).seconds(one), head_pass(one).seconds(one)
+    layer, head, _ = pass_seconds(one)
     passes = [(12 + 12 + 4, 3), (12 + 8 + 4, 2), (12 + 4 + 4, 2)]  # the tied head is active with the embedding
     for block, (layers, heads) in enumerate(passes):
         phase = phase_seconds(one, block)
@@ -149,7 +149,7 @@ def test_breadth_first_on_stages(stages: int, number: int, layers_per_pass: int)
     flags |= {"bcd_layers_per_pass": layers_per_pass, "precision": "bf16", "global_batch_size": number}
     one = recipe(**flags, num_gpus=stages, pipeline_model_parallel_size=stages)
     phase = phase_seconds(one, 0)
-    layer, head = layer_pass(one).seconds(one), head_pass(one).seconds(one)
+    layer, head, _ = pass_seconds(one)
     alone = number * ((4 * 12 - layers_per_pass) * layer + 3 * head)
     assert phase.pipeline * stages * (1 - phase.bubble) == pytest.approx(alone)
     if stages > 1 and number == 40:
@@ -168,11 +168,11 @@ def test_time_of_inactive_updates_and_muon() -> None:
     operations = 12 * (4 * 30 * 64**3 + 2 * (20 * 64 * 64 * 256 + 10 * 64**3))
     by_hand = operations / (1e12 * 165.2 * one.cluster.compute_share)
     alone = phase_seconds(one, 1)
-    assert alone.orthogonalization == pytest.approx(by_hand)
-    assert alone.optimizer > alone.orthogonalization and alone.reductions == 0
-    assert phase_seconds(replace(one, precision="bf16"), 1).orthogonalization == pytest.approx(by_hand)
+    assert alone.optimizer > by_hand and alone.reductions == 0
+    faster = replace(one.cluster, bf16_tflops=2 * one.cluster.bf16_tflops)
+    assert alone.optimizer - phase_seconds(replace(one, cluster=faster), 1).optimizer == pytest.approx(by_hand / 2)
     two = phase_seconds(replace(one, num_gpus=2), 1)
-    assert two.orthogonalization == pytest.approx(by_hand / 2)
+    assert by_hand / 2 < two.optimizer < alone.optimizer - by_hand / 2
     matrices = 12 * 12 * 64**2
     by_adam = active_parameters(one.shape, one.partition, 0, padded=512)[0] - matrices // 3
     exact = (matrices * (2 + 4) + by_adam * (4 + 4) / 2) / (1e9 * one.cluster.link_gb_per_s)
@@ -200,7 +200,7 @@ def test_what_makes_an_iteration_slow() -> None:
     assert Estimate(recipe=replace(base, recompute="full")).iteration_seconds > 1.25 * plain.iteration_seconds
     slow = replace(base.cluster, gpus_per_node=4, network_gb_per_s=0.1)
     assert Estimate(recipe=replace(base, cluster=slow)).iteration_seconds > plain.iteration_seconds
-    assert more.bubble < plain.bubble and 0 < more.full_training_share < base.cluster.compute_share
+    assert more.bubble < plain.bubble
     shorter = Estimate(recipe=base.changed(pipeline_model_parallel_size=4))
     assert shorter.phases[0].reductions > 0 == plain.phases[0].reductions
 

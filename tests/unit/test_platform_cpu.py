@@ -8,7 +8,6 @@ import psutil
 import pytest
 import torch
 
-from megatron.bcd.runtime import memory
 from megatron.bcd.runtime.compat import cpu, megatron_core
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -49,11 +48,3 @@ def test_freed_memory_is_returned() -> None:
     del blocks
     cpu.return_freed_memory()
     assert before - psutil.Process().memory_info().rss > 0.8 * 999 * last.nbytes
-
-
-def test_copies_share_no_memory() -> None:
-    """Copies share no memory with the tensors inside lists and tuples."""
-    tensor = torch.zeros(3)
-    copies = memory.copy_to_host({"list": [{"key": tensor}], "tuple": (tensor, 1)})
-    for copy in (copies["list"][0]["key"], copies["tuple"][0]):
-        assert torch.equal(copy, tensor) and copy.data_ptr() != tensor.data_ptr()

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from megatron.bcd.config import ReportConfig
-from megatron.bcd.metrics.console import step_lines
+from megatron.bcd.metrics.console import step_line
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 
@@ -200,5 +200,5 @@ def test_wandb_that_is_absent_or_refuses(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_log_line_shows_the_rate_of_its_step() -> None:
     """The console shows the rate that the step used; `learning_rate` keeps that of the next step, as in Megatron-LM."""
-    [line] = step_lines(collect_step_metrics(step_learning_rate=2e-3), train_iters=20, left="")
+    line = step_line(collect_step_metrics(step_learning_rate=2e-3), train_iters=20, left="")
     assert "lr 2.000E-03" in line

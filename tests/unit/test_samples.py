@@ -17,8 +17,7 @@ from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data import BatchSharding, GroupShare, num_samples, subset_indices
-from megatron.bcd.data.batches import consecutive_indices
-from megatron.bcd.data.samples import TrainingSamples
+from megatron.bcd.data.batches import TrainingSamples, consecutive_indices
 from megatron.bcd.data.sft.permutation import Permutation
 from megatron.bcd.data.splits import _epoch_samples
 from megatron.bcd.training.state import StepResult, TrainState

@@ -13,9 +13,10 @@ import transformers
 from support import decoders
 from transformers.models.llama import modeling_llama
 
-from megatron.bcd.model.skeleton import Refused, Skeleton, read_config
+from megatron.bcd.huggingface.any_decoder import read_architecture
+from megatron.bcd.huggingface.folder import companions
+from megatron.bcd.model.skeleton import TRUSTED, Refused, Skeleton, read_config
 from megatron.bcd.model.split_check import check_split
-from megatron.bcd.model.transformers_model import transposed
 
 
 def test_sizes_do_not_matter() -> None:
@@ -64,13 +65,6 @@ def test_no_single_list_of_layers() -> None:
         Skeleton(transformers.XLMConfig(emb_dim=32, n_layers=2, n_heads=4, n_words=decoders.VOCABULARY))
 
 
-@pytest.mark.parametrize(("name", "number"), [("gpt_oss", 2), ("llama4_text", 2), ("qwen3_moe", 0), ("llama", 0)])
-def test_transposed_experts(name: str, number: int) -> None:
-    """The experts of gpt-oss and Llama 4 are known to have inputs as rows."""
-    layer = Skeleton(decoders.config_of(name)).layers[0]
-    assert len([*transposed(layer, 32)]) == number
-
-
 QUANTISED = transformers.LlamaConfig(quantization_config={"quant_method": "fp8"})
 
 
@@ -90,19 +84,31 @@ def test_refused_configurations(tmp_path: Path, config: Any, words: str) -> None
         read_config(str(tmp_path))
 
 
-def test_code_of_a_model_never_runs(tmp_path: Path) -> None:
-    """A model that transformers lacks is refused, and one that it has is read, without the code in their folders."""
-    code = f"open({str(tmp_path / 'it_ran')!r}, 'w')\n"
-    (tmp_path / "configuration_own.py").write_text(f"{code}class OwnConfig: pass\n")
-    (tmp_path / "modeling_own.py").write_text(f"{code}class OwnModel: pass\n")
+def test_code_of_a_model_runs_with_trust_only(tmp_path: Path) -> None:
+    """Without trust, a model that transformers lacks is refused, and one that it has is read, and no code of their
+    folders runs. With it, this code computes the model, and belongs to its companions."""
+    mark = f"open({str(tmp_path / 'it_ran')!r}, 'w').close()\n"
+    code = {
+        "configuration_own.py": "from transformers import LlamaConfig\n"
+        "class OwnConfig(LlamaConfig): model_type = 'own'\n",
+        "modeling_own.py": "from transformers import LlamaForCausalLM\nfrom .configuration_own import OwnConfig\n"
+        "class OwnModel(LlamaForCausalLM): config_class = OwnConfig\n",
+    }
+    for name, text in code.items():
+        (tmp_path / name).write_text(mark + text)
     auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
     values = decoders.config_of("llama").to_dict() | {"auto_map": auto_map}
+    path = str(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert Skeleton(read_config(str(tmp_path))).name == "LlamaForCausalLM"
+    assert Skeleton(read_config(path)).name == "LlamaForCausalLM" and not read_architecture(path).not_in_core
     (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "own"}))
-    with pytest.raises(ValueError, match=r"^[^\n]*its code comes with the model[^\n]*$"):
-        read_config(str(tmp_path))
+    with pytest.raises(ValueError, match=r"^[^\n]*its code comes with the model[^\n]*--trust-remote-code[^\n]*$"):
+        read_config(path)
     assert not (tmp_path / "it_ran").exists()
+    TRUSTED.add(path)
+    assert read_architecture(path).not_in_core == "its code comes with the model"
+    assert Skeleton(read_config(path)).name == "OwnModel" and (tmp_path / "it_ran").exists()
+    assert companions(path) == {name: (mark + text).encode() for name, text in code.items()}
 
 
 def test_the_table_of_tested_models(repo_root: Path) -> None:

@@ -27,14 +27,6 @@ def subtract_factored(
 SHAPES = ((48, 16), (16, 48), (32, 32))
 
 
-@pytest.mark.parametrize("mode", update_rules.SCALES)
-def test_scale_of_a_transposed_matrix(mode: str) -> None:
-    """A matrix whose rows are inputs has the transposed direction of one whose rows are outputs."""
-    matrices = gradient(2, 48, 16)
-    turned = update_rules.orthogonal(matrices.mT.contiguous(), MatrixLayout(is_transposed=True), scale_mode=mode)
-    assert torch.allclose(turned.mT, update_rules.orthogonal(matrices, scale_mode=mode), atol=1e-5)
-
-
 def gradient(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 

@@ -143,8 +143,6 @@ def _derive_training(values: Values, *, world_size: int) -> None:
     model_ranks = math.prod(values[f"{kind}_parallel_size"] for kind in ("tensor_model", "pipeline_model", "context"))
     if values["global_batch_size"] is None and values["micro_batch_size"] and model_ranks > 0:
         values["global_batch_size"] = values["micro_batch_size"] * max(1, world_size // model_ranks)
-    if values["tensor_model_parallel_size"] == 1:
-        values["sequence_parallel"] = False  # as in stock
     for unit in ("iters", "samples"):
         if values[f"lr_decay_{unit}"] is None:
             values[f"lr_decay_{unit}"] = values[f"train_{unit}"]

@@ -11,8 +11,8 @@ from megatron.bcd.arguments.stock import EXPERTS, NETWORK
 from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.huggingface import folder
 from megatron.bcd.huggingface.any_decoder import read_architecture
-from megatron.bcd.huggingface.architecture import TRANSFORMERS, architecture_flags, default_flags
-from megatron.bcd.model.skeleton import has_weights
+from megatron.bcd.huggingface.architecture import TRANSFORMERS
+from megatron.bcd.model.skeleton import TRUSTED, has_weights
 
 _OF_THE_RUN = frozenset(("seq_length", "max_position_embeddings", "use_cpu_initialization"))
 """Flags of the network that don't describe a model of transformers."""
@@ -29,13 +29,17 @@ def model_values(
         ValueError: the model can't be used, or a given flag contradicts it.
     """
     name = given["load_hf"]
+    if given.get("trust_remote_code"):
+        TRUSTED.add(name)
     path = folder.locate(name, flag="--load-hf", weights=False)
+    if name in TRUSTED:
+        TRUSTED.add(path)
     network, notes = read_architecture(path, transformer_impl=given.get("transformer_impl", "auto")), tuple[str, ...]()
     if network.not_in_core:
         notes = (f"--transformer-impl transformers, because Megatron Core's layers can't: {network.not_in_core}",)
     if network.family == TRANSFORMERS and not has_weights(path):
         notes = (*notes, f"--load-hf {name}: has no weights, so they are drawn at random")
-    fixed = architecture_flags(network)
+    fixed, defaults = network.flags, dict(network.defaults)
     for flag in flags if network.family == TRANSFORMERS else ():
         if flag.group in (NETWORK, EXPERTS) and flag.field in given and flag.field not in {*fixed, *_OF_THE_RUN}:
             raise ValueError(f"{flag.shown}: the config.json of --load-hf {name} determines it. Leave the flag out.")
@@ -54,17 +58,16 @@ def model_values(
             f"--seq-length {length}: the sliding window of --load-hf {name} has {window} tokens, and attention here "
             f"has no window. Give at most {window}, or --transformer-impl transformers."
         )
-    inner, outer = network.hidden_dropout, network.embedding_dropout
-    if network.family == "gpt2" and inner != outer and "hidden_dropout" not in given:
+    inner, outer = defaults.get("hidden_dropout"), network.embedding_dropout
+    if outer is not None and outer != inner and "hidden_dropout" not in given:
         raise ValueError(
             f"--load-hf {name}: resid_pdrop is {inner} and embd_pdrop {outer}, but --hidden-dropout sets both. Give "
             "--hidden-dropout."
         )
-    defaults = default_flags(network)
     has_tokenizer_flag = {"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"} & given.keys()
     if not has_tokenizer_flag and folder.has_tokenizer(path):
         defaults |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": os.path.abspath(path)}
-    return fixed, defaults, notes
+    return dict(fixed), defaults, notes
 
 
 _COMPUTATION = frozenset(("attention_backend", "transformer_impl", "use_cpu_initialization"))
@@ -77,15 +80,9 @@ def take_checkpoint_flags(values: dict[str, Any], flags: Iterable[Flag], *, give
     Flags that are `given` stay. If they contradict the checkpoint, loading it raises an error.
 
     Raises:
-        ValueError: there is no checkpoint, another program wrote it, or its network has no query groups and the flags
-            ask for some.
+        ValueError: there is no checkpoint, or another program wrote it.
     """
     saved = _saved_flags(values)
-    if given.get("group_query_attention") and saved["transformer"].get("num_query_groups") is None:
-        raise ValueError(
-            f"--group-query-attention contradicts --use-checkpoint-args: every head of the network in --load "
-            f"{values['load']} has its own keys and values. Leave the flag out."
-        )
     for flag in flags:
         is_of_model = flag.section and flag.group in (NETWORK, TOKENIZER) and flag.field not in _COMPUTATION
         if is_of_model and flag.field not in given:
@@ -115,7 +112,4 @@ def _saved_flags(values: Mapping[str, Any]) -> Mapping[str, Any]:
             f"--use-checkpoint-args: {file} can't be read ({error}), and only checkpoints of this program hold flags. "
             "Give the flags of the model."
         ) from error
-    flags: Mapping[str, Any] = run_state.from_json(text, path=f"--load {root}: {file}").flags
-    if not all(isinstance(flags.get(section), dict) for section in ("transformer", "model", "tokenizer")):
-        raise ValueError(f"--load {root}: {file} is damaged (it holds no flags). Leave out --use-checkpoint-args.")
-    return flags
+    return run_state.from_json(text, path=f"--load {root}: {file}").flags

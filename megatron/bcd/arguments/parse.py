@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
@@ -54,17 +53,11 @@ class _Parser(argparse.ArgumentParser):
         return {name: action for action in self._actions for name in action.option_strings}
 
 
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    width = shutil.get_terminal_size().columns - 2
-    return argparse.HelpFormatter(prog, max_help_position=min(38, width // 2), width=width)
-
-
 def _parser(prog: str, flags: tuple[Flag, ...]) -> _Parser:
     parser = _Parser(
         prog=prog,
         allow_abbrev=False,
         add_help=False,
-        formatter_class=_formatter,
         usage=f"torchrun --nproc-per-node PROCESSES {prog} [flags]",
         description="Train with block coordinate descent on Megatron Core. Flags are Megatron-LM's, "
         "and --bcd-*; what other flags of Megatron-LM do is in docs/flags.md.",

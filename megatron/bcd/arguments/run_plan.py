@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn, TextIO
 
 from megatron.bcd.blocks.partition import describe_layers, partition_from_config
@@ -29,10 +30,11 @@ def with_balanced_cut(config: RunConfig, *, reads_files: bool = True) -> RunConf
     """Return `config` with the --pipeline-model-parallel-layout that --pipeline-cut auto asks for.
 
     The work of the output head depends on the size of the vocabulary, so this reads the tokenizer. If `reads_files` is
-    False and the size is only known from files, the stages stay cut evenly.
+    False and the size is only known from files, the stages stay cut evenly. transformers' layers are measured, which
+    takes seconds.
 
     Raises:
-        ValueError: the tokenizer can't be read.
+        ValueError: the tokenizer can't be read, or the layers can't be measured.
     """
     if config.training.pipeline_cut != "auto" or config.pipeline_size == 1:
         return config
@@ -40,7 +42,12 @@ def with_balanced_cut(config: RunConfig, *, reads_files: bool = True) -> RunConf
     if vocab_size is None:
         return config
     padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size)
-    return balance_stages(config, padded_vocab_size=padded)
+    measured = None
+    if config.model.transformer_impl == "transformers":  # other dry runs import no torch
+        from megatron.bcd.huggingface.measure import read_model
+
+        measured = read_model(str(config.checkpoint.load_hf), sequence=config.model.seq_length)
+    return replace(balance_stages(replace(config, measured=measured), padded_vocab_size=padded), measured=None)
 
 
 def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = ()) -> list[str]:

@@ -6,9 +6,9 @@ Types, defaults and help of flags come from the dataclass fields that they set, 
 from __future__ import annotations
 
 import argparse
-import ast
 import functools
 import importlib.resources
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,16 +51,14 @@ TRANSFORMER_FIELDS = {
     "cross_entropy_fusion_impl",
     PARALLELISM: "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size cp_comm_type "
     "hierarchical_context_parallel_sizes sequence_parallel",
-    RECOMPUTATION: "recompute_granularity recompute_method recompute_num_layers recompute_modules "
-    "distribute_saved_activations",
+    RECOMPUTATION: "recompute_granularity recompute_method recompute_num_layers recompute_modules",
 }
 """Fields of Megatron Core's ``TransformerConfig`` that have a flag."""
 OPTIMIZER_FIELDS = {
     LEARNING_RATE: "lr min_lr decoupled_lr decoupled_min_lr",
     OPTIMIZER: "weight_decay apply_wd_to_qk_layernorm optimizer adam_beta1 adam_beta2 adam_eps decoupled_weight_decay "
-    "muon_momentum muon_split_qkv muon_scale_mode muon_num_ns_steps muon_tp_mode "
-    "muon_extra_scale_factor clip_grad optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
-    "pin_cpu_grads",
+    "muon_momentum muon_split_qkv muon_num_ns_steps muon_tp_mode muon_extra_scale_factor clip_grad "
+    "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads",
     PRECISION: "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
 }
 """Fields of ``OptimizerConfig`` that have a flag."""
@@ -79,26 +77,15 @@ def layer_pattern(text: str) -> int | list[int]:
         ArgumentTypeError: `text` is neither.
     """
     problem = argparse.ArgumentTypeError(f"{text!r} is neither a number above 0 nor a list of 0 and 1. Give one.")
-
-    def value(node: ast.expr) -> Any:
-        match node:
-            case ast.Constant(value=int() as number):
-                return number
-            case ast.List(elts=parts):
-                return [value(part) for part in parts]
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return value(left) + value(right)
-            case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return value(left) * value(right)
-        raise problem
-
+    is_arithmetic = re.fullmatch(r"(?:[][()+,\d\s]|(?<!\*)\*)+", text)
     try:
-        pattern = value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError):
+        pattern: int | list[int] = eval(text.strip() if is_arithmetic else "")  # stock evaluates any text
+        is_valid = set(pattern) <= {0, 1} if isinstance(pattern, list) else pattern > 0
+    except (IndexError, SyntaxError, TypeError):
         raise problem from None
-    if isinstance(pattern, list) and set(pattern) <= {0, 1} or isinstance(pattern, int) and pattern > 0:
-        return pattern
-    raise problem
+    if not is_valid:
+        raise problem
+    return pattern
 
 
 DIFFERENCES: dict[str, dict[str, Any]] = {
@@ -135,8 +122,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "fp8_recipe": {"default": None, "choices": ("delayed", "tensorwise")},
     "attention_backend": {"choices": ("auto", "flash", "fused", "unfused", "local")},
     "cp_comm_type": {"choices": ("p2p", "all_gather", "a2a", "a2a+p2p")},
-    "recompute_modules": {"choices": ("core_attn", "layernorm", "mlp"), "metavar": "MODULE"},
-    "muon_scale_mode": {"choices": ("spectral", "unit_rms_norm", "shape_scaling")},
+    "recompute_modules": {"choices": ("core_attn", "mlp"), "metavar": "MODULE"},
     "muon_tp_mode": {"default": "distributed", "choices": ("blockwise", "distributed")},
     "optimizer": {
         "choices": ("adam", "muon"),
@@ -209,15 +195,13 @@ BELONG_TO = {
     "--num-experts": TRANSFORMER_FIELDS[EXPERTS].replace("num_moe_experts ", ""),
     "--position-embedding-type=rope --use-rotary-position-embeddings": "rotary_base rotary_percent "
     "rotary_interleaved use_rope_scaling",
-    "--recompute-granularity=full": "recompute_method recompute_num_layers distribute_saved_activations",
+    "--recompute-granularity=full": "recompute_method recompute_num_layers",
     "--recompute-granularity=selective --recompute-activations": "recompute_modules",
-    "--no-sequence-parallel": "distribute_saved_activations",
-    "--tensor-model-parallel-size": "sequence_parallel distribute_saved_activations",
+    "--tensor-model-parallel-size": "sequence_parallel",
     "--recompute --bcd-layers-on=auto --bcd-schedule=breadth-first": "recompute_memory_gib",
     "--optimizer-cpu-offload": "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads",
     "--cross-entropy-loss-fusion": "cross_entropy_fusion_impl",
-    "--optimizer=muon": "muon_momentum muon_use_nesterov muon_scale_mode muon_extra_scale_factor muon_momentum_dtype "
-    "muon_grad_dtype",
+    "--optimizer=muon": "muon_momentum muon_use_nesterov muon_extra_scale_factor muon_momentum_dtype muon_grad_dtype",
     "--optimizer=muon --bcd-inactive-update=orthogonal": "muon_num_ns_steps muon_tp_mode",
     "--optimizer=muon --bcd-inactive-update=orthogonal --bcd-inactive-update=factored": "muon_split_qkv",
     "--overlap-grad-reduce": "overlap_param_gather",
@@ -239,7 +223,6 @@ BELONG_TO = {
 }
 """Conditions (see ``flags.holds``), and the fields whose flags have no effect unless one of them is met."""
 
-_ANY_DECODER = "give --load-hf, with the folder of a config.json, and --transformer-impl transformers"
 _INSTEAD = {
     "Train every layer with --bcd-preset finetune (6 bytes a parameter), or train LoRA with peft.": (
         "--bcd-low-rank --bcd-low-rank-alpha --bcd-low-rank-layers --bcd-low-rank-lr-ratio --save-adapters"
@@ -250,6 +233,7 @@ _INSTEAD = {
     ),
     "Leave it out: every inactive layer is updated.": "--bcd-inactive-layers --bcd-resting-layers",
     "Leave it out: a CPU runs Megatron Core's own functions.": "--cpu-kernels",
+    "Leave it out: forward-only stages run ahead as far as that gains anything.": "--bcd-run-ahead",
     "Leave it out, and give tools/generate.py a folder of --save-hf.": "--eval-generate --eval-generate-tokens",
     "Leave it out: it stores the outputs in the run's precision, and takes at most half of the free disk space.": (
         "--bcd-prefix-cache-dtype --bcd-prefix-cache-max-gib"
@@ -257,6 +241,7 @@ _INSTEAD = {
     "Leave it out, to cut long answers, or give --sft-drop-long.": "--sft-refuse-long",
     "Delete the checkpoints of the other run, or give another --save.": "--overwrite-checkpoints",
     "Write the flags into a script; --dry-run prints what would run.": "--config --print-config",
+    "Leave it out, or give a longer --outer-interval.": "--outer-delay",
     "Leave it out: data-parallel ranks always shard the optimizer state.": "--no-use-distributed-optimizer",
     "Give --bcd-layers-on.": "--bcd-frozen-weights",
     "Give --bcd-inactive-update.": "--bcd-resting-update",
@@ -276,20 +261,18 @@ UNSUPPORTED = {
         "--moe-use-upcycling --moe-upcycling- --moe-use-legacy-grouped-gemm --moe-apply-probs-on-input "
         "--moe-shared-expert-overlap --moe-layer-recompute --overlap-moe-"
     ),
-    "attention is plain or grouped-query": (
-        "--experimental-attention-variant --attention-output-gate --qk-clip --qk-l2-norm"
-    ),
-    "Megatron Core's multi-latent attention needs Transformer Engine": "--multi-latent-attention",
-    "all layers are the same transformer layer": (
-        "--hybrid- --is-hybrid-model --heterogeneous- --spec --mtp- --rope-type"
-    ),
-    _ANY_DECODER: (
-        "--enable-gpt-oss --softmax-type --window-size --window-attn-skip-freq --quick-geglu "
-        "--activation-func-clamp-value --glu-linear-offset --no-rope-freq --rotary-scaling-factor --yarn- --no-yarn- "
-        "--mscale"
+    "all layers are the same transformer layer": "--heterogeneous- --spec --mtp-",
+    "give --load-hf, with the folder of a config.json, and --transformer-impl transformers": (
+        "--experimental-attention-variant --attention-output-gate --qk-clip --qk-l2-norm --multi-latent-attention "
+        "--hybrid- --is-hybrid-model --rope-type --enable-gpt-oss --softmax-type --window-size "
+        "--window-attn-skip-freq --quick-geglu --activation-func-clamp-value --glu-linear-offset --no-rope-freq "
+        "--rotary-scaling-factor --yarn- --no-yarn- --mscale"
     ),
     "weights are drawn as --init-method-std says": "--init-method-xavier-uniform --use-mup --mup-",
-    "Muon is quintic, and Adam steps the rest": "--muon-coefficient-type --muon-scalar-optimizer --lion-",
+    "weights are drawn alike on all data-parallel ranks": "--data-parallel-random-init",
+    "Muon is quintic, its scale spectral, and Adam steps the rest": (
+        "--muon-coefficient-type --muon-scale-mode --muon-scalar-optimizer --lion-"
+    ),
     "FP8 is supported only as --fp8-format with delayed scaling or a scale a tensor": (
         "--fp4- --fp8-quantizer-factory --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 "
         "--num-layers-at- --kitchen- --use-kitchen --te-precision-config-file --fp8-output-proj"
@@ -298,7 +281,7 @@ UNSUPPORTED = {
         "--use-megatron-fsdp --use-custom-fsdp --use-torch-fsdp2 --tensor-parallel-num-weight-shards"
     ),
     "activations stay on the device; give --recompute-activations": (
-        "--cpu-offloading --offload-modules --fine-grained-activation-offloading"
+        "--cpu-offloading --offload-modules --fine-grained-activation-offloading --distribute-saved-activations"
     ),
     "activations, loss and main parameters have the precision of --bf16, --fp16 or fp32": (
         "--fp32-residual-connection --fp16-lm-cross-entropy --main-params-dtype --batch-invariant-mode"
@@ -336,6 +319,7 @@ UNSUPPORTED = {
 _HARMLESS = {
     **dict.fromkeys(("--main-params-dtype", "--main-grads-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"), ["fp32"]),
     "--dataloader-type": ["single"],
+    "--muon-scale-mode": ["spectral"],
     "--softmax-type": ["vanilla"],
     "--rotary-seq-len-interpolation-factor": ["1"],
 }

@@ -84,13 +84,13 @@ def ownership(name: str, *, partition: Partition, stage: int, num_axes: int | No
         chunk = int(number)
     # layer_norm_weight: inside Transformer Engine's fused linear layers
     is_norm = name.startswith("decoder.") and _NORM.search(name) is not None and num_axes in (None, 1)
-    is_always_active = is_norm and partition.norms_always_active
+    is_always_active = is_norm and "norms" in partition.always_active
     last = next(block.index for block in partition.blocks if block.owns_final_norm)
     module: Module
     if name.startswith("embedding."):
-        module, block, is_always_active = "embedding", 0, partition.embedding_always_active
+        module, block, is_always_active = "embedding", 0, "embedding" in partition.always_active
     elif name.startswith("output_layer."):
-        module, block, is_always_active = "head", 0 if partition.tied else last, partition.head_always_active
+        module, block, is_always_active = "head", 0 if partition.tied else last, "head" in partition.always_active
     elif name.startswith("decoder.final_layernorm."):
         module, block = "final_norm", last
     elif name.startswith("decoder.layers."):

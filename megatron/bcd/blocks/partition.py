@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
@@ -83,7 +83,8 @@ class Partition:
     tied: bool
     """Whether the output head is a copy of the embedding."""
     always_active: frozenset[str] = frozenset()
-    """Parts active in every phase: some of ``norms`` (all), ``biases`` (of layers), ``embedding``, ``head``."""
+    """Parts active in every phase: some of ``norms`` (all), ``biases`` (of layers), ``embedding``, ``head`` (if tied,
+    both or none)."""
     frozen: frozenset[str] = frozenset()
     """Parts that no phase trains: some of ``embedding``, ``head`` (if tied, both or none), ``norms`` (all)."""
     has_inactive_updates: bool = False
@@ -187,34 +188,19 @@ class Partition:
         return is_active or self.has_inactive_update(layer, block)
 
     @property
-    def embedding_always_active(self) -> bool:
-        """Whether the embedding is active in every phase, also as part of an always-active tied head."""
-        return "embedding" in self.always_active or (self.tied and "head" in self.always_active)
-
-    @property
-    def head_always_active(self) -> bool:
-        """Whether the output head is active in every phase. A tied head is active together with the embedding."""
-        return self.embedding_always_active if self.tied else "head" in self.always_active
-
-    @property
-    def norms_always_active(self) -> bool:
-        """Whether all norms, including the final norm, are active in every phase."""
-        return "norms" in self.always_active
-
-    @property
     def has_prefix(self) -> bool:
         """Whether phases may have a prefix. There is none if every phase updates something at the model's bottom."""
-        return not (self.has_inactive_updates or self.embedding_always_active or _IN_LAYERS & self.always_active)
+        return not (self.has_inactive_updates or "embedding" in self.always_active or _IN_LAYERS & self.always_active)
 
     def embedding_active(self, block: int) -> bool:
         """Return whether the embedding, on the first stage, is active in the block's phase."""
         is_owned = self.has_active_block and block == 0 and "embedding" not in self.frozen
-        return is_owned or self.embedding_always_active
+        return is_owned or "embedding" in self.always_active
 
     def final_norm_active(self, block: int) -> bool:
         """Return whether the final norm, on the last stage, is active in the block's phase."""
         is_owned = self.has_active_block and self.blocks[block].owns_final_norm and "norms" not in self.frozen
-        return is_owned or self.norms_always_active
+        return is_owned or "norms" in self.always_active
 
     def head_active(self, block: int) -> bool:
         """Return whether the output head, on the last stage, is active in the block's phase.
@@ -225,7 +211,7 @@ class Partition:
         if self.tied:
             return self.embedding_active(block)
         is_owned = self.has_active_block and self.blocks[block].owns_final_norm and "head" not in self.frozen
-        return is_owned or self.head_always_active
+        return is_owned or "head" in self.always_active
 
     def virtual_stage_active(self, block: int, virtual: int) -> bool:
         """Return whether a virtual stage has anything that the block's phase updates, with or without state.
@@ -246,8 +232,8 @@ class Partition:
         A tied embedding with a copy on another stage is stepped at the end of the step.
         """
         is_copied = self.tied and self.num_stages > 1
-        has_embedding = virtual == 0 and self.embedding_always_active
-        has_head = virtual == self.num_virtual_stages - 1 and self.head_always_active
+        has_embedding = virtual == 0 and "embedding" in self.always_active
+        has_head = virtual == self.num_virtual_stages - 1 and "head" in self.always_active
         is_outside = self.embedding_update == "factored" and (has_embedding or has_head) and not is_copied
         return is_outside or any(self.has_inactive_update(layer, block) for layer in self.virtual_stages[virtual])
 
@@ -291,9 +277,9 @@ class Partition:
         """
         extras = {
             "embedding": self.embedding_active(block),
-            "all norms": self.norms_always_active,
+            "all norms": "norms" in self.always_active,
             "all biases": "biases" in self.always_active,
-            "final norm": self.final_norm_active(block) and not self.norms_always_active,
+            "final norm": self.final_norm_active(block) and "norms" not in self.always_active,
             "head": not self.tied and self.head_active(block),
         }
         return tuple(name for name, is_active in extras.items() if is_active)
@@ -303,7 +289,7 @@ class Partition:
         owner = next(block for block in self.blocks if block.owns_final_norm)
         if self.tied:
             return ""
-        if "head" in self.frozen or self.head_always_active:
+        if "head" in self.frozen or "head" in self.always_active:
             return "head frozen" if "head" in self.frozen else "head always active"
         return f"head part of block {owner.index}" if owner.layers else "head in a separate phase, with the final norm"
 
@@ -373,14 +359,15 @@ def partition(
     of blocks. Raises Refusal, one line that names the flags, if the layout does not fit.
     """
     assert layout in LAYOUTS and num_layers >= 1 and num_stages >= 1
-    frozen = with_tied_parts(frozen, tied=tied)
-    if both := sorted(frozen & with_tied_parts(always_active, tied=tied)):
+    if tied:  # both are the same weight
+        frozen, always_active = (parts | _TIED if parts & _TIED else parts for parts in (frozen, always_active))
+    if both := sorted(frozen & always_active):
         raise Refusal(f"--bcd-frozen and --bcd-always-active both name {' and '.join(both)}: leave it out of one")
     _check_num_blocks(
         num_blocks, num_stages, layout, inactive_updates=has_inactive_updates, always_active=always_active
     )
     if head_phase:
-        _check_head_phase(num_blocks, tied=tied, others={"--bcd-always-active": always_active, "--bcd-frozen": frozen})
+        _check_head_phase(num_blocks, tied=tied, others=always_active | frozen)
     parts = 1 if layout == "stage" else DEFAULT_NUM_BLOCKS if num_blocks is None else max(num_blocks, 1)
     num_parts = (num_parts or parts) if layout == "interleaved" else parts
     if num_layers < num_stages * num_parts:
@@ -388,11 +375,20 @@ def partition(
             f"--num-layers {num_layers}: --bcd-layout {layout} with {num_parts} of --bcd-num-blocks or chunks on "
             f"each of {num_stages} pipeline stages needs at least {num_stages * num_parts} layers"
         )
-    if layout == "interleaved":
-        stages = _chunks(layers_per_stage, num_layers, num_stages=num_stages, num_parts=num_parts, parts=parts)
+    if layout == "interleaved" and num_parts % parts:
+        raise Refusal(f"--bcd-num-blocks {parts}: the {num_parts} chunks of a stage must be a multiple of it")
+    if layers_per_stage is not None:
+        stages = consecutive(layers_per_stage)
+    elif layout == "interleaved":
+        stages = divide_into_chunks(num_layers, parts=num_parts, stages=num_stages)
     else:
-        stages = consecutive(layers_per_stage or [len(layers) for layers in divide(num_layers, num_stages)])
-        _check_sizes([*map(len, stages)], num_layers=num_layers, num_stages=num_stages, least=num_parts)
+        stages = divide(num_layers, num_stages)
+    sizes, least = [*map(len, stages)], 1 if layout == "interleaved" else num_parts
+    if min(sizes) < least:
+        raise Refusal(
+            f"pipeline stage {sizes.index(min(sizes))} has {min(sizes)} layers: each needs at least {least}, one for "
+            "each of its blocks (--bcd-num-blocks)"
+        )
     blocks = group_layers(stages, num_stages=num_stages, layout=layout, parts=parts, head_phase=head_phase)
     return Partition(
         layout=layout,
@@ -432,11 +428,6 @@ def group_layers(
     return (*blocks, Block(index=len(blocks), layers=(), owns_final_norm=True)) if head_phase else blocks
 
 
-def with_tied_parts(parts: frozenset[str], *, tied: bool) -> frozenset[str]:
-    """Add the embedding to a tied head in ``parts``, and the reverse: both are the same weight."""
-    return parts | _TIED if tied and parts & _TIED else parts
-
-
 def _check_num_blocks(
     num_blocks: int | None, num_stages: int, layout: str, *, inactive_updates: bool, always_active: frozenset[str]
 ) -> None:
@@ -455,39 +446,13 @@ def _check_num_blocks(
         raise Refusal(f"--bcd-num-blocks 0 has no blocks: leave out --bcd-layout {layout}")
 
 
-def _check_head_phase(num_blocks: int | None, *, tied: bool, others: Mapping[str, frozenset[str]]) -> None:
+def _check_head_phase(num_blocks: int | None, *, tied: bool, others: frozenset[str]) -> None:
     if tied:
         raise Refusal("--bcd-head-phase: a tied head is the embedding, which is part of a block; leave it out")
     if num_blocks == 0:
         raise Refusal("--bcd-head-phase: --bcd-num-blocks 0 has no phases; leave it out")
-    for flag, parts in others.items():
-        if "head" in parts:
-            raise Refusal(f"--bcd-head-phase and {flag} both name the head: leave it out of one")
-
-
-def _check_sizes(sizes: Sequence[int], *, num_layers: int, num_stages: int, least: int) -> None:
-    if len(sizes) != num_stages or sum(sizes) != num_layers:
-        raise Refusal(
-            f"layers per pipeline stage {list(sizes)}: must be {num_stages} numbers with the sum {num_layers} "
-            "(--num-layers)"
-        )
-    if min(sizes) < least:
-        raise Refusal(
-            f"pipeline stage {sizes.index(min(sizes))} has {min(sizes)} layers: each needs at least {least}, one for "
-            "each of its blocks (--bcd-num-blocks)"
-        )
-
-
-def _chunks(
-    sizes: Sequence[int] | None, num_layers: int, *, num_stages: int, num_parts: int, parts: int
-) -> tuple[range, ...]:
-    """Return the layers of each virtual stage."""
-    if num_parts % parts:
-        raise Refusal(f"--bcd-num-blocks {parts}: the {num_parts} chunks of a stage must be a multiple of it")
-    if sizes is None:
-        return divide_into_chunks(num_layers, parts=num_parts, stages=num_stages)
-    _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages * num_parts, least=1)
-    return consecutive(sizes)
+    if "head" in others:
+        raise Refusal("--bcd-head-phase trains the head: leave it out of --bcd-always-active and --bcd-frozen")
 
 
 # ----------------------------------------------------------------------------------------- layers of pipeline stages

@@ -28,8 +28,6 @@ class PhaseSubset:
     seed: int
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:  # false for NaN, too
-            raise ValueError(f"--bcd-sample-ratio {self.ratio}: must be above 0 and at most 1")
         if self.size < 1:  # also if the split is empty
             raise ValueError(
                 f"--bcd-sample-ratio {self.ratio}: less than one of the {self.num_samples} samples of an epoch"

@@ -34,7 +34,6 @@ from megatron.bcd.runtime import atomic_io
 TRACKER = "latest_checkpointed_iteration.txt"
 CHECKSUMS = "checksums.json"
 RUN_STATE = "run_state.json"
-OTHER_FILES = "other files"
 
 _INCOMPLETE, _REMOVED = ".incomplete", ".removed"
 
@@ -181,20 +180,11 @@ def candidates(root: str) -> list[int]:
     return first + [iteration for iteration in newest_first if iteration < named]
 
 
-def other_contents(root: str) -> str | None:
-    """Describe the contents of a folder without checkpoints, for a message.
-
-    None if it is empty, or has only what a killed job leaves.
-    """
-    try:
-        names = {name for name in os.listdir(root) if not name.startswith((".", "iter_"))} - {TRACKER + ".new"}
-    except FileNotFoundError:
-        return None
-    if {CHECKSUMS, "metadata.json"} & names:
-        return "is itself one: give the folder that it is in"
-    if "config.json" in names and any(name.endswith((".safetensors", ".bin", ".index.json")) for name in names):
-        return "a model in Hugging Face's format: give it as --load-hf"
-    return OTHER_FILES if names else None
+def has_other_files(root: str) -> bool:
+    """Return whether a folder without checkpoints has files, other than those that a killed job leaves."""
+    with contextlib.suppress(FileNotFoundError):
+        return any(not name.startswith((".", "iter_", TRACKER)) for name in os.listdir(root))
+    return False
 
 
 def is_foreign(folder: str) -> bool:

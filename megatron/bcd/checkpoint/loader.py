@@ -123,20 +123,19 @@ def _candidates(root: str, step: int | None) -> tuple[list[int], str | None]:
 
 def _check_may_start_anew(config: RunConfig, root: str) -> None:
     """Raise ValueError if a run whose --load has no checkpoint must not begin with new weights."""
-    checkpoint, folder = config.checkpoint, f"--load {root}: holds no checkpoint"
-    kind = layout.other_contents(root)
-    if kind is not None and kind != layout.OTHER_FILES:
-        raise ValueError(f"{folder} of this program, but {kind}")
+    checkpoint, problem = config.checkpoint, f"--load {root}: holds no checkpoint"
+    remedy = "give the folder of --save of a run, or a model in Hugging Face's format as --load-hf"
     for flag, is_given in (
         ("--finetune", checkpoint.finetune),
         ("--skip-train", config.training.skip_train),
         ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
     ):
         if is_given:
-            raise ValueError(f"{folder}, and {flag} needs one; give the folder of --save of a run")
+            raise ValueError(f"{problem}, and {flag} needs one; {remedy}")
     is_saved_here = checkpoint.save is not None and os.path.realpath(checkpoint.save) == os.path.realpath(root)
-    if kind is not None and not is_saved_here:  # a job that was killed before its first checkpoint may have left logs
-        raise ValueError(f"{folder}, but {kind}; give the folder of --save of a run, or an empty one to start anew")
+    # a job that was killed before its first checkpoint may have left logs
+    if not is_saved_here and layout.has_other_files(root):
+        raise ValueError(f"{problem}, but other files; {remedy}, or an empty folder to start anew")
 
 
 def _checked(config: RunConfig, source: Source) -> Source:

@@ -7,7 +7,6 @@ import random
 
 import numpy
 import torch
-from megatron.core import tensor_parallel
 from safetensors import safe_open
 from safetensors.torch import save as safetensors_bytes
 
@@ -26,16 +25,15 @@ def random_states() -> bytes:
     version, python_state, python_gauss = random.getstate()
     kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     assert version == 3 and kind == "MT19937" and isinstance(keys, numpy.ndarray)
+    states = rng.states()
     tensors = {
         "python": torch.tensor(python_state, dtype=torch.int64),
         "numpy": torch.from_numpy(keys.astype(numpy.int64)),
-        "torch": torch.get_rng_state(),
+        "torch": states.on_cpu,
     }
-    device_state = rng.device_rng_state()
-    if device_state is not None:
-        tensors["device"] = device_state
-    for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
-        tensors[_TRACKER + name] = state.clone()
+    if states.on_device is not None:
+        tensors["device"] = states.on_device
+    tensors |= {_TRACKER + name: state for name, state in states.tracker.items()}
     numbers = {"python_gauss": python_gauss, "numpy": [position, has_gauss, gauss]}
     return safetensors_bytes(tensors, metadata={"numbers": json.dumps(numbers)})
 
@@ -51,10 +49,5 @@ def restore_random_states(path: str) -> None:
     random.setstate((3, tuple(tensors["python"].tolist()), numbers["python_gauss"]))
     position, has_gauss, gauss = numbers["numpy"]
     numpy.random.set_state(("MT19937", tensors["numpy"].numpy().astype(numpy.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(tensors["torch"])
-    if "device" in tensors:
-        rng.set_device_rng_state(tensors["device"])
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    tracker.set_states(
-        {name.removeprefix(_TRACKER): state for name, state in tensors.items() if name.startswith(_TRACKER)}
-    )
+    tracker = {name.removeprefix(_TRACKER): state for name, state in tensors.items() if name.startswith(_TRACKER)}
+    rng.set_states(rng.States(tracker, tensors["torch"], tensors.get("device")))

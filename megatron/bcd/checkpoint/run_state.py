@@ -23,10 +23,9 @@ _NETWORK = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads
             "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
             "moe_router_num_groups", "moe_router_group_topk", "moe_shared_expert_intermediate_size",
             "moe_shared_expert_gate", *(each.name for each in fields(ModelConfig) if each.name not in _COMPUTATION),
-            "bf16", "fp16", "optimizer")  # fmt: skip
-"""Flags that must not change: the weights or the optimizer state would not fit, or mean something else."""
-_REMOVED = ("softmax_type", "window_size", "no_rope_freq", "quick_geglu", "position_embedding_type")
-"""Flags of networks that earlier versions trained by Megatron Core's layers, and this one by transformers' alone."""
+            "bf16", "fp16", "optimizer", "window_size", "no_rope_freq", "quick_geglu")  # fmt: skip
+"""Flags that must not change: the weights or the optimizer state would not fit, or mean something else. Earlier
+versions had the last three."""
 _MAY_CHANGE_WITHOUT_STATE = ("seq_length", "max_position_embeddings", "bf16", "fp16", "optimizer")
 """Those flags that may change if a run loads only the weights."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
@@ -114,18 +113,7 @@ def from_json(text: str, *, path: str) -> RunState:
             f"{path}: entries {different} are missing or unknown; use the Megatron-BCD that wrote it, or add "
             "--finetune to load the weights only"
         )
-    _check_is_built(values["flags"], source=path)
     return RunState(**values)
-
-
-def _check_is_built(saved: Mapping[str, Any], *, source: str) -> None:
-    """Raise ValueError if the saved flags describe a network of `_REMOVED`."""
-    network, now = _network(saved), (None, False, "vanilla", "learned_absolute", "rope", "none")
-    if flags := [f"{_flag(name)} {_show(network[name])}" for name in _REMOVED if network.get(name) not in now]:
-        raise ValueError(
-            f"{source} is of a run with {', '.join(flags)}, which this version has in transformers' layers alone: "
-            "export it with the Megatron-BCD that wrote it, and give the model to --load-hf"
-        )
 
 
 def consumed_samples(text: str) -> int:
@@ -168,7 +156,6 @@ def check_same_weights(text: str, config: RunConfig, *, source: str) -> None:
         sections = {section: saved[section] for section in ("transformer", "model")}
     except (ValueError, KeyError, TypeError):
         return  # this version wrote other sections; shapes are compared when the weights are loaded
-    _check_is_built(sections, source=source)
     names = [name for name in _NETWORK if name not in _MAY_CHANGE_WITHOUT_STATE]
     check_same_network(sections, config, source=source, names=names)
 
@@ -190,8 +177,8 @@ def check_same_network(
         )
 
 
-_TOKENIZER = ("tokenizer_type", "vocab_size")
-"""Flags on which the meaning of token ids depends. The files of the tokenizer may have been moved."""
+_TOKENS = {"mock_data": "data", "tokenizer_type": "tokenizer", "vocab_size": "tokenizer"}
+"""Flags on which the meaning of token ids depends, with their sections. The files of a tokenizer may be moved."""
 
 
 def check_same_tokens(saved: Mapping[str, Any], config: RunConfig, *, source: str) -> None:
@@ -200,18 +187,13 @@ def check_same_tokens(saved: Mapping[str, Any], config: RunConfig, *, source: st
     Raises:
         ValueError: only one of the two runs uses mock data, or their tokenizers differ.
     """
-    remedy = "or other folders for --save and --load (--finetune starts a new run with these weights)"
-    now = config.data.mock_data
-    if saved["data"]["mock_data"] != now:
-        was, again = ("without", "leave it out") if now else ("with", "give it again")
-        raise ValueError(f"{source} was written {was} --mock-data: {again}, {remedy}")
-    before = saved["tokenizer"]
-    for name in _TOKENIZER:
-        value = getattr(config.tokenizer, name)
-        if before[name] != value:
+    now = run_config_to_dict(config)
+    for name, section in _TOKENS.items():
+        if saved[section][name] != now[section][name]:
             raise ValueError(
-                f"{source} was written with {_flag(name)} {before[name]}, but this run has {value}: give the same "
-                f"value, {remedy}"
+                f"{source} was written with {_flag(name)} {saved[section][name]}, but this run has "
+                f"{now[section][name]}: give the same value, or other folders for --save and --load (--finetune starts "
+                "a new run with these weights)"
             )
 
 

@@ -21,7 +21,7 @@ from megatron.bcd.checkpoint.run_state import RunState
 from megatron.bcd.checkpoint.shard_writer import ShardWrite, write_beside_shards
 from megatron.bcd.config import CheckpointConfig, RunConfig
 from megatron.bcd.metrics.reporter import Reporter
-from megatron.bcd.model.builder import frozen_on_host, get_host_layers, unwrap_model
+from megatron.bcd.model.builder import get_host_layers, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import atomic_io, collectives, dir_claim
 
@@ -74,9 +74,10 @@ class Saver:
         if error is not None:
             return self._abandon(state.iteration, error)
         # weights under Megatron Core's own keys, and the optimizer state of every block that has any
-        is_async = self._config.async_save and not get_host_layers(model).are_updated
-        deferred = optimizer_state.Deferred()
-        is_constant = frozen_on_host(model)
+        host_layers, deferred = get_host_layers(model), optimizer_state.Deferred()
+        is_async = self._config.async_save and not host_layers.are_updated
+        host_layers.leave_buffers()
+        is_constant = host_layers.is_on_host  # does not change before the phase ends, unless it is updated
         entries: dict[str, Any] = {
             f"model.{name}": entry for name, entry in unwrap_model(model).sharded_state_dict().items()
         }

@@ -38,6 +38,12 @@ class MeasuredModel:
     parameters: Parameters
     """All parameters by GPTModel's names; layers have their numbers in the whole model."""
 
+    @property
+    def relative_costs(self) -> list[float]:
+        """The products of each layer, relative to the mean layer's."""
+        mean = self.mean("matrices") + self.mean("core")
+        return [(self.kinds[kind].matrices + self.kinds[kind].core) / mean for kind in self.layers]
+
     def mean(self, field: str) -> float:
         """Return the mean of a field over the layers."""
         return float(sum(getattr(self.kinds[kind], field) for kind in self.layers) / len(self.layers))

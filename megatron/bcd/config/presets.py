@@ -7,15 +7,10 @@ from typing import Any
 
 from megatron.bcd.config.sections import DEFAULT_NUM_BLOCKS
 
-_INACTIVE: dict[str, Any] = {
-    "bcd_inactive_update": "orthogonal",
-    "bcd_inactive_grad_dtype": "bf16",
-}
 _MUON: dict[str, Any] = {
     "optimizer": "muon",
     "muon_momentum": 0.95,
     "muon_use_nesterov": True,
-    "muon_scale_mode": "spectral",
     "muon_extra_scale_factor": 0.2,
     "muon_momentum_dtype": "bf16",
     "muon_grad_dtype": "bf16",
@@ -50,7 +45,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "bcd_layout": "strided",
         "bcd_order": "ascending",
         "bcd_optimizer_state": "host",
-        **_INACTIVE,
+        "bcd_inactive_update": "orthogonal",
         **_MUON,
     },
 }
@@ -97,7 +92,7 @@ def preset_values(name: str, given: Mapping[str, Any], network: Mapping[str, Any
         rule = "none" if asked or is_narrow else None
     values = preset_fields(name, rule)
     if name != "finetune" and (given.get("bcd_num_blocks") == 1 or rule == "none"):
-        values = {field: value for field, value in values.items() if field not in _INACTIVE}
+        values = {field: value for field, value in values.items() if field != "bcd_inactive_update"}
     if given.get("optimizer", "muon") != "muon":
         values = {field: value for field, value in values.items() if field not in _MUON}
     return {field: value for field, value in values.items() if field not in given}

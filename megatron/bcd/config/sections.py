@@ -252,12 +252,6 @@ class BcdConfig:
         "Results differ from those without by rounding",
         choices=("auto", "on", "off"),
     )
-    bcd_run_ahead: int | None = option(
-        None,
-        "microbatches of the next iteration that forward-only stages compute early; default: half the number of "
-        "forward-only stages, a third if the last stage is the first trainable one",
-        range=AT_LEAST_0,
-    )
 
     @property
     def mean_steps(self) -> float:
@@ -356,7 +350,6 @@ class TrainingConfig:
     full_validation: bool = option(False, "evaluate on the whole validation split; --eval-iters is for the test split")
     eval_interval: int = option(1000, "training steps between evaluations on the validation split")
     seed: int = option(1234, "seed of Python, NumPy, PyTorch and the data order")
-    data_parallel_random_init: bool = option(False, "initialise each data-parallel rank with its own seed")
     check_for_nan_in_loss_and_grad: bool = option(True, "skip a step whose loss or gradient is not finite")
     check_weight_hash_across_dp_replicas_interval: int | None = option(
         None, "training steps between comparisons of weights of data-parallel ranks"
@@ -532,6 +525,7 @@ class CheckpointConfig:
         "model in Hugging Face's format, a folder or a name on the hub: sizes of the network, tokenizer, and, where "
         "--load has no checkpoint, the weights",
     )
+    trust_remote_code: bool = option(False, "run the code that comes with the model of --load-hf")
     save_hf: str | None = option(None, "folder for the trained model in Hugging Face's format, at the end of the run")
     save_hf_interval: int | None = option(None, "training steps between further models, in --save-hf/iter_NNNNNNN")
     exit_on_missing_checkpoint: bool = option(False, "end with an error if --load holds no checkpoint")
@@ -565,7 +559,6 @@ class GroupsConfig:
     outer_interval: int | None = option(
         None, "steps of a phase between exchanges, besides the one at its end. Default: only at the end"
     )
-    outer_delay: int = option(0, "steps from an exchange within a phase until its result is applied; 0: wait for it")
     outer_lr: float = option(
         0.7, "learning rate of the outer step by the mean change; 1 with momentum 0 averages the weights", range=ABOVE_0
     )

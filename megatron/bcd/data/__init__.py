@@ -11,7 +11,6 @@ from megatron.bcd.data.batches import (
     empty_batches,
     load_batch,
     one_pass,
-    subset_batches,
     subset_indices,
 )
 from megatron.bcd.data.lengths import global_batch_size, num_iterations, num_samples, samples_after

@@ -1,4 +1,4 @@
-"""The microbatches of this data-parallel rank.
+"""The microbatches of this data-parallel rank, and how much of the data a run has used.
 
 Tensor shapes: B microbatch size, S sequence length.
 """
@@ -157,23 +157,6 @@ def one_pass(dataset: Any, config: RunConfig) -> Iterator[Batch]:
     return _loaded(_Padded(dataset), order, config)
 
 
-def subset_batches(
-    dataset: Any,
-    config: RunConfig,
-    *,
-    subset: PhaseSubset,
-    phase: int,
-    position: int,
-    share: GroupShare = GroupShare(),
-) -> Iterator[Batch]:
-    """Return this rank's microbatches of the subset that `phase` trains on, from `position` on, endlessly.
-
-    Beyond the entries of `batches`, each has `indices`, int64 [B] in host memory.
-    """
-    order = subset_indices(BatchSharding.from_run(config, share), subset=subset, phase=phase, position=position)
-    return _loaded(_WithIndices(dataset), order, config)
-
-
 def load_batch(dataset: Any, indices: Sequence[int], config: RunConfig) -> Batch:
     """Load the samples `indices` as one microbatch, in the format of `batches`."""
     return _on_this_rank(config, _collate([dataset[index] for index in indices]))
@@ -240,3 +223,66 @@ def context_shard(hidden_states: torch.Tensor) -> torch.Tensor:
 def empty_batches() -> Iterator[Batch]:
     """Yield empty batches endlessly, for a stage in the middle of the pipeline."""
     return itertools.repeat({})
+
+
+class TrainingSamples:
+    """Batches of the training split: consecutive samples, or with --bcd-sample-ratio a subset for each phase."""
+
+    def __init__(self, config: RunConfig, *, dataset: Any, epoch_samples: int) -> None:
+        """
+        Args:
+            dataset: None on a stage that needs no data.
+            epoch_samples: number of sequences in an epoch.
+        """
+        ratio = config.bcd.bcd_sample_ratio
+        self.subset = (
+            None
+            if ratio is None or config.training.skip_train
+            else PhaseSubset(num_samples=epoch_samples, ratio=ratio, seed=config.training.seed)
+        )
+        self.epoch_samples = epoch_samples
+        self._config = config
+        self.dataset = dataset
+        self._batches: Iterator[Batch] | None = None
+        self.share = GroupShare()
+
+    def batches(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[Batch]:
+        """Return this rank's remaining microbatches of the run, or with subsets of the phase, endlessly.
+
+        Those of a subset also have `indices`, int64 [B] in host memory. `position` is the number of samples that the
+        phase has trained on.
+        """
+        if self._batches is None:
+            self._batches = self._open(phase, consumed_samples, position)
+        return self._batches
+
+    def set_share(self, share: GroupShare, *, is_moved: bool = False) -> None:
+        """Read this replica group's samples from the next batch on. With `is_moved`, reopen at another position."""
+        if is_moved or share != self.share:
+            self._batches = None
+        self.share = share
+
+    def end_phase(self) -> None:
+        """Start the next phase's subset with the next batch."""
+        if self.subset is not None:
+            self._batches = None
+
+    def num_distinct(self, num_in_phase: int) -> int:
+        """Return the number of different samples among the first `num_in_phase` of a phase."""
+        return num_in_phase if self.subset is None else min(num_in_phase, self.subset.size)
+
+    def share_seen(self, *, in_phase: int, seen_before: int) -> float:
+        """Return the fraction of an epoch that the run has trained on, at most 1.
+
+        It is exact until a phase repeats samples of an earlier one.
+        """
+        return min(1.0, (seen_before + self.num_distinct(in_phase)) / max(1, self.epoch_samples))
+
+    def _open(self, phase: int, consumed_samples: int, position: int) -> Iterator[Batch]:
+        if self.dataset is None:
+            return empty_batches()
+        if self.subset is None:
+            return batches(self.dataset, self._config, consumed_samples=consumed_samples, share=self.share)
+        sharding = BatchSharding.from_run(self._config, self.share)
+        order = subset_indices(sharding, subset=self.subset, phase=phase, position=position)
+        return _loaded(_WithIndices(self.dataset), order, self._config)

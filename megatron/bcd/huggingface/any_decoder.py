@@ -28,13 +28,13 @@ def read_architecture(path: str, *, transformer_impl: str = "auto", is_quantised
     config, reason = read_config(path, is_quantised=is_quantised), ""
     try:
         if transformer_impl != TRANSFORMERS:
-            return architecture_of(config, source=path)
+            return replace(architecture_of(config), source=path)
     except NotInCore as error:
         if transformer_impl != "auto":
             raise NotInCore(f"{path}: {error}. --transformer-impl transformers trains it.") from None
         reason = str(error)
-    network = architecture_of(config.get_text_config(), source=path, family=TRANSFORMERS)
-    return replace(network, not_in_core=reason)
+    network = architecture_of(config.get_text_config(), family=TRANSFORMERS)
+    return replace(network, source=path, not_in_core=reason)
 
 
 @functools.lru_cache(maxsize=2)
@@ -74,15 +74,9 @@ def build_rows(network: Architecture) -> tuple[tensors.Row, ...]:
             names=tuple(parts),
             shapes=tuple(tuple(part.shape) for part in parts.values()),
             is_vocabulary=key in (f"{EMBEDDING}.weight", f"{HEAD}.weight"),
-            join=joined(name, tuple(parts)),
-            split=split(name),
+            join=lambda given: conversion.from_files(name, dict(zip(parts, given, strict=True))),
+            split=lambda whole: tuple(conversion.to_files(name, whole).values()),
         )
-
-    def joined(name: str, names: tuple[str, ...]) -> tensors.Join:
-        return lambda parts: conversion.from_files(name, dict(zip(names, parts, strict=True)))
-
-    def split(name: str) -> tensors.Split:
-        return lambda tensor: tuple(conversion.to_files(name, tensor).values())
 
     return tuple(
         row(key, name, tensor)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 CONFIG = "config.json"
@@ -50,12 +51,7 @@ class Architecture:
     vocab_size: int
     """Rows of the embedding, without padding."""
     max_positions: int
-    norm_epsilon: float
     tied: bool
-    rotary_base: int | None = None
-    """None if positions are learned."""
-    rope_scaling_factor: float | None = None
-    """Factor of LLaMA 3's scaling; None without it."""
     linear_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -63,22 +59,18 @@ class Architecture:
     """Experts of a layer; 0 if the model is dense."""
     experts_per_token: int = 0
     expert_ffn_size: int = 0
-    normalizes_probabilities: bool = True
-    """Whether the probabilities of a token's experts sum to 1."""
-    router_loss: float = 0.0
-    """Coefficient of the load-balancing loss."""
-    gelu: str | None = None
-    """``tanh`` or ``exact``; None for SwiGLU."""
     sliding_window: int | None = None
     """Number of tokens that a token attends to; None for all."""
-    hidden_dropout: float = 0.0
-    embedding_dropout: float = 0.0
-    """Dropout of the embedding's output. Megatron Core applies `hidden_dropout` there too."""
-    attention_dropout: float = 0.0
+    embedding_dropout: float | None = None
+    """Dropout of the embedding's output, if it has its own. Megatron Core applies --hidden-dropout there too."""
     source: str = ""
     """Folder of the model, or its name on the hub."""
     not_in_core: str = ""
     """Why transformers' layers compute it, if nobody asked for them."""
+    flags: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The training flags, by field name, that determine the weights or their meaning."""
+    defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The flags that a run takes from the model unless its command line sets them."""
 
     @property
     def plain_positions(self) -> int:
@@ -90,12 +82,11 @@ class NotInCore(ValueError):
     """Megatron Core's layers cannot express an architecture."""
 
 
-def architecture_of(config: Any, *, source: str = "", family: str | None = None) -> Architecture:
+def architecture_of(config: Any, *, family: str | None = None) -> Architecture:
     """Return the architecture of a configuration of transformers.
 
     Args:
         config: the configuration.
-        source: the folder of its model, or its name on the hub.
         family: TRANSFORMERS, or the default for its family in Megatron Core.
 
     Raises:
@@ -106,11 +97,11 @@ def architecture_of(config: Any, *, source: str = "", family: str | None = None)
         found = (getattr(config, name, None) for name in names)
         return next((each for each in found if isinstance(each, int | float) and each), default)
 
-    variants = {} if family == TRANSFORMERS else _variants(config)
+    if family != TRANSFORMERS:
+        _check_core(config)
     hidden, heads = config.hidden_size, value("num_attention_heads", default=1)
     network = Architecture(
         family=family or config.model_type,
-        source=source,
         num_layers=config.num_hidden_layers,
         hidden_size=hidden,
         ffn_hidden_size=value("intermediate_size", "ffn_hidden_size", "n_inner", default=4 * hidden),
@@ -119,17 +110,40 @@ def architecture_of(config: Any, *, source: str = "", family: str | None = None)
         head_size=value("head_dim", default=max(1, hidden // heads)),
         vocab_size=config.vocab_size,
         max_positions=value("max_position_embeddings", default=10**6),
-        norm_epsilon=value("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon", default=1e-5),
         tied=bool(config.tie_word_embeddings),
-        hidden_dropout=value("resid_pdrop", "hidden_dropout", "residual_dropout", "dropout", default=0.0),
-        attention_dropout=value("attention_dropout", "attn_pdrop", default=0.0),
     )
-    return replace(network, **variants)
+    is_grouped = network.num_query_groups != heads
+    flags: dict[str, Any] = {
+        "num_layers": network.num_layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": network.ffn_hidden_size,
+        "num_attention_heads": heads,
+        "kv_channels": network.head_size,
+        "group_query_attention": is_grouped,
+        "untie_embeddings_and_output_weights": not network.tied,
+    } | ({"num_query_groups": network.num_query_groups} if is_grouped else {})
+    defaults = {
+        "hidden_dropout": value("resid_pdrop", "hidden_dropout", "residual_dropout", "dropout", default=0.0),
+        "attention_dropout": value("attention_dropout", "attn_pdrop", default=0.0),
+        "make_vocab_size_divisible_by": 1,  # the softmax would include padding rows
+    }
+    if family != TRANSFORMERS:
+        return _core_architecture(replace(network, flags=flags, defaults=defaults), config)
+    flags |= defaults | {  # neutral values of the flags that choose among Megatron Core's layers
+        "transformer_impl": TRANSFORMERS,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "swiglu": True,
+        "position_embedding_type": "none",
+    }
+    return replace(network, flags=flags, defaults={"max_position_embeddings": network.max_positions})
 
 
-def _variants(config: Any) -> dict[str, Any]:
-    """Return the fields of `Architecture` for Megatron Core's layers alone. Raises NotInCore."""
+def _check_core(config: Any) -> None:
+    """Raise NotInCore if Megatron Core's layers cannot express a configuration."""
     family, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
+    if getattr(config, "auto_map", None):  # `read_config` leaves it where this code computes the model
+        raise NotInCore("its code comes with the model")
     if family not in FAMILIES:
         raise NotInCore(f"architecture {family} is not one of {', '.join(FAMILIES)}")
     for name, supported in _SUPPORTED.items():
@@ -147,100 +161,63 @@ def _variants(config: Any) -> dict[str, Any]:
     for name, value in ({"partial_rotary_factor": 1.0} | (LLAMA3_ROPE if kind == "llama3" else {})).items():
         if rope.get(name, value) != value:
             raise NotInCore(f"{name} {rope[name]!r} of RoPE is not supported: Megatron Core has {value} built in")
-    fields: dict[str, Any] = {
-        "rotary_base": int(base) or None,
-        "rope_scaling_factor": float(rope["factor"]) if kind == "llama3" else None,
-        "linear_bias": bias or family == "gpt2",
-        "qkv_bias": bias or family in ("gpt2", "qwen2"),
-        "qk_norm": family in ("qwen3", "qwen3_moe"),
-        "sliding_window": getattr(config, "sliding_window", None),
-    }
-    if family == "gpt2":
-        fields["gelu"] = "exact" if config.activation_function == "gelu" else "tanh"
-        fields["embedding_dropout"] = config.embd_pdrop
-    if family in ("mixtral", "qwen3_moe"):
-        fields |= {
-            "num_experts": config.num_experts,
-            "experts_per_token": config.num_experts_per_tok,
-            "expert_ffn_size": getattr(config, "moe_intermediate_size", config.intermediate_size),
-            "normalizes_probabilities": getattr(config, "norm_topk_prob", True),
-            "router_loss": config.router_aux_loss_coef,
-        }
-    return fields
 
 
-def architecture_flags(network: Architecture) -> dict[str, Any]:
-    """Return the training flags, by field name, that determine the weights or their meaning."""
-    values: dict[str, Any] = {
-        "num_layers": network.num_layers,
-        "hidden_size": network.hidden_size,
-        "ffn_hidden_size": network.ffn_hidden_size,
-        "num_attention_heads": network.num_attention_heads,
-        "kv_channels": network.head_size,
-        "group_query_attention": network.num_query_groups != network.num_attention_heads,
-        "untie_embeddings_and_output_weights": not network.tied,
-    }
-    if values["group_query_attention"]:
-        values["num_query_groups"] = network.num_query_groups
-    if network.family == TRANSFORMERS:
-        return values | {  # neutral values of the flags that choose among Megatron Core's layers, and dropout
-            "transformer_impl": TRANSFORMERS,
-            "normalization": "RMSNorm",
-            "add_bias_linear": False,
-            "swiglu": True,
-            "position_embedding_type": "none",
-            "hidden_dropout": network.hidden_dropout,
-            "attention_dropout": network.attention_dropout,
-            "make_vocab_size_divisible_by": 1,
-        }
-    values |= {
-        "normalization": "LayerNorm" if network.family == "gpt2" else "RMSNorm",
-        "layernorm_epsilon": network.norm_epsilon,
+def _core_architecture(network: Architecture, config: Any) -> Architecture:
+    """Return `network` with the variants, flags and defaults of Megatron Core's layers."""
+    family, bias = network.family, getattr(config, "attention_bias", False)
+    is_gpt2 = family == "gpt2"
+    network = replace(
+        network,
+        linear_bias=bias or is_gpt2,
+        qkv_bias=bias or family in ("gpt2", "qwen2"),
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        sliding_window=getattr(config, "sliding_window", None),
+        embedding_dropout=config.embd_pdrop if is_gpt2 else None,
+    )
+    flags = dict(network.flags) | {
+        "normalization": "LayerNorm" if is_gpt2 else "RMSNorm",
+        "layernorm_epsilon": config.layer_norm_epsilon if is_gpt2 else config.rms_norm_eps,
         "add_bias_linear": network.linear_bias,
         "add_qkv_bias": network.qkv_bias,
         "qk_layernorm": network.qk_norm,
-        "swiglu": network.gelu is None,
+        "swiglu": not is_gpt2,
         "layernorm_zero_centered_gamma": False,
         "apply_residual_connection_post_layernorm": False,
         "squared_relu": False,
-        "openai_gelu": network.gelu == "tanh",
-        "num_moe_experts": network.num_experts or None,
-        "position_embedding_type": "learned_absolute" if network.rotary_base is None else "rope",
+        "openai_gelu": is_gpt2 and config.activation_function != "gelu",
+        "num_moe_experts": None,
+        "position_embedding_type": "learned_absolute" if is_gpt2 else "rope",
     }
-    if network.num_experts:
-        values |= {
+    defaults = dict(network.defaults)
+    if is_gpt2:
+        flags["max_position_embeddings"] = network.max_positions
+        if config.activation_function == "gelu":
+            flags["bias_gelu_fusion"] = False  # Megatron Core's fused kernel computes only the tanh form
+    else:
+        rope = config.rope_parameters
+        flags |= {"rotary_base": int(rope["rope_theta"]), "rotary_percent": 1.0, "rotary_interleaved": False}
+        flags["use_rope_scaling"] = rope.get("rope_type") == "llama3"
+        if flags["use_rope_scaling"]:
+            flags["rope_scaling_factor"] = float(rope["factor"])
+        defaults["max_position_embeddings"] = network.plain_positions
+    if family in ("mixtral", "qwen3_moe"):
+        network = replace(
+            network,
+            num_experts=config.num_experts,
+            experts_per_token=config.num_experts_per_tok,
+            expert_ffn_size=getattr(config, "moe_intermediate_size", config.intermediate_size),
+        )
+        flags |= {
+            "num_moe_experts": network.num_experts,
             "moe_router_topk": network.experts_per_token,
             "moe_ffn_hidden_size": network.expert_ffn_size,
-            "moe_router_pre_softmax": not network.normalizes_probabilities,
+            "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
             "moe_router_score_function": "softmax",
             "moe_router_topk_scaling_factor": None,
             "moe_router_num_groups": None,
             "moe_shared_expert_intermediate_size": None,
             "moe_layer_freq": 1,
         }
-    if network.gelu == "exact":
-        values["bias_gelu_fusion"] = False  # Megatron Core's fused kernel computes only the tanh form
-    if network.rotary_base is None:
-        values["max_position_embeddings"] = network.max_positions
-    else:
-        values |= {"rotary_base": network.rotary_base, "rotary_percent": 1.0, "rotary_interleaved": False}
-        values["use_rope_scaling"] = network.rope_scaling_factor is not None
-    if network.rope_scaling_factor is not None:
-        values["rope_scaling_factor"] = network.rope_scaling_factor
-    return values
-
-
-def default_flags(network: Architecture) -> dict[str, Any]:
-    """Return the flags that a run takes from the model unless its command line sets them."""
-    if network.family == TRANSFORMERS:
-        return {"max_position_embeddings": network.max_positions}
-    values: dict[str, Any] = {
-        "hidden_dropout": network.hidden_dropout,
-        "attention_dropout": network.attention_dropout,
-        "make_vocab_size_divisible_by": 1,  # the softmax would include padding rows
-    }
-    if network.rotary_base is not None:
-        values["max_position_embeddings"] = network.plain_positions
-    if network.num_experts:
-        values |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": network.router_loss}
-    return values
+        defaults |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": config.router_aux_loss_coef}
+    return replace(network, flags=flags, defaults=defaults)

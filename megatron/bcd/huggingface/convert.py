@@ -167,21 +167,27 @@ def _write_weights(
     checkpoint: CoreCheckpoint, path: str, description: Description, max_shard_bytes: int
 ) -> set[torch.dtype]:
     """Write the safetensors files and their index. Return the dtypes of the tensors."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
     source = description.source
     units = [*list_units(description.network), *((row, 0) for row in (source.others if source else ()))]
-    shards = _shards(checkpoint, units, max_shard_bytes)
+    sizes: dict[str, Tensor] = {}
+    for number, (row, _) in enumerate(units):
+        # a part that is not trained has at most fp32
+        dtype = checkpoint.dtype(row.key) if row.key in checkpoint.tensors else torch.float32
+        sizes[str(number)] = torch.empty(row.shape, dtype=dtype, device="meta")
+    shards = split_torch_state_dict_into_shards(sizes, max_shard_size=max_shard_bytes)
     weight_map: dict[str, str] = {}
     dtypes: set[torch.dtype] = set()
     total = 0
-    for number, units in enumerate(shards, start=1):
-        name = folder.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        content = dict(read_tensors(checkpoint, units, source))
+    for name, numbers in shards.filename_to_tensors.items():
+        content = dict(read_tensors(checkpoint, [units[int(number)] for number in numbers], source))
         _save(content, os.path.join(path, name))
         weight_map |= dict.fromkeys(content, name)
         dtypes |= {tensor.dtype for tensor in content.values()}
         total += sum(tensor.nbytes for tensor in content.values())
         del content
-    if len(shards) > 1:
+    if shards.is_sharded:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         atomic_io.write(os.path.join(path, folder.INDEX), json.dumps(index, indent=2).encode())
     return dtypes
@@ -203,22 +209,6 @@ def _save(content: dict[str, Tensor], path: str) -> None:
     except SafetensorError as error:  # also for a full disk, although it is no OSError
         raise OSError(f"{path}: can't be written ({' '.join(str(error).split())[:200]})") from None
     os.chmod(path, mode)
-
-
-def _shards(checkpoint: CoreCheckpoint, units: Sequence[Unit], max_bytes: int) -> list[list[Unit]]:
-    """Divide the units into files of at most `max_bytes`, unless a single unit is larger."""
-    shards: list[list[Unit]] = [[]]
-    shard_bytes = 0
-    for row, layer in units:
-        # a part that is not trained has at most fp32
-        itemsize = checkpoint.dtype(row.key).itemsize if row.key in checkpoint.tensors else torch.float32.itemsize
-        size = torch.Size(row.shape).numel() * itemsize
-        if shards[-1] and shard_bytes + size > max_bytes:
-            shards.append([])
-            shard_bytes = 0
-        shards[-1].append((row, layer))
-        shard_bytes += size
-    return shards
 
 
 def read_tensors(

@@ -7,29 +7,24 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.bcd.checkpoint.safe_loading import only_data, unreadable
 
 
-class _Target:
-    """The part of PyTorch's planner that its reader calls: copies everything that is read into one tensor."""
+class _Target(DefaultLoadPlanner):
+    """Copies everything that is read into one tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
         self._tensor = tensor
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        part = self._tensor
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(dim, start, length)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass  # `resolve_tensor` has returned a view
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._tensor
 
 
 class CoreCheckpoint:
@@ -83,7 +78,7 @@ class CoreCheckpoint:
             with only_data():
                 reader = FileSystemReader(self.folder)
                 reader.set_up_storage_reader(self._metadata, True)
-                reader.read_data(LoadPlan(items), _Target(target)).wait()  # type: ignore[arg-type]
+                reader.read_data(LoadPlan(items), _Target(target)).wait()
         except (Exception, CheckpointException) as error:  # the readers can raise many types
             raise unreadable(self.folder, error) from None
         return target if layer is None else target[0]

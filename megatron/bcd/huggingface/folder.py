@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from megatron.bcd.huggingface import any_decoder, tensors
 from megatron.bcd.huggingface.architecture import CONFIG, TRANSFORMERS
+from megatron.bcd.model.skeleton import TRUSTED
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -40,7 +40,6 @@ COMPANIONS = (
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ("*.safetensors", INDEX, CONFIG, *COMPANIONS)
 
 
@@ -57,23 +56,22 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
     """
     if os.path.isdir(name):
         return name
-    if os.path.exists(name) or not _HUB_NAME.fullmatch(name):
-        raise ValueError(f"{flag} {name}: no such folder. Give one that holds {CONFIG} and safetensors files.")
     from huggingface_hub import snapshot_download
 
-    patterns = list(_HUB_FILES if weights else (CONFIG, *COMPANIONS))
+    patterns = [*(_HUB_FILES if weights else (CONFIG, *COMPANIONS)), *["*.py"] * (name in TRUSTED)]
     try:
         return str(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the library and its HTTP client can raise many types
         raise ValueError(
-            f"{flag} {name}: no such folder, and the hub returned no model of that name ({type(error).__name__})"
+            f"{flag} {name}: no such folder, and the hub returned no model of that name ({type(error).__name__}). Give "
+            f"a folder with {CONFIG} and safetensors files."
         ) from None
 
 
 def companions(folder: str) -> dict[str, bytes]:
     """Return the folder's companion files by name: everything but ``config.json`` and weights."""
-    files = {name: Path(folder, name) for name in COMPANIONS}
-    return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
+    files = [Path(folder, name) for name in COMPANIONS]
+    return {file.name: file.read_bytes() for file in (*files, *Path(folder).glob("*.py")) if file.is_file()}
 
 
 def has_tokenizer(folder: str) -> bool:

@@ -19,7 +19,7 @@ from megatron.bcd.huggingface.architecture import TRANSFORMERS
 from megatron.bcd.huggingface.core_format import CoreCheckpoint
 from megatron.bcd.huggingface.folder import RUN, ModelFolder, locate
 from megatron.bcd.metrics.reporter import Reporter
-from megatron.bcd.model.builder import frozen_on_host, unwrap_model
+from megatron.bcd.model.builder import get_host_layers, unwrap_model
 from megatron.bcd.model.skeleton import has_weights
 from megatron.bcd.runtime import atomic_io, collectives, device
 
@@ -27,23 +27,20 @@ _WEIGHTS = ".bcd-export"
 """Suffix of the temporary checkpoint beside the model folder."""
 
 
-def load_published(config: RunConfig, model: torch.nn.Module) -> None:
-    """Load the weights of --load-hf, if it has some. Raises ValueError as `load_weights`."""
-    name, implementation = str(config.checkpoint.load_hf), config.model.transformer_impl
-    if implementation != TRANSFORMERS or has_weights(name):
-        load_weights(ModelFolder(locate(name, flag="--load-hf"), transformer_impl=implementation), model)
-
-
 @torch.no_grad()
-def load_weights(source: ModelFolder, model: torch.nn.Module) -> None:
-    """Copy the weights of `source` into `model`, in the model's precision. Padding rows become zero.
+def load_published(config: RunConfig, model: torch.nn.Module) -> None:
+    """Copy the weights of --load-hf, if it has some, into `model`, in its precision. Padding rows become zero.
 
     Read only the tensors of this pipeline stage, and only this tensor-parallel rank's rows of embedding and head.
     No collectives.
 
     Raises:
-        ValueError: a file can't be read.
+        ValueError: as `ModelFolder`; or a file can't be read.
     """
+    name, implementation = str(config.checkpoint.load_hf), config.model.transformer_impl
+    if implementation == TRANSFORMERS and not has_weights(name):
+        return
+    source = ModelFolder(locate(name, flag="--load-hf"), transformer_impl=implementation)
     sharded = unwrap_model(model).sharded_state_dict()
     apply_factories(sharded)
     rows = {row.key: row for row in source.rows}
@@ -102,7 +99,7 @@ class Exporter:
         weights = target + _WEIGHTS
         error = collectives.on_rank_0(lambda: atomic_io.capture_error(lambda: self._create_folder(weights)))
         if error is None:
-            frozen_on_host(model)
+            get_host_layers(model).leave_buffers()
             parts = {f"model.{name}": part for name, part in unwrap_model(model).sharded_state_dict().items()}
             write = ShardWrite(parts, weights, in_background=False)
             write.start()

@@ -10,14 +10,7 @@ from typing import Any
 from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.config import RunConfig, run_config_from_dict
 from megatron.bcd.huggingface import convert, folder, tokenizer_export
-from megatron.bcd.huggingface.architecture import (
-    FAMILIES,
-    LLAMA3_ROPE,
-    TRANSFORMERS,
-    Architecture,
-    architecture_flags,
-    architecture_of,
-)
+from megatron.bcd.huggingface.architecture import FAMILIES, LLAMA3_ROPE, TRANSFORMERS, Architecture, architecture_of
 from megatron.bcd.tokenizer import (
     HuggingFaceTokenizer,
     NullTokenizer,
@@ -74,16 +67,9 @@ def describe_run(config: RunConfig, *, is_on_gpu: bool) -> convert.Description:
     """Return the description of a run's model: that of --load-hf, or a config.json made from the flags.
 
     Raises:
-        ValueError: transformers lacks the architecture, or the tokenizer, which has the size of the vocabulary, can't
-            be read.
+        ValueError: transformers lacks the architecture, or the tokenizer can't be read.
     """
-    load_hf = config.checkpoint.load_hf
-    tokenizer: Tokenizer | None = None
-    try:
-        tokenizer = build_tokenizer(**vars(config.tokenizer))
-    except ValueError:
-        if load_hf is None:
-            raise
+    load_hf, tokenizer = config.checkpoint.load_hf, build_tokenizer(**vars(config.tokenizer))
     if load_hf is not None:
         description = convert.describe(
             folder.locate(load_hf, flag="--load-hf", weights=config.model.transformer_impl == TRANSFORMERS),
@@ -92,10 +78,9 @@ def describe_run(config: RunConfig, *, is_on_gpu: bool) -> convert.Description:
         positions = config.model.max_position_embeddings or 0
         if positions > description.network.max_positions:
             description = replace(description, config=dict(description.config) | {"max_position_embeddings": positions})
-        if tokenizer is None or isinstance(tokenizer, NullTokenizer):
+        if isinstance(tokenizer, NullTokenizer):
             return description
     else:
-        assert tokenizer is not None
         network, content = run_architecture(config, is_on_gpu=is_on_gpu, vocab_size=tokenizer.vocab_size)
         content["eos_token_id"] = tokenizer.eod
         description = convert.Description(network=network, config=content, companions={})
@@ -109,7 +94,8 @@ def _companions(description: convert.Description, config: RunConfig, tokenizer: 
         files = folder.companions(tokenizer.folder)
     elif isinstance(tokenizer, SentencePieceTokenizer):
         files["tokenizer.model"] = Path(tokenizer.unique_identifiers["tokenizer_model"]).read_bytes()
-    for name in folder.OF_THE_MODEL:
+    of_the_model = [name for name in (*files, *description.companions) if name.endswith(".py")]
+    for name in (*folder.OF_THE_MODEL, *of_the_model):
         files.pop(name, None)
         if name in description.companions:
             files[name] = description.companions[name]
@@ -148,7 +134,7 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
     network = architecture_of(AutoConfig.for_model(**content))
     groups = fields.get("num_query_groups")
     given = dict(fields) | vars(model) | {"group_query_attention": groups not in (None, fields["num_attention_heads"])}
-    expected = architecture_flags(network)
+    expected = dict(network.flags)
     del expected["openai_gelu"]  # the machine decides too
     if network.num_experts:  # no layer has the width of a dense one
         del expected["ffn_hidden_size"]

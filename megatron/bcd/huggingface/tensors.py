@@ -87,14 +87,6 @@ class _QueryKeyValue:
         rows = tensor.unflatten(0, (self.groups, self.queries + 2, self.head_size))
         return [part.flatten(0, 2) for part in rows.split((self.queries, 1, 1), dim=1)]
 
-    def join_fused(self, parts: Sequence[Tensor]) -> Tensor:
-        """Convert a single tensor of all queries, keys and values in turn: a weight [outputs, H], or a bias."""
-        sizes = (self.groups * self.queries * self.head_size, *[self.groups * self.head_size] * 2)
-        return self.join(parts[0].split(sizes))
-
-    def split_fused(self, tensor: Tensor) -> Sequence[Tensor]:
-        return (torch.cat(list(self.split(tensor))),)
-
 
 def _transpose(tensor: Tensor) -> Tensor:
     """Transpose a weight, because GPT-2's linear layers store [inputs, outputs]. Return a bias unchanged."""
@@ -142,32 +134,29 @@ def _llama_rows(network: Architecture) -> Iterator[Row]:
     norm = "pre_mlp_layernorm.weight" if network.num_experts else "mlp.linear_fc1.layer_norm_weight"
     yield layer_row(norm, ("post_attention_layernorm.weight",), (hidden,))
     if network.num_experts:
-        yield from (layer_row(key, names, *shapes, **more) for key, names, shapes, more in _experts(network))
+        yield from _experts(network, layer_row)
     yield Row(key="decoder.final_layernorm.weight", names=("model.norm.weight",), shapes=((hidden,),))
     yield from _head(network)
 
 
-def _experts(network: Architecture) -> Iterator[tuple[str, tuple[str, ...], list[tuple[int, ...]], dict[str, Any]]]:
-    """Yield key, names, shapes and transforms of a layer's router and experts. Megatron Core stacks the experts."""
+def _experts(network: Architecture, layer_row: Callable[..., Row]) -> Iterator[Row]:
+    """Yield the rows of a layer's router and experts. Megatron Core stacks the experts."""
     experts, hidden, inner = range(network.num_experts), network.hidden_size, network.expert_ffn_size
-    is_mixtral = network.family == "mixtral"
     mlp, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
-    if is_mixtral:
+    if network.family == "mixtral":
         mlp, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
-    yield "mlp.router.weight", (f"{mlp}.gate.weight",), [(network.num_experts, hidden)], {}
+    yield layer_row("mlp.router.weight", (f"{mlp}.gate.weight",), (network.num_experts, hidden))
     gate_up = tuple(f"{mlp}.experts.{expert}.{name}.weight" for expert in experts for name in (gate, up))
-    yield (
+    yield layer_row(
         "mlp.experts.experts.linear_fc1.weight",
         gate_up,
-        [(inner, hidden)] * len(gate_up),
-        {
-            "join": lambda parts: torch.stack(list(parts)).view(len(experts), 2 * inner, hidden),
-            "split": lambda tensor: tensor.view(len(gate_up), inner, hidden).unbind(),
-        },
+        *[(inner, hidden)] * len(gate_up),
+        join=lambda parts: torch.stack(list(parts)).view(len(experts), 2 * inner, hidden),
+        split=lambda tensor: tensor.view(len(gate_up), inner, hidden).unbind(),
     )
     names = tuple(f"{mlp}.experts.{expert}.{down}.weight" for expert in experts)
     transforms = {"join": lambda parts: torch.stack(list(parts)), "split": torch.unbind}
-    yield "mlp.experts.experts.linear_fc2.weight", names, [(hidden, inner)] * len(names), transforms
+    yield layer_row("mlp.experts.experts.linear_fc2.weight", names, *[(hidden, inner)] * len(names), **transforms)
 
 
 def _gpt2_rows(network: Architecture) -> Iterator[Row]:
@@ -200,8 +189,8 @@ def _gpt2_rows(network: Architecture) -> Iterator[Row]:
             f"self_attention.linear_qkv.{kind}",
             f"attn.c_attn.{kind}",
             linear(hidden, 3 * hidden),
-            join=lambda parts: qkv.join_fused([_transpose(parts[0])]),
-            split=lambda tensor: (_transpose(qkv.split_fused(tensor)[0]),),
+            join=lambda parts: qkv.join(_transpose(parts[0]).chunk(3)),
+            split=lambda tensor: (_transpose(torch.cat([*qkv.split(tensor)])),),
         )
         yield layer_row(f"self_attention.linear_proj.{kind}", f"attn.c_proj.{kind}", linear(hidden, hidden))
         yield layer_row(f"mlp.linear_fc1.layer_norm_{kind}", f"ln_2.{kind}", (hidden,))

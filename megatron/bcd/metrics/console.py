@@ -2,14 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from rich.text import Text
-
 from megatron.bcd.metrics.schema import EvalMetrics, RunSummary, StepMetrics
 
-_BLOCK_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 MIB = 2**20
 GIB = 2**30
-_LINE_LENGTH = 120
 _NUM_SHOWN = 4  # print only the minimum and maximum of longer lists, to fit a screen
 
 
@@ -26,8 +22,8 @@ def format_list(values: Sequence[float], show: Callable[[float], str], noun: str
     return f"{' to '.join(ends)} over {len(values)} {noun}"
 
 
-def step_lines(record: StepMetrics, *, train_iters: int, left: str) -> list[str]:
-    """Return the log line of one log step. Parts beyond 120 characters go to further lines."""
+def step_line(record: StepMetrics, *, train_iters: int, left: str) -> str:
+    """Return the log line of one log step."""
     step_ms = record.step_time_ms
     parts = [
         f"iteration {record.iteration:{len(str(train_iters))}d}/{train_iters}",
@@ -51,13 +47,7 @@ def step_lines(record: StepMetrics, *, train_iters: int, left: str) -> list[str]
         parts.append(f"skipped iterations {record.skipped_iterations}")
     if record.skipped_layers:
         parts.append(f"skipped layers {record.skipped_layers}")
-    lines = parts[:1]
-    for part in parts[1:]:
-        if len(f"{lines[-1]} | {part}") <= _LINE_LENGTH:
-            lines[-1] += f" | {part}"
-        else:
-            lines.append(f"  {part}")
-    return lines
+    return " | ".join(parts)
 
 
 def evaluation_line(record: EvalMetrics) -> str:
@@ -78,7 +68,6 @@ def summary_lines(summary: RunSummary) -> list[str]:
         ("training", summary.training),
         ("layout", f"{summary.layout}, {num_blocks}, {summary.phases}"),
         *(("note", note) for note in summary.notes),
-        *(("warning", warning) for warning in summary.warnings),
     ]
     highest = [max(column) for column in zip(*(block.model_state_bytes for block in summary.blocks), strict=True)]
     full = summary.full_model_state_bytes
@@ -100,13 +89,3 @@ def summary_lines(summary: RunSummary) -> list[str]:
         ("full", f"full-parameter training | 100.0% of the parameters | {model_state(full)}"),
     ]
     return ["Block coordinate descent on Megatron Core", *(f"{label:<11} {text}" for label, text in facts)]
-
-
-def styled_line(text: str, *, style: str = "", block: int | None = None) -> Text:
-    """Return `text` as one line, with the colours of a block."""
-    line = Text(" ".join(text.splitlines()), style=style)
-    if block is not None:
-        line.highlight_words([" | "], "dim")
-        line.highlight_regex(r"\bloss [\d.]\S+", "bold")
-        line.highlight_words([f"block {block}"], _BLOCK_STYLES[block % len(_BLOCK_STYLES)])
-    return line

@@ -10,14 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from megatron.bcd.config import ReportConfig
-from megatron.bcd.metrics.console import (
-    evaluation_line,
-    step_lines,
-    styled_line,
-    summary_lines,
-)
+from megatron.bcd.metrics.console import evaluation_line, step_line, summary_lines
 from megatron.bcd.metrics.schema import EvalMetrics, ExchangeMetrics, RunSummary, StepMetrics
 from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, step_scalars
 from megatron.bcd.runtime import atomic_io
@@ -83,8 +79,8 @@ class Reporter:
         self._last = max(self._last, record.iteration)
         done, coming = self._last - self._start, max(0, self._train_iters - self._last)
         left = datetime.timedelta(seconds=round(self._busy_ms / max(1, done) * coming / 1000))
-        for line in step_lines(record, train_iters=self._train_iters, left=f"{left} left"):
-            self._print(line, block=record.block)
+        line = step_line(record, train_iters=self._train_iters, left=f"{left} left")
+        self._print(line)
         if self._metrics is not None:
             # all switches since the last line
             values = {**dataclasses.asdict(record), "switch_time_ms": self._switch_time_ms}
@@ -125,7 +121,7 @@ class Reporter:
             f"-- phase {phase} at iteration {iteration}: cycle {cycle}, block {block}"
             f"{', ' if contents else ''}{contents} active (switch {switch_time_ms:,.0f} ms)"
         )
-        self._print(text, block=block)
+        self._print(text)
         self._switch_time_ms += switch_time_ms
         self._switches.append((iteration, block))
         self._write_scalars({"bcd/switch-time-ms": switch_time_ms}, iteration)
@@ -138,9 +134,9 @@ class Reporter:
         """Print a warning that the user should act on."""
         self._print(f"warning: {text}", style="yellow")
 
-    def _print(self, text: str, *, style: str = "", block: int | None = None) -> None:
+    def _print(self, text: str, *, style: str = "") -> None:
         """Print a line, neither wrapped nor cut."""
-        self._console.print(styled_line(text, style=style, block=block), soft_wrap=True, highlight=False)
+        self._console.print(Text(" ".join(text.splitlines()), style=style), soft_wrap=True, highlight=False)
 
     def _write_metrics(self, values: Mapping[str, object]) -> None:
         """Write a metrics line. A full disk must not end a run: the other ranks wait for this one."""
@@ -174,11 +170,8 @@ class Reporter:
             except OSError as error:
                 self.warning(f"--metrics-file: {error.strerror}. Its last lines are lost.")
         while self._scalar_sinks:
-            sink = self._scalar_sinks.pop()
-            try:
-                sink.close()
-            except OSError as error:
-                self.warning(f"{sink.flag}: {atomic_io.describe(error)}. Its last points are lost.")
+            with contextlib.suppress(OSError):
+                self._scalar_sinks.pop().close()
 
     def __enter__(self) -> Reporter:
         return self

@@ -143,5 +143,3 @@ class RunSummary:
     training: str
     notes: tuple[str, ...] = ()
     """Information such as the implementation of attention, norm and optimizer."""
-    warnings: tuple[str, ...] = ()
-    """Problems that the user should act on."""

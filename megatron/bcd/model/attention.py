@@ -10,7 +10,6 @@ and G query groups on this tensor-parallel rank, D head size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,9 +22,6 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron.bcd.runtime import device
-
-Attend = Callable[..., Tensor]
-"""Attention of queries [L, B, N, D] to keys and values [S, B, G, D] with PyTorch's mask. Returns [L, B, N * D]."""
 
 
 class ScaledDotProductAttention(MegatronModule):
@@ -86,13 +82,13 @@ class ScaledDotProductAttention(MegatronModule):
             if attention_mask is not None:
                 return self._attend(query, key, value, attn_mask=~attention_mask, dropout_p=dropout)
             if is_causal and self._context_group is not None:
-                return causal_attention(self._attend, query, key, value, self._context_group, dropout_p=dropout)
+                return self._attend_by_chunk(query, key, value, self._context_group, dropout_p=dropout)
             return self._attend(query, key, value, is_causal=is_causal, dropout_p=dropout)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
         """Call PyTorch's attention with these arguments. Shapes are those of `forward`."""
         heads_per_group = query.size(2) // key.size(2)
-        # `causal_attention` passes masks of a subclass of Tensor, for which there is a fast kernel
+        # `_attend_by_chunk` passes masks of a subclass of Tensor, for which there is a fast kernel
         has_only_slow_kernel = query.dtype == torch.float32 or type(arguments.get("attn_mask")) is Tensor
         if heads_per_group > 1 and has_only_slow_kernel and device.has_cuda():
             # on a GPU, only PyTorch's kernel that keeps the S x S scores supports grouped queries here
@@ -108,6 +104,20 @@ class ScaledDotProductAttention(MegatronModule):
         )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
+    def _attend_by_chunk(
+        self, query: Tensor, key: Tensor, value: Tensor, group: torch.distributed.ProcessGroup, **arguments: Any
+    ) -> Tensor:
+        """Compute causal attention of this rank's chunks of queries to whole sequences of keys and values.
+
+        Each chunk attends to the keys up to its own end; its mask is aligned to the lower right corner.
+        """
+        contexts = []
+        for chunk, number in zip(query.chunk(2), (group.rank(), 2 * group.size() - 1 - group.rank()), strict=True):
+            end = (number + 1) * len(chunk)
+            mask = causal_lower_right(len(chunk), end)
+            contexts.append(self._attend(chunk, key[:end], value[:end], attn_mask=mask, **arguments))
+        return torch.cat(contexts)
+
 
 def whole_sequence(part_LB: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """Gather a sequence split over context-parallel ranks: [L, B, ...] to [S, B, ...].
@@ -119,18 +129,3 @@ def whole_sequence(part_LB: Tensor, group: torch.distributed.ProcessGroup) -> Te
     gathered = tensor_parallel.gather_from_sequence_parallel_region(part_LB, group=group)
     by_rank = gathered.unflatten(0, (group.size(), 2, -1))
     return torch.cat((by_rank[:, 0].flatten(0, 1), by_rank[:, 1].flip(0).flatten(0, 1)))
-
-
-def causal_attention(
-    attend: Attend, query: Tensor, key: Tensor, value: Tensor, group: torch.distributed.ProcessGroup, **arguments: Any
-) -> Tensor:
-    """Compute causal attention of this rank's chunks of queries to whole sequences of keys and values.
-
-    Each chunk attends to the keys up to its own end; its mask is aligned to the lower right corner.
-    """
-    contexts = []
-    for chunk, number in zip(query.chunk(2), (group.rank(), 2 * group.size() - 1 - group.rank()), strict=True):
-        end = (number + 1) * len(chunk)
-        mask = causal_lower_right(len(chunk), end)
-        contexts.append(attend(chunk, key[:end], value[:end], attn_mask=mask, **arguments))
-    return torch.cat(contexts)

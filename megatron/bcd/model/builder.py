@@ -5,7 +5,7 @@ Tensor shapes: S sequence length on this rank, B micro-batch size, H hidden size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -303,17 +303,6 @@ def get_host_layers(model: torch.nn.Module) -> HostLayers:
     return unwrap_model(model).host_layers  # type: ignore[return-value]
 
 
-def frozen_on_host(model: torch.nn.Module) -> Callable[[Tensor], bool]:
-    """Move all streamed weights of --bcd-layers-on host to host memory, until they compute again.
-
-    Return a function that returns whether a tensor is one of them. They do not change before the next phase ends,
-    unless the phase updates layers in host memory.
-    """
-    host_layers = get_host_layers(model)
-    host_layers.leave_buffers()
-    return host_layers.is_on_host
-
-
 def _add_bias_gradient(linear: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     """Add a zero that has the bias's gradient, for an active bias of a frozen weight (--bcd-always-active biases).
 
@@ -324,13 +313,6 @@ def _add_bias_gradient(linear: Any, inputs: Any, output: tuple[Tensor, Any]) -> 
     if not linear.bias.requires_grad or linear.weight.requires_grad or not torch.is_grad_enabled():
         return output
     return output[0] + (linear.bias - linear.bias.detach()), output[1]
-
-
-@torch.no_grad()
-def broadcast_from_first_replica(model: torch.nn.Module) -> None:
-    """Collective. Copy the weights of the first replica to the others (--data-parallel-random-init)."""
-    for parameter in model.parameters():
-        torch.distributed.broadcast(parameter, group=replicas.group(parameter), group_src=0)
 
 
 def unwrap_model(model: torch.nn.Module) -> GPTModel:

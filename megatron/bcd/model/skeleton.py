@@ -24,7 +24,9 @@ from megatron.bcd.runtime.compat import transformers as compat
 EMBEDDING, LAYERS = "embedding.word_embeddings", "decoder.layers"
 FINAL_NORM, HEAD = "decoder.final_layernorm", "output_layer"
 """Modules of a stage by the names of Megatron Core's GPTModel."""
-_TEXT = (".json", ".txt", ".jinja", ".model", ".md")
+TRUSTED: set[str] = set()
+"""Names and folders of the models whose own code may run in this process (--trust-remote-code)."""
+_TEXT = (".json", ".txt", ".jinja", ".model", ".md", ".py")
 """Ends of names of files beside the weights."""
 
 
@@ -37,7 +39,7 @@ def read_config(path: str, *, is_quantised: bool = False) -> Any:
     """Return transformers' configuration of a model in a folder, of a config.json, or of a name on the hub.
 
     Its text part, which is trained, is ``get_text_config()``. With `is_quantised` the weights may be quantised: they
-    will not be read.
+    will not be read. Code that comes with the model runs only if TRUSTED has `path`.
 
     Raises:
         ValueError: the configuration can't be read, or such a model can't be trained here. One line.
@@ -46,11 +48,12 @@ def read_config(path: str, *, is_quantised: bool = False) -> Any:
 
     transformers.utils.logging.set_verbosity_error()
     try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=path in TRUSTED)
+        compat.register_code(config, path, is_trusted=path in TRUSTED)
     except Exception as error:  # transformers and its configurations can raise many types
         reason = " ".join(str(error).split())[:200]
         if "trust_remote_code" in str(error):
-            reason = "its code comes with the model, and only transformers' own code runs here"
+            reason = "its code comes with the model, and runs in training only, with --trust-remote-code"
         raise ValueError(f"{path}: transformers can't read its config.json ({reason})") from None
     text = config if config.is_encoder_decoder else config.get_text_config()
     if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:

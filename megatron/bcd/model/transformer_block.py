@@ -5,9 +5,7 @@ Tensor shapes: S sequence length, B micro-batch size, H hidden size.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,22 +27,12 @@ class _PassThrough(torch.nn.Module):
 _pass_through = _PassThrough()
 
 
-def _require_gradient(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    hidden_states = kwargs["hidden_states"]
-    if hidden_states.requires_grad:
-        return args, kwargs
-    return args, kwargs | {"hidden_states": hidden_states.detach().requires_grad_()}
-
-
 class BcdTransformerBlock(TransformerBlock):
     """Megatron Core's layers of one stage. They can start after a frozen prefix.
 
     With full activation recomputation, Megatron Core checkpoints by a re-entrant autograd function. If none of its
     inputs requires a gradient, its output has no graph, and active layers inside it get no gradient. Therefore the
     prefix runs without a graph and without recomputation, and the input of the first active layer starts the graph.
-
-    Recomputed norms (--recompute-modules layernorm) have the same problem: the norms of the first active layer would
-    get no gradient. There, too, that layer's input starts the graph.
 
     With a prefix cache, `forward` starts at a later layer. With a `chunk`, it runs only these layers.
     """
@@ -71,35 +59,23 @@ class BcdTransformerBlock(TransformerBlock):
         for layer in layers:
             layer.self_attention.checkpoint_core_attention = granularity == "selective"
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        first_layer: int | None = None,
-        behind_prefix: bool = False,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Run the layers like Megatron Core, but optionally skip the first ones.
+    def forward(self, hidden_states: Tensor, *args: Any, behind_prefix: bool = False, **kwargs: Any) -> Tensor:
+        """Run the layers like Megatron Core.
 
-        Args:
-            hidden_states: input of the first layer to run, [S, B, H]. With `first_layer`, on any stage.
-            first_layer: number on this stage of the first layer to run.
-            behind_prefix: start with the first active layer. If only the head is active, run no layer.
+        With `behind_prefix` start with the first active layer, on any stage: `hidden_states` [S, B, H] is its input. If
+        only the head is active, run no layer.
         """
-        layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
         if self.chunk is not None:
             return self._forward_chunk(self.chunk, hidden_states, *args, **kwargs)
-        if behind_prefix:
-            first_layer = next(iter(self._trainable_layers()), len(layers))
-        if first_layer is None:
-            with self._graph_before_norms():
-                return super().forward(hidden_states, *args, **kwargs)
+        if not behind_prefix:
+            return super().forward(hidden_states, *args, **kwargs)
+        layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
+        first = next(iter(self._trainable_layers()), len(layers))
         self.input_tensor = hidden_states  # stages after the first read their input here
         # skipped layers are replaced, not removed: recomputation looks layers up by index
-        self.layers = torch.nn.ModuleList([*[_pass_through] * first_layer, *layers[first_layer:]])
+        self.layers = torch.nn.ModuleList([*[_pass_through] * first, *layers[first:]])
         try:
-            with self._graph_before_norms():
-                return super().forward(hidden_states, *args, **kwargs)
+            return super().forward(hidden_states, *args, **kwargs)
         finally:
             self.layers = layers
             self.input_tensor = None
@@ -111,24 +87,9 @@ class BcdTransformerBlock(TransformerBlock):
         self.layers = torch.nn.ModuleList(layers[number] for number in chunk)
         self.final_layernorm = final_norm if chunk.stop == len(layers) else None
         try:
-            with self._graph_before_norms():
-                return super().forward(hidden_states if chunk.start == 0 else self.input_tensor, *args, **kwargs)
+            return super().forward(hidden_states if chunk.start == 0 else self.input_tensor, *args, **kwargs)
         finally:
             self.layers, self.final_layernorm = layers, final_norm
-
-    @contextlib.contextmanager
-    def _graph_before_norms(self) -> Iterator[None]:
-        """Inside the context, the input of the first active layer requires a gradient if norms are recomputed."""
-        is_selective = self.config.recompute_granularity == "selective"
-        trainable = self._trainable_layers() if is_selective and torch.is_grad_enabled() else []
-        if not trainable or "layernorm" not in (self.config.recompute_modules or ()):
-            yield
-            return
-        hook = self.layers[trainable[0]].register_forward_pre_hook(_require_gradient, with_kwargs=True)
-        try:
-            yield
-        finally:
-            hook.remove()
 
     def _trainable_layers(self) -> list[int]:
         """Return the numbers, on this stage, of the layers with an active parameter."""

@@ -5,7 +5,6 @@ Tensor shapes: S sequence length, B micro-batch size, H hidden size, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,21 +30,12 @@ from megatron.bcd.model.skeleton import (
     read_config,
 )
 from megatron.bcd.model.split_check import check_split
-from megatron.bcd.runtime import device
+from megatron.bcd.runtime import device, packages
+from megatron.bcd.runtime.compat.transformers import compile_elementwise
 
 
 def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def transposed(layer: nn.Module, hidden_size: int) -> Iterator[nn.Parameter]:
-    """Yield the matrices of experts whose rows are inputs: as their class says, or as the shape of gate and up does."""
-    for module in layer.modules():
-        gate_up = getattr(module, "gate_up_proj", None)
-        if isinstance(gate_up, nn.Parameter):
-            is_by_shape = gate_up.shape[-2] == hidden_size != gate_up.shape[-1]
-            if getattr(module, "is_transposed", is_by_shape):
-                yield from (each for each in module.parameters(recurse=False) if each.dim() == gate_up.dim())
 
 
 class TransformersModel(Chunks, LanguageModule):
@@ -97,8 +87,8 @@ class TransformersModel(Chunks, LanguageModule):
         own = [skeleton.layers[number] for number in layers]
         for number, layer in zip(layers, own, strict=True):
             build(layer, 1 + number, on_host=is_on_host)
-            for parameter in transposed(layer, skeleton.config.hidden_size):
-                parameter.is_transposed = True  # type: ignore[attr-defined]
+            if packages.compiles(config.bcd.bcd_compile):
+                compile_elementwise(layer)
             if is_on_host:
                 host_layers.add(layer)
         self.decoder, last = nn.Module(), 1 + len(skeleton.layers)

@@ -44,8 +44,6 @@ class MatrixRule:
     nesterov: bool = False
     num_steps: int = update_rules.NEWTON_SCHULZ_STEPS
     """Newton-Schulz iterations."""
-    scale_mode: str = "spectral"
-    """A key of `update_rules.SCALES`."""
     is_by_chunk: bool = True
     """Whether breadth-first order steps the matrices right after their passes."""
     adam: Mapping[str, Any] = field(default_factory=dict)

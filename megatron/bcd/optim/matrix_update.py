@@ -119,6 +119,6 @@ def _orthogonal(stack: Stack, clip_coefficient: float) -> torch.Tensor:
             momentum = stored.copy_(momentum).float()
             write_back(stored, momenta)
         gradient = gradient.lerp(momentum, rule.momentum) if rule.nesterov else momentum
-    update = update_rules.orthogonal(gradient, stack.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode)
+    update = update_rules.orthogonal(gradient, stack.layout, num_steps=rule.num_steps)
     is_skipped = None if rule.momentum is None else stack.is_skipped  # the gradient is zero, not the momentum
     return update if is_skipped is None else update.masked_fill_(is_skipped, 0.0)

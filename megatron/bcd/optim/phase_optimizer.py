@@ -100,7 +100,6 @@ def build_matrix_optimizer(config: RunConfig, model: torch.nn.Module, parameters
             sharded_dim=dim if is_sliced else None,
             group=tensor_group if is_sliced else None,
             tensor_mode=settings.muon_tp_mode,
-            is_transposed=getattr(parameter, "is_transposed", False),
         )
 
     return MatrixOptimizer(
@@ -166,7 +165,6 @@ def phase_rules(config: RunConfig, parameters: ParametersByBlock, block: int) ->
             is_by_chunk=config.steps_block_by_chunk,
             nesterov=settings.muon_use_nesterov,
             num_steps=settings.muon_num_ns_steps,
-            scale_mode=settings.muon_scale_mode,
         )
     else:
         adam = {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps}

@@ -32,13 +32,6 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 _SMALLEST, _SMALLEST_SQUARE = 1e-12, 1e-24
 """Smallest divisors, for gradients of zeros. They are far below real gradients, whose scale must not matter."""
 
-SCALES: dict[str, Callable[[int, int], float]] = {
-    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
-    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
-    "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
-}
-"""Megatron's --muon-scale-mode: the factor of an orthogonal matrix. `spectral` gives a root mean square of 1."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixLayout:
@@ -53,8 +46,6 @@ class MatrixLayout:
     tensor_mode: str = "distributed"
     """--muon-tp-mode, how a slice is orthogonalised. `blockwise` treats the slice as a whole matrix, `distributed`
     reduces the products."""
-    is_transposed: bool = False
-    """Whether rows are inputs, as in some experts of transformers. The scale depends on it."""
 
     @property
     def num_slices(self) -> int:
@@ -75,23 +66,22 @@ def orthogonal(
     layout: MatrixLayout = _WHOLE,
     *,
     num_steps: int = NEWTON_SCHULZ_STEPS,
-    scale_mode: str = "spectral",
 ) -> torch.Tensor:
     """Orthogonalize each part of the layout, in the gradient's dtype. A gradient of zeros gives zeros.
 
-    `scale_mode` is a key of SCALES. A collective over the layout's group.
+    A collective over the layout's group.
     """
     if layout.tensor_mode == "blockwise":
         layout = replace(layout, sharded_dim=None, group=None)
     if not layout.parts:
-        return orthogonalize(gradient_MN, layout, num_steps=num_steps, scale_mode=scale_mode)
+        return orthogonalize(gradient_MN, layout, num_steps=num_steps)
     # queries, keys and values have no common singular vectors to preserve
     by_group = gradient_MN.unflatten(1, (-1, sum(layout.parts)))
     results: list[torch.Tensor] = []
     for _, parts in itertools.groupby(by_group.split(layout.parts, dim=2), key=lambda part: part.shape):
         stacked = torch.stack(list(parts))
         matrices = stacked.flatten(2, 3).flatten(0, 1)
-        directions = orthogonalize(matrices, layout, num_steps=num_steps, scale_mode=scale_mode)
+        directions = orthogonalize(matrices, layout, num_steps=num_steps)
         results += directions.view_as(stacked).unbind()
     return torch.cat(results, dim=2).view_as(gradient_MN)
 
@@ -101,9 +91,8 @@ def orthogonalize(
     layout: MatrixLayout = _WHOLE,
     *,
     num_steps: int = NEWTON_SCHULZ_STEPS,
-    scale_mode: str = "spectral",
 ) -> torch.Tensor:
-    """Return the nearest matrix whose singular values are about 1, times the scale of `scale_mode`.
+    """Return the nearest matrix whose singular values are about 1, scaled to a root mean square of 1.
 
     Uses Muon's Newton-Schulz iteration (Ma et al., SWAN, arXiv 2412.13148). If the matrix is sliced, returns this
     rank's slice. Computes in bf16 on a GPU and in fp32 on a CPU. Takes about 20 M^2 N operations if M is the smaller
@@ -130,8 +119,7 @@ def orthogonalize(
         matrix = torch.baddbmm(matrix, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
     if is_transposed:
         matrix = matrix.mT
-    outputs, inputs = (columns, rows) if layout.is_transposed else (rows, columns)
-    return matrix.mul_(SCALES[scale_mode](outputs, inputs)).to(gradient_MN.dtype).view_as(gradient_MN)
+    return matrix.mul_(math.sqrt(max(rows, columns))).to(gradient_MN.dtype).view_as(gradient_MN)
 
 
 def num_factors(rows: int, columns: int, num_parts: int = 1) -> int:

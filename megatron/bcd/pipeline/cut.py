@@ -10,17 +10,19 @@ _Work = Sequence[Sequence[float]]
 """The work of each stage by phase, in passes of a layer."""
 
 
-def balanced_cut(even: Partition, *, head: float) -> tuple[int, ...]:
+def balanced_cut(even: Partition, *, head: float, layers: Sequence[float] | None = None) -> tuple[int, ...]:
     """Return the number of layers of every virtual stage, in depth order.
 
     The cut minimizes the work of the slowest stage, summed over the phases. It starts from the `even` cut and moves
     single layers between stages while that helps. In layout ``interleaved`` a layer stays in its chunk, so that blocks
-    keep their layers. One pass of the output head costs as much as ``head`` passes of a layer.
+    keep their layers. One pass of the output head costs as much as ``head`` passes of a layer. `layers` has the cost of
+    each layer, relative to the mean; by default all are equal.
     """
-    cut, work = even, _stage_work(even, head)
+    layers = layers or [1.0] * even.num_layers
+    cut, work = even, _stage_work(even, head, layers)
     while True:
         cuts = [even.resized(sizes) for sizes in _moves(cut, work)]
-        works = [_stage_work(each, head) for each in cuts]
+        works = [_stage_work(each, head, layers) for each in cuts]
         costs = [*map(_cost, works)]
         if min(costs, default=_cost(work)) >= _cost(work):
             return tuple(map(len, cut.virtual_stages))
@@ -28,7 +30,7 @@ def balanced_cut(even: Partition, *, head: float) -> tuple[int, ...]:
         cut, work = cuts[best], works[best]
 
 
-def _stage_work(cut: Partition, head: float) -> _Work:
+def _stage_work(cut: Partition, head: float, costs: Sequence[float]) -> _Work:
     """Return the work of each stage by phase, in passes of a layer.
 
     Forward, input gradient and weight gradient cost 1 each. The embedding is a look-up and costs nothing.
@@ -37,7 +39,7 @@ def _stage_work(cut: Partition, head: float) -> _Work:
     for block in range(cut.num_blocks):
         first, by_stage = len(cut.prefix_layers(block)), [0.0] * cut.num_stages
         for virtual, layers in enumerate(cut.virtual_stages):
-            passes = sum(1 + (layer >= first) + cut.trains_matrices(layer, block) for layer in layers)
+            passes = sum(costs[each] * (1 + (each >= first) + cut.trains_matrices(each, block)) for each in layers)
             by_stage[virtual % cut.num_stages] += passes
         by_stage[-1] += head * (2 + cut.head_active(block))
         work.append(by_stage)
@@ -52,17 +54,18 @@ def _cost(work: _Work) -> tuple[float, float]:
 def _moves(cut: Partition, work: _Work) -> Iterator[list[int]]:
     """Yield the sizes of virtual stages after single-layer moves that may help.
 
-    The giver is the slowest stage of some phase. Only the stage with the head gives layers to stages that already have
-    many more. A virtual stage keeps a layer for each of its blocks.
+    The giver is the slowest stage of some phase, and the taker has less work over all phases. A virtual stage keeps a
+    layer for each of its blocks.
     """
     sizes, stages = [*map(len, cut.virtual_stages)], range(cut.num_stages)
     slowest = [stage for stage in stages if any(by_stage[stage] == max(by_stage) for by_stage in work)]
+    totals = [sum(by_stage[stage] for by_stage in work) for stage in stages]
     least = 1 if cut.layout == "interleaved" else cut.num_parts
     for first in range(0, len(sizes), cut.num_stages):
         for giver in slowest:
             for taker in stages:
                 given, taken = sizes[first + giver], sizes[first + taker]
-                if taker != giver and given > least and (giver == stages[-1] or taken <= given + 1):
+                if given > least and totals[taker] < totals[giver]:
                     moved = list(sizes)
                     moved[first + giver], moved[first + taker] = given - 1, taken + 1
                     yield moved

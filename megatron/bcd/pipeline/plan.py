@@ -197,6 +197,24 @@ class PlanShape:
         return (False, virtual - 1, action.microbatch) if has_input else None
 
     @property
+    def microbatches_ahead(self) -> int:
+        """Number of microbatches that forward-only stages run ahead. It hides the time to fill the prefix's stages.
+
+        The first trainable stage works on them while the next microbatch passes through `first_trainable` stages. If it
+        is also the last stage, each takes three units of time (forward, both gradients); with stages behind it, the
+        first ones take less. Simulated with unit costs, messages of 0 to 0.2 units and up to 24 stages: more gains
+        nothing, and less costs up to a sixth of an iteration.
+        """
+        if self.num_chunks > 1 or self.is_breadth_first or self.is_prefix_cached:
+            return 0
+        return -(-self.first_trainable // (3 if self.first_trainable == self.last else 2))
+
+    def mid_phase(self, num_microbatches: int) -> PlanShape:
+        """Return the shape of an iteration of this size in the middle of a phase, behind one that has run ahead."""
+        ahead = min(self.microbatches_ahead, num_microbatches)
+        return replace(self, num_microbatches=num_microbatches, done_ahead=ahead, run_ahead=ahead)
+
+    @property
     def full_training(self) -> PlanShape:
         """Shape of full training: all layers active, no run-ahead."""
         return replace(stock_shape(self), active=(True,) * self.num_virtual)
@@ -227,52 +245,33 @@ def evaluation_shape(
     )
 
 
-def breadth_first_shape(
-    passes: Partition, block: int, *, num_microbatches: int, steps_block_by_chunk: bool = False, **options: Any
-) -> PlanShape:
-    """Return the shape of a training iteration in breadth-first order. `passes` is a `Partition.in_passes`.
-
-    `options` are other fields of the shape.
-    """
-    numbers = range(passes.num_virtual_stages)
-    updated = tuple(steps_block_by_chunk or passes.virtual_stage_updated(block, virtual) for virtual in numbers)
-    return phase_shape(
-        passes, block, num_microbatches=num_microbatches, is_breadth_first=True, updated=updated, **options
-    )
-
-
 def stock_shape(shape: PlanShape) -> PlanShape:
     """Return the shape of Megatron Core's 1F1B for the same phase: every stage runs forward and backward."""
     return replace(shape, first_trainable=0, is_prefix_cached=False, done_ahead=0, run_ahead=0)
 
 
-def phase_shape(partition: Partition, block: int, *, num_microbatches: int, **options: Any) -> PlanShape:
-    """Return the shape of a training iteration in the phase of `block`. `options` are other fields of the shape."""
+def phase_shape(
+    partition: Partition,
+    block: int,
+    *,
+    num_microbatches: int,
+    is_breadth_first: bool = False,
+    steps_block_by_chunk: bool = False,
+    **options: Any,
+) -> PlanShape:
+    """Return the shape of a training iteration in the phase of `block`. `options` are other fields of the shape.
+
+    In breadth-first order `partition` is a `Partition.in_passes`.
+    """
     numbers = range(partition.num_virtual_stages)
+    updated = (steps_block_by_chunk or partition.virtual_stage_updated(block, virtual) for virtual in numbers)
     return PlanShape(
         num_stages=partition.num_stages,
         num_chunks=partition.num_chunks,
         num_microbatches=num_microbatches,
         first_trainable=partition.first_trainable_virtual_stage(block),
         active=tuple(partition.virtual_stage_active(block, virtual) for virtual in numbers),
+        is_breadth_first=is_breadth_first,
+        updated=tuple(updated) if is_breadth_first else (),
         **options,
     )
-
-
-def microbatches_ahead(partition: Partition, block: int, requested: int | None) -> int:
-    """Return how many microbatches forward-only stages may run ahead. `requested` is --bcd-run-ahead."""
-    first = partition.first_trainable_stage(block)
-    if partition.num_chunks > 1 or first == 0:
-        return 0
-    return default_run_ahead(num_stages=partition.num_stages, first_trainable=first) if requested is None else requested
-
-
-def default_run_ahead(*, num_stages: int, first_trainable: int) -> int:
-    """Return the number of run-ahead microbatches that hides the time to fill the stages of the prefix.
-
-    The first trainable stage works on them while the next microbatch passes through `first_trainable` stages. If it is
-    also the last stage, each takes three units of time (forward, both gradients); with stages behind it, the first
-    ones take less. Simulated with unit costs, messages of 0 to 0.2 units and up to 24 stages: more run-ahead gains
-    nothing, and less costs up to a sixth of an iteration.
-    """
-    return -(-first_trainable // (3 if first_trainable == num_stages - 1 else 2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,17 +11,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.config import RunConfig
 from megatron.bcd.optim.step import Step
 from megatron.bcd.pipeline.breadth_first import BreadthFirstIteration
 from megatron.bcd.pipeline.execute import Iteration
 from megatron.bcd.pipeline.p2p import Messages
-from megatron.bcd.pipeline.plan import (
-    PlanShape,
-    breadth_first_shape,
-    evaluation_shape,
-    microbatches_ahead,
-    phase_shape,
-)
+from megatron.bcd.pipeline.plan import PlanShape, evaluation_shape, phase_shape
 from megatron.bcd.pipeline.saved_inputs import SavedInputs
 from megatron.bcd.runtime import device, distributed
 
@@ -30,37 +25,25 @@ class PipelineSchedule:
     """The forward and backward passes of one iteration, limited to those that the active block needs.
 
     Call it like Megatron Core's forward-backward functions. `begin_phase` sets the active block. With one pipeline
-    stage, or with `name` "stock", it calls Megatron Core's function, unless `name` is "breadth-first".
+    stage, or with --bcd-schedule stock, it calls Megatron Core's function, unless the order is breadth-first.
+
+    Args:
+        partition: of the model; in breadth-first order the `Partition.in_passes`.
+        num_kept: `PlanShape.num_kept`.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        partition: Partition,
-        run_ahead: int | None,
-        timeout_minutes: int | None = None,
-        saves_on_host: bool = False,
-        by_chunk: Mapping[str, Any] | None = None,
-    ) -> None:
-        """
-        Args:
-            name: "bcd", "stock" or "breadth-first".
-            partition: of the model; with "breadth-first" the `Partition.in_passes`.
-            run_ahead: number of microbatches; None is `default_run_ahead`.
-            timeout_minutes: timeout of messages between stages of the prefix; None is PyTorch's default.
-            saves_on_host: with "breadth-first", the inputs of chunks are saved in host memory.
-            by_chunk: with "breadth-first", arguments of `breadth_first_shape`.
-        """
-        self.name = name
+    def __init__(self, config: RunConfig, partition: Partition, *, num_kept: int) -> None:
+        self.name = config.bcd.bcd_schedule or "bcd"
         self._partition = partition
-        self._run_ahead, self._timeout_minutes = run_ahead, timeout_minutes
+        self._timeout_minutes = config.training.distributed_timeout_minutes
+        """Timeout of messages between stages of the prefix."""
         self._block = 0
         self._is_prefix_cached = False
         self._done_ahead = 0
         self._inputs_ahead: dict[int, torch.Tensor] = {}
-        self._by_chunk = by_chunk or {}
-        self._saved_inputs = SavedInputs(on_host=saves_on_host)
+        self._by_chunk = {name: getattr(config, name) for name in ("steps_block_by_chunk", "clips_by_chunk")}
+        self._by_chunk |= {"num_kept": num_kept}
+        self._saved_inputs = SavedInputs(on_host=config.bcd.bcd_saved_inputs == "host")
         self._channels: tuple[ProcessGroupCollection, Messages, Messages] | None = None
         """Process groups, messages between stages, and those from stages that only run forward."""
 
@@ -103,20 +86,17 @@ class PipelineSchedule:
         if self.name == "breadth-first" or (num_stages > 1 and self.name != "stock"):
             if step is None:
                 shape = self._evaluation_shape(num_microbatches)
-            elif self.name == "breadth-first":
-                shape = breadth_first_shape(
-                    self._partition, self._block, num_microbatches=num_microbatches, **self._by_chunk
-                )
             else:
-                ahead = min(microbatches_ahead(self._partition, self._block, self._run_ahead), num_microbatches_next)
                 shape = phase_shape(
                     self._partition,
                     self._block,
                     num_microbatches=num_microbatches,
+                    is_breadth_first=self.name == "breadth-first",
                     is_prefix_cached=self._is_prefix_cached,
                     done_ahead=self._done_ahead,
-                    run_ahead=0 if self._is_prefix_cached else ahead,
+                    **self._by_chunk,
                 )
+                shape = replace(shape, run_ahead=min(shape.microbatches_ahead, num_microbatches_next))
             return self.execute(shape, model, step=step, **arguments)
         if num_stages > 1:
             self._connect(model)

@@ -36,18 +36,14 @@ _GIVEN = {
 
 
 def network_flags(recipe: Recipe) -> list[str]:
-    """Return the flags of the model. Raises ValueError if the training script has no flag for a property of it."""
+    """Return the flags of the model."""
     model, values, is_gpt = recipe.model, recipe.model.flags(recipe.tokens), recipe.model.form == "gpt"
     has_biases = values["add_bias_linear"]
-    if has_biases and not is_gpt:
-        raise ValueError(
-            f"--model {model.name}: --task {recipe.task} cannot give a LLaMA biases in all linear layers. "
-            "Use --task sft, whose --load-hf can."
-        )
     names = ["num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length", "num_query_groups"]
     names += ["kv_channels", "qk_layernorm"] + ["max_position_embeddings"] * is_gpt
     flags = {name: values[name] for name in names}
     flags["group_query_attention"] = values["num_query_groups"] is not None
+    flags["add_bias_linear"] = has_biases and not is_gpt
     if is_gpt:
         flags |= {"hidden_dropout": 0, "attention_dropout": 0, "disable_bias_linear": not has_biases}
     flags["no_" * model.is_tied + "untie_embeddings_and_output_weights"] = model.is_tied != is_gpt

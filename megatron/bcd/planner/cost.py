@@ -109,11 +109,6 @@ def pass_products(shape: ModelShape, *, sequence: int) -> tuple[int, int]:
     return matrices, 2 * sequence * shape.query_size
 
 
-def head_passes(shape: ModelShape, *, sequence: int, padded_vocabulary: int) -> float:
-    """Return the cost of one pass of the output head, in passes of a layer."""
-    return shape.hidden_size * padded_vocabulary / sum(pass_products(shape, sequence=sequence))
-
-
 def layer_work(
     partition: Partition, block: int, *, stage: int | None = None, prefix_cached: bool = False
 ) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from megatron.bcd.planner.measured import EXPERTS_TIME
 from megatron.bcd.planner.memory import fits, fits_on_host, host_bytes, peak, rank_memory, saving_bytes
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.state import RankMemory
-from megatron.bcd.planner.step_time import PhaseTime, cycle_seconds, head_pass, layer_pass
+from megatron.bcd.planner.step_time import PhaseTime, phase_seconds
 from megatron.bcd.planner.tables import GIB
 
 EQUAL_EPOCHS = "equal epochs"
@@ -26,7 +26,7 @@ _SHOWN = (
     "method", "num_gpus", "num_nodes", "pipeline_size", "data_size", "precision", "micro_batch_size",
     "global_batch_size", "num_microbatches", "recompute",
 )  # fmt: skip
-_TIMES = ("iteration_seconds", "bubble", "copy_share", "tokens_per_second", "full_training_share")
+_TIMES = ("iteration_seconds", "bubble", "copy_share", "tokens_per_second")
 DEFAULT_TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022."""
 DEFAULT_SFT_TOKENS = 3 * 52002 * 120.0
@@ -90,7 +90,7 @@ class Estimate:
     @cached_property
     def phases(self) -> tuple[PhaseTime, ...]:
         """The time of an iteration in every phase."""
-        return cycle_seconds(self.recipe)
+        return tuple(phase_seconds(self.recipe, block) for block in range(self.recipe.partition.num_blocks))
 
     @property
     def iteration_seconds(self) -> float:
@@ -115,15 +115,6 @@ class Estimate:
             return 0.0
         at_once = replace(self.recipe, cluster=replace(self.recipe.cluster, copy_gb_per_s=1e9))
         return 1 - replace(self, recipe=at_once).iteration_seconds / self.iteration_seconds
-
-    @property
-    def full_training_share(self) -> float:
-        """The part of the GPUs' peak that full training without recomputation would achieve at this speed."""
-        recipe = self.recipe
-        flops = 3 * (recipe.model.layers * layer_pass(recipe).flops + head_pass(recipe).flops)  # three passes
-        flops *= recipe.num_microbatches * recipe.num_replicas
-        peak = recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)
-        return flops / self.iteration_seconds / peak
 
     @cached_property
     def cost(self) -> TrainingCost:

@@ -141,11 +141,6 @@ def finding(recipe: Recipe) -> Finding:
     return (FINE_TUNING | (LARGE_STEPS if recipe.step_tokens >= LARGE_STEP else {}))[name]
 
 
-def whole_rules(step_tokens: int) -> tuple[str, ...]:
-    """Return the rules of --bcd-inactive-update for preset finetune without blocks, best first."""
-    return ("orthogonal", "factored") if step_tokens >= LARGE_STEP else ("factored",)
-
-
 def learning_rate(recipe: Recipe) -> LearningRate:
     """Return the rate for the recipe's method, number of blocks and size, to one digit."""
     result, number = finding(recipe), recipe.partition.num_blocks

@@ -25,16 +25,13 @@ def rank_memory(recipe: Recipe, *, replica: int = 0) -> tuple[RankMemory, ...]:
 
 @lru_cache(maxsize=256)
 def recomputation(recipe: Recipe) -> tuple[tuple[Recomputed, ...], ...]:
-    """Return what is recomputed, by stage and block: the recipe's setting, or with auto the least that fits."""
+    """Return what is recomputed, by stage and block: what flags say, or with auto the least that fits."""
     limit = recipe.memory_share * recipe.cluster.memory_gib * GIB - int(recipe.cluster.framework_gib * GIB)
 
     def recomputed(stage: int, block: int) -> Recomputed:
-        numbers = recipe.partition.num_behind_prefix(stage, block)
-        if recipe.recompute == "none" or not any(numbers):
-            return Recomputed()
-        if recipe.recompute == "full":
-            return Recomputed(granularity="full", layers=tuple(numbers))
-        return recipe.memory.activations(stage, block).least_recomputation(limit=limit)
+        if recipe.recompute == "auto":
+            return recipe.memory.activations(stage, block).least_recomputation(limit=limit)
+        return recipe.memory.recomputed(stage, block)
 
     blocks = range(recipe.partition.num_blocks)
     return tuple(tuple(recomputed(stage, block) for block in blocks) for stage in range(recipe.pipeline_size))

@@ -307,8 +307,6 @@ class Recipe:
             yield f"{blocks}: nothing would be trained. Give at least 1, or --bcd-preset pretrain."
         if not self.has_blocks and number not in (None, 1):
             yield f"{blocks}: {method} trains all parameters. Leave it out."
-        if self.is_streamed and self.method not in (*PRESET_OF, *STREAMED.values()):
-            yield f"--bcd-layers-on host: with {method} every layer is active, on the device. Leave it out."
         yield from self._schedule_faults()
         moments = self.config.training.adam_moments_dtype
         if moments != "fp32" and self.method == "offload":

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.pipeline.cut import balanced_cut
-from megatron.bcd.pipeline.plan import PlanShape, breadth_first_shape, microbatches_ahead, phase_shape
+from megatron.bcd.pipeline.plan import PlanShape, phase_shape
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.activations import LayerBytes, Recomputed, StageActivations, layer_bytes
 from megatron.bcd.planner.state import ModelState, RankMemory
@@ -84,8 +84,10 @@ def _experts_of(config: RunConfig) -> cost.ExpertShape | None:
 def balance_stages(config: RunConfig, *, padded_vocab_size: int) -> RunConfig:
     """Return the configuration with the --pipeline-model-parallel-layout of --pipeline-cut auto."""
     shape, sequence = shape_of(config, vocab_size=padded_vocab_size), config.model.seq_length
-    head = cost.head_passes(shape, sequence=sequence, padded_vocabulary=padded_vocab_size)
-    sizes = balanced_cut(partition_from_config(config), head=head)
+    # in passes of a layer
+    head = shape.hidden_size * padded_vocab_size / sum(cost.pass_products(shape, sequence=sequence))
+    layers = config.measured.relative_costs if config.measured else None
+    sizes = balanced_cut(partition_from_config(config), head=head, layers=layers)
     layout = f"E{'|'.join('t' * size for size in sizes)}L"  # Megatron Core's notation
     return config.replace_section("training", pipeline_model_parallel_layout=layout)
 
@@ -157,15 +159,15 @@ class RunMemory:
         """Return whether every rank fits in every phase, with what Megatron-LM's flags recompute."""
         partition = self.state.partition
         return all(
-            self.rank(stage, block, choice=self._recomputed(stage, block)).total <= memory_bytes
+            self.rank(stage, block, choice=self.recomputed(stage, block)).total <= memory_bytes
             for stage, block in itertools.product(range(partition.num_stages), range(partition.num_blocks))
         )
 
-    def _recomputed(self, stage: int, block: int) -> Recomputed:
+    def recomputed(self, stage: int, block: int) -> Recomputed:
         """Return what Megatron-LM's flags recompute."""
         granularity, partition = self.config.transformer.get("recompute_granularity"), self.state.partition
         layers = partition.num_behind_prefix(stage, block) if granularity == "full" else ()
-        return Recomputed(granularity=granularity or "full", layers=tuple(layers))
+        return Recomputed(granularity=granularity or "none", layers=tuple(layers))
 
     def rank(self, stage: int, block: int, *, choice: Recomputed, replica: int | None = None) -> RankMemory:
         """Return the memory of a rank of the stage with this recomputation; by default that with the most state."""
@@ -203,8 +205,12 @@ class RunMemory:
 
 @lru_cache(maxsize=4096)
 def _schedule_shape(state: ModelState, block: int, num_microbatches: int, *, num_kept: int) -> PlanShape:
-    if state.config.is_breadth_first:
-        return breadth_first_shape(state.passes, block, num_microbatches=num_microbatches, num_kept=num_kept)
-    # the first microbatches of each iteration ran ahead in the one before
-    ahead = min(microbatches_ahead(state.partition, block, state.bcd.bcd_run_ahead), num_microbatches)
-    return phase_shape(state.partition, block, num_microbatches=num_microbatches, done_ahead=ahead, run_ahead=ahead)
+    is_breadth_first = state.config.is_breadth_first
+    shape = phase_shape(
+        state.passes if is_breadth_first else state.partition,
+        block,
+        num_microbatches=num_microbatches,
+        is_breadth_first=is_breadth_first,
+        num_kept=num_kept,
+    )
+    return shape.mid_phase(num_microbatches)

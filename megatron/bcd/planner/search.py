@@ -14,11 +14,9 @@ from typing import Any
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.planner.estimate import Estimate
-from megatron.bcd.planner.measured import finding, whole_rules
+from megatron.bcd.planner.measured import LARGE_STEP, finding
 from megatron.bcd.planner.memory import fits, node_bytes
 from megatron.bcd.planner.recipe import DEFAULTS, MAX_GPUS, PRESET_OF, STREAMED, WHOLE, Recipe, build_recipe
-from megatron.bcd.planner.step_time import mean_seconds
-from megatron.bcd.planner.tables import Placement
 
 SEARCHED_BLOCKS = (2, 3, 4, 5, 6)
 """Layout submodel tries only the first two, because it has that many blocks on every stage."""
@@ -45,14 +43,6 @@ CAN_STREAM = ("bcd", "finetune")
 Values = Mapping[str, Any]
 _Changes = dict[str, Any]
 """Other values of a request."""
-_HEADS: tuple[_Changes, ...] = (
-    {},
-    {"bcd_head_phase": True},
-    {"bcd_head_phase": True, "adam_moments_dtype": "int8"},
-    {"bcd_frozen": "embedding,head"},
-)
-"""How preset finetune with blocks may train an untied head: always active, then with less and less memory. A frozen
-head comes last, because some model lost by it (docs/fine_tuning.md, The head)."""
 COMPARED = {
     "pretrain": ("full", "muon", *STREAMED, "offload", "bcd", "pretrain"),
     "sft": ("full", *STREAMED, "offload", *WHOLE, "finetune", "bcd", "pretrain"),
@@ -114,8 +104,8 @@ def _shapes(values: Values) -> Iterator[_Changes]:
 def _savings(values: Values) -> Iterator[_Changes]:
     """Yield settings that the request leaves open, with less and less memory.
 
-    The order is: in fine-tuning a linear loss, then recomputation; in fine-tuning then _HEADS, frozen layers on the
-    host, and a frozen head. If inactive updates step every layer, breadth-first comes last.
+    The order is: in fine-tuning a linear loss, then recomputation; in fine-tuning then frozen layers on the host. If
+    inactive updates step every layer, breadth-first comes last.
     """
     method, loss, recompute = values["method"], values.get("cross_entropy_fusion_impl"), values.get("recompute")
     schedule, place, is_whole = values.get("bcd_schedule"), values.get("bcd_layers_on"), _is_whole(values)
@@ -130,16 +120,11 @@ def _savings(values: Values) -> Iterator[_Changes]:
     plain: list[_Changes] = [{"recompute": recompute or "none", "cross_entropy_fusion_impl": each} for each in losses]
     if recompute is None:
         plain.append({"recompute": "auto", "cross_entropy_fusion_impl": losses[-1]})
-    heads = _heads(values) if is_sft else _HEADS[:1]
-    places = (None, "host") if is_sft and place is None and can_stream else (place,)
-    # on the host the head is not always active: in a separate phase it leaves more to the micro-batch
-    states = [(where, head) for where in places for head in (heads[1:] if where == "host" else heads) or heads]
-    for where, head in sorted(states, key=lambda state: "bcd_frozen" in state[1]):
-        if where == "host":
-            smallest = {"bcd_layers_on": "host", "bcd_layers_per_pass": values.get("bcd_layers_per_pass") or 1}
-            yield from (each | head for each in _breadth_first({**values, **smallest}))
-        else:
-            yield from (each | {"bcd_layers_on": where} | head for each in plain)
+    if place != "host":
+        yield from (each | {"bcd_layers_on": place} for each in plain)
+    if place == "host" or (is_sft and place is None and can_stream):
+        smallest = {"bcd_layers_on": "host", "bcd_layers_per_pass": values.get("bcd_layers_per_pass") or 1}
+        yield from _breadth_first({**values, **smallest})
     if updates_all and method in PRESET_OF and schedule is None and values["precision"] != "fp16" and has_no_recompute:
         yield from _breadth_first(values)
 
@@ -167,15 +152,6 @@ def _has_linear_loss(values: Values) -> bool:
     return bool(values["task"] == "sft" and not values["model"].measured)
 
 
-def _heads(values: Values) -> Sequence[_Changes]:
-    """Return those of _HEADS that the user has left open."""
-    has_blocks = values["method"] == "finetune" and not _is_whole(values)
-    is_given = any(values.get(name) is not None for name in ("bcd_head_phase", "bcd_frozen", "bcd_always_active"))
-    if not has_blocks or is_given or values["model"].is_tied or values.get("bcd_num_blocks") == 0:
-        return _HEADS[:1]
-    return _HEADS if values.get("adam_moments_dtype") in (None, "fp32") else (*_HEADS[:2], _HEADS[3])
-
-
 def _is_whole(values: Values) -> bool:
     """Return whether these values make preset finetune train every layer in every step."""
     return values.get("bcd_inactive_update") in WHOLE.values()
@@ -191,18 +167,18 @@ def _largest_with_experts(recipes: Iterable[Recipe]) -> list[Recipe]:
 # ---------------------------------------------------------------- one plan
 
 
-def place(*, placements: Sequence[Placement] = (), is_open: bool = True, **values: Any) -> Recipe:
+def place(*, is_open: bool = True, **request: Any) -> Recipe:
     """Return the first candidate that fits in 95 % of the memory, else the first that fits, else the last.
 
-    If nothing is allowed, the recipe has a fault. A micro-batch of None has one sequence, with experts the most that
-    fit; preset finetune with every layer in every step, or with frozen weights on the host, has the fastest size.
+    If nothing is allowed, the recipe has a fault. If only host memory is short, the recipe is the one that more would
+    allow. A micro-batch of None has one sequence, with experts the most that fit; preset finetune with every layer in
+    every step, or with frozen weights on the host, has the fastest size. A number of GPUs of None is the fewest that
+    fit, or else one node.
 
     Args:
-        placements: GPUs and pipeline of a model and method, if those are open. Without such a row a plan has the
-            fewest GPUs that fit, by default one node.
         is_open: whether to choose what saves memory, beside the pipeline.
     """
-    values = _with_row(dict.fromkeys(("num_gpus", "micro_batch_size")) | values, placements)
+    values: _Changes = dict.fromkeys(("num_gpus", "micro_batch_size")) | request
     if values["method"] == "bcd" and values.get("bcd_num_blocks") is None and values.get("bcd_layout") != "stage":
         values["bcd_num_blocks"] = DEFAULT_NUM_BLOCKS
     if values["num_gpus"] is None:
@@ -226,6 +202,9 @@ def place(*, placements: Sequence[Placement] = (), is_open: bool = True, **value
             break
     else:
         recipe = next(filter(fits, tried), tried[-1] if tried else build_recipe(**values))
+    if not fits(recipe) and (limit := values.get("host_memory_gb")) is not None:
+        ample = place(is_open=is_open, **request | {"host_memory_gb": None})
+        return replace(ample, host_memory_gb=limit) if fits(ample) else recipe
     if not fits(recipe):
         return recipe
     if is_open and recipe.is_streamed and micro_batch_size is None:
@@ -233,21 +212,6 @@ def place(*, placements: Sequence[Placement] = (), is_open: bool = True, **value
         given = {name: values.get(name) for name in names}
         recipe = _fastest(candidates(recipe.values | given)) or recipe
     return with_fewest_blocks(recipe)
-
-
-def _with_row(values: _Changes, placements: Sequence[Placement]) -> _Changes:
-    """Return the request with the GPUs and the pipeline of its row, if it has one and leaves them open."""
-    is_by_stage = values["method"] in PRESET_OF and values.get("bcd_layout") == "stage"
-    request = values["method"], values["model"].name, values["cluster"].name
-    for row in placements:
-        number = row.nodes * row.gpus_per_node
-        is_other = request != (row.method, row.model, row.cluster) or values.get("num_gpus") not in (None, number)
-        if is_other or (is_by_stage and row.pipeline == 1):
-            continue
-        if values.get("num_gpus") is None:
-            values |= {"cluster": replace(values["cluster"], gpus_per_node=row.gpus_per_node), "num_gpus": number}
-        values["pipeline_model_parallel_size"] = values.get("pipeline_model_parallel_size") or row.pipeline
-    return values
 
 
 def first_allowed(values: Values) -> Recipe:
@@ -263,14 +227,15 @@ def _rules(values: Values) -> Sequence[str | None]:
     asks_for_blocks = any(values.get(name) not in (None, 0, *WHOLE.values()) for name in OF_BLOCKS)
     if asks_for_blocks or values["precision"] == "fp16":  # inactive updates have no loss scale
         return ("none",)
-    return (*whole_rules(_batch_size(values) * (values.get("seq_length") or values["model"].sequence)), "none")
+    step_tokens = _batch_size(values) * (values.get("seq_length") or values["model"].sequence)
+    return ("orthogonal", "factored", "none") if step_tokens >= LARGE_STEP else ("factored", "none")
 
 
 def _fastest(recipes: Iterable[Recipe]) -> Recipe | None:
     """Return the first of the recipes that fit in their share of the memory and take at most _SLOWER times the
     fastest's time, so layers leave the device, and chunks grow, only for a gain."""
     fitting = _largest_with_experts(recipe for recipe in recipes if fits(recipe, share=recipe.memory_share))
-    seconds = [mean_seconds(recipe) for recipe in fitting]
+    seconds = [Estimate(recipe=recipe).iteration_seconds for recipe in fitting]
     within = (recipe for recipe, each in zip(fitting, seconds, strict=True) if each <= _SLOWER * min(seconds))
     return next(within, None)
 
@@ -287,11 +252,11 @@ def with_fewest_blocks(recipe: Recipe) -> Recipe:
         return recipe
     if recipe.recompute == "auto" and not recipe.is_streamed:  # one layer a block leaves most memory to activations
         return recipe
-    longest = _STREAMED_SLOWER * mean_seconds(recipe) if recipe.is_streamed else math.inf
+    longest = _STREAMED_SLOWER * Estimate(recipe=recipe).iteration_seconds if recipe.is_streamed else math.inf
     per_stage = recipe.model.layers // recipe.pipeline_size
     numbers = sorted({math.ceil(per_stage / size) for size in range(2, per_stage)})
     for other in (build_recipe(**recipe.values | {"bcd_num_blocks": number}) for number in numbers):
-        if fits(other, share=_PLANNED_SHARE) and mean_seconds(other) <= longest:
+        if fits(other, share=_PLANNED_SHARE) and Estimate(recipe=other).iteration_seconds <= longest:
             return other
     return recipe
 
@@ -299,7 +264,7 @@ def with_fewest_blocks(recipe: Recipe) -> Recipe:
 def reason_for_rule(recipe: Recipe) -> str:
     """Return in one line why a plan of preset finetune has blocks or not."""
     if recipe.is_whole:
-        return f"every layer in every step by the {recipe.config.bcd.bcd_inactive_update} update, which fits: no blocks"
+        return f"every layer in every step by the {recipe.config.bcd.bcd_inactive_update} update: no blocks"
     return "blocks: flags ask for them, or every layer by the factored update does not fit"
 
 

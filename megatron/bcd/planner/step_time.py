@@ -7,7 +7,7 @@ backward pass once; each gradient does so once more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.plan import PlanShape
@@ -28,7 +28,6 @@ class PhaseTime:
     block: int
     pipeline: float  # forward and backward of all microbatches, bubbles included
     optimizer: float  # the step of the slowest rank, orthogonalisation included
-    orthogonalization: float  # matrix products of this step
     reductions: float  # reduce-scatter of gradients and all-gather of weights; messages of matrices with an owner
     bubble: float  # share of the pipeline's time in which stages are idle, over all stages
 
@@ -38,35 +37,19 @@ class PhaseTime:
         return self.pipeline + self.optimizer + self.reductions
 
 
-@dataclass(frozen=True, kw_only=True)
-class PassCost:
-    """The work of one microbatch in one pass (forward, input gradient or weight gradient) of a layer or the head."""
-
-    flops: float
-    traffic: float  # bytes of element-wise work
-
-    def seconds(self, recipe: Recipe) -> float:
-        cluster = recipe.cluster
-        return self.flops / cluster.flops_per_s(recipe.precision) + self.traffic / cluster.bytes_per_s
-
-
-def layer_pass(recipe: Recipe) -> PassCost:
-    """Return the work of one pass of a transformer layer."""
-    products = sum(pass_products(recipe.shape, sequence=recipe.tokens))
-    return PassCost(flops=2 * recipe.micro_batch_tokens * products, traffic=2 * recipe.memory.layer_bytes.active)
-
-
-def head_pass(recipe: Recipe) -> PassCost:
-    """Return the work of one pass of the output head and the loss."""
-    elements = recipe.micro_batch_tokens * recipe.padded_vocabulary
-    return PassCost(flops=2 * elements * recipe.shape.hidden_size, traffic=8 * elements)
-
-
 def pass_seconds(recipe: Recipe) -> tuple[float, float, float]:
-    """Return the seconds of a pass of a layer, of the head, and of the core of attention."""
-    products, bytes_of_core = pass_products(recipe.shape, sequence=recipe.tokens), recipe.memory.layer_bytes.suffix_core
-    core = PassCost(flops=2 * recipe.micro_batch_tokens * products[1], traffic=2 * bytes_of_core)
-    return layer_pass(recipe).seconds(recipe), head_pass(recipe).seconds(recipe), core.seconds(recipe)
+    """Return the seconds of a pass of one microbatch through a layer, head and loss, and the core of attention.
+
+    Forward, input gradient and weight gradient are a pass each.
+    """
+    cluster, tokens, sizes = recipe.cluster, recipe.micro_batch_tokens, recipe.memory.layer_bytes
+    matrices, core = pass_products(recipe.shape, sequence=recipe.tokens)
+
+    def seconds(products: int, traffic: int) -> float:
+        return 2 * tokens * products / cluster.flops_per_s(recipe.precision) + traffic / cluster.bytes_per_s
+
+    head = seconds(recipe.padded_vocabulary * recipe.shape.hidden_size, 8 * tokens * recipe.padded_vocabulary)
+    return seconds(matrices + core, 2 * sizes.active), head, seconds(core, 2 * sizes.suffix_core)
 
 
 def phase_seconds(recipe: Recipe, block: int) -> PhaseTime:
@@ -75,11 +58,11 @@ def phase_seconds(recipe: Recipe, block: int) -> PhaseTime:
     ranks = range(len(buffers[0].stored))
     shares = [[recipe.state.share(stage, block, rank) for rank in ranks] for stage in range(len(buffers))]
     steps = [
-        (_step_seconds(recipe, stored, share), share)
+        _step_seconds(recipe, stored, share)
         for stage, buffer in enumerate(buffers)
         for stored, share in zip(buffer.stored, shares[stage], strict=True)
     ]
-    step, slowest = max(steps, key=lambda rank: rank[0])
+    step = max(steps)
     shape = recipe.memory.schedule_shape(block)
     work = _breadth_first_work(recipe, block, step) if shape.is_breadth_first else _work(recipe, block)
     pipeline, bubble = _pipeline_seconds(shape, work, message=_message_seconds(recipe))
@@ -87,23 +70,11 @@ def phase_seconds(recipe: Recipe, block: int) -> PhaseTime:
         block=block,
         pipeline=pipeline,
         optimizer=step,
-        orthogonalization=slowest.orthogonalization / recipe.cluster.flops_per_s("bf16"),
         reductions=max(
             _reduction_seconds(recipe, buffer.size, shares[stage][0].messages) for stage, buffer in enumerate(buffers)
         ),
         bubble=bubble,
     )
-
-
-def cycle_seconds(recipe: Recipe) -> tuple[PhaseTime, ...]:
-    """Return the time of an iteration in the phase of every block."""
-    return tuple(phase_seconds(recipe, block) for block in range(recipe.partition.num_blocks))
-
-
-def mean_seconds(recipe: Recipe) -> float:
-    """Return the mean time of an iteration over a cycle. Every block has the same number of steps."""
-    phases = cycle_seconds(recipe)
-    return sum(phase.total for phase in phases) / len(phases)
 
 
 def _work(recipe: Recipe, block: int) -> Work:
@@ -220,21 +191,16 @@ def _message_seconds(recipe: Recipe) -> float:
 
 def _pipeline_seconds(shape: PlanShape, work: Work, *, message: float) -> tuple[float, float]:
     """Return time and bubble. The first microbatches are simulated; the others continue at the same pace."""
-    simulated = _with_microbatches(shape, min(shape.num_microbatches, _SIMULATED_ROUNDS * shape.num_stages))
+    simulated = shape.mid_phase(min(shape.num_microbatches, _SIMULATED_ROUNDS * shape.num_stages))
     timeline = simulate(build_plan(simulated), work, message=message)
     more = (shape.num_microbatches - simulated.num_microbatches) / simulated.num_microbatches
     if not more:
         return timeline.iteration_time, timeline.bubble
-    shorter = build_plan(_with_microbatches(shape, simulated.num_microbatches - shape.num_stages))
+    shorter = build_plan(shape.mid_phase(simulated.num_microbatches - shape.num_stages))
     fewer = simulate(shorter, work, message=message)
     slope = (timeline.iteration_time - fewer.iteration_time) / shape.num_stages
     total = timeline.iteration_time + more * simulated.num_microbatches * slope
     return total, 1 - sum(timeline.busy_times) * (1 + more) / (total * shape.num_stages)
-
-
-def _with_microbatches(shape: PlanShape, number: int) -> PlanShape:
-    ahead = min(shape.run_ahead, number)
-    return replace(shape, num_microbatches=number, done_ahead=ahead, run_ahead=ahead)
 
 
 def _step_seconds(recipe: Recipe, stored: int, share: MatrixShare) -> float:

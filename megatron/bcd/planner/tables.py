@@ -1,4 +1,4 @@
-"""Read the tables of models, clusters with their prices, and placements.
+"""Read the tables of models, and of clusters with their prices.
 
 They are CSV files that users can edit. Lines that start with # are comments; the first other line names the columns.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -110,13 +110,9 @@ class Cluster:
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} {getattr(self, name)} is a share, at most 1")
 
-    def peak_flops_per_s(self, precision: str) -> float:
-        """Return the peak rate of matrix products."""
-        return 1e12 * (self.fp32_tflops if precision == "fp32" else self.bf16_tflops)
-
     def flops_per_s(self, precision: str) -> float:
         """Return the rate that matrix products achieve."""
-        return self.peak_flops_per_s(precision) * self.compute_share
+        return 1e12 * (self.fp32_tflops if precision == "fp32" else self.bf16_tflops) * self.compute_share
 
     @property
     def bytes_per_s(self) -> float:
@@ -124,27 +120,11 @@ class Cluster:
         return 1e9 * self.memory_gb_per_s * self.memory_share
 
 
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """A row of the method table: the default GPUs of a model and method."""
-
-    method: str
-    model: str
-    cluster: str
-    nodes: int
-    gpus_per_node: int
-    pipeline: int  # stages
-    source: str
-
-    def __post_init__(self) -> None:
-        _check_positive(self)
-
-
 Row = TypeVar("Row", bound=Any)
 """A dataclass of numbers, texts and switches."""
 
 
-def _check_positive(row: Model | Cluster | Placement, *, may_be_zero: tuple[str, ...] = ()) -> None:
+def _check_positive(row: Model | Cluster, *, may_be_zero: tuple[str, ...] = ()) -> None:
     for field in fields(row):
         value = getattr(row, field.name)
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -198,15 +178,6 @@ def _by_name(path: str | Path, kind: type[Any]) -> dict[str, Any]:
     return named
 
 
-def columns_of(kind: type[Row]) -> str:
-    """Return the columns of a table; those in brackets are optional."""
-    return ",".join(field.name if field.default is MISSING else f"[{field.name}]" for field in _columns(kind))
-
-
-def _columns(kind: type[Row]) -> list[Field[Any]]:
-    return [field for field in fields(kind) if str(field.type) in _CONVERTERS]
-
-
 def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:
     """Read the rows of a table. Raises ValueError with the file and line at fault."""
     try:
@@ -216,10 +187,11 @@ def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip() and line[0] != "#"]
     table = csv.reader(line for _, line in lines)
     columns = next(table, [])
-    converters = {field.name: _CONVERTERS[str(field.type)] for field in _columns(kind)}
-    optional = {field.name for field in _columns(kind) if field.default is not MISSING}
+    known = [field for field in fields(kind) if str(field.type) in _CONVERTERS]
+    converters = {field.name: _CONVERTERS[str(field.type)] for field in known}
+    optional = {field.name for field in known if field.default is not MISSING}
     if len(set(columns)) < len(columns) or not converters.keys() - optional <= set(columns) <= converters.keys():
-        raise ValueError(f"{path}: its columns must be {columns_of(kind)}")
+        raise ValueError(f"{path}: its columns must be {', '.join(converters)}")
     rows = []
     for (number, _), cells in zip(lines[1:], table, strict=False):
         try:

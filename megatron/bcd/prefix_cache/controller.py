@@ -26,7 +26,7 @@ from megatron.bcd import data
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.data.samples import TrainingSamples
+from megatron.bcd.data.batches import TrainingSamples
 from megatron.bcd.metrics.console import format_bytes
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.attention import whole_sequence
@@ -205,11 +205,8 @@ class PrefixCache:
         with contextlib.closing(outputs):  # type: ignore[type-var]
             for batch, (samples, on_host) in zip(batches, outputs, strict=True):
                 # a stage in the middle of the pipeline has no samples to compare
-                if (in_batch := batch.get(data.INDICES)) is not None and in_batch.tolist() != samples:
-                    raise RuntimeError(
-                        f"--bcd-prefix-cache {self.root}: a batch holds samples {in_batch.tolist()}, but the prefix "
-                        f"was read for samples {samples}. Omit the flag, and report this bug."
-                    )
+                in_batch = batch.get(data.INDICES)
+                assert in_batch is None or in_batch.tolist() == samples, "the prefix of other samples was read"
                 output = on_host.to(device.current(), non_blocking=True)
                 self._hits += output.size(1)
                 yield batch | {"prefix_output": data.context_shard(output)}
@@ -313,7 +310,7 @@ class _Fill:
         hidden_states = whole_sequence(hidden_states, parallel_state.get_context_parallel_group())
         if parallel_state.get_context_parallel_rank() != 0 or self._error:
             return
-        self._writes.append(self._writer.submit(self._file.write, slots, self._file.to_entries(hidden_states)))
+        self._writes.append(self._writer.submit(self._file.write, slots, hidden_states.detach().cpu()))
         if len(self._writes) > _MAX_PENDING_WRITES:
             self._finish_oldest_write()
 

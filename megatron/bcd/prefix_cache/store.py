@@ -89,10 +89,6 @@ class PrefixFile:
         """Remove an unpublished file. Raises OSError."""
         os.unlink(self._incomplete)
 
-    def to_entries(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return [S, B, H] in the file's precision, in host memory."""
-        return hidden_states.detach().to(self._dtype).cpu()
-
     def read(self, samples: Indices) -> torch.Tensor:
         """Return the entries of dataset indices as [S, B, H] in host memory, page-locked if there is a GPU."""
         entries = torch.from_numpy(self._entries[numpy.searchsorted(self.samples, samples)])

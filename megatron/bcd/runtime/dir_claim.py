@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 import time
@@ -86,9 +85,10 @@ def lock_folder(root: str, *, flag: str, contents: str) -> tuple[UnixFileLock, s
     try:
         lock.acquire(blocking=False)
     except Timeout:
+        with open(path, errors="replace") as file:
+            holder = file.read(200)
         raise ValueError(
-            f"{flag} {root}: another job ({_read_holder(path)}) is writing {contents} there. Give another folder, or "
-            "stop that job."
+            f"{flag} {root}: another job ({holder}) is writing {contents} there. Give another folder, or stop that job."
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:
@@ -103,17 +103,7 @@ def lock_folder(root: str, *, flag: str, contents: str) -> tuple[UnixFileLock, s
 def _write_holder(file: int) -> None:
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode(), 0)
-
-
-def _read_holder(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            holder = json.loads(file.read(1000))
-        text = f"pid {holder['pid']} on host {holder['host']} since {holder['since']}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "unknown"
-    return text if text.isprintable() else "unknown"
+    os.pwrite(file, f"pid {os.getpid()} on host {socket.gethostname()} since {since}".encode(), 0)
 
 
 def becomes_visible(root: str, name: str, timeout: float = 5.0) -> bool:

@@ -1,11 +1,9 @@
-"""Peak memory, the allocator's cache, and copies in host memory."""
+"""Peak memory, the allocator's cache, and buffers in host memory."""
 
 from __future__ import annotations
 
 import resource
 from collections.abc import Iterable
-from dataclasses import is_dataclass, replace
-from typing import Any
 
 import torch
 
@@ -67,16 +65,3 @@ def storage_bytes(tensors: Iterable[torch.Tensor], *, without: Iterable[torch.Te
     for tensor in without:
         storages.pop(tensor.untyped_storage().data_ptr(), None)
     return sum(storages.values())
-
-
-def copy_to_host(value: Any) -> Any:
-    """Return `value` with all tensors in its dicts, lists, tuples and dataclasses copied to host memory."""
-    if torch.is_tensor(value):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: copy_to_host(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(copy_to_host, value))
-    if isinstance(value, list):
-        return list(map(copy_to_host, value))
-    return replace(value, **copy_to_host(vars(value))) if is_dataclass(value) else value  # type: ignore[type-var]

@@ -14,28 +14,17 @@ import torch
 from megatron.bcd.runtime import device
 
 
-def seed_everything(seed: int, *, data_parallel_random_init: bool = False) -> None:
+def seed_everything(seed: int) -> None:
     """Seed Python, NumPy, PyTorch and Megatron Core's tracker like stock Megatron-LM. Each stage gets another seed."""
     from megatron.core import parallel_state, tensor_parallel
 
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
-    if data_parallel_random_init:
-        seed += 10 * parallel_state.get_data_parallel_rank()
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
     state = torch.get_rng_state()
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.set_rng_state(state)  # on a CPU the tracker shares the generator that initialises the weights
-
-
-def device_rng_state() -> torch.Tensor | None:
-    """Return the state of the GPU's random generator, or None on a CPU."""
-    return torch.cuda.get_rng_state() if device.has_cuda() else None
-
-
-def set_device_rng_state(state: torch.Tensor) -> None:
-    torch.cuda.set_rng_state(state)
 
 
 class States(NamedTuple):
@@ -51,16 +40,18 @@ def states() -> States:
     from megatron.core import tensor_parallel
 
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return States({name: state.clone() for name, state in tracker.items()}, torch.get_rng_state(), device_rng_state())
+    on_device = torch.cuda.get_rng_state() if device.has_cuda() else None
+    return States({name: state.clone() for name, state in tracker.items()}, torch.get_rng_state(), on_device)
 
 
-def _set_states(states: States) -> None:
+def set_states(states: States) -> None:
+    """Restore what `states` returned."""
     from megatron.core import tensor_parallel
 
     tensor_parallel.get_cuda_rng_tracker().set_states(states.tracker)
     torch.set_rng_state(states.on_cpu)
     if states.on_device is not None:
-        set_device_rng_state(states.on_device)
+        torch.cuda.set_rng_state(states.on_device)
 
 
 @contextlib.contextmanager
@@ -70,7 +61,7 @@ def preserve_random_generators() -> Iterator[None]:
     try:
         yield
     finally:
-        _set_states(before)
+        set_states(before)
 
 
 @contextlib.contextmanager
@@ -80,7 +71,7 @@ def repeating(earlier: States | None) -> Iterator[None]:
         yield
         return
     with preserve_random_generators():
-        _set_states(earlier)
+        set_states(earlier)
         yield
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -111,16 +110,21 @@ class BlockCoordinate(Optimizer):
         self._keeps_state = keep_state == "host"
         self._offloaded: dict[str, dict[str, Any]] = {}
         self._low_bits: dict[str, torch.Tensor] = {}
-        self._schedule = _block_schedule(
-            max(1, num_blocks),
-            seed if _num_ranks() == 1 else collectives.on_rank_0(lambda: seed),
-            bcd_steps_per_block=steps_per_block,
-            bcd_order=order,
+        self._schedule = BlockSchedule(
+            settings=BcdConfig(bcd_steps_per_block=steps_per_block, bcd_order=order),
+            num_blocks=max(1, num_blocks),
+            seed=seed if _num_ranks() == 1 else collectives.on_rank_0(lambda: seed),
         )
         self._phase_state = PhaseState()
         self.optimizer_state_bytes = 0
         """Bytes of this rank's optimizer state in the last step, before a switch."""
-        self._optimizers = self._make_optimizers(named, optimizer, always_active_optimizer, optimizer_settings)
+        apart = self._parameter_blocks.always_active if always_active_optimizer else frozenset()
+        in_blocks = [p for name, p in named.items() if name not in apart]
+        if not in_blocks:
+            raise ValueError("always_active: covers all parameters that require a gradient. Leave some for the blocks.")
+        self._optimizers = [optimizer(in_blocks, **optimizer_settings)]
+        if apart and always_active_optimizer:
+            self._optimizers.append(always_active_optimizer([p for name, p in named.items() if name in apart]))
         model.requires_grad_(False)
         names = {id(p): name for name, p in named.items()}
         self._names = [[names.get(id(p)) for p in group["params"]] for group in self._wrapped_groups()]
@@ -128,22 +132,6 @@ class BlockCoordinate(Optimizer):
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         inner.register_forward_pre_hook(self._before_forward)
         self._enter_phase()
-
-    def _make_optimizers(
-        self,
-        named: dict[str, nn.Parameter],
-        optimizer: Factory,
-        always_active_optimizer: Factory | None,
-        settings: dict[str, Any],
-    ) -> list[Optimizer]:
-        always = self._parameter_blocks.always_active if always_active_optimizer else frozenset()
-        in_blocks = [p for name, p in named.items() if name not in always]
-        if not in_blocks:
-            raise ValueError("always_active: covers all parameters that require a gradient. Leave some for the blocks.")
-        optimizers = [optimizer(in_blocks, **settings)]
-        if always and always_active_optimizer:
-            optimizers.append(always_active_optimizer([p for name, p in named.items() if name in always]))
-        return optimizers
 
     @property
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -378,15 +366,6 @@ class BlockCoordinate(Optimizer):
             name: {key: entry | {"value": _to_host(entry["value"])} for key, entry in state.items()}
             for name, state in state_dict["kept_state"].items()
         }
-
-
-def _block_schedule(num_blocks: int, seed: int, **settings: Any) -> BlockSchedule:
-    try:
-        return BlockSchedule(settings=BcdConfig(**settings), num_blocks=num_blocks, seed=seed)
-    except ValueError as error:
-        # the message names flags, but this class has arguments
-        named = re.sub(r"--bcd-([a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))
-        raise ValueError(named) from error
 
 
 def _num_ranks() -> int:

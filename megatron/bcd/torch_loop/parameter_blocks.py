@@ -38,12 +38,10 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
     }
     longest = max(map(len, chains.values()), default=0)
     names = [name for name, layers in chains.items() if len(layers) == longest]
-    if not names:
-        raise ValueError("layers: the model has no ModuleList or Sequential of at least two layers. Give layers=.")
-    if len(names) > 1:
+    if len(names) != 1:
         raise ValueError(
-            f"layers: the model has {len(names)} lists of {longest} layers ({names[0] or 'the model'}, {names[1]}, "
-            "...). Give layers=."
+            f"layers: of the model's ModuleLists and Sequentials of at least two layers, {len(names)} are the longest, "
+            "not one. Give layers=."
         )
     return chains[names[0]]
 
@@ -90,7 +88,7 @@ def _always_active(
 ) -> frozenset[str]:
     active: set[str] = set()
     for entry in entries:
-        names = _names_by_kind(model, layer_numbers, entry) if entry in KINDS else _matching_names(model, entry)
+        names = _entry_names(model, layer_numbers, entry)
         if not names and entry not in KINDS:
             raise ValueError(
                 f"always_active {entry!r}: matches no parameter. Give one of {', '.join(KINDS)}, a module class, or a "
@@ -100,24 +98,21 @@ def _always_active(
     return frozenset(active)
 
 
-def _matching_names(model: nn.Module, entry: str | type[nn.Module]) -> set[str]:
-    if isinstance(entry, str):
-        return {name for name, _ in model.named_parameters() if fnmatchcase(name, entry)}
-    ids = {id(p) for module in model.modules() if isinstance(module, entry) for p in module.parameters()}
-    return {name for name, p in model.named_parameters() if id(p) in ids}
-
-
-def _names_by_kind(model: nn.Module, layer_numbers: Mapping[int, int], kind: str | type[nn.Module]) -> set[str]:
+def _entry_names(model: nn.Module, layer_numbers: Mapping[int, int], entry: str | type[nn.Module]) -> set[str]:
+    if entry == "biases":
+        return {name for name, _ in model.named_parameters() if name.split(".")[-1] == "bias"}
     owners = [(module, p) for module in model.modules() for p in module.parameters(recurse=False)]
     norms = {id(p) for module, p in owners if "norm" in type(module).__name__.lower()}
-    if kind == "norms":
+    if not isinstance(entry, str):
+        ids = {id(p) for module in model.modules() if isinstance(module, entry) for p in module.parameters()}
+    elif entry == "norms":
         ids = norms
-    elif kind == "embedding":
+    elif entry == "embedding":
         ids = {id(p) for module, p in owners if isinstance(module, nn.Embedding)}
-    elif kind == "head":
+    elif entry == "head":
         ids = _head(model, layer_numbers) - norms
     else:
-        return {name for name, _ in model.named_parameters() if name.split(".")[-1] == "bias"}
+        return {name for name, _ in model.named_parameters() if fnmatchcase(name, entry)}
     return {name for name, p in model.named_parameters() if id(p) in ids}
 
 

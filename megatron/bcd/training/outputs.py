@@ -74,11 +74,6 @@ class RunOutputs:
             return False
         is_stopped = stop.reason is not None and not is_last
         is_end = is_last or is_stopped
-        if is_stopped and self.groups is not None and self.groups.due is not None:
-            try:
-                self.groups.finish()  # if it fails, either all other groups have this group's change or none has
-            except TrainingFailed as error:
-                self.reporter.note(str(error))
         is_saved = True
         if saver is not None and self.is_writer and (is_end or self._is_save_due(iteration, is_last=is_last)):
             is_saved = self.save()

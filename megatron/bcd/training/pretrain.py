@@ -115,4 +115,4 @@ def _initialize(config: RunConfig) -> None:
         expert_size=config.expert_size,
         expert_tensor_size=config.expert_tensor_size,
     )
-    rng.seed_everything(training.seed, data_parallel_random_init=training.data_parallel_random_init)
+    rng.seed_everything(training.seed)

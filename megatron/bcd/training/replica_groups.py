@@ -24,7 +24,7 @@ import socket
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -37,7 +37,7 @@ from megatron.bcd.checkpoint import loader
 from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.metrics.schema import ExchangeMetrics
 from megatron.bcd.optim.switch_check import fingerprint
-from megatron.bcd.runtime import atomic_io, collectives, device, memory, replicas
+from megatron.bcd.runtime import atomic_io, collectives, device, replicas
 from megatron.bcd.training.state import TrainingFailed
 
 _CHUNK = 1 << 24
@@ -70,9 +70,6 @@ class ReplicaGroups:
         """Values after the last exchange, fp32."""
         self._values: Parts | None = None
         """Values whose change since then this group adds to the sum; None if it adds nothing."""
-        self._conclude: Callable[[], bool] | None = None
-        self.due: int | None = None
-        """The iteration after which the result of a delayed exchange is applied, or the exchange is repeated."""
         self.rank, self.size = 0, 1
         """Rank of this group in the last exchange, and number of groups."""
 
@@ -124,7 +121,7 @@ class ReplicaGroups:
         weights = collectives.gather_objects(fingerprint(self._active.model.parameters()))
         self._lineage = _hash([self._identity, self._iteration, weights])
         try:
-            return self._exchange(has_trained=False)
+            return self.exchange(has_trained=False)
         except TrainingFailed as error:
             raise ValueError(f"--lighthouse {self._settings.lighthouse}: {error}") from error
 
@@ -133,26 +130,22 @@ class ReplicaGroups:
         self._anchor = self._present()
 
     def is_due(self, iteration: int, phase_state: PhaseState) -> bool:
-        """Return whether an exchange starts or ends after `iteration`, given the phase before that step."""
-        interval = self._settings.outer_interval
-        is_interval_over = interval is not None and (phase_state.step_in_phase + 1) % interval == 0
-        return self._must_wait(iteration, phase_state) or is_interval_over or self.due == iteration
-
-    def _must_wait(self, iteration: int, phase_state: PhaseState) -> bool:
-        """Return whether all groups must hold the same weights after `iteration`."""
+        """Return whether there is an exchange after `iteration`, given the phase before that step."""
         trainer, checkpoint = self._trainer, self._trainer.config.checkpoint
+        intervals = (checkpoint.save_interval, checkpoint.save_hf_interval)
+        interval = self._settings.outer_interval
         return (
             iteration == trainer.train_iters
             or trainer.block_schedule.may_end_with_next_step(phase_state)
-            or any(each and iteration % each == 0 for each in (checkpoint.save_interval, checkpoint.save_hf_interval))
+            or any(each and iteration % each == 0 for each in intervals)
             or trainer.stop.is_interval_over(iteration)
+            or (interval is not None and (phase_state.step_in_phase + 1) % interval == 0)
         )
 
-    def exchange(self, phase_state: PhaseState) -> bool:
+    def exchange(self, *, has_trained: bool = True) -> bool:
         """Set all values that the phase trains to the common result of the groups.
 
-        With --outer-delay this only starts an exchange, unless all groups must hold the same weights here. A later call
-        applies the result: --outer-delay steps later, or earlier if that call waits.
+        Without `has_trained` this group adds nothing to the sum.
 
         Returns:
             Whether a step has just been completed: False for a group that has met others before their first step.
@@ -160,21 +153,17 @@ class ReplicaGroups:
         Raises:
             TrainingFailed: there was no quorum in time, or too many attempts failed.
         """
-        waits, is_pending = self._must_wait(self._iteration, phase_state), self.due is not None
-        if is_pending and self.finish() and not waits:
-            return True
-        is_delayed = self._settings.outer_delay > 0 and not waits and not is_pending
-        self.due = self._iteration + self._settings.outer_delay if is_delayed else None
-        return self._exchange(has_trained=True)
-
-    def finish(self) -> bool:
-        """Wait for the delayed exchange. Return whether it counts. Raises TrainingFailed."""
-        conclude, self._conclude, self.due = self._conclude, None, None
-        try:
-            return conclude is not None and conclude()
-        except ConnectionError as error:
-            self._note_failure(error)
-            return False
+        self._is_in_step = has_trained
+        self._values = self._present() if has_trained else None
+        while True:
+            try:
+                # a signal ends it without the exchange: there may never be one
+                if self._attempt() or self._trainer.stop.is_signalled():
+                    return self._is_in_step
+            except ConnectionError as error:
+                note = f"iteration {self._iteration}: an exchange failed and is repeated ({error})"
+                self._trainer.reporter.note(note)
+                self._agree(is_good=False)
 
     def leave(self) -> None:
         """Leave, so that the other groups do not wait for this group any more. Not a collective."""
@@ -184,39 +173,24 @@ class ReplicaGroups:
     def _iteration(self) -> int:
         return int(self._trainer.state.iteration)
 
-    def _exchange(self, *, has_trained: bool) -> bool:
-        self._is_in_step = has_trained
-        self._values = self._present() if has_trained else None
-        while True:
-            try:
-                # a signal ends it without the exchange: there may never be one
-                if self._attempt() or self._trainer.stop.is_signalled():
-                    return self._is_in_step
-            except ConnectionError as error:
-                self._note_failure(error)
-                if self.due is not None:  # all of its groups repeat it then
-                    return self._is_in_step
-
     def _attempt(self) -> bool:
         """Try one exchange. Return whether it counts. Raises ConnectionError on all ranks of this group."""
         self._meet()
         rank, size = self._manager.participating_rank() or 0, self._manager.num_participants()
-        place = {"iteration": self._iteration, "consumed_samples": self._trainer.state.consumed_samples}
-        # with the samples: groups may have counted different numbers of groups since a delayed exchange failed
-        state = _hash([self._lineage, place["consumed_samples"]])
         table = torch.zeros(size, 4, dtype=torch.int64)
-        table[rank] = torch.tensor([state, self._nonce, self._values is not None, self._iteration])
-        self._wait(self._sum([table]))
-        states, _, trained, iterations = table.T.tolist()
+        table[rank] = torch.tensor([self._lineage, self._nonce, self._values is not None, self._iteration])
+        self._sum([table])
+        lineages, _, trained, iterations = table.T.tolist()
         is_enough = size >= self._settings.min_replica_groups
-        newest = [each for each, number in zip(states, iterations, strict=True) if number == max(iterations)]
-        self._is_stray = is_enough and state != statistics.mode(newest)  # all groups take the most frequent state
-        if not is_enough or len(set(states)) > 1:
+        newest = [each for each, number in zip(lineages, iterations, strict=True) if number == max(iterations)]
+        # all groups take the most frequent lineage
+        self._is_stray = is_enough and self._lineage != statistics.mode(newest)
+        if not is_enough or len(set(lineages)) > 1:
             time.sleep(1.0)
             return False
-        change, keeps_steps = self._change(size) if any(trained) else {}, self.due is not None
+        change = self._change(size) if any(trained) else {}
         # each alone, because the order of a sum depends on the position: a tied weight is in two places
-        sums = self._sum(chunk for part in change.values() for chunk in part.split(_CHUNK))
+        self._sum(chunk for part in change.values() for chunk in part.split(_CHUNK))
         if (rank, size) != (self.rank, self.size):
             groups = f"{size} replica group{'s' * (size > 1)}, this is number {rank}"
             self._trainer.reporter.note(f"iteration {self._iteration}: {groups}")
@@ -224,20 +198,21 @@ class ReplicaGroups:
         # from the next batch on
         share = data.GroupShare(group=rank, num_groups=size, batch_size=self._trainer.global_batch_size)
         self._trainer.samples.set_share(share)
-
-        def conclude() -> bool:
-            self._wait(sums)
-            if not self._agree(is_good=True):
-                return False
-            self._apply(change, num_trained=sum(trained), keeps_steps=keeps_steps)
-            self._values, self.due = None, None
-            self._lineage = _hash([self._lineage, table.tolist()])
-            self._report(place)
-            return True
-
-        if self.due is None:
-            return conclude()
-        self._conclude = conclude
+        if not self._agree(is_good=True):
+            return False
+        self._apply(change, num_trained=sum(trained))
+        self._values = None
+        self._lineage = _hash([self._lineage, table.tolist()])
+        self._trainer.reporter.exchange(
+            ExchangeMetrics(
+                iteration=self._iteration,
+                consumed_samples=self._trainer.state.consumed_samples,
+                group=self.rank,
+                groups=self.size,
+                lineage=self._lineage,
+                values=_hash(collectives.gather_objects(fingerprint(self._anchor.values()))),
+            )
+        )
         return True
 
     def _meet(self) -> None:
@@ -250,7 +225,7 @@ class ReplicaGroups:
         except Exception as error:  # its client raises several types
             problem = f"no replica groups met in time ({atomic_io.describe(error)})"
             raise TrainingFailed(f"iteration {self._iteration}: {problem}") from error
-        self._wait()
+        self._sum([])
         state, self._received = self._received, None
         # its ranks receive from several groups, which may be of several lineages: then the next meeting decides
         received = collectives.gather_objects(state and _hash([state["lineage"], state["counters"]]))
@@ -263,13 +238,10 @@ class ReplicaGroups:
         values = self._anchor if self._values is None else self._values
         return {name: (value - self._anchor[name]).to(dtype) for name, value in values.items()}
 
-    def _sum(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
-        """Start to sum tensors over the groups in place."""
-        return [self._manager.allreduce(each, reduce_op=torch.distributed.ReduceOp.SUM) for each in tensors]
-
-    def _wait(self, sums: Iterable[Any] = ()) -> None:
-        """Wait for sums. Raise ConnectionError on all ranks of this group if one has lost the connection."""
-        for work in sums:
+    def _sum(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Sum tensors over the groups in place. Raise ConnectionError on all ranks of this group if one has lost the
+        connection, also before."""
+        for work in [self._manager.allreduce(each, reduce_op=torch.distributed.ReduceOp.SUM) for each in tensors]:
             work.wait()
         problem = self._manager.errored()
         first = collectives.first_error(None if problem is None else str(problem.original_exception))
@@ -277,24 +249,21 @@ class ReplicaGroups:
             raise ConnectionError(" ".join(first.split()))
 
     @torch.no_grad()
-    def _apply(self, total_change: Parts, *, num_trained: int, keeps_steps: bool) -> None:
-        """Step all values by the mean change. With `keeps_steps` add what this group has trained meanwhile."""
+    def _apply(self, total_change: Parts, *, num_trained: int) -> None:
+        """Step all values by the mean change."""
         momenta, lr, mu = self._active.outer_momenta, self._settings.outer_lr, self._settings.outer_momentum
-        present = self._present() if keeps_steps else {}
+        values = self._values if self.size == 1 else None  # a group alone rounds nothing
         self._active.leave_buffers()
         for name, total in total_change.items():
             mean = total.float() / num_trained
-            values = None if self._values is None else self._values[name]
-            # a group alone rounds nothing
-            reached = values if self.size == 1 and values is not None else self._anchor[name] + mean
+            reached = self._anchor[name] + mean if values is None else values[name]
             if (lr, mu) != (1, 0):  # else the new values are the mean of the groups'
                 momenta[name] = momenta[name] * mu + mean if name in momenta else mean
                 reached = reached + ((momenta[name] * mu + mean) * lr - mean)
             self._anchor[name] = reached
-            part = reached if values is None or not keeps_steps else present[name] + (reached - values)
             weight = self._active.parameters.active()[name]
             start = replicas.shard_slice(weight.numel()).start
-            value = collectives.join_shards(part, start, like=weight, group=replicas.group(), rank=None)
+            value = collectives.join_shards(reached, start, like=weight, group=replicas.group(), rank=None)
             self._active.optimizer_of(name).set_main_param(name, value)
 
     def _present(self) -> Parts:
@@ -316,28 +285,14 @@ class ReplicaGroups:
             problem = f"an exchange could not be completed ({atomic_io.describe(error)})"
             raise TrainingFailed(f"iteration {self._iteration}: {problem}") from error
 
-    def _note_failure(self, error: Exception) -> None:
-        self._trainer.reporter.note(f"iteration {self._iteration}: an exchange failed and is repeated ({error})")
-        self._agree(is_good=False)
-
-    def _report(self, place: Mapping[str, int]) -> None:
-        self._trainer.reporter.exchange(
-            ExchangeMetrics(
-                **place,
-                group=self.rank,
-                groups=self.size,
-                lineage=self._lineage,
-                values=_hash(collectives.gather_objects(fingerprint(self._anchor.values()))),
-            )
-        )
-
     def _state(self) -> dict[str, Any]:
         """Return the state of this rank for the same rank of another group, so that its next step is the step of the
         others. torchft's thread calls it while this thread waits."""
         active = self._active
         active.leave_buffers()
-        tensors = {"weights": active.parameters.all(), "anchor": self._anchor}
-        return memory.copy_to_host(tensors) | {
+        return {
+            "weights": {name: each.detach().to("cpu", copy=True) for name, each in active.parameters.all().items()},
+            "anchor": {name: value.clone() for name, value in self._anchor.items()},
             "optimizer": active.rank_state(),
             "identity": self._identity,
             "counters": self._trainer.counters(),
@@ -363,7 +318,7 @@ class ReplicaGroups:
 
         self._trainer.continue_from(state["counters"], load)
         self._anchor, self._lineage, self._is_in_step = state["anchor"], state["lineage"], state["is_in_step"]
-        self._is_stray, self._values, self.due = False, None, None
+        self._is_stray, self._values = False, None
         self._trainer.reporter.note(
             f"continuing from the state of another replica group, after iteration {self._iteration}"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
@@ -24,16 +23,13 @@ from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.model.skeleton import has_weights
 from megatron.bcd.model.transformer_config import describe_activation
 from megatron.bcd.pipeline.build import kept_passes
-from megatron.bcd.pipeline.plan import microbatches_ahead
+from megatron.bcd.pipeline.plan import phase_shape
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.planner.tensors import Tensor
-from megatron.bcd.runtime import collectives, device, distributed, replicas
+from megatron.bcd.runtime import collectives, device, replicas
 from megatron.bcd.training.recompute import Recomputation
 from megatron.bcd.training.resolve import ResolvedRun
-
-_DOMINANT = 0.6
-"""A block with at least this share of the parameters saves little memory."""
 
 
 def build_reporter(run: ResolvedRun, *, start_iteration: int) -> Reporter:
@@ -80,7 +76,6 @@ def summarize(
     tensors = [tensor for stage in range(partition.num_stages) for tensor in state.whole_tensors(stage)]
     num_parameters = _count(tensors)
     heads = [tensor for tensor in tensors if tensor.name.endswith("output_layer.weight")]
-    embeddings = [tensor for tensor in tensors if tensor.name.endswith("word_embeddings.weight")]
     frozen = [tensor for tensor in tensors if tensor.owned.is_frozen]
     has_blocks, num_layers = partition.has_active_block, partition.num_layers
     trained = [_count(each for each in tensors if each.owned.is_active(block.index)) for block in partition.blocks]
@@ -114,32 +109,6 @@ def summarize(
             *_pipeline_notes(run, recomputation),
             *_data_notes(config, partition, samples),
         ),
-        warnings=()
-        if config.training.skip_train
-        else warn_dominance(shares, _count(heads + embeddings) / num_parameters),
-    )
-
-
-def warn_dominance(shares: Sequence[float], token_share: float) -> tuple[str, ...]:
-    """Return a warning with a remedy if one of several blocks contains most of the model.
-
-    Args:
-        shares: the share of the parameters of each block.
-        token_share: the share of the word embedding and an untied output head.
-    """
-    largest = max(range(len(shares)), key=shares.__getitem__)
-    if len(shares) < 2 or shares[largest] < _DOMINANT:
-        return ()
-    if token_share < _DOMINANT / 2:
-        helps = "more blocks or another --bcd-layout divide the layers more evenly"
-    else:
-        helps = (
-            f"{token_share:.0%} are the word embedding and the head; a smaller vocabulary (docs/data.md) "
-            "or a wider or deeper model makes them a smaller part, and --adam-moments-dtype int8 their optimizer state"
-        )
-    return (
-        f"block {largest} holds {shares[largest]:.0%} of the parameters, so its phases need nearly the model state of "
-        f"full training: {helps}",
     )
 
 
@@ -237,19 +206,9 @@ def _notes(config: RunConfig, state: ModelState, implementation: Implementation,
 
 def _describe_preset(config: RunConfig, name: str) -> str:
     values = vars(config.bcd) | vars(config.optimizer)
-    preset = preset_fields(name, config.bcd.bcd_inactive_update)
-    same = {field: value for field, value in preset.items() if values[field] == value}
-    overridden = sorted(preset.keys() - same)
-    flags = [f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}") for field, value in same.items()]
-    differs = (
-        f"; not {', '.join('--' + field.replace('_', '-') for field in overridden)}, as given" if overridden else ""
-    )
-    method = ""
-    if name == "finetune" and config.bcd.bcd_inactive_update != "none":
-        method = ", every layer in every step (blocks: --bcd-inactive-update none)"
-    elif name == "finetune" and config.bcd.bcd_num_blocks != 0:
-        method = ", blocks"
-    return f"preset {name}{method}: {' '.join(flags)}{differs}"
+    preset = {field: values[field] for field in preset_fields(name, config.bcd.bcd_inactive_update)}
+    flags = [f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}") for field, value in preset.items()]
+    return f"preset {name}: {' '.join(flags)}"
 
 
 def _pipeline_notes(run: ResolvedRun, recomputation: Recomputation) -> Iterator[str]:
@@ -279,10 +238,6 @@ def _pipeline_notes(run: ResolvedRun, recomputation: Recomputation) -> Iterator[
         is_updated = config.bcd.bcd_inactive_update != "none" or config.steps_block_by_chunk
         if config.checkpoint.async_save and is_updated:
             yield "--async-save writes at once, because each step changes layers in host memory"
-    if config.tensor_size > 1 and device.has_cuda():
-        value = os.environ[distributed.CONNECTIONS]
-        warning = ", as given; before Blackwell, tensor-parallel communication overlaps with 1 only"
-        yield f"{distributed.CONNECTIONS}={value}{'' if value == '1' else warning}"
 
 
 def _describe_pipeline(config: RunConfig, partition: Partition) -> str:
@@ -300,7 +255,7 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> str:
     forward_only = [partition.first_trainable_stage(block) for block in blocks]
     if not any(forward_only):
         return f"{schedule}: every block begins on the first stage, so no stage runs forward only"
-    ahead = [microbatches_ahead(partition, block, config.bcd.bcd_run_ahead) for block in blocks]
+    ahead = [phase_shape(partition, block, num_microbatches=1).microbatches_ahead for block in blocks]
     return f"bcd: forward-only stages by block {_listed(forward_only)}; they run ahead {_listed(ahead)} microbatches"
 
 

@@ -42,19 +42,14 @@ class StepResult:
 
     def to_dict(self) -> dict[str, float | None]:
         """Return plain values under the names of the checkpoint format."""
-        names = ("loss", "grad_norm", "learning_rate", "milliseconds")
-        return {name: getattr(self, name) for name in (*names, *(["skipped_layers"] if self.skipped_layers else []))}
+        names = ("loss", "grad_norm", "learning_rate", "milliseconds", "skipped_layers")
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepResult:
         """Build the result from the output of `to_dict`."""
-        return cls(
-            loss=values["loss"],
-            grad_norm=values["grad_norm"],
-            learning_rate=values["learning_rate"],
-            duration=float(values["milliseconds"]),
-            skipped_layers=values.get("skipped_layers", 0),
-        )
+        others = dict(values)
+        return cls(duration=float(others.pop("milliseconds")), **others)
 
 
 @dataclass(kw_only=True)

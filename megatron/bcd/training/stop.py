@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -18,8 +16,6 @@ from megatron.bcd.runtime import device
 from megatron.bcd.runtime.exit import SIGNALS
 
 _DURATION_OVER = 1
-_FORWARD_SECONDS = 2.0
-"""The ranks receive a Ctrl-C from the terminal and again from torchrun. A SIGINT within this time is the same one."""
 
 
 class StopRequests:
@@ -31,7 +27,6 @@ class StopRequests:
         self._started = time.monotonic()
         self.signal = 0
         """The last signal that asked this rank to stop; 0 if there was none."""
-        self._second: threading.Timer | None = None
         self.reason: str | None = None
         """Why the run stops, the same on all ranks. It saves and stops as soon as no stage is ahead of the others."""
 
@@ -42,20 +37,14 @@ class StopRequests:
         try:
             yield
         finally:
-            if self._second is not None:
-                self._second.cancel()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # not `print`: the signal may have interrupted one
+        if number == signal.SIGINT and not self.signal and os.environ.get("RANK", "0") == "0":
+            os.write(2, b"SIGINT: stopping after this iteration; Ctrl-\\ ends the run at once, without saving\n")
         self.signal = number
-        if number != signal.SIGINT or self._second is not None:
-            return
-        if os.environ.get("RANK", "0") == "0":  # not `print`: the signal may have interrupted one
-            os.write(2, b"SIGINT: stopping after this iteration; Ctrl-C again ends the run at once, without saving\n")
-        self._second = threading.Timer(_FORWARD_SECONDS, _end_on_sigint)
-        self._second.daemon = True
-        self._second.start()
 
     def is_signalled(self) -> bool:
         """Return whether a signal has asked any rank to stop. Collective."""
@@ -94,12 +83,3 @@ class StopRequests:
         elif self.is_interval_over(iteration):
             self.reason = "--exit-interval"
         return bool(is_any_rank_writing)
-
-
-def _end_on_sigint() -> None:
-    """Make the kernel end the process at the next SIGINT.
-
-    Python runs its signal handlers in the main thread, which may be waiting in a collective for ever. `signal.signal`
-    works in the main thread only. This function runs in a timer's thread, so it calls the C function.
-    """
-    ctypes.CDLL(None).signal(int(signal.SIGINT), ctypes.c_void_p(0))  # SIG_DFL

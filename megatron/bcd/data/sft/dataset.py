@@ -128,9 +128,7 @@ class FineTuningDataset(torch.utils.data.Dataset[Mapping[str, Any]]):
         """
         epoch, place = divmod(index, len(self._packed))
         order = Permutation(len(self._packed), f"{self._seed} fine-tuning epoch {epoch}")
-        return self._sequence(self._packed.sequence_samples(int(order.at(numpy.array([place]))[0])))
-
-    def _sequence(self, samples: numpy.typing.NDArray[numpy.int64]) -> Mapping[str, Any]:
+        samples = self._packed.sequence_samples(int(order.at(numpy.array([place]))[0]))
         length = self._seq_length
         tokens, labels = (numpy.full(length, self._end_token, dtype=numpy.int64) for _ in range(2))
         position_ids, segment_ids = (numpy.zeros(length, dtype=numpy.int64) for _ in range(2))

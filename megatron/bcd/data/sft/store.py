@@ -99,27 +99,19 @@ def tokenized_samples(
             raise ValueError(f"{flag} {path}: is no file. With --sft give records (docs/fine_tuning.md).")
     prompt_format, ignored = config.data.sft_prompt_format, config.data.sft_ignore_keys or ()
     digest = collectives.on_rank_0(lambda: data_digest(files, tokenizer, prompt_format, ignored))
-    roots = [config.data.data_cache_path or os.path.join(os.path.dirname(os.path.abspath(files[0][1])), "cache")]
-    if config.data.data_cache_path is None:  # the data's folder is often read-only
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        roots.append(os.path.join(cache, "megatron-bcd"))
-    paths = [os.path.join(root, "sft", f"{digest}.pt") for root in roots]
+    root = config.data.data_cache_path or os.path.join(os.path.dirname(os.path.abspath(files[0][1])), "cache")
+    path = os.path.join(root, "sft", f"{digest}.pt")
 
-    def prepare() -> str:
+    def prepare() -> None:
         samples = collect(tokenize_files(files, tokenizer, prompt_format, ignored), digest=digest)
         check(samples)
-        errors = []
-        for path in paths:
-            error = atomic_io.capture_error(lambda: save_samples(path, samples))  # noqa: B023
-            if error is None:
-                return path
-            errors.append(f"{path}: {error}")
-        raise ValueError(
-            f"--data-cache-path: the tokenized records can't be written ({'; '.join(errors)}). Give a writable folder."
-        )
+        if error := atomic_io.capture_error(lambda: save_samples(path, samples)):
+            raise ValueError(
+                f"--data-cache-path: the tokenized records can't be written ({path}: {error}). Give a writable folder."
+            )
 
-    stored = collectives.on_rank_0(lambda: next((path for path in paths if open_samples(path) is not None), None))
-    path = stored or collectives.long_on_rank_0(prepare)
+    if not collectives.on_rank_0(lambda: open_samples(path) is not None):
+        collectives.long_on_rank_0(prepare)
     samples = open_samples(path)
     hosts = collectives.gather_objects(None if samples is not None else os.uname().nodename)
     if blind := sorted({host for host in hosts if host is not None}):

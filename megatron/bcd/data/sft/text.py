@@ -199,7 +199,8 @@ def tokenize_sample(sample: Rendered, tokenizer: Tokenizer) -> Tokens:
     learned = numpy.zeros(len(ids) + sample.needs_end, dtype=bool)
     for start, end in sample.answers:
         last = len(ids) if end == len(sample.text) else _answer_end(sample.text, end, ids, tokenizer)
-        learned[_num_common(tokenizer.tokenize(sample.text[:start]), ids) : last] = True
+        before = tokenizer.tokenize(sample.text[:start])
+        learned[len(commonprefix((before, ids))) : last] = True
     if sample.needs_end:
         ids.append(tokenizer.eod)
         learned[-1] = True
@@ -213,13 +214,8 @@ def _answer_end(text: str, end: int, ids: list[int], tokenizer: Tokenizer) -> in
     longest common suffix with `ids`.
     """
     before = tokenizer.tokenize(text[:end])
-    shared = _num_common(before, ids)
+    shared = len(commonprefix((before, ids)))
     if shared == len(before):
         return shared
-    behind = _num_common(tokenizer.tokenize(text[end:])[::-1], ids[::-1])
+    behind = len(commonprefix((tokenizer.tokenize(text[end:])[::-1], ids[::-1])))
     return max(shared + 1, len(ids) - behind)
-
-
-def _num_common(left: list[int], right: list[int]) -> int:
-    """Return the length of the common prefix."""
-    return len(commonprefix((left, right)))

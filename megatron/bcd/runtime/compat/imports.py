@@ -1,4 +1,4 @@
-"""Skip imports of Megatron Core that a dry run does not need: torch's compiler and TensorBoard."""
+"""Skip imports of Megatron Core that a run does not need: torch's compiler and TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ _WITHOUT_TRAINING = {"--dry-run", "--dry-run-world-size", "--help", "-h"}
 
 
 def skip_unused_imports(words: Sequence[str]) -> None:
-    """Shorten the import of Megatron Core, which has not begun yet, if the flags in `words` do not train.
+    """Shorten the import of Megatron Core, which has not begun yet, for the flags in `words`.
 
-    It imports TensorBoard, and calls torch.compile for its fused functions, which imports the compiler.
+    It calls torch.compile for its fused functions, which imports the compiler. A CPU runs none of them. It also imports
+    TensorBoard.
     """
-    if _WITHOUT_TRAINING & {word.split("=")[0] for word in words}:
-        import torch
+    import torch
 
+    names = {word.split("=")[0] for word in words}
+    if names & _WITHOUT_TRAINING or not (torch.cuda.is_available() or "--bcd-compile" in names):
         torch.compile = lambda function=None, **_: function or (lambda decorated: decorated)
+    if "--tensorboard-dir" not in names:
         sys.modules.setdefault("torch.utils.tensorboard", None)  # type: ignore[arg-type]

@@ -20,16 +20,12 @@ from megatron.bcd.runtime.compat import pytorch
 
 @functools.cache
 def patch_recomputation() -> None:
-    """Make --recompute-modules layernorm work without Transformer Engine, and a block's own full recomputation in 0.19.
+    """Make a block's own full recomputation work in 0.19.
 
-    CheckpointWithoutOutput mistakes its own default False for a request for FP8, and calls Transformer Engine. 0.19
-    calls a function where 0.16 calls `_checkpointed_forward` of the block.
+    It calls a function where 0.16 calls `_checkpointed_forward` of the block.
     """
-    from megatron.core.tensor_parallel import random
     from megatron.core.transformer import transformer_block
 
-    if not hasattr(random, "FP8GlobalStateManager"):
-        random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
     if hasattr(transformer_block, "checkpointed_forward"):
         plain = transformer_block.checkpointed_forward
         transformer_block.checkpointed_forward = lambda block, **inputs: (

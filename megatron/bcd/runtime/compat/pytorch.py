@@ -26,7 +26,7 @@ def share_gloo_device() -> None:
     """Make all gloo groups of this process share one device, or one per network in GLOO_SOCKET_IFNAME.
 
     Permanent. Call it once per process, before its first group. Each device has a thread that wakes up 100 times a
-    second. Megatron Core creates about twenty groups, so idle ranks would take a tenth of a core from busy ones.
+    second. Megatron Core creates about twenty groups, so each rank would take 2 % of a core for them.
     """
     from torch.distributed import ProcessGroupGloo
 

@@ -1,18 +1,57 @@
-"""Private APIs of transformers: initial weights, and the tensors in files that a tensor in memory consists of."""
+"""Private APIs of transformers: initial weights, element-wise code to compile, and the tensors in files that a tensor
+in memory consists of."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import sys
+import types
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.bcd.runtime.compat import pytorch
+
+_ROTATION = "apply_rotary_pos_emb"
+_compiled = functools.cache(functools.partial(pytorch.compiled, has_dynamic_shapes=True))
+
 
 def initialize(model: Any, module: torch.nn.Module) -> None:
     """Draw the parameters of a module of a transformers model as the model's class does, without its submodules'."""
     model._init_weights(module)
+
+
+def register_code(config: Any, path: str, *, is_trusted: bool) -> None:
+    """Make the class of a model's own code that of its configuration, or, if it is not trusted, forget its name."""
+    from transformers import AutoModelForCausalLM
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if code is not None and is_trusted:
+        AutoModelForCausalLM.register(type(config), get_class_from_dynamic_module(code, path), exist_ok=True)
+    else:
+        vars(config).pop("auto_map", None)
+
+
+def compile_elementwise(layer: torch.nn.Module) -> None:
+    """Compile a layer's RMSNorms and, for the whole process, the rotation of queries and keys that its code calls.
+
+    Layers of a class share compiled code. Results differ by rounding.
+    """
+    for module in layer.modules():
+        kind = type(module)
+        if kind.__name__.endswith("RMSNorm"):
+            module.forward = types.MethodType(_compiled(kind.forward), module)
+        _compile_rotation(sys.modules[kind.__module__])
+
+
+@functools.cache
+def _compile_rotation(code: types.ModuleType) -> None:
+    if hasattr(code, _ROTATION):
+        setattr(code, _ROTATION, _compiled(getattr(code, _ROTATION)))
 
 
 class Conversion:
