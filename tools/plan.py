@@ -546,7 +546,7 @@ def _layout(recipe: Recipe) -> str:
         parts.append("saved inputs in host memory") if config.bcd.bcd_saved_inputs == "host" else None
         passes = kept_passes(recipe.memory.schedule_shape(0))
         kept = len(passes[: recipe.memory.num_kept])
-        parts.append(f"{kept} of {len(passes)} repeated passes kept") if kept else None
+        parts.append(f"{kept} of {len(passes)} forward passes not repeated") if kept else None
     if recipe.is_streamed:
         resident = config.bcd.bcd_resident_layers
         what = "layers" if config.is_breadth_first else "frozen layers"
@@ -577,7 +577,7 @@ def _memory(estimate: Estimate) -> str:
     lines.append("peak: model state, framework, and the larger of optimizer work and activations with communication")
     if has_chunks:
         lines.append(
-            "chunks: gradients of one chunk of the model, and inputs of chunks that wait for the backward pass"
+            "chunks: gradients of one chunk of the model; inputs and kept activations that wait for the backward pass"
         )
     saving = f"a node needs {saving_bytes(estimate.recipe) / GIB:.1f} more to save"
     lines.append(f"host memory per rank: {host_bytes(estimate.recipe) / GIB:.1f} GiB; {saving}")
