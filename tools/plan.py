@@ -31,6 +31,7 @@ from megatron.bcd.config import BcdConfig, TrainingConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.config.sections import dashed
 from megatron.bcd.huggingface.architecture import CONFIG, TRANSFORMERS
+from megatron.bcd.pipeline.build import kept_passes
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.estimate import EQUAL_STEPS, Estimate
@@ -544,8 +545,9 @@ def _layout(recipe: Recipe) -> str:
     if config.is_breadth_first:
         parts.append(f"breadth-first in chunks of {size} layer{'s' * (size > 1)}")
         parts.append("saved inputs in host memory") if config.bcd.bcd_saved_inputs == "host" else None
-        if recipe.memory.num_kept:
-            parts.append("activations kept on the device")
+        passes = kept_passes(recipe.memory.schedule_shape(0))
+        kept = len(passes[: recipe.memory.num_kept])
+        parts.append(f"{kept} of {len(passes)} forward passes not repeated") if kept else None
     if recipe.is_streamed:
         resident = config.bcd.bcd_resident_layers
         what = "layers" if config.is_breadth_first else "frozen layers"
@@ -576,7 +578,7 @@ def _memory(estimate: Estimate) -> str:
     lines.append("peak: model state, framework, and the larger of optimizer work and activations with communication")
     if has_chunks:
         lines.append(
-            "chunks: gradients of one chunk of the model, and inputs of chunks that wait for the backward pass"
+            "chunks: gradients of one chunk of the model; inputs and kept activations that wait for the backward pass"
         )
     saving = f"a node needs {saving_bytes(estimate.recipe) / GIB:.1f} more to save"
     lines.append(f"host memory per rank: {host_bytes(estimate.recipe) / GIB:.1f} GiB; {saving}")
