@@ -19,6 +19,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -228,9 +229,9 @@ def named_model(name: str, *, models: str | None, sequence: int | None = None) -
 
         network = read_architecture(name, is_quantised=True)
         tokens = sequence or min(network.plain_positions, LONGEST_DEFAULT)
-        is_gpt = network.family == "gpt2"
+        is_gpt, path = network.family == "gpt2", Path(name).resolve()
         return Model(
-            name=os.path.basename(os.path.abspath(name if os.path.isdir(name) else os.path.dirname(name))),
+            name=(path.parent if path.name == CONFIG else path).name.removesuffix(".json"),
             form="gpt" if is_gpt else "llama",
             layers=network.num_layers,
             hidden=network.hidden_size,
@@ -712,7 +713,7 @@ def show_search(recipe: Recipe, estimates: Sequence[Estimate], ratios: Sequence[
     notes = [
         "GPUs: the number given, and the fewest that fit; host: GiB of host memory per GPU",
         "order: on the given GPUs first; there by days, methods that are not known to reach full training's loss last",
-        "to full: GPU hours over the least of full training",
+        "to full: GPU hours over the least of full training; streamed: Adam's moments in 8 bits",
         *sources.values(),
         "blocks, layout and chunks decide which layers learn together, and so change the loss",
         "times, multipliers and losses are estimates with errors: docs/planner.md, docs/fine_tuning.md",
