@@ -41,12 +41,16 @@ PUBLISHED = {
         "rtx5090": {"Qwen2.5-7B": {1: 3100, 4: 13900}, "Qwen2.5-14B": {4: 3900}},
         "h100": {"Qwen2.5-7B": {1: 14000}, "Qwen2.5-14B": {1: 6300}},
     },
+    "LLMQ, FP8": {
+        "rtx4090": {"Qwen2.5-7B": {1: 4333, 4: 16489}, "Qwen2.5-14B": {1: 2001, 4: 7837}, "Qwen2.5-32B": {4: 3395}},
+        "h100": {"Qwen2.5-7B": {1: 19176}, "Qwen2.5-14B": {1: 9370}},
+    },
     "LLaMA-Factory, ZeRO-3": {
         "rtx4090": {"Qwen2.5-7B": {1: 2523, 4: 6929}, "Qwen2.5-14B": {1: 1135, 4: 2630}},
     },
 }
-"""Tokens per second of full training in bf16, with random weights of these sizes, measured by LLMQ's authors (arXiv
-2512.15306 and the benchmarks of github.com/IST-DASLab/llmq at b77d969)."""
+"""Tokens per second of full training (bf16 unless it says FP8) with random weights of these sizes, measured by LLMQ's
+authors (arXiv 2512.15306 and the benchmarks of github.com/IST-DASLab/llmq at b77d969)."""
 HOST_GB = (64, 128, 256)
 COLUMNS = ("model", "GPUs", *METHODS, f"measured: {'; '.join(PUBLISHED)}")
 _GAIN = 1.02

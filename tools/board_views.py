@@ -40,7 +40,7 @@ def write_page(path: str, tab: str, view: View) -> None:
 def bars(estimate: Estimate) -> list[View]:
     """Return the memory of the fullest GPU by place, and that of a node's host if it stores anything."""
     peak, recipe, cluster = estimate.peak, estimate.recipe, estimate.recipe.cluster
-    moving = {"activations": peak.activations, "inputs of chunks": peak.chunks, "communication": peak.communication}
+    moving = {"activations": peak.activations, "waiting for backward": peak.chunks, "communication": peak.communication}
     if peak.optimizer_work > sum(moving.values()):
         moving = {"temporary memory of the optimizer": peak.optimizer_work}
     parts = {"weights": peak.weights, "gradients": peak.gradients, "optimizer": peak.optimizer, **moving}

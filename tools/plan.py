@@ -19,6 +19,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -31,6 +32,7 @@ from megatron.bcd.config import BcdConfig, TrainingConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.config.sections import dashed
 from megatron.bcd.huggingface.architecture import CONFIG, TRANSFORMERS
+from megatron.bcd.pipeline.build import kept_passes
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.estimate import EQUAL_STEPS, Estimate
@@ -227,9 +229,9 @@ def named_model(name: str, *, models: str | None, sequence: int | None = None) -
 
         network = read_architecture(name, is_quantised=True)
         tokens = sequence or min(network.plain_positions, LONGEST_DEFAULT)
-        is_gpt = network.family == "gpt2"
+        is_gpt, path = network.family == "gpt2", Path(name).resolve()
         return Model(
-            name=os.path.basename(os.path.abspath(name if os.path.isdir(name) else os.path.dirname(name))),
+            name=(path.parent if path.name == CONFIG else path).name.removesuffix(".json"),
             form="gpt" if is_gpt else "llama",
             layers=network.num_layers,
             hidden=network.hidden_size,
@@ -544,8 +546,9 @@ def _layout(recipe: Recipe) -> str:
     if config.is_breadth_first:
         parts.append(f"breadth-first in chunks of {size} layer{'s' * (size > 1)}")
         parts.append("saved inputs in host memory") if config.bcd.bcd_saved_inputs == "host" else None
-        if recipe.memory.num_kept:
-            parts.append("activations kept on the device")
+        passes = kept_passes(recipe.memory.schedule_shape(0))
+        kept = len(passes[: recipe.memory.num_kept])
+        parts.append(f"{kept} of {len(passes)} forward passes not repeated") if kept else None
     if recipe.is_streamed:
         resident = config.bcd.bcd_resident_layers
         what = "layers" if config.is_breadth_first else "frozen layers"
@@ -576,7 +579,7 @@ def _memory(estimate: Estimate) -> str:
     lines.append("peak: model state, framework, and the larger of optimizer work and activations with communication")
     if has_chunks:
         lines.append(
-            "chunks: gradients of one chunk of the model, and inputs of chunks that wait for the backward pass"
+            "chunks: gradients of one chunk of the model; inputs and kept activations that wait for the backward pass"
         )
     saving = f"a node needs {saving_bytes(estimate.recipe) / GIB:.1f} more to save"
     lines.append(f"host memory per rank: {host_bytes(estimate.recipe) / GIB:.1f} GiB; {saving}")
@@ -710,7 +713,7 @@ def show_search(recipe: Recipe, estimates: Sequence[Estimate], ratios: Sequence[
     notes = [
         "GPUs: the number given, and the fewest that fit; host: GiB of host memory per GPU",
         "order: on the given GPUs first; there by days, methods that are not known to reach full training's loss last",
-        "to full: GPU hours over the least of full training",
+        "to full: GPU hours over the least of full training; streamed: Adam's moments in 8 bits",
         *sources.values(),
         "blocks, layout and chunks decide which layers learn together, and so change the loss",
         "times, multipliers and losses are estimates with errors: docs/planner.md, docs/fine_tuning.md",

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import decoders
 from support.command_line import BASE, PROG
 
 from megatron.bcd.arguments import parse_run_config, read_command_line
@@ -37,6 +38,15 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     hidden, padded, positions = 64, 512, 32  # 257 bytes, padded to a multiple of 128 x 2
     layer = (12 * hidden**2 + 7 * hidden) // 2 + 6 * hidden  # whole: two biases, and weight and bias of two norms
     assert f"{6 * layer + (padded // 2 + positions) * hidden + 2 * hidden:,} parameters" in text
+
+
+def test_a_published_model_has_its_own_vocabulary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A dry run of --load-hf counts the rows of the model's embedding, whatever the tokenizer has."""
+    source = str(decoders.write_model("llama", tmp_path))
+    of_the_network = ("--num-layers", "--hidden-size", "--num-attention-heads")
+    words = [word for flag, value in BASE.items() if flag not in of_the_network for word in (flag, value)]
+    assert dry_run(*words, "--load-hf", source, ranks=1) == 0
+    assert f"{decoders.model_of('llama').num_parameters():,} parameters" in capsys.readouterr().out
 
 
 def test_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

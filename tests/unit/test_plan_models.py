@@ -309,8 +309,12 @@ def test_finetune_trains_every_layer_whatever_the_task(capsys: pytest.CaptureFix
 
 
 def test_search_over_chunks_and_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    """A search finds larger, faster chunks and micro-batches; given ones win, and without it memory stays free."""
+    """A search finds larger, faster chunks and micro-batches; given ones win, and without it memory stays free. What is
+    left repeats fewer passes."""
     flags = ("--task", "sft", "--model", "LLaMA-7B", *CARD, "--method", "finetune", "--json")
+    kept = json.loads(run(capsys, *flags))
+    assert "--bcd-saved-activations auto --recompute-memory-gib 21.42" in kept["command"].replace("\\\n    ", "")
+    flags = (*flags, "--bcd-saved-activations", "recompute")
     found = json.loads(run(capsys, *flags, "--search"))
     command = found["best"]["command"].replace("\\\n    ", "")
     assert "--bcd-schedule breadth-first --bcd-layers-on host --bcd-layers-per-pass 4" in command
@@ -319,6 +323,7 @@ def test_search_over_chunks_and_micro_batches(capsys: pytest.CaptureFixture[str]
     usual = json.loads(run(capsys, *flags))
     assert usual["memory"]["peak_bytes"] < 0.7 * found["best"]["memory"]["peak_bytes"]
     assert times[0] < usual["time"]["iteration_seconds"] < 1.021 * times[0]
+    assert kept["time"]["iteration_seconds"] < times[0] and kept["memory"]["peak_bytes"] < 0.951 * 23.6 * 2**30
     one = json.loads(run(capsys, *flags, "--bcd-layers-per-pass", "1", "--micro-batch-size", "2"))
     assert "layers-per-pass" not in one["command"] and one["recipe"]["micro_batch_size"] == 2
 

@@ -19,7 +19,11 @@ _VOCABULARIES = {"ByteLevelTokenizer": 257, "GPT2BPETokenizer": 50257}
 
 
 def known_vocabulary(config: RunConfig) -> int | None:
-    """Return the vocabulary size of the tokenizer, or None if it is only known from its files."""
+    """Return the vocabulary size of --load-hf or the tokenizer, or None if it is only known from the latter's files."""
+    if config.checkpoint.load_hf is not None:
+        from megatron.bcd.huggingface.any_decoder import read_architecture  # other dry runs import no torch
+
+        return read_architecture(config.checkpoint.load_hf, transformer_impl=config.model.transformer_impl).vocab_size
     kind, size = config.tokenizer.tokenizer_type, config.tokenizer.vocab_size
     if kind == "NullTokenizer" and size is not None:
         return size + 1  # its end-of-document token
@@ -38,7 +42,9 @@ def with_balanced_cut(config: RunConfig, *, reads_files: bool = True) -> RunConf
     """
     if config.training.pipeline_cut != "auto" or config.pipeline_size == 1:
         return config
-    vocab_size = build_tokenizer(**vars(config.tokenizer)).vocab_size if reads_files else known_vocabulary(config)
+    vocab_size = known_vocabulary(config)
+    if vocab_size is None and reads_files:
+        vocab_size = build_tokenizer(**vars(config.tokenizer)).vocab_size
     if vocab_size is None:
         return config
     padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size)
@@ -57,9 +63,11 @@ def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = (
     lines = [
         f"{world_size} ranks: {config.describe_ranks(data_size)}, {config.precision}; "
         f"{config.training.global_batch_size} sequences per step",
-        f"{partition.num_blocks} blocks, layout {partition.layout}:",
+        f"{partition.num_blocks} block(s), layout {partition.layout}:"
+        if partition.has_active_block
+        else "no block: every layer in every step",
     ]
-    for block in partition.blocks:
+    for block in partition.blocks if partition.has_active_block else ():
         extras = partition.describe_extras(block.index)
         lines.append(f"  block {block.index}: {', '.join((f'layers {describe_layers(block.layers)}', *extras))}")
     vocabulary = known_vocabulary(config)

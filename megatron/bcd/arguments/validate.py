@@ -196,7 +196,8 @@ def _check_required(run: Run) -> Iterator[str]:
     if not any((run.mock_data, run.data_path, run.train_data_path, run.valid_data_path, run.test_data_path)):
         missing.append("--data-path")
     if missing:
-        yield f"{', '.join(missing)}: must be given. --help describes every flag."
+        reason = f": --load-hf {run.load_hf} has no tokenizer's files" if run.load_hf and not run.tokenizer_type else ""
+        yield f"{', '.join(missing)}: must be given{reason}. --help describes every flag."
 
 
 def _check_network(run: Run) -> Iterator[str]:

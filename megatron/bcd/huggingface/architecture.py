@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -94,8 +95,11 @@ def architecture_of(config: Any, *, family: str | None = None) -> Architecture:
     """
 
     def value(*names: str, default: Any) -> Any:
-        found = (getattr(config, name, None) for name in names)
-        return next((each for each in found if isinstance(each, int | float) and each), default)
+        for name in names:
+            with contextlib.suppress(AttributeError, RuntimeError):  # absent, or another value in each layer
+                if isinstance(found := getattr(config, name), int | float) and found:
+                    return found
+        return default
 
     if family != TRANSFORMERS:
         _check_core(config)

@@ -70,13 +70,16 @@ def layout_flags(recipe: Recipe) -> list[str]:
     if recipe.recompute == "full":
         flags |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recipe.recompute == "auto":
-        memory = recipe.memory_share * recipe.cluster.memory_gib - recipe.cluster.framework_gib
-        flags |= {"recompute": "auto", "recompute_memory_gib": f"{memory:g}"}
+        flags |= {"recompute": "auto", "recompute_memory_gib": f"{recipe.run_gib:g}"}
     given = {name: recipe.flag(name) for name, left_out in _GIVEN.items() if recipe.flag(name) != left_out}
     if config.is_breadth_first:
         given = {"bcd_schedule": bcd.bcd_schedule} | given
         if config.pipeline_size > 1 and bcd.bcd_layers_per_pass > 1:  # the layout's chunks
             given |= {"bcd_layers_per_pass": None, "num_virtual_stages_per_pipeline_rank": config.num_chunks}
+    if not recipe.memory.num_kept:
+        given.pop("bcd_saved_activations", None)
+    elif given["bcd_saved_activations"] == "auto":
+        given["recompute_memory_gib"] = f"{recipe.run_gib:g}"
     loss = recipe.flag("cross_entropy_fusion_impl")
     fused = {"cross_entropy_loss_fusion": loss is not None, "cross_entropy_fusion_impl": loss}
     if not recipe.has_blocks:

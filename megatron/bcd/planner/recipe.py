@@ -240,9 +240,12 @@ class Recipe:
             state=_model_state(self._without_batch),
             num_microbatches=self.num_microbatches,
             unfused_attention=self.unfused_attention,
-        ).with_kept(
-            memory_bytes=GIB * (self.memory_share * self.cluster.memory_gib - self.cluster.framework_gib),
-        )
+        ).with_kept(memory_bytes=GIB * self.run_gib)
+
+    @property
+    def run_gib(self) -> float:
+        """--recompute-memory-gib: what model state and activations of a rank may take."""
+        return self.memory_share * self.cluster.memory_gib - self.cluster.framework_gib
 
     @property
     def _without_batch(self) -> Recipe:
@@ -326,6 +329,8 @@ class Recipe:
             yield f"{layout}: {schedule} with several stages divides the model into chunks. Leave it out."
         if stages > 1 and context > 1:
             yield f"--context-parallel-size {context}: {schedule} with several stages has chunks. Give 1 of either."
+        if stages > 1 and bcd.bcd_saved_activations == "device":
+            yield "--bcd-saved-activations device: needs one pipeline stage. Leave it out."
         if self.recompute != "none":
             yield f"--recompute {self.recompute}: {schedule} recomputes every layer anyway. Leave it out."
         size = self.flag("bcd_layers_per_pass") or 1  # with several stages the configuration has the derived one

@@ -122,7 +122,7 @@ class RunMemory:
     def with_kept(self, *, memory_bytes: float) -> RunMemory:
         """Return the run with the passes that --bcd-saved-activations keeps; with auto those that fit in all phases."""
         choice = self.config.bcd.bcd_saved_activations
-        if not self.config.is_breadth_first or choice == "recompute":
+        if not self.config.is_breadth_first or self.config.pipeline_size > 1 or choice == "recompute":
             return self
         most = len(self.state.chunks) * self.num_microbatches
         if choice == "device":

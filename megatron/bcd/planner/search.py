@@ -132,11 +132,13 @@ def _savings(values: Values) -> Iterator[_Changes]:
 def _breadth_first(values: Values) -> Iterator[_Changes]:
     """Yield the places of layers and saved inputs, and the sizes of chunks, of which larger ones repeat fewer passes.
 
-    None of them is always the fastest that fits.
+    None of them is always the fastest that fits. On one stage the memory that is left keeps activations.
     """
     loss = values.get("cross_entropy_fusion_impl") or ("linear" if _has_linear_loss(values) else None)
     recompute = values.get("recompute") or "none"
-    fixed = {"recompute": recompute, "bcd_schedule": "breadth-first", "cross_entropy_fusion_impl": loss}
+    fixed: _Changes = {"recompute": recompute, "bcd_schedule": "breadth-first", "cross_entropy_fusion_impl": loss}
+    fixed["bcd_saved_activations"] = values.get("bcd_saved_activations") or "auto"
+    fixed["memory_share"] = values.get("memory_share") or _PLANNED_SHARE
     chunks = [1]
     for size in _divisors(values["model"].layers)[:-1]:
         chunks += [size] * (size >= 2 * chunks[-1])

@@ -7,9 +7,10 @@ backward pass once; each gradient does so once more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
-from megatron.bcd.pipeline.build import build_plan
+from megatron.bcd.pipeline.build import build_plan, kept_passes
 from megatron.bcd.pipeline.plan import PlanShape
 from megatron.bcd.pipeline.simulate import Work, simulate
 from megatron.bcd.planner.cost import pass_products
@@ -117,6 +118,8 @@ def _breadth_first_work(recipe: Recipe, block: int, update: float) -> Work:
     Copies to and from the device run side by side. `update` is the time of all updates of a stage.
     """
     state, number, stages = recipe.state, recipe.num_microbatches, recipe.pipeline_size
+    shape = recipe.memory.schedule_shape(block)
+    kept = Counter(chunk for chunk, _ in kept_passes(shape)[: shape.num_kept])
     speed, last = 1e9 * recipe.cluster.copy_gb_per_s, len(state.chunks) - 1
     forward, backward, by_stage = [], [], []
     for stage in range(stages):
@@ -129,12 +132,14 @@ def _breadth_first_work(recipe: Recipe, block: int, update: float) -> Work:
         loads, store, inputs = by_stage[virtual % stages]
         forward.append(max(passing, max(loads[0] * len(layers), inputs) / speed / number))
         copying = max(loads[1] * len(layers) + inputs, store * len(layers)) / speed
-        waiting = copying - number * (passing + computing) - update * stages / len(state.chunks)
+        repeating = (1 - kept[virtual] / number) * passing
+        waiting = copying - number * (repeating + computing) - update * stages / len(state.chunks)
         if recipe.config.clips_by_chunk:  # updates wait for the norm, and load and store once more
             waiting = max(0.0, waiting) + max(0.0, store * len(layers) / speed - update * stages / len(state.chunks))
-        computing += passing + max(0.0, waiting) / number
-        # all chunks but the last one repeat their forward pass
-        backward.append(computing - (passing if virtual == last else forward[-1]))
+        computing += max(0.0, waiting) / number
+        # all chunks but the last one repeat their forward pass, unless it is kept
+        repeated = 0.0 if virtual == last else (1 - kept[virtual] / number) * (forward[-1] - passing)
+        backward.append(computing - repeated)
     return _with_head(recipe, block, forward, backward)
 
 
@@ -191,6 +196,9 @@ def _message_seconds(recipe: Recipe) -> float:
 
 def _pipeline_seconds(shape: PlanShape, work: Work, *, message: float) -> tuple[float, float]:
     """Return time and bubble. The first microbatches are simulated; the others continue at the same pace."""
+    if shape.num_kept:  # on one stage, where passes follow one another
+        total, bubble = _pipeline_seconds(replace(shape, num_kept=0), work, message=message)
+        return total - sum(work[chunk][0] for chunk, _ in kept_passes(shape)[: shape.num_kept]), bubble
     simulated = shape.mid_phase(min(shape.num_microbatches, _SIMULATED_ROUNDS * shape.num_stages))
     timeline = simulate(build_plan(simulated), work, message=message)
     more = (shape.num_microbatches - simulated.num_microbatches) / simulated.num_microbatches
