@@ -225,3 +225,39 @@ def test_a_matrix_has_one_owner_in_all_phases(world2: World, text_data: str) -> 
         assert all(low_bits == steps[0][1] for _, low_bits in steps)
     owned = [[int(name.split(".")[2]) % 2 for name in steps[0][1]] for steps in ranks]
     assert all(blocks.count(0) == blocks.count(1) == 4 for blocks in owned), owned
+
+
+def kinds_outside_the_block(config: Any) -> set[str]:
+    """Return the kinds of state that matrices outside the last block have in the end, on any place."""
+    with worlds.started(config) as run:
+        run.train()
+        ownership, block = run.active.parameters.ownership, run.active.block
+        others = [each for name, each in run.active.matrices.matrices.items() if ownership(name).block != block]
+        return {kind for matrix in others for kind in matrix.state | matrix.offloaded}
+
+
+@pytest.mark.parametrize(("method", "kinds"), [("adam", {"exp_avg", "exp_avg_sq"}), ("muon", {"momentum_buffer"})])
+def test_moments_end_with_the_phase(world1: World, text_data: str, method: str, kinds: set[str]) -> None:
+    """Matrices of an earlier block keep moments with --bcd-optimizer-state host, and none by default."""
+    flags = ITERATIONS | METHODS[method]
+    for state, expected in (("host", kinds), ("reset", set())):
+        config = worlds.run_config(data_path=text_data, **flags | {"bcd_optimizer_state": state})
+        assert world1.run(kinds_outside_the_block, config) == [expected]
+
+
+def change(config: Any) -> float:
+    """Return the root mean square of the change of a matrix's fp32 value in a run."""
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    with worlds.started(config) as run:
+        before = run.active.matrices.main_param(name).clone()
+        run.train()
+        return float((run.active.matrices.main_param(name) - before).square().mean().sqrt())
+
+
+def test_small_updates_add_up_in_bf16(world1: World, text_data: str) -> None:
+    """Updates below a bf16 weight's precision change its fp32 value as they do in fp32."""
+    flags = ITERATIONS | METHODS["factored_no_block"] | {"lr": 1e-6}
+    [[exact], [rounded]] = [
+        world1.run(change, worlds.run_config(data_path=text_data, **flags, bf16=bf16)) for bf16 in (False, True)
+    ]
+    assert rounded == pytest.approx(exact, rel=0.05)
