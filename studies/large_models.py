@@ -14,8 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import plan
 
@@ -55,7 +54,6 @@ HOST_GB = (64, 128, 256)
 COLUMNS = ("model", "GPUs", *METHODS, f"measured: {'; '.join(PUBLISHED)}")
 _GAIN = 1.02
 """How much faster a plan with more host memory must be to be shown."""
-_SHARE = 0.95
 
 
 def plans(model: str, gpu: str, num_gpus: int, method: str) -> Iterator[tuple[float, Recipe]]:
@@ -65,8 +63,8 @@ def plans(model: str, gpu: str, num_gpus: int, method: str) -> Iterator[tuple[fl
     """
     words = ["--task", "sft", "--models", str(MODELS), "--model", model, "--gpu", gpu, "--num-gpus", str(num_gpus)]
     words += ["--global-batch-size", "64", *METHODS[method]]
-    values = plan.searched_values(plan.parse_arguments(words)) | {"memory_share": _SHARE, "host_memory_gb": None}
-    fitting = [recipe for recipe in candidates(values) if fits(recipe, share=_SHARE)]
+    values = plan.searched_values(plan.parse_arguments(words)) | {"memory_share": 0.95, "host_memory_gb": None}
+    fitting = [recipe for recipe in candidates(values) if fits(recipe, share=recipe.memory_share)]
     timed = [(Estimate(recipe=recipe).iteration_seconds, node_bytes(recipe) / 1e9, recipe) for recipe in fitting]
     fastest = float("inf")
     for limit in (*HOST_GB, float("inf")):
@@ -79,9 +77,8 @@ def plans(model: str, gpu: str, num_gpus: int, method: str) -> Iterator[tuple[fl
 
 def cell(model: str, gpu: str, num_gpus: int, method: str) -> str:
     """Return tokens per second of the plans, each with its host memory."""
-    texts = []
-    for limit, recipe in plans(model, gpu, num_gpus, method):
-        texts.append(f"{Estimate(recipe=recipe).tokens_per_second:,.0f} ({limit:.0f} GB)")
+    found = plans(model, gpu, num_gpus, method)
+    texts = (f"{Estimate(recipe=recipe).tokens_per_second:,.0f} ({limit:.0f} GB)" for limit, recipe in found)
     return ", ".join(texts) or "no"
 
 

@@ -54,6 +54,7 @@ BAD_RUNS = {
 --pipeline-model-parallel-size 2
 --tensor-model-parallel-size 0
 --num-layers 2
+--num-layers 1000000000
 --bcd-layout stage --bcd-num-blocks 3
 --bcd-num-blocks 0
 --bcd-num-blocks 0 --bcd-inactive-update orthogonal --bcd-always-active none

@@ -384,7 +384,7 @@ def test_frozen_parts() -> None:
 
 
 def test_use_checkpoint_args(tmp_path: Path) -> None:
-    """--use-checkpoint-args takes the checkpoint's network; a given dropout wins."""
+    """--use-checkpoint-args takes the checkpoint's network; a given dropout wins, a contradicting flag is refused."""
     network = ("--group-query-attention", "--num-query-groups", "2", "--swiglu", "--disable-bias-linear")
     more = ("--position-embedding-type", "rope", "--rotary-base", "5000", "--hidden-dropout", "0")
     config = parse(*network, *more)
@@ -400,6 +400,10 @@ def test_use_checkpoint_args(tmp_path: Path) -> None:
     result = parse(*load, "--hidden-dropout", "0.5", without=left_out)
     assert result.transformer == config.transformer | {"hidden_dropout": 0.5}
     assert (result.model, result.tokenizer) == (config.model, config.tokenizer)
+    plain = run_config_to_dict(parse("--swiglu"))
+    (folder / RUN_STATE).write_text(json.dumps(state | {"flags": plain}))
+    with pytest.raises(ValueError, match="--group-query-attention contradicts --use-checkpoint-args"):
+        parse(*load, "--group-query-attention", without=left_out)
     (folder / RUN_STATE).unlink()
     for words, word in (
         (load, "only checkpoints of this program"),

@@ -80,9 +80,15 @@ def take_checkpoint_flags(values: dict[str, Any], flags: Iterable[Flag], *, give
     Flags that are `given` stay. If they contradict the checkpoint, loading it raises an error.
 
     Raises:
-        ValueError: there is no checkpoint, or another program wrote it.
+        ValueError: there is no checkpoint, another program wrote it, or its network has no query groups and the flags
+            ask for some.
     """
     saved = _saved_flags(values)
+    if given.get("group_query_attention") and saved["transformer"].get("num_query_groups") is None:
+        raise ValueError(
+            f"--group-query-attention contradicts --use-checkpoint-args: every head of the network in --load "
+            f"{values['load']} has its own keys and values. Leave the flag out."
+        )
     for flag in flags:
         is_of_model = flag.section and flag.group in (NETWORK, TOKENIZER) and flag.field not in _COMPUTATION
         if is_of_model and flag.field not in given:
@@ -112,4 +118,7 @@ def _saved_flags(values: Mapping[str, Any]) -> Mapping[str, Any]:
             f"--use-checkpoint-args: {file} can't be read ({error}), and only checkpoints of this program hold flags. "
             "Give the flags of the model."
         ) from error
-    return run_state.from_json(text, path=f"--load {root}: {file}").flags
+    flags: Mapping[str, Any] = run_state.from_json(text, path=f"--load {root}: {file}").flags
+    if not all(isinstance(flags.get(section), dict) for section in ("transformer", "model", "tokenizer")):
+        raise ValueError(f"--load {root}: {file} is damaged (it holds no flags). Leave out --use-checkpoint-args.")
+    return flags

@@ -107,6 +107,9 @@ NEEDS = {
 # only --pipeline-cut auto and --pipeline-model-parallel-layout can cut chunks
 _NOT_WITH_CHUNKS = f"--bcd-schedule=stock --context-parallel-size {_SPLIT_FLAGS}"
 
+_MOST = {"num_layers": 10**5, "bcd_num_blocks": 10**5}
+"""The program loops over layers and blocks. More than this is taken for a typing error."""
+
 
 def find_problems(
     config: RunConfig,
@@ -153,6 +156,8 @@ def _check_ranges(values: Mapping[str, Any]) -> Iterator[str]:
         name = f"{flag_name(field)} {value}"
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{name}: must be a finite number"
+        elif field in _MOST and value > _MOST[field]:
+            yield f"{name}: must be at most {_MOST[field]}"
         elif (limits := flags_by_field()[field].range) is not None and not limits.contains(value):
             yield f"{name}: must be {limits.text}"
 
