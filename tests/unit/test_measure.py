@@ -81,10 +81,13 @@ def test_a_plan_of_gemma(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     config = gemma()
     config.architectures = ["Gemma3ForCausalLM"]
     config.save_pretrained(tmp_path / "gemma")
-    words = ["--model", str(tmp_path / "gemma"), "--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1"]
-    assert plan.main([*words, "--seq-length", "32"]) == 0
     size = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
-    assert f"gemma: {size:,} parameters" in capsys.readouterr().out
+    for task in ("sft", "pretrain"):
+        words = ["--model", str(tmp_path / "gemma"), "--task", task, "--gpu", "rtx4090", "--num-gpus", "1"]
+        assert plan.main([*words, "--seq-length", "32"]) == 0
+        text = capsys.readouterr().out
+        assert f"gemma: {size:,} parameters" in text
+        assert "--load-hf MODEL_DIR" in text and "--num-layers" not in text, "Megatron's flags are another network"
 
 
 def test_a_plan_of_a_text_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,9 @@ _GIVEN = {
 
 
 def network_flags(recipe: Recipe) -> list[str]:
-    """Return the flags of the model."""
+    """Return the flags of the model. For transformers' layers it is a folder, whose config.json alone is enough."""
+    if recipe.model.measured is not None:
+        return [f"--load-hf MODEL_DIR --seq-length {recipe.tokens}"]
     model, values, is_gpt = recipe.model, recipe.model.flags(recipe.tokens), recipe.model.form == "gpt"
     has_biases = values["add_bias_linear"]
     names = ["num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length", "num_query_groups"]
