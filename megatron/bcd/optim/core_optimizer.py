@@ -113,7 +113,8 @@ class CoreOptimizer:
         """Set the gradient buffers to zero."""
         assert self.wrapped is not None
         self.wrapped.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        if self._config.optimizer.optimizer_cpu_offload:
+            self.optimizer.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the context, gradients are not reduced, because more microbatches follow."""

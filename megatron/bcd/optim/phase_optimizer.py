@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -31,7 +32,48 @@ from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.state import MOMENTUM
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import memory, packages, replicas
+from megatron.bcd.runtime.compat import megatron_core
 from megatron.bcd.runtime.device import DTYPES
+
+
+class CopyingDDP(DistributedDataParallel):
+    """Megatron Core's DDP that copies the first gradient of a step into its buffer, and does not add it to zeros.
+
+    A step passes two times less over the gradients. Not for layers that add gradients to the buffer themselves.
+    """
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._without_gradient = set(self.params_with_grad)
+        self.handles = [each.register_post_accumulate_grad_hook(self._copy_first) for each in self.params_with_grad]
+
+    def _copy_first(self, parameter: Any) -> None:
+        is_first = parameter in self._without_gradient
+        parameter.grad_added_to_main_grad = is_first  # Megatron Core's hook comes next, and adds the gradient if False
+        if is_first:
+            parameter.main_grad.copy_(parameter.grad)
+            self._without_gradient.remove(parameter)
+
+    def zero_grad_buffer(self) -> None:
+        """Prepare a step. The buffers keep the last step's gradients until new ones replace them."""
+        self._without_gradient = set(self.params_with_grad)
+        for group in [*self.bucket_groups, *self.expert_parallel_bucket_groups]:
+            group.reset()
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Start to reduce the gradients. A collective."""
+        self._zero_rest()
+        super().start_grad_sync(*unused)
+
+    def finish_grad_sync(self, **keywords: Any) -> None:
+        """Wait until the gradients are reduced. A collective."""
+        self._zero_rest()
+        super().finish_grad_sync(**keywords)
+
+    def _zero_rest(self) -> None:
+        for parameter in self._without_gradient:
+            parameter.main_grad.zero_()
+        self._without_gradient.clear()
 
 
 def wrap_model(model: torch.nn.Module, config: RunConfig) -> DistributedDataParallel:
@@ -42,7 +84,9 @@ def wrap_model(model: torch.nn.Module, config: RunConfig) -> DistributedDataPara
         **{**core_keywords(ddp), "bucket_size": bucket_size if ddp.overlap_grad_reduce else None},
         use_distributed_optimizer=True,
     )
-    return DistributedDataParallel(config=get_model_config(model), ddp_config=ddp_config, module=model)
+    model_config = get_model_config(model)
+    build: type = DistributedDataParallel if model_config.gradient_accumulation_fusion else CopyingDDP
+    return build(config=model_config, ddp_config=ddp_config, module=model)
 
 
 def build_optimizer(
@@ -75,6 +119,7 @@ def build_optimizer(
         if config.training.adam_moments_dtype != "fp32" and each.optimizer is not None:
             decoupled = config.optimizer.decoupled_weight_decay
             each.optimizer = LowBitAdam(each.optimizer.param_groups, decoupled_weight_decay=decoupled)
+        megatron_core.retain_shard_gradients(each)
         if not each.get_parameters():
             each.is_stub_optimizer = True  # this rank steps nothing, but it joins every reduction
     return optimizer

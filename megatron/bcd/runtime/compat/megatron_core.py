@@ -198,8 +198,10 @@ def gather_in_forward(wrapped: Any) -> None:
 
 
 def drop_gradient_hooks(wrapped: Any) -> None:
-    """Free the autograd nodes that hold DDP's hooks, and with them DDP's buffers."""
+    """Remove DDP's hooks and the autograd nodes that hold them, and with them DDP's buffers."""
     wrapped.grad_accs.clear()
+    for handle in getattr(wrapped, "handles", []):
+        handle.remove()
 
 
 def recompute(block: Any, layers: Sequence[Any], **inputs: Any) -> torch.Tensor:
@@ -254,6 +256,16 @@ def load_sharded(sharded: dict[str, Any], folder: str) -> dict[str, Any]:
         reader, name = common.TorchCommonLoadStrategy, "load_common"
     with mock.patch.object(reader, name, lambda *_: {}):
         return serialization.load(sharded, folder)  # type: ignore[no-any-return]
+
+
+def retain_shard_gradients(optimizer: Any) -> None:
+    """Retain the gradients of a DistributedOptimizer's shards, which are views.
+
+    Otherwise PyTorch spends 10 microseconds on a warning each time that Megatron Core reads one.
+    """
+    for shard in (each for group in optimizer.shard_fp32_groups + optimizer.shard_float16_groups for each in group):
+        if not shard.is_leaf:
+            shard.retain_grad()
 
 
 def group_positions(optimizer: Any) -> dict[torch.nn.Parameter, tuple[int, int]]:
