@@ -44,7 +44,7 @@ class CopyingDDP(DistributedDataParallel):
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
-        self._without_gradient = set(self.params_with_grad)
+        self._without_gradient: set[torch.nn.Parameter] = set()
         self.handles = [each.register_post_accumulate_grad_hook(self._copy_first) for each in self.params_with_grad]
 
     def _copy_first(self, parameter: Any) -> None:
@@ -55,8 +55,14 @@ class CopyingDDP(DistributedDataParallel):
             self._without_gradient.remove(parameter)
 
     def zero_grad_buffer(self) -> None:
-        """Prepare a step. The buffers keep the last step's gradients until new ones replace them."""
-        self._without_gradient = set(self.params_with_grad)
+        """Prepare a step. The buffers keep the last step's gradients until new ones replace them.
+
+        Megatron Core always adds a gradient with `zero_out_wgrad`, of a tied embedding.
+        """
+        self._without_gradient = {each for each in self.params_with_grad if not hasattr(each, "zero_out_wgrad")}
+        for parameter in self.params_with_grad:
+            if parameter not in self._without_gradient:
+                parameter.main_grad.zero_()
         for group in [*self.bucket_groups, *self.expert_parallel_bucket_groups]:
             group.reset()
 
