@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,7 @@ _PLANNED_SHARE = 0.95
 """The part of a GPU's memory that a plan fills. The estimate is a formula, and an out-of-memory error costs more than
 recomputing a layer."""
 _PARTS = 8
-"""Parts of the passes that do not fit on the device, of which a plan tries to keep none to all in host memory."""
+"""Parts of the passes whose activations fit in host memory, of which a plan tries to keep none to all there."""
 _STREAMED_SLOWER, _SLOWER = 1.05, 1.02
 """How much longer a step may take: with fewer blocks, if frozen layers are on the host; if it needs less memory."""
 OF_BLOCKS = (
@@ -273,9 +274,10 @@ def with_passes_on_host(recipe: Recipe) -> Recipe:
     if not is_open or not recipe.config.is_breadth_first or recipe.flag("bcd_saved_activations") != "auto":
         return recipe
     most = len(repeated_passes(recipe.memory.schedule_shape(0), 0)) - recipe.memory.num_kept
+    others = [build_recipe(**recipe.values | {"bcd_passes_on_host": number}) for number in range(1, most + 1)]
+    most = bisect_left(others, True, key=lambda other: not fits(other, share=recipe.memory_share))
     numbers = sorted({most * part // _PARTS for part in range(1, _PARTS + 1)} - {0})
-    others = (build_recipe(**recipe.values | {"bcd_passes_on_host": number}) for number in numbers)
-    return _fastest([recipe, *others]) or recipe
+    return _fastest([recipe, *(others[number - 1] for number in numbers)]) or recipe
 
 
 def reason_for_rule(recipe: Recipe) -> str:
