@@ -32,7 +32,7 @@ from megatron.bcd.config import BcdConfig, TrainingConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.config.sections import dashed
 from megatron.bcd.huggingface.architecture import CONFIG, TRANSFORMERS
-from megatron.bcd.pipeline.build import kept_passes
+from megatron.bcd.pipeline.build import host_passes, kept_passes, repeated_passes
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.estimate import EQUAL_STEPS, Estimate
@@ -98,8 +98,9 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
     "bcd_layers_per_pass": {},
     "bcd_saved_inputs": {"choices": ("device", "host"), "help": "with breadth-first: where inputs of chunks wait for"
         " the backward pass (default: device)"},
-    "bcd_saved_activations": {"choices": ("auto", "recompute", "device"), "help": "with breadth-first: device = no"
-        " forward pass is repeated, auto = as few as fit (default: recompute)"},
+    "bcd_saved_activations": {"choices": ("auto", "recompute", "device", "host"), "help": "with breadth-first: device,"
+        " host = no forward pass is repeated, auto = as few as fit (default: auto)"},
+    "bcd_passes_on_host": {"help": "with auto: passes whose activations wait in host memory (default: the fastest)"},
     "bcd_main_params": {},
     "host_memory_gb": {"type": float, "metavar": "GB", "help": "host memory of a node in 10^9 bytes; a plan that needs"
         " more does not fit (default: this machine's)"},
@@ -546,9 +547,10 @@ def _layout(recipe: Recipe) -> str:
     if config.is_breadth_first:
         parts.append(f"breadth-first in chunks of {size} layer{'s' * (size > 1)}")
         parts.append("saved inputs in host memory") if config.bcd.bcd_saved_inputs == "host" else None
-        passes = kept_passes(recipe.memory.schedule_shape(0))
-        kept = len(passes[: recipe.memory.num_kept])
-        parts.append(f"{kept} of {len(passes)} forward passes not repeated") if kept else None
+        shape = recipe.memory.schedule_shape(0)
+        number, kept, on_host = (len(passes(shape, 0)) for passes in (repeated_passes, kept_passes, host_passes))
+        parts.append(f"{kept + on_host} of {number} forward passes not repeated") if kept + on_host else None
+        parts.append(f"activations of {on_host} of them in host memory") if on_host else None
     if recipe.is_streamed:
         resident = config.bcd.bcd_resident_layers
         what = "layers" if config.is_breadth_first else "frozen layers"

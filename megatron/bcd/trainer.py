@@ -134,7 +134,7 @@ class Trainer:
         """Build the parts that train, evaluate, log, check and save the model. Each phase builds its own optimizer."""
         config = self.config
         self.active = ActiveBlock(model=self.model, config=config, partition=self.partition, stage=self.stage)
-        self.pipeline = PipelineSchedule(config, self.active.passes, num_kept=run.memory.num_kept)
+        self.pipeline = PipelineSchedule(config, self.active.passes, kept=run.memory.kept)
         self.lr_scheduler = build_scheduler(
             config, SimpleNamespace(param_groups=[]), functools.partial(data.samples_after, config)
         )

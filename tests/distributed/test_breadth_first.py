@@ -142,7 +142,7 @@ def test_compiled_updates_have_the_same_bits_in_host_memory(world1: World, tmp_p
     for name, more in {
         "off": {},
         "on": {"bcd_compile": "on"},
-        "host": {"bcd_compile": "on", "bcd_layers_on": "host"},
+        "host": {"bcd_compile": "on", "bcd_layers_on": "host", "bcd_saved_activations": "host"},
     }.items():
         config = config_of(flags, save=tmp_path / name, **rope | more)
         [runs[name]] = world1.run(compiled_part, config)
@@ -324,20 +324,36 @@ def test_full_training_by_streaming(world1: World, world2: World, tmp_path: Path
     assert worlds.same_bits(tensors_of(world1, left, 3), tensors_of(world1, right, 3)) == []
 
 
-@pytest.mark.parametrize(("method", "place"), [("pretrain", "device"), ("finetune", "host")])
-def test_kept_activations_change_no_bit(world1: World, tmp_path: Path, method: str, place: str) -> None:
-    """With --bcd-saved-activations device no forward pass is repeated, and training is the same bit for bit."""
-    case = {"cut": "one", "method": method, "precision": "bf16", "place": place, "layers": "2"}
-    runs, passes = [], []
-    for choice in ("recompute", "device"):
-        flags = breadth_first(case) | {"bcd_saved_activations": choice, "save": tmp_path / choice}
-        [(run, number)] = world1.run(count_forwards, config_of(case, **flags))
-        runs.append(run)
-        passes.append(number)
-    assert resumed_runs.differences(runs[0], runs[1:]) == []
-    assert passes[0] - passes[1] == 3 * 4 * 2  # steps, microbatches, and chunks without the last one
-    weights = [tensors_of(world1, tmp_path / choice, 3) for choice in ("recompute", "device")]
-    assert worlds.same_bits(*weights) == []
+DROPOUT = {"hidden_dropout": 0.5, "attention_dropout": 0.5}
+KEPT_RUNS: dict[str, dict[str, Any]] = {
+    "one-pretrain-bf16-device": {},
+    "one-finetune-bf16-host": DROPOUT,
+    "one-paper-bf16-host": {"recompute_granularity": "selective"},
+    "one-experts-fp32-host": {"moe_grouped_gemm": True},
+    "tensor-orthogonal-bf16-host": {},
+    "pipeline-factored-bf16-host": DROPOUT,
+}
+
+
+@pytest.mark.parametrize("name", KEPT_RUNS)
+def test_kept_activations_change_no_bit(world1: World, world2: World, tmp_path: Path, name: str) -> None:
+    """With --bcd-saved-activations device or host no forward pass is repeated, with auto some are, and training is the
+    same bit for bit."""
+    case = dict(zip(("cut", "method", "precision", "place"), name.split("-"), strict=True)) | {"layers": "1"}
+    some = {"bcd_saved_activations": "auto", "bcd_passes_on_host": 7, "recompute_memory_gib": 1e-6}
+    choices: dict[str, dict[str, Any]] = {"some": some}
+    choices |= {choice: {"bcd_saved_activations": choice} for choice in ("recompute", "device", "host")}
+    runs, passes, weights = {}, {}, {}
+    for choice, more in choices.items():
+        config = config_of(case, **breadth_first(case) | KEPT_RUNS[name] | more, save=tmp_path / choice)
+        ranks = (world1, world2)[CUTS[case["cut"]][0] - 1].run(count_forwards, config)
+        runs[choice], passes[choice] = [run for run, _ in ranks], sum(number for _, number in ranks)
+        weights[choice] = tensors_of(world1, tmp_path / choice, 3)
+    assert passes["device"] == passes["host"] < passes["some"] < passes["recompute"]
+    for choice in ("some", "device", "host"):
+        for expected, other in zip(runs["recompute"], runs[choice], strict=True):
+            assert resumed_runs.differences(expected, [other]) == []
+        assert worlds.same_bits(weights["recompute"], weights[choice]) == []
 
 
 def count_forwards(config: Any) -> tuple[dict[str, Any], int]:

@@ -142,14 +142,17 @@ def test_limits_of_containers(tmp_path: Path, version: int) -> None:
 
 
 def with_little_memory(config: Any) -> str:
-    """Return the error of a run on a machine with 64 KiB of free memory."""
-    with mock.patch.object(host_memory, "available_bytes", lambda: 1 << 16), pytest.raises(ValueError) as raised:
+    """Return the error of a run on a machine with 4 KiB of free memory."""
+    with mock.patch.object(host_memory, "available_bytes", lambda: 1 << 12), pytest.raises(ValueError) as raised:
         worlds.train_run(config)
     return str(raised.value)
 
 
-def test_too_little_host_memory(world2: World) -> None:
-    """All ranks refuse --bcd-layers-on host if host memory is too small."""
+def test_too_little_host_memory(world1: World, world2: World) -> None:
+    """All ranks refuse --bcd-layers-on host if host memory is too small, and activations that do not fit."""
+    activations = {"bcd_schedule": "breadth-first", "bcd_saved_activations": "host"}
+    [error] = world1.run(with_little_memory, config_of(CASES[0] | {"cut": "one"}, **activations))
+    assert error.startswith("--bcd-saved-activations: needs 0.00 more GiB of host memory, and 0.00 are available.")
     config = config_of(CASES[0] | {"cut": "data"}, bcd_layers_on="host")
     for error in world2.run(with_little_memory, config):
         assert error.startswith("--bcd-layers-on host: ") and error.endswith("--bcd-layers-on device.")
@@ -176,7 +179,8 @@ def test_limits_of_processes(world1: World, case: str, flag: str) -> None:
     config = config_of(CASES[0] | {"cut": "one"}, bcd_layers_on="host")
     [error] = world1.run(refused, config, case)
     assert error.startswith("--bcd-layers-on host: ") and f"ulimit {flag}" in error
-    assert error.endswith("--bcd-layers-on device."), "what Megatron Core adds says nothing to a user"
+    ends = ("or give --bcd-layers-on device.", "or leave --bcd-layers-on host out.")
+    assert error.endswith(ends), "what Megatron Core adds says nothing to a user"
 
 
 def locked_by(config: Any, code: int) -> tuple[list[tuple[str, int, bool]], list[str]]:

@@ -17,6 +17,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.model import linear_loss
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.step import Step
+from megatron.bcd.planner import run_state
 
 LLAMA = {"form": "llama", "max_position_embeddings": None, "make_vocab_size_divisible_by": 132}
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
@@ -76,6 +77,32 @@ def test_in_16_bits(world1: World, text_data: str) -> None:
     [stock] = world1.run(run_of, worlds.run_config(**flags), chunk=None)
     [linear] = world1.run(run_of, worlds.run_config(**flags, **LINEAR), chunk=24)
     assert_alike([linear], [stock], of_loss=1e-5, of_gradient=2e-2)
+
+
+def resolved_run(config: RunConfig, *, most: int) -> dict[str, Any]:
+    """Return the losses of a run that stores at most `most` bytes of logits, and its notes about them."""
+    with mock.patch.object(run_state, "_MOST_LOGITS", most), worlds.started(config) as run:
+        run.train()
+        return {
+            "losses": worlds.outcome(run)["losses"],
+            "notes": [note for note in run.recorder.summary.notes if "logits" in note],
+        }
+
+
+def test_large_logits_are_not_stored(world1: World, text_data: str) -> None:
+    """Without a flag the linear loss is used where logits take more than a limit, and the run says so."""
+    flags = {"data_path": text_data, "train_iters": 2}
+    plain, linear, off = (
+        worlds.run_config(**flags),
+        worlds.run_config(**flags, **LINEAR),
+        {"no_cross_entropy_loss_fusion": True},
+    )
+    num_bytes = 2 * 32 * worlds.PADDED_VOCABULARY * 4
+    expected = world1.run(resolved_run, linear, most=num_bytes)
+    assert world1.run(resolved_run, plain, most=num_bytes - 1) == expected
+    small = world1.run(resolved_run, plain, most=num_bytes)
+    assert world1.run(resolved_run, worlds.run_config(**flags, **off), most=0) == small != expected
+    assert small[0]["notes"] == [] and "--no-cross-entropy-loss-fusion" in expected[0]["notes"][0]
 
 
 def test_masked_tokens(world1: World, tmp_path: Path) -> None:

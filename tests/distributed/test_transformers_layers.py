@@ -121,11 +121,11 @@ WAYS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_layers_on_host(world1: World, text_data: str, source: Path, tmp_path: Path, name: str, way: str) -> None:
-    """Ten steps with layers in host memory equal ten on the device, bit for bit, by every preset and with one block,
-    though the run stops after five and resumes."""
+    """Ten steps with layers and activations in host memory equal ten on the device that repeat forward passes, bit for
+    bit, by every preset and with one block, though the run stops after five and resumes."""
     flags = HOST | WAYS[way] | {"train_iters": 10}
     [on_device] = world1.run(trained, run_of(source, text_data, bcd_layers_on="device", **flags))
-    flags |= {"bcd_layers_on": "host"}
+    flags |= {"bcd_layers_on": "host", "bcd_saved_activations": "host"}
     [first] = world1.run(trained, run_of(source, text_data, save=str(tmp_path / "run"), exit_interval=5, **flags))
     [rest] = world1.run(trained, run_of(source, text_data, load=str(tmp_path / "run"), **flags))
     assert first["losses"] + rest["losses"] == on_device["losses"] and len(rest["losses"]) == 5

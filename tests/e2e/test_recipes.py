@@ -23,6 +23,7 @@ from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.recipe import METHODS, Recipe
+from megatron.bcd.planner.run_state import with_loss
 from megatron.bcd.planner.tables import read_clusters
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -103,9 +104,10 @@ def assert_agrees(config: RunConfig, planned: Recipe) -> None:
     order = config.bcd.bcd_order  # passed on to the training script; no estimate depends on it
     inputs = "host" if plan.bcd.bcd_saved_inputs == "host" else "auto"  # the run finds that they fit on the device
     expected = replace(plan.bcd, bcd_num_blocks=planned.num_blocks_flag, bcd_order=order, bcd_saved_inputs=inputs)
-    if not planned.memory.num_kept:
+    if not any(planned.memory.kept.values()):
         expected = replace(expected, bcd_saved_activations="recompute")
     assert config.bcd == expected
+    config = with_loss(config, padded_vocab_size=planned.padded_vocabulary)
     assert config.optimizer.optimizer == plan.optimizer.optimizer
     assert config.optimizer.optimizer_cpu_offload == plan.optimizer.optimizer_cpu_offload
     assert {name: config.transformer[name] for name in plan.transformer} == plan.transformer

@@ -14,6 +14,7 @@ from support.gpu_worlds import Worlds
 from megatron.bcd.runtime import device
 
 HOST = {"bcd_schedule": "breadth-first", "bcd_layers_on": "host", "bcd_saved_inputs": "host"}
+HOST |= {"bcd_saved_activations": "auto", "bcd_passes_on_host": 3, "recompute_memory_gib": 1e-6}
 CASES: dict[str, dict[str, Any]] = {
     "pretrain": {"bcd_preset": "pretrain", "overlap_grad_reduce": True},
     "factored": {"bcd_num_blocks": 0, "bcd_inactive_update": "factored", "bcd_steps_per_block": None},
@@ -47,8 +48,8 @@ def run(config: Any, *, is_mutant: bool = False) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_late_is_the_same(late: Worlds, gpus: Worlds, case: str) -> None:
-    """A breadth-first run with layers and saved inputs in host memory, where all copies are late, equals a run with
-    layers on the device bit for bit."""
+    """A breadth-first run with layers, saved inputs and some activations in host memory, where all copies are late,
+    equals a run with layers on the device bit for bit."""
     depth = gpus(2).run(run, config_of(case))
     for expected, other in zip(depth, late(2).run(run, config_of(case, **HOST)), strict=True):
         assert resumed_runs.differences(expected, [other]) == []

@@ -18,7 +18,7 @@ from support.gpu_worlds import Worlds
 from torch import distributed
 
 from megatron.bcd.model.host_layers import HostLayers, _Buffer, _Layer
-from megatron.bcd.pipeline.saved_inputs import SavedInputs
+from megatron.bcd.pipeline.saved_tensors import SavedTensors
 
 CASES: dict[str, dict[str, Any]] = {
     "layers": {},
@@ -117,7 +117,7 @@ def test_a_mutant_fails(late: Worlds, gpus: Worlds, tmp_path: Path, mutant: str)
 CHUNKS, MICROBATCHES, STEPS = 3, 2, 2
 
 
-INPUT_MUTANTS: dict[str, Callable[[SavedInputs], Any]] = {
+INPUT_MUTANTS: dict[str, Callable[[SavedTensors], Any]] = {
     "saves before the values are computed": lambda saved: mock.patch.object(
         saved._out._stream, "wait_stream", _nothing
     ),
@@ -129,19 +129,25 @@ INPUT_MUTANTS: dict[str, Callable[[SavedInputs], Any]] = {
 def sums(*, on_host: bool, mutant: str | None = None) -> list[float]:
     """Return the sums of all saved tensors, in the order of a backward pass."""
     with worlds.parallel(worlds.run_config(mock_data=True, split=None)):
-        saved = SavedInputs(on_host=on_host)
+        saved, stays = SavedTensors(), dict[Any, Any]()
         places = [(chunk, microbatch) for chunk in range(CHUNKS) for microbatch in range(MICROBATCHES)]
         results = []
         with INPUT_MUTANTS[mutant](saved) if mutant else contextlib.nullcontext():
             for step in range(STEPS):
                 for number, place in enumerate(places):
-                    saved.save(place, torch.full((64, 64), step + number / 8, device="cuda") + 1)
+                    stays[place] = torch.full((64, 64), step + number / 8, device="cuda") + 1
+                    if on_host:
+                        stays[place] = saved.pack(place, (), stays[place])
+                        saved.save(place)
                 order = places[::-1]
-                for place, coming in zip(order, [*order[1:], None], strict=True):
-                    tensor = saved.take(place)
-                    if coming is not None:
+                for place, coming in zip(order, [*order[1:], order[0]], strict=True):
+                    if on_host:
+                        saved.load(place)
                         saved.prefetch(coming)
-                    results.append(tensor.sum())
+                        results.append(stays[place]().sum())
+                        saved.drop(place)
+                    else:
+                        results.append(stays[place].sum())
         return torch.stack(results).tolist()
 
 

@@ -137,6 +137,22 @@ def test_allocated_is_planned(gpus: Worlds, text_data: str, name: str) -> None:
             assert step["asked_peak"] <= high and low <= step["peak"] <= high + UNSPLIT, (rank, step, plan)
 
 
+def bytes_on_host(config: Any) -> int:
+    """Return the bytes of host memory in which activations wait."""
+    with worlds.started(config) as run:
+        run.train()
+        return sum(len(buffer) for buffer in run.pipeline._saved._buffers.values())
+
+
+def test_activations_in_host_memory(gpus: Worlds, text_data: str) -> None:
+    """Activations in host memory take the planned bytes within 5 %, so weights are not among them."""
+    flags = SIZES | RUNS["breadth_first_streamed_on_host"]
+    memory = recipe_of(flags).memory
+    planned = memory.activations(0, 0).host_bytes(memory.recomputed(0, 0))
+    [used] = gpus(1).run(bytes_on_host, worlds.run_config(data_path=text_data, **flags, train_iters=2))
+    assert used == pytest.approx(planned, rel=0.05)
+
+
 OF_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "blocks": {"bcd_num_blocks": 3, "bf16": True},
     "breadth_first_streamed": {"bcd_preset": "finetune", "bcd_num_blocks": None, "bf16": True}

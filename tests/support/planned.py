@@ -37,6 +37,10 @@ RUNS: dict[str, dict[str, Any]] = {
     | {"bcd_inactive_update": "factored"},
     "streamed": {"bf16": True, "bcd_layers_on": "host", "bcd_num_blocks": 3},
     "breadth_first_streamed_kept": BREADTH_FIRST | {"bcd_layers_on": "host", "bcd_saved_activations": "device"},
+    "breadth_first_streamed_on_host": BREADTH_FIRST | {"bcd_layers_on": "host", "bcd_saved_activations": "host"},
+    "breadth_first_streamed_pipeline2": TWO
+    | BREADTH_FIRST
+    | {"bcd_layers_on": "host", "bcd_saved_activations": "device", "pipeline_model_parallel_size": 2},
     "breadth_first_streamed": BREADTH_FIRST | {"bcd_layers_on": "host", "bcd_resident_layers": 1},
     "breadth_first_streamed_data2": TWO
     | BREADTH_FIRST
@@ -77,8 +81,9 @@ def recipe_of(flags: dict[str, Any], model: Model | None = None) -> Recipe:
     names = (
         "bcd_layout", "bcd_inactive_update", "bcd_layers_on", "bcd_resident_layers", "bcd_frozen",
         "bcd_always_active", "bcd_head_phase", "adam_moments_dtype", "cross_entropy_fusion_impl", "bcd_schedule",
-        "bcd_layers_per_pass", "bcd_saved_inputs", "bcd_saved_activations", "optimizer", "muon_momentum_dtype",
-        "pipeline_model_parallel_size", "context_parallel_size", "bcd_order", "expert_model_parallel_size",
+        "bcd_layers_per_pass", "bcd_saved_inputs", "bcd_saved_activations", "bcd_passes_on_host", "optimizer",
+        "muon_momentum_dtype", "pipeline_model_parallel_size", "context_parallel_size", "bcd_order",
+        "expert_model_parallel_size",
     )  # fmt: skip
     method = "offload" if flags.get("optimizer_cpu_offload") else flags.get("bcd_preset", "bcd")
     return make_recipe(

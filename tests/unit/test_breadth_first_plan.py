@@ -6,12 +6,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from support.plan_checker import Message, action_message, check_no_deadlock
 
 from megatron.bcd.blocks.partition import Partition, partition
-from megatron.bcd.pipeline.build import build_plan, peak_graphs
+from megatron.bcd.pipeline.build import build_plan, host_passes, kept_passes, peak_graphs
 from megatron.bcd.pipeline.plan import Kind, Plan, PlanShape, evaluation_shape, phase_shape
 from megatron.bcd.pipeline.simulate import simulate
 
@@ -102,7 +103,11 @@ def _check_stage(plan: Plan, stage: int) -> Iterator[Message]:
     assert forward == set(itertools.product(on_stage, microbatches))
     assert gradients == set(itertools.product(trainable, microbatches))
     assert updated == {virtual for virtual in trainable if shape.updated[virtual]} and not graphs
-    assert peak_graphs(actions) == bool(trainable), "activations of one microbatch at a time"
+    kept, on_host = set(kept_passes(shape, stage)), host_passes(shape, stage)
+    expected = len(kept) + len(on_host) + (shape.last in trainable) if kept or on_host else bool(trainable)
+    assert peak_graphs(actions) == expected, "activations of one microbatch at a time, and those that wait"
+    per_chunk = Counter(chunk for chunk, _ in on_host if (chunk, 0) not in kept)
+    assert not kept & {*on_host} and (not per_chunk or max(per_chunk.values()) - min(per_chunk.values()) <= 1)
 
 
 @pytest.mark.parametrize("layers_per_pass", [1, 2, 4, 6])
@@ -140,6 +145,7 @@ def test_several_stages(stages: int) -> None:
                 updated=active,
             )
             check_order(shape)
+            check_order(replace(shape, num_kept=number * (chunks // 2), num_on_host=chunks))
             if first == 0 and number >= stages:
                 assert simulate(build_plan(shape)).iteration_time <= 4 * chunks * number + 3 * (stages - 1)
             simulate(build_plan(shape), message=0.1)

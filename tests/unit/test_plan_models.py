@@ -25,6 +25,7 @@ from megatron.bcd.planner.run_state import RunMemory
 from megatron.bcd.planner.tensors import count_parameters
 
 CARD = ("--gpu", "rtx4090", "--num-gpus", "1")
+ON_DEVICE = ("--bcd-passes-on-host", "0")
 COLUMNS = "name,form,layers,hidden,heads,groups,ffn,vocabulary,sequence,source"
 
 
@@ -164,7 +165,7 @@ def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path:
     """A model with frozen layers on the host fits one card; copies take time only in short steps, and host memory is
     counted."""
     large = folder(tmp_path, PUBLISHED["Llama-3-8B"][0], name="large")
-    flags = ("--task", "sft", *BLOCKS, "--model", large, *CARD, "--bcd-always-active", "head", "--json")
+    flags = ("--task", "sft", *BLOCKS, "--model", large, *CARD, "--bcd-always-active", "head", "--json", *ON_DEVICE)
     plan = json.loads(run(capsys, *flags))
     assert "--bcd-schedule breadth-first --bcd-layers-on host" in plan["command"] and plan["time"]["copy_share"] == 0
     assert plan["memory"]["peak_bytes"] <= 0.95 * plan["memory"]["available_bytes"]
@@ -178,7 +179,7 @@ def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path:
     weights = 2 * 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
     expected = 2 * weights + 2 * 128256 * 4096
     assert plan["memory"]["host_bytes"] == pytest.approx(expected, rel=1e-3), "low bits of main parameters; embedding"
-    refused = run(capsys, *flags[:-1], "--bcd-layers-on", "host", "--recompute", "full", code=2)
+    refused = run(capsys, *flags, "--bcd-layers-on", "host", "--recompute", "full", code=2)
     assert "--recompute full: --bcd-schedule breadth-first recomputes" in refused
     gb = (plan["memory"]["host_bytes"] + plan["memory"]["saving_bytes"]) / 1e9
     assert json.loads(run(capsys, *flags, "--host-memory-gb", f"{gb + 0.1:.1f}")) == plan
@@ -188,7 +189,7 @@ def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_every_layer_with_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A 14B model trains every layer if host memory suffices, or the plan says how much does; only short steps wait for
     copies."""
-    flags = ("--task", "sft", "--model", folder(tmp_path, LARGE["Qwen2.5-14B"][0]), *CARD, "--json")
+    flags = ("--task", "sft", "--model", folder(tmp_path, LARGE["Qwen2.5-14B"][0]), *ON_DEVICE, *CARD, "--json")
     found = json.loads(run(capsys, *flags, "--host-memory-gb", "64"))
     command = found["command"].replace("\\\n    ", "")
     assert "--bcd-inactive-update factored --bcd-num-blocks 0" in command
@@ -217,17 +218,18 @@ def test_every_layer_with_layers_on_the_host(capsys: pytest.CaptureFixture[str],
 
 
 def test_the_loss_without_logits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The linear loss is chosen where logits cost recomputation, and offered where a plan does not fit."""
+    """The linear loss, the run's default for large logits, saves recomputation. It is offered in place of another where
+    a plan does not fit."""
     small = folder(tmp_path, PUBLISHED["Qwen3-0.6B"][0])
     flags = ("--task", "sft", *BLOCKS, "--model", small, *CARD, "--seq-length", "2048", "--micro-batch-size")
     native = ("--cross-entropy-fusion-impl", "native")
-    assert "linear" not in run(capsys, *flags, "4")
+    assert "loss without logits" in run(capsys, *flags, "4") and "loss without" not in run(capsys, *flags, "4", *native)
     chosen, other = (json.loads(run(capsys, *flags, "8", "--json", *more)) for more in ((), native))
-    assert "--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear" in chosen["command"]
+    assert "--cross-entropy" not in chosen["command"] and "--cross-entropy-fusion-impl native" in other["command"]
     assert [found["recipe"]["recompute"] for found in (chosen, other)] == ["none", "auto"]
     assert chosen["recipe"]["num_blocks"] < other["recipe"]["num_blocks"]
     text = ("--method", "bcd", "--precision", "bf16", *flags[4:], "8")
-    offered = json.loads(run(capsys, *text, "--json", code=1))["what_fits"]
+    offered = json.loads(run(capsys, *text, *native, "--json", code=1))["what_fits"]
     assert any("--cross-entropy-fusion-impl linear" in each["flags"] for each in offered)
 
 
@@ -312,7 +314,11 @@ def test_search_over_chunks_and_micro_batches(capsys: pytest.CaptureFixture[str]
     """A search finds larger, faster chunks and micro-batches; given ones win, and without it memory stays free. What is
     left repeats fewer passes."""
     flags = ("--task", "sft", "--model", "LLaMA-7B", *CARD, "--method", "finetune", "--json")
-    kept = json.loads(run(capsys, *flags))
+    on_host, kept = (json.loads(run(capsys, *flags, *more)) for more in ((), ON_DEVICE))
+    [number] = map(int, re.findall(r"--bcd-saved-activations auto --bcd-passes-on-host (\d+)", on_host["command"]))
+    bytes_of_pass = (on_host["memory"]["host_bytes"] - kept["memory"]["host_bytes"]) / number
+    assert 100e6 < bytes_of_pass < 1e9 and on_host["memory"]["peak_bytes"] < 0.951 * 23.6 * 2**30
+    assert on_host["time"]["iteration_seconds"] < 0.98 * kept["time"]["iteration_seconds"]
     assert "--bcd-saved-activations auto --recompute-memory-gib 21.42" in kept["command"].replace("\\\n    ", "")
     flags = (*flags, "--bcd-saved-activations", "recompute")
     found = json.loads(run(capsys, *flags, "--search"))

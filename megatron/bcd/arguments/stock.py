@@ -129,6 +129,10 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "help": "the active block's optimizer: adam (AdamW, unless --no-decoupled-weight-decay), or muon for matrices "
         "of layers and adam for everything else",
     },
+    "cross_entropy_loss_fusion": {
+        "default": None,
+        "help": "fuse the loss; default: --cross-entropy-fusion-impl linear above 1 GiB of a micro-batch's logits",
+    },
     "cross_entropy_fusion_impl": {
         "choices": ("native", "linear"),
         "help": "linear: head and loss together, with the logits of a few tokens at a time; not bit-equal",
@@ -219,6 +223,7 @@ BELONG_TO = {
     "bcd_max_steps_per_block",
     "--bcd-layers-on=host": "bcd_resident_layers",
     "--bcd-schedule=breadth-first": "bcd_layers_per_pass bcd_saved_inputs bcd_saved_activations",
+    "--bcd-saved-activations=auto": "bcd_passes_on_host",
     "--bcd-inactive-update": "bcd_inactive_lr_ratio bcd_inactive_grad_dtype",
 }
 """Conditions (see ``flags.holds``), and the fields whose flags have no effect unless one of them is met."""

@@ -377,8 +377,6 @@ def _check_breadth_first(run: Run) -> Iterator[str]:
         yield f"--bcd-layers-per-pass {size}: must divide the layers of a pipeline stage. Give a divisor."
     if stages == 1:
         return
-    if run.bcd_saved_activations != "recompute":
-        yield f"--bcd-saved-activations {run.bcd_saved_activations}: needs one pipeline stage. Leave it out."
     chunks = {"num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"} & run.given.keys()
     if chunks and "bcd_layers_per_pass" in run.given:
         yield f"--bcd-layers-per-pass and {flag_name(min(chunks))} cannot be combined. Leave one of them out."

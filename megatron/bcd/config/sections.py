@@ -35,8 +35,9 @@ REPORT = "report"
 MAY_CHANGE = (
     "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "bcd_layers_on",
     "bcd_resident_layers", "bcd_schedule", "bcd_layers_per_pass", "bcd_saved_inputs", "bcd_saved_activations",
-    "bcd_compile", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout", "pipeline_cut", "recompute", "recompute_memory_gib", "num_workers",
+    "bcd_passes_on_host", "bcd_compile", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout", "pipeline_cut", "recompute",
+    "recompute_memory_gib", "num_workers",
 )  # fmt: skip
 """Our own fields that a resumed run may change without a message."""
 
@@ -242,9 +243,15 @@ class BcdConfig:
     )
     bcd_saved_activations: str = option(
         "recompute",
-        "with --bcd-schedule breadth-first on one pipeline stage: recompute = each chunk's forward pass is repeated "
-        "before its backward pass; device = its activations wait there instead; auto = as many as fit",
-        choices=("auto", "recompute", "device"),
+        "with --bcd-schedule breadth-first: recompute = each chunk's forward pass is repeated before its backward "
+        "pass; device = its activations wait there instead; host = in page-locked host memory; auto = as many as fit "
+        "on the device, and of the others --bcd-passes-on-host",
+        choices=("auto", "recompute", "device", "host"),
+    )
+    bcd_passes_on_host: int = option(
+        0,
+        "with --bcd-saved-activations auto: how many passes of a microbatch through a chunk, on each stage, keep their "
+        "activations in host memory because the device has no room. tools/plan.py says how many PCIe has time for",
     )
     bcd_compile: str = option(
         "auto",

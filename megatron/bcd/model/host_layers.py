@@ -12,6 +12,7 @@ is unchanged, bit for bit. See docs/layers_on_host.md.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -333,10 +334,11 @@ class HostLayers:
                 for parameter, part in layer.state_parts(buffer.state).items():
                     self._copy(layer, layer.state[parameter], to=part, buffer=buffer)
 
-    def saved_by_graphs(self) -> contextlib.AbstractContextManager[Any]:
+    def saved_by_graphs(self, pack_other: Callable[..., Any] | None = None) -> contextlib.AbstractContextManager[Any]:
         """Return a context whose graphs read the weights of the last `load` where they are in the backward pass.
 
-        Between, the buffers have the weights of other layers.
+        Between, the buffers have the weights of other layers. Of other tensors, graphs save what `pack_other` returns:
+        the tensor, or a function that returns it.
         """
         layers = self._streamed([*self._loaded])
         starts = {each.data_ptr(): each for layer in layers for each in layer.parameters}
@@ -344,22 +346,19 @@ class HostLayers:
 
         def pack(tensor: torch.Tensor) -> Any:
             if _storage(tensor) not in buffers:
-                return tensor
+                return tensor if pack_other is None else pack_other(tensor)
             start = max(start for start in starts if start <= tensor.data_ptr())
             offset = (tensor.data_ptr() - start) // tensor.element_size()
-            return starts[start], tensor.size(), tensor.stride(), offset
+            return functools.partial(view, starts[start], tensor.size(), tensor.stride(), offset)
 
-        def unpack(saved: Any) -> torch.Tensor:
-            if isinstance(saved, torch.Tensor):
-                return saved
-            parameter, size, stride, offset = saved
+        def view(parameter: torch.Tensor, size: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
             if size == parameter.size() and stride == parameter.stride():
-                return parameter  # type: ignore[no-any-return]
+                return parameter
             return parameter.detach().as_strided(size, stride, parameter.storage_offset() + offset)
 
-        if not starts:
+        if not starts and pack_other is None:
             return contextlib.nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved() if callable(saved) else saved)
 
     def state(self, parameter: torch.nn.Parameter) -> State:
         """Return the parameter's state, on the device after `load` with state if this rank owns it."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from megatron.bcd.model.builder import get_host_layers, select_chunk
+from megatron.bcd.model.builder import get_host_layers, select_chunk, unwrap_model
 from megatron.bcd.model.loss import sum_losses
 from megatron.bcd.optim.step import Step
+from megatron.bcd.pipeline.build import host_passes
 from megatron.bcd.pipeline.execute import Iteration
 from megatron.bcd.pipeline.plan import Action, Kind
-from megatron.bcd.pipeline.saved_inputs import Place, SavedInputs
+from megatron.bcd.pipeline.saved_tensors import Place, SavedTensors
 from megatron.bcd.runtime import rng
 
 _Visit = tuple[int, bool]
@@ -29,25 +31,22 @@ class BreadthFirstIteration(Iteration):
     Args:
         step: the training step; None in an evaluation.
         layers: the layers of each chunk, by their numbers on this stage.
+        saved: what waits in host memory for backward passes.
     """
 
     def __init__(
-        self, *args: Any, step: Step | None, layers: Sequence[range], saved_inputs: SavedInputs, **kwargs: Any
+        self, *args: Any, step: Step | None, layers: Sequence[range], saved: SavedTensors, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._step, self._layers, self._saved_inputs = step, layers, saved_inputs
+        self._step, self._layers, self._saved = step, layers, saved
+        self._on_host = set(host_passes(self._shape, self._stage))
+        backwards = [(action.chunk, action.microbatch) for action in self._actions if action.kind.is_backward]
+        self._next_backward = dict(itertools.pairwise(backwards))
         self._weights = get_host_layers(self._model)
         self._has_messages = self._shape.num_stages > 1
         self._microbatches = list(itertools.islice(self._batches[0], self._shape.num_microbatches))
-        self._next_recomputed: dict[Action, Place] = {}
-        """The next pass that reads a saved input, by backward pass."""
-        coming: Action | None = None
-        for action in reversed(self._actions):
-            if action.kind is Kind.RECOMPUTE:
-                coming = action
-            elif action.kind.is_backward and coming is not None and self._virtual(coming) > 0:
-                self._next_recomputed[action] = coming.chunk, coming.microbatch
-                coming = None
+        self._waiting: dict[Place, Any] = {}
+        """The inputs of passes that are repeated, as `SavedTensors.pack` returns them."""
         self._random_states: dict[Place, rng.States] = {}
         has_dropout = self._config.hidden_dropout > 0 or self._config.attention_dropout > 0
         self._repeats_random_numbers = has_dropout and self._shape.is_training
@@ -93,6 +92,7 @@ class BreadthFirstIteration(Iteration):
         chunk, is_backward = self._visit
         self._weights.load(self._layers[chunk], with_state=is_backward and not self._shape.clips_by_chunk)
         if is_backward:
+            self._saved.release()
             self._training_step.open(chunk)
         if self._visits:
             chunk, is_backward = self._visits[0]
@@ -106,7 +106,10 @@ class BreadthFirstIteration(Iteration):
             self._messages_from(virtual - 1).wait_for(received)
         runs_again = action.kind is Kind.FORWARD_ONLY and not self._shape.is_forward_only(virtual)
         if runs_again and received is not None:
-            self._saved_inputs.save(place, received.detach())
+            self._waiting[place] = received.detach()
+            if self._saved.has_inputs:
+                self._waiting[place] = self._saved.pack(place, (), self._waiting[place])
+                self._saved.save(place)
         if runs_again and self._repeats_random_numbers:
             self._random_states[place] = rng.states()
         self._set_input(place, received, needs_gradient=action.kind.keeps_graph)
@@ -120,18 +123,38 @@ class BreadthFirstIteration(Iteration):
     def _forward_ahead(self, action: Action, place: Place) -> None:
         """Run a forward pass whose graph waits for the backward pass, while other chunks compute."""
         self._enter(action)
-        self._set_input(place, self._inputs.pop(place, None), needs_gradient=True)
-        with self._weights.saved_by_graphs():
+        received, is_on_host = self._inputs.pop(place, None), place in self._on_host
+        if received is not None:
+            self._messages_from(self._virtual(action) - 1).wait_for(received)
+        self._set_input(place, received, needs_gradient=True)
+        pack = functools.partial(self._saved.pack, place, self._storages_of_weights) if is_on_host else None
+        with self._weights.saved_by_graphs(pack):
             self._forward(action, place)
-        output = self._outputs[place]
-        self._inputs[place[0] + 1, place[1]] = output.detach()
-        self._free(output)
+        if is_on_host:
+            self._saved.save(place)
+            if (leaf := self._inputs.get(place)) is not None:  # its values are saved; one element gives it its shape
+                leaf.data = leaf.new_empty(1).expand(leaf.shape)
+        if not self._has_messages:
+            output = self._outputs[place]
+            self._inputs[place[0] + 1, place[1]] = output.detach()
+            self._free(output)
+
+    @functools.cached_property
+    def _storages_of_weights(self) -> set[int]:
+        """Addresses of what graphs save but do not own."""
+        model = unwrap_model(self._model)
+        tensors = itertools.chain(model.parameters(), model.buffers(), self._weights.device_tensors())
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def _recompute(self, action: Action, place: Place) -> None:
         """Repeat a forward pass with a graph."""
         self._enter(action)
-        is_first = self._virtual(action) == 0
-        self._set_input(place, None if is_first else self._saved_inputs.take(place), needs_gradient=True)
+        received = self._waiting.pop(place, None)
+        if callable(received):
+            self._saved.load(place)
+            received = received()
+            self._saved.drop(place)
+        self._set_input(place, received, needs_gradient=True)
         with rng.repeating(self._random_states.pop(place, None)):
             self._forward(action, place)
         self._free(self._outputs[place])
@@ -148,9 +171,13 @@ class BreadthFirstIteration(Iteration):
 
     def _backward(self, action: Action, place: Place) -> None:
         self._enter(action)
-        if action in self._next_recomputed:  # its input arrives during this backward pass
-            self._saved_inputs.prefetch(self._next_recomputed[action])
+        if place in self._on_host:
+            self._saved.load(place)
+        if place in self._next_backward:  # what it reads arrives during this backward pass
+            self._saved.prefetch(self._next_backward[place])
         super()._backward(action, place)
+        if place in self._on_host:
+            self._saved.drop(place)
         if not self._has_messages and place in self._input_gradients:
             self._output_gradients[place[0] - 1, place[1]] = self._input_gradients.pop(place)
 

@@ -38,7 +38,7 @@ def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
     order: list[Action] = []
     microbatches, last = range(shape.num_microbatches), shape.last if shape.is_training else shape.num_virtual
     by_chunk = [(chunk, shape.virtual_stage(stage, chunk)) for chunk in range(shape.num_chunks)]
-    kept = set(kept_passes(shape)[: shape.num_kept])
+    kept = {*kept_passes(shape, stage), *host_passes(shape, stage)}
     for chunk, virtual in by_chunk:
         for microbatch in microbatches if virtual != last else ():
             is_kept = (chunk, microbatch) in kept
@@ -56,15 +56,36 @@ def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
     return tuple(order)
 
 
-def kept_passes(shape: PlanShape) -> list[tuple[int, int]]:
-    """Return the chunks and microbatches of breadth-first order on one stage that can be kept, the first to keep first.
+@lru_cache(maxsize=4096)
+def repeated_passes(shape: PlanShape, stage: int) -> tuple[tuple[int, int], ...]:
+    """Return the chunks and microbatches of breadth-first order whose passes a stage repeats unless it keeps their
+    activations, the first to keep first.
 
-    These are the passes that would be repeated. Backward passes free the last chunk's first.
+    Backward passes free the last chunk's first.
     """
-    if shape.num_stages > 1:
-        return []
-    chunks = range(shape.last - 1, shape.first_trainable - 1, -1)
-    return [(chunk, microbatch) for chunk in chunks for microbatch in range(shape.num_microbatches)]
+    return tuple(
+        (chunk, microbatch)
+        for chunk in reversed(range(shape.num_chunks))
+        if shape.first_trainable <= shape.virtual_stage(stage, chunk) < shape.last
+        for microbatch in range(shape.num_microbatches)
+    )
+
+
+def kept_passes(shape: PlanShape, stage: int) -> tuple[tuple[int, int], ...]:
+    """Return the passes whose activations wait on the device."""
+    return repeated_passes(shape, stage)[: shape.num_kept]
+
+
+@lru_cache(maxsize=4096)
+def host_passes(shape: PlanShape, stage: int) -> tuple[tuple[int, int], ...]:
+    """Return the passes whose activations wait in host memory.
+
+    Every chunk has as many, spread evenly over its microbatches, so that copies have the time of all of its passes: the
+    reversed bits of 0, 1, 2, 3 are 0, 2, 1, 3.
+    """
+    bits = shape.num_microbatches.bit_length()
+    others = repeated_passes(shape, stage)[shape.num_kept :]
+    return tuple(sorted(others, key=lambda place: f"{place[1]:0{bits}b}"[::-1])[: shape.num_on_host])
 
 
 @lru_cache(maxsize=1024)

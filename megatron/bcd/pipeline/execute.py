@@ -17,7 +17,7 @@ from megatron.bcd.model.builder import select_chunk
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.p2p import Messages
 from megatron.bcd.pipeline.plan import Action, Kind, PlanShape
-from megatron.bcd.pipeline.saved_inputs import Place
+from megatron.bcd.pipeline.saved_tensors import Place
 from megatron.bcd.runtime import device
 from megatron.bcd.runtime.compat.megatron_core import backward_step
 
@@ -165,7 +165,7 @@ class Iteration:
 
     def _send_forward(self, action: Action, place: Place) -> None:
         virtual = self._virtual(action)
-        if self._shape.is_forward_only(virtual) or self._shape.is_breadth_first:
+        if self._shape.is_forward_only(virtual) or not self._outputs[place].requires_grad:
             self._messages_from(virtual).send(self._outputs.pop(place))
         else:  # the backward pass needs the graph, but not the values
             self._messages.send(self._outputs[place], when_sent=self._free)

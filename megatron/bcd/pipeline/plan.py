@@ -112,8 +112,10 @@ class PlanShape:
     clips_by_chunk: bool = False
     """Whether these updates wait for the norm of all gradients, which follows all actions."""
     num_kept: int = 0
-    """In breadth-first order on one stage: the passes of a microbatch through a chunk that are not repeated, because
-    their activations wait for the backward pass. The last chunks come first."""
+    """In breadth-first order: the passes of a microbatch through a chunk that each stage does not repeat, because their
+    activations wait on the device for the backward pass. The last chunks come first."""
+    num_on_host: int = 0
+    """Others whose activations wait in host memory (`build.host_passes`)."""
 
     @property
     def num_virtual(self) -> int:
@@ -210,9 +212,14 @@ class PlanShape:
         return -(-self.first_trainable // (3 if self.first_trainable == self.last else 2))
 
     def mid_phase(self, num_microbatches: int) -> PlanShape:
-        """Return the shape of an iteration of this size in the middle of a phase, behind one that has run ahead."""
+        """Return the shape of an iteration of this size in the middle of a phase, behind one that has run ahead.
+
+        Of its passes the same part is kept.
+        """
         ahead = min(self.microbatches_ahead, num_microbatches)
-        return replace(self, num_microbatches=num_microbatches, done_ahead=ahead, run_ahead=ahead)
+        kept, on_host = (each * num_microbatches // self.num_microbatches for each in (self.num_kept, self.num_on_host))
+        shape = replace(self, num_microbatches=num_microbatches, done_ahead=ahead, run_ahead=ahead)
+        return replace(shape, num_kept=kept, num_on_host=on_host)
 
     @property
     def full_training(self) -> PlanShape:

@@ -17,7 +17,7 @@ from megatron.bcd.pipeline.breadth_first import BreadthFirstIteration
 from megatron.bcd.pipeline.execute import Iteration
 from megatron.bcd.pipeline.p2p import Messages
 from megatron.bcd.pipeline.plan import PlanShape, evaluation_shape, phase_shape
-from megatron.bcd.pipeline.saved_inputs import SavedInputs
+from megatron.bcd.pipeline.saved_tensors import SavedTensors
 from megatron.bcd.runtime import device, distributed
 
 
@@ -29,10 +29,10 @@ class PipelineSchedule:
 
     Args:
         partition: of the model; in breadth-first order the `Partition.in_passes`.
-        num_kept: `PlanShape.num_kept`.
+        kept: `PlanShape.num_kept` and `num_on_host`.
     """
 
-    def __init__(self, config: RunConfig, partition: Partition, *, num_kept: int) -> None:
+    def __init__(self, config: RunConfig, partition: Partition, *, kept: dict[str, int]) -> None:
         self.name = config.bcd.bcd_schedule or "bcd"
         self._partition = partition
         self._timeout_minutes = config.training.distributed_timeout_minutes
@@ -42,8 +42,8 @@ class PipelineSchedule:
         self._done_ahead = 0
         self._inputs_ahead: dict[int, torch.Tensor] = {}
         self._by_chunk = {name: getattr(config, name) for name in ("steps_block_by_chunk", "clips_by_chunk")}
-        self._by_chunk |= {"num_kept": num_kept}
-        self._saved_inputs = SavedInputs(on_host=config.bcd.bcd_saved_inputs == "host")
+        self._by_chunk |= kept
+        self._saved = SavedTensors(has_inputs=config.bcd.bcd_saved_inputs == "host")
         self._channels: tuple[ProcessGroupCollection, Messages, Messages] | None = None
         """Process groups, messages between stages, and those from stages that only run forward."""
 
@@ -116,7 +116,7 @@ class PipelineSchedule:
                 groups,
                 step=step,
                 layers=self._partition.chunks_on_stage(groups.pp.rank()),
-                saved_inputs=self._saved_inputs,
+                saved=self._saved,
                 **arguments,
             )
         else:

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS, RunConfig
-from megatron.bcd.pipeline.build import build_plan, kept_passes, max_graphs
+from megatron.bcd.pipeline.build import build_plan, host_passes, kept_passes, max_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.planner.cost import pass_products
 from megatron.bcd.planner.state import ModelState
@@ -258,25 +258,48 @@ class StageActivations:
         On the way back the gradient of an input replaces it. With --bcd-saved-inputs host the device has those of one
         chunk, and two that are copied back.
         """
-        number, size = self.num_saved_inputs, self.sizes.input
+        size, of_chunk = self.sizes.input, min(self.num_saved_inputs, 1) * self.shape.num_microbatches
+        number = self.num_saved_inputs * self.shape.num_microbatches
+        # activations in host memory have their inputs with them
+        kept, on_host = (len(passes(self.shape, self.stage)) for passes in (kept_passes, host_passes))
         if self.config.bcd.bcd_saved_inputs == "host":  # auto counts as device
-            if place == "host":  # page-locked memory has sizes of powers of two
-                return (1 << (size - 1).bit_length()) * max(0, number - 1) * self.shape.num_microbatches
-            return size * (min(number, 1) * self.shape.num_microbatches + 2)
-        return size * number * self.shape.num_microbatches * (place == "device")
+            if place == "host":
+                return size * max(0, number - of_chunk - kept - on_host)
+            return size * (of_chunk + kept + 2)
+        return size * max(number - on_host, of_chunk) * (place == "device")
 
     def kept_bytes(self, recomputed: Recomputed) -> int:
         """Return the bytes of the passes that are not repeated, without their inputs, which `input_bytes` has."""
-        saved = [sum(bytes_ for bytes_, _ in passes) - self.sizes.input for passes in self._chunks(recomputed)]
-        return sum(saved[chunk] for chunk, _ in kept_passes(self.shape)[: self.shape.num_kept])
+        passes = kept_passes(self.shape, self.stage)
+        return self._passes_bytes(passes, recomputed) - self.sizes.input * len(passes)
+
+    def host_bytes(self, recomputed: Recomputed) -> int:
+        """Return the bytes of page-locked memory for activations."""
+        return self._passes_bytes(host_passes(self.shape, self.stage), recomputed)
+
+    def _passes_bytes(self, passes: Sequence[tuple[int, int]], recomputed: Recomputed) -> int:
+        if not passes:
+            return 0
+        saved = [sum(bytes_ for bytes_, _ in layers) for layers in self._chunks(recomputed)]
+        return sum(saved[chunk] for chunk, _ in passes)
 
     def chunk_peaks(self, recomputed: Recomputed) -> list[int]:
-        """Return the peak of a microbatch in each chunk: what autograd saves and the largest temporary memory."""
-        peaks, chunks = [], self._chunks(recomputed)
+        """Return the peak of a microbatch in each chunk beside `kept_bytes`: what autograd saves and the largest
+        temporary memory.
+
+        The chunk with the head runs while all kept activations wait. Others run backward from them, or behind those
+        that do. Where activations wait in host memory, those of two microbatches are on the device, as a whole until
+        the end of the backward pass.
+        """
+        peaks, chunks, kept = [], self._chunks(recomputed), self.kept_bytes(recomputed)
+        on_host = {chunk for chunk, _ in host_passes(self.shape, self.stage)}
         for number, layers in enumerate(chunks, 1):
             has_head = self._is_last_stage and number == len(chunks)
             saved = sum(saved for saved, _ in layers) + self.sizes.head * has_head
-            peaks.append(max(saved + self._working(layers, has_head=has_head), self.sizes.forward_working))
+            peak = saved + self._working(layers, has_head=has_head) - min(kept, saved) * (not has_head)
+            peaks.append(max(peak, self.sizes.forward_working))
+            if number - 1 in on_host:
+                peaks[-1] = max(peaks[-1], 2 * saved + max(working for _, working in layers) - kept)
         return peaks
 
     def _chunks(self, recomputed: Recomputed) -> list[list[tuple[int, int]]]:

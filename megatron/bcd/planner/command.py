@@ -24,6 +24,7 @@ _GIVEN = {
     "bcd_layers_per_pass": 1,
     "bcd_saved_inputs": "device",
     "bcd_saved_activations": "recompute",
+    "bcd_passes_on_host": 0,
     "bcd_head_phase": None,
     "bcd_frozen": None,
     "bcd_always_active": None,
@@ -78,7 +79,7 @@ def layout_flags(recipe: Recipe) -> list[str]:
         given = {"bcd_schedule": bcd.bcd_schedule} | given
         if config.pipeline_size > 1 and bcd.bcd_layers_per_pass > 1:  # the layout's chunks
             given |= {"bcd_layers_per_pass": None, "num_virtual_stages_per_pipeline_rank": config.num_chunks}
-    if not recipe.memory.num_kept:
+    if not (recipe.memory.num_kept or recipe.memory.num_on_host):
         given.pop("bcd_saved_activations", None)
     elif given["bcd_saved_activations"] == "auto":
         given["recompute_memory_gib"] = f"{recipe.run_gib:g}"

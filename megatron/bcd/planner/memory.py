@@ -42,12 +42,12 @@ def host_bytes(recipe: Recipe) -> int:
 
     Method offload needs weights, gradients and moments. Other methods need offloaded momenta, what 16-bit weights lack
     of their main parameters (--bcd-main-params host), the rank's share of its node's layers in host memory, and saved
-    inputs.
+    inputs and activations.
     """
     stages = range(recipe.pipeline_size)
     if recipe.method == "offload":
         return OFFLOADED_BYTES * max(max(buffers[0].stored) for buffers in recipe.state.buffers)
-    blocks, offloaded = range(recipe.partition.num_blocks), recipe.state.kept_bytes
+    blocks, offloaded, waiting = range(recipe.partition.num_blocks), recipe.state.kept_bytes, 0
     if recipe.is_streamed:
         largest = max(
             len(layers.sizes) * layers.padded + recipe.state.embedding_on_host(stage)
@@ -56,8 +56,11 @@ def host_bytes(recipe: Recipe) -> int:
         per_element = recipe.state.budget.weight + recipe.state.layer_state_bytes
         on_node = min(recipe.num_replicas, recipe.gpus_per_node)
         offloaded += int(per_element * largest) // max(1, on_node // recipe.state.num_expert_parts)
-    if recipe.config.is_breadth_first:
-        offloaded += max(recipe.memory.activations(0, block).input_bytes("host") for block in blocks)
+    for stage, block in product(stages, blocks) if recipe.config.is_breadth_first else ():
+        activations = recipe.memory.activations(stage, block)
+        saved = activations.host_bytes(recipe.memory.recomputed(stage, block)) + activations.input_bytes("host")
+        waiting = max(waiting, saved)
+    offloaded += waiting
     bcd = recipe.config.bcd  # main parameters of inactive updates are on the device or beside the weights
     if len(blocks) == 1 or bcd.bcd_inactive_update != "none" or bcd.bcd_main_params == "drop":
         return offloaded

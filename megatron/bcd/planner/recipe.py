@@ -66,7 +66,9 @@ _TRANSFORMER = (
 """The fields of Megatron Core's TransformerConfig that the formulas read."""
 _OPTIMIZER = ("optimizer", "optimizer_cpu_offload", "optimizer_offload_fraction", "clip_grad")
 """Those of its OptimizerConfig."""
-_NOT_OF_STATE = ("micro_batch_size", "global_batch_size", "bcd_saved_inputs", "bcd_saved_activations")
+_NOT_OF_STATE = (
+    "micro_batch_size", "global_batch_size", "bcd_saved_inputs", "bcd_saved_activations", "bcd_passes_on_host",
+)  # fmt: skip
 """Flags that change no model state."""
 _SECTIONS = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)}
 
@@ -125,6 +127,7 @@ class Recipe:
     def config(self) -> RunConfig:
         """The configuration of the run."""
         config = _build_config(self.model, self.method, self.task, self.precision, self.recompute, self.flags)
+        config = run_state.with_loss(config, padded_vocab_size=self.padded_vocabulary)
         if config.training.pipeline_cut == "auto" and config.pipeline_size > 1:
             return run_state.balance_stages(config, padded_vocab_size=self.padded_vocabulary)
         return config
@@ -329,8 +332,6 @@ class Recipe:
             yield f"{layout}: {schedule} with several stages divides the model into chunks. Leave it out."
         if stages > 1 and context > 1:
             yield f"--context-parallel-size {context}: {schedule} with several stages has chunks. Give 1 of either."
-        if stages > 1 and bcd.bcd_saved_activations == "device":
-            yield "--bcd-saved-activations device: needs one pipeline stage. Leave it out."
         if self.recompute != "none":
             yield f"--recompute {self.recompute}: {schedule} recomputes every layer anyway. Leave it out."
         size = self.flag("bcd_layers_per_pass") or 1  # with several stages the configuration has the derived one

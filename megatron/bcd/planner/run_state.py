@@ -6,6 +6,7 @@ import itertools
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import RunConfig
@@ -14,6 +15,9 @@ from megatron.bcd.pipeline.plan import PlanShape, phase_shape
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.activations import LayerBytes, Recomputed, StageActivations, layer_bytes
 from megatron.bcd.planner.state import ModelState, RankMemory
+
+_MOST_LOGITS = 2**30
+"""Bytes of the logits of a microbatch from which on they are not stored."""
 
 
 def model_state_of(
@@ -92,6 +96,22 @@ def balance_stages(config: RunConfig, *, padded_vocab_size: int) -> RunConfig:
     return config.replace_section("training", pipeline_model_parallel_layout=layout)
 
 
+def logit_bytes(config: RunConfig, *, padded_vocab_size: int) -> int:
+    """Return the bytes of a microbatch's logits on a rank: in fp32 for the loss, and in the run's 16 bits."""
+    tokens = config.training.micro_batch_size * config.model.seq_length // config.context_size
+    return tokens * padded_vocab_size // config.tensor_size * (4 if config.precision == "fp32" else 6)
+
+
+def with_loss(config: RunConfig, *, padded_vocab_size: int) -> RunConfig:
+    """Return the configuration with the linear loss if logits take too much, no flag decides, and layers have it."""
+    is_open = config.transformer.get("cross_entropy_loss_fusion") is None and config.measured is None
+    is_open &= config.model.transformer_impl != "transformers"
+    if not is_open or logit_bytes(config, padded_vocab_size=padded_vocab_size) <= _MOST_LOGITS:
+        return config
+    linear = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
+    return replace(config, transformer={**config.transformer, **linear})
+
+
 def phase_flops(config: RunConfig, partition: Partition, block: int, *, padded_vocab_size: int) -> float:
     """Return the floating-point operations of the matrix products of one sequence in the block's phase, on all ranks.
 
@@ -117,20 +137,28 @@ class RunMemory:
     unfused_attention: bool = False
     """Whether attention scores are in memory."""
     num_kept: int = 0
+    num_on_host: int = 0
     """See `PlanShape`."""
 
+    @property
+    def kept(self) -> dict[str, int]:
+        """The passes of each stage that are not repeated, by their names in `PlanShape`."""
+        return {"num_kept": self.num_kept, "num_on_host": self.num_on_host}
+
     def with_kept(self, *, memory_bytes: float) -> RunMemory:
-        """Return the run with the passes that --bcd-saved-activations keeps; with auto those that fit in all phases."""
+        """Return the run with the passes that --bcd-saved-activations keeps; with auto those that fit on the device in
+        all phases and on all stages, and of the others --bcd-passes-on-host."""
         choice = self.config.bcd.bcd_saved_activations
-        if not self.config.is_breadth_first or self.config.pipeline_size > 1 or choice == "recompute":
+        if not self.config.is_breadth_first or choice == "recompute":
             return self
-        most = len(self.state.chunks) * self.num_microbatches
-        if choice == "device":
-            return replace(self, num_kept=most)
+        most = len(self.state.chunks) // self.config.pipeline_size * self.num_microbatches
+        if choice != "auto":
+            return replace(self, num_kept=most * (choice == "device"), num_on_host=most * (choice == "host"))
+        run = replace(self, num_on_host=self.config.bcd.bcd_passes_on_host)
         does_not_fit = bisect_left(
-            range(most + 1), True, key=lambda n: not replace(self, num_kept=n).fits_in(memory_bytes)
+            range(most + 1), True, key=lambda n: not replace(run, num_kept=n).fits_in(memory_bytes)
         )
-        return replace(self, num_kept=max(0, does_not_fit - 1))
+        return replace(run, num_kept=max(0, does_not_fit - 1))
 
     def with_places(self, *, memory_bytes: float) -> RunMemory:
         """Return the run with what --bcd-layers-on auto and --bcd-saved-inputs auto choose in this memory.
@@ -193,7 +221,7 @@ class RunMemory:
 
     def schedule_shape(self, block: int) -> PlanShape:
         """Return the pipeline schedule in the middle of the block's phase."""
-        return _schedule_shape(self.state, block, self.num_microbatches, num_kept=self.num_kept)
+        return _schedule_shape(self.state, block, self.num_microbatches, **self.kept)
 
     def activations(self, stage: int, block: int) -> StageActivations:
         """Return the activations of a stage in the block's phase."""
@@ -204,13 +232,13 @@ class RunMemory:
 
 
 @lru_cache(maxsize=4096)
-def _schedule_shape(state: ModelState, block: int, num_microbatches: int, *, num_kept: int) -> PlanShape:
+def _schedule_shape(state: ModelState, block: int, num_microbatches: int, **kept: Any) -> PlanShape:
     is_breadth_first = state.config.is_breadth_first
     shape = phase_shape(
         state.passes if is_breadth_first else state.partition,
         block,
         num_microbatches=num_microbatches,
         is_breadth_first=is_breadth_first,
-        num_kept=num_kept,
+        **kept,
     )
     return shape.mid_phase(num_microbatches)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
+from megatron.bcd.pipeline.build import repeated_passes
 from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.measured import LARGE_STEP, finding
 from megatron.bcd.planner.memory import fits, node_bytes
@@ -26,6 +28,8 @@ MOST_GPUS = 512
 _PLANNED_SHARE = 0.95
 """The part of a GPU's memory that a plan fills. The estimate is a formula, and an out-of-memory error costs more than
 recomputing a layer."""
+_PARTS = 8
+"""Parts of the passes whose activations fit in host memory, of which a plan tries to keep none to all there."""
 _STREAMED_SLOWER, _SLOWER = 1.05, 1.02
 """How much longer a step may take: with fewer blocks, if frozen layers are on the host; if it needs less memory."""
 OF_BLOCKS = (
@@ -35,7 +39,7 @@ OF_BLOCKS = (
 """Flags that only methods with blocks have."""
 BLOCK_FLAGS = (
     *OF_BLOCKS, "bcd_layers_on", "bcd_resident_layers", "bcd_schedule", "bcd_layers_per_pass", "bcd_saved_inputs",
-    "bcd_saved_activations",
+    "bcd_saved_activations", "bcd_passes_on_host",
 )  # fmt: skip
 """These, and the flags that inactive updates of all layers and streamed full training have, too."""
 CAN_STREAM = ("bcd", "finetune")
@@ -192,7 +196,7 @@ def place(*, is_open: bool = True, **request: Any) -> Recipe:
         values["bcd_inactive_update"] = rule
         is_timed = has_experts or rule in WHOLE.values()
         if is_timed and (fastest := _fastest(candidates(values, is_open=is_open))):
-            return with_fewest_blocks(fastest)
+            return with_passes_on_host(with_fewest_blocks(fastest))
     smallest = {
         "micro_batch_size": micro_batch_size or 1,
         "bcd_layers_per_pass": values.get("bcd_layers_per_pass") or 1,
@@ -213,7 +217,7 @@ def place(*, is_open: bool = True, **request: Any) -> Recipe:
         names = ("micro_batch_size", "pipeline_model_parallel_size", "cross_entropy_fusion_impl", "recompute")
         given = {name: values.get(name) for name in names}
         recipe = _fastest(candidates(recipe.values | given)) or recipe
-    return with_fewest_blocks(recipe)
+    return with_passes_on_host(with_fewest_blocks(recipe))
 
 
 def first_allowed(values: Values) -> Recipe:
@@ -263,6 +267,19 @@ def with_fewest_blocks(recipe: Recipe) -> Recipe:
     return recipe
 
 
+def with_passes_on_host(recipe: Recipe) -> Recipe:
+    """Return a breadth-first recipe that keeps activations in host memory, too, if no number was given, and host memory
+    has room, whose size is known, and PCIe has time: with the fewest passes within _SLOWER of the fastest."""
+    is_open = recipe.host_memory_gb is not None and recipe.flag("bcd_passes_on_host") is None
+    if not is_open or not recipe.config.is_breadth_first or recipe.flag("bcd_saved_activations") != "auto":
+        return recipe
+    most = len(repeated_passes(recipe.memory.schedule_shape(0), 0)) - recipe.memory.num_kept
+    others = [build_recipe(**recipe.values | {"bcd_passes_on_host": number}) for number in range(1, most + 1)]
+    most = bisect_left(others, True, key=lambda other: not fits(other, share=recipe.memory_share))
+    numbers = sorted({most * part // _PARTS for part in range(1, _PARTS + 1)} - {0})
+    return _fastest([recipe, *(others[number - 1] for number in numbers)]) or recipe
+
+
 def reason_for_rule(recipe: Recipe) -> str:
     """Return in one line why a plan of preset finetune has blocks or not."""
     if recipe.is_whole:
@@ -288,8 +305,8 @@ def search(values: Values, *, tokens: float | None = None) -> list[Estimate]:
         estimates = [Estimate(recipe=recipe, tokens=tokens) for recipe in fitting]
         for each in sorted(estimates, key=gpu_hours)[:_NUM_SHOWN]:
             cut = build_recipe(**each.recipe.values | {"recompute": "auto", "pipeline_cut": "auto"})
-            if each.recipe.pipeline_size > 1 and fits(cut):
-                estimates.append(Estimate(recipe=cut, tokens=tokens))
+            others = [cut] * (each.recipe.pipeline_size > 1 and fits(cut)) + [with_passes_on_host(each.recipe)]
+            estimates += (Estimate(recipe=other, tokens=tokens) for other in others if other != each.recipe)
         if estimates:
             return sorted(estimates, key=gpu_hours)[:_NUM_SHOWN]
     return []

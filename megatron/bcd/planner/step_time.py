@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from megatron.bcd.pipeline.build import build_plan, kept_passes
+from megatron.bcd.pipeline.build import build_plan, host_passes, kept_passes
 from megatron.bcd.pipeline.plan import PlanShape
 from megatron.bcd.pipeline.simulate import Work, simulate
 from megatron.bcd.planner.cost import pass_products
@@ -119,17 +119,21 @@ def _breadth_first_work(recipe: Recipe, block: int, update: float) -> Work:
     """
     state, number, stages = recipe.state, recipe.num_microbatches, recipe.pipeline_size
     shape = recipe.memory.schedule_shape(block)
-    kept = Counter(chunk for chunk, _ in kept_passes(shape)[: shape.num_kept])
     speed, last = 1e9 * recipe.cluster.copy_gb_per_s, len(state.chunks) - 1
     forward, backward, by_stage = [], [], []
+    kept, on_host = Counter[int](), Counter[int]()
     for stage in range(stages):
-        activations = recipe.memory.activations(stage, block)
+        activations, places = recipe.memory.activations(stage, block), host_passes(shape, stage)
         inputs = activations.input_bytes("host") / max(1, activations.num_saved_inputs)
-        by_stage.append((*copy_bytes(recipe, stage, block), inputs))
+        saved = activations.host_bytes(recipe.memory.recomputed(stage, block)) / max(1, len(places))
+        by_stage.append((*copy_bytes(recipe, stage, block), inputs, saved))
+        on_host.update(shape.virtual_stage(stage, chunk) for chunk, _ in places)
+        kept.update(shape.virtual_stage(stage, chunk) for chunk, _ in (*kept_passes(shape, stage), *places))
     for virtual, (layers, (passing, computing)) in enumerate(
         zip(state.chunks, chunk_seconds(recipe, block), strict=True)
     ):
-        loads, store, inputs = by_stage[virtual % stages]
+        loads, store, inputs, saved = by_stage[virtual % stages]
+        inputs += saved * on_host[virtual]
         forward.append(max(passing, max(loads[0] * len(layers), inputs) / speed / number))
         copying = max(loads[1] * len(layers) + inputs, store * len(layers)) / speed
         repeating = (1 - kept[virtual] / number) * passing
@@ -196,9 +200,10 @@ def _message_seconds(recipe: Recipe) -> float:
 
 def _pipeline_seconds(shape: PlanShape, work: Work, *, message: float) -> tuple[float, float]:
     """Return time and bubble. The first microbatches are simulated; the others continue at the same pace."""
-    if shape.num_kept:  # on one stage, where passes follow one another
-        total, bubble = _pipeline_seconds(replace(shape, num_kept=0), work, message=message)
-        return total - sum(work[chunk][0] for chunk, _ in kept_passes(shape)[: shape.num_kept]), bubble
+    if shape.num_stages == 1 and (kept := (*kept_passes(shape, 0), *host_passes(shape, 0))):
+        # passes follow one another
+        total, bubble = _pipeline_seconds(replace(shape, num_kept=0, num_on_host=0), work, message=message)
+        return total - sum(work[chunk][0] for chunk, _ in kept), bubble
     simulated = shape.mid_phase(min(shape.num_microbatches, _SIMULATED_ROUNDS * shape.num_stages))
     timeline = simulate(build_plan(simulated), work, message=message)
     more = (shape.num_microbatches - simulated.num_microbatches) / simulated.num_microbatches

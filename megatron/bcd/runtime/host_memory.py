@@ -82,11 +82,27 @@ def allocate(
         ) from error
     collectives.gather_objects(None, group)  # keep the allocating rank's handle open until all ranks have opened it
     os.close(handle)
+    return SharedMemory(data=_tensor(mapping, what), is_owner=is_owner, has_whole_group=len(sharing) == group.size())
+
+
+def allocate_private(num_bytes: int, *, what: str) -> torch.Tensor:
+    """Allocate memory of this rank: uint8, page-locked if there is a GPU. PyTorch would round to powers of two.
+
+    Raises:
+        ValueError: there is too little memory, or it cannot be page-locked.
+    """
+    if num_bytes > (free := available_bytes()):
+        number = f"{num_bytes / 2**30:.2f} more GiB of host memory, and {free / 2**30:.2f} are available"
+        raise ValueError(f"{what}: needs {number}. Leave it out.")
+    return _tensor(mmap.mmap(-1, num_bytes), what)
+
+
+def _tensor(mapping: mmap.mmap, what: str) -> torch.Tensor:
     view = memoryview(mapping)
     data = torch.frombuffer(view, dtype=torch.uint8)
     if device.has_cuda():
         _lock_pages(view, data, what)
-    return SharedMemory(data=data, is_owner=is_owner, has_whole_group=len(sharing) == group.size())
+    return data
 
 
 def available_bytes() -> int:
@@ -117,7 +133,7 @@ def _lock_pages(view: memoryview, data: torch.Tensor, what: str) -> None:
         raise ValueError(
             f"{what}: CUDA can't page-lock {data.nbytes / 2**30:.1f} GiB of host memory (error {int(error)}; ulimit -l "
             f"is {allowed}). Start the container with more memory and no limit of locked memory (ulimit -l unlimited), "
-            "or give --bcd-layers-on device."
+            f"or leave {what} out."
         )
 
     # `mapping` keeps the pages mapped during the call; a callback on the mapping itself would run after munmap

@@ -22,9 +22,10 @@ from megatron.bcd.model.builder import count_parameters, unwrap_model
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.model.skeleton import has_weights
 from megatron.bcd.model.transformer_config import describe_activation
-from megatron.bcd.pipeline.build import kept_passes
+from megatron.bcd.pipeline.build import host_passes, kept_passes
 from megatron.bcd.pipeline.plan import phase_shape
 from megatron.bcd.planner import cost
+from megatron.bcd.planner.run_state import logit_bytes
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.planner.tensors import Tensor
 from megatron.bcd.runtime import collectives, device, replicas
@@ -219,6 +220,9 @@ def _pipeline_notes(run: ResolvedRun, recomputation: Recomputation) -> Iterator[
             yield f"--pipeline-cut auto: --pipeline-model-parallel-layout {layout}"
         yield f"pipeline schedule {_describe_pipeline(config, partition)}"
     yield from recomputation.describe(partition)
+    if config.has_linear_loss:
+        size = logit_bytes(config, padded_vocab_size=run.padded_vocab_size) / 2**30
+        yield f"loss without the {size:.2f} GiB of a micro-batch's logits (--no-cross-entropy-loss-fusion: with them)"
     if config.is_breadth_first:
         chunks = partition.in_passes(config.bcd.bcd_layers_per_pass).num_virtual_stages
         place = "in host memory" if config.bcd.bcd_saved_inputs == "host" else "on the device"
@@ -226,8 +230,13 @@ def _pipeline_notes(run: ResolvedRun, recomputation: Recomputation) -> Iterator[
             f"breadth-first: all microbatches of a step pass through one of {chunks} chunks before the next; inputs of "
             f"chunks wait {place}"
         )
-        if number := len(kept_passes(run.memory.schedule_shape(0))[: run.memory.num_kept]):
-            yield f"activations of {number} passes through a chunk wait on the device; others are recomputed"
+        shape = run.memory.schedule_shape(0)
+        kept, on_host = len(kept_passes(shape, 0)), len(host_passes(shape, 0))
+        if kept or on_host:
+            yield (
+                f"activations of {kept} passes through a chunk wait on the device, and of {on_host} in host memory; "
+                "others are recomputed"
+            )
     if config.bcd.bcd_layers_on == "host":
         number, embedding = config.bcd.bcd_resident_layers, " and embedding" * config.has_embedding_on_host
         which = "" if config.steps_block_by_chunk else " outside the block"
