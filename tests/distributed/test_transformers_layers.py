@@ -12,9 +12,11 @@ import transformers
 from support import decoders, worlds
 from support import huggingface_models as models
 from support.dist import World
+from support.planned import LINEAR
 
 from megatron.bcd import data
 from megatron.bcd.model.skeleton import Skeleton
+from megatron.bcd.planner import run_state
 from megatron.bcd.runtime import device
 from megatron.bcd.training.resolve import resolve_run
 
@@ -245,6 +247,35 @@ def test_curves_of_both_implementations(world1: World, text_data: str, tmp_path:
         [result] = world1.run(trained, run_of(source, text_data, transformer_impl=implementation, **flags))
         curves.append(torch.tensor(result["losses"]))
     assert (curves[0] - curves[1]).abs().max() < 1e-4 and curves[0][-1] < curves[0][0]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_loss_without_logits(world1: World, world2: World, text_data: str, tmp_path: Path, stages: int) -> None:
+    """The linear loss of a tied head computes the same, in every block and evaluation, and is the choice for large
+    logits. Where a model changes its head's logits, the flags are refused."""
+    source, world = decoders.write_model("gemma3_text", tmp_path / "given"), (world1, world2)[stages - 1]
+    flags = {"pipeline": stages, "eval_interval": 2, "eval_iters": 1, "train_iters": 6}
+    plain, linear = (world.run(trained, run_of(source, text_data, **flags, **loss)) for loss in ({}, LINEAR))
+    chosen = world.run(with_large_logits, run_of(source, text_data, **flags))
+    assert (torch.tensor(plain[-1]["losses"]) - torch.tensor(linear[-1]["losses"])).abs().max() < 1e-5
+    assert chosen[-1] == linear[-1]["losses"]
+    other = run_of(decoders.write_model("granite", tmp_path / "other"), text_data, pipeline=stages, **LINEAR)
+    assert "changes its head's logits" in world.run(refusal_of, other)[-1]
+
+
+def with_large_logits(config: Any) -> list[float]:
+    """Return the losses of a run whose logits are larger than it may store."""
+    with mock.patch.object(run_state, "_MOST_LOGITS", 0), worlds.started(config) as run:
+        run.train()
+        assert any("loss without the" in note for note in run.recorder.summary.notes)
+        return worlds.outcome(run)["losses"]  # type: ignore[no-any-return]
+
+
+def refusal_of(config: Any) -> str:
+    """Return the error of a run that can't start."""
+    with pytest.raises(ValueError) as error, worlds.started(config):
+        pass
+    return str(error.value)
 
 
 def planned_and_counted(config: Any) -> list[tuple[int, int]]:

@@ -107,7 +107,7 @@ def assert_agrees(config: RunConfig, planned: Recipe) -> None:
     if not any(planned.memory.kept.values()):
         expected = replace(expected, bcd_saved_activations="recompute")
     assert config.bcd == expected
-    config = with_loss(config, padded_vocab_size=planned.padded_vocabulary)
+    config = with_loss(config, padded_vocab_size=planned.padded_vocabulary, has_plain_head=lambda: True)
     assert config.optimizer.optimizer == plan.optimizer.optimizer
     assert config.optimizer.optimizer_cpu_offload == plan.optimizer.optimizer_cpu_offload
     assert {name: config.transformer[name] for name in plan.transformer} == plan.transformer

@@ -26,7 +26,8 @@ def test_sizes_do_not_matter() -> None:
         transformers.Gemma3TextConfig(),
         transformers.LlamaConfig(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8),
     ):
-        assert check_split(config, is_packed=True) is False
+        checked = check_split(config, is_packed=True)
+        assert checked.has_plain_head and not checked.returns_tuple
 
 
 def test_layers_that_share_more_than_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,4 +123,5 @@ def test_the_table_of_tested_models(repo_root: Path) -> None:
         assert architecture_of(decoders.config_of(name), family=TRANSFORMERS).vocab_size == decoders.VOCABULARY
         refusal = pytest.raises(Refused, match="--reset-attention-mask")
         with refusal if name in decoders.UNPACKED else contextlib.nullcontext():
-            check_split(decoders.config_of(name), is_packed=True)
+            checked = check_split(decoders.config_of(name), is_packed=True)
+            assert checked.has_plain_head == (name not in ("granite", "cohere2", "gemma2"))

@@ -77,7 +77,7 @@ CONFLICTS = {
     "--expert-model-parallel-size": "--bcd-prefix-cache --lighthouse --optimizer-cpu-offload --use-cpu-initialization",
     # these are Megatron Core's, or need its layers
     "--transformer-impl=transformers": "--tensor-model-parallel-size --context-parallel-size --fp8-recipe=delayed "
-    "--recompute --recompute-granularity=selective --cross-entropy-loss-fusion --bcd-prefix-cache",
+    "--recompute --recompute-granularity=selective --bcd-prefix-cache",
     # each replica group would decide these by its own samples, or would not divide the samples
     "--lighthouse": "--skip-train --bcd-switch=plateau --bcd-stop-cycle-improvement --bcd-prefix-cache "
     "--rampup-batch-size",
@@ -219,6 +219,9 @@ def _check_network(run: Run) -> Iterator[str]:
         yield "--no-position-embedding: has no meaning here. Give --position-embedding-type rope or none instead."
     if run.transformer_impl == "transformers" and run.reset_position_ids != run.reset_attention_mask:
         yield "--reset-position-ids and --reset-attention-mask: transformers needs both. Give both."
+    is_fused = run.cross_entropy_loss_fusion and run.cross_entropy_fusion_impl != "linear"
+    if run.transformer_impl == "transformers" and is_fused:
+        yield "--cross-entropy-loss-fusion: transformers' layers fuse by --cross-entropy-fusion-impl linear. Give both."
     length, most = run.seq_length, run.max_position_embeddings
     if length > most:
         source = f" of --load-hf {run.load_hf}" if run.load_hf else ""

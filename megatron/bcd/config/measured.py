@@ -37,6 +37,8 @@ class MeasuredModel:
     """The kind of each layer."""
     parameters: Parameters
     """All parameters by GPTModel's names; layers have their numbers in the whole model."""
+    has_plain_head: bool = True
+    """See `Skeleton.has_plain_head`."""
 
     @property
     def relative_costs(self) -> list[float]:

@@ -49,6 +49,7 @@ def measure(config: Any, *, sequence: int) -> MeasuredModel:
             kinds=tuple(_measure(layers[index], one[index], two[index], sequence) for index in first),
             layers=tuple(map(kinds.index, keys)),
             parameters=parameters,
+            has_plain_head=skeleton.has_plain_head,
         )
 
 

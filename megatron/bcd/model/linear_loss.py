@@ -110,6 +110,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return hidden_gradient, weight_gradient, None, None, None
 
 
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, group: Any) -> Tensor:
+    """Return the losses of labels [...], fp32, given the head's input [..., H] and its weight [V, H].
+
+    Args:
+        group: the ranks that divide the vocabulary.
+    """
+    losses: Tensor = _LinearCrossEntropy.apply(
+        hidden.flatten(0, -2), weight, labels.flatten(), group, torch.is_grad_enabled()
+    )
+    return losses.view(labels.shape)
+
+
 class _DeferredHead(ColumnParallelLinear):
     """Megatron Core's head. With labels it returns its input instead of logits, because the loss multiplies it."""
 
@@ -142,8 +154,4 @@ class LinearLossModel(ChunkwiseModel):
             hidden = gather_from_sequence_parallel_region(logits, group=group)
         else:
             hidden = copy_to_tensor_model_parallel_region(logits, group=group)
-        targets = labels.transpose(0, 1)
-        losses = _LinearCrossEntropy.apply(
-            hidden.flatten(0, 1), weight, targets.flatten(), group, torch.is_grad_enabled()
-        )
-        return losses.view(targets.shape).transpose(0, 1).contiguous()
+        return linear_cross_entropy(hidden, weight, labels.transpose(0, 1), group).transpose(0, 1).contiguous()

@@ -110,6 +110,8 @@ class Pass:
     has_head: bool
     recomputed: range = range(0)
     """Layers whose activations the backward pass computes again."""
+    ends_before_head: bool = False
+    """Whether to return the head's input in place of its logits."""
 
 
 _IDLE = Pass(layers=range(0), has_head=False)
@@ -193,6 +195,9 @@ class Skeleton:
         self.now = _IDLE
         self.returns_tuple = False
         """Whether the model expects a tuple of a layer."""
+        self._products: Tensor | None = None
+        self.has_plain_head = False
+        """Whether the last run with a head returned logits that are the head's products and nothing else."""
         self.paths = {LAYERS: path} | self._find_outside(path)
         """Names in transformers by names in GPTModel: prefixes of the names of parameters."""
 
@@ -221,7 +226,17 @@ class Skeleton:
         for name, other in self.model.all_tied_weights_keys.items():
             if ties.get(name) != other:
                 raise self.refusal(f"ties {name} to {other}, and a stage may have only one of both")
+        head = self.model.get_submodule(paths[HEAD])
+        head.register_forward_pre_hook(self._leave_before_head)
+        head.register_forward_hook(self._note_products)
         return paths
+
+    def _leave_before_head(self, _: nn.Module, args: Any) -> None:
+        if self.now.ends_before_head:
+            raise _EndOfPass(args[0])
+
+    def _note_products(self, head: nn.Module, _: Any, output: Tensor) -> None:
+        self._products = None if getattr(head, "bias", None) is not None else output
 
     def module(self, ours: str) -> nn.Module:
         """Return transformers' module outside the layers, given GPTModel's name."""
@@ -252,17 +267,18 @@ class Skeleton:
                 nothing for them.
 
         Returns:
-            The output of the last layer [B, S, H], or with `has_head` the logits [B, S, V].
+            The output of the last layer or the input of the head [B, S, H], or with `has_head` the logits [B, S, V].
         """
         if now.received is not None:
             inputs = inputs | {"input_ids": None, "inputs_embeds": now.received.detach()}
         self.now = now
         try:
             logits: Tensor = self.model(**inputs, use_cache=False).logits
+            self.has_plain_head = logits is self._products
         except _EndOfPass as end:
             return end.hidden_states
         finally:
-            self.now = _IDLE  # it holds a tensor
+            self.now, self._products = _IDLE, None  # they hold tensors
         return logits
 
     def materialize(self, module: nn.Module, *, device: torch.device, seed: int | None) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.bcd.model.skeleton import Pass, Refused, Skeleton
+from megatron.bcd.config import RunConfig
+from megatron.bcd.model.implementation import TRANSFORMERS
+from megatron.bcd.model.skeleton import Pass, Refused, Skeleton, read_config
 
 TOLERANCE = 5e-5
 """Largest difference of logits and gradients, relative to their largest element."""
@@ -54,8 +56,8 @@ def _small_configs(config: Any) -> Iterator[Any]:
         yield result
 
 
-def check_split(config: Any, *, is_packed: bool = False) -> bool:
-    """Check that a small model of this class computes the same in two stages. Return whether its layers return tuples.
+def check_split(config: Any, *, is_packed: bool = False) -> Skeleton:
+    """Check that a small model of this class computes the same in two stages, and return it.
 
     With `is_packed` also check that a text has the same logits behind another one.
 
@@ -68,7 +70,8 @@ def check_split(config: Any, *, is_packed: bool = False) -> bool:
             skeleton = Skeleton(small, has_weights=True)
             if is_packed:
                 _check_packed(skeleton)
-            return _compare(skeleton)
+            _compare(skeleton)
+            return skeleton
         except Refused:
             raise
         except Exception as error:  # the widths may not fit together, and models raise many types
@@ -77,6 +80,13 @@ def check_split(config: Any, *, is_packed: bool = False) -> bool:
         f"--transformer-impl transformers: no small {config.model_type} model could be compared with its stages "
         f"({problem}). BlockCoordinate trains it on one GPU (docs/pytorch.md)."
     )
+
+
+def has_plain_head(config: RunConfig) -> bool:
+    """Return whether the logits of the run's model are its head's products and nothing else. Raises ValueError."""
+    if config.model.transformer_impl != TRANSFORMERS:
+        return True
+    return check_split(read_config(str(config.checkpoint.load_hf)).get_text_config()).has_plain_head
 
 
 @torch.no_grad()
@@ -94,7 +104,7 @@ def _check_packed(skeleton: Skeleton) -> None:
         )
 
 
-def _compare(skeleton: Skeleton) -> bool:
+def _compare(skeleton: Skeleton) -> None:
     """Compare logits and gradients. Raises Refused."""
     model = skeleton.model.eval()
     parameters = [*model.parameters()]
@@ -115,7 +125,6 @@ def _compare(skeleton: Skeleton) -> bool:
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
     if problem:
         raise skeleton.refusal(f"computes otherwise when its layers are split ({problem})")
-    return skeleton.returns_tuple
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.chunks import Chunks
 from megatron.bcd.model.host_layers import HostLayers
+from megatron.bcd.model.linear_loss import linear_cross_entropy
 from megatron.bcd.model.skeleton import (
     EMBEDDING,
     FINAL_NORM,
@@ -69,6 +70,7 @@ class TransformersModel(Chunks, LanguageModule):
         self.vp_stage = chunk if config.num_chunks > 1 else None
         self.model_type, self.share_embeddings_and_output_weights = ModelType.encoder_or_decoder, config.tied
         self.vocab_size = skeleton.config.vocab_size
+        self._has_linear_loss = config.has_linear_loss
         self.first_layer = layers.start
         self.input_tensor: Tensor | None = None
         self.__dict__["skeleton"] = skeleton
@@ -148,6 +150,7 @@ class TransformersModel(Chunks, LanguageModule):
             received=received,
             has_head=self.ends_with_head,
             recomputed=self._recomputed(layers, received),
+            ends_before_head=self._has_linear_loss and labels is not None,
         )
         output: Tensor = self.skeleton.run(now, **inputs)
         if not now.has_head:  # a copy, because Megatron Core frees it when it is sent
@@ -155,7 +158,9 @@ class TransformersModel(Chunks, LanguageModule):
         return output if labels is None else self.compute_language_model_loss(labels, output)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the losses [B, S], fp32, of labels [B, S]."""
+        """Return the losses [B, S], fp32, of labels [B, S]. With the linear loss `logits` is the head's input."""
+        if self._has_linear_loss:
+            return linear_cross_entropy(logits, self.skeleton.module(HEAD).weight, labels, self.pg_collection.tp)
         losses: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels)
         return losses
 
@@ -213,11 +218,13 @@ def build_chunks(
     path, stage = str(config.checkpoint.load_hf), parallel_state.get_pipeline_model_parallel_rank()
     seed = None if has_weights(path) else config.training.seed
     hf_config = read_config(path).get_text_config()
-    returns_tuple = check_split(hf_config, is_packed=config.data.reset_attention_mask)
+    checked = check_split(hf_config, is_packed=config.data.reset_attention_mask)
+    if config.has_linear_loss and not checked.has_plain_head:
+        raise checked.refusal("changes its head's logits, so --cross-entropy-fusion-impl linear can't omit them")
     chunks = []
     for chunk in range(config.num_chunks):
         skeleton = Skeleton(hf_config, dtype=stage_config.params_dtype)
-        skeleton.returns_tuple = returns_tuple
+        skeleton.returns_tuple = checked.returns_tuple
         if chunk == 0:
             numbers = partition_from_config(config).stage_layers(stage)
             host_layers.expect([skeleton.layers[number] for number in numbers])

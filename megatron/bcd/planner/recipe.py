@@ -127,7 +127,9 @@ class Recipe:
     def config(self) -> RunConfig:
         """The configuration of the run."""
         config = _build_config(self.model, self.method, self.task, self.precision, self.recompute, self.flags)
-        config = run_state.with_loss(config, padded_vocab_size=self.padded_vocabulary)
+        config = run_state.with_loss(
+            config, padded_vocab_size=self.padded_vocabulary, has_plain_head=lambda: self.model.has_plain_head
+        )
         if config.training.pipeline_cut == "auto" and config.pipeline_size > 1:
             return run_state.balance_stages(config, padded_vocab_size=self.padded_vocabulary)
         return config
@@ -282,7 +284,7 @@ class Recipe:
             yield f"{product}: does not divide --num-gpus {self.num_gpus}. Give a divisor."
         if self.model.measured is not None:
             flags = {f"--context-parallel-size {context}": context > 1, "--recompute auto": self.recompute == "auto"}
-            flags["--cross-entropy-fusion-impl linear"] = config.has_linear_loss
+            flags["--cross-entropy-fusion-impl linear"] = config.has_linear_loss and not self.model.has_plain_head
             yield from (
                 f"{flag}: transformers' layers have no such thing. Leave it out." for flag in flags if flags[flag]
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -102,11 +103,11 @@ def logit_bytes(config: RunConfig, *, padded_vocab_size: int) -> int:
     return tokens * padded_vocab_size // config.tensor_size * (4 if config.precision == "fp32" else 6)
 
 
-def with_loss(config: RunConfig, *, padded_vocab_size: int) -> RunConfig:
-    """Return the configuration with the linear loss if logits take too much, no flag decides, and layers have it."""
-    is_open = config.transformer.get("cross_entropy_loss_fusion") is None and config.measured is None
-    is_open &= config.model.transformer_impl != "transformers"
-    if not is_open or logit_bytes(config, padded_vocab_size=padded_vocab_size) <= _MOST_LOGITS:
+def with_loss(config: RunConfig, *, padded_vocab_size: int, has_plain_head: Callable[[], bool]) -> RunConfig:
+    """Return the configuration with the linear loss if logits take too much, no flag decides, and the head is plain."""
+    is_open = config.transformer.get("cross_entropy_loss_fusion") is None
+    is_large = logit_bytes(config, padded_vocab_size=padded_vocab_size) > _MOST_LOGITS
+    if not (is_open and is_large and has_plain_head()):
         return config
     linear = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
     return replace(config, transformer={**config.transformer, **linear})

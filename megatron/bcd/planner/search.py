@@ -155,7 +155,7 @@ def _breadth_first(values: Values) -> Iterator[_Changes]:
 
 def _has_linear_loss(values: Values) -> bool:
     """Return whether the planner proposes the loss without logits."""
-    return bool(values["task"] == "sft" and not values["model"].measured)
+    return bool(values["task"] == "sft" and values["model"].has_plain_head)
 
 
 def _is_whole(values: Values) -> bool:

@@ -41,6 +41,11 @@ class Model:
     expert_ffn: int = 0  # inner width of an expert; 0: ffn
     measured: MeasuredModel | None = None  # no column: layers of transformers, in place of formulas
 
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether the loss can be computed without whole logits."""
+        return self.measured is None or self.measured.has_plain_head
+
     def __post_init__(self) -> None:
         if self.form not in ("gpt", "llama"):
             raise ValueError(f"form {self.form}: must be gpt or llama")
