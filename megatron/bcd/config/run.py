@@ -134,11 +134,11 @@ class RunConfig:
         Variable-length attention has no fp32, no dropout, no parts of sequences and no larger heads. Transformers'
         layers make masks of their own.
         """
-        fields, is_core = self.transformer, self.model.transformer_impl != "transformers"
+        fields, is_core = self.transformer, self.model.transformer_impl != "transformers" and self.measured is None
         size = fields.get("kv_channels") or self.hidden_size // int(fields["num_attention_heads"])
-        is_whole = is_core and self.context_size == 1 and fields.get("attention_backend") != "unfused"
-        is_exact = self.precision != "fp32" and not fields.get("attention_dropout")
-        return self.data.reset_attention_mask and is_whole and is_exact and size <= 192 and size % 8 == 0
+        is_supported = self.precision != "fp32" and not fields.get("attention_dropout") and self.context_size == 1
+        is_supported &= is_core and fields.get("attention_backend") != "unfused"
+        return self.data.reset_attention_mask and is_supported and size <= 192 and size % 8 == 0
 
     @property
     def has_linear_loss(self) -> bool:
