@@ -60,6 +60,7 @@ def _backward(name, grad, q, k, v, bias, out, seed, dropout, causal, scale):
 
 def _each_text(bounds, *tensors):
     """Yield the tensors of each text as sequences [1, S, N, D]."""
+    begin("_text_bounds", [bounds])  # which may still be on their way
     for start, end in itertools.pairwise(cpu_view(bounds).tolist()):
         yield [tensor[None, start:end] for tensor in tensors]
 
