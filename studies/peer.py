@@ -201,13 +201,8 @@ class Peer:
 
     def summed_loss(self, batch: data.Batch) -> Tensor:
         """Return the sum of the losses of all tokens in the loss mask."""
-        mask = batch.get("attention_mask")
-        logits = self.model(
-            input_ids=batch["tokens"],
-            position_ids=batch["position_ids"],
-            attention_mask=None if mask is None else ~mask,
-            use_cache=False,
-        ).logits
+        # positions that start again separate texts
+        logits = self.model(input_ids=batch["tokens"], position_ids=batch["position_ids"], use_cache=False).logits
         losses = torch.nn.functional.cross_entropy(
             logits.float().flatten(0, 1), batch["labels"].flatten(), reduction="none"
         )

@@ -418,8 +418,8 @@ class Trainer:
         output = model(
             batch.get("tokens"),
             batch.get("position_ids"),
-            data.attention_mask(batch),
             labels=batch.get("labels"),
+            **data.attention_inputs(batch),
             **prefix_inputs,
         )
         return output, functools.partial(masked_loss, batch.get("loss_mask"))

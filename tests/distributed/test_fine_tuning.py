@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 import torch
 import transformers
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from support import fine_tuning, huggingface_weights, resumed_runs, worlds
+from support import fine_tuning, huggingface_weights, resumed_runs, texts, worlds
 from support.dist import World
+from torch.nn.attention import varlen
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.data import attention_mask
+from megatron.bcd.data import attention_inputs
 from megatron.bcd.model.builder import unwrap_model
 
 LLAMA: dict[str, Any] = {"swiglu": True, "ffn_hidden_size": 48, "normalization": "RMSNorm", "disable_bias_linear": True}
@@ -89,12 +91,13 @@ def test_one_block_is_a_plain_loop(world1: World, data: str, records: list[dict[
     assert result["losses"] == pytest.approx(expected, abs=1e-4)
 
 
-def packed_and_alone(config: RunConfig) -> list[tuple[str, float]]:
+def packed_and_alone(config: RunConfig, *, by_text: bool) -> list[tuple[str, float]]:
     """Return the largest differences between each sample in a packed microbatch and the same sample alone.
 
-    They concern its token losses, the gradients of their sum, and the largest gradient of a masked position's logits.
+    They concern its token losses, the gradients of their sum (relative to the largest one above 1), and the largest
+    gradient of a masked position's logits.
     """
-    with worlds.started(config) as run:
+    with texts.attention_of_texts(by_text=by_text), worlds.started(config) as run:
         batch = next(worlds.first_batches(run))
         model = unwrap_model(run.model)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -102,7 +105,9 @@ def packed_and_alone(config: RunConfig) -> list[tuple[str, float]]:
         model.output_layer.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
 
         def together() -> torch.Tensor:  # each time anew: backward passes overwrite what the forward pass kept
-            return model(batch["tokens"], batch["position_ids"], attention_mask(batch), labels=batch["labels"])
+            inputs = attention_inputs(batch)
+            assert (inputs["attention_mask"] is None) == (inputs["packed_seq_params"] is not None) == by_text
+            return model(batch["tokens"], batch["position_ids"], labels=batch["labels"], **inputs)
 
         def gradients_of(losses: torch.Tensor) -> list[torch.Tensor]:
             run.active.zero_grad()
@@ -124,18 +129,74 @@ def packed_and_alone(config: RunConfig) -> list[tuple[str, float]]:
                 packed = together()[part]
                 results.append(("losses", (packed - alone).abs().max().item()))
                 both = zip(gradients_of(packed), gradient_alone, strict=True)
-                results += [("gradients", (a - b).abs().max().item()) for a, b in both]
+                results += [("gradients", ((a - b).abs().max() / b.abs().max().clamp(min=1)).item()) for a, b in both]
         return results
 
 
+PRECISION = {"bf16": True} if torch.cuda.is_available() else {}
+"""Variable-length attention of a GPU has no fp32."""
+EXACTNESS = 1e3 if PRECISION else 1
+GROUPED = {"group_query_attention": True, "num_query_groups": 2}
+
+
+@pytest.mark.parametrize("by_text", [False, True])
 @pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
-def test_packed_is_unpacked(world1: World, data: str, positions: str) -> None:
+def test_packed_is_unpacked(world1: World, data: str, positions: str, by_text: bool) -> None:
     """A sample has the same losses and gradients packed and alone, and logits of a prompt have no gradient."""
-    flags = {"bcd_num_blocks": 1, "num_layers": 2, "position_embedding_type": positions}
-    (result,) = world1.run(packed_and_alone, fine_tuning.config_of(data, **flags))
+    flags = {"bcd_num_blocks": 1, "num_layers": 2, "position_embedding_type": positions} | GROUPED
+    flags |= PRECISION if by_text else {}
+    (result,) = world1.run(packed_and_alone, fine_tuning.config_of(data, **flags), by_text=by_text)
     assert {name for name, _ in result} == {"masked", "losses", "gradients"}
     assert [value for name, value in result if name == "masked"] == [0.0]
-    assert max(value for _, value in result) < 2e-5
+    assert max(value for _, value in result) < 2e-5 * (EXACTNESS if by_text else 1)
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+BY_TEXT: dict[str, dict[str, Any]] = {
+    "full_recomputation": FULL,
+    "selective_recomputation": {"recompute_granularity": "selective", "position_embedding_type": "rope"} | GROUPED,
+    "stages": worlds.PIPELINE | {"bcd_layout": "submodel"},
+    "interleaved": worlds.PIPELINE | {"bcd_layout": "interleaved"},
+    "tensor": worlds.CUTS["tensor2"] | {"sequence_parallel": True},
+    "on_host": {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_steps_per_block": None}
+    | {"bcd_layers_on": "host", "bcd_saved_inputs": "host", "position_embedding_type": "rope"},
+    "prefix_cache": {"bcd_sample_ratio": 0.5, "bcd_steps_per_block": 2, "bcd_prefix_cache": "cache"},
+    "documents": {"sft": False, "reset_attention_mask": True, "seq_length": 512, "max_position_embeddings": 512},
+}
+
+
+def trained_on_texts(config: RunConfig, *, by_text: bool) -> tuple[dict[str, Any], int]:
+    """Return a run, and the most texts in a microbatch of variable-length attention."""
+    with texts.attention_of_texts(by_text=by_text) as attention:
+        run = worlds.train_run(config)
+        return run, max((len(call.args[3]) - 1 for call in attention.call_args_list), default=0)
+
+
+@pytest.mark.parametrize("case", BY_TEXT)
+def test_without_masks(world1: World, world2: World, data: str, text_data: str, tmp_path: Path, case: str) -> None:
+    """Variable-length attention trains and evaluates like masks, whatever runs the layers."""
+    flags = {"train_iters": 6, "eval_iters": 1, "eval_interval": 3, "lr": 1e-3} | BY_TEXT[case] | PRECISION
+    path = data if flags.get("sft", True) else text_data
+    world = world1 if flags.get("world_size", 1) == 1 else world2
+    runs = []
+    for by_text in (False, True):
+        if flags.get("bcd_prefix_cache"):
+            flags |= {"bcd_prefix_cache": tmp_path / str(by_text)}
+        runs.append(world.run(trained_on_texts, fine_tuning.config_of(path, **flags), by_text=by_text))
+    for (masked, no_texts), (result, num_texts) in zip(*runs, strict=True):
+        assert no_texts == 0 and num_texts > 2, "a microbatch has at most two sequences"
+        assert result["losses"] == pytest.approx(masked["losses"], rel=1e-5 * EXACTNESS)
+        assert result["grad_norms"] == pytest.approx(masked["grad_norms"], rel=1e-3 * EXACTNESS**0.5)
+        for mine, other in zip(result["evaluations"], masked["evaluations"], strict=True):
+            assert mine[:2] == other[:2] and mine[2] == pytest.approx(other[2], rel=1e-5 * EXACTNESS)
+
+
+def test_plain_attention_has_the_signature() -> None:
+    """The functions of these tests take and return what PyTorch's does."""
+    ours, theirs = (inspect.signature(each).parameters for each in (texts.plain_varlen_attn, varlen.varlen_attn))
+    assert [(each.name, each.kind, each.default) for each in ours.values()] == [
+        (each.name, each.kind, each.default) for each in theirs.values()
+    ]
 
 
 def test_an_epoch_has_every_record_once(world1: World, data: str, records: list[dict[str, str]]) -> None:

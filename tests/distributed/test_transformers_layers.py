@@ -339,6 +339,6 @@ def _losses_of_texts(config: Any, texts: torch.Tensor) -> tuple[torch.Tensor, to
         model, positions = run.model.eval(), torch.arange(texts.size(1)).expand_as(texts)
         labels, segments = texts.roll(1, 1), torch.arange(len(texts))[:, None].expand_as(texts)
         apart = model(texts, None, None, labels=labels)
-        mask = data.attention_mask({"segment_ids": segments.reshape(1, -1)})
-        packed = model(*(each.reshape(1, -1) for each in (texts, positions)), mask, labels=labels.reshape(1, -1))
+        inputs = data.attention_inputs({"segment_ids": segments.reshape(1, -1)})
+        packed = model(*(each.reshape(1, -1) for each in (texts, positions)), labels=labels.reshape(1, -1), **inputs)
         return apart, packed.view_as(apart)

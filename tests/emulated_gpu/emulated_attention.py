@@ -1,10 +1,12 @@
 """Emulate flash and memory-efficient attention in fp32; torch chooses between them as on a GPU.
 
 Shapes: queries, keys, values and outputs [B, S, N, D]: B sequences, S tokens, N heads, D head size; internally [B, N,
-S, D]. With grouped queries, keys and values have fewer heads.
+S, D]. With grouped queries, keys and values have fewer heads. Of texts of variable length they are [T, N, D], T tokens.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from emulated_kernels import begin, cpu_view, on_device, seed_of
@@ -56,12 +58,28 @@ def _backward(name, grad, q, k, v, bias, out, seed, dropout, causal, scale):
     return _like(ds @ kf * scale, q), _like(dk, k), _like(dv, v), ds
 
 
+def _each_text(bounds, *tensors):
+    """Yield the tensors of each text as sequences [1, S, N, D]."""
+    begin("_text_bounds", [bounds])  # which may still be on their way
+    for start, end in itertools.pairwise(cpu_view(bounds).tolist()):
+        yield [tensor[None, start:end] for tensor in tensors]
+
+
 def _flash(q, k, v, cq, ck, mq, mk, dropout, is_causal, return_debug_mask, *, scale=None, **others):
+    if cq is not None:
+        rest = (None, None, mq, mk, dropout, is_causal, False)
+        texts = [_flash(*text, *rest, scale=scale) for text in _each_text(cq, q, k, v)]
+        outs, lses, seeds, offsets, masks = zip(*texts, strict=True)
+        return torch.cat(outs, 1)[0], torch.cat(lses, 2)[0], seeds[0], offsets[0], masks[0]
     out, lse, seed = _forward("_flash_attention_forward", q, k, v, None, dropout, 2 * is_causal, scale)
     return out, on_device(q.device, lse), seed, torch.zeros_like(seed), q.new_empty(0)
 
 
 def _flash_backward(grad, q, k, v, out, lse, cq, ck, mq, mk, dropout, is_causal, seed, unused, *, scale=None, **others):
+    if cq is not None:
+        rest = (None, None, None, mq, mk, dropout, is_causal, torch.tensor(0), unused)  # there is no dropout
+        texts = [_flash_backward(*text, *rest, scale=scale) for text in _each_text(cq, grad, q, k, v, out)]
+        return tuple(torch.cat(parts, 1)[0] for parts in zip(*texts, strict=True))
     return _backward("_flash_attention_backward", grad, q, k, v, None, out, seed, dropout, 2 * is_causal, scale)[:3]
 
 

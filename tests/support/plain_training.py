@@ -26,8 +26,8 @@ from support import worlds
 def forward_step(batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
     """Run a forward step like stock Megatron-LM."""
     batch = next(batches)
-    tensors = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
-    output = model(*tensors, labels=batch.get("labels"))
+    inputs = data.attention_inputs(batch)
+    output = model(batch.get("tokens"), batch.get("position_ids"), labels=batch.get("labels"), **inputs)
     return output, functools.partial(loss.masked_loss, batch.get("loss_mask"))
 
 

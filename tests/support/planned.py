@@ -26,6 +26,8 @@ EXPERTS |= {"moe_token_dispatcher_type": "alltoall"}
 BIASES = {"num_experts": 4, "moe_ffn_hidden_size": 96, "moe_token_dispatcher_type": "alltoall"}
 RUNS: dict[str, dict[str, Any]] = {
     "one": {},
+    "texts_bf16": {"bf16": True, "reset_attention_mask": True},
+    "masks": {"reset_attention_mask": True, "bcd_num_blocks": 1},
     "linear_loss_bf16_pipeline2": TWO | {"bf16": True, "pipeline_model_parallel_size": 2} | LINEAR,
     "data2_bf16": TWO | {"bf16": True},
     "like_qwen": {"kv_channels": 16, "qk_layernorm": True, "disable_bias_linear": True, "add_qkv_bias": True}
@@ -92,6 +94,7 @@ def recipe_of(flags: dict[str, Any], model: Model | None = None) -> Recipe:
         num_gpus=flags.get("world_size", 1),
         method=method,
         precision="bf16" if flags.get("bf16") else "fp32",
+        task="sft" if flags.get("reset_attention_mask") else "pretrain",  # plans packed records
         bcd_num_blocks=flags.get("bcd_num_blocks", 3),
         micro_batch_size=flags.get("micro_batch_size", 2),
         global_batch_size=flags.get("global_batch_size", 8),

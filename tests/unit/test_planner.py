@@ -98,6 +98,16 @@ def test_context_parallel_costs_an_exchange() -> None:
     assert phase_seconds(split, 0).pipeline - work == pytest.approx(exchanged, rel=1e-6)
 
 
+def test_masks_of_packed_texts() -> None:
+    """Packed records need no mask in bf16. In fp32 and with wide heads every layer saves an S x S mask in numbers."""
+    wide = replace(SMALL, head_dim=256)
+    for model, precision, element in ((SMALL, "bf16", 0), (SMALL, "fp32", 4), (wide, "bf16", 2)):
+        packed, plain = (recipe(model, precision=precision, task=task, seq_length=64) for task in ("sft", "pretrain"))
+        saved, alone = packed.memory.layer_bytes, plain.memory.layer_bytes
+        mask = element * packed.micro_batch_size * 64 * 64
+        assert saved.active - alone.active == saved.suffix - alone.suffix == mask
+
+
 def test_offload_moves_the_optimizer_to_the_host() -> None:
     """Offload has the optimizer state in host memory only, and takes longer to step."""
     offload = recipe("G-1.6B", method="offload")

@@ -5,7 +5,7 @@ from megatron.bcd.data.batches import (
     Batch,
     BatchSharding,
     GroupShare,
-    attention_mask,
+    attention_inputs,
     batches,
     context_shard,
     empty_batches,

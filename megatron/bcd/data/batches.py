@@ -22,6 +22,8 @@ from megatron.core import parallel_state
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import global_batch_size
+from megatron.bcd.model.attention import pack_texts
+from megatron.bcd.model.implementation import attends_by_text
 from megatron.bcd.runtime import device
 from megatron.bcd.runtime.compat.megatron_core import context_part
 from megatron.bcd.runtime.exit import SIGNALS
@@ -33,6 +35,9 @@ INDICES = "indices"
 """Key of a batch: the dataset indices of its samples."""
 
 Batch = dict[str, torch.Tensor]
+
+_OF_WHOLE_SEQUENCES = ("segment_ids", "text_bounds", "longest_text")
+"""Keys of a batch that every context-parallel rank has in full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +103,17 @@ def subset_indices(sharding: BatchSharding, *, subset: PhaseSubset, phase: int, 
         yield from subset.samples(phase, positions).reshape(-1, sharding.micro_batch_size).tolist()
 
 
-def _collate(samples: Sequence[dict[str, Any]]) -> Batch:
-    return {name: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in samples[0]}
+def _collate(samples: Sequence[dict[str, Any]], *, by_text: bool = False) -> Batch:
+    """Stack the samples. Describe masks by the number of each token's text, or with `by_text` by the texts' bounds."""
+    batch = {name: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in samples[0]}
+    if (mask := batch.pop("attention_mask", None)) is not None:  # the first token of a text masks the one before it
+        batch["segment_ids"] = torch.nn.functional.pad(mask[:, 0].diagonal(-1, 1, 2).cumsum(1), (1, 0))
+    if by_text and "segment_ids" in batch:
+        is_first = torch.nn.functional.pad(batch.pop("segment_ids").diff(dim=1) != 0, (1, 0), value=True)
+        starts = is_first.flatten().nonzero().flatten()
+        bounds = torch.cat((starts, torch.tensor([is_first.numel()]))).int()
+        batch |= {"text_bounds": bounds, "longest_text": bounds.diff().max()}
+    return batch
 
 
 def batches(
@@ -110,10 +124,10 @@ def batches(
     After the last sample comes the first one again: a run resumed with other flags may have consumed more samples than
     the dataset has.
 
-    A batch holds `tokens`, `labels`, `position_ids` int64 [B, S], `loss_mask` float32 [B, S], and with
-    --reset-attention-mask `attention_mask` bool [B, 1, S, S], True = masked, or of packed samples `segment_ids` int64
-    [B, S]. With context parallelism it holds this rank's part of S (of masks, the rows). `tokens` stay in host memory
-    if the embedding is there.
+    A batch holds `tokens`, `labels`, `position_ids` int64 [B, S] and `loss_mask` float32 [B, S]; with context
+    parallelism this rank's part of S. `tokens` stay in host memory if the embedding is there. With
+    --reset-attention-mask it also describes its T texts, which do not attend to each other: `segment_ids` int64 [B, S],
+    or with variable-length attention `text_bounds` int32 [T + 1] and `longest_text` int32 [] (in host memory).
     """
     sharding, total = BatchSharding.from_run(config, share), len(dataset)
     for start in itertools.chain([consumed_samples % total], itertools.repeat(0)):
@@ -159,7 +173,8 @@ def one_pass(dataset: Any, config: RunConfig) -> Iterator[Batch]:
 
 def load_batch(dataset: Any, indices: Sequence[int], config: RunConfig) -> Batch:
     """Load the samples `indices` as one microbatch, in the format of `batches`."""
-    return _on_this_rank(config, _collate([dataset[index] for index in indices]))
+    samples = [dataset[index] for index in indices]
+    return _on_this_rank(config, _collate(samples, by_text=attends_by_text(config)))
 
 
 def _loaded(dataset: Any, indices: Iterable[list[int]], config: RunConfig) -> Iterator[Batch]:
@@ -167,7 +182,7 @@ def _loaded(dataset: Any, indices: Iterable[list[int]], config: RunConfig) -> It
     loader = torch.utils.data.DataLoader(
         dataset,
         batch_sampler=indices,
-        collate_fn=_collate,
+        collate_fn=functools.partial(_collate, by_text=attends_by_text(config)),
         num_workers=workers,
         pin_memory=device.has_cuda(),
         persistent_workers=workers > 0,
@@ -196,19 +211,30 @@ def _end_with_the_rank() -> None:
 
 def _on_this_rank(config: RunConfig, batch: Batch) -> Batch:
     """Move a batch to this rank's device, and select this context-parallel rank's part of each sequence."""
-    stays, target = {"tokens"} if config.has_embedding_on_host else (), device.current()
+    stays, target = {"longest_text", *["tokens"] * config.has_embedding_on_host}, device.current()
     indices = {INDICES: batch.pop(INDICES)} if INDICES in batch else {}
     moved = {name: tensor if name in stays else tensor.to(target, non_blocking=True) for name, tensor in batch.items()}
-    return context_part(moved) | indices
+    whole = {name: moved.pop(name) for name in _OF_WHOLE_SEQUENCES if name in moved}
+    return context_part(moved) | whole | indices
 
 
-def attention_mask(batch: Batch) -> torch.Tensor | None:
-    """Return the mask of a batch, bool [B, 1, S, S], True = masked; None for plain causal attention.
+def attention_inputs(batch: Batch) -> dict[str, Any]:
+    """Return the arguments by which a model keeps the texts of a batch apart; None for plain causal attention.
 
-    Masks of packed samples are made where they are used, because an iteration may keep all of its batches.
+    `attention_mask` bool [B, 1, S, S], True = masked (of context-parallel ranks, their rows), is made where it is used,
+    because an iteration may keep all of its batches. `packed_seq_params` describes the texts without a mask.
     """
-    if (segment_ids := batch.get("segment_ids")) is None:
-        return batch.get("attention_mask")
+    inputs: dict[str, Any] = {"attention_mask": None, "packed_seq_params": None}
+    if "text_bounds" in batch:
+        length, longest = batch["position_ids"].size(1), int(batch["longest_text"])
+        inputs["packed_seq_params"] = pack_texts(batch["text_bounds"], longest=longest, length=length)
+    elif "segment_ids" in batch:
+        inputs |= context_part({"attention_mask": _attention_mask(batch["segment_ids"])})
+    return inputs
+
+
+def _attention_mask(segment_ids: torch.Tensor) -> torch.Tensor:
+    """Return the mask of segments [B, S]."""
     length = segment_ids.size(1)
     is_later = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).triu(1)
     return ((segment_ids[:, :, None] != segment_ids[:, None, :]) | is_later)[:, None]

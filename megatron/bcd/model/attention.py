@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 
 from megatron.bcd.runtime import device
 
@@ -58,7 +60,7 @@ class ScaledDotProductAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Compute attention on this context-parallel rank's part of the sequences.
 
@@ -66,11 +68,14 @@ class ScaledDotProductAttention(MegatronModule):
             query: [S, B, N, D].
             key: [S, B, G, D], like `value`.
             attention_mask: [B or 1, 1, S, S], True where masked. Its last dimension covers whole sequences.
+            packed_seq_params: `pack_texts`; each text attends to itself alone, without a mask.
 
         Returns:
             The context, [S, B, N * D].
         """
-        assert attention_bias is None and packed_seq_params is None, "no flag sets these"
+        assert attention_bias is None, "no flag sets it"
+        if packed_seq_params is not None:
+            return self._attend_by_text(query, key, value, packed_seq_params)
         is_causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
         if self._context_group is not None:
             pair = torch.cat((key, value), dim=-1)
@@ -104,6 +109,19 @@ class ScaledDotProductAttention(MegatronModule):
         )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
+    def _attend_by_text(self, query: Tensor, key: Tensor, value: Tensor, texts: PackedSeqParams) -> Tensor:
+        """Compute causal attention inside each text. Shapes are those of `forward`."""
+        by_sequence = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        bounds, longest = texts.cu_seqlens_q, texts.max_seqlen_q
+        context = varlen_attn(
+            *by_sequence,
+            *(bounds, bounds, longest, longest),
+            scale=self.softmax_scale,
+            window_size=(-1, 0),
+            enable_gqa=key.size(2) != query.size(2),
+        )
+        return context.view(query.size(1), query.size(0), -1).transpose(0, 1).contiguous()
+
     def _attend_by_chunk(
         self, query: Tensor, key: Tensor, value: Tensor, group: torch.distributed.ProcessGroup, **arguments: Any
     ) -> Tensor:
@@ -117,6 +135,19 @@ class ScaledDotProductAttention(MegatronModule):
             mask = causal_lower_right(len(chunk), end)
             contexts.append(self._attend(chunk, key[:end], value[:end], attn_mask=mask, **arguments))
         return torch.cat(contexts)
+
+
+def pack_texts(bounds: Tensor, *, longest: int, length: int) -> PackedSeqParams:
+    """Describe the texts of a microbatch to the layers, in Megatron Core's form.
+
+    Args:
+        bounds: int32 [number of texts + 1]; where each text starts among the tokens, sequence by sequence, then B S.
+        longest: tokens of the longest text.
+        length: S, the larger of both lengths, for which Megatron Core makes the rotary embedding.
+    """
+    return PackedSeqParams(
+        qkv_format="sbhd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=length
+    )
 
 
 def whole_sequence(part_LB: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:

@@ -107,9 +107,12 @@ class BcdTransformerBlock(TransformerBlock):
         trainable = self._trainable_layers()
         start = 0 if hidden_states.requires_grad else (trainable[0] if trainable else len(self.layers))
         shared = {"attention_mask": attention_mask, "context_mask": context_mask, "rotary_pos_emb": rotary_pos_emb}
+        texts = kwargs.get("packed_seq_params")
         with torch.no_grad():
             for layer in self.layers[:start]:
-                hidden_states, context = layer(hidden_states=hidden_states, context=context, **shared)
+                hidden_states, context = layer(
+                    hidden_states=hidden_states, context=context, packed_seq_params=texts, **shared
+                )
         if start == len(self.layers):
             return hidden_states
         if not hidden_states.requires_grad:

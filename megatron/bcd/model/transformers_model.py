@@ -122,6 +122,7 @@ class TransformersModel(Chunks, LanguageModule):
         attention_mask: Tensor | None,
         *,
         labels: Tensor | None = None,
+        packed_seq_params: None = None,
     ) -> Tensor:
         """Run the stage, or the selected chunk of it.
 

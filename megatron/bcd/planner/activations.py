@@ -55,17 +55,19 @@ def layer_bytes(config: RunConfig, state: ModelState, *, unfused_attention: bool
     head, head_working = _head_bytes(tokens, hidden, vocabulary, element, linear_loss=config.has_linear_loss)
     common: dict[str, Any] = {"input": tokens * hidden * element, "head": head, "head_working": head_working}
     common["head_weight"] = vocabulary * hidden * element
+    has_masks = config.data.reset_attention_mask and not config.can_attend_by_text
+    mask = sequence * has_masks  # elements of a token: each layer converts the mask to numbers that it adds to scores
     if (measured := shape.measured) is not None:  # the mean layer, in breadth-first order the largest
         saved, factor = measured.largest if config.is_breadth_first else measured.mean, tokens * element / 2  # in bf16
-        common |= {name: round(factor * saved(name)) for name in ("active", "suffix")}
+        common |= {name: round(factor * (saved(name) + 2 * mask)) for name in ("active", "suffix")}
         working = ("active_working", "suffix_working", "forward_working")
         common |= {name: round(factor * measured.largest(name)) for name in working}
         common["active_working"] += round(element / 2 * measured.largest("weight_working"))
         return LayerBytes(**common, active_core=0, suffix_core=0)
     query, key_value = shape.query_size // tensor_size, shape.key_value_size // tensor_size
-    # query, key, value and context are twice this; in fp32 attention repeats keys and values for each
+    # query, key, value and context are twice this; in fp32 and with masks attention repeats keys and values for each
     # query of a group
-    heads = query + (query if element == 4 else key_value)
+    heads = query + (query if element == 4 or has_masks else key_value)
     # in fp32: the logarithm of the sum of each row of scores
     attention = int(config.transformer["num_attention_heads"]) // tensor_size
     if shape.gated:
@@ -86,7 +88,7 @@ def layer_bytes(config: RunConfig, state: ModelState, *, unfused_attention: bool
         router = round(share * (routed * (20 + element) + experts.number * (1 + element)))
     # with context parallelism: key and value of whole sequences, and the contexts of both chunks beside the whole one
     split = 2 * context_size * (heads - query) + query if context_size > 1 else 0
-    scores = sequence * attention * (1 if shape.gated else 2) if unfused_attention else 0
+    scores = sequence * attention * (1 if shape.gated else 2) if unfused_attention else mask
     projections = 2 if shape.gated else 1
     routing = _routing_elements(state)
     return LayerBytes(

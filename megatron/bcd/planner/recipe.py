@@ -388,7 +388,7 @@ def _build_config(
         values["bcd_schedule"] = "breadth-first"
     if "cross_entropy_fusion_impl" in user_flags:
         values["cross_entropy_loss_fusion"] = True
-    values |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
+    values |= {"bf16": precision == "bf16", "fp16": precision == "fp16", "reset_attention_mask": task == "sft"}
     values |= {"recompute": "auto"} if recompute == "auto" else {}
     values |= {"recompute_granularity": "full"} if recompute == "full" else {}
     derive_schedule(values)

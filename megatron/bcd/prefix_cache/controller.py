@@ -320,7 +320,7 @@ class _Fill:
 
 
 def _output(model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
-    output: torch.Tensor = model(batch.get("tokens"), batch.get("position_ids"), data.attention_mask(batch))
+    output: torch.Tensor = model(batch.get("tokens"), batch.get("position_ids"), **data.attention_inputs(batch))
     return output
 
 

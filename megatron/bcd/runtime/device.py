@@ -48,6 +48,12 @@ def can_multiply_fp8() -> bool:
     return not has_cuda() or torch.cuda.get_device_capability() >= (8, 9)
 
 
+def has_variable_length_attention() -> bool:
+    """Return whether this process's device has `torch.nn.attention.varlen`: a GPU from Ampere on."""
+    has_kernels = has_cuda() and torch.backends.cuda.is_flash_attention_available()
+    return has_kernels and torch.cuda.get_device_capability() >= (8, 0)
+
+
 def set_allocator() -> None:
     """Let PyTorch's allocator extend its segments, unless an environment variable configures it. Comes before CUDA.
 
