@@ -98,7 +98,6 @@ class Trainer:
         if config.groups.lighthouse is not None:  # before anything is written
             check_lighthouse(config.groups.lighthouse)
         data_notes = self._build_model_and_data(run, build_model)
-        self._tails: dict[float, list[torch.Tensor]] = {}
         self._build_parts(run, is_continued=resumed is not None)
         self.reporter.run_summary(
             summarize(
@@ -217,30 +216,7 @@ class Trainer:
             self.prefix_cache.close()
             if not is_stopped:
                 self._warn_untrained(num_steps=0)
-                self._test_averages()
                 self.evaluator.evaluate_at_end()
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        """Add the weights to the means of the tails."""
-        parameters = [*self.module.parameters()]
-        for share in (0.05, 0.1, 0.2, 0.4):
-            number = self.state.iteration - round((1 - share) * self.train_iters)
-            if number == 1:
-                self._tails[share] = [parameter.clone() for parameter in parameters]
-            elif number > 1 and share in self._tails:
-                torch._foreach_lerp_(self._tails[share], parameters, 1 / number)
-
-    @torch.no_grad()
-    def _test_averages(self) -> None:
-        """Test the means of the tails."""
-        parameters = [*self.module.parameters()]
-        last = [parameter.clone() for parameter in parameters]
-        for share, mean in self._tails.items():
-            torch._foreach_copy_(parameters, mean)
-            self.reporter.note(f"averaged over the last {share:.0%} of the steps:")
-            self.evaluator.evaluate("test")
-        torch._foreach_copy_(parameters, last)
 
     def _train_one_iteration(self) -> tuple[bool, bool]:
         """Train one step and do what is due after it. Return whether training is over, and whether the run stops."""
@@ -266,8 +242,6 @@ class Trainer:
         state = self.state
         num_groups = 1 if self.groups is None else self.groups.size
         state.after_step(result, num_samples=get_current_global_batch_size() * num_groups)
-        if self.config.bcd.tail_average:
-            self._average()
         self.checks.after_step(result, state)
         is_last = state.iteration == self.train_iters
         if state.iteration % self.config.report.log_interval == 0 or state.iteration == 1 or is_last:

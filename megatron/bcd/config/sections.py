@@ -212,22 +212,12 @@ class BcdConfig:
     )
     adaptive_muon_moment2_method: str = option(
         "none",
-        "normuon: rows of Muon's updates are divided by their running root mean square",
+        "normuon: divide the rows of Muon's updates by their running root mean squares",
         choices=("none", "normuon"),
         group=OPTIMIZER,
     )
-    muon_row_floor: float = option(0.0, "normuon: least share of the mean that a row is divided by", group=OPTIMIZER)
     muon_cautious_decay: bool = option(
         False, "Muon decays only the weights that the update moves to zero", group=OPTIMIZER
-    )
-    muon_coefficient_type: str = option(
-        "quintic",
-        "coefficients of the Newton-Schulz iteration",
-        choices=("quintic", "polar_express"),
-        group=OPTIMIZER,
-    )
-    tail_average: bool = option(
-        False, "also test the mean of the weights of the last 5, 10, 20 and 40 % of the steps", group=OPTIMIZER
     )
     bcd_sample_ratio: float | None = option(
         None,

@@ -44,11 +44,8 @@ class MatrixRule:
     nesterov: bool = False
     num_steps: int = update_rules.NEWTON_SCHULZ_STEPS
     """Newton-Schulz iterations."""
-    coefficients: str = "quintic"
-    """Coefficients of the iterations (`update_rules.COEFFICIENTS`)."""
     is_normalized: bool = False
     """Whether the rows of an update are divided by their running root mean square (`update_rules.normalize_rows`)."""
-    row_floor: float = 0.0
     is_cautious: bool = False
     """Whether only weights that the update moves to zero decay."""
     is_by_chunk: bool = True

@@ -120,13 +120,11 @@ def _orthogonal(stack: Stack, clip_coefficient: float) -> torch.Tensor:
             momentum = stored.copy_(momentum).float()
             write_back(stored, momenta)
         gradient = gradient.lerp(momentum, rule.momentum) if rule.nesterov else momentum
-    update = update_rules.orthogonal(
-        gradient, stack.layout, num_steps=rule.num_steps, coefficients=rule.coefficients
-    )
+    update = update_rules.orthogonal(gradient, stack.layout, num_steps=rule.num_steps)
     if rule.is_normalized:
         stored = stack.state(MOMENT2)
         means = join(stored)
-        update_rules.normalize_rows(update, means, stack.layout, floor=rule.row_floor, is_skipped=stack.is_skipped)
+        update_rules.normalize_rows(update, means, stack.layout, is_skipped=stack.is_skipped)
         write_back(means, stored)
     is_skipped = None if rule.momentum is None else stack.is_skipped  # the gradient is zero, not the momentum
     return update if is_skipped is None else update.masked_fill_(is_skipped, 0.0)

@@ -29,20 +29,6 @@ Their fp32 values would not fit beside the layers' buffers on a small card."""
 NEWTON_SCHULZ_STEPS = 5
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration: steep at 0. Singular values end between 0.7 and 1.2 (Jordan et al., Muon, 2024)."""
-_POLAR_EXPRESS = (
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-)
-"""Coefficients of each iteration (Amsel et al., arXiv 2505.16932, for singular values from 0.001)."""
-COEFFICIENTS = {
-    "quintic": (_QUINTIC,),
-    # divided by powers of 1.01, the paper's margin for rounding
-    "polar_express": tuple((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in _POLAR_EXPRESS),
-}
 ROW_DECAY = 0.95
 """Decay of the mean squares of `normalize_rows` (Li et al., NorMuon, arXiv 2510.05491)."""
 _SMALLEST, _SMALLEST_SQUARE = 1e-12, 1e-24
@@ -82,7 +68,6 @@ def orthogonal(
     layout: MatrixLayout = _WHOLE,
     *,
     num_steps: int = NEWTON_SCHULZ_STEPS,
-    coefficients: str = "quintic",
 ) -> torch.Tensor:
     """Orthogonalize each part of the layout, in the gradient's dtype. A gradient of zeros gives zeros.
 
@@ -91,14 +76,14 @@ def orthogonal(
     if layout.tensor_mode == "blockwise":
         layout = replace(layout, sharded_dim=None, group=None)
     if not layout.parts:
-        return orthogonalize(gradient_MN, layout, num_steps=num_steps, coefficients=coefficients)
+        return orthogonalize(gradient_MN, layout, num_steps=num_steps)
     # queries, keys and values have no common singular vectors to preserve
     by_group = gradient_MN.unflatten(1, (-1, sum(layout.parts)))
     results: list[torch.Tensor] = []
     for _, parts in itertools.groupby(by_group.split(layout.parts, dim=2), key=lambda part: part.shape):
         stacked = torch.stack(list(parts))
         matrices = stacked.flatten(2, 3).flatten(0, 1)
-        directions = orthogonalize(matrices, layout, num_steps=num_steps, coefficients=coefficients)
+        directions = orthogonalize(matrices, layout, num_steps=num_steps)
         results += directions.view_as(stacked).unbind()
     return torch.cat(results, dim=2).view_as(gradient_MN)
 
@@ -108,7 +93,6 @@ def orthogonalize(
     layout: MatrixLayout = _WHOLE,
     *,
     num_steps: int = NEWTON_SCHULZ_STEPS,
-    coefficients: str = "quintic",
 ) -> torch.Tensor:
     """Return the nearest matrix whose singular values are about 1, scaled to a root mean square of 1.
 
@@ -129,11 +113,8 @@ def orthogonalize(
     matrix = (matrix / norm.clamp_(min=_SMALLEST)).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
     if is_transposed:
         matrix = matrix.mT
-    table = COEFFICIENTS[coefficients]
-    if len(table) > 1:
-        matrix.div_(1.01)
-    for step in range(num_steps):
-        a, b, c = table[min(step, len(table) - 1)]
+    a, b, c = _QUINTIC
+    for _ in range(num_steps):
         gram = torch.bmm(matrix, matrix.mT)
         if dim is not None:
             gram = layout.all_reduce(gram)
@@ -148,7 +129,6 @@ def normalize_rows(
     means_KM: torch.Tensor,
     layout: MatrixLayout = _WHOLE,
     *,
-    floor: float = 0.0,
     is_skipped: torch.Tensor | None = None,
 ) -> None:
     """Divide the rows of updates by the roots of their running mean squares, and keep the updates' norms.
@@ -163,10 +143,7 @@ def normalize_rows(
         columns *= layout.num_slices
     new_KM = means_KM.lerp(squares_KM / columns, 1 - ROW_DECAY)
     means_KM.copy_(new_KM if is_skipped is None else torch.where(is_skipped, means_KM, new_KM))
-    inverse_KM = new_KM.clamp(min=_SMALLEST_SQUARE)
-    if floor:
-        inverse_KM = torch.maximum(inverse_KM, floor**2 * inverse_KM.mean(1, keepdim=True))
-    inverse_KM = inverse_KM.reciprocal()
+    inverse_KM = new_KM.clamp(min=_SMALLEST_SQUARE).reciprocal_()
     norms_2K = torch.stack([squares_KM.sum(1), (squares_KM * inverse_KM).sum(1)])
     if layout.sharded_dim == 0:
         layout.all_reduce(norms_2K)
