@@ -85,8 +85,7 @@ STREAMED: dict[str, dict[str, Any]] = {
 STREAMED["adam"] = STREAMED["clipped_adam"] | {"clip_grad": 0.0}
 STREAMED["adam8"] = STREAMED["adam"] | {"adam_moments_dtype": "int8", "no_decoupled_weight_decay": True}
 STREAMED["clipped_muon8"] = STREAMED["clipped_adam"] | {"optimizer": "muon", "muon_use_nesterov": True}
-STREAMED["clipped_muon8"] |= {"muon_momentum_dtype": "int8", "adaptive_muon_moment2_method": "normuon"}
-STREAMED["clipped_muon8"]["muon_cautious_decay"] = True
+STREAMED["clipped_muon8"]["muon_momentum_dtype"] = "int8"
 """Full training with one block, which streams on the host."""
 
 

@@ -41,7 +41,6 @@ INACTIVE = {
     "lr": 3e-3,
 }
 MUON = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_use_nesterov": True, "lr": 3e-3}
-BETTER = MUON | {"adaptive_muon_moment2_method": "normuon", "muon_cautious_decay": True}
 FACTORED = INACTIVE | {"bcd_inactive_update": "factored"}
 FACTORED_EMBEDDING = FACTORED | {"bcd_embedding_update": "factored"}
 SAME_MICROBATCHES = {"global_batch_size": 8, "micro_batch_size": 2}
@@ -69,7 +68,7 @@ CASES = {
     "masks": Case(LLAMA, MASKS, ("context2",)),
     "per_token": Case({}, {"eod_mask_loss": True, "calculate_per_token_loss": True}, ("context2",)),
     "moments_int8": Case({}, {"adam_moments_dtype": "int8"}, ("pipeline2",), 1e-4),
-    "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | BETTER, ("tensor2",)),
+    "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | MUON, ("tensor2",)),
     "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP | ONE_SAMPLE | {"bcd_num_blocks": 3}, ("pipeline2_data2",)),
     "experts": Case(worlds.EXPERTS, SAME_MICROBATCHES, ("expert2_pipeline2_data2",)),
     "experts_muon_divided": Case(

@@ -15,7 +15,6 @@ from support.pairwise import Combination, pairwise
 
 PIPELINE = worlds.PIPELINE
 CUTS = {name: worlds.CUTS[name] for name in ("pipeline2", "data2", "tensor2")}
-BETTER = {"adaptive_muon_moment2_method": "normuon", "muon_cautious_decay": True}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "cut": CUTS,
     "blocks": {
@@ -28,7 +27,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "optimizer": {
         "sharded": {},
         "moments_int8": {"adam_moments_dtype": "int8"},
-        "muon": {"optimizer": "muon", "muon_use_nesterov": True, "muon_momentum_dtype": "int8"} | BETTER,
+        "muon": {"optimizer": "muon", "muon_use_nesterov": True, "muon_momentum_dtype": "int8"},
         "factored": {"bcd_inactive_update": "factored"},
         "orthogonal": {"bcd_inactive_update": "orthogonal", "adam_moments_dtype": "int8"},
     },

@@ -86,7 +86,7 @@ RULES: dict[str, dict[str, Any]] = {
     "factored": {"name": "factored"},
     "orthogonal": {"name": "orthogonal"},
     "muon": {"name": "orthogonal", "momentum": 0.9, "nesterov": True},
-    "muon8": {"name": "orthogonal", "momentum": 0.9, "nesterov": True, "is_normalized": True, "is_cautious": True},
+    "muon8": {"name": "orthogonal", "momentum": 0.9, "nesterov": True},
     "adam": {
         "name": "adam",
         "adam": {"betas": (0.9, 0.95), "eps": 1e-8, "decoupled_weight_decay": True},

@@ -51,20 +51,6 @@ def test_orthogonal_is_pytorchs_muon() -> None:
     assert torch.allclose(result, -weight.detach(), atol=0.02)  # PyTorch's is in bf16
 
 
-def test_rows_are_normalised_by_their_running_mean_squares() -> None:
-    """Rows divide by the root of a running mean of their squares, and a matrix keeps its norm."""
-    means, size = torch.zeros(2, 6), torch.logspace(-2, 2, 6)[:, None]
-    squares = torch.zeros(2, 6)
-    for step in range(3):
-        update = size * gradient(2, 6, 5, seed=step)
-        squares = 0.95 * squares + 0.05 * update.square().mean(2)
-        expected = update / squares.sqrt()[..., None]
-        expected *= (update.norm(dim=(1, 2)) / expected.norm(dim=(1, 2)))[:, None, None]
-        update_rules.normalize_rows(update, means, is_skipped=torch.tensor(False))
-        torch.testing.assert_close(update, expected)
-        torch.testing.assert_close(means, squares)
-
-
 @pytest.mark.parametrize("factor", [1e-9, 1.0, 1e6])
 def test_factored_rows_without_gradient(factor: float) -> None:
     """Rows without a gradient get no step, and the steps do not depend on the gradient's size."""
@@ -115,7 +101,7 @@ def test_compiled_updates_are_the_eager_ones(rule: str, dtype: torch.dtype, part
         state = {LOW_BITS: low_bits, FACTORS: factors}
         for step in range(3):
             stack = types.SimpleNamespace(
-                rule=MatrixRule(name=rule, grad_dtype=dtype, is_cautious=True),
+                rule=MatrixRule(name=rule, grad_dtype=dtype),
                 param_group={"lr": 1e-2, "weight_decay": 0.1},
                 layout=MatrixLayout(parts=parts),
                 weights=[matrix[None] for matrix in weights],

@@ -22,7 +22,7 @@ from megatron.bcd.checkpoint.run_state import StateSummary
 from megatron.bcd.checkpoint.shard_writer import expert_key
 from megatron.bcd.model.builder import get_host_layers, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.optim.state import COLUMN_MEANS, MAIN_PARAM, MEANS, ParamState
+from megatron.bcd.optim.state import COLUMN_MEANS, MAIN_PARAM, ROW_MEANS, ParamState
 from megatron.bcd.runtime import collectives, replicas
 
 Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
@@ -98,7 +98,7 @@ def sharded_state(
                 ).cpu()
             elif not saves:
                 continue
-            elif can_wait and name not in MEANS:
+            elif can_wait and name not in (ROW_MEANS, COLUMN_MEANS):
                 tensor = torch.empty(shape, device="meta")
             else:
                 tensor = torch.zeros(shape) if read is None else read().to("cpu", copy=True)
@@ -119,13 +119,13 @@ def _entry(
 
     `replica` numbers the data-parallel ranks that save or load the tensor.
     """
-    if state_name not in MEANS:
+    if state_name not in (ROW_MEANS, COLUMN_MEANS):
         entry = make_sharded_optimizer_tensor(weight, tensor, f"{PREFIX}.{state_name}")
         return replace(entry, replica_id=(*entry.replica_id[:-1], replica))  # type: ignore[misc]
     # row means [M] or column means [P, N]: sliced over tensor-parallel ranks if rows or columns are. Experts in one
     # parameter have [E, M] and [E, P, N], and are not sliced
     key, layout = f"{PREFIX}.{state_name}.{weight.key}", active.matrices.matrices[name].layout
-    dim = 1 if state_name == COLUMN_MEANS else 0
+    dim = 0 if state_name == ROW_MEANS else 1
     tensor = tensor.detach().to("cpu", copy=True)
     if isinstance(weight, ShardedTensorFactory) and dim == 0:  # rows of a gate and of what it multiplies
         return replace(weight, key=key, data=tensor, replica_id=(*weight.replica_id[:-1], replica))  # type: ignore[misc]

@@ -210,15 +210,6 @@ class BcdConfig:
     muon_grad_dtype: str = option(
         "fp32", "precision in which gradients for Muon are reduced", choices=BF16_OR_FP32, group=OPTIMIZER
     )
-    adaptive_muon_moment2_method: str = option(
-        "none",
-        "normuon: divide the rows of Muon's updates by their running root mean squares",
-        choices=("none", "normuon"),
-        group=OPTIMIZER,
-    )
-    muon_cautious_decay: bool = option(
-        False, "Muon decays only the weights that the update moves to zero", group=OPTIMIZER
-    )
     bcd_sample_ratio: float | None = option(
         None,
         "each phase draws a new subset, this share of an epoch of the training split, and repeats it as needed; "

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.bcd.blocks.ownership import EXPERT_STACK_ELEMENTS, matrix_stacks
 from megatron.bcd.model.host_layers import LOW_BITS, State
 from megatron.bcd.optim import bf16, low_bit_adam, low_bit_momentum, update_rules
-from megatron.bcd.optim.state import COLUMN_MEANS, MAIN_PARAM, MOMENT2, MOMENTUM, ROW_MEANS
+from megatron.bcd.optim.state import COLUMN_MEANS, MAIN_PARAM, MOMENTUM, ROW_MEANS
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import device
 from megatron.bcd.runtime.compat import pytorch
@@ -44,10 +44,6 @@ class MatrixRule:
     nesterov: bool = False
     num_steps: int = update_rules.NEWTON_SCHULZ_STEPS
     """Newton-Schulz iterations."""
-    is_normalized: bool = False
-    """Whether the rows of an update are divided by their running root mean square (`update_rules.normalize_rows`)."""
-    is_cautious: bool = False
-    """Whether only weights that the update moves to zero decay."""
     is_by_chunk: bool = True
     """Whether breadth-first order steps the matrices right after their passes."""
     adam: Mapping[str, Any] = field(default_factory=dict)
@@ -120,10 +116,6 @@ class Matrix:
                     MOMENTUM_SCALE,
                     functools.partial(low_bit_momentum.zero_scales, self.parameter.shape, device.current()),
                 )
-            if rule.is_normalized:
-                self._prepare(MOMENT2, lambda: torch.zeros(self.parameter.shape[:-1], device=device.current()))
-            else:
-                self.offloaded.pop(MOMENT2, None)  # of a checkpoint
         if rule.name == update_rules.ADAM:
             if not self.adam_state():
                 self.state |= low_bit_adam.zeros(self.parameter.numel(), self.moments_dtype, device.current())
@@ -137,7 +129,7 @@ class Matrix:
         """End the phase: move its momentum or Adam's moments to host memory, or drop them."""
         self.parameter.requires_grad_(False)
         self.rule = None
-        moments = [MOMENTUM, MOMENTUM_SCALE, MOMENT2, *self.adam_state()]
+        moments = [MOMENTUM, MOMENTUM_SCALE, *self.adam_state()]
         for kind in moments if not keeps_moments else ():
             self.state.pop(kind, None)
         self.offload([*moments, LOW_BITS] if self.offloads_low_bits else moments)
@@ -214,9 +206,7 @@ class Matrix:
             return {}
         if kind == MOMENTUM:
             scales = self.get(MOMENTUM_SCALE)
-            squares = self.get(MOMENT2)
-            means = {} if squares is None else {MOMENT2: squares.detach}
-            return {MOMENTUM: lambda: _read_momentum(tensor.detach(), scales)} | means
+            return {MOMENTUM: lambda: _read_momentum(tensor.detach(), scales)}
         rows, columns, _ = self.split_factors(tensor)
         return {ROW_MEANS: rows.detach, COLUMN_MEANS: columns.detach}
 
@@ -229,9 +219,7 @@ class Matrix:
                 ROW_MEANS: torch.Size([*experts, rows]),
                 COLUMN_MEANS: torch.Size([*experts, num_parts, columns]),
             }
-        if kind == MOMENTUM:
-            return {MOMENTUM: self.parameter.shape, MOMENT2: self.parameter.shape[:-1]}
-        names = low_bit_adam.MOMENTS if kind == MOMENTS else [MAIN_PARAM]
+        names = low_bit_adam.MOMENTS if kind == MOMENTS else [MAIN_PARAM if kind == LOW_BITS else MOMENTUM]
         return dict.fromkeys(names, self.parameter.shape)
 
     def set_state(self, kind: str, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
@@ -242,15 +230,12 @@ class Matrix:
             self.set_main_param(tensors[MAIN_PARAM])
         elif not self.is_owner:
             return
+        elif kind == MOMENTUM and self.moments_dtype == torch.int8:
+            codes, scales = low_bit_momentum.encode(tensors[MOMENTUM].view(self.parameter.shape))
+            self.store_on_host(MOMENTUM, codes)
+            self.store_on_host(MOMENTUM_SCALE, scales)
         elif kind == MOMENTUM:
-            if self.moments_dtype == torch.int8:
-                codes, scales = low_bit_momentum.encode(tensors[MOMENTUM].view(self.parameter.shape))
-                self.store_on_host(MOMENTUM, codes)
-                self.store_on_host(MOMENTUM_SCALE, scales)
-            else:
-                self.store_on_host(MOMENTUM, tensors[MOMENTUM].to(self.moments_dtype, copy=True))
-            if MOMENT2 in tensors:
-                self.store_on_host(MOMENT2, tensors[MOMENT2].clone())
+            self.store_on_host(MOMENTUM, tensors[MOMENTUM].to(self.moments_dtype, copy=True))
         elif kind == MOMENTS:
             moments = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
             entries = low_bit_adam.encode(moments) if self.moments_dtype == torch.int8 else moments

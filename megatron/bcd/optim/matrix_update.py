@@ -9,7 +9,7 @@ import torch
 from megatron.bcd.model.host_layers import GRADIENT, LOW_BITS
 from megatron.bcd.optim import bf16, low_bit_adam, low_bit_momentum, update_rules
 from megatron.bcd.optim.matrix import FACTORS, MOMENTUM_SCALE, Stack, join, write_back
-from megatron.bcd.optim.state import MOMENT2, MOMENTUM
+from megatron.bcd.optim.state import MOMENTUM
 from megatron.bcd.optim.update_rules import FactoredDirection
 from megatron.bcd.runtime.compat.pytorch import compiled, copy_each
 
@@ -51,7 +51,7 @@ def update_stack(
     if is_compiled:
         numbers = [torch.full((), number, device=stack.gradient.device) for number in (rate, decay)]
         if update is not None:
-            compiled(update_rules.subtract)(weights, bits, update, is_skipped, *numbers, rule.is_cautious)
+            compiled(update_rules.subtract)(weights, bits, update, is_skipped, *numbers)
         else:
             direction = directions()
             scales, sizes = (direction.row_scales_KM, direction.column_scales_KPN), direction.sizes
@@ -64,8 +64,7 @@ def update_stack(
         for rows in [slice(None)] if update is not None else update_rules.rows_at_once(stack.gradient, stack.layout):
             value = weights[:, rows] if bits is None else bf16.join(weights[:, rows], bits[:, rows])
             if update is not None:
-                factor = torch.where(update * value > 0, decay, 1.0) if rule.is_cautious else decay
-                value.mul_(factor).add_(update, alpha=-rate)
+                value.mul_(decay).add_(update, alpha=-rate)
             else:
                 factored = factored or directions()  # behind the first value, because it takes temporary memory
                 factored.subtract_from(value.mul_(decay), rows, rate=rate)
@@ -121,10 +120,5 @@ def _orthogonal(stack: Stack, clip_coefficient: float) -> torch.Tensor:
             write_back(stored, momenta)
         gradient = gradient.lerp(momentum, rule.momentum) if rule.nesterov else momentum
     update = update_rules.orthogonal(gradient, stack.layout, num_steps=rule.num_steps)
-    if rule.is_normalized:
-        stored = stack.state(MOMENT2)
-        means = join(stored)
-        update_rules.normalize_rows(update, means, stack.layout, is_skipped=stack.is_skipped)
-        write_back(means, stored)
     is_skipped = None if rule.momentum is None else stack.is_skipped  # the gradient is zero, not the momentum
     return update if is_skipped is None else update.masked_fill_(is_skipped, 0.0)

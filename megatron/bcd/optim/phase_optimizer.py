@@ -164,8 +164,6 @@ def phase_rules(config: RunConfig, parameters: ParametersByBlock, block: int) ->
             momentum=settings.muon_momentum,
             is_by_chunk=config.steps_block_by_chunk,
             nesterov=settings.muon_use_nesterov,
-            is_normalized=bcd.adaptive_muon_moment2_method == "normuon",
-            is_cautious=bcd.muon_cautious_decay,
             num_steps=settings.muon_num_ns_steps,
         )
     else:

@@ -23,10 +23,6 @@ MAIN_PARAM, MOMENTUM, OUTER_MOMENTUM = "master", "momentum_buffer", "outer"
 """Names of tensors in checkpoints, beside Adam's moments."""
 ROW_MEANS, COLUMN_MEANS = "exp_avg_sq_row", "exp_avg_sq_col"
 """Names of the second moments of the rule `factored` in checkpoints."""
-MOMENT2 = "moment2_buffer"
-"""Name of the mean squares of the rows of Muon's updates in checkpoints, as in NVIDIA's emerging_optimizers."""
-MEANS = (ROW_MEANS, COLUMN_MEANS, MOMENT2)
-"""Names of tensors without the shape of their parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,6 @@ Their fp32 values would not fit beside the layers' buffers on a small card."""
 NEWTON_SCHULZ_STEPS = 5
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration: steep at 0. Singular values end between 0.7 and 1.2 (Jordan et al., Muon, 2024)."""
-ROW_DECAY = 0.95
-"""Decay of the mean squares of `normalize_rows` (Li et al., NorMuon, arXiv 2510.05491)."""
 _SMALLEST, _SMALLEST_SQUARE = 1e-12, 1e-24
 """Smallest divisors, for gradients of zeros. They are far below real gradients, whose scale must not matter."""
 
@@ -122,34 +120,6 @@ def orthogonalize(
     if is_transposed:
         matrix = matrix.mT
     return matrix.mul_(math.sqrt(max(rows, columns))).to(gradient_MN.dtype).view_as(gradient_MN)
-
-
-def normalize_rows(
-    update_KMN: torch.Tensor,
-    means_KM: torch.Tensor,
-    layout: MatrixLayout = _WHOLE,
-    *,
-    is_skipped: torch.Tensor | None = None,
-) -> None:
-    """Divide the rows of updates by the roots of their running mean squares, and keep the updates' norms.
-
-    `means_KM` starts as zeros. Where `is_skipped` is true, it keeps its bits. A collective over the layout's group.
-    Source: NorMuon, Li et al., arXiv 2510.05491. The norm makes a bias correction unnecessary.
-    """
-    squares_KM = torch.linalg.vector_norm(update_KMN, dim=2, dtype=torch.float32).square_()
-    columns = update_KMN.shape[2]
-    if layout.sharded_dim == 1:
-        layout.all_reduce(squares_KM)
-        columns *= layout.num_slices
-    new_KM = means_KM.lerp(squares_KM / columns, 1 - ROW_DECAY)
-    means_KM.copy_(new_KM if is_skipped is None else torch.where(is_skipped, means_KM, new_KM))
-    inverse_KM = new_KM.clamp(min=_SMALLEST_SQUARE).reciprocal_()
-    norms_2K = torch.stack([squares_KM.sum(1), (squares_KM * inverse_KM).sum(1)])
-    if layout.sharded_dim == 0:
-        layout.all_reduce(norms_2K)
-    before_K, after_K = norms_2K
-    scale_KM = (inverse_KM * (before_K / after_K.clamp(min=_SMALLEST_SQUARE))[:, None]).sqrt_()
-    update_KMN.mul_(scale_KM[..., None])
 
 
 def num_factors(rows: int, columns: int, num_parts: int = 1) -> int:
@@ -322,17 +292,12 @@ def subtract(
     is_skipped: torch.Tensor | None,
     rate: torch.Tensor,
     decay: torch.Tensor,
-    is_cautious: bool = False,
 ) -> None:
-    """Multiply the weights by `decay` and subtract `rate` x `direction`, unless `is_skipped`. To be compiled.
-
-    With `is_cautious` only weights decay that the direction moves to zero.
-    """
+    """Multiply the weights by `decay` and subtract `rate` x `direction`, unless `is_skipped`. To be compiled."""
     before = weight
     if low_bits is not None:  # as `bf16.join` and `split`, whose 16-bit views the compiler could not fuse
         before = ((weight.view(torch.int16).to(torch.int32) << 16) + low_bits).view(torch.float32)
-    factor = torch.where(before * direction > 0, decay, 1.0) if is_cautious else decay
-    value = before * factor - rate * direction
+    value = before * decay - rate * direction
     if is_skipped is not None:
         value = torch.where(is_skipped, before, value)
     if low_bits is None:

@@ -313,8 +313,8 @@ class ModelState:
             return 0
         most, blocks, ranks = 0, range(self.partition.num_blocks), range(self.num_replicas)
         for matrices, block, rank in product(self._matrices, blocks, ranks):
-            kept = (each for each, owners in matrices if rank in owners and not each.owned.is_active(block))
-            most = max(most, sum(int(self._momentum_bytes * each.size) + self._row_bytes(each) for each in kept))
+            sizes = (each.size for each, owners in matrices if rank in owners and not each.owned.is_active(block))
+            most = max(most, sum(int(self._momentum_bytes * size) for size in sizes))
         return most
 
     @property
@@ -323,11 +323,6 @@ class ModelState:
         if self.config.is_muon:
             return MOMENT_BYTES[self.bcd.muon_momentum_dtype]
         return sum(MOMENT_BYTES[dtype] for dtype in self.budget.moments) if self._has_matrix_optimizer else 0
-
-    def _row_bytes(self, matrix: Tensor) -> int:
-        """Return the bytes of the mean squares of a matrix's rows, with --adaptive-muon-moment2-method normuon."""
-        has_means = self.config.is_muon and self.bcd.adaptive_muon_moment2_method == "normuon"
-        return 4 * matrix.num_matrices * sum(rows for rows, _ in matrix.parts) * has_means
 
     def rank_share(self, stage: int, block: int, rank: int) -> MatrixShare:
         """Compute `share`."""
@@ -354,7 +349,6 @@ class ModelState:
             has_low_bits = self._steps_matrix(tensor) if is_active else bool(tensor.owned.inactive_updates_in)
             if not is_in_arena or waits:
                 total["state"] += int((low_bits * has_low_bits + self._momentum_bytes * is_active) * tensor.size)
-            total["state"] += self._row_bytes(tensor) * is_active
             has_factors = self._inactive_rule(tensor) == "factored" and bool(tensor.owned.inactive_updates_in)
             total["state"] += 4 * tensor.num_factors * has_factors
             if is_stepped:
