@@ -71,7 +71,7 @@ class Weights:
         """Return a weight [O, I], or its transposed matrix, in FP8, and its scale."""
         scale = self._once("scale", name, lambda: self.run(_scale)(weight, _FORMAT))
         matrix, kind = (weight.t(), "transposed") if is_transposed else (weight, "copy")
-        return self._once(kind, name, lambda: self.run(_rounded)(matrix, scale, _FORMAT)[0]), scale
+        return self._once(kind, name, lambda: self.run(_rounded)(matrix, scale, _FORMAT)), scale
 
     def _keep(self, *kinds: str) -> None:
         self._kinds = kinds
@@ -152,7 +152,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, weights: Weights, name: str) -> Tensor:
         ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
         ctx.weights, ctx.name, ctx.scale = weights, name, weights.run(_scale)(input, _FORMAT)
-        input_TI = weights.run(_rounded)(input, ctx.scale, _FORMAT)
+        input_TI = weights.run(_rounded)(input, ctx.scale, _FORMAT), ctx.scale
         return _multiply(input_TI, weights.rounded(name, weight), input.dtype, is_fast=True)
 
     @staticmethod
@@ -163,10 +163,10 @@ class _Product(torch.autograd.Function):
         grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
             weight_IO = ctx.weights.rounded(ctx.name, weight, is_transposed=True)
-            grad_input = _multiply(rounded(grad_TO, scale, dtype), weight_IO, weight.dtype)
+            grad_input = _multiply((rounded(grad_TO, scale, dtype), scale), weight_IO, weight.dtype)
         if ctx.needs_input_grad[1]:
-            input_IT = rounded(input.t(), ctx.scale, _FORMAT)
-            grad_weight = _multiply(rounded(grad_TO.t(), scale, dtype), input_IT, weight.dtype)
+            input_IT = rounded(input.t(), ctx.scale, _FORMAT), ctx.scale
+            grad_weight = _multiply((rounded(grad_TO.t(), scale, dtype), scale), input_IT, weight.dtype)
         return grad_input, grad_weight, None, None
 
 
@@ -180,15 +180,18 @@ def _scale(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.abs().amax().float().clamp(min=_SMALLEST) / torch.finfo(dtype).max
 
 
-def _rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a matrix in `dtype`, row by row in memory, and its scale."""
-    return matrix.float().div_(scale).to(dtype).contiguous(), scale
+def _rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a matrix in `dtype`, row by row in memory."""
+    return matrix.float().div_(scale).to(dtype).contiguous()
 
 
 def _multiply(
     left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype, *, is_fast: bool = False
 ) -> Tensor:
-    """Return left [M, K] x right [N, K]^T. With `is_fast`, usual in forward passes, sums have fewer bits on Hopper."""
+    """Return left [M, K] x right [N, K]^T, each with its scale.
+
+    With `is_fast`, usual in forward passes, sums have fewer bits on Hopper.
+    """
     return scaled_mm(
         left[0],
         right[0].t(),
