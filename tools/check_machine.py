@@ -301,11 +301,11 @@ def check_links(rates: Mapping[str, Any], known: Cluster | None) -> Check:
 def cluster_row(rates: Mapping[str, Any], *, gpu: str, known: Cluster | None, like: Cluster, num_ranks: int) -> Cluster:
     """Return a cluster row with the measured rates.
 
-    Other values come from the `known` row. Without one the price is 0, the network is as fast as the link, and the
-    shares are those of `like`.
+    Other values come from the `known` row. Without one price and FP8 rate are 0, the network is as fast as the link,
+    and the shares are those of `like`.
     """
     link = min(rates["links"]["by_pair"].values()) if "links" in rates else rates["memory_gb_per_s"]
-    other = known or replace(like, network_gb_per_s=link, usd_per_gpu_hour=0.0)
+    other = known or replace(like, network_gb_per_s=link, usd_per_gpu_hour=0.0, fp8_tflops=0.0)
     values = {name: rates[name] for name in ("fp32_tflops", "bf16_tflops", "memory_gb_per_s")}
     rounded = {name: float(f"{value:.4g}") for name, value in (values | {"link_gb_per_s": link}).items()}
     source = f"rates measured by tools/check_machine.py --calibrate; others from {known.name if known else like.name}"

@@ -32,7 +32,7 @@ def test_a_product_and_its_gradients(name: str, most: float) -> None:
     torch.manual_seed(1)
     x, weight, grad = (torch.randn(size, dtype=torch.bfloat16) for size in ((4, 8, 64), (48, 64), (4, 8, 48)))
     x.requires_grad_(), weight.requires_grad_()
-    output = fp8._Product.apply(x, weight, fp8._GRADIENTS[name], False)
+    output = fp8._product(fp8.Weights(fp8._GRADIENTS[name]), "", x, weight)
     output.backward(grad)
     (x32, weight32, grad32), (x_grad, weight_grad) = (
         (each.detach().float() for each in (x, weight, grad)),
@@ -41,10 +41,14 @@ def test_a_product_and_its_gradients(name: str, most: float) -> None:
     wanted = (x32 @ weight32.t(), grad32 @ weight32, grad32.flatten(0, 1).t() @ x32.flatten(0, 1))
     for value, exact in zip((output.detach(), x_grad, weight_grad), wanted, strict=True):
         assert value is not None and 0.005 < relative(value, exact) < most
+    some = fp8._product(fp8.Weights(fp8._GRADIENTS[name]), "", x[:, :3], weight)  # 12 tokens of an expert
+    assert some.shape == (4, 3, 48) and relative(some.detach(), wanted[0][:, :3]) < most
+    fp8._product(fp8.Weights(), "", x[:0], weight).sum().backward()
+    assert weight.grad is weight_grad and torch.equal(weight.grad, weight_grad)
     zeros = torch.zeros(16, 64, dtype=torch.bfloat16)
-    assert not fp8._Product.apply(zeros, weight, torch.float8_e5m2, False).any()
+    assert not fp8._product(fp8.Weights(), "", zeros, weight).any()
     zeros[0, 0] = torch.inf
-    assert fp8._Product.apply(zeros, weight, torch.float8_e5m2, False).isnan().all()
+    assert fp8._product(fp8.Weights(), "", zeros, weight).isnan().all()
 
 
 def losses(config: Any) -> tuple[list[float], int]:
@@ -62,6 +66,51 @@ def test_losses(world2: World, text_data: str, cut: str) -> None:
     (narrow, number), *_ = reversed(world2.run(losses, worlds.run_config(**flags | CUTS[cut] | FP8)))
     assert none == 0 < number and narrow != wide
     assert narrow == pytest.approx(wide, rel=0.02)
+
+
+def rounded_always(config: Any) -> Any:
+    """Return the outcome of a run that scales and rounds weights at each product."""
+    with mock.patch.object(fp8.Weights, "_once", lambda self, kind, name, compute: compute()):
+        return resumed_runs.one_part(config)
+
+
+def counted(config: Any, root: str) -> tuple[Any, int, int, list[str]]:
+    """Return the outcome of a run, how often it looks for a weight and computes it, and differences of a resumed
+    run."""
+    asked = mock.Mock()
+    once = fp8.Weights._once
+
+    def count(self: fp8.Weights, kind: str, name: str, compute: Any) -> torch.Tensor:
+        asked(False)
+        return once(self, kind, name, lambda: (asked(True), compute())[1])
+
+    with mock.patch.object(fp8.Weights, "_once", count):
+        outcome = resumed_runs.one_part(config)
+    computed = asked.mock_calls.count(mock.call(True))
+    differences = resumed_runs.stopped_and_resumed(config, [3], root)
+    return outcome, len(asked.mock_calls) - computed, computed, differences
+
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "blocks": {"bcd_preset": "pretrain", "bcd_num_blocks": 2},
+    "chunks": {"bcd_preset": "pretrain", "bcd_num_blocks": 2, "bcd_schedule": "breadth-first", "bcd_layers_on": "host"},
+    "experts": {"bcd_preset": "finetune", **worlds.EXPERTS, "moe_ffn_hidden_size": 32, "sequence_parallel": False},
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_weights_are_rounded_once(world1: World, text_data: str, tmp_path: Path, case: str) -> None:
+    """Training equals that with weights rounded at each product bit for bit: over updates, switches, loaded layers,
+    evaluations, and a resume. With 4 microbatches, far fewer weights are computed than used."""
+    flags = FP8 | {"data_path": text_data, "train_iters": 5, "bcd_steps_per_block": 2, "eval_interval": 2, "lr": 1e-2}
+    flags |= {"eval_iters": 2, "micro_batch_size": 2, "global_batch_size": 8, "hidden_size": 64, "clip_grad": 0.0}
+    if case == "experts":
+        del flags["bcd_steps_per_block"]
+    config = worlds.run_config(**flags | WEIGHTS[case])
+    [(outcome, used, computed, resumed)] = world1.run(counted, config, str(tmp_path))
+    [always] = world1.run(rounded_always, config)
+    assert resumed_runs.differences(always, [outcome]) == [] and resumed == []
+    assert computed < used * (0.45 if case == "chunks" else 0.75)
 
 
 @pytest.mark.parametrize("preset", ["pretrain", "finetune"])

@@ -26,6 +26,8 @@ HEAD = {"bcd_head_phase": True, "untie_embeddings_and_output_weights": True, "bc
 CASES: dict[str, dict[str, Any]] = {
     "recompute_bf16": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
     | {"bf16": True},
+    "fp8": {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise", "micro_batch_size": 1}
+    | {"hidden_size": 64, "seq_length": 24},
     "masks": {"reset_attention_mask": True, "reset_position_ids": True, "position_embedding_type": "rope"},
     "stage": worlds.PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
     "llama": worlds.PIPELINE

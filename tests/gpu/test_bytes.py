@@ -21,6 +21,7 @@ from support import decoders, worlds
 from support.gpu_worlds import Worlds
 from support.planned import RUNS, planned_memory, recipe_of
 
+from megatron.bcd.model import fp8
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.step import Step
 from megatron.bcd.planner.run_state import model_state_of
@@ -38,15 +39,23 @@ which blocks it finds depends on what ran in the process before. The plan counts
 
 def as_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make Megatron Core's fused functions keep only their result in GPU memory, as if they were compiled."""
-    return lambda *tensors: function(*(each.cpu() for each in tensors)).to(tensors[0].device)
+    return lambda *given: function(*(each.cpu() if torch.is_tensor(each) else each for each in given)).to(
+        given[0].device
+    )
 
 
 @contextlib.contextmanager
 def compiled_fusions() -> Iterator[None]:
     """Emulate compiled fusions: in eager mode, the fused GELU has up to six temporaries of the MLP's width."""
     with contextlib.ExitStack() as patches:
-        for name in ("bias_gelu", "bias_gelu_back") if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else ():
-            patches.enter_context(mock.patch.object(fused_bias_gelu, name, as_compiled(getattr(fused_bias_gelu, name))))
+        names = [
+            (fused_bias_gelu, "bias_gelu"),
+            (fused_bias_gelu, "bias_gelu_back"),
+            (fp8, "_scale"),
+            (fp8, "_rounded"),
+        ]
+        for module, name in names if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else ():
+            patches.enter_context(mock.patch.object(module, name, as_compiled(getattr(module, name))))
         yield
 
 

@@ -104,7 +104,7 @@ def test_fp8_products(num_gpus: int, grad_dtype: torch.dtype) -> None:
         torch.manual_seed(1)
         x, weight, grad = (torch.randn(size, dtype=torch.bfloat16) for size in ((2, 32, 64), (48, 64), (2, 32, 48)))
         x, weight = (each.to(place).requires_grad_() for each in (x, weight))
-        output = fp8._Product.apply(x, weight, grad_dtype, False)
+        output = fp8._product(fp8.Weights(grad_dtype), "", x, weight)
         output.backward(grad.to(place))
         results.append([each.detach().cpu().float() for each in (output, x.grad, weight.grad)])
     for on_cpu, on_gpu in zip(*results, strict=True):

@@ -24,6 +24,7 @@ EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 96, "disable_bias_linear": T
 EXPERTS |= {"moe_grouped_gemm": True}  # as the planner plans them
 EXPERTS |= {"moe_token_dispatcher_type": "alltoall"}
 BIASES = {"num_experts": 4, "moe_ffn_hidden_size": 96, "moe_token_dispatcher_type": "alltoall"}
+FP8 = {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
 RUNS: dict[str, dict[str, Any]] = {
     "one": {},
     "texts_bf16": {"bf16": True, "reset_attention_mask": True},
@@ -51,6 +52,8 @@ RUNS: dict[str, dict[str, Any]] = {
     | {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "num_layers": 12, "pipeline_model_parallel_size": 2},
     "muon8_streamed": {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "optimizer": "muon"}
     | {"muon_momentum_dtype": "int8"},
+    "fp8": FP8,
+    "fp8_streamed": BREADTH_FIRST | FP8 | {"bcd_layers_on": "host", "bcd_layers_per_pass": 2},
     "head_phase_pipeline2": TWO
     | {"pipeline_model_parallel_size": 2, "bf16": True}
     | {"untie_embeddings_and_output_weights": True, "bcd_head_phase": True},
@@ -93,7 +96,7 @@ def recipe_of(flags: dict[str, Any], model: Model | None = None) -> Recipe:
         cluster=CLUSTER,
         num_gpus=flags.get("world_size", 1),
         method=method,
-        precision="bf16" if flags.get("bf16") else "fp32",
+        precision="fp8" if flags.get("fp8_format") else "bf16" if flags.get("bf16") else "fp32",
         task="sft" if flags.get("reset_attention_mask") else "pretrain",  # plans packed records
         bcd_num_blocks=flags.get("bcd_num_blocks", 3),
         micro_batch_size=flags.get("micro_batch_size", 2),

@@ -96,7 +96,8 @@ BAD_RUNS = {
 --straggler-minmax-count 2
 --fp8-format hybrid --bf16
 --fp8-format hybrid --fp8-recipe tensorwise
---fp8-recipe tensorwise --fp8-format hybrid --bf16 --micro-batch-size 1 --seq-length 24
+--micro-batch-size 2 --fp8-recipe tensorwise --fp8-format hybrid --bf16 --bcd-prefix-cache out/cache \
+--bcd-sample-ratio 0.1 --hidden-dropout 0 --attention-dropout 0
 --fp8-recipe tensorwise --fp8-format hybrid --bf16 --transformer-impl transformer_engine
 --fp8-recipe tensorwise --fp8-format hybrid --bf16 --fp8-margin 1
 --seq-length 64 --max-position-embeddings 32

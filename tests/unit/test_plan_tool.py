@@ -272,3 +272,20 @@ def test_the_command_is_the_recipes(capsys: pytest.CaptureFixture[str], repo_roo
                  "--save", "--load", "--save-interval", "--keep-last-checkpoints"):  # fmt: skip
         assert ours[ours.index(flag) + 1] == theirs[theirs.index(flag) + 1], flag
     assert "--bcd-steps-per-block" not in (*ours, *theirs), "a short run would not reach every block"
+
+
+def test_fp8(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan in FP8 is faster than in bf16, within what twice the rate allows, and prints the flags; in breadth-first
+    order copies of weights take memory. A card without FP8 is one line of error."""
+    flags = ("--model", "LLaMA-7B", "--num-gpus", "1", "--host-memory-gb", "64", "--method", "finetune")
+    flags += ("--bcd-layers-on", "host", "--bcd-layers-per-pass", "4", "--micro-batch-size", "4", "--gpu")
+    flags += ("h200", "--cross-entropy-fusion-impl", "linear", "--precision")
+    wide, narrow = (planned(capsys, *flags, precision) for precision in ("bf16", "fp8"))
+    assert "--bf16 --fp8-format hybrid --fp8-recipe tensorwise" in " ".join(narrow["command"].split())
+    times = [each["time"]["phases"][0]["pipeline"] for each in (wide, narrow)]
+    peaks = [each["memory"]["peak_bytes"] for each in (wide, narrow)]
+    assert 1.2 < times[0] / times[1] < 1.84
+    copies = 2 * 4 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert 0.8 * copies < peaks[1] - peaks[0] < 1.3 * copies
+    assert plan.main([*flags[:-4], "a100", *flags[-3:], "fp8"]) == 2
+    assert "error: --precision fp8: A100 80GB has no FP8 rate" in capsys.readouterr().err

@@ -57,7 +57,7 @@ CONFLICTS = {
     "--context-parallel-size": "--attention-backend=unfused",
     "--sft": "--mock-data --eod-mask-loss --context-parallel-size",
     "--save-hf": "--skip-train",
-    "--num-experts": "--fp8-format --hierarchical-context-parallel-sizes",
+    "--num-experts": "--fp8-recipe=delayed --hierarchical-context-parallel-sizes",
     "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss",  # its gradients have no loss scale
     "--bcd-embedding-update=factored": "--decoupled-lr",  # only Megatron Core's optimizer supports it
     "--optimizer-cpu-offload": "--optimizer!=adam --no-decoupled-weight-decay --adam-moments-dtype "
@@ -69,7 +69,7 @@ CONFLICTS = {
     "--bcd-schedule=breadth-first": "--fp8-recipe=delayed --optimizer-cpu-offload",
     "--bcd-switch=plateau": "--bcd-steps-per-block",
     "--bcd-stop-cycle-improvement": "--eval-iters=0",
-    "--bcd-prefix-cache": "--sequence-parallel --fp8-format",  # a rank that reads the cache would not scale
+    "--bcd-prefix-cache": "--sequence-parallel --fp8-recipe=delayed",  # a rank that reads the cache would not scale
     "--fp8-recipe=delayed": "--transformer-impl=local",
     "--fp8-recipe=tensorwise": "--transformer-impl=transformer_engine --fp8-margin --fp8-amax-history-len "
     "--fp8-amax-compute-algo",
@@ -403,9 +403,8 @@ def _check_batch(run: Run) -> Iterator[str]:
         run.global_batch_size,
         f"--micro-batch-size {micro} x data parallel size {ranks}",
     )
-    tokens = micro * run.seq_length // run.context_parallel_size
-    if run.fp8_recipe == "tensorwise" and tokens % 16:
-        yield f"--fp8-recipe tensorwise: needs a multiple of 16 tokens in a micro-batch of a rank, which has {tokens}"
+    if run.fp8_recipe == "tensorwise" and run.bcd_prefix_cache and micro > 1:  # a scale is that of a micro-batch
+        yield f"--micro-batch-size {micro}: FP8 rounds samples together, --bcd-prefix-cache stores them alone. Give 1."
     if total % step:
         yield f"--global-batch-size {total} is not divisible by {product}. Give a multiple of {step}."
     if run.rampup_batch_size is None:
@@ -502,6 +501,8 @@ def _check_files(run: Run) -> Iterator[str]:
 def _check_core_accepts(run: Run) -> Iterator[str]:
     """Build Megatron Core's TransformerConfig, which checks its own rules, as on a machine without fused kernels."""
     transformer = dict(run.config.transformer)
+    if run.config.fp8_products:  # Megatron Core knows only Transformer Engine's
+        del transformer["fp8"], transformer["fp8_recipe"]
     transformer |= dict.fromkeys((field for field in transformer if field.endswith("_fusion")), False)
     transformer |= {
         "params_dtype": torch.float32,

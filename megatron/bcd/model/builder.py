@@ -223,8 +223,7 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
             # Tensor-parallel ranks have biases of different experts: they do not add them up, and each counts its own.
             module.bias.sequence_parallel = False
             tensor_parallel.set_tensor_model_parallel_attributes(module.bias, is_parallel=True, dim=0, stride=1)
-    if config.fp8_products:
-        fp8.use_products(model, config)
+    model.fp8_weights = fp8.use_products(model, config)  # type: ignore[assignment]
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if config.has_embedding_on_host and chunks[0].pre_process:
@@ -301,6 +300,11 @@ def _host_layers(config: RunConfig, stage_config: TransformerConfig, padded_voca
 def get_host_layers(model: torch.nn.Module) -> HostLayers:
     """Return the layers in host memory of a model of `build_model`. Without --bcd-layers-on host there are none."""
     return unwrap_model(model).host_layers  # type: ignore[return-value]
+
+
+def get_fp8_weights(model: torch.nn.Module) -> fp8.Weights:
+    """Return the weights of a model of `build_model` that multiply in FP8. Without FP8 there are none."""
+    return unwrap_model(model).fp8_weights  # type: ignore[return-value]
 
 
 def _add_bias_gradient(linear: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

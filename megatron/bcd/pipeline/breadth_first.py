@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.bcd.model.builder import get_host_layers, select_chunk, unwrap_model
+from megatron.bcd.model.builder import get_fp8_weights, get_host_layers, select_chunk, unwrap_model
 from megatron.bcd.model.loss import sum_losses
 from megatron.bcd.optim.step import Step
 from megatron.bcd.pipeline.build import host_passes
@@ -90,6 +90,7 @@ class BreadthFirstIteration(Iteration):
             return
         self._visit, *self._visits = self._visits
         chunk, is_backward = self._visit
+        get_fp8_weights(self._model).keep_copies()
         self._weights.load(self._layers[chunk], with_state=is_backward and not self._shape.clips_by_chunk)
         if is_backward:
             self._saved.release()

@@ -12,6 +12,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
+from megatron.bcd.model.builder import get_fp8_weights
 from megatron.bcd.optim.step import Step
 from megatron.bcd.pipeline.breadth_first import BreadthFirstIteration
 from megatron.bcd.pipeline.execute import Iteration
@@ -100,9 +101,10 @@ class PipelineSchedule:
             return self.execute(shape, model, step=step, **arguments)
         if num_stages > 1:
             self._connect(model)
-        return get_forward_backward_func()(  # type: ignore[no-any-return]
-            model=model, num_microbatches=num_microbatches, forward_only=step is None, **arguments
-        )
+        with get_fp8_weights(model).kept():
+            return get_forward_backward_func()(  # type: ignore[no-any-return]
+                model=model, num_microbatches=num_microbatches, forward_only=step is None, **arguments
+            )
 
     def execute(self, shape: PlanShape, model: Any, *, step: Step | None = None, **arguments: Any) -> list[Any]:
         """Execute this rank's part of the plan of `shape`."""
@@ -121,7 +123,8 @@ class PipelineSchedule:
             )
         else:
             iteration = Iteration(shape, model, groups, **arguments)
-        reported = iteration.run()
+        with get_fp8_weights(model).kept():
+            reported = iteration.run()
         self._done_ahead = shape.run_ahead
         self._inputs_ahead = iteration.inputs_ahead()
         return reported

@@ -21,7 +21,7 @@ from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS, RunConfig
 from megatron.bcd.pipeline.build import build_plan, host_passes, kept_passes, max_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape
-from megatron.bcd.planner.cost import pass_products
+from megatron.bcd.planner.cost import fp8_matrices, pass_products
 from megatron.bcd.planner.state import ModelState
 
 _MOST_ROUNDS = 4
@@ -63,7 +63,7 @@ def layer_bytes(config: RunConfig, state: ModelState, *, unfused_attention: bool
         working = ("active_working", "suffix_working", "forward_working")
         common |= {name: round(factor * measured.largest(name)) for name in working}
         common["active_working"] += round(element / 2 * measured.largest("weight_working"))
-        return LayerBytes(**common, active_core=0, suffix_core=0)
+        return _with_fp8(LayerBytes(**common, active_core=0, suffix_core=0), state, tokens)
     query, key_value = shape.query_size // tensor_size, shape.key_value_size // tensor_size
     # query, key, value and context are twice this; in fp32 and with masks attention repeats keys and values for each
     # query of a group
@@ -91,7 +91,7 @@ def layer_bytes(config: RunConfig, state: ModelState, *, unfused_attention: bool
     scores = sequence * attention * (1 if shape.gated else 2) if unfused_attention else mask
     projections = 2 if shape.gated else 1
     routing = _routing_elements(state)
-    return LayerBytes(
+    sizes = LayerBytes(
         **common,
         active=tokens * ((active + split + scores) * element + 4 * attention + router),
         suffix=tokens * ((suffix + split + scores) * element + 4 * attention + router),
@@ -100,6 +100,27 @@ def layer_bytes(config: RunConfig, state: ModelState, *, unfused_attention: bool
         active_working=_active_working(state, tokens),
         suffix_working=tokens * max(hidden + (1 + projections) * ffn, routing) * element,
         forward_working=tokens * (2 * hidden + (1 + projections) * ffn + routing) * element,
+    )
+    return _with_fp8(sizes, state, tokens)
+
+
+def _with_fp8(sizes: LayerBytes, state: ModelState, tokens: int) -> LayerBytes:
+    """Return the bytes with FP8 products: rounded input, output gradient and weight of a product, of a byte each.
+
+    In breadth-first order the weights of a chunk have copies, in the backward pass two.
+    """
+    if not state.config.fp8_products or not (matrices := fp8_matrices(state.shape)):
+        return sizes
+    split = state.config.tensor_size
+    rounding = max(tokens * (rows + columns) + rows * columns // split for rows, columns in matrices)
+    copies = 0
+    if state.config.is_breadth_first:
+        copies = max(map(len, state.chunks)) * sum(map(mul, *zip(*matrices, strict=True))) // split
+    return replace(
+        sizes,
+        active_working=sizes.active_working + rounding + 2 * copies,
+        suffix_working=sizes.suffix_working + rounding + 2 * copies,
+        forward_working=sizes.forward_working + rounding + copies,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.bcd.config.sections import dashed
 from megatron.bcd.planner.measured import learning_rate
-from megatron.bcd.planner.recipe import METHOD_FLAGS, WITH_ORTHOGONAL, Recipe
+from megatron.bcd.planner.recipe import METHOD_FLAGS, PRECISION_FLAGS, WITH_ORTHOGONAL, Recipe
 
 SCRIPTS = {"gpt": "pretrain_gpt_bcd.py", "llama": "pretrain_llama_bcd.py"}
 """The training script by model family. Each script has its family's flags as defaults."""
@@ -67,7 +67,7 @@ def layout_flags(recipe: Recipe) -> list[str]:
         "micro_batch_size": recipe.micro_batch_size,
         "global_batch_size": recipe.global_batch_size,
         "make_vocab_size_divisible_by": config.model.make_vocab_size_divisible_by,
-        recipe.precision: recipe.precision != "fp32",
+        **PRECISION_FLAGS[recipe.precision],
         "accumulate_allreduce_grads_in_fp32": recipe.precision == "fp16",  # with --bf16 it is the default
     }
     if recipe.recompute == "full":

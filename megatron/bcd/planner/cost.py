@@ -12,7 +12,8 @@ from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.config.measured import MeasuredModel
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+"""fp8: bf16 with FP8 products (--fp8-recipe tensorwise)."""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "uint8": 1}
 OFFLOADED_BYTES = 16
 """Bytes of host memory per parameter with --optimizer-cpu-offload: weight, gradient and two moments, all in fp32."""
@@ -107,6 +108,18 @@ def pass_products(shape: ModelShape, *, sequence: int) -> tuple[int, int]:
     projections = 2 * shape.query_size + 2 * shape.key_value_size
     matrices = shape.hidden_size * (projections + (2 + shape.gated) * shape.active_ffn)
     return matrices, 2 * sequence * shape.query_size
+
+
+def fp8_matrices(shape: ModelShape) -> list[tuple[int, int]]:
+    """Return outputs and inputs of the matrices of a layer that multiply in FP8: multiples of 16, and no experts."""
+    hidden, query = shape.hidden_size, shape.query_size
+    matrices = [(query + 2 * shape.key_value_size, hidden), (hidden, query)]
+    if shape.measured is not None:
+        layer = [size for name, size in shape.parameters if ".layers.0." in name and len(size) == 2]
+        matrices = [(rows, columns) for rows, columns in layer]
+    elif shape.experts is None:
+        matrices += [((1 + shape.gated) * shape.ffn_hidden_size, hidden), (hidden, shape.ffn_hidden_size)]
+    return [each for each in matrices if not any(size % 16 for size in each)]
 
 
 def layer_work(

@@ -108,7 +108,7 @@ def _offloaded_main_params(recipe: Recipe, stage: int) -> int:
     """Return the bytes of main parameters in host memory. The few bf16 ones that are stored whole do not count."""
     tensors = recipe.state.tensors[stage]
     offloaded = (each.size for each in tensors if each.owned.block is not None and not each.owned.is_always_active)
-    return math.ceil({"fp32": 0, "bf16": 2, "fp16": 4}[recipe.precision] * sum(offloaded) / recipe.num_replicas)
+    return math.ceil({"fp32": 0, "bf16": 2, "fp16": 4}[recipe.config.precision] * sum(offloaded) / recipe.num_replicas)
 
 
 def peak(ranks: tuple[RankMemory, ...]) -> RankMemory:

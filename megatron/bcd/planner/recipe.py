@@ -61,11 +61,18 @@ _TRANSFORMER = (
     "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "pipeline_model_parallel_size",
     "context_parallel_size", "bf16", "fp16", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl",
     "recompute_granularity", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
-    "moe_grouped_gemm", "expert_model_parallel_size",
+    "moe_grouped_gemm", "expert_model_parallel_size", "fp8", "fp8_recipe",
 )  # fmt: skip
 """The fields of Megatron Core's TransformerConfig that the formulas read."""
 _OPTIMIZER = ("optimizer", "optimizer_cpu_offload", "optimizer_offload_fraction", "clip_grad")
 """Those of its OptimizerConfig."""
+PRECISION_FLAGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "fp8": {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
+}
+"""The flags of --precision."""
 _NOT_OF_STATE = (
     "micro_batch_size", "global_batch_size", "bcd_saved_inputs", "bcd_saved_activations", "bcd_passes_on_host",
 )  # fmt: skip
@@ -282,6 +289,11 @@ class Recipe:
         if self.num_gpus % (stages * context):
             product = f"--context-parallel-size {context} x --pipeline-model-parallel-size {stages}"
             yield f"{product}: does not divide --num-gpus {self.num_gpus}. Give a divisor."
+        if self.precision == "fp8" and not self.cluster.fp8_tflops:
+            yield (
+                f"--precision fp8: {self.cluster.gpu} has no FP8 rate in the cluster table. Give bf16, or a card of "
+                "compute capability 8.9 or above with its fp8_tflops."
+            )
         if self.model.measured is not None:
             flags = {f"--context-parallel-size {context}": context > 1, "--recompute auto": self.recompute == "auto"}
             flags["--cross-entropy-fusion-impl linear"] = config.has_linear_loss and not self.model.has_plain_head
@@ -374,7 +386,7 @@ def _build_config(
 
     The script's own parser needs torch and Megatron Core, and a search builds thousands of configurations.
     """
-    user_flags = dict(flags) | ({} if precision == "fp32" else {precision: True})
+    user_flags = dict(flags) | PRECISION_FLAGS[precision]
     values: dict[str, Any] = {each.name: each.default for each in fields(BcdConfig)}
     values |= {"decoupled_lr": None, "pipeline_model_parallel_layout": None} | DEFAULTS
     values |= {**model.flags(user_flags.get("seq_length")), **METHOD_FLAGS[method]}
@@ -388,7 +400,9 @@ def _build_config(
         values["bcd_schedule"] = "breadth-first"
     if "cross_entropy_fusion_impl" in user_flags:
         values["cross_entropy_loss_fusion"] = True
-    values |= {"bf16": precision == "bf16", "fp16": precision == "fp16", "reset_attention_mask": task == "sft"}
+    values |= {"bf16": precision in ("bf16", "fp8"), "fp16": precision == "fp16"}
+    values |= {"reset_attention_mask": task == "sft"}
+    values |= {"fp8": values.pop("fp8_format", None)}  # Megatron Core's name of the field
     values |= {"recompute": "auto"} if recompute == "auto" else {}
     values |= {"recompute_granularity": "full"} if recompute == "full" else {}
     derive_schedule(values)

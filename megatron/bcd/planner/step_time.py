@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megatron.bcd.pipeline.build import build_plan, host_passes, kept_passes
 from megatron.bcd.pipeline.plan import PlanShape
 from megatron.bcd.pipeline.simulate import Work, simulate
-from megatron.bcd.planner.cost import pass_products
+from megatron.bcd.planner.cost import fp8_matrices, pass_products
 from megatron.bcd.planner.memory import recomputation
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.state import ADAM_PASSES, MatrixShare
@@ -46,11 +46,21 @@ def pass_seconds(recipe: Recipe) -> tuple[float, float, float]:
     cluster, tokens, sizes = recipe.cluster, recipe.micro_batch_tokens, recipe.memory.layer_bytes
     matrices, core = pass_products(recipe.shape, sequence=recipe.tokens)
 
-    def seconds(products: int, traffic: int) -> float:
-        return 2 * tokens * products / cluster.flops_per_s(recipe.precision) + traffic / cluster.bytes_per_s
+    def seconds(products: int, traffic: int, precision: str = recipe.config.precision) -> float:
+        return 2 * tokens * products / cluster.flops_per_s(precision) + traffic / cluster.bytes_per_s
 
     head = seconds(recipe.padded_vocabulary * recipe.shape.hidden_size, 8 * tokens * recipe.padded_vocabulary)
-    return seconds(matrices + core, 2 * sizes.active), head, seconds(core, 2 * sizes.suffix_core)
+    core_seconds = seconds(core, 2 * sizes.suffix_core)
+    if not recipe.config.fp8_products:
+        return seconds(matrices + core, 2 * sizes.active), head, core_seconds
+    rounded = fp8_matrices(recipe.shape)
+    narrow = min(matrices, sum(rows * columns for rows, columns in rounded))
+    # three passes read inputs and output gradients three times each, two of 16 bits and one for the scale, and write
+    # them twice; two passes read weights and write them: once an iteration in breadth-first order
+    uses = recipe.num_microbatches if recipe.config.is_breadth_first else 1
+    traffic = tokens * 8 * sum(map(sum, rounded)) // 3 + 2 * narrow // uses
+    wide = seconds(matrices - narrow + core, 2 * sizes.active)
+    return wide + seconds(narrow, traffic, "fp8"), head, core_seconds
 
 
 def phase_seconds(recipe: Recipe, block: int) -> PhaseTime:
