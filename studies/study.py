@@ -349,10 +349,10 @@ def _newton_schulz(config: Any) -> float:
     if not config.optimizer.muon_split_qkv:
         attention = [(query + 2 * key, hidden)]
     matrices = [*attention, (hidden, query), ((1 + shape.gated) * ffn, hidden), (hidden, ffn)]
-    num_steps = config.optimizer.muon_num_ns_steps
-    operations = sum(newton_schulz_flops(*each, num_steps=num_steps) for each in matrices)
+    num_steps, is_gram_iterated = config.optimizer.muon_num_ns_steps, config.bcd.muon_gram_iteration
+    steps = [newton_schulz_flops(*each, num_steps=num_steps, is_gram_iterated=is_gram_iterated) for each in matrices]
     tokens = config.training.global_batch_size * config.model.seq_length
-    return operations / (2 * tokens * sum(map(math.prod, matrices)))
+    return sum(steps) / (2 * tokens * sum(map(math.prod, matrices)))
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

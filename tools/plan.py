@@ -92,6 +92,7 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
         f" only with {LARGE_STEP:,} tokens a step or more)"},
     "adam_moments_dtype": {},
     "muon_momentum_dtype": {},
+    "muon_gram_iteration": {},
     "bcd_layers_on": {"choices": ("device", "host"), "help": "where inactive layers are (default: device)"},
     "bcd_resident_layers": {},
     "bcd_schedule": {"choices": ("bcd", "breadth-first")},
@@ -432,7 +433,7 @@ def changed_command(arguments: argparse.Namespace, changes: Mapping[str, Any]) -
         name: value
         for name, value in vars(arguments).items()
         if (value != default(name) or name == "task" and value == "sft")
-        and (value is not True or name == "bcd_head_phase")
+        and (value is not True or name in ("bcd_head_phase", "muon_gram_iteration"))
         and name not in ("json", "html", "tokens" if arguments.data else "")
     }
     return shlex.join(["python", PROG, *words_of({**flags, **changes})])

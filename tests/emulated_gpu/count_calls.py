@@ -38,6 +38,11 @@ METHODS = {
         "--bcd-embedding-update",
         "factored",
     ],
+    "finetune, 12 layers of 128 experts": [
+        *("--bcd-preset", "finetune", "--num-layers", "12", "--num-experts", "128", "--moe-ffn-hidden-size", "32"),
+        *("--moe-router-topk", "8", "--swiglu", "--disable-bias-linear", "--moe-grouped-gemm"),
+        *("--moe-token-dispatcher-type", "alltoall"),
+    ],
     "finetune, frozen weights and embedding on the host": [
         *("--bcd-preset", "finetune", "--bcd-inactive-update", "none"),
         *("--untie-embeddings-and-output-weights", "--bcd-layers-on", "host"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron.bcd.model import grouped_experts
+from megatron.bcd.runtime.compat import pytorch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -37,8 +39,22 @@ def test_one_product_is_that_of_every_expert(place: str, dtype: torch.dtype) -> 
 
     for actual, expected in zip(run(True), run(False), strict=True):
         torch.testing.assert_close(actual, expected)
-    is_shared = grouped_experts._stacked(weights).untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    is_shared = grouped_experts.stacked(weights).untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
     assert is_shared == (place == "one_buffer"), "a copy of all experts in each pass"
+
+
+def test_gradients_are_added_to_their_buffers_at_once() -> None:
+    """The backward pass adds the gradients to Megatron Core's buffers by one call, and says so."""
+    weights: list[Any] = [torch.randn(24, 16).requires_grad_() for _ in range(3)]
+    for weight in weights:
+        weight.main_grad, weight.grad_added_to_main_grad = torch.ones(24, 16), False
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    with mock.patch.object(pytorch, "add_each", wraps=pytorch.add_each) as add:
+        for _ in range(2):
+            grouped_experts._GroupedLinear.apply(torch.ones(5, 16), ends, *weights).sum().backward()
+    assert add.call_count == 2 and all(weight.grad_added_to_main_grad for weight in weights)
+    for weight, count in zip(weights, (2, 0, 3), strict=True):
+        assert weight.main_grad.eq(1 + 2 * count).all()
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 7, 1], [0, 11, 0, 0], [0, 0, 5, 6]], ids=str)

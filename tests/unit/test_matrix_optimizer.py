@@ -141,6 +141,34 @@ def test_experts_in_one_parameter(monkeypatch: pytest.MonkeyPatch, rule: str, dt
         assert stepped.keys() == wanted.keys() and all(torch.equal(stepped[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("rule", ["factored", "orthogonal"])
+def test_experts_in_one_buffer_are_not_copied(rule: str) -> None:
+    """Experts that lie in one buffer are stepped there, bit for bit as experts apart, and what is between stays."""
+    names = [f"decoder.layers.0.mlp.experts.local_experts.{expert}.linear_fc1.weight" for expert in range(3)]
+    buffer = torch.randn(3, 2, 6, 4, generator=torch.Generator().manual_seed(1)).bfloat16()
+    between = buffer[:, 1].clone()
+
+    def train(values: list[torch.Tensor], *, is_view: bool) -> list[torch.Tensor]:
+        group: Any = OneRank()
+        parameters: list[Any] = [torch.nn.Parameter(each) for each in values]
+        matrices = {name: (each, MatrixLayout()) for name, each in zip(names, parameters, strict=True)}
+        optimizer = MatrixOptimizer(matrices, group=group)
+        optimizer.begin([(MatrixRule(name=rule, grad_dtype=torch.bfloat16), names, False)])
+        optimizer.param_groups[0] |= {"lr": 0.1, "weight_decay": 0.1}
+        [stack] = optimizer.stacks
+        assert (matrix.join(stack.weights).data_ptr() == parameters[0].data_ptr()) == is_view
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in parameters:
+                parameter.main_grad.copy_(torch.randn(6, 4, generator=generator))
+            optimizer.step()
+        return [optimizer.matrices[name].main_param_reader()() for name in names]
+
+    apart = train([each.clone() for each in buffer[:, 0]], is_view=False)
+    assert all(map(torch.equal, train([*buffer[:, 0]], is_view=True), apart))
+    assert torch.equal(buffer[:, 1], between)
+
+
 def test_experts_that_divide_no_scale_are_refused() -> None:
     """8-bit momenta of experts in host memory need matrices of a multiple of 256 elements."""
     group: Any = OneRank()

@@ -7,12 +7,14 @@ import types
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.bcd.model.host_layers import LOW_BITS
 from megatron.bcd.optim import bf16, update_rules
 from megatron.bcd.optim.matrix import FACTORS, MatrixRule
 from megatron.bcd.optim.matrix_update import update_stack
 from megatron.bcd.optim.update_rules import MatrixLayout
+from megatron.bcd.planner.cost import newton_schulz_flops
 
 
 def subtract_factored(
@@ -39,6 +41,24 @@ def test_rms_is_one_whatever_the_gradient(shape: tuple[int, int]) -> None:
     for factor in (1e-6, 1e6):
         assert torch.allclose(update_rules.orthogonalize(factor * gradient(*shape)), step, atol=1e-4)
     assert not update_rules.orthogonalize(torch.zeros(shape)).any()
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 5])
+@pytest.mark.parametrize("shape", [(2, 16, 32), (2, 64, 16), (2, 16, 31)])
+def test_steps_of_the_gram_matrix(shape: tuple[int, ...], num_steps: int) -> None:
+    """Steps of the Gram matrix have the result of the others, with the operations that the planner counts. A matrix
+    that is not twice as long as wide takes the usual steps."""
+    results, operations = [], []
+    for is_gram_iterated in (False, True):
+        layout = MatrixLayout(is_gram_iterated=is_gram_iterated)
+        with FlopCounterMode(display=False) as counter:
+            results.append(update_rules.orthogonalize(gradient(*shape), layout, num_steps=num_steps))
+        operations.append(counter.get_total_flops())
+        expected = newton_schulz_flops(*shape[1:], num_steps=num_steps, is_gram_iterated=is_gram_iterated)
+        assert operations[-1] == shape[0] * expected
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
+    is_used = max(shape[1:]) >= 2 * min(shape[1:])
+    assert torch.equal(*results) != is_used and (operations[1] < operations[0]) == (is_used and num_steps > 1)
 
 
 def test_orthogonal_is_pytorchs_muon() -> None:

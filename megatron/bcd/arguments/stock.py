@@ -206,7 +206,7 @@ BELONG_TO = {
     "--optimizer-cpu-offload": "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads",
     "--cross-entropy-loss-fusion": "cross_entropy_fusion_impl",
     "--optimizer=muon": "muon_momentum muon_use_nesterov muon_extra_scale_factor muon_momentum_dtype muon_grad_dtype",
-    "--optimizer=muon --bcd-inactive-update=orthogonal": "muon_num_ns_steps muon_tp_mode",
+    "--optimizer=muon --bcd-inactive-update=orthogonal": "muon_num_ns_steps muon_tp_mode muon_gram_iteration",
     "--optimizer=muon --bcd-inactive-update=orthogonal --bcd-inactive-update=factored": "muon_split_qkv",
     "--overlap-grad-reduce": "overlap_param_gather",
     "--bf16": "grad_reduce_in_bf16",

@@ -208,6 +208,11 @@ class BcdConfig:
         choices=("fp32", "bf16", "int8"),
         group=OPTIMIZER,
     )
+    muon_gram_iteration: bool = option(
+        False,
+        "orthogonalise matrices whose sides differ by a factor of 2 or more by their Gram matrix, with fewer products",
+        group=OPTIMIZER,
+    )
     muon_grad_dtype: str = option(
         "fp32", "precision in which gradients for Muon are reduced", choices=BF16_OR_FP32, group=OPTIMIZER
     )

@@ -14,6 +14,7 @@ from megatron.bcd.runtime.compat import pytorch
 
 _BYTES = 16
 """Alignment that CUDA's grouped product requires of rows and of every expert's matrix."""
+_NAMES = ("linear_fc1", "linear_fc2")
 
 
 def is_available(dtype: torch.dtype, *sizes: int) -> bool:
@@ -27,6 +28,10 @@ def group_experts(model: torch.nn.Module) -> None:
     for module in model.modules():
         if type(module) is SequentialMLP and module.num_local_experts > 1:
             module.__class__ = GroupedExperts
+            for name in _NAMES:
+                weights = [getattr(expert, name).weight for expert in module.local_experts]
+                for weight, part in zip(weights, stacked(weights), strict=True):
+                    weight.data = part  # of one tensor, so that later calls of `stacked` copy nothing
 
 
 class GroupedExperts(SequentialMLP):
@@ -40,8 +45,7 @@ class GroupedExperts(SequentialMLP):
             output: Tensor = super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)[0]
             return output, None
         ends = tokens_per_expert.to(permuted_local_hidden_states.device).cumsum(0).to(torch.int32)
-        names = ("linear_fc1", "linear_fc2")
-        linears = {name: _Linears([getattr(each, name).weight for each in self.local_experts], ends) for name in names}
+        linears = {name: _Linears([getattr(each, name).weight for each in self.local_experts], ends) for name in _NAMES}
         expert = pytorch.with_modules(self.local_experts[0], linears)  # with Megatron Core's activation between them
         return expert(permuted_local_hidden_states, permuted_probs)[0], None
 
@@ -68,7 +72,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         is_frozen = not any(ctx.needs_input_grad[2:])
         ctx.save_for_backward(None if is_frozen else tokens, ends, *weights)
-        return torch.nn.functional.grouped_mm(tokens, _stacked(weights).transpose(1, 2), offs=ends)
+        return torch.nn.functional.grouped_mm(tokens, stacked(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -76,19 +80,23 @@ class _GroupedLinear(torch.autograd.Function):
         token_gradient, gradients = None, [None] * len(weights)
         gradient = gradient.contiguous()
         if ctx.needs_input_grad[0]:
-            token_gradient = torch.nn.functional.grouped_mm(gradient, _stacked(weights), offs=ends)
+            token_gradient = torch.nn.functional.grouped_mm(gradient, stacked(weights), offs=ends)
         if tokens is not None:
-            stacked = torch.nn.functional.grouped_mm(gradient.t(), tokens, offs=ends)
+            products = torch.nn.functional.grouped_mm(gradient.t(), tokens, offs=ends)
             is_empty = ends == torch.cat([ends.new_zeros(1), ends[:-1]])
             # on Blackwell the product of no tokens is what the memory had before (pytorch issue 172439)
-            gradients = stacked.masked_fill_(is_empty[:, None, None], 0.0).unbind()
+            gradients = products.masked_fill_(is_empty[:, None, None], 0.0).unbind()
+            if all(hasattr(weight, "main_grad") for weight in weights):  # Megatron Core's, as is the next attribute
+                pytorch.add_each([weight.main_grad for weight in weights], gradients)
+                for weight in weights:
+                    weight.grad_added_to_main_grad = True
         return token_gradient, None, *gradients
 
 
-def _stacked(weights: Sequence[Tensor]) -> Tensor:
+def stacked(matrices: Sequence[Tensor]) -> Tensor:
     """Return matrices [N, K] as [E, N, K]: without a copy if one tensor holds them at equal distances, as in the buffer
     of a layer from host memory."""
-    first, second, *_ = weights
+    first, second, *_ = matrices
     size = first.element_size()
     step = (second.data_ptr() - first.data_ptr()) // size
     is_aligned = not (step * size | first.data_ptr()) % _BYTES
@@ -96,11 +104,11 @@ def _stacked(weights: Sequence[Tensor]) -> Tensor:
         step > 0
         and is_aligned
         and all(
-            weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            and weight.data_ptr() == first.data_ptr() + index * step * size
-            for index, weight in enumerate(weights)
+            matrix.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and matrix.data_ptr() == first.data_ptr() + index * step * size
+            for index, matrix in enumerate(matrices)
         )
     )
     if not is_regular:
-        return torch.stack(list(weights))
-    return first.detach().as_strided((len(weights), *first.shape), (step, *first.stride()))
+        return torch.stack(list(matrices))
+    return first.detach().as_strided((len(matrices), *first.shape), (step, *first.stride()))

@@ -15,6 +15,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.bcd.blocks.ownership import EXPERT_STACK_ELEMENTS, matrix_stacks
+from megatron.bcd.model.grouped_experts import stacked
 from megatron.bcd.model.host_layers import LOW_BITS, State
 from megatron.bcd.optim import bf16, low_bit_adam, low_bit_momentum, update_rules
 from megatron.bcd.optim.state import COLUMN_MEANS, MAIN_PARAM, MOMENTUM, ROW_MEANS
@@ -410,7 +411,7 @@ class Stack:
     def broadcast(self) -> None:
         """Copy the weights from the owner to the other ranks. A collective."""
         if self.group.size() > 1:
-            weights = join(self.weights)
+            weights = join(self.weights).contiguous()
             torch.distributed.broadcast(weights, group=self.group, group_src=self.owner)
             write_back(weights, self.weights)
 
@@ -424,17 +425,21 @@ def build_stacks(matrices: Sequence[Matrix], param_group: dict[str, Any], *, is_
     shapes = [matrix.parameter.shape for matrix in matrices]
     keys = [(each.owner, each.group, each.layout, shape) for each, shape in zip(matrices, shapes, strict=True)]
     stacks = matrix_stacks(keys, [each.name for each in matrices], [shape.numel() for shape in shapes])
+    if not param_group["rule"].is_clipped:  # experts in the order of their memory, which `join` need not copy then
+        stacks = [sorted(indices) if ".local_experts." in matrices[indices[0]].name else indices for indices in stacks]
     return [Stack([matrices[index] for index in indices], param_group, is_tied=is_tied) for indices in stacks]
 
 
 def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return tensors [E, ...] joined as [K, ...]: a single one itself, otherwise a copy."""
+    """Return tensors [E, ...] joined as [K, ...]: a view if one tensor holds them in order, otherwise a copy."""
+    if len(tensors) > 1 and len(tensors[0]) == 1:
+        return stacked([tensor[0] for tensor in tensors])
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def write_back(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Write `values` back into the tensors that `join` copied."""
-    if len(tensors) > 1:
+    """Write `values` back into the tensors that `join` copied, if it did."""
+    if values.data_ptr() != tensors[0].data_ptr():
         pytorch.copy_each(tensors, values.chunk(len(tensors)))
 
 

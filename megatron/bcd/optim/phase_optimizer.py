@@ -151,6 +151,7 @@ def build_matrix_optimizer(config: RunConfig, model: torch.nn.Module, parameters
             sharded_dim=dim if is_sliced else None,
             group=tensor_group if is_sliced else None,
             tensor_mode=settings.muon_tp_mode,
+            is_gram_iterated=config.bcd.muon_gram_iteration,
         )
 
     return MatrixOptimizer(

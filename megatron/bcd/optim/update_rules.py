@@ -29,6 +29,10 @@ Their fp32 values would not fit beside the layers' buffers on a small card."""
 NEWTON_SCHULZ_STEPS = 5
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration: steep at 0. Singular values end between 0.7 and 1.2 (Jordan et al., Muon, 2024)."""
+GRAM_RATIO = 2
+"""Ratio of a matrix's sides from which --muon-gram-iteration uses the Gram matrix. Above 1.5 it takes less."""
+GRAM_STEPS = 3
+"""Maximum number of steps before the Gram matrix is computed anew, because its rounding errors grow in each."""
 _SMALLEST, _SMALLEST_SQUARE = 1e-12, 1e-24
 """Smallest divisors, for gradients of zeros. They are far below real gradients, whose scale must not matter."""
 
@@ -46,6 +50,8 @@ class MatrixLayout:
     tensor_mode: str = "distributed"
     """--muon-tp-mode, how a slice is orthogonalised. `blockwise` treats the slice as a whole matrix, `distributed`
     reduces the products."""
+    is_gram_iterated: bool = False
+    """--muon-gram-iteration, whether wide and tall matrices are orthogonalised by steps of their Gram matrix."""
 
     @property
     def num_slices(self) -> int:
@@ -95,8 +101,8 @@ def orthogonalize(
     """Return the nearest matrix whose singular values are about 1, scaled to a root mean square of 1.
 
     Uses Muon's Newton-Schulz iteration (Ma et al., SWAN, arXiv 2412.13148). If the matrix is sliced, returns this
-    rank's slice. Computes in bf16 on a GPU and in fp32 on a CPU. Takes about 20 M^2 N operations if M is the smaller
-    dimension.
+    rank's slice. Computes in bf16 on a GPU and in fp32 on a CPU. Takes 20 M^2 N + 10 M^3 operations if M is the smaller
+    dimension; through the Gram matrix 8 M^2 N + 28 M^3, on a GPU in fp16, which rounds less than bf16.
     """
     dim, group = layout.sharded_dim, layout.group
     rows, columns = gradient_MN.shape[-2:]
@@ -108,18 +114,43 @@ def orthogonalize(
     norm = torch.linalg.vector_norm(matrix, dim=(1, 2), keepdim=True, dtype=torch.float32)
     if dim is not None:
         norm = layout.all_reduce(norm.square()).sqrt()
-    matrix = (matrix / norm.clamp_(min=_SMALLEST)).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
+    short, long = (columns, rows) if is_transposed else (rows, columns)  # a slice may have it the other way round
+    uses_gram = layout.is_gram_iterated and long >= GRAM_RATIO * short
+    dtype = torch.float16 if uses_gram else torch.bfloat16
+    matrix = (matrix / norm.clamp_(min=_SMALLEST)).to(dtype if matrix.is_cuda else torch.float32)
     if is_transposed:
         matrix = matrix.mT
     a, b, c = _QUINTIC
-    for _ in range(num_steps):
+    while num_steps > 0:
+        at_once = min(GRAM_STEPS, num_steps) if uses_gram else 1
+        num_steps -= at_once
         gram = torch.bmm(matrix, matrix.mT)
         if dim is not None:
             gram = layout.all_reduce(gram)
-        matrix = torch.baddbmm(matrix, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
+        if uses_gram:
+            matrix = torch.bmm(_product_of_steps(gram, at_once), matrix)
+        else:
+            matrix = torch.baddbmm(matrix, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
     if is_transposed:
         matrix = matrix.mT
     return matrix.mul_(math.sqrt(max(rows, columns))).to(gradient_MN.dtype).view_as(gradient_MN)
+
+
+def _product_of_steps(gram_KMM: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """Return the matrices [K, M, M] that multiply as much as `num_steps` Newton-Schulz steps, given X X^T.
+
+    All are polynomials of X X^T, so they commute.
+    """
+    a, b, c = _QUINTIC
+    product = None
+    for step in range(num_steps):
+        factor = torch.baddbmm(gram_KMM, gram_KMM, gram_KMM, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        product = factor if product is None else torch.bmm(factor, product)
+        if step + 1 < num_steps:
+            gram_KMM = torch.bmm(torch.bmm(factor, gram_KMM), factor)
+    assert product is not None
+    return product
 
 
 def num_factors(rows: int, columns: int, num_parts: int = 1) -> int:

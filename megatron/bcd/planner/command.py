@@ -32,6 +32,7 @@ _GIVEN = {
     "num_virtual_stages_per_pipeline_rank": None,
     "adam_moments_dtype": "fp32",
     "muon_momentum_dtype": None,
+    "muon_gram_iteration": False,
 }
 """Flags that a command has if a plan has them, in their order, and the values that are left out."""
 

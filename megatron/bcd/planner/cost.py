@@ -46,12 +46,16 @@ def state_budget(config: RunConfig, *, adam_moments: str | None = None) -> State
     return StateBudget(weight=2, gradient=gradient, optimizer=stored + 4, moments=moments)
 
 
-def newton_schulz_flops(rows: int, columns: int, *, num_steps: int = 5) -> int:
+def newton_schulz_flops(rows: int, columns: int, *, num_steps: int = 5, is_gram_iterated: bool = False) -> int:
     """Return the operations that orthogonalise a matrix: 20 m^2 n + 10 m^3 with 5 steps, m the smaller dimension.
 
-    Each step has three products (`optim.update_rules`): X X^T, its square, and their sum times X.
+    Each step has three products (`optim.update_rules`): X X^T, its square, and their sum times X. With
+    `is_gram_iterated` X X^T and the product with X are computed once for up to 3 steps: 8 m^2 n + 28 m^3.
     """
     smaller, larger = sorted((rows, columns))
+    if is_gram_iterated and larger >= 2 * smaller:
+        num_restarts = -(-num_steps // 3)
+        return num_restarts * (4 * smaller**2 * larger - 6 * smaller**3) + num_steps * 8 * smaller**3
     return num_steps * (4 * smaller**2 * larger + 2 * smaller**3)
 
 

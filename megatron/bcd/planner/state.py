@@ -357,7 +357,10 @@ class ModelState:
                 passes = _MUON_PASSES if self.config.is_muon else ADAM_PASSES
                 total["traffic"] += 4 * (passes if is_active else _INACTIVE_PASSES[rule]) * tensor.size
                 if self.config.is_muon if is_active else rule == "orthogonal":
-                    flops = sum(cost.newton_schulz_flops(*part) for part in tensor.parts)
+                    is_gram_iterated = bcd.muon_gram_iteration
+                    flops = sum(
+                        cost.newton_schulz_flops(*part, is_gram_iterated=is_gram_iterated) for part in tensor.parts
+                    )
                     total["orthogonalization"] += tensor.num_matrices * flops
         keys = [(tensor.parts, tensor.num_matrices, is_active, chunks) for tensor, is_active, chunks in updated]
         names, sizes = [tensor.name for tensor, _, _ in updated], [tensor.size for tensor, _, _ in updated]

@@ -62,6 +62,11 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def add_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Add each source to its target of equal shape, in one kernel if all have one dtype."""
+    torch._foreach_add_(list(targets), list(sources))
+
+
 def scale_each(tensors: Sequence[torch.Tensor], factor: float) -> None:
     """Multiply all tensors in place, in one kernel."""
     if tensors:  # a tensor, because on a CPU a Python number would be rounded to the dtype of 16-bit tensors
