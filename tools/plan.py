@@ -92,6 +92,7 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
         f" only with {LARGE_STEP:,} tokens a step or more)"},
     "adam_moments_dtype": {},
     "muon_momentum_dtype": {},
+    "fp16_accumulation": {},
     "bcd_layers_on": {"choices": ("device", "host"), "help": "where inactive layers are (default: device)"},
     "bcd_resident_layers": {},
     "bcd_schedule": {"choices": ("bcd", "breadth-first")},
@@ -540,7 +541,7 @@ def _layout(recipe: Recipe) -> str:
         parts.append(f"{partition.num_blocks} block{'s' if partition.num_blocks > 1 else ''} ({partition.layout})")
     if partition.num_chunks > 1:
         parts.append(f"{partition.num_chunks} chunks a stage")
-    if config.training.pipeline_cut == "auto":
+    if config.training.pipeline_model_parallel_layout is not None:
         parts.append("cut by work")
     size = config.bcd.bcd_layers_per_pass
     if config.is_breadth_first:

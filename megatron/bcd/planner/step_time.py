@@ -45,9 +45,10 @@ def pass_seconds(recipe: Recipe) -> tuple[float, float, float]:
     """
     cluster, tokens, sizes = recipe.cluster, recipe.micro_batch_tokens, recipe.memory.layer_bytes
     matrices, core = pass_products(recipe.shape, sequence=recipe.tokens)
+    rate = cluster.flops_per_s(recipe.precision, fp16_accumulation=recipe.config.training.fp16_accumulation)
 
     def seconds(products: int, traffic: int) -> float:
-        return 2 * tokens * products / cluster.flops_per_s(recipe.precision) + traffic / cluster.bytes_per_s
+        return 2 * tokens * products / rate + traffic / cluster.bytes_per_s
 
     head = seconds(recipe.padded_vocabulary * recipe.shape.hidden_size, 8 * tokens * recipe.padded_vocabulary)
     return seconds(matrices + core, 2 * sizes.active), head, seconds(core, 2 * sizes.suffix_core)

@@ -103,16 +103,18 @@ class Cluster:
     host_gb_per_s: float  # at which an optimizer on the host processes model state, transfers included
     source: str
     copy_gb_per_s: float = 24.0  # from page-locked host memory to one GPU: PCIe 4.0 with 16 lanes
+    fp16_tflops: float = 0.0  # peak of --fp16-accumulation; 0: that of bf16
 
     def __post_init__(self) -> None:
-        _check_positive(self, may_be_zero=("memory_gib", "usd_per_gpu_hour", "framework_gib"))
+        _check_positive(self, may_be_zero=("memory_gib", "usd_per_gpu_hour", "framework_gib", "fp16_tflops"))
         for name in ("compute_share", "memory_share"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} {getattr(self, name)} is a share, at most 1")
 
-    def flops_per_s(self, precision: str) -> float:
+    def flops_per_s(self, precision: str, *, fp16_accumulation: bool = False) -> float:
         """Return the rate that matrix products achieve."""
-        return 1e12 * (self.fp32_tflops if precision == "fp32" else self.bf16_tflops) * self.compute_share
+        half = fp16_accumulation and self.fp16_tflops or self.bf16_tflops
+        return 1e12 * (self.fp32_tflops if precision == "fp32" else half) * self.compute_share
 
     @property
     def bytes_per_s(self) -> float:
