@@ -96,6 +96,7 @@ BAD_RUNS = {
 --straggler-minmax-count 2
 --fp8-format hybrid --bf16
 --fp8-format hybrid --fp8-recipe tensorwise
+--fp16-accumulation --bf16
 --fp8-recipe tensorwise --fp8-format hybrid --bf16 --micro-batch-size 1 --seq-length 24
 --fp8-recipe tensorwise --fp8-format hybrid --bf16 --transformer-impl transformer_engine
 --fp8-recipe tensorwise --fp8-format hybrid --bf16 --fp8-margin 1

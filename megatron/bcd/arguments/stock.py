@@ -207,7 +207,6 @@ BELONG_TO = {
     "--overlap-grad-reduce": "overlap_param_gather",
     "--bf16": "grad_reduce_in_bf16",
     "--bf16 --fp16": "bcd_main_params",
-    "--fp16": "fp16_accumulation",
     "--fp8-format": "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
     "--decoupled-lr": "decoupled_min_lr",
     "--weight-decay-incr-style": "start_weight_decay end_weight_decay",
