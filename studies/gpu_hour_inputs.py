@@ -43,7 +43,7 @@ PRESET, MARGIN = 6, 2 * MIB
 """LZMA's preset, and an upper bound on the compressed bytes that it buffers."""
 TRAIN_TOKENS, VALID_TOKENS = 70_000_000, 1_500_000
 WHEELS = ("megatron-core==0.16.1", "accelerate", "liger-kernel", "hjson", "py-cpuinfo", "einops", "ninja", "msgpack",
-          "six")  # fmt: skip
+          "six", "pybind11")  # fmt: skip
 DEEPSPEED, BITSANDBYTES = "deepspeed==0.19.8", "bitsandbytes==0.50.2"
 """PyPI has DeepSpeed's source alone; its extension is built where it runs. The other one has a portion of its own."""
 PLATFORMS = [f"manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_24", "_2_17", "2014")]

@@ -23,6 +23,7 @@ RESULTS = ROOT / "studies" / "gpu_hour"
 PICTURE = ROOT / "docs" / "images" / "gpu_hour_learning.png"
 NAMES = {
     "full_adam": "full Adam", "full_adam_8_bit": "full Adam, 8-bit moments", "full_muon": "full Muon, bf16 momentum",
+    "full_muon_int8": "full Muon, int8 momentum",
     "pretrain": "`pretrain`", "paper": "`paper`", "lora_64": "LoRA, rank 64", "lora_16": "LoRA, rank 16",
     "six_blocks": "six Adam blocks, the rest frozen",
     "factored": "factored, no block", "factored_adam_embedding": "factored, no block, embedding by Adam",

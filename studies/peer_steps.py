@@ -97,6 +97,7 @@ def train(words: Sequence[str], folder: Path, *, with_deepspeed: bool) -> dict[s
     Trainer(model=model, args=options, train_dataset=data, callbacks=[Clock()]).train()
     used = ", ".join(f"without {part} ({why})" if why else part for part, why in faults.items())
     peak = torch.cuda.max_memory_allocated() if device.has_cuda() else 0
+    used += f", {options.optim.value}" * (not with_deepspeed)
     return {"how": f"{'ZeRO-3, offload' if with_deepspeed else 'Trainer'}, {used}", "step_ms": times, "peak": peak}
 
 
