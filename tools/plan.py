@@ -200,8 +200,7 @@ def is_open(arguments: argparse.Namespace) -> bool:
 
 
 def methods_of(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return --method, the method of --bcd-preset, or the methods to try by default. Raises ValueError if they
-    differ."""
+    """Return --method, that of --bcd-preset, or the methods to try by default. Raises ValueError if they differ."""
     method, preset = arguments.method, arguments.bcd_preset
     if method is None and preset is None:
         if arguments.task == "sft":
