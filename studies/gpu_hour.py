@@ -29,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
+import psutil
 from _parser import Parser, command, run_main
 from _processes import ROOT, failure_reason, kill, start
 from gpu_hour_jobs import JOBS, PARTS, WIDTHS, Job, Setting, read_results
@@ -96,6 +97,17 @@ class Running:
     process: subprocess.Popen[bytes]
     folder: Path
     began: float
+    host_bytes: int = 0
+    """The largest resident memory of its processes, page-locked memory included."""
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process and its descendants; 0 once they have ended."""
+    try:
+        process = psutil.Process(pid)
+        return sum(each.memory_info().rss for each in (process, *process.children(recursive=True)))
+    except psutil.Error:
+        return 0
 
 
 class Runner:
@@ -151,6 +163,7 @@ class Runner:
     def _check(self, running: Running, part: str) -> None:
         """Hand a job that has ended or run out of time to a thread, which scores its model and writes the record."""
         took, code = time.monotonic() - running.began, running.process.poll()
+        running.host_bytes = max(running.host_bytes, resident_bytes(running.process.pid))
         if code is None and took < running.job.seconds:
             return
         kill(running.process)
@@ -165,7 +178,8 @@ class Runner:
             failure = f"did not write {job.makes.name}"
         record: dict[str, Any] = {
             "job": job.name, **job.about, "failure": failure, "seconds": round(took, 1),
-            "command": shlex.join(["python", *job.words[1:]]), "commit": commit(), **hardware(),
+            "host_bytes": running.host_bytes, "command": shlex.join(["python", *job.words[1:]]), "commit": commit(),
+            **hardware(),
         }  # fmt: skip
         if job.kind == "train":
             record["metrics"] = read_lines(folder / "metrics")

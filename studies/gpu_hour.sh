@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Measure on a GPU machine, without a network, what this project wants to know next. The parts run in order of worth:
-# sanity, learning, fine_tuning, speed, instructions (docs/gpu.md has results).
+# speed, peers, sanity, learning, fine_tuning (docs/gpu.md has results).
 #
 #   bash studies/gpu_hour.sh                     all parts
-#   bash studies/gpu_hour.sh learning speed      these parts
+#   bash studies/gpu_hour.sh speed peers         these parts
 #   SCALE=tiny bash studies/gpu_hour.sh          every part with tiny models, also on a CPU; the numbers mean nothing
 #
 # A call ends within MINUTES minutes (default: 9). Each measurement is written when it ends, and the next call skips it, so
@@ -12,6 +12,7 @@
 #   INPUTS       portions made by studies/gpu_hour_inputs.py (default: .gpu_inputs; with SCALE=tiny they are made here)
 #   OUTPUT       results and work files (default: out/gpu_hour; with SCALE=tiny out/gpu_hour_tiny)
 #   BCD_PYTHON   the interpreter (default: python3 if it has torch, else the environment of examples/setup_env.sh)
+#   MEGATRON_LM  folder of Megatron-LM's source, core_v0.16.1, one of the peers (default: none)
 #   BCD_COMMIT   the commit, where the copy on this machine has no git history or another one's
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
@@ -30,11 +31,12 @@ PACKAGES=$PWD/$OUTPUT/packages
 if [ "$SCALE" = tiny ]; then
     "$PYTHON" studies/gpu_hour_inputs.py --tiny --output "$INPUTS"
 elif ! "$PYTHON" -c 'import importlib.metadata as m; m.version("megatron-core")' 2>/dev/null; then
-    [ -f "$PACKAGES/.complete" ] || {
-        "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$PACKAGES" "$INPUTS"/1/wheels/*.whl
-        touch "$PACKAGES/.complete"
+    WHEELS=("$INPUTS"/*/wheels/*.whl)
+    [ "$(cat "$PACKAGES/.complete" 2>/dev/null)" = "${WHEELS[*]}" ] || {
+        "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$PACKAGES" "${WHEELS[@]}"
+        echo "${WHEELS[*]}" > "$PACKAGES/.complete"
     }
-    export PYTHONPATH="$PACKAGES${PYTHONPATH:+:$PYTHONPATH}"
+    export PYTHONPATH="$PACKAGES${PYTHONPATH:+:$PYTHONPATH}" PATH="$PACKAGES/bin:$PATH"
 fi
 "$PYTHON" studies/gpu_hour_inputs.py --unpack "$INPUTS" --output "$OUTPUT/inputs_unpacked"
 exec "$PYTHON" studies/gpu_hour.py --scale "$SCALE" --output "$OUTPUT" --inputs "$OUTPUT/inputs_unpacked" \

@@ -5,9 +5,10 @@
     python studies/gpu_hour_inputs.py --tiny --output FOLDER           # the same layout in seconds, without a network
 
 A portion has at most 56 MiB. Portion 1 is enough to start: wheels, GPT-2's tokenizer, text in Chichewa and English, and
-most of the training text. Portions 2 and 3 hold SmolLM2-135M-Instruct, portion 4 the rest of the training text. The
-training text is documentation, books and some source code from Debian packages (studies/gpu_hour_text.py);
-1/manifest.json lists the packages and their versions. Both commands create only what is missing.
+most of the training text. Portions 2 and 3 hold SmolLM2-135M-Instruct, portion 4 the rest of the training text, portion
+5 bitsandbytes for the part `peers`. The training text is documentation, books and some source code from Debian packages
+(studies/gpu_hour_text.py); 1/manifest.json lists the packages and their versions. Both commands create only what is
+missing.
 
 Preparing needs Debian 12 (apt-get, dpkg-deb), pip and the project's environment. Unpacking needs numpy and safetensors.
 """
@@ -41,11 +42,12 @@ TEXT_PART = 44 * MIB
 PRESET, MARGIN = 6, 2 * MIB
 """LZMA's preset, and an upper bound on the compressed bytes that it buffers."""
 TRAIN_TOKENS, VALID_TOKENS = 70_000_000, 1_500_000
-WHEELS = ("megatron-core==0.16.1",)
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+WHEELS = ("megatron-core==0.16.1", "accelerate", "liger-kernel", "hjson", "py-cpuinfo", "einops", "ninja", "msgpack",
+          "six", "pybind11")  # fmt: skip
+DEEPSPEED, BITSANDBYTES = "deepspeed==0.19.8", "bitsandbytes==0.50.2"
+"""PyPI has DeepSpeed's source alone; its extension is built where it runs. The other one has a portion of its own."""
+PLATFORMS = [f"manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_24", "_2_17", "2014")]
 TOKENIZER = Path(__file__).resolve().parents[2] / "shared" / "data" / "gpt2-bpe"
-RECORDS = TOKENIZER.parent / "alpaca/alpaca_5000.jsonl"
-"""Alpaca's instructions. Replace them with your records."""
 BLOCK_BYTES = {"Q4_1": 20, "Q8_0": 34}
 """Size in bytes of a GGUF block of 32 weights."""
 NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "blk": "layers", "attn_norm": "input_layernorm",
@@ -113,10 +115,17 @@ def download(*requirements: str, to: Path) -> None:
 
 
 def prepare_wheels(portions: Path, scratch: Path) -> None:
-    """Write 1/wheels."""
+    """Write 1/wheels: what this project needs there, and other systems of the part `peers`."""
     download(*WHEELS, to=scratch)
-    for wheel in scratch.glob("*.whl"):
-        write_file(portions / "1/wheels" / wheel.name, [wheel.read_bytes()])
+    build = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
+    run(*build, "--wheel-dir", scratch, DEEPSPEED)
+    copy_folder(scratch, portions / "1/wheels")
+
+
+def prepare_bitsandbytes(portions: Path, scratch: Path) -> None:
+    """Write 5/wheels."""
+    download(BITSANDBYTES, to=scratch)
+    copy_folder(scratch, portions / "5/wheels")
 
 
 def prepare_tokenizer(portions: Path, scratch: Path) -> None:
@@ -213,17 +222,11 @@ def text_part(documents: Iterator[str], limit: int) -> Iterator[bytes]:
     yield packer.flush()
 
 
-def prepare_records(portions: Path, scratch: Path) -> None:
-    """Write 1/instructions, if there are records: the part `instructions` is left out without them."""
-    if RECORDS.is_file():
-        write_file(portions / "1/instructions.jsonl.xz", [lzma.compress(RECORDS.read_bytes(), preset=PRESET)])
-
-
 PREPARE = (
     ("1/wheels", prepare_wheels),
     ("1/gpt2/merges.txt", prepare_tokenizer),
     ("1/chichewa/valid.jsonl.xz", prepare_chichewa),
-    ("1/instructions.jsonl.xz", prepare_records),
+    ("5/wheels", prepare_bitsandbytes),
     ("2/smollm2/config.json", prepare_model),
     ("1/manifest.json", prepare_text),
 )
@@ -255,9 +258,6 @@ def prepare_tiny(portions: Path, scratch: Path) -> None:
     for name, chosen in files.items():
         write_lines(portions / f"1/{name}.jsonl.xz", chosen)
     write_lines(portions / "4/text/train.01.jsonl.xz", more)
-    records = [{"instruction": text[:80], "output": text[80:300]} for text in texts for _ in range(2)]
-    lines = "".join(f"{json.dumps(record)}\n" for record in records)
-    write_file(portions / "1/instructions.jsonl.xz", [lzma.compress(lines.encode(), preset=PRESET)])
     if TOKENIZER.is_dir():
         prepare_tokenizer(portions, scratch)
         tiny_model(portions, scratch)
@@ -298,7 +298,7 @@ def unpack(portions: Path, output: Path) -> list[str]:
     if not present:
         raise ValueError(f"--unpack {portions}: has no folder 1, 2, ... . Give the folder that holds the portions.")
     new = []
-    for name in ("text/train", "text/valid", "chichewa/train", "chichewa/valid", "english/valid", "instructions"):
+    for name in ("text/train", "text/valid", "chichewa/train", "chichewa/valid", "english/valid"):
         parts = sorted((path for folder in present for path in folder.glob(f"{name}*.jsonl.xz")), key=lambda p: p.name)
         target, mark = output / f"{name}.jsonl", output / f"{name}.parts"
         listed = " ".join(part.name for part in parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PARTS = ("sanity", "learning", "fine_tuning", "speed", "instructions")
+PARTS = ("speed", "peers", "sanity", "learning", "fine_tuning")
 
 Results = Mapping[str, Mapping[str, Any]]
 """Records of one part by job name."""
@@ -111,17 +112,19 @@ MUON = (
     " --muon-momentum-dtype bf16 --muon-grad-dtype bf16"
 )
 LEARNING = (
-    ("full_adam", "--bcd-num-blocks 1", 1.2e-3),
-    ("pretrain", "--bcd-preset pretrain", 3e-3),
     ("full_muon", MUON, 3e-3),
-    ("paper", "--bcd-preset paper", 1.2e-3),
-    ("factored", "--bcd-preset pretrain --bcd-inactive-update factored", 1.2e-3),
+    ("full_muon_int8", MUON.replace("momentum-dtype bf16", "momentum-dtype int8"), 3e-3),
     ("full_adam", "--bcd-num-blocks 1", 6e-4),
+    ("pretrain", "--bcd-preset pretrain", 3e-3),
+    ("full_adam", "--bcd-num-blocks 1", 1.2e-3),
     ("full_adam", "--bcd-num-blocks 1", 3e-4),
 )
-"""Method, flags and learning rate, the most informative first."""
-RUN_SECONDS = 90
-"""Aim for the training time of one learning run; `rate` measures how many steps that is."""
+"""Method, flags and learning rate, the most informative first. Another optimizer is another row."""
+LEARNING_STEPS, LEARNING_SECONDS = 458, 14 * 60
+"""Steps of a run, which read 60 million tokens, and the time of all runs. On a slower GPU all runs have fewer steps;
+`rate` measures how many."""
+START_SECONDS = 20
+"""Time of a run beside its steps."""
 
 
 def learning(setting: Setting, results: Results) -> list[Job]:
@@ -139,8 +142,9 @@ def learning(setting: Setting, results: Results) -> list[Job]:
     )
     if "rate" not in results:
         return [rate]
-    steps = 8 if setting.is_tiny else steps_within(RUN_SECONDS, results["rate"])
-    limit = 240 if setting.is_tiny else 1.5 * RUN_SECONDS + 35
+    seconds = LEARNING_SECONDS / len(LEARNING) - START_SECONDS
+    steps = 8 if setting.is_tiny else min(LEARNING_STEPS, steps_within(seconds, results["rate"]))
+    limit = 240 if setting.is_tiny else 1.5 * seconds + 35
     jobs = []
     for method, flags, lr in LEARNING:
         length = f"--train-iters {steps} --lr-warmup-iters {max(1, steps // 12)} --lr {lr:g} --min-lr {lr / 10:g}"
@@ -217,13 +221,6 @@ LANGUAGE_RATES: Mapping[str, Sequence[float]] = {
     "six_blocks": (4e-4,),
 }
 """Learning rates by method, the most informative methods first."""
-INSTRUCTION_RATES: Mapping[str, Sequence[float]] = {
-    "full_adam": (2.5e-5, 5e-5, 1e-4),
-    "factored": (2.5e-5, 5e-5, 1e-4),
-    "orthogonal": (5e-5, 1e-4),
-    "full_muon": (5e-5, 1e-4),
-    "six_blocks": (1.5e-4,),
-}
 LARGE_BATCH_RATES: Mapping[str, Sequence[float]] = {
     "factored": (1.2e-3, 2.4e-3, 6e-4),
     "orthogonal": (2.4e-3, 1.2e-3, 4.8e-3),
@@ -249,17 +246,6 @@ def fine_tuning(setting: Setting, results: Results) -> list[Job]:
         *task_jobs(setting, results, f"{length} {texts}", LANGUAGE_RATES),
         *task_jobs(setting, results, f"{large_batch} {texts}", LARGE_BATCH_RATES, suffix=LARGE_STEPS),
     ]
-
-
-def instructions(setting: Setting, results: Results) -> list[Job]:
-    """Compare how methods learn to follow instructions: the same model, one epoch of Alpaca."""
-    records = setting.inputs / "instructions.jsonl"
-    if not (records.is_file() and (setting.inputs / "smollm2" / "config.json").is_file()):
-        return []
-    length = "--train-iters 6 --lr-warmup-iters 1" if setting.is_tiny else "--num-epochs 1 --lr-warmup-fraction 0.03"
-    task = f"--sft --data-path {records} --split 93,5,2 --seq-length 256 --sft-drop-long --micro-batch-size 4" \
-        f" --global-batch-size 8 {length} --eval-interval 100000 --eval-iters 6"  # fmt: skip
-    return task_jobs(setting, results, task, INSTRUCTION_RATES)
 
 
 def task_jobs(setting: Setting, results: Results, task: str, table: Mapping[str, Sequence[float]],
@@ -329,8 +315,8 @@ STEPS = (
 """Steps with random weights."""
 EVERY_LAYER = "--bcd-preset finetune --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear"
 """Every layer is trained in every step."""
-RTX4090_GIB = 22.6
-"""Limit of PyTorch's allocator; the framework takes another GiB of an RTX 4090's 23.6."""
+RTX4090_GIB, KEPT_GIB = 22.6, 21.4
+"""Limit of PyTorch's allocator; the framework takes another GiB of an RTX 4090's 23.6. Limit of kept activations."""
 LIMITED = """
 import runpy, sys, torch
 from megatron.bcd.runtime import device
@@ -351,75 +337,86 @@ SCHEDULES = {
     "breadth_first_host": "--bcd-schedule breadth-first --bcd-layers-on host",
     "depth_first_device": "--bcd-schedule bcd",
 }
-NETWORKS = {"8b": LLAMA_8B, "14b": QWEN_14B, "experts": QWEN_30B_A3B}
-DENSE = ("8b_breadth_first_host", "8b_breadth_first_device", "8b_depth_first_device", "14b_breadth_first_host")
-EVERY_SCHEDULE = (*DENSE, "experts_breadth_first_device", "experts_breadth_first_host", "14b_breadth_first_device")
-"""Runs of every layer. Those in DENSE are repeated with FP8 products."""
-COPIES = """
-import json, sys, time, torch
-count, streams = 8, [torch.cuda.Stream() for _ in range(2)]
-near = [torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2)]
-far = [torch.empty(2**30, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-def rate(*directions):
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for index, direction in enumerate(directions):
-        with torch.cuda.stream(streams[index]):
-            for _ in range(count):
-                here, there = (near, far) if direction == "in" else (far, near)
-                here[index].copy_(there[index], non_blocking=True)
-    torch.cuda.synchronize()
-    return count * 2**30 / 1e9 / (time.perf_counter() - start)
-rate("in", "out")
-rates = {"in": rate("in"), "out": rate("out"), "each way at once": rate("in", "out")}
-print(rates)
-json.dump(rates, open(sys.argv[1], "w"))
-"""
-"""A program that measures copies between page-locked memory and the GPU, in GB/s."""
+"""Place and order of the layers. On the host a run is limited to the memory of an RTX 4090."""
+KEPT, FP8 = "--bcd-saved-activations auto", "--fp8-format hybrid --fp8-recipe tensorwise"
+VARIANTS = {"": "", "fp8": FP8, "kept": KEPT, "kept_fp8": f"{KEPT} {FP8}", "kept_eager": f"{KEPT} --bcd-compile off"}
+"""Optimisations of a schedule. Without `kept` breadth-first recomputes; `eager` compiles nothing."""
+NETWORKS = {"8b": LLAMA_8B, "14b": QWEN_14B, "experts": QWEN_30B_A3B, "1.3b": LLAMA_1_3B}
+PLACES = ("breadth_first_host", "breadth_first_device")
+TIMED = (
+    *itertools.product(("8b", "14b"), PLACES, ("kept", "kept_fp8")),
+    *itertools.product(("8b",), PLACES, ("kept_eager", "")),
+    *itertools.product(("experts",), PLACES, ("kept",)),
+    ("8b", "depth_first_device", ""), ("8b", "depth_first_device", "fp8"),
+)  # fmt: skip
+"""Runs of every layer: network, schedule and variant, the most informative first."""
 
 
 def speed(setting: Setting, results: Results) -> list[Job]:
-    """Measure step times side by side, and the cost of copying layers from host memory."""
-    sizes, counted = (TINY_LLAMA, 1) if setting.is_tiny else (LLAMA_1_3B, 3)
-    benchmark = f"tools/benchmark.py --family llama --rounds 1 {sizes} --bf16 --json {{metrics}} --methods"
-    variants = {"paper": "--bcd-preset paper", "factored": f"--bcd-preset pretrain {FACTORED}", "muon": MUON}
-    words = python(f"{benchmark} full,pretrain --steps {counted}")
-    for name, flags in variants.items():
-        words += ("--variant", f"{name}={flags}")
-    jobs = [Job(name="llama_1_3b", words=words, seconds=500 if setting.is_tiny else 240, kind="json")]
-    if setting.has_gpu:
-        offload = python(f"{benchmark} offload --steps 1")
-        jobs.append(Job(name="llama_1_3b_offload", words=offload, seconds=200 if setting.is_tiny else 100, kind="json"))
-    flags = f"{LLAMA_8B} {STEPS} {EVERY_LAYER} {SCHEDULES['breadth_first_host']}"
-    words = python(f"studies/kernel_kinds.py --json {{metrics}} pretrain_llama_bcd.py {flags}")
-    kernels = Job(name="8b_kernels", words=words, seconds=150, kind="json")
-    adam = time_steps(setting, "8b_full_adam_8_bit_host", LLAMA_8B, ADAM_ON_HOST, limit=True)
-    copies = Job(name="copies", words=(sys.executable, "-c", COPIES, "{metrics}"), seconds=60, kind="json")
-    profile = [kernels] if setting.has_gpu and not setting.is_tiny else []
-    fp8 = [time_schedule(setting, name, is_fp8=True) for name in DENSE]
-    first, *others = [time_schedule(setting, name) for name in EVERY_SCHEDULE]
-    return [first, *fp8, *profile, *others, *([copies] if setting.has_gpu else []), adam, *jobs]
+    """Measure steps that train every layer, and their kernels."""
+    first, *others = [time_schedule(setting, *names) for names in TIMED]
+    adam = time_steps(setting, "8b_full_adam_8_bit_host", "8b", ADAM_ON_HOST, limit=True)
+    profile = []
+    for place in PLACES if setting.has_gpu and not setting.is_tiny else ():
+        flags = f"{LLAMA_8B} {STEPS} {EVERY_LAYER} {SCHEDULES[place]} {KEPT} --recompute-memory-gib {KEPT_GIB}"
+        words = python(f"studies/kernel_kinds.py --json {{metrics}} pretrain_llama_bcd.py {flags}")
+        profile.append(Job(name=f"8b_{place}_kernels", words=words, seconds=150, kind="json"))
+    return [first, *profile, *others, adam]
 
 
-def time_schedule(setting: Setting, name: str, *, is_fp8: bool = False) -> Job:
-    """Return the job that trains every layer; `name` joins names of NETWORKS and SCHEDULES."""
-    model, _, schedule = name.partition("_")
-    flags = f"{EVERY_LAYER} {SCHEDULES[schedule]}" + " --fp8-format hybrid --fp8-recipe tensorwise" * is_fp8
-    return time_steps(setting, name + "_fp8" * is_fp8, NETWORKS[model], flags, limit="host" in schedule)
+def time_schedule(setting: Setting, model: str, schedule: str, variant: str) -> Job:
+    """Return the job that trains every layer of one of NETWORKS by one of SCHEDULES and VARIANTS."""
+    is_limited, name = "host" in schedule, "_".join(filter(None, (model, schedule, variant)))
+    flags = f"{EVERY_LAYER} {SCHEDULES[schedule]} {VARIANTS[variant]}"
+    if "kept" in variant and (is_limited or not setting.has_gpu):
+        flags += f" --recompute-memory-gib {KEPT_GIB}"
+    return time_steps(setting, name, model, flags, limit=is_limited)
 
 
-def time_steps(setting: Setting, name: str, network: str, flags: str, *, limit: bool = False) -> Job:
-    """Return the job that times six steps of a LLaMA, with `limit` in the memory of an RTX 4090."""
-    if setting.is_tiny:
-        network = f"{TINY_LLAMA} {TINY_EXPERTS if 'num-experts' in network else ''}"
-    words = python(f"pretrain_llama_bcd.py {network} {STEPS} {flags} --metrics-file {{metrics}}")
+def time_steps(setting: Setting, name: str, model: str, flags: str, *, limit: bool = False) -> Job:
+    """Return the job that times six steps of a model of NETWORKS, with `limit` in the memory of an RTX 4090."""
+    words = python(f"pretrain_llama_bcd.py {network(setting, model)} {STEPS} {flags} --metrics-file {{metrics}}")
     if limit:
         words = (words[0], "-c", LIMITED, f"{RTX4090_GIB}", *words[1:])
-    return Job(name=name, words=words, seconds=200 if setting.is_tiny else 120)
+    return Job(name=name, words=words, seconds=200 if setting.is_tiny else 120, about={"model": model})
 
 
-JOBS = {
-    "sanity": sanity, "learning": learning, "fine_tuning": fine_tuning, "speed": speed, "instructions": instructions,
+def network(setting: Setting, model: str) -> str:
+    """Return the flags of one of NETWORKS."""
+    if setting.is_tiny:
+        return f"{TINY_LLAMA} {TINY_EXPERTS * (model == 'experts')}"
+    return NETWORKS[model]
+
+
+PEERS = {
+    "8b_every_layer_host": f"{EVERY_LAYER} {SCHEDULES['breadth_first_host']}",
+    "8b_every_layer_device": f"{EVERY_LAYER} {SCHEDULES['breadth_first_device']} {KEPT} --recompute-memory-gib {{gib}}",
+    "8b_trainer": None, "8b_deepspeed": None, "1.3b_megatron": None,
+    "1.3b_full_adam": "--bcd-num-blocks 1 --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear",
+    "1.3b_trainer": None, "1.3b_deepspeed": None,
 }  # fmt: skip
-WIDTHS = {"sanity": 4, "fine_tuning": 8, "instructions": 8}
+"""Runs of other systems by model and name, and runs of this project with their flags."""
+STOCK = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights"
+    " --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --max-position-embeddings 2048 --eval-interval 99"
+)
+"""What stock Megatron-LM needs to train the network of pretrain_llama_bcd.py."""
+
+
+def peers(setting: Setting, results: Results) -> list[Job]:
+    """Time other systems and this project on the same sizes, tokens and card."""
+    jobs = []
+    for name, flags in PEERS.items():
+        model, _, peer = name.partition("_")
+        if flags is not None:
+            jobs.append(time_steps(setting, name, model, flags.format(gib=130), limit="host" in name))
+            continue
+        words = f"studies/peer_steps.py --peer {peer} --json {{metrics}} {network(setting, model)} {STEPS}"
+        words += f" {STOCK}" if peer == "megatron" else ""
+        jobs.append(Job(name=name, words=python(words), seconds=300, kind="json", about={"model": model}))
+    return jobs
+
+
+JOBS = {"speed": speed, "peers": peers, "sanity": sanity, "learning": learning, "fine_tuning": fine_tuning}
+WIDTHS = {"sanity": 4, "fine_tuning": 8}
 """How many jobs of a part run at once; 1 if times are measured."""

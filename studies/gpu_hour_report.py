@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from gpu_hour_jobs import LARGE_STEPS, NETWORKS, PARTS, SCHEDULES, final_loss, read_results
+from gpu_hour_jobs import LARGE_STEPS, NETWORKS, PARTS, SCHEDULES, VARIANTS, final_loss, read_results
 from matplotlib.figure import Figure
 from report import RUN_COLOURS, STYLE
 
@@ -23,6 +23,7 @@ RESULTS = ROOT / "studies" / "gpu_hour"
 PICTURE = ROOT / "docs" / "images" / "gpu_hour_learning.png"
 NAMES = {
     "full_adam": "full Adam", "full_adam_8_bit": "full Adam, 8-bit moments", "full_muon": "full Muon, bf16 momentum",
+    "full_muon_int8": "full Muon, int8 momentum",
     "pretrain": "`pretrain`", "paper": "`paper`", "lora_64": "LoRA, rank 64", "lora_16": "LoRA, rank 16",
     "six_blocks": "six Adam blocks, the rest frozen",
     "factored": "factored, no block", "factored_adam_embedding": "factored, no block, embedding by Adam",
@@ -66,8 +67,8 @@ def page_lines(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
         "Learning, GPT-2 small": learning,
         "Fine-tuning on a new language, 500 steps of 1,024 tokens": functools.partial(fine_tuning, part="fine_tuning"),
         "The same in 125 steps of 4,096 tokens": functools.partial(fine_tuning, part="fine_tuning", suffix=LARGE_STEPS),
-        "Fine-tuning on instructions": functools.partial(fine_tuning, part="instructions"), "Step times": speed,
-        "Every layer trained, by schedule": every_layer, "Copies": copies,
+        "Step times": speed,
+        "Every layer trained, by schedule": every_layer, "Copies": copies, "Beside other systems": peers,
     }  # fmt: skip
     for title, table in tables.items():
         rows = list(table(results))
@@ -162,22 +163,39 @@ def every_layer(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[st
     time that no kernel hides."""
     yield ["gpu", "model", "schedule", "layers", "ms a step", "not hidden", "peak, GiB", "host memory"]
     records = {record["job"]: record for record in results["speed"] if not record["failure"]}
-    for model, schedule in itertools.product(NETWORKS, SCHEDULES):
-        if (record := records.get(f"{model}_{schedule}")) is None:
+    for (model, schedule), variant in itertools.product(itertools.product(NETWORKS, SCHEDULES), VARIANTS):
+        if (record := records.get("_".join(filter(None, (model, schedule, variant))))) is None:
             continue
         order, _, place = schedule.rpartition("_")
-        near, step_ms = records.get(f"{model}_{order}_device"), typical(record, "step_time_ms")
+        name = "_".join(filter(None, (model, order, "device", variant)))
+        near, step_ms = records.get(name), typical(record, "step_time_ms")
         is_compared = place == "host" and near is not None
         yield (
             record["gpu"].removeprefix("NVIDIA "),
             model,
-            order.replace("_", "-"),
+            " ".join(filter(None, (order.replace("_", "-"), variant.replace("_", ", ")))),
             place,
             f"{step_ms:,.0f}",
             f"{100 * (1 - typical(near, 'step_time_ms') / step_ms):.0f} %" if is_compared and near else "",
             f"{maximum_gib(record, 'peak_memory_bytes'):.1f}",
             f"{maximum_gib(record, 'host_state_bytes'):.1f}",
         )
+
+
+def peers(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
+    """Yield other systems and this project on the same sizes, with the reason where one did not run."""
+    yield ["gpu", "model", "system", "tokens/s", "peak, GiB", "resident host memory, GiB"]
+    for record in results["peers"]:
+        told = record.get("json", {})
+        name = (record["gpu"].removeprefix("NVIDIA ") or "CPU", record["model"])
+        if reason := record["failure"] or told.get("skipped"):
+            yield (*name, record["job"].partition("_")[2], f"did not run: {reason}", "", "")
+            continue
+        speed, peak = typical(record, "tokens_per_second"), maximum_gib(record, "peak_memory_bytes")
+        if told:
+            speed, peak = 1e3 * told["step_tokens"] / statistics.median(told["step_ms"][2:]), told["peak"] / GIB
+        how = told.get("how", f"this project: {record['job'].partition('_')[2].replace('_', ' ')}")
+        yield (*name, how, f"{speed:,.0f}", f"{peak:.1f}", f"{record['host_bytes'] / GIB:.1f}")
 
 
 def copies(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:

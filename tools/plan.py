@@ -93,6 +93,7 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
     "adam_moments_dtype": {},
     "muon_momentum_dtype": {},
     "muon_gram_iteration": {},
+    "fp16_accumulation": {},
     "bcd_layers_on": {"choices": ("device", "host"), "help": "where inactive layers are (default: device)"},
     "bcd_resident_layers": {},
     "bcd_schedule": {"choices": ("bcd", "breadth-first")},
@@ -201,8 +202,7 @@ def is_open(arguments: argparse.Namespace) -> bool:
 
 
 def methods_of(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return --method, the method of --bcd-preset, or the methods to try by default. Raises ValueError if they
-    differ."""
+    """Return --method, that of --bcd-preset, or the methods to try by default. Raises ValueError if they differ."""
     method, preset = arguments.method, arguments.bcd_preset
     if method is None and preset is None:
         if arguments.task == "sft":
@@ -542,7 +542,7 @@ def _layout(recipe: Recipe) -> str:
         parts.append(f"{partition.num_blocks} block{'s' if partition.num_blocks > 1 else ''} ({partition.layout})")
     if partition.num_chunks > 1:
         parts.append(f"{partition.num_chunks} chunks a stage")
-    if config.training.pipeline_cut == "auto":
+    if config.training.pipeline_model_parallel_layout is not None:
         parts.append("cut by work")
     size = config.bcd.bcd_layers_per_pass
     if config.is_breadth_first:

@@ -98,6 +98,7 @@ BAD_RUNS = {
 --fp8-format hybrid --fp8-recipe tensorwise
 --micro-batch-size 2 --fp8-recipe tensorwise --fp8-format hybrid --bf16 --bcd-prefix-cache out/cache \
 --bcd-sample-ratio 0.1 --hidden-dropout 0 --attention-dropout 0
+--fp16-accumulation --bf16
 --fp8-recipe tensorwise --fp8-format hybrid --bf16 --transformer-impl transformer_engine
 --fp8-recipe tensorwise --fp8-format hybrid --bf16 --fp8-margin 1
 --seq-length 64 --max-position-embeddings 32

@@ -242,6 +242,23 @@ def test_search_finds_the_cheapest() -> None:
     assert {plan.recipe.partition.num_blocks for plan in search(base | {"bcd_num_blocks": 3})} == {3}
 
 
+def test_search_cuts_the_pipeline_by_memory_too() -> None:
+    """A search moves layers from a stage that would recompute, which is faster than a cut by work."""
+    full = {"method": "full", "adam_moments_dtype": "int8", "pipeline_model_parallel_size": 8, "recompute": "auto"}
+    base = request("L-8.0B", num_gpus=8, micro_batch_size=1) | full
+    best, cuts = search(base)[0], [make_recipe(**base | {"pipeline_cut": cut}) for cut in ("even", "auto")]
+    assert best.recipe.flag("pipeline_model_parallel_layout")
+    assert best.iteration_seconds < min(Estimate(recipe=each).iteration_seconds for each in cuts if fits(each))
+
+
+def test_fp16_accumulation_is_faster_on_geforce_cards() -> None:
+    """Products in fp16 are planned at the rate of fp16 accumulation where the cluster table has one."""
+    for gpu, is_faster in (("rtx4090", True), ("h100", False)):
+        recipe = make_recipe(**request("L-1.5B", num_gpus=1, precision="fp16", cluster=CLUSTERS[gpu]))
+        times = [pass_seconds(each)[1] for each in (recipe, recipe.changed(fp16_accumulation=True))]
+        assert (times[1] < 0.7 * times[0]) == is_faster
+
+
 def test_fewest_gpus_fit() -> None:
     """The fewest GPUs are enough, half of them are not, and their number need not be a power of two."""
     base = request("G-10B", num_gpus=2)

@@ -93,6 +93,7 @@ NEEDS = {
     "--bcd-embedding-update=factored": "--bcd-inactive-update",
     **dict.fromkeys(_SPLIT_FLAGS.split(), "--pipeline-model-parallel-size"),
     "--fp8-format": "--bf16",
+    "--fp16-accumulation": "--fp16",
     "--transformer-impl=transformers": "--load-hf",
     "--weight-decay-incr-style": "--start-weight-decay --end-weight-decay",
     "--use-pytorch-profiler": "--tensorboard-dir",

@@ -33,6 +33,7 @@ _GIVEN = {
     "adam_moments_dtype": "fp32",
     "muon_momentum_dtype": None,
     "muon_gram_iteration": False,
+    "fp16_accumulation": None,
 }
 """Flags that a command has if a plan has them, in their order, and the values that are left out."""
 
@@ -64,7 +65,8 @@ def layout_flags(recipe: Recipe) -> list[str]:
     flags: dict[str, Any] = {
         "pipeline_model_parallel_size": config.pipeline_size,
         "context_parallel_size": config.context_size if config.context_size > 1 else None,
-        "pipeline_cut": None if config.training.pipeline_model_parallel_layout is None else "auto",
+        "pipeline_cut": None if config.training.pipeline_cut == "even" else "auto",
+        "pipeline_model_parallel_layout": recipe.flag("pipeline_model_parallel_layout"),
         "micro_batch_size": recipe.micro_batch_size,
         "global_batch_size": recipe.global_batch_size,
         "make_vocab_size_divisible_by": config.model.make_vocab_size_divisible_by,

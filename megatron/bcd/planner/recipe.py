@@ -315,6 +315,8 @@ class Recipe:
         has_own_rule = self.config.is_muon or self.is_whole or (self.is_streamed and not self.has_blocks)
         if self.precision == "fp16" and has_own_rule:
             yield f"--precision fp16: {method} has no loss scale. Give bf16 or fp32."
+        if self.config.training.fp16_accumulation and self.precision != "fp16":
+            yield "--fp16-accumulation: needs --precision fp16. Leave it out."
         if rule is not None and self.method != "finetune":
             yield f"--bcd-inactive-update {rule}: needs --method finetune, not {self.method}. Leave it out."
         if bcd.bcd_main_params == "drop" and (self.config.is_muon or bcd.bcd_inactive_update != "none"):

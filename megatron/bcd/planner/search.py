@@ -24,6 +24,8 @@ SEARCHED_BLOCKS = (2, 3, 4, 5, 6)
 """Layout submodel tries only the first two, because it has that many blocks on every stage."""
 _NUM_SHOWN = 3
 """The number of layouts that a search returns."""
+_MOST_RECUT = 8
+"""The most stages between which a search moves single layers."""
 MOST_GPUS = 512
 _PLANNED_SHARE = 0.95
 """The part of a GPU's memory that a plan fills. The estimate is a formula, and an out-of-memory error costs more than
@@ -196,7 +198,8 @@ def place(*, is_open: bool = True, **request: Any) -> Recipe:
         values["bcd_inactive_update"] = rule
         is_timed = has_experts or rule in WHOLE.values()
         if is_timed and (fastest := _fastest(candidates(values, is_open=is_open))):
-            return with_passes_on_host(with_fewest_blocks(fastest))
+            recut = _recut(Estimate(recipe=fastest)).recipe
+            return with_passes_on_host(with_fewest_blocks(recut))
     smallest = {
         "micro_batch_size": micro_batch_size or 1,
         "bcd_layers_per_pass": values.get("bcd_layers_per_pass") or 1,
@@ -308,8 +311,39 @@ def search(values: Values, *, tokens: float | None = None) -> list[Estimate]:
             others = [cut] * (each.recipe.pipeline_size > 1 and fits(cut)) + [with_passes_on_host(each.recipe)]
             estimates += (Estimate(recipe=other, tokens=tokens) for other in others if other != each.recipe)
         if estimates:
-            return sorted(estimates, key=gpu_hours)[:_NUM_SHOWN]
+            best, *others = sorted(estimates, key=gpu_hours)[:_NUM_SHOWN]
+            return [_recut(best), *others]
     return []
+
+
+def _recut(best: Estimate) -> Estimate:
+    """Return the plan with single layers moved between pipeline stages while that makes it faster.
+
+    Unlike --pipeline-cut auto this counts the recomputation of a stage with little memory, such as the embedding's.
+    """
+    values, sizes = best.recipe.values | {"recompute": "auto"}, [*map(len, best.recipe.partition.virtual_stages)]
+    if (
+        len(sizes) != best.recipe.pipeline_size
+        or not 1 < len(sizes) <= _MOST_RECUT
+        or best.recipe.config.is_breadth_first
+    ):
+        return best
+    tried, is_better = {tuple(sizes)}, True
+    while is_better:
+        is_better = False
+        for giver, taker in itertools.permutations(range(len(sizes)), 2):
+            moved = [size + (stage == taker) - (stage == giver) for stage, size in enumerate(sizes)]
+            if not all(moved) or tuple(moved) in tried:
+                continue
+            tried.add(tuple(moved))
+            layout = f"E{'|'.join('t' * size for size in moved)}L"
+            recipe = build_recipe(**values | {"pipeline_cut": None, "pipeline_model_parallel_layout": layout})
+            if recipe.fault or not fits(recipe, share=recipe.memory_share):
+                continue
+            other = replace(best, recipe=recipe)
+            if other.iteration_seconds < 0.999 * best.iteration_seconds:
+                best, sizes, is_better = other, moved, True
+    return best
 
 
 def _changes_to(method: str, *, keeps_blocks: bool) -> _Changes:

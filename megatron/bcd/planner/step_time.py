@@ -45,9 +45,10 @@ def pass_seconds(recipe: Recipe) -> tuple[float, float, float]:
     """
     cluster, tokens, sizes = recipe.cluster, recipe.micro_batch_tokens, recipe.memory.layer_bytes
     matrices, core = pass_products(recipe.shape, sequence=recipe.tokens)
+    rate = cluster.flops_per_s(recipe.config.precision, fp16_accumulation=recipe.config.training.fp16_accumulation)
 
-    def seconds(products: int, traffic: int, precision: str = recipe.config.precision) -> float:
-        return 2 * tokens * products / cluster.flops_per_s(precision) + traffic / cluster.bytes_per_s
+    def seconds(products: int, traffic: int, per_second: float = rate) -> float:
+        return 2 * tokens * products / per_second + traffic / cluster.bytes_per_s
 
     head = seconds(recipe.padded_vocabulary * recipe.shape.hidden_size, 8 * tokens * recipe.padded_vocabulary)
     core_seconds = seconds(core, 2 * sizes.suffix_core)
@@ -60,7 +61,7 @@ def pass_seconds(recipe: Recipe) -> tuple[float, float, float]:
     uses = recipe.num_microbatches if recipe.config.is_breadth_first else 1
     traffic = tokens * 8 * sum(map(sum, rounded)) // 3 + 2 * narrow // uses
     wide = seconds(matrices - narrow + core, 2 * sizes.active)
-    return wide + seconds(narrow, traffic, "fp8"), head, core_seconds
+    return wide + seconds(narrow, traffic, cluster.flops_per_s("fp8")), head, core_seconds
 
 
 def phase_seconds(recipe: Recipe, block: int) -> PhaseTime:

@@ -109,17 +109,20 @@ class Cluster:
     source: str
     fp8_tflops: float = 0.0  # 0: the GPU has no FP8, or it is not known
     copy_gb_per_s: float = 24.0  # from page-locked host memory to one GPU: PCIe 4.0 with 16 lanes
+    fp16_tflops: float = 0.0  # peak of --fp16-accumulation; 0: that of bf16
 
     def __post_init__(self) -> None:
-        _check_positive(self, may_be_zero=("memory_gib", "usd_per_gpu_hour", "framework_gib", "fp8_tflops"))
+        may_be_zero = ("memory_gib", "usd_per_gpu_hour", "framework_gib", "fp8_tflops", "fp16_tflops")
+        _check_positive(self, may_be_zero=may_be_zero)
         for name in ("compute_share", "memory_share"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} {getattr(self, name)} is a share, at most 1")
 
-    def flops_per_s(self, precision: str) -> float:
+    def flops_per_s(self, precision: str, *, fp16_accumulation: bool = False) -> float:
         """Return the rate that matrix products achieve."""
+        half = fp16_accumulation and self.fp16_tflops or self.bf16_tflops
         peaks = {"fp32": self.fp32_tflops, "fp8": FP8_SHARE * self.fp8_tflops}
-        return 1e12 * peaks.get(precision, self.bf16_tflops) * self.compute_share
+        return 1e12 * peaks.get(precision, half) * self.compute_share
 
     @property
     def bytes_per_s(self) -> float:

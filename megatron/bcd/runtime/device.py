@@ -63,6 +63,11 @@ def set_allocator() -> None:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
+def set_fp16_accumulation(is_on: bool) -> None:
+    """Let products of fp16 matrices add up in fp16, or in fp32 as is usual. Without effect on a CPU."""
+    torch.backends.cuda.matmul.allow_fp16_accumulation = is_on
+
+
 class Throttle:
     """Keeps the CPU at most `ahead` marks ahead of the GPU. Does nothing without a GPU.
 

@@ -97,10 +97,11 @@ def _set_up(
 
 
 def _initialize(config: RunConfig) -> None:
-    """Set deterministic kernels, and initialize process groups and random generators."""
+    """Set kernels of matrix products, and initialize process groups and random generators."""
     training = config.training
     if config.transformer.get("deterministic_mode"):  # first: groups choose NCCL's algorithms when they are created
         rng.use_deterministic_algorithms()
+    device.set_fp16_accumulation(training.fp16_accumulation)
     if config.optimizer.optimizer_cpu_offload and not device.has_cuda():
         raise ValueError(
             "--optimizer-cpu-offload: no CUDA GPU is visible. Leave it out; without a GPU everything is in host memory."

@@ -64,9 +64,7 @@ def resolve_run(config: RunConfig, source: Source | None = None) -> ResolvedRun:
     config = config.replace_section("bcd", bcd_num_blocks=resolve_num_blocks(config, partition))
     vocab_size = _vocab_size(config, tokenizer)
     padded_size = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size)
-    config = with_loss(
-        config, padded_vocab_size=padded_size, has_plain_head=lambda: split_check.has_plain_head(config)
-    )
+    config = with_loss(config, padded_vocab_size=padded_size, has_plain_head=lambda: split_check.has_plain_head(config))
     global_batch_size = data.global_batch_size(config)
     per_microbatch = config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
     memory = RunMemory(
