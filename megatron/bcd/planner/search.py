@@ -311,8 +311,8 @@ def search(values: Values, *, tokens: float | None = None) -> list[Estimate]:
             others = [cut] * (each.recipe.pipeline_size > 1 and fits(cut)) + [with_passes_on_host(each.recipe)]
             estimates += (Estimate(recipe=other, tokens=tokens) for other in others if other != each.recipe)
         if estimates:
-            best, *others = sorted(estimates, key=gpu_hours)[:_NUM_SHOWN]
-            return [_recut(best), *others]
+            best, *rest = sorted(estimates, key=gpu_hours)[:_NUM_SHOWN]
+            return [_recut(best), *rest]
     return []
 
 
