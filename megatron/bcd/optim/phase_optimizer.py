@@ -91,7 +91,9 @@ def wrap_model(model: torch.nn.Module, config: RunConfig) -> DistributedDataPara
         use_distributed_optimizer=True,
     )
     model_config = get_model_config(model)
-    build: type = DistributedDataParallel if model_config.gradient_accumulation_fusion else CopyingDDP
+    is_grouped = config.num_experts and config.transformer["moe_grouped_gemm"]  # then experts add their gradients
+    layers_add = model_config.gradient_accumulation_fusion or is_grouped
+    build: type = DistributedDataParallel if layers_add else CopyingDDP
     return build(config=model_config, ddp_config=ddp_config, module=model)
 
 
