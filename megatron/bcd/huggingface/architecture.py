@@ -67,7 +67,7 @@ class Architecture:
     source: str = ""
     """Folder of the model, or its name on the hub."""
     not_in_core: str = ""
-    """Why transformers' layers compute it, if nobody asked for them."""
+    """Why transformers' layers compute it, if no flag asked for them."""
     flags: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The training flags, by field name, that determine the weights or their meaning."""
     defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)

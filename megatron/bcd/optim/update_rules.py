@@ -114,7 +114,7 @@ def orthogonalize(
     norm = torch.linalg.vector_norm(matrix, dim=(1, 2), keepdim=True, dtype=torch.float32)
     if dim is not None:
         norm = layout.all_reduce(norm.square()).sqrt()
-    short, long = (columns, rows) if is_transposed else (rows, columns)  # a slice may have it the other way round
+    short, long = (columns, rows) if is_transposed else (rows, columns)  # a slice may have them swapped
     uses_gram = layout.is_gram_iterated and long >= GRAM_RATIO * short
     dtype = torch.float16 if uses_gram else torch.bfloat16
     matrix = (matrix / norm.clamp_(min=_SMALLEST)).to(dtype if matrix.is_cuda else torch.float32)

@@ -89,7 +89,7 @@ def candidates(values: Values, *, is_open: bool = True) -> Iterator[Recipe]:
 def _shapes(values: Values) -> Iterator[_Changes]:
     """Yield pipelines, shortest first, with numbers of blocks and micro-batches. A given value is kept.
 
-    Layout stage has at least two stages if there are so many GPUs.
+    Layout stage has at least two stages if there are two GPUs.
     """
     stages, layout = values.get("pipeline_model_parallel_size"), values.get("bcd_layout")
     blocks: Sequence[int | None] = [values.get("bcd_num_blocks")]
