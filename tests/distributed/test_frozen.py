@@ -139,7 +139,8 @@ def checks_of_a_run(config: RunConfig, zero_gradient_at: list[int]) -> list[int]
 
         def reduce_and_zero(*args: Any, **kwargs: Any) -> None:
             reduce(*args, **kwargs)
-            run.active.wrapped.zero_grad_buffer()
+            for gradients in run.active.core.gradients():
+                gradients.zero_()
             model_config.finalize_model_grads_func = reduce
 
         model_config.finalize_model_grads_func = reduce_and_zero

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -45,7 +46,11 @@ class CopyingDDP(DistributedDataParallel):
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
         self._without_gradient: set[torch.nn.Parameter] = set()
-        self.handles = [each.register_post_accumulate_grad_hook(self._copy_first) for each in self.params_with_grad]
+        wrapper: Any = weakref.ref(self)  # the garbage collector sees no cycle through a hook
+        self.handles = [
+            each.register_post_accumulate_grad_hook(lambda parameter: wrapper()._copy_first(parameter))
+            for each in self.params_with_grad
+        ]
 
     def _copy_first(self, parameter: Any) -> None:
         is_first = parameter in self._without_gradient

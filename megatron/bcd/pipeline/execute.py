@@ -165,7 +165,8 @@ class Iteration:
 
     def _send_forward(self, action: Action, place: Place) -> None:
         virtual = self._virtual(action)
-        if self._shape.is_forward_only(virtual) or not self._outputs[place].requires_grad:
+        is_kept = self._outputs[place].requires_grad or not self._shape.is_breadth_first
+        if self._shape.is_forward_only(virtual) or not is_kept:
             self._messages_from(virtual).send(self._outputs.pop(place))
         else:  # the backward pass needs the graph, but not the values
             self._messages.send(self._outputs[place], when_sent=self._free)
