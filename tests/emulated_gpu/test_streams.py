@@ -115,6 +115,7 @@ CASES: dict[str, dict[str, Any]] = {
     "streamed": STREAMED,
     "streamed_on_two_stages": STREAMED | PIPELINE | {"bcd_resident_layers": 1, "recompute_granularity": "selective"},
     "written_back": WRITTEN_BACK,
+    "written_back_and_kept": {"num_layers": 3, "bcd_preset": "finetune", "bcd_layers_on": "host", "bf16": True},
     "forward_only_stage": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
     "run_ahead_on_four_stages": {"world_size": 4, "pipeline_model_parallel_size": 4, "bcd_layout": "stage"}
     | {"bcd_num_blocks": None, "bcd_steps_per_block": 3, "train_iters": 12, "eval_iters": 1}

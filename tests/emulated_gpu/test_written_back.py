@@ -47,6 +47,11 @@ def _waits_for_nothing(streams: str) -> Callable[[HostLayers], Any]:
     return lambda frozen: mock.patch.object(getattr(frozen, streams)._stream, "wait_stream", _nothing)
 
 
+def _without_waits_for_write_backs(frozen: HostLayers) -> Any:
+    """Let kernels begin before write-backs are done."""
+    return mock.patch.object(frozen._back, "wait", _nothing)
+
+
 def _without_event_of_state(frozen: HostLayers) -> Any:
     """Let a step wait for the weights of a layer only."""
     copy = frozen._copy
@@ -68,17 +73,22 @@ def _without(kind: type, name: str) -> Callable[[HostLayers], Any]:
 MUTATED = {"num_layers": 8, "num_frozen": 3}
 """The first layers push those that were updated last out of the buffers, so the next step soon loads these again."""
 KEPT = MUTATED | {"keeps": True}
+ALL_STAY = {"num_layers": 3}
+ONE_STAYS = {"num_layers": 6, "num_frozen": 3, "num_resident": 1}
+"""Layers that are still in buffers at their next update: no copy to the device orders it behind their write-back."""
 MUTANTS: dict[str, tuple[int, dict[str, Any], Callable[[HostLayers], Any]]] = {
     "computes before the load": (1, MUTATED, lambda frozen: mock.patch.object(frozen._stream, "wait", _nothing)),
     "loads over a layer that is read": (1, MUTATED, _waits_for_nothing("_stream")),
     "loads over a layer that is written back": (1, MUTATED, _without(_Buffer, "written")),
     "writes back before the update": (1, MUTATED, _waits_for_nothing("_back")),
+    "updates layers that are written back": (1, ALL_STAY, _without_waits_for_write_backs),
+    "updates one that is written back": (1, ONE_STAYS, _without_waits_for_write_backs),
     "steps before the state is loaded": (1, MUTATED, _without_event_of_state),
     "keeps a gradient before it is computed": (1, KEPT, _waits_for_nothing("_back")),
     "loads a gradient before it is kept": (1, KEPT, _without(_Layer, "kept")),
     "steps before the gradient is loaded": (1, KEPT, _without_event_of_state),
     "finishes no step": (2, MUTATED, lambda frozen: mock.patch.object(frozen, "finish_step", frozen._unfinished.clear)),
-    "finishes a step before its copies": (2, MUTATED, lambda frozen: mock.patch.object(frozen._back, "wait", _nothing)),
+    "finishes a step before its copies": (2, MUTATED, _without_waits_for_write_backs),
 }
 
 

@@ -93,8 +93,9 @@ class _Buffer:
         self.copied: device.Copied = None
         """The last copy to this buffer, until later kernels wait for it."""
         self.written: device.Copied = None
-        """The last write-back, which reads this buffer. The next copy to the buffer waits for it. A layer is loaded
-        again only after such a copy has replaced it, so this load does not read unfinished host memory either."""
+        """The last write-back, which reads this buffer. The next copy to the buffer waits for it, and so does the next
+        update of a layer that stays here. A layer is copied again only after another has replaced it, so this copy does
+        not read unfinished host memory either."""
         self.last_use = 0
 
 
@@ -314,6 +315,8 @@ class HostLayers:
             assert buffer is not None, "there are buffers for three chunks"
             self._stream.wait(buffer.copied)
             buffer.copied = None
+            if with_state:  # an update follows
+                self._back.wait(buffer.written)
             layer.place(buffer.flat)
             for parameter, part in layer.state_parts(buffer.state).items() if with_state else ():
                 self._states[parameter] = self._views(parameter, part)
