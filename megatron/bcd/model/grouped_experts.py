@@ -71,6 +71,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         is_frozen = not any(ctx.needs_input_grad[2:])
+        ctx.parameters = weights  # saved tensors can be copies of them
         ctx.save_for_backward(None if is_frozen else tokens, ends, *weights)
         return torch.nn.functional.grouped_mm(tokens, stacked(weights).transpose(1, 2), offs=ends)
 
@@ -86,10 +87,10 @@ class _GroupedLinear(torch.autograd.Function):
             is_empty = ends == torch.cat([ends.new_zeros(1), ends[:-1]])
             # on Blackwell the product of no tokens is what the memory had before (pytorch issue 172439)
             gradients = products.masked_fill_(is_empty[:, None, None], 0.0).unbind()
-            if all(hasattr(weight, "main_grad") for weight in weights):  # Megatron Core's, as is the next attribute
-                pytorch.add_each([weight.main_grad for weight in weights], gradients)
-                for weight in weights:
-                    weight.grad_added_to_main_grad = True
+            if all(hasattr(each, "main_grad") for each in ctx.parameters):  # Megatron Core's, as is the next attribute
+                pytorch.add_each([each.main_grad for each in ctx.parameters], gradients)
+                for parameter in ctx.parameters:
+                    parameter.grad_added_to_main_grad = True
         return token_gradient, None, *gradients
 
 

@@ -46,9 +46,9 @@ class CopyingDDP(DistributedDataParallel):
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
         self._without_gradient: set[torch.nn.Parameter] = set()
-        wrapper: Any = weakref.ref(self)  # the garbage collector sees no cycle through a hook
+        copy: Any = weakref.WeakMethod(self._copy_first)  # the garbage collector sees no cycle through a hook
         self.handles = [
-            each.register_post_accumulate_grad_hook(lambda parameter: wrapper()._copy_first(parameter))
+            each.register_post_accumulate_grad_hook(lambda parameter: copy()(parameter))
             for each in self.params_with_grad
         ]
 
