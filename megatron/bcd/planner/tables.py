@@ -131,8 +131,7 @@ class Cluster:
 
 
 FP8_SHARE = 0.92
-"""What FP8 products achieve of bf16's share of the peak: on one H200 they ran at 1.75 to 1.95 times the rate of bf16,
-where the peak has twice. Other cards: an assumption."""
+"""What FP8 products achieve of bf16's share of the peak: an assumption."""
 Row = TypeVar("Row", bound=Any)
 """A dataclass of numbers, texts and switches."""
 
