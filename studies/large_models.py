@@ -1,9 +1,9 @@
-"""Plan models from 7B to 70B on RTX 4090s, RTX 5090s and one H100. studies/large_models.md has most of the rows.
+"""Plan models from 7B to 70B on RTX 4090s and one H100. studies/large_models.md has most of the rows.
 
-    python studies/large_models.py [--model NAME] [--gpu NAME] [--num-gpus N]
+    python studies/large_models.py [--model NAME] [--gpu NAME]
 
-A step has 64 sequences of 1,024 tokens in bf16. Each plan is the fastest layout of its method within 95 % of the GPUs'
-memory and 64, 128 or 256 GB of a node's host memory, checkpoints included. Nothing ran on a GPU, except what other
+A step has 64 sequences of 1,024 tokens. Each plan is the fastest layout of its method within 95 % of the memory of the
+GPUs and 64, 128 or 256 GB of a node's host memory, checkpoints included. Nothing ran on a GPU, except what other
 systems' authors published.
 """
 
@@ -20,15 +20,16 @@ import plan
 
 from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.memory import fits, node_bytes
-from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.search import candidates
+from megatron.bcd.planner.recipe import Recipe, build_recipe
+from megatron.bcd.planner.search import candidates, with_passes_on_host
 from megatron.bcd.planner.tables import read_models
 
 MODELS = Path(__file__).with_suffix(".csv")
-CARDS = {"rtx4090": (1, 2, 4), "rtx5090": (1, 2, 4), "h100": (1,)}
+CARDS = {"rtx4090": (1, 4), "h100": (1,)}
 HEAD = ("--bcd-head-phase", "--adam-moments-dtype", "int8")
 METHODS = {
     "factored": ("--bcd-inactive-update", "factored"),
+    "factored, FP8": ("--bcd-inactive-update", "factored", "--precision", "fp8"),
     "full Muon, streamed": ("--method", "muon", "--bcd-layers-on", "host", "--adam-moments-dtype", "int8"),
     "full Adam in 8 bits, streamed": ("--method", "full", "--bcd-layers-on", "host", "--adam-moments-dtype", "int8"),
     "blocks": ("--bcd-inactive-update", "none", "--bcd-layers-on", "host", *HEAD),
@@ -37,7 +38,6 @@ METHODS = {
 PUBLISHED = {
     "LLMQ": {
         "rtx4090": {"Qwen2.5-7B": {1: 2777, 4: 10900}, "Qwen2.5-14B": {1: 1349, 4: 5260}, "Qwen2.5-32B": {4: 2205}},
-        "rtx5090": {"Qwen2.5-7B": {1: 3100, 4: 13900}, "Qwen2.5-14B": {4: 3900}},
         "h100": {"Qwen2.5-7B": {1: 14000}, "Qwen2.5-14B": {1: 6300}},
     },
     "LLMQ, FP8": {
@@ -52,27 +52,35 @@ PUBLISHED = {
 authors (arXiv 2512.15306 and the benchmarks of github.com/IST-DASLab/llmq at b77d969)."""
 HOST_GB = (64, 128, 256)
 COLUMNS = ("model", "GPUs", *METHODS, f"measured: {'; '.join(PUBLISHED)}")
-_GAIN = 1.02
+_GAIN = 1.1
 """How much faster a plan with more host memory must be to be shown."""
 
 
 def plans(model: str, gpu: str, num_gpus: int, method: str) -> Iterator[tuple[float, Recipe]]:
     """Yield the fastest plans: the host memory of a node in GB, and the recipe; less memory first.
 
-    A plan that needs more than HOST_GB is yielded only if none needs less.
+    With the most of HOST_GB, activations may wait there. A plan that needs more is yielded only if none needs less.
     """
     words = ["--task", "sft", "--models", str(MODELS), "--model", model, "--gpu", gpu, "--num-gpus", str(num_gpus)]
     words += ["--global-batch-size", "64", *METHODS[method]]
     values = plan.searched_values(plan.parse_arguments(words)) | {"memory_share": 0.95, "host_memory_gb": None}
     fitting = [recipe for recipe in candidates(values) if fits(recipe, share=recipe.memory_share)]
-    timed = [(Estimate(recipe=recipe).iteration_seconds, node_bytes(recipe) / 1e9, recipe) for recipe in fitting]
+    by_time = sorted(fitting, key=_seconds)
     fastest = float("inf")
-    for limit in (*HOST_GB, float("inf")):
-        within = [each for each in timed if each[1] <= limit]
-        seconds, need, recipe = min(within, key=lambda each: each[0], default=(float("inf"), 0.0, None))
-        if recipe and fastest > _GAIN * seconds and (limit in HOST_GB or fastest == float("inf")):
+    for limit in HOST_GB:
+        within = (recipe for recipe in by_time if node_bytes(recipe) <= 1e9 * limit)
+        recipe = next(within, None)
+        if recipe and limit == HOST_GB[-1]:
+            recipe = with_passes_on_host(build_recipe(**recipe.values | {"host_memory_gb": limit}))
+        if recipe and fastest > _GAIN * (seconds := _seconds(recipe)):
             fastest = seconds
-            yield (limit if limit in HOST_GB else need), recipe
+            yield limit, recipe
+    if by_time and fastest == float("inf"):
+        yield node_bytes(by_time[0]) / 1e9, by_time[0]
+
+
+def _seconds(recipe: Recipe) -> float:
+    return Estimate(recipe=recipe).iteration_seconds
 
 
 def cell(model: str, gpu: str, num_gpus: int, method: str) -> str:
@@ -93,13 +101,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="only this row of studies/large_models.csv")
     parser.add_argument("--gpu", choices=CARDS)
-    parser.add_argument("--num-gpus", type=int)
     arguments = parser.parse_args()
     print(f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}", sep="\n", flush=True)
     for model in [arguments.model] if arguments.model else read_models(MODELS):
         for gpu, numbers in CARDS.items():
             for num_gpus in numbers:
-                if arguments.gpu in (None, gpu) and arguments.num_gpus in (None, num_gpus):
+                if arguments.gpu in (None, gpu):
                     print(f"| {' | '.join(row(model, gpu, num_gpus))} |", flush=True)
 
 

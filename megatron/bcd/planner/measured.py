@@ -120,7 +120,8 @@ _FULL_RATES = {11e6: 3e-4, 135e6: 1e-4}
 _PRETRAINING_RATE = 1e-4
 """Full Adam's rate, not measured: models of 3 M parameters need 1.5e-3, and larger ones less."""
 EXPERTS_TIME = 5.0
-"""The measured time of a step with experts over that of the formulas, which count no launches of kernels."""
+"""The measured time of a step with experts, layers in host memory, over that of the formulas, which count no launches
+of kernels."""
 EXPERTS_SOURCE = "as one H200 took for a quarter of Qwen3-30B-A3B; docs/experts.md, Speed"
 
 

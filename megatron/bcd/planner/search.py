@@ -276,11 +276,14 @@ def with_passes_on_host(recipe: Recipe) -> Recipe:
     is_open = recipe.host_memory_gb is not None and recipe.flag("bcd_passes_on_host") is None
     if not is_open or not recipe.config.is_breadth_first or recipe.flag("bcd_saved_activations") != "auto":
         return recipe
-    most = len(repeated_passes(recipe.memory.schedule_shape(0), 0)) - recipe.memory.num_kept
-    others = [build_recipe(**recipe.values | {"bcd_passes_on_host": number}) for number in range(1, most + 1)]
-    most = bisect_left(others, True, key=lambda other: not fits(other, share=recipe.memory_share))
-    numbers = sorted({most * part // _PARTS for part in range(1, _PARTS + 1)} - {0})
-    return _fastest([recipe, *(others[number - 1] for number in numbers)]) or recipe
+
+    def with_passes(number: int) -> Recipe:
+        return build_recipe(**recipe.values | {"bcd_passes_on_host": number})
+
+    numbers = range(1, 1 + len(repeated_passes(recipe.memory.schedule_shape(0), 0)) - recipe.memory.num_kept)
+    most = bisect_left(numbers, True, key=lambda number: not fits(with_passes(number), share=recipe.memory_share))
+    tried = sorted({most * part // _PARTS for part in range(1, _PARTS + 1)} - {0})
+    return _fastest([recipe, *map(with_passes, tried)]) or recipe
 
 
 def reason_for_rule(recipe: Recipe) -> str:
