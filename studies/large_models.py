@@ -1,6 +1,6 @@
 """Plan models from 7B to 70B on RTX 4090s and one H100. studies/large_models.md has most of the rows.
 
-    python studies/large_models.py [--model NAME] [--gpu NAME]
+    python studies/large_models.py [--model NAME]
 
 A step has 64 sequences of 1,024 tokens. Each plan is the fastest layout of its method within 95 % of the memory of the
 GPUs and 64, 128 or 256 GB of a node's host memory, checkpoints included. Nothing ran on a GPU, except what other
@@ -25,7 +25,7 @@ from megatron.bcd.planner.search import candidates, with_passes_on_host
 from megatron.bcd.planner.tables import read_models
 
 MODELS = Path(__file__).with_suffix(".csv")
-CARDS = {"rtx4090": (1, 4), "h100": (1,)}
+CARDS = (("rtx4090", 1), ("rtx4090", 4), ("h100", 1))
 HEAD = ("--bcd-head-phase", "--adam-moments-dtype", "int8")
 METHODS = {
     "factored": ("--bcd-inactive-update", "factored"),
@@ -100,14 +100,11 @@ def row(model: str, gpu: str, num_gpus: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="only this row of studies/large_models.csv")
-    parser.add_argument("--gpu", choices=CARDS)
     arguments = parser.parse_args()
     print(f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}", sep="\n", flush=True)
     for model in [arguments.model] if arguments.model else read_models(MODELS):
-        for gpu, numbers in CARDS.items():
-            for num_gpus in numbers:
-                if arguments.gpu in (None, gpu):
-                    print(f"| {' | '.join(row(model, gpu, num_gpus))} |", flush=True)
+        for gpu, num_gpus in CARDS:
+            print(f"| {' | '.join(row(model, gpu, num_gpus))} |", flush=True)
 
 
 if __name__ == "__main__":
