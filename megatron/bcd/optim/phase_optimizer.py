@@ -40,7 +40,7 @@ from megatron.bcd.runtime.device import DTYPES
 class CopyingDDP(DistributedDataParallel):
     """Megatron Core's DDP that copies the first gradient of a step into its buffer, and does not add it to zeros.
 
-    This saves two of four reads and writes of the gradients. Not for layers that add gradients to the buffer themselves.
+    This saves two of four reads and writes of the gradients. Not for layers that add gradients to it themselves.
     """
 
     def __init__(self, **keywords: Any) -> None:
