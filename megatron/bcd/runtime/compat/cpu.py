@@ -111,6 +111,10 @@ def _skip_collectives_of_one_rank() -> None:
     buffers.dist_all_gather_func = skipping(buffers.dist_all_gather_func)
 
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h."""
+
+
 def patch_megatron_core() -> None:
     """Make Megatron Core run on a CPU. Call it only if there is no GPU. Permanent.
 
@@ -141,9 +145,19 @@ def patch_megatron_core() -> None:
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _return_counts
     _patch_uneven_collectives()
     _skip_collectives_of_one_rank()
+    _keep_freed_memory()
     torch_on_cpu = _TorchOnCpu()
     for name in _MODULES_FOR_CUDA:
         importlib.import_module(name).torch = torch_on_cpu  # type: ignore[attr-defined]
+
+
+def _keep_freed_memory() -> None:
+    """Reuse freed memory until `return_freed_memory`. glibc would return it to the system, which clears each page again,
+    up to 4 % of a step's time. Tensors above 32 MiB, glibc's limit, are still returned."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_TRIM_THRESHOLD, -1)  # never
+        library.mallopt(_MMAP_THRESHOLD, 2**25)  # stays at 128 KiB otherwise, once a threshold is set
 
 
 def return_freed_memory() -> None:
