@@ -39,7 +39,6 @@ from megatron.bcd.planner.estimate import EQUAL_STEPS, Estimate
 from megatron.bcd.planner.measured import (
     EXPERTS_SOURCE,
     EXPERTS_TIME,
-    LARGE_STEP,
     finding,
     learning_rate,
 )
@@ -88,8 +87,7 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
     "bcd_always_active": {},
     "bcd_head_phase": {},
     "bcd_inactive_update": {"choices": ("none", *WHOLE.values()), "help": "with method finetune: orthogonal, factored ="
-        " every layer in every step, none = blocks (default: if no flag asks for blocks the first that fits, orthogonal"
-        f" only with {LARGE_STEP:,} tokens a step or more)"},
+        " every layer in every step, none = blocks (default: factored if it fits and no flag asks for blocks)"},
     "adam_moments_dtype": {},
     "muon_momentum_dtype": {},
     "muon_gram_iteration": {},

@@ -303,8 +303,9 @@ def test_finetune_trains_every_layer_whatever_the_task(capsys: pytest.CaptureFix
     flags = ("--model", "L-1.5B", *CARD, "--precision", "bf16", "--bcd-preset", "finetune")
     for more in ((), ("--search",)):
         text = run(capsys, *flags, *more).replace("\\\n    ", "")
-        assert "--bcd-preset finetune --bcd-inactive-update orthogonal --bcd-num-blocks 0" in text
-        assert "--bcd-embedding-update adam --bcd-inactive-lr-ratio 0.4" in text, "as it was measured"
+        assert "--bcd-preset finetune --bcd-inactive-update factored --bcd-num-blocks 0" in text
+    text = run(capsys, *flags, "--bcd-inactive-update", "orthogonal").replace("\\\n    ", "")
+    assert "--bcd-embedding-update adam --bcd-inactive-lr-ratio 0.4" in text, "as it was measured"
     assert "--bcd-inactive-update none" in run(capsys, *flags, "--bcd-num-blocks", "6")
     large = ("--task", "sft", "--model", "LLaMA-7B", *CARD, "--method", "finetune", "--json")
     assert "--bcd-schedule breadth-first --bcd-layers-on host" in json.loads(run(capsys, *large))["command"]

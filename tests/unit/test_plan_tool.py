@@ -122,8 +122,7 @@ def test_number_of_blocks_for_fine_tuning(
 @pytest.mark.parametrize(
     ("model", "num_gpus", "more", "reason"),
     [
-        ("L-1.5B", 1, (), "by the orthogonal update: no blocks"),
-        ("L-1.5B", 1, ("--global-batch-size", "1"), "by the factored update: no blocks"),
+        ("L-1.5B", 1, (), "by the factored update: no blocks"),
         ("llama-7b", 4, ("--bcd-inactive-update", "factored"), " update: no blocks"),
         ("llama-7b", 1, (), " update: no blocks"),
         ("L-1.5B", 1, ("--bcd-num-blocks", "6"), "blocks: flags ask"),
@@ -139,7 +138,6 @@ def test_every_layer_where_it_fits(
     text = capsys.readouterr().out
     assert reason in text
     rule = "none" if reason.startswith("blocks") else "factored --bcd-num-blocks 0"
-    rule = "orthogonal --bcd-num-blocks 0" if not more else rule
     assert f"--bcd-preset finetune --bcd-inactive-update {rule}" in text.replace("\\\n    ", "")
     if num_gpus == 1 and "factored" in reason and reason.endswith("no blocks"):
         found = json.loads(output(capsys, *words, "--json"))

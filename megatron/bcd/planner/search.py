@@ -16,7 +16,7 @@ from typing import Any
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.pipeline.build import repeated_passes
 from megatron.bcd.planner.estimate import Estimate
-from megatron.bcd.planner.measured import LARGE_STEP, finding
+from megatron.bcd.planner.measured import finding
 from megatron.bcd.planner.memory import fits, node_bytes
 from megatron.bcd.planner.recipe import DEFAULTS, MAX_GPUS, PRESET_OF, STREAMED, WHOLE, Recipe, build_recipe
 
@@ -236,8 +236,7 @@ def _rules(values: Values) -> Sequence[str | None]:
     asks_for_blocks = any(values.get(name) not in (None, 0, *WHOLE.values()) for name in OF_BLOCKS)
     if asks_for_blocks or values["precision"] == "fp16":  # inactive updates have no loss scale
         return ("none",)
-    step_tokens = _batch_size(values) * (values.get("seq_length") or values["model"].sequence)
-    return ("orthogonal", "factored", "none") if step_tokens >= LARGE_STEP else ("factored", "none")
+    return ("factored", "none")
 
 
 def _fastest(recipes: Iterable[Recipe]) -> Recipe | None:
