@@ -152,8 +152,8 @@ def patch_megatron_core() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Reuse freed memory until `return_freed_memory`. glibc would return it to the system, which clears each page again,
-    up to 4 % of a step's time. Tensors above 32 MiB, glibc's limit, are still returned."""
+    """Reuse freed memory until `return_freed_memory`. glibc would return it to the system, which clears each page anew,
+    up to 4 % of a step's time. Tensors above 32 MiB, glibc's limit, still go back."""
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_TRIM_THRESHOLD, -1)  # never
