@@ -73,7 +73,7 @@ def draw_model(config: RunConfig, vocab_size: int) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32)
     state: dict[str, Tensor] = {}
     for row in build_rows(network):
-        for layer in range(network.num_layers if row.is_stacked else 1):
+        for layer in range(config.num_layers if row.is_stacked else 1):
             name = row.key.replace("decoder.layers.", f"decoder.layers.{layer}.")
             if name not in ours:
                 for fused, separate in SEPARATE_NORMS.items():

@@ -68,7 +68,7 @@ def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, 
 def write_checkpoint(source: Path, root: Path) -> Path:
     """Write the weights of a model folder as a checkpoint without flags, as another program would."""
     folder, model = root / "iter_0000001", ModelFolder(str(source))
-    layers = range(model.network.num_layers)
+    layers = range(LAYERS)
     weights = {
         row.key: torch.stack([model.read(row, layer) for layer in layers]) if row.is_stacked else model.read(row)
         for row in model.rows

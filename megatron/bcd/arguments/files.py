@@ -52,14 +52,14 @@ def model_values(
                 f"{asked}{'' if flag.type is bool else f' {value}'} contradicts --load-hf {name}, whose config.json "
                 f"says {fixed[flag.field]}. Leave the flag out."
             )
-    window, length = network.sliding_window, given.get("seq_length")
-    if length is not None and window is not None and length > window:
+    is_core, length, inner = network.family != TRANSFORMERS, given.get("seq_length"), defaults.get("hidden_dropout")
+    window, outer = (is_core and getattr(network.config, name, None) for name in ("sliding_window", "embd_pdrop"))
+    if window and length is not None and length > window:
         raise ValueError(
             f"--seq-length {length}: the sliding window of --load-hf {name} has {window} tokens, and attention here "
             f"has no window. Give at most {window}, or --transformer-impl transformers."
         )
-    inner, outer = defaults.get("hidden_dropout"), network.embedding_dropout
-    if outer is not None and outer != inner and "hidden_dropout" not in given:
+    if outer not in (None, False, inner) and "hidden_dropout" not in given:
         raise ValueError(
             f"--load-hf {name}: resid_pdrop is {inner} and embd_pdrop {outer}, but --hidden-dropout sets both. Give "
             "--hidden-dropout."

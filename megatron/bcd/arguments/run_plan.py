@@ -23,7 +23,8 @@ def known_vocabulary(config: RunConfig) -> int | None:
     if config.checkpoint.load_hf is not None:
         from megatron.bcd.huggingface.any_decoder import read_architecture  # other dry runs import no torch
 
-        return read_architecture(config.checkpoint.load_hf, transformer_impl=config.model.transformer_impl).vocab_size
+        name, implementation = config.checkpoint.load_hf, config.model.transformer_impl
+        return int(read_architecture(name, transformer_impl=implementation).config.vocab_size)
     kind, size = config.tokenizer.tokenizer_type, config.tokenizer.vocab_size
     if kind == "NullTokenizer" and size is not None:
         return size + 1  # its end-of-document token

@@ -1,18 +1,13 @@
-"""Any decoder of transformers, as its own layers compute it: sizes, and the tensors of its files."""
+"""The architecture of a model of transformers, and the parameters of any decoder on its own layers."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
-
-from torch import Tensor
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.config.measured import Parameters
-from megatron.bcd.huggingface import tensors
 from megatron.bcd.huggingface.architecture import TRANSFORMERS, Architecture, NotInCore, architecture_of
-from megatron.bcd.model.skeleton import EMBEDDING, HEAD, Skeleton, read_config
-from megatron.bcd.runtime.compat import transformers as compat
+from megatron.bcd.model.skeleton import HEAD, Skeleton, read_config
 
 
 def read_architecture(path: str, *, transformer_impl: str = "auto", is_quantised: bool = False) -> Architecture:
@@ -28,25 +23,19 @@ def read_architecture(path: str, *, transformer_impl: str = "auto", is_quantised
     config, reason = read_config(path, is_quantised=is_quantised), ""
     try:
         if transformer_impl != TRANSFORMERS:
-            return replace(architecture_of(config), source=path)
+            return architecture_of(config)
     except NotInCore as error:
         if transformer_impl != "auto":
             raise NotInCore(f"{path}: {error}. --transformer-impl transformers trains it.") from None
         reason = str(error)
-    network = architecture_of(config.get_text_config(), family=TRANSFORMERS)
-    return replace(network, source=path, not_in_core=reason)
-
-
-@functools.lru_cache(maxsize=2)
-def _skeleton(path: str) -> Skeleton:
-    return Skeleton(read_config(path).get_text_config())
+    return replace(architecture_of(config.get_text_config(), family=TRANSFORMERS), not_in_core=reason)
 
 
 def list_parameters(config: RunConfig) -> Parameters:
     """Return names and shapes of the parameters of a run on transformers' layers; nothing for other runs."""
     if config.model.transformer_impl != TRANSFORMERS:
         return ()
-    return parameters_of(_skeleton(str(config.checkpoint.load_hf)), tied=config.tied)
+    return parameters_of(Skeleton(read_config(str(config.checkpoint.load_hf)).get_text_config()), tied=config.tied)
 
 
 def parameters_of(skeleton: Skeleton, *, tied: bool) -> Parameters:
@@ -56,30 +45,4 @@ def parameters_of(skeleton: Skeleton, *, tied: bool) -> Parameters:
         (key, tuple(tensor.shape))
         for key, name, tensor in skeleton.state()
         if name in parameters and not (tied and key == f"{HEAD}.weight")
-    )
-
-
-@functools.lru_cache(maxsize=2)
-def build_rows(network: Architecture) -> tuple[tensors.Row, ...]:
-    """Return `tensors.build_rows`, or with transformers' layers a row for each tensor of a checkpoint."""
-    if network.family != TRANSFORMERS:
-        return tensors.build_rows(network)
-    skeleton = _skeleton(network.source)
-    conversion = compat.Conversion(skeleton.model)
-
-    def row(key: str, name: str, tensor: Tensor) -> tensors.Row:
-        parts = conversion.to_files(name, tensor.to("meta"))
-        return tensors.Row(
-            key=key,
-            names=tuple(parts),
-            shapes=tuple(tuple(part.shape) for part in parts.values()),
-            is_vocabulary=key in (f"{EMBEDDING}.weight", f"{HEAD}.weight"),
-            join=lambda given: conversion.from_files(name, dict(zip(parts, given, strict=True))),
-            split=lambda whole: tuple(conversion.to_files(name, whole).values()),
-        )
-
-    return tuple(
-        row(key, name, tensor)
-        for key, name, tensor in skeleton.state()
-        if not (network.tied and key == f"{HEAD}.weight")
     )

@@ -75,8 +75,8 @@ def check_checkpoint(checkpoint: CoreCheckpoint, description: Description) -> No
         ValueError: a tensor is missing, extra or misshapen.
     """
     network = description.network
-    rows = any_decoder.build_rows(network)
-    expected = {row.key: ((network.num_layers,) if row.is_stacked else ()) + row.shape for row in rows}
+    rows = tensors.build_rows(network)
+    expected = {row.key: ((network.config.num_hidden_layers,) if row.is_stacked else ()) + row.shape for row in rows}
     actual = {key: checkpoint.shape(key) for key in checkpoint.tensors}
     for row in rows:
         if row.is_vocabulary and row.key in actual and actual[row.key][0] >= row.shape[0]:
@@ -156,10 +156,10 @@ Unit = tuple[tensors.Row, int]
 
 def list_units(network: Architecture) -> list[Unit]:
     """Return every row of every layer, in the model's order."""
-    rows = any_decoder.build_rows(network)
+    rows = tensors.build_rows(network)
     first = next((number for number, row in enumerate(rows) if row.is_stacked), len(rows))
     stacked = [row for row in rows if row.is_stacked]
-    layers = [(row, layer) for layer in range(network.num_layers) for row in stacked]
+    layers = [(row, layer) for layer in range(network.config.num_hidden_layers) for row in stacked]
     return [*((row, 0) for row in rows[:first]), *layers, *((row, 0) for row in rows[first + len(stacked) :])]
 
 

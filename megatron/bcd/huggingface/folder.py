@@ -100,7 +100,7 @@ class ModelFolder:
         """
         self.folder = folder
         self.network = any_decoder.read_architecture(folder, transformer_impl=transformer_impl)
-        self.rows = any_decoder.build_rows(self.network)
+        self.rows = tensors.build_rows(self.network)
         self._entries = self._headers()
         self.others = tuple[tensors.Row, ...]()
         """Tensors of other parts than the decoder, such as a vision tower, by their own names."""
@@ -149,7 +149,7 @@ class ModelFolder:
         self._check_tied()
         expected: dict[str, tuple[int, ...]] = {}
         for row in self.rows:
-            for layer in range(self.network.num_layers if row.is_stacked else 1):
+            for layer in range(self.network.config.num_hidden_layers if row.is_stacked else 1):
                 names = row.layer_names(layer)
                 expected |= dict(zip(names, row.shapes, strict=True))
                 kinds = {self._entries[name].dtype for name in names if name in self._entries}
@@ -163,7 +163,7 @@ class ModelFolder:
 
     def _check_tied(self) -> None:
         """Check that a separate head is a copy of the tied embedding, and ignore it then. Raises ValueError."""
-        if not self.network.tied or "lm_head.weight" not in self._entries:
+        if not self.network.config.tie_word_embeddings or "lm_head.weight" not in self._entries:
             return
         head = "lm_head.weight"
         embedding = next(row.names[0] for row in self.rows if row.is_vocabulary)

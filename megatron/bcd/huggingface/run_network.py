@@ -136,7 +136,7 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
     given = dict(fields) | vars(model) | {"group_query_attention": groups not in (None, fields["num_attention_heads"])}
     expected = dict(network.flags)
     del expected["openai_gelu"]  # the machine decides too
-    if network.num_experts:  # no layer has the width of a dense one
+    if config.num_experts:  # no layer has the width of a dense one
         del expected["ffn_hidden_size"]
     if given.get("moe_router_load_balancing_type") == "sinkhorn":
         expected["moe_router_load_balancing_type"] = "aux_loss"  # other balancing does not change the router's choice

@@ -131,9 +131,10 @@ def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
         return tokenizer.vocab_size
     path = folder.locate(name, flag="--load-hf", weights=False)
     network = any_decoder.read_architecture(path, transformer_impl=config.model.transformer_impl)
-    if tokenizer.vocab_size > network.vocab_size:
+    size: int = network.config.vocab_size
+    if tokenizer.vocab_size > size:
         raise ValueError(
-            f"--load-hf {name}: the embedding has {network.vocab_size} rows, and the tokenizer has "
+            f"--load-hf {name}: the embedding has {size} rows, and the tokenizer has "
             f"{tokenizer.vocab_size} tokens. Give the tokenizer of the model."
         )
-    return network.vocab_size
+    return size
