@@ -225,8 +225,8 @@ def build_splits(config: RunConfig, tokenizer: Any) -> data.Splits:
     """Build the samples of the training script."""
     steps = data.num_iterations(config)
     if config.data.sft:
-        return data.plan_fine_tuning(config, tokenizer, steps, least_steps_per_cycle=1).build()
-    return data.plan_splits(config, tokenizer, steps, least_steps_per_cycle=1).build()
+        return data.plan_fine_tuning(config, tokenizer, steps).build()
+    return data.plan_splits(config, tokenizer, steps).build()
 
 
 class Evaluations:

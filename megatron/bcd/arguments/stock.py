@@ -236,6 +236,9 @@ _INSTEAD = {
     "Leave it out: --lr-warmup-iters and the run's schedule apply to all blocks and phases.": (
         "--bcd-phase-warmup-steps --bcd-block-lr-multipliers"
     ),
+    "Leave it out, and stop the run when its validation loss is low enough: it saves and resumes.": (
+        "--bcd-stop-cycle-improvement"
+    ),
     "Leave it out: every inactive layer is updated.": "--bcd-inactive-layers --bcd-resting-layers",
     "Leave it out: a CPU runs Megatron Core's own functions.": "--cpu-kernels",
     "Leave it out: forward-only stages run ahead as far as that gains anything.": "--bcd-run-ahead",
