@@ -226,7 +226,7 @@ def named_model(name: str, *, models: str | None, sequence: int | None = None) -
     Layers that Megatron Core cannot express are measured in sequences of `sequence` tokens.
     """
     if name.endswith(".json") or os.path.isfile(os.path.join(name, CONFIG)):
-        from megatron.bcd.huggingface.any_decoder import read_architecture  # slow: it imports torch
+        from megatron.bcd.huggingface.folder import read_architecture  # slow: it imports torch
         from megatron.bcd.huggingface.measure import read_model
 
         network = read_architecture(name, is_quantised=True)

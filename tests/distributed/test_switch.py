@@ -119,8 +119,8 @@ def test_blocks_without_a_phase(world1: World, text_data: str) -> None:
     assert world1.run(warnings_of, worlds.run_config(**flags, **inactive, bcd_steps_per_block=4)) == [[]]
 
 
-PLATEAU = {"bcd_switch": "plateau", "bcd_steps_per_block": None, "bcd_plateau_window": 2, "train_iters": 24}
-PLATEAU |= {"bcd_plateau_min_improvement": 0.05, "bcd_max_steps_per_block": 9}
+PLATEAU = {"bcd_switch": "plateau", "bcd_steps_per_block": None, "train_iters": 24}
+PLATEAU |= {"bcd_plateau_window": 2, "bcd_plateau_min_improvement": 0.05}
 
 
 def test_plateau(world2: World, text_data: str) -> None:
@@ -130,7 +130,7 @@ def test_plateau(world2: World, text_data: str) -> None:
     ranks = world2.run(worlds.train_run, config)
     assert ranks[0]["steps"] == ranks[1]["steps"]
     lengths = [*Counter(step["phase"] for step in ranks[0]["steps"]).values()]
-    assert len(set(lengths[:-1])) > 1 and all(4 <= length <= 9 for length in lengths[:-1])
+    assert len(set(lengths[:-1])) > 1 and all(length >= 4 for length in lengths[:-1])
 
 
 class Recording:

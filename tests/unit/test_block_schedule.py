@@ -36,15 +36,12 @@ schedules = st.builds(
     seed=st.integers(-5, 5),
 )
 plateau_schedules = st.builds(
-    lambda least, more, **other: block_schedule(
-        switch="plateau", min_steps_per_block=least, max_steps_per_block=None if more is None else least + more, **other
-    ),
+    block_schedule,
+    switch=st.just("plateau"),
     num_blocks=st.integers(1, 3),
     order=st.sampled_from(ORDERS),
     plateau_window=st.integers(1, 5),
     plateau_min_improvement=st.sampled_from([0.0, 0.01, 0.3]),
-    least=st.integers(1, 14),
-    more=st.none() | st.integers(0, 8),
 )
 losses = st.floats(-4, 4) | st.sampled_from([NAN, INF, 1.0, 1.0, 2.0])
 
@@ -106,8 +103,7 @@ def _plateau_length(schedule: BlockSchedule, phase_losses: Sequence[float]) -> i
             mean = math.fsum(finite) / window
             if best_step is None or (mean < best and best - mean >= settings.bcd_plateau_min_improvement * abs(best)):
                 best, best_step = mean, step
-        plateau = best_step is not None and step - best_step >= window and step >= settings.bcd_min_steps_per_block
-        if plateau or step == settings.bcd_max_steps_per_block:
+        if best_step is not None and step - best_step >= window:
             return step
     return None
 

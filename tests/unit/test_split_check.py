@@ -13,9 +13,8 @@ import transformers
 from support import decoders
 from transformers.models.llama import modeling_llama
 
-from megatron.bcd.huggingface.any_decoder import read_architecture
 from megatron.bcd.huggingface.architecture import TRANSFORMERS, architecture_of
-from megatron.bcd.huggingface.folder import companions
+from megatron.bcd.huggingface.folder import companions, read_architecture
 from megatron.bcd.model.skeleton import TRUSTED, Refused, Skeleton, read_config
 from megatron.bcd.model.split_check import check_split
 

@@ -325,11 +325,6 @@ def _check_chunks(run: Run) -> Iterator[str]:
 
 def _check_blocks(run: Run) -> Iterator[str]:
     partition = run.partition()
-    least, most, window = run.bcd_min_steps_per_block, run.bcd_max_steps_per_block, run.bcd_plateau_window
-    if most is not None and most < least:
-        yield f"--bcd-max-steps-per-block {most}: must be at least --bcd-min-steps-per-block {least}"
-    if run.bcd_switch == "plateau" and most is not None and most <= 2 * window:
-        yield f"--bcd-max-steps-per-block {most}: must be more than 2 x --bcd-plateau-window {window}"
     num_blocks = partition.num_blocks
     layers = max(partition.layers_per_stage)
     if run.bcd_resident_layers > layers:

@@ -84,14 +84,12 @@ class BlockSchedule:
 
         With switch steps every phase has exactly this many. The last phase of a run may be shorter.
         """
-        settings = self.settings
-        if settings.bcd_switch == "steps":
+        if self.settings.bcd_switch == "steps":
             # the product may exceed a whole number by a rounding error
-            end, start = (math.ceil(number * settings.mean_steps - 1e-6) for number in (phase + 1, phase))
+            end, start = (math.ceil(number * self.settings.mean_steps - 1e-6) for number in (phase + 1, phase))
             return end - start
         # a window until the first mean, and another one without a better mean
-        least = max(settings.bcd_min_steps_per_block, 2 * settings.bcd_plateau_window)
-        return least if settings.bcd_max_steps_per_block is None else min(least, settings.bcd_max_steps_per_block)
+        return 2 * self.settings.bcd_plateau_window
 
     def describe(self) -> str:
         """Return the order and length of the phases in words."""
@@ -100,8 +98,7 @@ class BlockSchedule:
             least, longest = math.floor(settings.mean_steps), math.ceil(settings.mean_steps)
             steps = f"{least:,}{'' if least == longest else f' or {longest:,}'} step{'' if longest == 1 else 's'}"
             return f"{steps} per block, {settings.bcd_order} order"
-        most = "" if settings.bcd_max_steps_per_block is None else f" to {settings.bcd_max_steps_per_block:,}"
-        length = f"a block until its loss stops falling ({self.least_steps(0):,}{most or ' or more'} steps)"
+        length = f"a block until its loss stops falling ({self.least_steps(0):,} or more steps)"
         return f"{length}, {settings.bcd_order} order"
 
     def block(self, state: PhaseState) -> int:
@@ -169,14 +166,10 @@ class BlockSchedule:
 
     def _is_over(self, state: PhaseState) -> bool:
         """Return whether the phase is over: "trained until converged" (Algorithm 1, line 8)."""
-        settings = self.settings
-        if settings.bcd_switch == "steps":
+        if self.settings.bcd_switch == "steps":
             return state.step_in_phase >= self.least_steps(state.phase)
-        if settings.bcd_max_steps_per_block is not None and state.step_in_phase >= settings.bcd_max_steps_per_block:
-            return True
         steps_without_improvement = state.step_in_phase - state.best_loss_step
-        is_plateau = state.best_loss is not None and steps_without_improvement >= settings.bcd_plateau_window
-        return is_plateau and state.step_in_phase >= settings.bcd_min_steps_per_block
+        return state.best_loss is not None and steps_without_improvement >= self.settings.bcd_plateau_window
 
 
 def _random_order(seed: int, cycle: int, num_blocks: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.bcd.huggingface import any_decoder, folder, tensors
+from megatron.bcd.huggingface import folder, tensors
 from megatron.bcd.huggingface.architecture import TRANSFORMERS, Architecture
 from megatron.bcd.huggingface.core_format import CoreCheckpoint
 from megatron.bcd.runtime import atomic_io
@@ -60,7 +60,7 @@ def describe(config_folder: str, *, transformer_impl: str = "auto") -> Descripti
     Raises:
         ValueError: its config.json is missing, damaged or not supported.
     """
-    network = any_decoder.read_architecture(config_folder, transformer_impl=transformer_impl)
+    network = folder.read_architecture(config_folder, transformer_impl=transformer_impl)
     with open(os.path.join(config_folder, folder.CONFIG), encoding="utf-8") as file:
         config = json.load(file)
     has_others = network.family == TRANSFORMERS and "text_config" in config

@@ -6,16 +6,16 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.bcd.huggingface import any_decoder, tensors
-from megatron.bcd.huggingface.architecture import CONFIG, TRANSFORMERS
-from megatron.bcd.model.skeleton import TRUSTED
+from megatron.bcd.huggingface import tensors
+from megatron.bcd.huggingface.architecture import CONFIG, TRANSFORMERS, Architecture, NotInCore, architecture_of
+from megatron.bcd.model.skeleton import TRUSTED, read_config
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -68,6 +68,27 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
         ) from None
 
 
+def read_architecture(path: str, *, transformer_impl: str = "auto", is_quantised: bool = False) -> Architecture:
+    """Return the architecture of a model, given its folder, its config.json or its name on the hub.
+
+    With `transformer_impl` auto, transformers' layers compute what Megatron Core's cannot. With `is_quantised` the
+    weights may be quantised: they will not be read.
+
+    Raises:
+        NotInCore: another `transformer_impl` cannot express the model.
+        ValueError: as `read_config`.
+    """
+    config, reason = read_config(path, is_quantised=is_quantised), ""
+    try:
+        if transformer_impl != TRANSFORMERS:
+            return architecture_of(config)
+    except NotInCore as error:
+        if transformer_impl != "auto":
+            raise NotInCore(f"{path}: {error}. --transformer-impl transformers trains it.") from None
+        reason = str(error)
+    return replace(architecture_of(config.get_text_config(), family=TRANSFORMERS), not_in_core=reason)
+
+
 def companions(folder: str) -> dict[str, bytes]:
     """Return the folder's companion files by name: everything but ``config.json`` and weights."""
     files = [Path(folder, name) for name in COMPANIONS]
@@ -99,7 +120,7 @@ class ModelFolder:
                 One line.
         """
         self.folder = folder
-        self.network = any_decoder.read_architecture(folder, transformer_impl=transformer_impl)
+        self.network = read_architecture(folder, transformer_impl=transformer_impl)
         self.rows = tensors.build_rows(self.network)
         self._entries = self._headers()
         self.others = tuple[tensors.Row, ...]()

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.bcd.config import RunConfig
+from megatron.bcd.config.measured import Parameters
 from megatron.bcd.huggingface.architecture import TRANSFORMERS, Architecture
-from megatron.bcd.model.skeleton import EMBEDDING, HEAD, Skeleton
+from megatron.bcd.model.skeleton import EMBEDDING, HEAD, Skeleton, read_config
 from megatron.bcd.runtime.compat.transformers import Conversion
 
 LAYERS = "decoder.layers."
@@ -166,3 +168,20 @@ def build_rows(network: Architecture) -> tuple[Row, ...]:
         elif not (config.tie_word_embeddings and key == f"{HEAD}.weight"):
             rows.append(row(key.replace("transformer_wpe", "position_embeddings") if is_core else key, [name]))
     return tuple(rows)
+
+
+def list_parameters(config: RunConfig) -> Parameters:
+    """Return names and shapes of the parameters of a run on transformers' layers; nothing for other runs."""
+    if config.model.transformer_impl != TRANSFORMERS:
+        return ()
+    return parameters_of(Skeleton(read_config(str(config.checkpoint.load_hf)).get_text_config()), tied=config.tied)
+
+
+def parameters_of(skeleton: Skeleton, *, tied: bool) -> Parameters:
+    """Return names and shapes of a model's parameters. A tied head counts once."""
+    parameters = dict(skeleton.model.named_parameters(remove_duplicate=False))
+    return tuple(
+        (key, tuple(tensor.shape))
+        for key, name, tensor in skeleton.state()
+        if name in parameters and not (tied and key == f"{HEAD}.weight")
+    )
