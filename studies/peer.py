@@ -73,12 +73,11 @@ def draw_model(config: RunConfig, vocab_size: int) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32)
     state: dict[str, Tensor] = {}
     for row in build_rows(network):
-        for layer in range(config.num_layers if row.is_stacked else 1):
-            name = row.key.replace("decoder.layers.", f"decoder.layers.{layer}.")
-            if name not in ours:
-                for fused, separate in SEPARATE_NORMS.items():
-                    name = name.replace(fused, separate)
-            state |= zip(row.layer_names(layer), row.split(ours[name].detach()), strict=True)
+        name = row.key.replace("decoder.layers.", f"decoder.layers.{row.layer}.")
+        if name not in ours:
+            for fused, separate in SEPARATE_NORMS.items():
+                name = name.replace(fused, separate)
+        state |= zip(row.names, row.split(ours[name].detach()), strict=True)
     unmatched = model.load_state_dict(state, strict=False)
     # a tied head shares the embedding's weight
     assert not unmatched.unexpected_keys and set(unmatched.missing_keys) <= {"lm_head.weight"}, unmatched

@@ -11,16 +11,8 @@ CONFIG = "config.json"
 TRANSFORMERS = "transformers"
 """The family of all decoders that transformers' own layers compute, and the --transformer-impl that chooses them."""
 
-FAMILIES = {
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-"""transformers' classes by families, which are also the ``model_type``."""
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+"""The families that Megatron Core's layers can compute, by their ``model_type``."""
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Megatron Core's RoPE scaling. Only the factor can be set."""

@@ -127,13 +127,13 @@ class ModelFolder:
         """Tensors of other parts than the decoder, such as a vision tower, by their own names."""
         self._check()
 
-    def read(self, row: tensors.Row, layer: int = 0) -> Tensor:
-        """Return Megatron Core's tensor of `row`, without padding and without the axis of layers.
+    def read(self, row: tensors.Row) -> Tensor:
+        """Return the checkpoint's tensor of `row`, without padding and without the axis of layers.
 
         Raises:
             ValueError: a file can't be read.
         """
-        return row.join([self._read(name) for name in row.layer_names(layer)])
+        return row.join([self._read(name) for name in row.names])
 
     def file_name(self, name: str) -> str:
         """Return a tensor's name in the files."""
@@ -170,12 +170,10 @@ class ModelFolder:
         self._check_tied()
         expected: dict[str, tuple[int, ...]] = {}
         for row in self.rows:
-            for layer in range(self.network.config.num_hidden_layers if row.is_stacked else 1):
-                names = row.layer_names(layer)
-                expected |= dict(zip(names, row.shapes, strict=True))
-                kinds = {self._entries[name].dtype for name in names if name in self._entries}
-                if len(kinds) > 1:
-                    raise ValueError(f"{self.folder}: {', '.join(names)} must have one dtype, but have {len(kinds)}")
+            expected |= dict(zip(row.names, row.shapes, strict=True))
+            kinds = {self._entries[name].dtype for name in row.names if name in self._entries}
+            if len(kinds) > 1:
+                raise ValueError(f"{self.folder}: {', '.join(row.names)} must have one dtype, but have {len(kinds)}")
         actual = {name: entry.shape for name, entry in self._entries.items()}
         if self.network.family == TRANSFORMERS and any(entry.name != name for name, entry in self._entries.items()):
             others = sorted(actual.keys() - expected.keys())

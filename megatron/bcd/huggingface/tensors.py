@@ -5,7 +5,6 @@ Letters: G query groups, Q query heads per group, D head size.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from megatron.bcd.model.skeleton import EMBEDDING, HEAD, Skeleton, read_config
 from megatron.bcd.runtime.compat.transformers import Conversion
 
 LAYERS = "decoder.layers."
-"""Prefix of the keys of Megatron Core's layers. Their tensors are stacked: [layers, ...]."""
+"""Prefix of the keys of layers."""
 _QKV = "self_attention.linear_qkv.{}"
 _IN_LAYERS = (
     ("self_attention.linear_qkv.layer_norm_{}", "input_layernorm.{}", "ln_1.{}"),
@@ -45,25 +44,19 @@ Split = Callable[[Tensor], Sequence[Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One tensor of a checkpoint (of Megatron Core's layers one per layer) and transformers' tensors in it."""
+    """A tensor of a checkpoint and transformers' tensors in it."""
 
     key: str
+    layer: int | None = None
+    """With Megatron Core's layers, whose tensors are stacked in one of a checkpoint: [layers, ...], the layer."""
     names: tuple[str, ...]
-    """Names in transformers' files; ``{}`` is the number of the layer."""
+    """Names in transformers' files."""
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of `names`."""
     join: Join = lambda parts: parts[0]
     split: Split = lambda tensor: (tensor,)
     is_vocabulary: bool = False
     """Whether Megatron Core pads the first axis."""
-
-    @property
-    def is_stacked(self) -> bool:
-        return self.key.startswith(LAYERS) and not self.key.removeprefix(LAYERS)[0].isdigit()
-
-    def layer_names(self, layer: int) -> tuple[str, ...]:
-        """Return transformers' names for one layer. A row outside the layers ignores the number."""
-        return tuple(name.format(layer) for name in self.names)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,15 +112,14 @@ def _transpose(tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=2)
 def build_rows(network: Architecture) -> tuple[Row, ...]:
-    """Return the rows of a model: those before the layers, one per tensor of a layer, and those after the layers."""
-    config, is_core = copy.deepcopy(network.config), network.family != TRANSFORMERS
-    if is_core:
-        config.num_hidden_layers = 1  # the layers are alike
-    skeleton = Skeleton(config)
+    """Return the rows of a model, in its order."""
+    skeleton, is_core = Skeleton(network.config), network.family != TRANSFORMERS
     conversion = Conversion(skeleton.model)
     state = {name: tensor.to("meta") for _, name, tensor in skeleton.state()}
 
-    def row(key: str, names: Sequence[str], arranged: _Arrangement = _Arrangement()) -> Row:
+    def row(
+        key: str, names: Sequence[str], *, layer: int | None = None, arranged: _Arrangement = _Arrangement()
+    ) -> Row:
         files = [conversion.to_files(name, state[name]) for name in names]
 
         def join(given: Sequence[Tensor]) -> Tensor:
@@ -141,31 +133,34 @@ def build_rows(network: Architecture) -> tuple[Row, ...]:
 
         return Row(
             key=key,
-            names=tuple(name.replace(".0.", ".{}.", is_core) for part in files for name in part),
+            layer=layer,
+            names=tuple(name for part in files for name in part),
             shapes=tuple(tuple(tensor.shape) for part in files for tensor in part.values()),
             join=join,
             split=split,
             is_vocabulary=key in (f"{EMBEDDING}.weight", f"{HEAD}.weight"),
         )
 
-    def layer_rows() -> Iterator[Row]:
+    def layer_rows(layer: int) -> Iterator[Row]:
         flags, is_gpt2 = network.flags, network.family == "gpt2"
-        heads, prefix = flags["num_attention_heads"], f"{skeleton.paths[LAYERS[:-1]]}.0."
+        heads, prefix = flags["num_attention_heads"], f"{skeleton.paths[LAYERS[:-1]]}.{layer}."
         groups = flags.get("num_query_groups", heads)
         for kind, (ours, *theirs) in itertools.product(("weight", "bias"), _IN_LAYERS):
             key, names = ours.format(kind), [prefix + name.format(kind) for name in theirs[is_gpt2].split()]
             if not names or names[0] not in state or not key.endswith(kind):
                 continue
-            qkv = (groups, heads // groups, flags["kv_channels"]) if ours == _QKV else None
             if flags["num_moe_experts"]:
                 key = key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-            yield row(LAYERS + key, names, _Arrangement(num_parts=len(names), is_transposed=is_gpt2, qkv=qkv))
+            qkv = (groups, heads // groups, flags["kv_channels"]) if ours == _QKV else None
+            arranged = _Arrangement(num_parts=len(names), is_transposed=is_gpt2, qkv=qkv)
+            yield row(LAYERS + key, names, layer=layer, arranged=arranged)
 
     rows: list[Row] = []
     for key, name, _ in skeleton.state():
         if is_core and key.startswith(LAYERS):
-            rows += [] if rows[-1].is_stacked else layer_rows()
-        elif not (config.tie_word_embeddings and key == f"{HEAD}.weight"):
+            layer = int(key.removeprefix(LAYERS).partition(".")[0])
+            rows += layer_rows(layer) if rows[-1].layer != layer else ()
+        elif not (network.config.tie_word_embeddings and key == f"{HEAD}.weight"):
             rows.append(row(key.replace("transformer_wpe", "position_embeddings") if is_core else key, [name]))
     return tuple(rows)
 
