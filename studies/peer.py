@@ -73,12 +73,11 @@ def draw_model(config: RunConfig, vocab_size: int) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32)
     state: dict[str, Tensor] = {}
     for row in build_rows(network):
-        for layer in range(network.num_layers if row.is_stacked else 1):
-            name = row.key.replace("decoder.layers.", f"decoder.layers.{layer}.")
-            if name not in ours:
-                for fused, separate in SEPARATE_NORMS.items():
-                    name = name.replace(fused, separate)
-            state |= zip(row.layer_names(layer), row.split(ours[name].detach()), strict=True)
+        name = row.key.replace("decoder.layers.", f"decoder.layers.{row.layer}.")
+        if name not in ours:
+            for fused, separate in SEPARATE_NORMS.items():
+                name = name.replace(fused, separate)
+        state |= zip(row.names, row.split(ours[name].detach()), strict=True)
     unmatched = model.load_state_dict(state, strict=False)
     # a tied head shares the embedding's weight
     assert not unmatched.unexpected_keys and set(unmatched.missing_keys) <= {"lm_head.weight"}, unmatched
@@ -225,8 +224,8 @@ def build_splits(config: RunConfig, tokenizer: Any) -> data.Splits:
     """Build the samples of the training script."""
     steps = data.num_iterations(config)
     if config.data.sft:
-        return data.plan_fine_tuning(config, tokenizer, steps, least_steps_per_cycle=1).build()
-    return data.plan_splits(config, tokenizer, steps, least_steps_per_cycle=1).build()
+        return data.plan_fine_tuning(config, tokenizer, steps).build()
+    return data.plan_splits(config, tokenizer, steps).build()
 
 
 class Evaluations:

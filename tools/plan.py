@@ -224,31 +224,32 @@ def named_model(name: str, *, models: str | None, sequence: int | None = None) -
     Layers that Megatron Core cannot express are measured in sequences of `sequence` tokens.
     """
     if name.endswith(".json") or os.path.isfile(os.path.join(name, CONFIG)):
-        from megatron.bcd.huggingface.any_decoder import read_architecture  # slow: it imports torch
+        from megatron.bcd.huggingface.folder import read_architecture  # slow: it imports torch
         from megatron.bcd.huggingface.measure import read_model
 
         network = read_architecture(name, is_quantised=True)
-        tokens = sequence or min(network.plain_positions, LONGEST_DEFAULT)
+        flags = {**network.defaults, **network.flags}
+        tokens = sequence or min(flags["max_position_embeddings"], LONGEST_DEFAULT)
         is_gpt, path = network.family == "gpt2", Path(name).resolve()
         return Model(
             name=(path.parent if path.name == CONFIG else path).name.removesuffix(".json"),
             form="gpt" if is_gpt else "llama",
-            layers=network.num_layers,
-            hidden=network.hidden_size,
-            heads=network.num_attention_heads,
-            groups=network.num_query_groups,
-            ffn=network.ffn_hidden_size,
-            vocabulary=network.vocab_size,
+            layers=flags["num_layers"],
+            hidden=flags["hidden_size"],
+            heads=flags["num_attention_heads"],
+            groups=flags.get("num_query_groups", flags["num_attention_heads"]),
+            ffn=flags["ffn_hidden_size"],
+            vocabulary=network.config.vocab_size,
             sequence=tokens,
             source=name,
-            head_dim=network.head_size,
-            tied=network.tied,
-            biases="all" if network.linear_bias else "qkv" if network.qkv_bias else "none",
-            qk_norm=network.qk_norm,
+            head_dim=flags["kv_channels"],
+            tied=not flags["untie_embeddings_and_output_weights"],
+            biases="all" if flags["add_bias_linear"] else "qkv" if flags.get("add_qkv_bias") else "none",
+            qk_norm=flags.get("qk_layernorm", False),
             positions=network.max_positions if is_gpt else 0,
-            experts=network.num_experts,
-            experts_per_token=network.experts_per_token or 2,
-            expert_ffn=network.expert_ffn_size,
+            experts=flags.get("num_moe_experts") or 0,
+            experts_per_token=flags.get("moe_router_topk", 2),
+            expert_ffn=flags.get("moe_ffn_hidden_size", 0),
             measured=read_model(name, sequence=tokens) if network.family == TRANSFORMERS else None,
         )
     rows = read_models(MODELS) | (read_models(models) if models else {})

@@ -116,8 +116,7 @@ class Trainer:
         config, hf_name = self.config, self.config.checkpoint.load_hf
         # no file is written before everything has been checked: the plan is built below
         make_plan = data.plan_fine_tuning if config.data.sft else data.plan_splits
-        least_steps = self.block_schedule.least_steps_per_cycle
-        plan = make_plan(config, run.tokenizer, self.train_iters, least_steps_per_cycle=least_steps)
+        plan = make_plan(config, run.tokenizer, self.train_iters)
         self.implementation = available_implementation(config)
         self.model = build_model(config, run.padded_vocab_size, self.implementation)
         """The layers of this stage, without Megatron Core's DDP."""
@@ -201,9 +200,8 @@ class Trainer:
                 return
             if state.iteration < self.train_iters:
                 self._warn_untrained(num_steps=self.train_iters - state.iteration)
-            is_last = self.block_schedule.is_converged(state.phase_state)  # a checkpoint of a converged run
-            is_stopped = False
-            is_at_end = is_last or state.iteration >= self.train_iters
+            is_last = is_stopped = False
+            is_at_end = state.iteration >= self.train_iters
             if self._has_joined:  # this may be the first group, and only the first one saves after this step
                 is_stopped = self.outputs.after_step(state.iteration, is_last=is_at_end)
             self.module.train()
@@ -267,34 +265,10 @@ class Trainer:
             return is_last
         state.after_phase(num_distinct_samples=self.samples.num_distinct(state.samples_in_phase))
         self.samples.end_phase()
-        if self._is_converged(before, is_last=is_last) or is_last:
+        if is_last:
             return True
         self.switch_block(before)
         return False
-
-    def _is_converged(self, before: PhaseState, *, is_last: bool) -> bool:
-        """Return whether a cycle has just ended that improved too little (--bcd-stop-cycle-improvement)."""
-        state, schedule = self.state, self.block_schedule
-        least = self.config.bcd.bcd_stop_cycle_improvement
-        if least is None or not schedule.is_cycle_end(state.phase_state):
-            return False
-        loss = self.evaluator.last_validation_loss
-        if loss is None:
-            loss = self.evaluator.evaluate("validation", can_stop=False)
-        assert loss is not None
-        state.phase_state = schedule.after_evaluation(state.phase_state, loss)
-        if is_last or not schedule.is_converged(state.phase_state):
-            return False
-        losses = [end.validation_loss for end in state.phase_state.cycle_ends]
-        self.reporter.note(
-            f"the run ends after iteration {state.iteration}: cycle {schedule.cycle(state.phase_state) - 1} brought "
-            f"the validation loss from {losses[0]:.6f} to {losses[1]:.6f}, an improvement of less than "
-            f"--bcd-stop-cycle-improvement {least}"
-        )
-        if state.interval:
-            self.reporter.step(collect_step_metrics(self, before))
-            state.interval = []
-        return True
 
     def _num_microbatches_next(self) -> int:
         """Return the number of microbatches in the iteration after the next one.

@@ -15,7 +15,7 @@ from support import huggingface_models as models
 from support import worlds
 from support.dist import World
 
-from megatron.bcd.huggingface import any_decoder, folder
+from megatron.bcd.huggingface import folder
 from megatron.bcd.runtime import device
 
 LENGTH = 48
@@ -30,7 +30,8 @@ def config_of(
     values |= {"eval_iters": 0, "num_workers": 0, "hidden_dropout": 0, "attention_dropout": 0}
     values |= {"bcd_num_blocks": min(2, models.LAYERS // pipeline), "bcd_steps_per_block": 1}
     values |= {"pipeline_model_parallel_size": pipeline, "tensor_model_parallel_size": tensor}
-    values["sequence_parallel"] = tensor > 1 and any_decoder.read_architecture(str(model)).num_experts > 0
+    has_experts = folder.read_architecture(str(model)).flags["num_moe_experts"] is not None
+    values["sequence_parallel"] = tensor > 1 and has_experts
     values["expert_model_parallel_size"] = expert if expert > 1 else None
     return worlds.config_of(world_size=pipeline * tensor * expert, **values | flags)
 

@@ -100,7 +100,7 @@ def test_more_resumed_runs(world2: World, text_data: str, tmp_path: Path, case: 
 
 
 PLATEAU = {"bcd_switch": "plateau", "bcd_steps_per_block": None, "bcd_plateau_window": 2}
-PLATEAU |= {"bcd_plateau_min_improvement": 0.05, "bcd_max_steps_per_block": 9}
+PLATEAU |= {"bcd_plateau_min_improvement": 0.05}
 MUON = {"optimizer": "muon", "muon_momentum_dtype": "bf16", "muon_grad_dtype": "bf16", "bcd_optimizer_state": "host"}
 FINETUNE = {"bcd_preset": "finetune", "num_layers": 4, "bcd_num_blocks": None, "bcd_steps_per_block": 2, "bf16": True}
 LLAMA = {"form": "llama", "ffn_hidden_size": 88, "group_query_attention": True, "num_query_groups": 2, "bf16": True}

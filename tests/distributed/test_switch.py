@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -120,8 +119,8 @@ def test_blocks_without_a_phase(world1: World, text_data: str) -> None:
     assert world1.run(warnings_of, worlds.run_config(**flags, **inactive, bcd_steps_per_block=4)) == [[]]
 
 
-PLATEAU = {"bcd_switch": "plateau", "bcd_steps_per_block": None, "bcd_plateau_window": 2, "train_iters": 24}
-PLATEAU |= {"bcd_plateau_min_improvement": 0.05, "bcd_max_steps_per_block": 9}
+PLATEAU = {"bcd_switch": "plateau", "bcd_steps_per_block": None, "train_iters": 24}
+PLATEAU |= {"bcd_plateau_window": 2, "bcd_plateau_min_improvement": 0.05}
 
 
 def test_plateau(world2: World, text_data: str) -> None:
@@ -131,26 +130,7 @@ def test_plateau(world2: World, text_data: str) -> None:
     ranks = world2.run(worlds.train_run, config)
     assert ranks[0]["steps"] == ranks[1]["steps"]
     lengths = [*Counter(step["phase"] for step in ranks[0]["steps"]).values()]
-    assert len(set(lengths[:-1])) > 1 and all(4 <= length <= 9 for length in lengths[:-1])
-
-
-def converging(config: RunConfig) -> dict[str, Any]:
-    with worlds.started(config) as run:
-        run.train()
-        return worlds.outcome(run) | {"notes": run.recorder.notes}
-
-
-def test_a_converged_run_ends(world2: World, text_data: str, tmp_path: Path) -> None:
-    """A run that has converged saves and ends, and trains no further step when it is started again."""
-    flags = {"data_path": text_data, "train_iters": 40, "eval_iters": 2, "lr": 1e-5, "bcd_steps_per_block": 2}
-    flags |= {"bcd_stop_cycle_improvement": 0.5, "save": tmp_path} | worlds.CUTS["data2"]
-    first, second = world2.run(converging, worlds.run_config(**flags))
-    assert len(first["losses"]) == len(second["losses"]) == 12, "two cycles of three blocks"
-    assert [at for at, split, _ in first["evaluations"] if split == "validation"] == [6, 12, 12]
-    assert any("cycle 1" in note for note in first["notes"])
-    assert (tmp_path / "iter_0000012").is_dir()
-    again, _ = world2.run(converging, worlds.run_config(**flags | {"load": tmp_path}))
-    assert again["losses"] == []
+    assert len(set(lengths[:-1])) > 1 and all(length >= 4 for length in lengths[:-1])
 
 
 class Recording:

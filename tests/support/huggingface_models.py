@@ -68,11 +68,9 @@ def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, 
 def write_checkpoint(source: Path, root: Path) -> Path:
     """Write the weights of a model folder as a checkpoint without flags, as another program would."""
     folder, model = root / "iter_0000001", ModelFolder(str(source))
-    layers = range(model.network.num_layers)
-    weights = {
-        row.key: torch.stack([model.read(row, layer) for layer in layers]) if row.is_stacked else model.read(row)
-        for row in model.rows
-    }
+    weights = {row.key: model.read(row) for row in model.rows if row.layer is None}
+    for key in {row.key for row in model.rows} - weights.keys():
+        weights[key] = torch.stack([model.read(row) for row in model.rows if row.key == key])
     checkpoint.save(weights, storage_writer=IndexWriter(str(folder)), no_dist=True)
     write_beside_shards(str(folder), iteration=1)
     (root / "latest_checkpointed_iteration.txt").write_text("1")

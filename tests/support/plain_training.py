@@ -47,7 +47,7 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
             get_data_parallel_world_size(),
         )
         tokenizer = build_tokenizer("ByteLevelTokenizer")
-        splits = data.plan_splits(config, tokenizer, training.train_iters, least_steps_per_cycle=1).build()
+        splits = data.plan_splits(config, tokenizer, training.train_iters).build()
         model = builder.build_model(config, worlds.PADDED_VOCABULARY, implementation.available_implementation(config))
         model_config = get_model_config(model)
         ddp_config = DistributedDataParallelConfig(

@@ -75,8 +75,6 @@ BAD_RUNS = {
 --bcd-embedding-update factored --bcd-always-active head
 --bcd-embedding-update factored --bcd-inactive-update factored --bcd-frozen embedding
 --bcd-resident-layers 99 --bcd-layers-on host
---bcd-max-steps-per-block 4 --bcd-switch plateau --bcd-min-steps-per-block 5
---bcd-max-steps-per-block 10 --bcd-switch plateau --bcd-plateau-window 5
 --bcd-prefix-cache out/cache --bcd-sample-ratio 0.1
 --bcd-prefix-cache out/./run --save out/run --bcd-sample-ratio 0.1 --hidden-dropout 0 --attention-dropout 0
 --global-batch-size 3

@@ -36,16 +36,12 @@ schedules = st.builds(
     seed=st.integers(-5, 5),
 )
 plateau_schedules = st.builds(
-    lambda least, more, **other: block_schedule(
-        switch="plateau", min_steps_per_block=least, max_steps_per_block=None if more is None else least + more, **other
-    ),
+    block_schedule,
+    switch=st.just("plateau"),
     num_blocks=st.integers(1, 3),
     order=st.sampled_from(ORDERS),
     plateau_window=st.integers(1, 5),
     plateau_min_improvement=st.sampled_from([0.0, 0.01, 0.3]),
-    least=st.integers(1, 14),
-    more=st.none() | st.integers(0, 8),
-    stop_cycle_improvement=st.just(0.01),
 )
 losses = st.floats(-4, 4) | st.sampled_from([NAN, INF, 1.0, 1.0, 2.0])
 
@@ -107,8 +103,7 @@ def _plateau_length(schedule: BlockSchedule, phase_losses: Sequence[float]) -> i
             mean = math.fsum(finite) / window
             if best_step is None or (mean < best and best - mean >= settings.bcd_plateau_min_improvement * abs(best)):
                 best, best_step = mean, step
-        plateau = best_step is not None and step - best_step >= window and step >= settings.bcd_min_steps_per_block
-        if plateau or step == settings.bcd_max_steps_per_block:
+        if best_step is not None and step - best_step >= window:
             return step
     return None
 
@@ -131,50 +126,12 @@ def test_going_on_from_json_takes_every_decision_alike(schedule: BlockSchedule, 
     """A state that passes through JSON takes every later decision alike (invariant 7)."""
     state = PhaseState()
     for loss in run:
-        state = schedule.after_evaluation(state, loss)
         as_json = json.loads(json.dumps(state.to_dict(), allow_nan=False))
         assert as_json == state.to_dict(), "what a checkpoint holds is compared with what a run has"
         resumed = PhaseState.from_dict(as_json)
-        assert resumed == state
-        assert schedule.is_converged(resumed) == schedule.is_converged(state)
+        assert resumed == state == PhaseState.from_dict(as_json | {"cycle_ends": []}), "as an earlier version wrote it"
         state = schedule.after_step(state, loss=loss)
         assert schedule.after_step(resumed, loss=loss) == state
-
-
-def _after_cycles(schedule: BlockSchedule, validation_losses: Sequence[float]) -> PhaseState:
-    state = schedule.after_evaluation(PhaseState(), 0.001)
-    for loss in validation_losses:
-        for _ in range(schedule.num_blocks * schedule.least_steps(0)):
-            assert not schedule.is_cycle_end(state) or state.step_in_phase == 0
-            state = schedule.after_evaluation(schedule.after_step(state), loss)
-            if not schedule.is_cycle_end(state):
-                assert schedule.after_evaluation(state, 0.001) == state, "an evaluation amid a cycle"
-    return state
-
-
-@pytest.mark.parametrize(
-    ("validation_losses", "is_converged"),
-    [
-        ([4.0], False),
-        ([4.0, 3.9], True),
-        ([4.0, 3.5], False),  # exactly an eighth is not less than an eighth
-        ([2.0, 1.8], True),
-        ([8.0, 7.5], True),
-        ([4.0, 3.9, 3.0], False),
-        ([9.0, 4.0, 3.9], True),
-        ([INF, NAN], True),
-        ([NAN, 4.0], False),
-    ],
-)
-@pytest.mark.parametrize("num_blocks", [1, 3])
-def test_outer_criterion(validation_losses: list[float], is_converged: bool, num_blocks: int) -> None:
-    """A run is converged if its last cycle improved on the one before by less than the given share, and only then."""
-    schedule = block_schedule(num_blocks=num_blocks, steps_per_block=2, stop_cycle_improvement=0.125)
-    state = _after_cycles(schedule, validation_losses)
-    assert schedule.is_converged(state) == is_converged
-    assert not schedule.is_converged(PhaseState(phase=state.phase))
-    assert not block_schedule(num_blocks=num_blocks, steps_per_block=2).is_converged(state)
-    assert len(state.cycle_ends) <= 2, "bounded however long the run"
 
 
 @given(st.integers(1, 24), st.integers(1, 1500), st.sampled_from([(), ("--bcd-preset", "finetune")]))

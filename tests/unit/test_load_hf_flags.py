@@ -160,7 +160,7 @@ def test_config_json_and_flags_say_the_same(tmp_path: Path, config: dict[str, An
 def test_vocabulary_of_a_run(tmp_path: Path) -> None:
     """The exported vocabulary has all trained tokens; the tokenizer says how many these are."""
     run = parse(tmp_path / "m", LLAMA, load_hf=None, form="llama", num_layers=6, hidden_size=64, num_attention_heads=4)
-    assert describe_run(run, is_on_gpu=False).network.vocab_size == 257
+    assert describe_run(run, is_on_gpu=False).network.config.vocab_size == 257
     run = run.replace_section("tokenizer", tokenizer_type="SentencePieceTokenizer", tokenizer_model="absent")
     with pytest.raises(ValueError, match="absent"):
         describe_run(run, is_on_gpu=False)

@@ -12,11 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.command_line import parse
 
-from megatron.bcd.blocks.partition import partition_from_config
-from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.blocks.subsets import PhaseSubset
-from megatron.bcd.config import RunConfig
-from megatron.bcd.data import BatchSharding, GroupShare, num_samples, subset_indices
+from megatron.bcd.data import BatchSharding, GroupShare, subset_indices
 from megatron.bcd.data.batches import TrainingSamples, consecutive_indices
 from megatron.bcd.data.sft.permutation import Permutation
 from megatron.bcd.data.splits import _epoch_samples
@@ -64,22 +61,6 @@ def test_share_of_the_data_that_was_seen() -> None:
     assert state.samples_in_phase == 0 and state.samples_seen_before == 76
     assert samples().share_seen(in_phase=64, seen_before=64) == 1.0
     assert samples("--skip-train", "--bcd-sample-ratio", "0.3").subset is None
-
-
-def validation_samples(config: RunConfig, train_iters: int) -> int:
-    schedule = block_schedule_from_config(config, partition_from_config(config))
-    return num_samples(config, train_iters, least_steps_per_cycle=schedule.least_steps_per_cycle)[1]
-
-
-def test_evaluations_of_cycles_have_their_validation_samples() -> None:
-    """The validation split has the samples for evaluations at the ends of all cycles."""
-    plain = parse("--eval-iters", "2", "--eval-interval", "5", "--global-batch-size", "4")
-    cycles = ("--bcd-stop-cycle-improvement", "0.1", "--bcd-steps-per-block", "2")
-    more = parse("--eval-iters", "2", "--eval-interval", "5", "--global-batch-size", "4", *cycles)
-    assert validation_samples(plain, 10) == 3 * 2 * 4
-    assert validation_samples(more, 10) == (3 + 10 // 6) * 2 * 4
-    plateau = ("--bcd-stop-cycle-improvement", "0.1", "--bcd-switch", "plateau", "--eval-iters", "2")
-    assert validation_samples(parse(*plateau, "--global-batch-size", "4"), 1000) == (2 + 1000 // 300) * 2 * 4
 
 
 @pytest.mark.parametrize("micro_batch_size, ratio", [(2, None), (1, None), (2, 0.5)])

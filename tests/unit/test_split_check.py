@@ -13,9 +13,8 @@ import transformers
 from support import decoders
 from transformers.models.llama import modeling_llama
 
-from megatron.bcd.huggingface.any_decoder import read_architecture
 from megatron.bcd.huggingface.architecture import TRANSFORMERS, architecture_of
-from megatron.bcd.huggingface.folder import companions
+from megatron.bcd.huggingface.folder import companions, read_architecture
 from megatron.bcd.model.skeleton import TRUSTED, Refused, Skeleton, read_config
 from megatron.bcd.model.split_check import check_split
 
@@ -120,7 +119,7 @@ def test_the_table_of_tested_models(repo_root: Path) -> None:
     assert table.keys() == decoders.SETTINGS.keys()
     for name, cells in table.items():
         assert cells.split(" | ") == [" yes", "yes", "yes", "refused " if name in decoders.UNPACKED else "yes "]
-        assert architecture_of(decoders.config_of(name), family=TRANSFORMERS).vocab_size == decoders.VOCABULARY
+        assert architecture_of(decoders.config_of(name), family=TRANSFORMERS).flags["num_layers"] == decoders.LAYERS
         refusal = pytest.raises(Refused, match="--reset-attention-mask")
         with refusal if name in decoders.UNPACKED else contextlib.nullcontext():
             checked = check_split(decoders.config_of(name), is_packed=True)

@@ -10,7 +10,6 @@ from megatron.bcd.arguments.flags import TOKENIZER, Flag
 from megatron.bcd.arguments.stock import EXPERTS, NETWORK
 from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.huggingface import folder
-from megatron.bcd.huggingface.any_decoder import read_architecture
 from megatron.bcd.huggingface.architecture import TRANSFORMERS
 from megatron.bcd.model.skeleton import TRUSTED, has_weights
 
@@ -18,9 +17,7 @@ _OF_THE_RUN = frozenset(("seq_length", "max_position_embeddings", "use_cpu_initi
 """Flags of the network that don't describe a model of transformers."""
 
 
-def model_values(
-    given: Mapping[str, Any], flags: Iterable[Flag]
-) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
+def model_values(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Return two dictionaries by field name, from the config.json of --load-hf, and lines for the run summary.
 
     The weights determine the first one. The second one contains defaults, which given flags replace.
@@ -34,11 +31,12 @@ def model_values(
     path = folder.locate(name, flag="--load-hf", weights=False)
     if name in TRUSTED:
         TRUSTED.add(path)
-    network, notes = read_architecture(path, transformer_impl=given.get("transformer_impl", "auto")), tuple[str, ...]()
+    network = folder.read_architecture(path, transformer_impl=given.get("transformer_impl", "auto"))
+    notes = []
     if network.not_in_core:
-        notes = (f"--transformer-impl transformers, because Megatron Core's layers can't: {network.not_in_core}",)
+        notes.append(f"--transformer-impl transformers, because Megatron Core's layers can't: {network.not_in_core}")
     if network.family == TRANSFORMERS and not has_weights(path):
-        notes = (*notes, f"--load-hf {name}: has no weights, so they are drawn at random")
+        notes.append(f"--load-hf {name}: has no weights, so they are drawn at random")
     fixed, defaults = network.flags, dict(network.defaults)
     for flag in flags if network.family == TRANSFORMERS else ():
         if flag.group in (NETWORK, EXPERTS) and flag.field in given and flag.field not in {*fixed, *_OF_THE_RUN}:
@@ -52,14 +50,14 @@ def model_values(
                 f"{asked}{'' if flag.type is bool else f' {value}'} contradicts --load-hf {name}, whose config.json "
                 f"says {fixed[flag.field]}. Leave the flag out."
             )
-    window, length = network.sliding_window, given.get("seq_length")
-    if length is not None and window is not None and length > window:
+    is_core, length, inner = network.family != TRANSFORMERS, given.get("seq_length"), defaults.get("hidden_dropout")
+    window, outer = (is_core and getattr(network.config, name, None) for name in ("sliding_window", "embd_pdrop"))
+    if window and length is not None and length > window:
         raise ValueError(
             f"--seq-length {length}: the sliding window of --load-hf {name} has {window} tokens, and attention here "
             f"has no window. Give at most {window}, or --transformer-impl transformers."
         )
-    inner, outer = defaults.get("hidden_dropout"), network.embedding_dropout
-    if outer is not None and outer != inner and "hidden_dropout" not in given:
+    if outer not in (None, False, inner) and "hidden_dropout" not in given:
         raise ValueError(
             f"--load-hf {name}: resid_pdrop is {inner} and embd_pdrop {outer}, but --hidden-dropout sets both. Give "
             "--hidden-dropout."

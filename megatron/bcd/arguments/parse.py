@@ -189,7 +189,7 @@ def _check(
     """
     asked = given
     preset = given.get("bcd_preset")
-    model_values, model_notes = dict[str, Any](), tuple[str, ...]()
+    model_values, model_notes = dict[str, Any](), list[str]()
     if given.get("load_hf") is not None:
         try:
             fixed, model_values, model_notes = files.model_values(given, flags)

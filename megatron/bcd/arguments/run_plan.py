@@ -21,9 +21,10 @@ _VOCABULARIES = {"ByteLevelTokenizer": 257, "GPT2BPETokenizer": 50257}
 def known_vocabulary(config: RunConfig) -> int | None:
     """Return the vocabulary size of --load-hf or the tokenizer, or None if it is only known from the latter's files."""
     if config.checkpoint.load_hf is not None:
-        from megatron.bcd.huggingface.any_decoder import read_architecture  # other dry runs import no torch
+        from megatron.bcd.huggingface.folder import read_architecture  # other dry runs import no torch
 
-        return read_architecture(config.checkpoint.load_hf, transformer_impl=config.model.transformer_impl).vocab_size
+        name, implementation = config.checkpoint.load_hf, config.model.transformer_impl
+        return int(read_architecture(name, transformer_impl=implementation).config.vocab_size)
     kind, size = config.tokenizer.tokenizer_type, config.tokenizer.vocab_size
     if kind == "NullTokenizer" and size is not None:
         return size + 1  # its end-of-document token
@@ -75,7 +76,7 @@ def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = (
     padded = padded_vocab_size(vocabulary or 0, config.model.make_vocab_size_divisible_by, config.tensor_size)
     num_replicas, parameters = data_size * config.context_size, tuple[tuple[str, tuple[int, ...]], ...]()
     if config.model.transformer_impl == "transformers":  # other dry runs import no torch
-        from megatron.bcd.huggingface.any_decoder import list_parameters
+        from megatron.bcd.huggingface.tensors import list_parameters
 
         parameters = list_parameters(config)
     planned = model_state_of(

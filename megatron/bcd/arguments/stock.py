@@ -219,8 +219,7 @@ BELONG_TO = {
     "--sft": "sft_prompt_format sft_ignore_keys sft_skip_bad_records sft_packing sft_drop_long num_epochs",
     "--profile": "use_pytorch_profiler profile_step_start profile_step_end profile_ranks",
     "--context-parallel-size": "cp_comm_type",
-    "--bcd-switch=plateau": "bcd_plateau_window bcd_plateau_min_improvement bcd_min_steps_per_block "
-    "bcd_max_steps_per_block",
+    "--bcd-switch=plateau": "bcd_plateau_window bcd_plateau_min_improvement",
     "--bcd-layers-on=host": "bcd_resident_layers",
     "--bcd-schedule=breadth-first": "bcd_layers_per_pass bcd_saved_inputs bcd_saved_activations",
     "--bcd-saved-activations=auto": "bcd_passes_on_host",
@@ -235,6 +234,12 @@ _INSTEAD = {
     "Leave it out, and give --bcd-order ascending, descending or random.": "--bcd-greedy-microbatches",
     "Leave it out: --lr-warmup-iters and the run's schedule apply to all blocks and phases.": (
         "--bcd-phase-warmup-steps --bcd-block-lr-multipliers"
+    ),
+    "Leave it out, and stop the run when its validation loss is low enough: it saves and resumes.": (
+        "--bcd-stop-cycle-improvement"
+    ),
+    "Leave it out, or give --bcd-plateau-window or --bcd-plateau-min-improvement.": (
+        "--bcd-min-steps-per-block --bcd-max-steps-per-block"
     ),
     "Leave it out: every inactive layer is updated.": "--bcd-inactive-layers --bcd-resting-layers",
     "Leave it out: a CPU runs Megatron Core's own functions.": "--cpu-kernels",

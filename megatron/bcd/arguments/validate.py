@@ -68,7 +68,6 @@ CONFLICTS = {
     # these need all gradients of a step at once, or run separate passes
     "--bcd-schedule=breadth-first": "--fp8-recipe=delayed --optimizer-cpu-offload",
     "--bcd-switch=plateau": "--bcd-steps-per-block",
-    "--bcd-stop-cycle-improvement": "--eval-iters=0",
     "--bcd-prefix-cache": "--sequence-parallel --fp8-recipe=delayed",  # a rank that reads the cache would not scale
     "--fp8-recipe=delayed": "--transformer-impl=local",
     "--fp8-recipe=tensorwise": "--transformer-impl=transformer_engine --fp8-margin --fp8-amax-history-len "
@@ -79,8 +78,7 @@ CONFLICTS = {
     "--transformer-impl=transformers": "--tensor-model-parallel-size --context-parallel-size --fp8-recipe=delayed "
     "--recompute --recompute-granularity=selective --bcd-prefix-cache",
     # each replica group would decide these by its own samples, or would not divide the samples
-    "--lighthouse": "--skip-train --bcd-switch=plateau --bcd-stop-cycle-improvement --bcd-prefix-cache "
-    "--rampup-batch-size",
+    "--lighthouse": "--skip-train --bcd-switch=plateau --bcd-prefix-cache --rampup-batch-size",
 }
 """The conditions that a flag cannot be combined with."""
 
@@ -327,11 +325,6 @@ def _check_chunks(run: Run) -> Iterator[str]:
 
 def _check_blocks(run: Run) -> Iterator[str]:
     partition = run.partition()
-    least, most, window = run.bcd_min_steps_per_block, run.bcd_max_steps_per_block, run.bcd_plateau_window
-    if most is not None and most < least:
-        yield f"--bcd-max-steps-per-block {most}: must be at least --bcd-min-steps-per-block {least}"
-    if run.bcd_switch == "plateau" and most is not None and most <= 2 * window:
-        yield f"--bcd-max-steps-per-block {most}: must be more than 2 x --bcd-plateau-window {window}"
     num_blocks = partition.num_blocks
     layers = max(partition.layers_per_stage)
     if run.bcd_resident_layers > layers:

@@ -184,8 +184,7 @@ class Partition:
 
     def trains_matrices(self, layer: int, block: int) -> bool:
         """Return whether the matrices of a layer are updated in the block's phase, with or without state."""
-        is_active = self.has_active_block and layer in self.blocks[block].layers
-        return is_active or self.has_inactive_update(layer, block)
+        return self.has_inactive_updates or (self.has_active_block and layer in self.blocks[block].layers)
 
     @property
     def has_prefix(self) -> bool:

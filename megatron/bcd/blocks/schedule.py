@@ -17,15 +17,6 @@ from megatron.bcd.config import BcdConfig, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class CycleEnd:
-    """The validation loss at the end of a cycle."""
-
-    cycle: int
-    validation_loss: float
-    """Mean loss per token; infinite if the loss of the evaluation was not finite."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class PhaseState:
     """Position of a run in its phases. It is stored in checkpoints, so that a resumed run makes the same decisions."""
 
@@ -40,30 +31,18 @@ class PhaseState:
     minimum improvement."""
     best_loss_step: int = 0
     """``step_in_phase`` when ``best_loss`` was reached; 0 if there is no best loss."""
-    cycle_ends: tuple[CycleEnd, ...] = ()
-    """The last two cycle ends with an evaluation, the earlier one first."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state in JSON types: tuples as lists, and infinity as ``"inf"``."""
-        values = asdict(self) | {"recent_losses": list(self.recent_losses)}
-        values["cycle_ends"] = [
-            {
-                "cycle": end.cycle,
-                "validation_loss": end.validation_loss if math.isfinite(end.validation_loss) else "inf",
-            }
-            for end in self.cycle_ends
-        ]
-        return values
+        """Return the state in JSON types: tuples as lists."""
+        return asdict(self) | {"recent_losses": list(self.recent_losses)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PhaseState:
         """Return the state that ``to_dict`` wrote. Raises ValueError if an entry is missing or unknown."""
+        values = {name: value for name, value in values.items() if name != "cycle_ends"}  # an earlier version's
         if values.keys() != cls.__dataclass_fields__.keys():
             raise ValueError(f"the phase state has the entries {sorted(values)}, and not {sorted(vars(cls()))}")
-        ends = (
-            CycleEnd(cycle=end["cycle"], validation_loss=float(end["validation_loss"])) for end in values["cycle_ends"]
-        )
-        return cls(**{**values, "recent_losses": tuple(values["recent_losses"]), "cycle_ends": tuple(ends)})
+        return cls(**values | {"recent_losses": tuple(values["recent_losses"])})
 
 
 def block_schedule_from_config(
@@ -105,20 +84,12 @@ class BlockSchedule:
 
         With switch steps every phase has exactly this many. The last phase of a run may be shorter.
         """
-        settings = self.settings
-        if settings.bcd_switch == "steps":
+        if self.settings.bcd_switch == "steps":
             # the product may exceed a whole number by a rounding error
-            end, start = (math.ceil(number * settings.mean_steps - 1e-6) for number in (phase + 1, phase))
+            end, start = (math.ceil(number * self.settings.mean_steps - 1e-6) for number in (phase + 1, phase))
             return end - start
         # a window until the first mean, and another one without a better mean
-        least = max(settings.bcd_min_steps_per_block, 2 * settings.bcd_plateau_window)
-        return least if settings.bcd_max_steps_per_block is None else min(least, settings.bcd_max_steps_per_block)
-
-    @property
-    def least_steps_per_cycle(self) -> int:
-        """Minimum number of steps in a cycle that the run completes."""
-        least = self.settings.mean_steps if self.settings.bcd_switch == "steps" else self.least_steps(0)
-        return math.floor(self.num_blocks * least + 1e-6)
+        return 2 * self.settings.bcd_plateau_window
 
     def describe(self) -> str:
         """Return the order and length of the phases in words."""
@@ -127,8 +98,7 @@ class BlockSchedule:
             least, longest = math.floor(settings.mean_steps), math.ceil(settings.mean_steps)
             steps = f"{least:,}{'' if least == longest else f' or {longest:,}'} step{'' if longest == 1 else 's'}"
             return f"{steps} per block, {settings.bcd_order} order"
-        most = "" if settings.bcd_max_steps_per_block is None else f" to {settings.bcd_max_steps_per_block:,}"
-        length = f"a block until its loss stops falling ({self.least_steps(0):,}{most or ' or more'} steps)"
+        length = f"a block until its loss stops falling ({self.least_steps(0):,} or more steps)"
         return f"{length}, {settings.bcd_order} order"
 
     def block(self, state: PhaseState) -> int:
@@ -156,7 +126,7 @@ class BlockSchedule:
             stepped = self._with_loss(stepped, float(loss))
         if not self._is_over(stepped):
             return stepped
-        return PhaseState(phase=state.phase + 1, cycle_ends=state.cycle_ends)
+        return PhaseState(phase=state.phase + 1)
 
     def phases_within(self, state: PhaseState, num_steps: int) -> int:
         """Return the maximum number of phases that a run has begun `num_steps` steps after `state`."""
@@ -179,37 +149,6 @@ class BlockSchedule:
         # no loss ends a phase earlier than a loss that improves nothing
         return self._is_over(replace(state, step_in_phase=state.step_in_phase + 1))
 
-    def is_cycle_end(self, state: PhaseState) -> bool:
-        """Return whether a cycle has just ended, so that an evaluation now measures its outcome."""
-        return state.phase > 0 and state.step_in_phase == 0 and state.phase % self.num_blocks == 0
-
-    def after_evaluation(self, state: PhaseState, validation_loss: float) -> PhaseState:
-        """Return the state with the outcome of the cycle that has just ended. Within a cycle the state is unchanged.
-
-        ``validation_loss`` is the mean per token. A second evaluation at the end of the same cycle replaces the first.
-        """
-        if not self.is_cycle_end(state):
-            return state
-        cycle = self.cycle(state) - 1
-        loss = float(validation_loss) if math.isfinite(validation_loss) else math.inf
-        earlier = [end for end in state.cycle_ends if end.cycle < cycle]
-        return replace(state, cycle_ends=(*earlier[-1:], CycleEnd(cycle=cycle, validation_loss=loss)))
-
-    def is_converged(self, state: PhaseState) -> bool:
-        """Return whether the last evaluated cycle improved too little on the cycle before (Algorithm 1, line 10).
-
-        An infinite loss is no improvement. False without two evaluated cycles in a row.
-        """
-        if self.settings.bcd_stop_cycle_improvement is None or len(state.cycle_ends) < 2:
-            return False
-        before, last = state.cycle_ends
-        if last.cycle != before.cycle + 1:
-            return False
-        if math.isinf(last.validation_loss) or math.isinf(before.validation_loss):
-            return math.isinf(last.validation_loss)
-        improvement = before.validation_loss - last.validation_loss
-        return improvement < self.settings.bcd_stop_cycle_improvement * abs(before.validation_loss)
-
     def _with_loss(self, state: PhaseState, loss: float) -> PhaseState:
         """Return ``state`` after its last step, with that step's loss included in the mean."""
         if not math.isfinite(loss):
@@ -227,14 +166,10 @@ class BlockSchedule:
 
     def _is_over(self, state: PhaseState) -> bool:
         """Return whether the phase is over: "trained until converged" (Algorithm 1, line 8)."""
-        settings = self.settings
-        if settings.bcd_switch == "steps":
+        if self.settings.bcd_switch == "steps":
             return state.step_in_phase >= self.least_steps(state.phase)
-        if settings.bcd_max_steps_per_block is not None and state.step_in_phase >= settings.bcd_max_steps_per_block:
-            return True
         steps_without_improvement = state.step_in_phase - state.best_loss_step
-        is_plateau = state.best_loss is not None and steps_without_improvement >= settings.bcd_plateau_window
-        return is_plateau and state.step_in_phase >= settings.bcd_min_steps_per_block
+        return state.best_loss is not None and steps_without_improvement >= self.settings.bcd_plateau_window
 
 
 def _random_order(seed: int, cycle: int, num_blocks: int) -> tuple[int, ...]:

@@ -70,6 +70,11 @@ _DEFAULTS = {"bcd_num_blocks": 0, "bcd_main_params": "host", "optimizer": "adam"
 """Values of these flags that do not ask for blocks."""
 
 
+def asks_for_blocks(given: Mapping[str, Any]) -> bool:
+    """Return whether the `given` flags make preset finetune train blocks."""
+    return any(given.get(field) not in (None, False, _DEFAULTS.get(field)) for field in _ASKS_FOR_BLOCKS)
+
+
 def preset_fields(name: str, rule: str | None) -> dict[str, Any]:
     """Return the values of a preset with this --bcd-inactive-update, by field name."""
     return FINE_TUNING_BLOCKS if name == "finetune" and rule == "none" else PRESETS[name]
@@ -85,11 +90,10 @@ def preset_values(name: str, given: Mapping[str, Any], network: Mapping[str, Any
     """
     rule = given.get("bcd_inactive_update")
     if name == "finetune" and rule is None:
-        asked = any(given.get(field) not in (None, False, _DEFAULTS.get(field)) for field in _ASKS_FOR_BLOCKS)
         size = given.get("tensor_model_parallel_size", 1)
         # queries, keys and values can't be updated apart if a rank has less than a query group
         is_narrow = given.get("muon_split_qkv", True) and ((network or {}).get("num_query_groups") or size) < size
-        rule = "none" if asked or is_narrow else None
+        rule = "none" if asks_for_blocks(given) or is_narrow else None
     values = preset_fields(name, rule)
     if name != "finetune" and (given.get("bcd_num_blocks") == 1 or rule == "none"):
         values = {field: value for field, value in values.items() if field != "bcd_inactive_update"}

@@ -144,13 +144,6 @@ class BcdConfig:
     bcd_plateau_min_improvement: float = option(
         0.005, "smallest improvement of that mean that counts, relative", range=BELOW_1
     )
-    bcd_min_steps_per_block: int = option(1, "with --bcd-switch plateau: least steps of a phase")
-    bcd_max_steps_per_block: int | None = option(None, "with --bcd-switch plateau: most steps of a phase")
-    bcd_stop_cycle_improvement: float | None = option(
-        None,
-        "evaluate after each cycle; end the run when one improved the validation loss by less than this, relative",
-        range=BELOW_1,
-    )
     bcd_optimizer_state: str = option(
         "reset",
         "a block's optimizer state when its phase ends: reset = freed, host = offloaded to host memory until the next "

@@ -63,22 +63,17 @@ def _ramp(config: RunConfig) -> Iterator[int]:
         consumed += batch_size
 
 
-def num_samples(config: RunConfig, train_iters: int, *, least_steps_per_cycle: int) -> tuple[int, int | None, int]:
+def num_samples(config: RunConfig, train_iters: int) -> tuple[int, int | None, int]:
     """Return the number of sequences drawn from the training, validation and test splits; None means one pass.
 
     The numbers equal those of stock Megatron-LM, because they determine the order of the samples. With --eval-fixed
     they do not depend on the run's length, so every run (also with --skip-train) evaluates the same samples.
-    `least_steps_per_cycle` is that of `BlockSchedule`.
     """
     training = config.training
     batch = global_batch_size(config)
     train = (training.train_samples or train_iters * batch) * config.groups.replica_groups
     if training.full_validation:
         return train, None, training.eval_iters * batch
-    if training.skip_train or training.eval_fixed:
-        evaluations = 1
-    else:
-        evaluations = train_iters // training.eval_interval + 1
-        if config.bcd.bcd_stop_cycle_improvement is not None:  # an evaluation follows every cycle
-            evaluations += train_iters // least_steps_per_cycle
+    is_alike = training.skip_train or training.eval_fixed
+    evaluations = 1 if is_alike else train_iters // training.eval_interval + 1
     return train, evaluations * training.eval_iters * batch, training.eval_iters * batch

@@ -58,14 +58,14 @@ class DataPlan:
     """Lines for the run summary."""
 
 
-def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int, *, least_steps_per_cycle: int) -> DataPlan:
+def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int) -> DataPlan:
     """Check the data without writing anything.
 
     Raises:
         ValueError: as `check_indexed_dataset`; or a required split has less than one sequence, or ends before the run.
     """
     dataset_config = _dataset_config(config, tokenizer)
-    sizes = num_samples(config, train_iters, least_steps_per_cycle=least_steps_per_cycle)
+    sizes = num_samples(config, train_iters)
     epoch_samples, num_validation = sizes[0], sizes[1]  # synthetic data is endless, so its epoch is the run
     if not config.data.mock_data:
         num_tokens = _check_splits(config, dataset_config, tokenizer.vocab_size, sizes)

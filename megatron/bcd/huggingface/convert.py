@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.bcd.huggingface import any_decoder, folder, tensors
+from megatron.bcd.huggingface import folder, tensors
 from megatron.bcd.huggingface.architecture import TRANSFORMERS, Architecture
 from megatron.bcd.huggingface.core_format import CoreCheckpoint
 from megatron.bcd.runtime import atomic_io
@@ -60,7 +60,7 @@ def describe(config_folder: str, *, transformer_impl: str = "auto") -> Descripti
     Raises:
         ValueError: its config.json is missing, damaged or not supported.
     """
-    network = any_decoder.read_architecture(config_folder, transformer_impl=transformer_impl)
+    network = folder.read_architecture(config_folder, transformer_impl=transformer_impl)
     with open(os.path.join(config_folder, folder.CONFIG), encoding="utf-8") as file:
         config = json.load(file)
     has_others = network.family == TRANSFORMERS and "text_config" in config
@@ -74,9 +74,8 @@ def check_checkpoint(checkpoint: CoreCheckpoint, description: Description) -> No
     Raises:
         ValueError: a tensor is missing, extra or misshapen.
     """
-    network = description.network
-    rows = any_decoder.build_rows(network)
-    expected = {row.key: ((network.num_layers,) if row.is_stacked else ()) + row.shape for row in rows}
+    rows = tensors.build_rows(description.network)
+    expected = {row.key: row.shape if row.layer is None else (row.layer + 1, *row.shape) for row in rows}
     actual = {key: checkpoint.shape(key) for key in checkpoint.tensors}
     for row in rows:
         if row.is_vocabulary and row.key in actual and actual[row.key][0] >= row.shape[0]:
@@ -150,19 +149,6 @@ def _publish(temporary: str, path: str) -> None:
     atomic_io.sync(os.path.dirname(path))
 
 
-Unit = tuple[tensors.Row, int]
-"""A row and a layer."""
-
-
-def list_units(network: Architecture) -> list[Unit]:
-    """Return every row of every layer, in the model's order."""
-    rows = any_decoder.build_rows(network)
-    first = next((number for number, row in enumerate(rows) if row.is_stacked), len(rows))
-    stacked = [row for row in rows if row.is_stacked]
-    layers = [(row, layer) for layer in range(network.num_layers) for row in stacked]
-    return [*((row, 0) for row in rows[:first]), *layers, *((row, 0) for row in rows[first + len(stacked) :])]
-
-
 def _write_weights(
     checkpoint: CoreCheckpoint, path: str, description: Description, max_shard_bytes: int
 ) -> set[torch.dtype]:
@@ -170,9 +156,9 @@ def _write_weights(
     from huggingface_hub import split_torch_state_dict_into_shards
 
     source = description.source
-    units = [*list_units(description.network), *((row, 0) for row in (source.others if source else ()))]
+    rows = [*tensors.build_rows(description.network), *(source.others if source else ())]
     sizes: dict[str, Tensor] = {}
-    for number, (row, _) in enumerate(units):
+    for number, row in enumerate(rows):
         # a part that is not trained has at most fp32
         dtype = checkpoint.dtype(row.key) if row.key in checkpoint.tensors else torch.float32
         sizes[str(number)] = torch.empty(row.shape, dtype=dtype, device="meta")
@@ -181,7 +167,7 @@ def _write_weights(
     dtypes: set[torch.dtype] = set()
     total = 0
     for name, numbers in shards.filename_to_tensors.items():
-        content = dict(read_tensors(checkpoint, [units[int(number)] for number in numbers], source))
+        content = dict(read_tensors(checkpoint, [rows[int(number)] for number in numbers], source))
         _save(content, os.path.join(path, name))
         weight_map |= dict.fromkeys(content, name)
         dtypes |= {tensor.dtype for tensor in content.values()}
@@ -212,22 +198,18 @@ def _save(content: dict[str, Tensor], path: str) -> None:
 
 
 def read_tensors(
-    checkpoint: CoreCheckpoint, units: Sequence[Unit], source: folder.ModelFolder | None = None
+    checkpoint: CoreCheckpoint, rows: Sequence[tensors.Row], source: folder.ModelFolder | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and values of transformers' tensors. Tensors do not share memory.
 
     With `source`, names are those of its files, and tensors that the checkpoint lacks come from there.
     """
-    for row, layer in units:
+    for row in rows:
         if source is not None and row in source.others:
             yield row.key, source.read(row)
             continue
-        whole = checkpoint.read(
-            row.key,
-            layer=layer if row.is_stacked else None,
-            num_rows=row.shape[0] if row.is_vocabulary else None,
-        )
-        for name, part in zip(row.layer_names(layer), row.split(whole), strict=True):
+        whole = checkpoint.read(row.key, layer=row.layer, num_rows=row.shape[0] if row.is_vocabulary else None)
+        for name, part in zip(row.names, row.split(whole), strict=True):
             is_separate = part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
             part = part if is_separate else part.clone(memory_format=torch.contiguous_format)
             yield source.file_name(name) if source else name, part

@@ -6,16 +6,16 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.bcd.huggingface import any_decoder, tensors
-from megatron.bcd.huggingface.architecture import CONFIG, TRANSFORMERS
-from megatron.bcd.model.skeleton import TRUSTED
+from megatron.bcd.huggingface import tensors
+from megatron.bcd.huggingface.architecture import CONFIG, TRANSFORMERS, Architecture, NotInCore, architecture_of
+from megatron.bcd.model.skeleton import TRUSTED, read_config
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -68,6 +68,27 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
         ) from None
 
 
+def read_architecture(path: str, *, transformer_impl: str = "auto", is_quantised: bool = False) -> Architecture:
+    """Return the architecture of a model, given its folder, its config.json or its name on the hub.
+
+    With `transformer_impl` auto, transformers' layers compute what Megatron Core's cannot. With `is_quantised` the
+    weights may be quantised: they will not be read.
+
+    Raises:
+        NotInCore: another `transformer_impl` cannot express the model.
+        ValueError: as `read_config`.
+    """
+    config, reason = read_config(path, is_quantised=is_quantised), ""
+    try:
+        if transformer_impl != TRANSFORMERS:
+            return architecture_of(config)
+    except NotInCore as error:
+        if transformer_impl != "auto":
+            raise NotInCore(f"{path}: {error}. --transformer-impl transformers trains it.") from None
+        reason = str(error)
+    return replace(architecture_of(config.get_text_config(), family=TRANSFORMERS), not_in_core=reason)
+
+
 def companions(folder: str) -> dict[str, bytes]:
     """Return the folder's companion files by name: everything but ``config.json`` and weights."""
     files = [Path(folder, name) for name in COMPANIONS]
@@ -99,20 +120,20 @@ class ModelFolder:
                 One line.
         """
         self.folder = folder
-        self.network = any_decoder.read_architecture(folder, transformer_impl=transformer_impl)
-        self.rows = any_decoder.build_rows(self.network)
+        self.network = read_architecture(folder, transformer_impl=transformer_impl)
+        self.rows = tensors.build_rows(self.network)
         self._entries = self._headers()
         self.others = tuple[tensors.Row, ...]()
         """Tensors of other parts than the decoder, such as a vision tower, by their own names."""
         self._check()
 
-    def read(self, row: tensors.Row, layer: int = 0) -> Tensor:
-        """Return Megatron Core's tensor of `row`, without padding and without the axis of layers.
+    def read(self, row: tensors.Row) -> Tensor:
+        """Return the checkpoint's tensor of `row`, without padding and without the axis of layers.
 
         Raises:
             ValueError: a file can't be read.
         """
-        return row.join([self._read(name) for name in row.layer_names(layer)])
+        return row.join([self._read(name) for name in row.names])
 
     def file_name(self, name: str) -> str:
         """Return a tensor's name in the files."""
@@ -149,12 +170,10 @@ class ModelFolder:
         self._check_tied()
         expected: dict[str, tuple[int, ...]] = {}
         for row in self.rows:
-            for layer in range(self.network.num_layers if row.is_stacked else 1):
-                names = row.layer_names(layer)
-                expected |= dict(zip(names, row.shapes, strict=True))
-                kinds = {self._entries[name].dtype for name in names if name in self._entries}
-                if len(kinds) > 1:
-                    raise ValueError(f"{self.folder}: {', '.join(names)} must have one dtype, but have {len(kinds)}")
+            expected |= dict(zip(row.names, row.shapes, strict=True))
+            kinds = {self._entries[name].dtype for name in row.names if name in self._entries}
+            if len(kinds) > 1:
+                raise ValueError(f"{self.folder}: {', '.join(row.names)} must have one dtype, but have {len(kinds)}")
         actual = {name: entry.shape for name, entry in self._entries.items()}
         if self.network.family == TRANSFORMERS and any(entry.name != name for name, entry in self._entries.items()):
             others = sorted(actual.keys() - expected.keys())
@@ -163,7 +182,7 @@ class ModelFolder:
 
     def _check_tied(self) -> None:
         """Check that a separate head is a copy of the tied embedding, and ignore it then. Raises ValueError."""
-        if not self.network.tied or "lm_head.weight" not in self._entries:
+        if not self.network.config.tie_word_embeddings or "lm_head.weight" not in self._entries:
             return
         head = "lm_head.weight"
         embedding = next(row.names[0] for row in self.rows if row.is_vocabulary)

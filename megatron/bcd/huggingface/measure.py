@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.bcd.config.measured import LayerKind, MeasuredModel
-from megatron.bcd.huggingface.any_decoder import parameters_of
+from megatron.bcd.huggingface.tensors import parameters_of
 from megatron.bcd.model.skeleton import LAYERS, Pass, Skeleton, read_config
 from megatron.bcd.runtime.compat.fake_tensors import MATRIX_PRODUCTS, LiveBytes, count_flops, fake_tensors
 

@@ -43,18 +43,17 @@ def load_published(config: RunConfig, model: torch.nn.Module) -> None:
     source = ModelFolder(locate(name, flag="--load-hf"), transformer_impl=implementation)
     sharded = unwrap_model(model).sharded_state_dict()
     apply_factories(sharded)
-    rows = {row.key: row for row in source.rows}
+    rows = {(row.key, row.layer): row for row in source.rows}
     read = functools.lru_cache(maxsize=1)(source.read)  # gate and up are parts of one tensor
     for part in nested_values(sharded):
         if not isinstance(part, ShardedTensor):
             continue
-        row = rows[part.key]
-        layer = part.global_offset[0] if row.is_stacked else 0
+        row = rows[part.key, part.global_offset[0] if (part.key, 0) in rows else None]
         offsets = part.global_offset[part.prepend_axis_num :]
         if row.is_vocabulary:
             values = source.read_rows(row, offsets[0], offsets[0] + part.local_shape[0])
         else:
-            values = read(row, layer)
+            values = read(row)
             for axis in range(1, part.prepend_axis_num):  # the expert
                 values = values[part.global_offset[axis]]
             for dim, (start, length) in enumerate(zip(offsets, part.local_shape, strict=True)):

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.config import RunConfig, run_config_from_dict
 from megatron.bcd.huggingface import convert, folder, tokenizer_export
-from megatron.bcd.huggingface.architecture import FAMILIES, LLAMA3_ROPE, TRANSFORMERS, Architecture, architecture_of
+from megatron.bcd.huggingface.architecture import LLAMA3_ROPE, TRANSFORMERS, Architecture, architecture_of
 from megatron.bcd.tokenizer import (
     HuggingFaceTokenizer,
     NullTokenizer,
@@ -112,6 +112,7 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
         ValueError: no family fits. The message names a flag.
     """
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     fields, model = config.transformer, config.model
     has_bias, qk_norm = fields.get("add_bias_linear", True), fields.get("qk_layernorm")
@@ -122,7 +123,7 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
     else:
         family = "qwen3" if qk_norm else "qwen2" if fields.get("add_qkv_bias") and not has_bias else "llama"
     content = {
-        "architectures": [FAMILIES[family]],
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]],
         "model_type": family,
         "torch_dtype": _DTYPES[config.precision],
         "vocab_size": vocab_size,
@@ -136,7 +137,7 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
     given = dict(fields) | vars(model) | {"group_query_attention": groups not in (None, fields["num_attention_heads"])}
     expected = dict(network.flags)
     del expected["openai_gelu"]  # the machine decides too
-    if network.num_experts:  # no layer has the width of a dense one
+    if config.num_experts:  # no layer has the width of a dense one
         del expected["ffn_hidden_size"]
     if given.get("moe_router_load_balancing_type") == "sinkhorn":
         expected["moe_router_load_balancing_type"] = "aux_loss"  # other balancing does not change the router's choice

@@ -1,22 +1,42 @@
-"""The mapping between tensors of Megatron Core's checkpoints and of transformers, and the conversions.
+"""The mapping between tensors of checkpoints here and of transformers, and the conversions.
 
-Letters: V vocabulary, P positions, H hidden size, F FFN size, N heads, G query groups, Q = N / G heads per group,
-D head size.
+Letters: G query groups, Q query heads per group, D head size.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.bcd.config import RunConfig
+from megatron.bcd.config.measured import Parameters
 from megatron.bcd.huggingface.architecture import TRANSFORMERS, Architecture
+from megatron.bcd.model.skeleton import EMBEDDING, HEAD, Skeleton, read_config
+from megatron.bcd.runtime.compat.transformers import Conversion
 
 LAYERS = "decoder.layers."
-"""Prefix of the keys of Megatron Core's layers. Their tensors are stacked: [layers, ...]."""
+"""Prefix of the keys of layers."""
+_QKV = "self_attention.linear_qkv.{}"
+_IN_LAYERS = (
+    ("self_attention.linear_qkv.layer_norm_{}", "input_layernorm.{}", "ln_1.{}"),
+    (_QKV, "self_attn.q_proj.{} self_attn.k_proj.{} self_attn.v_proj.{}", "attn.c_attn.{}"),
+    ("self_attention.linear_proj.{}", "self_attn.o_proj.{}", "attn.c_proj.{}"),
+    ("self_attention.q_layernorm.{}", "self_attn.q_norm.{}", ""),
+    ("self_attention.k_layernorm.{}", "self_attn.k_norm.{}", ""),
+    ("mlp.linear_fc1.layer_norm_{}", "post_attention_layernorm.{}", "ln_2.{}"),
+    ("mlp.linear_fc1.{}", "mlp.gate_proj.{} mlp.up_proj.{}", "mlp.c_fc.{}"),
+    ("mlp.linear_fc2.{}", "mlp.down_proj.{}", "mlp.c_proj.{}"),
+    ("mlp.router.{}", "mlp.gate.{}", ""),
+    ("mlp.experts.experts.linear_fc1.weight", "mlp.experts.gate_up_proj", ""),
+    ("mlp.experts.experts.linear_fc2.weight", "mlp.experts.down_proj", ""),
+)
+"""The tensors of a layer: Megatron Core's name, and transformers' in memory in a LLaMA and in a GPT-2. {} is weight or
+bias. A tensor that a model lacks is left out."""
 
 Join = Callable[[Sequence[Tensor]], Tensor]
 Split = Callable[[Tensor], Sequence[Tensor]]
@@ -24,11 +44,13 @@ Split = Callable[[Tensor], Sequence[Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One tensor of Megatron Core (or one per layer) and the tensors of transformers that it consists of."""
+    """A tensor of a checkpoint and transformers' tensors in it."""
 
     key: str
+    layer: int | None = None
+    """With Megatron Core's layers, whose tensors are stacked in one of a checkpoint: [layers, ...], the layer."""
     names: tuple[str, ...]
-    """Names in transformers; ``{}`` is the number of the layer."""
+    """Names in transformers' files."""
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of `names`."""
     join: Join = lambda parts: parts[0]
@@ -37,22 +59,9 @@ class Row:
     """Whether Megatron Core pads the first axis."""
 
     @property
-    def is_stacked(self) -> bool:
-        return self.key.startswith(LAYERS) and not self.key.removeprefix(LAYERS)[0].isdigit()
-
-    def layer_names(self, layer: int) -> tuple[str, ...]:
-        """Return transformers' names for one layer. A row outside the layers ignores the number."""
-        return tuple(name.format(layer) for name in self.names)
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of Megatron Core's tensor, without padding and without the axis of layers."""
+        """Shape of the checkpoint's tensor, without padding and without the axis of layers."""
         return tuple(self.join([torch.empty(shape, device="meta") for shape in self.shapes]).shape)
-
-
-def build_rows(network: Architecture) -> tuple[Row, ...]:
-    """Return the rows of a model: those before the layers, one per tensor of a layer, and those after the layers."""
-    return tuple(_gpt2_rows(network) if network.family == "gpt2" else _llama_rows(network))
 
 
 def is_buffer(name: str) -> bool:
@@ -68,140 +77,106 @@ def canonical_name(name: str, network: Architecture) -> str:
     return f"transformer.{name}" if is_bare else name
 
 
-# --- transforms
+@dataclass(frozen=True, kw_only=True)
+class _Arrangement:
+    """How a tensor of Megatron Core consists of transformers' tensors in memory: one below the other."""
 
-
-@dataclass(frozen=True)
-class _QueryKeyValue:
-    """Megatron Core's order of rows, group by group: Q queries, a key and a value of D rows each."""
-
-    groups: int
-    queries: int
-    head_size: int
+    num_parts: int = 1
+    is_transposed: bool = False
+    """Whether linear layers store [inputs, outputs], as GPT-2's."""
+    qkv: tuple[int, int, int] | None = None
+    """G, Q and D of queries, keys and values: they alternate, by group Q queries, a key and a value of D rows each."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        rows = [part.unflatten(0, (self.groups, -1, self.head_size)) for part in parts]
-        return torch.cat(rows, dim=1).flatten(0, 2)
+        parts = [_transpose(part) for part in parts] if self.is_transposed else parts
+        if self.qkv is None:
+            return torch.cat([*parts]) if self.num_parts > 1 else parts[0]
+        parts = parts[0].chunk(3) if self.num_parts == 1 else parts
+        return torch.cat([part.unflatten(0, (self.qkv[0], -1, self.qkv[2])) for part in parts], dim=1).flatten(0, 2)
 
-    def split(self, tensor: Tensor) -> Sequence[Tensor]:
-        rows = tensor.unflatten(0, (self.groups, self.queries + 2, self.head_size))
-        return [part.flatten(0, 2) for part in rows.split((self.queries, 1, 1), dim=1)]
+    def split(self, whole: Tensor) -> Sequence[Tensor]:
+        if self.qkv is None:
+            parts = [*whole.chunk(self.num_parts)]
+        else:
+            groups, queries, size = self.qkv
+            rows = whole.unflatten(0, (groups, queries + 2, size)).split((queries, 1, 1), dim=1)
+            parts = [part.flatten(0, 2) for part in rows]
+            parts = [torch.cat(parts)] if self.num_parts == 1 else parts
+        return [_transpose(part) for part in parts] if self.is_transposed else parts
 
 
 def _transpose(tensor: Tensor) -> Tensor:
-    """Transpose a weight, because GPT-2's linear layers store [inputs, outputs]. Return a bias unchanged."""
+    """Transpose a weight. Return a bias unchanged."""
     return tensor.t().contiguous() if tensor.dim() == 2 else tensor
 
 
-# --- families
+@functools.lru_cache(maxsize=2)
+def build_rows(network: Architecture) -> tuple[Row, ...]:
+    """Return the rows of a model, in its order."""
+    skeleton, is_core = Skeleton(network.config), network.family != TRANSFORMERS
+    conversion = Conversion(skeleton.model)
+    state = {name: tensor.to("meta") for _, name, tensor in skeleton.state()}
 
+    def row(
+        key: str, names: Sequence[str], *, layer: int | None = None, arranged: _Arrangement = _Arrangement()
+    ) -> Row:
+        files = [conversion.to_files(name, state[name]) for name in names]
 
-def _llama_rows(network: Architecture) -> Iterator[Row]:
-    vocabulary, hidden, inner = network.vocab_size, network.hidden_size, network.ffn_hidden_size
-    heads, groups, width = network.num_attention_heads, network.num_query_groups, network.head_size
-    qkv = _QueryKeyValue(groups, heads // groups, width)
+        def join(given: Sequence[Tensor]) -> Tensor:
+            tensors = iter(given)
+            parts = (dict(zip(part, tensors, strict=False)) for part in files)
+            return arranged.join([*map(conversion.from_files, names, parts)])
 
-    def layer_row(key: str, names: Sequence[str], *shapes: tuple[int, ...], **transforms: Any) -> Row:
-        theirs = tuple("model.layers.{}." + name for name in names)
-        return Row(key=LAYERS + key, names=theirs, shapes=shapes, **transforms)
+        def split(whole: Tensor) -> Sequence[Tensor]:
+            parts = map(conversion.to_files, names, arranged.split(whole))
+            return [tensor for part in parts for tensor in part.values()]
 
-    yield Row(
-        key="embedding.word_embeddings.weight",
-        names=("model.embed_tokens.weight",),
-        shapes=((vocabulary, hidden),),
-        is_vocabulary=True,
-    )
-    yield layer_row("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",), (hidden,))
-    for kind, rest in (("weight", (hidden,)), ("bias", ())):
-        has_qkv, has_others = (True, True) if kind == "weight" else (network.qkv_bias, network.linear_bias)
-        projections = tuple(f"self_attn.{letter}_proj.{kind}" for letter in "qkv")
-        shapes = tuple((count * width, *rest) for count in (heads, groups, groups))
-        gate_up = (f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}")
-        if has_qkv:
-            yield layer_row(f"self_attention.linear_qkv.{kind}", projections, *shapes, join=qkv.join, split=qkv.split)
-        if has_others:
-            out, down = ((hidden, heads * width), (hidden, inner)) if rest else ((hidden,), (hidden,))
-            fc1 = (inner, *rest)
-            yield layer_row(f"self_attention.linear_proj.{kind}", (f"self_attn.o_proj.{kind}",), out)
-            if network.num_experts:
-                continue
-            halves = {"join": torch.cat, "split": lambda tensor: tensor.chunk(2)}
-            yield layer_row(f"mlp.linear_fc1.{kind}", gate_up, fc1, fc1, **halves)
-            yield layer_row(f"mlp.linear_fc2.{kind}", (f"mlp.down_proj.{kind}",), down)
-    if network.qk_norm:
-        for letter in "qk":
-            yield layer_row(f"self_attention.{letter}_layernorm.weight", (f"self_attn.{letter}_norm.weight",), (width,))
-    norm = "pre_mlp_layernorm.weight" if network.num_experts else "mlp.linear_fc1.layer_norm_weight"
-    yield layer_row(norm, ("post_attention_layernorm.weight",), (hidden,))
-    if network.num_experts:
-        yield from _experts(network, layer_row)
-    yield Row(key="decoder.final_layernorm.weight", names=("model.norm.weight",), shapes=((hidden,),))
-    yield from _head(network)
-
-
-def _experts(network: Architecture, layer_row: Callable[..., Row]) -> Iterator[Row]:
-    """Yield the rows of a layer's router and experts. Megatron Core stacks the experts."""
-    experts, hidden, inner = range(network.num_experts), network.hidden_size, network.expert_ffn_size
-    mlp, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
-    if network.family == "mixtral":
-        mlp, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
-    yield layer_row("mlp.router.weight", (f"{mlp}.gate.weight",), (network.num_experts, hidden))
-    gate_up = tuple(f"{mlp}.experts.{expert}.{name}.weight" for expert in experts for name in (gate, up))
-    yield layer_row(
-        "mlp.experts.experts.linear_fc1.weight",
-        gate_up,
-        *[(inner, hidden)] * len(gate_up),
-        join=lambda parts: torch.stack(list(parts)).view(len(experts), 2 * inner, hidden),
-        split=lambda tensor: tensor.view(len(gate_up), inner, hidden).unbind(),
-    )
-    names = tuple(f"{mlp}.experts.{expert}.{down}.weight" for expert in experts)
-    transforms = {"join": lambda parts: torch.stack(list(parts)), "split": torch.unbind}
-    yield layer_row("mlp.experts.experts.linear_fc2.weight", names, *[(hidden, inner)] * len(names), **transforms)
-
-
-def _gpt2_rows(network: Architecture) -> Iterator[Row]:
-    vocabulary, hidden, inner = network.vocab_size, network.hidden_size, network.ffn_hidden_size
-    heads = network.num_attention_heads
-    qkv = _QueryKeyValue(heads, 1, network.head_size)
-
-    def layer_row(key: str, name: str, shape: tuple[int, ...], **transforms: Any) -> Row:
-        turn = {"join": lambda parts: _transpose(parts[0]), "split": lambda tensor: (_transpose(tensor),)} | transforms
-        return Row(key=LAYERS + key, names=("transformer.h.{}." + name,), shapes=(shape,), **turn)
-
-    yield Row(
-        key="embedding.word_embeddings.weight",
-        names=("transformer.wte.weight",),
-        shapes=((vocabulary, hidden),),
-        is_vocabulary=True,
-    )
-    yield Row(
-        key="embedding.position_embeddings.weight",
-        names=("transformer.wpe.weight",),
-        shapes=((network.max_positions, hidden),),
-    )
-    for kind in ("weight", "bias"):
-
-        def linear(inputs: int, outputs: int, kind: str = kind) -> tuple[int, ...]:
-            return (inputs, outputs) if kind == "weight" else (outputs,)
-
-        yield layer_row(f"self_attention.linear_qkv.layer_norm_{kind}", f"ln_1.{kind}", (hidden,))
-        yield layer_row(
-            f"self_attention.linear_qkv.{kind}",
-            f"attn.c_attn.{kind}",
-            linear(hidden, 3 * hidden),
-            join=lambda parts: qkv.join(_transpose(parts[0]).chunk(3)),
-            split=lambda tensor: (_transpose(torch.cat([*qkv.split(tensor)])),),
+        return Row(
+            key=key,
+            layer=layer,
+            names=tuple(name for part in files for name in part),
+            shapes=tuple(tuple(tensor.shape) for part in files for tensor in part.values()),
+            join=join,
+            split=split,
+            is_vocabulary=key in (f"{EMBEDDING}.weight", f"{HEAD}.weight"),
         )
-        yield layer_row(f"self_attention.linear_proj.{kind}", f"attn.c_proj.{kind}", linear(hidden, hidden))
-        yield layer_row(f"mlp.linear_fc1.layer_norm_{kind}", f"ln_2.{kind}", (hidden,))
-        yield layer_row(f"mlp.linear_fc1.{kind}", f"mlp.c_fc.{kind}", linear(hidden, inner))
-        yield layer_row(f"mlp.linear_fc2.{kind}", f"mlp.c_proj.{kind}", linear(inner, hidden))
-    for kind in ("weight", "bias"):
-        yield Row(key=f"decoder.final_layernorm.{kind}", names=(f"transformer.ln_f.{kind}",), shapes=((hidden,),))
-    yield from _head(network)
+
+    def layer_rows(layer: int) -> Iterator[Row]:
+        flags, is_gpt2 = network.flags, network.family == "gpt2"
+        heads, prefix = flags["num_attention_heads"], f"{skeleton.paths[LAYERS[:-1]]}.{layer}."
+        groups = flags.get("num_query_groups", heads)
+        for kind, (ours, *theirs) in itertools.product(("weight", "bias"), _IN_LAYERS):
+            key, names = ours.format(kind), [prefix + name.format(kind) for name in theirs[is_gpt2].split()]
+            if not names or names[0] not in state or not key.endswith(kind):
+                continue
+            if flags["num_moe_experts"]:
+                key = key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+            qkv = (groups, heads // groups, flags["kv_channels"]) if ours == _QKV else None
+            arranged = _Arrangement(num_parts=len(names), is_transposed=is_gpt2, qkv=qkv)
+            yield row(LAYERS + key, names, layer=layer, arranged=arranged)
+
+    rows: list[Row] = []
+    for key, name, _ in skeleton.state():
+        if is_core and key.startswith(LAYERS):
+            layer = int(key.removeprefix(LAYERS).partition(".")[0])
+            rows += layer_rows(layer) if rows[-1].layer != layer else ()
+        elif not (network.config.tie_word_embeddings and key == f"{HEAD}.weight"):
+            rows.append(row(key.replace("transformer_wpe", "position_embeddings") if is_core else key, [name]))
+    return tuple(rows)
 
 
-def _head(network: Architecture) -> Iterator[Row]:
-    if not network.tied:
-        shape = (network.vocab_size, network.hidden_size)
-        yield Row(key="output_layer.weight", names=("lm_head.weight",), shapes=(shape,), is_vocabulary=True)
+def list_parameters(config: RunConfig) -> Parameters:
+    """Return names and shapes of the parameters of a run on transformers' layers; nothing for other runs."""
+    if config.model.transformer_impl != TRANSFORMERS:
+        return ()
+    return parameters_of(Skeleton(read_config(str(config.checkpoint.load_hf)).get_text_config()), tied=config.tied)
+
+
+def parameters_of(skeleton: Skeleton, *, tied: bool) -> Parameters:
+    """Return names and shapes of a model's parameters. A tied head counts once."""
+    parameters = dict(skeleton.model.named_parameters(remove_duplicate=False))
+    return tuple(
+        (key, tuple(tensor.shape))
+        for key, name, tensor in skeleton.state()
+        if name in parameters and not (tied and key == f"{HEAD}.weight")
+    )

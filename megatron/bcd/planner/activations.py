@@ -327,11 +327,8 @@ class StageActivations:
 
     def _chunks(self, recomputed: Recomputed) -> list[list[tuple[int, int]]]:
         """Return the layers of each of the stage's chunks that run backward, as `_layers` does."""
-        first, trains = len(self.partition.prefix_layers(self.block)), self.partition.trains_matrices
-        return [
-            self._layers([trains(layer, self.block) for layer in chunk if layer >= first], recomputed)
-            for chunk in self.state.chunks[self.stage :: self.shape.num_stages]
-        ]
+        chunks = self.state.passes.behind_prefix[self.stage :: self.shape.num_stages]
+        return [self._layers(updated[self.block], recomputed) for updated in chunks]
 
     @property
     def message_bytes(self) -> int:

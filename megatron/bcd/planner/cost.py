@@ -28,7 +28,7 @@ class StateBudget:
     weight: int  # every parameter, active or frozen
     gradient: int  # active parameters: Megatron's main gradient
     optimizer: float  # active parameters: moments, and the fp32 main parameter of a 16-bit weight
-    moments: tuple[str, ...]  # dtypes of Adam's two moments
+    moments: float  # of these the moments
 
 
 def offload_fraction(config: RunConfig) -> float:
@@ -38,12 +38,11 @@ def offload_fraction(config: RunConfig) -> float:
 
 def state_budget(config: RunConfig, *, adam_moments: str | None = None) -> StateBudget:
     """Return the bytes per parameter. `adam_moments` is the dtype of Adam's moments, by default the run's."""
-    moments = (adam_moments or config.training.adam_moments_dtype,) * 2
-    stored = sum(MOMENT_BYTES[dtype] for dtype in moments)
+    moments = 2 * MOMENT_BYTES[adam_moments or config.training.adam_moments_dtype]
     if config.precision == "fp32":
-        return StateBudget(weight=4, gradient=4, optimizer=stored, moments=moments)
+        return StateBudget(weight=4, gradient=4, optimizer=moments, moments=moments)
     gradient = 4 if config.ddp.grad_reduce_in_fp32 else 2
-    return StateBudget(weight=2, gradient=gradient, optimizer=stored + 4, moments=moments)
+    return StateBudget(weight=2, gradient=gradient, optimizer=moments + 4, moments=moments)
 
 
 def newton_schulz_flops(rows: int, columns: int, *, num_steps: int = 5, is_gram_iterated: bool = False) -> int:
@@ -136,14 +135,10 @@ def layer_work(
     one, whose input needs none. Embedding, head and optimizer step do not count. ``prefix_cached`` drops the prefix's
     F.
     """
-    layers = range(partition.num_layers) if stage is None else partition.stage_layers(stage)
-    first_active = len(partition.prefix_layers(block))
-    after_prefix = sum(layer >= first_active for layer in layers)
-    stages = range(partition.num_stages) if stage is None else (stage,)
-    inactive = partition.layers_updated_inactive(block)
-    active = sum(len(partition.active_layers(block, each)) for each in stages)
-    updated = active + sum(layer in inactive for layer in layers)
-    return after_prefix if prefix_cached else len(layers), after_prefix, updated
+    stages = slice(None) if stage is None else slice(stage, None, partition.num_stages)
+    behind_prefix = [updated[block] for updated in partition.behind_prefix[stages]]
+    num_forward, num_backward = (sum(map(len, layers)) for layers in (partition.virtual_stages[stages], behind_prefix))
+    return num_backward if prefix_cached else num_forward, num_backward, sum(map(sum, behind_prefix))
 
 
 def compute_ratio(partition: Partition, block: int, *, prefix_cached: bool = False) -> float:

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from megatron.bcd.planner.measured import EXPERTS_TIME
-from megatron.bcd.planner.memory import fits, fits_on_host, host_bytes, peak, rank_memory, saving_bytes
+from megatron.bcd.planner.memory import fits, fits_on_host, host_bytes, rank_memory, saving_bytes
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.state import RankMemory
 from megatron.bcd.planner.step_time import PhaseTime, phase_seconds
@@ -68,7 +68,7 @@ class Estimate:
     @cached_property
     def peak(self) -> RankMemory:
         """The rank and phase with the largest peak."""
-        return peak(self.ranks)
+        return max(self.ranks, key=lambda rank: rank.total)
 
     @property
     def peak_phase(self) -> str:

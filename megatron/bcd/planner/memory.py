@@ -91,10 +91,10 @@ def _saving_rank_bytes(state: ModelState, on_node: int) -> float:
             is_active = tensor.owned.is_active(block)
             if state.config.steps_block_by_chunk and tensor.parts:  # written one after the other
                 is_active = not is_in_arena
-            has_momentum = 1 if state.config.is_muon and tensor.parts else len(state.budget.moments)
+            num_moments = 1 if state.config.is_muon and tensor.parts else 2
             weights += 0 if is_in_arena and not is_active else state.budget.weight * copies
             if is_active:
-                state_elements += (is_short + has_momentum) * size
+                state_elements += (is_short + num_moments) * size
             elif is_in_arena:
                 largest = max(largest, tensor.size)
             elif tensor.owned.has_inactive_update(block):
@@ -109,11 +109,6 @@ def _offloaded_main_params(recipe: Recipe, stage: int) -> int:
     tensors = recipe.state.tensors[stage]
     offloaded = (each.size for each in tensors if each.owned.block is not None and not each.owned.is_always_active)
     return math.ceil({"fp32": 0, "bf16": 2, "fp16": 4}[recipe.config.precision] * sum(offloaded) / recipe.num_replicas)
-
-
-def peak(ranks: tuple[RankMemory, ...]) -> RankMemory:
-    """Return the rank and phase with the largest peak."""
-    return max(ranks, key=lambda rank: rank.total)
 
 
 def node_bytes(recipe: Recipe) -> int:
@@ -137,4 +132,4 @@ def fits(recipe: Recipe, *, share: float = 1.0) -> bool:
         return False
     if recipe.recompute == "auto":
         recipe = replace(recipe, recompute="full")
-    return peak(rank_memory(recipe)).total <= share * recipe.cluster.memory_gib * GIB
+    return max(rank.total for rank in rank_memory(recipe)) <= share * recipe.cluster.memory_gib * GIB

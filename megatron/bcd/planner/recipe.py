@@ -185,11 +185,6 @@ class Recipe:
         return self.config.training.global_batch_size or 1
 
     @property
-    def micro_batch_tokens(self) -> int:
-        """Tokens of a microbatch on one context-parallel rank."""
-        return self.tokens // self.config.context_size * self.micro_batch_size
-
-    @property
     def num_microbatches(self) -> int:
         """Microbatches of an iteration."""
         return self.global_batch_size // (self.micro_batch_size * self.data_size)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
+from megatron.bcd.config.presets import asks_for_blocks
 from megatron.bcd.pipeline.build import repeated_passes
 from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.measured import finding
@@ -233,8 +234,7 @@ def _rules(values: Values) -> Sequence[str | None]:
     given = values.get("bcd_inactive_update")
     if given is not None or values["method"] != "finetune":
         return (given,)
-    asks_for_blocks = any(values.get(name) not in (None, 0, *WHOLE.values()) for name in OF_BLOCKS)
-    if asks_for_blocks or values["precision"] == "fp16":  # inactive updates have no loss scale
+    if asks_for_blocks(values) or values["precision"] == "fp16":  # inactive updates have no loss scale
         return ("none",)
     return ("factored", "none")
 

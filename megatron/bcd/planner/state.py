@@ -322,7 +322,7 @@ class ModelState:
         """The bytes of state of an element that is stepped without Megatron Core's optimizer, beside its low bits."""
         if self.config.is_muon:
             return MOMENT_BYTES[self.bcd.muon_momentum_dtype]
-        return sum(MOMENT_BYTES[dtype] for dtype in self.budget.moments) if self._has_matrix_optimizer else 0
+        return self.budget.moments if self._has_matrix_optimizer else 0
 
     def rank_share(self, stage: int, block: int, rank: int) -> MatrixShare:
         """Compute `share`."""

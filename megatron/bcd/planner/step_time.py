@@ -43,7 +43,8 @@ def pass_seconds(recipe: Recipe) -> tuple[float, float, float]:
 
     Forward, input gradient and weight gradient are a pass each.
     """
-    cluster, tokens, sizes = recipe.cluster, recipe.micro_batch_tokens, recipe.memory.layer_bytes
+    cluster, sizes = recipe.cluster, recipe.memory.layer_bytes
+    tokens = recipe.tokens // recipe.config.context_size * recipe.micro_batch_size
     matrices, core = pass_products(recipe.shape, sequence=recipe.tokens)
     rate = cluster.flops_per_s(recipe.config.precision, fp16_accumulation=recipe.config.training.fp16_accumulation)
 
@@ -94,14 +95,11 @@ def _work(recipe: Recipe, block: int) -> Work:
     layer, _, core = pass_seconds(recipe)
     exchange = exchange_seconds(recipe)
     forward, backward = [], []
-    for virtual in range(partition.num_virtual_stages):
+    for virtual, layers in enumerate(partition.virtual_stages):
         chunk, stage = divmod(virtual, partition.num_stages)
-        layers = partition.chunk_layers(stage, chunk)
-        num_layers, num_inputs = len(layers), len(partition.behind_prefix[virtual][block])
-        num_updated = sum(partition.trains_matrices(index, block) for index in layers)
-        choice = choices[stage][block]
-        recomputed = choice.num_whole(chunk)
-        forward.append(num_layers * (layer + exchange))
+        updated, choice = partition.behind_prefix[virtual][block], choices[stage][block]
+        num_inputs, num_updated, recomputed = len(updated), sum(updated), choice.num_whole(chunk)
+        forward.append(len(layers) * (layer + exchange))
         backward.append((num_inputs + num_updated + recomputed) * layer + (num_inputs + recomputed) * exchange)
         if choice.granularity == "selective":
             backward[-1] += num_inputs * core
@@ -112,13 +110,12 @@ def chunk_seconds(recipe: Recipe, block: int) -> list[tuple[float, float]]:
     """Return the seconds of a forward and a backward pass of a microbatch through each virtual chunk of breadth-first,
     without the head and without the forward pass that the backward pass repeats."""
     layer, _, core = pass_seconds(recipe)
-    layer_input, first = layer + exchange_seconds(recipe), len(recipe.partition.prefix_layers(block))
+    layer_input = layer + exchange_seconds(recipe)
     core *= recipe.config.transformer.get("recompute_granularity") is not None
     seconds = []
-    for layers in recipe.state.chunks:
-        behind = [each for each in layers if each >= first]
-        num_updated = sum(recipe.partition.trains_matrices(each, block) for each in behind)
-        seconds.append((len(layers) * layer_input, len(behind) * (layer_input + core) + num_updated * layer))
+    for layers, by_block in zip(recipe.state.chunks, recipe.state.passes.behind_prefix, strict=True):
+        updated = by_block[block]
+        seconds.append((len(layers) * layer_input, len(updated) * (layer_input + core) + sum(updated) * layer))
     return seconds
 
 

@@ -38,12 +38,12 @@ class Evaluator:
     """Iteration and loss of the last validation."""
 
     @torch.no_grad()
-    def evaluate(self, split: str, *, is_final: bool = False, can_stop: bool = True) -> float | None:
+    def evaluate(self, split: str, *, is_final: bool = False) -> float | None:
         """Return the mean loss per token on "validation" or "test", the same on every rank.
 
         The validation split continues where the last evaluation ended, and its samples count as consumed. With
         --eval-fixed each evaluation reads the first samples, with --full-validation all of them. Returns None if a
-        signal ended the evaluation, which `can_stop` allows.
+        signal ended the evaluation.
         """
         training, state = self.config.training, self.state
         num_steps = training.eval_iters
@@ -61,8 +61,7 @@ class Evaluator:
                 if training.empty_unused_memory_level >= 1:
                     memory.release_cached_memory()
                 losses = self.forward_backward(batches, num_microbatches)
-                request = self.stop.signal if can_stop else 0
-                step_loss, step_tokens, [is_stopped] = reduce_losses(losses, [request])
+                step_loss, step_tokens, [is_stopped] = reduce_losses(losses, [self.stop.signal])
                 loss_sum, num_tokens = loss_sum + step_loss, num_tokens + step_tokens
                 if is_stopped:
                     break

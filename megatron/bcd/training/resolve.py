@@ -13,7 +13,7 @@ from megatron.bcd.blocks.schedule import BlockSchedule, block_schedule_from_conf
 from megatron.bcd.checkpoint import run_state
 from megatron.bcd.checkpoint.loader import Source
 from megatron.bcd.config import RunConfig
-from megatron.bcd.huggingface import any_decoder, folder
+from megatron.bcd.huggingface import folder, tensors
 from megatron.bcd.model import split_check
 from megatron.bcd.planner.run_state import RunMemory, model_state_of, with_loss
 from megatron.bcd.runtime import replicas
@@ -74,7 +74,7 @@ def resolve_run(config: RunConfig, source: Source | None = None) -> ResolvedRun:
             partition,
             padded_vocab_size=padded_size,
             num_replicas=replicas.size(),
-            parameters=any_decoder.list_parameters(config),
+            parameters=tensors.list_parameters(config),
         ),
         num_microbatches=global_batch_size // per_microbatch,
     )
@@ -130,10 +130,11 @@ def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
     if name is None:
         return tokenizer.vocab_size
     path = folder.locate(name, flag="--load-hf", weights=False)
-    network = any_decoder.read_architecture(path, transformer_impl=config.model.transformer_impl)
-    if tokenizer.vocab_size > network.vocab_size:
+    network = folder.read_architecture(path, transformer_impl=config.model.transformer_impl)
+    size: int = network.config.vocab_size
+    if tokenizer.vocab_size > size:
         raise ValueError(
-            f"--load-hf {name}: the embedding has {network.vocab_size} rows, and the tokenizer has "
+            f"--load-hf {name}: the embedding has {size} rows, and the tokenizer has "
             f"{tokenizer.vocab_size} tokens. Give the tokenizer of the model."
         )
-    return network.vocab_size
+    return size

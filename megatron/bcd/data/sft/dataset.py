@@ -252,16 +252,14 @@ def resolve_epochs(config: RunConfig, tokenizer: Tokenizer, *, global_batch_size
     return config.replace_section("training", train_iters=train_iters).replace_section("schedule", lr_decay_iters=decay)
 
 
-def plan_fine_tuning(
-    config: RunConfig, tokenizer: Tokenizer, train_iters: int, *, least_steps_per_cycle: int
-) -> DataPlan:
+def plan_fine_tuning(config: RunConfig, tokenizer: Tokenizer, train_iters: int) -> DataPlan:
     """Collective. Check the data and plan the splits, like `plan_splits`.
 
     Raises:
         ValueError: as `tokenized_samples`; or a split that is needed has none.
     """
     samples, packed, notes = _prepare(config, tokenizer)
-    sizes = num_samples(config, train_iters, least_steps_per_cycle=least_steps_per_cycle)
+    sizes = num_samples(config, train_iters)
     epoch_samples, num_validation, num_test = map(len, packed)
     if config.bcd.bcd_sample_ratio is not None and not config.training.skip_train:
         sizes = (epoch_samples, *sizes[1:])
