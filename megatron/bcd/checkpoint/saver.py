@@ -109,11 +109,6 @@ class Saver:
         """Whether this rank is still writing in the background. Not a collective."""
         return self._pending is not None and self._pending[1].is_writing
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a save has started and not finished; the same on every rank. Not a collective."""
-        return self._pending is not None
-
     def finish(self) -> bool:
         """Wait for the pending save, if any, and publish it. Return False if it failed."""
         if self._pending is None:
@@ -142,9 +137,7 @@ class Saver:
         atomic_io.write(os.path.join(folder, layout.RUN_STATE), state.to_json().encode())
         write_beside_shards(folder, iteration=state.iteration)
         for name in os.listdir(folder):
-            with open(os.path.join(folder, name), "rb") as file:
-                os.fsync(file.fileno())
-            digests[name] = layout.file_digest(file.name)
+            digests[name] = layout.file_digest(os.path.join(folder, name))
 
     def _prune(self, iteration: int) -> None:
         """Delete older checkpoints, and unfinished checkpoints before the complete checkpoint `iteration`."""

@@ -68,7 +68,7 @@ class RunOutputs:
             is_any_rank_writing = stop.agree(iteration, is_writing=self.is_writing)
         else:
             is_any_rank_writing = stop.decide(iteration, requests)
-        if saver is not None and saver.is_under_way and not is_any_rank_writing:
+        if saver is not None and not is_any_rank_writing:
             saver.finish()
         if self.pipeline.is_ahead:  # forward-only stages have started the next iteration, which must be completed
             return False
