@@ -13,7 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any, NoReturn
@@ -40,7 +40,6 @@ BREAK_EVEN = 1.15
 """Minimum uses of a sample for a cache to pay. Filling it costs about this many forward passes of the prefix."""
 _MICROBATCHES_PER_ROUND = 16
 """Number of microbatches between exchanges of errors. Idle ranks must not wait longer than a collective's timeout."""
-_MAX_PENDING_WRITES = 4
 _MICROBATCHES_AHEAD = 4
 
 
@@ -219,7 +218,7 @@ class _PrefixDone(Exception):
 class _Fill:
     """Fills the cache with training's own forward passes, in micro-batches of the same size.
 
-    Each data-parallel replica computes its share. A thread writes while the next micro-batch is computed.
+    Each data-parallel replica computes its share.
     """
 
     def __init__(self, cache: PrefixCache, file: PrefixFile) -> None:
@@ -238,8 +237,6 @@ class _Fill:
             layers = partition.chunk_layers(cache.stage, chunk)
             number = len(partition.prefix_layers(block)) - layers.start
             self._first_active = decoder.layers[number] if number < len(layers) else decoder.final_layernorm
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix-fill")
-        self._writes: deque[Future[None]] = deque()
         self._error: str | None = None
 
     def run(self) -> str | None:
@@ -249,15 +246,12 @@ class _Fill:
         share = -(-len(slots) // ranks)
         mine = slots[rank * share : (rank + 1) * share]
         size = self._micro_batch_size
-        with self._writer:
-            for start in range(0, share, size * _MICROBATCHES_PER_ROUND):
-                end = min(start + size * _MICROBATCHES_PER_ROUND, len(mine))
-                self._compute([mine[first : min(first + size, end)] for first in range(start, end, size)])
-                while self._writes:
-                    self._finish_oldest_write()
-                error = collectives.first_error(self._error)
-                if error or self._cache.should_stop():
-                    return error or "the run is asked to stop"
+        for start in range(0, share, size * _MICROBATCHES_PER_ROUND):
+            end = min(start + size * _MICROBATCHES_PER_ROUND, len(mine))
+            self._compute([mine[first : min(first + size, end)] for first in range(start, end, size)])
+            error = collectives.first_error(self._error)
+            if error or self._cache.should_stop():
+                return error or "the run is asked to stop"
         error = collectives.first_error(atomic_io.capture_error(self._file.sync))
         return error or collectives.on_rank_0(lambda: atomic_io.capture_error(self._file.publish))
 
@@ -310,13 +304,8 @@ class _Fill:
         hidden_states = whole_sequence(hidden_states, parallel_state.get_context_parallel_group())
         if parallel_state.get_context_parallel_rank() != 0 or self._error:
             return
-        self._writes.append(self._writer.submit(self._file.write, slots, hidden_states.detach().cpu()))
-        if len(self._writes) > _MAX_PENDING_WRITES:
-            self._finish_oldest_write()
-
-    def _finish_oldest_write(self) -> None:
-        error = atomic_io.capture_error(self._writes.popleft().result)
-        self._error = self._error or error
+        on_host = hidden_states.detach().cpu()
+        self._error = atomic_io.capture_error(lambda: self._file.write(slots, on_host))
 
 
 def _output(model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
