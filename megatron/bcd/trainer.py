@@ -140,10 +140,7 @@ class Trainer:
         )
         self.stop = StopRequests(config.checkpoint)
         self.prefix_cache = PrefixCache(
-            config=config,
-            model=self.model,
-            partition=self.partition,
-            stage=self.stage,
+            active=self.active,
             samples=self.samples,
             pipeline=self.pipeline,
             implementation=self.implementation,
@@ -171,7 +168,6 @@ class Trainer:
             exporter = Exporter(config, self.reporter, run=run.name, is_continued=is_continued)
         self.outputs = RunOutputs(
             config=config.checkpoint,
-            model=self.model,
             active=self.active,
             saver=self.saver,
             exporter=exporter,

@@ -61,7 +61,7 @@ class Saver:
         self._pending: tuple[int, ShardWrite, float] | None = None
         """Iteration, files, and start time of the save."""
 
-    def save(self, state: RunState, model: torch.nn.Module, active: ActiveBlock) -> bool:
+    def save(self, state: RunState, active: ActiveBlock) -> bool:
         """Write checkpoint `state.iteration`; with --async-save only start to write. Return False if that failed.
 
         Layers in host memory that each step changes are written at once, because a copy would need as much memory.
@@ -74,12 +74,12 @@ class Saver:
         if error is not None:
             return self._abandon(state.iteration, error)
         # weights under Megatron Core's own keys, and the optimizer state of every block that has any
-        host_layers, deferred = get_host_layers(model), optimizer_state.Deferred()
+        host_layers, deferred = get_host_layers(active.model), optimizer_state.Deferred()
         is_async = self._config.async_save and not host_layers.are_updated
         host_layers.leave_buffers()
         is_constant = host_layers.is_on_host  # does not change before the phase ends, unless it is updated
         entries: dict[str, Any] = {
-            f"model.{name}": entry for name, entry in unwrap_model(model).sharded_state_dict().items()
+            f"model.{name}": entry for name, entry in unwrap_model(active.model).sharded_state_dict().items()
         }
         if state.optimizer_state:
             optimizer, deferred = optimizer_state.sharded_state(

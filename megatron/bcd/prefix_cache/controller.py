@@ -24,7 +24,6 @@ from megatron.core import parallel_state
 
 from megatron.bcd import data
 from megatron.bcd.blocks.ownership import ownership
-from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.batches import TrainingSamples
 from megatron.bcd.metrics.console import format_bytes
@@ -32,6 +31,7 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.attention import whole_sequence
 from megatron.bcd.model.builder import get_chunks, unwrap_model
 from megatron.bcd.model.implementation import Implementation
+from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.prefix_cache.store import Indices, PrefixFile, cache_files
 from megatron.bcd.runtime import atomic_io, collectives, device, packages, replicas
@@ -51,11 +51,7 @@ class PrefixCache:
     phase, and the next phase replaces it.
     """
 
-    config: RunConfig
-    model: torch.nn.Module
-    partition: Partition
-    stage: int
-    """Pipeline stage of this rank."""
+    active: ActiveBlock
     samples: TrainingSamples
     pipeline: PipelineSchedule
     implementation: Implementation
@@ -70,7 +66,7 @@ class PrefixCache:
 
     @property
     def root(self) -> str | None:
-        return self.config.bcd.bcd_prefix_cache
+        return self.active.config.bcd.bcd_prefix_cache
 
     def begin_phase(self, phase: int, block: int, *, num_samples: int) -> bool:
         """Collective. Fill the cache of `phase`, in which `block` is active. All weights must be gathered.
@@ -91,7 +87,7 @@ class PrefixCache:
 
         Only the stage with the first active layer gets it.
         """
-        if self._file is None or self.stage != self.partition.first_trainable_stage(self.block):
+        if self._file is None or self.active.stage != self.active.partition.first_trainable_stage(self.block):
             return batches
         if self._cached_batches is None:
             self._cached_batches = self._read_outputs(batches, self._file, position)
@@ -120,7 +116,7 @@ class PrefixCache:
 
         Return None, with a note why, if the phase computes its prefix.
         """
-        num_layers = len(self.partition.prefix_layers(self.block))
+        num_layers = len(self.active.partition.prefix_layers(self.block))
         subset = self.samples.subset
         if not num_layers or subset is None:
             return None
@@ -138,8 +134,8 @@ class PrefixCache:
             self.root,
             key=self._key(samples, num_layers),
             samples=samples,
-            shape=(self.config.model.seq_length, self.config.hidden_size),
-            dtype=self.config.precision,
+            shape=(self.active.config.model.seq_length, self.active.config.hidden_size),
+            dtype=self.active.config.precision,
         )
         error = collectives.on_rank_0(lambda: atomic_io.capture_error(file.prepare))
         start = time.monotonic()
@@ -163,7 +159,7 @@ class PrefixCache:
 
     def _key(self, samples: Indices, num_layers: int) -> str:
         """Collective. Return a hash of everything that determines the file's content. Equal on all ranks."""
-        config, weights = self.config, self._weights(num_layers)
+        config, weights = self.active.config, self._weights(num_layers)
 
         def key() -> str:
             parts = {
@@ -188,17 +184,17 @@ class PrefixCache:
         mine = []
         if replicas.rank() == 0:
             tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-            for name, parameter in unwrap_model(self.model).named_parameters():
-                place = ownership(name, partition=self.partition, stage=self.stage)
+            for name, parameter in unwrap_model(self.active.model).named_parameters():
+                place = ownership(name, partition=self.active.partition, stage=self.active.stage)
                 if place.module == "embedding" or (place.layer is not None and place.layer < num_layers):
                     content = parameter.detach().cpu().contiguous().view(torch.uint8).numpy()
-                    mine.append((self.stage, tensor_rank, name, hashlib.sha256(content).hexdigest()))
+                    mine.append((self.active.stage, tensor_rank, name, hashlib.sha256(content).hexdigest()))
         return sorted(itertools.chain.from_iterable(collectives.gather_objects(mine)))
 
     def _read_outputs(self, batches: Iterator[data.Batch], file: PrefixFile, position: int) -> Iterator[data.Batch]:
         subset = self.samples.subset
         assert subset is not None
-        sharding = data.BatchSharding.from_run(self.config)
+        sharding = data.BatchSharding.from_run(self.active.config)
         indices = data.subset_indices(sharding, subset=subset, phase=self._phase, position=position)
         outputs = _read_ahead(file, indices)
         with contextlib.closing(outputs):  # type: ignore[type-var]
@@ -223,18 +219,18 @@ class _Fill:
 
     def __init__(self, cache: PrefixCache, file: PrefixFile) -> None:
         self._cache, self._file = cache, file
-        config, partition, block = cache.config, cache.partition, cache.block
+        config, partition, block = cache.active.config, cache.active.partition, cache.block
         self._micro_batch_size, self._length = config.training.micro_batch_size, config.model.seq_length
-        self._needs_batch = cache.stage == 0 or config.data.reset_attention_mask
+        self._needs_batch = cache.active.stage == 0 or config.data.reset_attention_mask
         first = partition.first_trainable_virtual_stage(block)
         self._num_stages, self._num_chunks = partition.first_trainable_stage(block) + 1, 1
         self._first_active: torch.nn.Module | None = None
         """The module before which the prefix ends inside a chunk: the first active layer, or the norm of the head."""
         if partition.num_chunks > 1:  # the prefix consists of whole chunks
             self._num_stages, self._num_chunks = partition.num_stages, -(-first // partition.num_stages)
-        if cache.stage == self._num_stages - 1 and (partition.num_chunks == 1 or first % partition.num_stages):
-            chunk, decoder = self._num_chunks - 1, get_chunks(cache.model)[self._num_chunks - 1].decoder
-            layers = partition.chunk_layers(cache.stage, chunk)
+        if cache.active.stage == self._num_stages - 1 and (partition.num_chunks == 1 or first % partition.num_stages):
+            chunk, decoder = self._num_chunks - 1, get_chunks(cache.active.model)[self._num_chunks - 1].decoder
+            layers = partition.chunk_layers(cache.active.stage, chunk)
             number = len(partition.prefix_layers(block)) - layers.start
             self._first_active = decoder.layers[number] if number < len(layers) else decoder.final_layernorm
         self._error: str | None = None
@@ -263,7 +259,7 @@ class _Fill:
             return self._forward(model, next(batches)), lambda output, non_loss_data: self._write(next(done), output)
 
         self._cache.pipeline.run_prefix_forward(
-            model=self._cache.model,
+            model=self._cache.active.model,
             num_stages=self._num_stages,
             num_chunks=self._num_chunks,
             num_microbatches=len(microbatches),
@@ -278,7 +274,8 @@ class _Fill:
         if not self._needs_batch:
             return {}
         slots = numpy.pad(slots, (0, self._micro_batch_size - len(slots)), mode="edge")
-        return data.load_batch(self._cache.samples.dataset, self._file.samples[slots].tolist(), self._cache.config)
+        samples = self._file.samples[slots].tolist()
+        return data.load_batch(self._cache.samples.dataset, samples, self._cache.active.config)
 
     def _forward(self, model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
         """Return the chunk's output, or the input of the first active layer if it is in this chunk."""
