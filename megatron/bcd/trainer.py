@@ -246,7 +246,6 @@ class Trainer:
                 state.interval = []
         if self.groups is not None and self.groups.is_due(state.iteration, state.phase_state):
             is_in_step = self.groups.exchange()
-            self.checks.take_reference()
             if not is_in_step:
                 return state.iteration >= self.train_iters
         return self._end_step(loss=result.loss)
@@ -466,9 +465,8 @@ class Trainer:
         self.recomputation.begin_phase(block)
 
     def _begin_phase(self) -> None:
-        """Begin a phase, also if the same block continues: switch check, prefix cache and pipeline schedule."""
+        """Begin a phase, also if the same block continues: prefix cache and pipeline schedule."""
         state, block = self.state, self.block_schedule.block(self.state.phase_state)
-        self.checks.take_reference()
         first_iteration = state.iteration - state.phase_state.step_in_phase
         least_steps = self.block_schedule.least_steps(state.phase_state.phase)
         num_steps = min(least_steps, self.train_iters - first_iteration)
@@ -562,7 +560,6 @@ class Trainer:
         self._begin_phase()
         if self.groups is not None:
             self._has_joined = self.groups.join()
-            self.checks.take_reference()
             if self._has_joined:
                 self._end_step(loss=None)
 

@@ -1,14 +1,13 @@
-"""Check each step: the switch of blocks, equal weights on all replicas, and skipped steps in a row."""
+"""Check each step: equal weights on all replicas, and skipped steps in a row."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron.core.utils import check_param_hashes_across_dp_replicas
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
-from megatron.bcd.optim import switch_check
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import collectives
 from megatron.bcd.training.outputs import RunOutputs
@@ -22,35 +21,15 @@ class StepChecks:
     config: RunConfig
     active: ActiveBlock
     outputs: RunOutputs
-    _at_start: dict[str, switch_check.Fingerprint] = field(default_factory=dict)
-    """The weights before the steps of which the first one is checked."""
-
-    def take_reference(self) -> None:
-        """Store the current weights for the switch check, if one is still due."""
-        if not self.active.is_checked:
-            self.active.leave_buffers()
-            self._at_start = switch_check.fingerprints(self.active)
 
     def after_step(self, result: StepResult, state: TrainState) -> None:
         """Run the checks that are due after a step.
 
         Raises:
-            RuntimeError: the active block did not change, or frozen weights did.
             TrainingFailed: weights of replicas differ, or too many steps in a row were skipped.
         """
-        self._check_switch(result, state)
         self._check_replicas(state.iteration)
         self._check_skipped(result, state)
-
-    def _check_switch(self, result: StepResult, state: TrainState) -> None:
-        """Check once per block that only the block changed. Wait for a step with a learning rate and a gradient."""
-        if self.active.is_checked or result.skipped or not result.learning_rate or not result.grad_norm:
-            return
-        self.active.is_checked = True
-        with self.active.whole_parameters():
-            problem = switch_check.problem(self.active, self._at_start)
-        if problem:
-            raise RuntimeError(f"iteration {state.iteration}, phase {state.phase_state.phase}: {problem}")
 
     def _check_replicas(self, iteration: int) -> None:
         """Check that all data-parallel ranks hold the same bits (--check-weight-hash-across-dp-replicas-interval)."""

@@ -36,7 +36,6 @@ from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.checkpoint import loader
 from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.metrics.schema import ExchangeMetrics
-from megatron.bcd.optim.switch_check import fingerprint
 from megatron.bcd.runtime import atomic_io, collectives, device, replicas
 from megatron.bcd.training.state import TrainingFailed
 
@@ -118,7 +117,7 @@ class ReplicaGroups:
         Raises:
             ValueError: this group belongs to another run, or cannot reach the others.
         """
-        weights = collectives.gather_objects(fingerprint(self._active.model.parameters()))
+        weights = collectives.gather_objects(_fingerprint(self._active.model.parameters()))
         self._lineage = _hash([self._identity, self._iteration, weights])
         try:
             return self.exchange(has_trained=False)
@@ -210,7 +209,7 @@ class ReplicaGroups:
                 group=self.rank,
                 groups=self.size,
                 lineage=self._lineage,
-                values=_hash(collectives.gather_objects(fingerprint(self._anchor.values()))),
+                values=_hash(collectives.gather_objects(_fingerprint(self._anchor.values()))),
             )
         )
         return True
@@ -360,6 +359,22 @@ def run_identity(config: RunConfig, *, train: Any) -> dict[str, str]:
         "the training data": " ".join(sorted(set(collectives.gather_objects(str(_hash(first)))))),
         "the version": f"{__version__}, torch {version('torch')}, Megatron Core {version('megatron-core')}",
     }
+
+
+@torch.no_grad()
+def _fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[int, int, int]:
+    """Return numbers that change if a bit of the tensors does: the number of elements, and two sums of their bits.
+
+    The sums are over all elements, and over every other element.
+    """
+    count = total = every_other = 0
+    for tensor in tensors:
+        bits = tensor.reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+        count += bits.numel()
+        parts = bits.split(1 << 22)  # an even number, because torch converts each element to eight bytes first
+        total += int(sum(part.sum(dtype=torch.int64) for part in parts))
+        every_other += int(sum(part[::2].sum(dtype=torch.int64) for part in parts))
+    return count, total, every_other
 
 
 def _hash(values: Any) -> int:
