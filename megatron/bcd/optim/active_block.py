@@ -87,9 +87,9 @@ class ActiveBlock:
         rules = phase_rules(self.config, self.parameters, block)
         self.parameters.activate(block, without={name for _, names, _ in rules for name in names})
         self._in_buffers = list(self.parameters.active().values())
-        parameters, by_chunk = self.parameters.all(), self.config.steps_block_by_chunk
-        updated = [parameters[name] for _, names, is_of_block in rules for name in names if by_chunk or not is_of_block]
-        loaded = [parameters[name] for _, names, is_of_block in rules for name in names if is_of_block and not by_chunk]
+        parameters = self.parameters.all()
+        updated = [parameters[name] for rule, names, _ in rules for name in names if rule.is_by_chunk]
+        loaded = [parameters[name] for rule, names, _ in rules for name in names if not rule.is_by_chunk]
         self._host_layers.begin_phase({*self._in_buffers, *loaded}, updated=updated)
         self.core.begin(block)
         # the hooks of Megatron Core's schedule, as Megatron-LM's training loop sets them
