@@ -198,10 +198,7 @@ class PrefixCache:
         indices = data.subset_indices(sharding, subset=subset, phase=self._phase, position=position)
         outputs = _read_ahead(file, indices)
         with contextlib.closing(outputs):  # type: ignore[type-var]
-            for batch, (samples, on_host) in zip(batches, outputs, strict=True):
-                # a stage in the middle of the pipeline has no samples to compare
-                in_batch = batch.get(data.INDICES)
-                assert in_batch is None or in_batch.tolist() == samples, "the prefix of other samples was read"
+            for batch, on_host in zip(batches, outputs, strict=True):
                 output = on_host.to(device.current(), non_blocking=True)
                 self._hits += output.size(1)
                 yield batch | {"prefix_output": data.context_shard(output)}
@@ -310,15 +307,15 @@ def _output(model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
     return output
 
 
-def _read_ahead(file: PrefixFile, microbatches: Iterable[list[int]]) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Yield the samples of each micro-batch and the input of their first active layer. Two threads read ahead."""
+def _read_ahead(file: PrefixFile, microbatches: Iterable[list[int]]) -> Iterator[torch.Tensor]:
+    """Yield the input of the first active layer of each micro-batch, given its samples. Two threads read ahead."""
     with ThreadPoolExecutor(2, thread_name_prefix="prefix-cache") as threads:
-        coming = ((samples, threads.submit(file.read, numpy.array(samples))) for samples in microbatches)
+        coming = (threads.submit(file.read, numpy.array(samples)) for samples in microbatches)
         ahead = deque(itertools.islice(coming, _MICROBATCHES_AHEAD))
         while ahead:
-            samples, entries = ahead.popleft()
+            entries = ahead.popleft()
             ahead.extend(itertools.islice(coming, 1))
-            yield samples, entries.result()
+            yield entries.result()
 
 
 def _describe_data(config: RunConfig, dataset: Any) -> list[str]:
