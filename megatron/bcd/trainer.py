@@ -513,14 +513,9 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------------------- exchange
 
-    def counters(self) -> dict[str, Any]:
-        """Collect what decides on the next step, beside tensors, for a group that joins."""
-        phase = self.state.phase_state.to_dict()
-        return {"counters": self.state.counters(), "phase": phase, "scheduler_steps": self.lr_scheduler.num_steps}
-
     def continue_from(self, peer: Mapping[str, Any], load: Callable[[], None]) -> None:
-        """Continue from another group: adopt its `counters`, call `load`, which loads its tensors while no block is
-        active, and build its block."""
+        """Continue from another group: adopt the counters of `peer` (`ReplicaGroups._state`), call `load`, which loads
+        its tensors while no block is active, and build its block."""
         if self.saver is not None:
             self.saver.finish()
         self.end_phase(is_end_of_run=True)

@@ -266,7 +266,7 @@ def _host_layers(config: RunConfig, stage_config: TransformerConfig, padded_voca
         state=(state if keeps else {}) | others,
         is_streamed=is_streamed,
         group=replicas.group(),
-        part=replicas.expert_part(),
+        part=(parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()),
     )
 
 

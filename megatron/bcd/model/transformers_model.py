@@ -5,6 +5,7 @@ Tensor shapes: S sequence length, B micro-batch size, H hidden size, V vocabular
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -187,16 +188,10 @@ class TransformersModel(Chunks, LanguageModule):
         entries = {}
         for name, tensor in self.state_dict(keep_vars=True).items():
             is_copy = name == f"{HEAD}.weight" and self.share_embeddings_and_output_weights
-            key = f"{EMBEDDING}.weight" if is_copy else self._whole_name(name)
+            key = re.sub(rf"^{LAYERS}\.(\d+)", lambda match: f"{LAYERS}.{self.first_layer + int(match[1])}", name)
+            key = f"{EMBEDDING}.weight" if is_copy else key
             entries[name] = ShardedTensor.from_rank_offsets(key, tensor, replica_id=(int(is_copy), 0, replica))
         return entries
-
-    def _whole_name(self, name: str) -> str:
-        """Return a parameter's name in a model of one stage."""
-        if not name.startswith(f"{LAYERS}."):
-            return name
-        number, rest = name.removeprefix(f"{LAYERS}.").split(".", 1)
-        return f"{LAYERS}.{self.first_layer + int(number)}.{rest}"
 
 
 def build_chunks(

@@ -294,7 +294,11 @@ class ReplicaGroups:
             "anchor": {name: value.clone() for name, value in self._anchor.items()},
             "optimizer": active.rank_state(),
             "identity": self._identity,
-            "counters": self._trainer.counters(),
+            "counters": {
+                "counters": self._trainer.state.counters(),
+                "phase": self._trainer.state.phase_state.to_dict(),
+                "scheduler_steps": self._trainer.lr_scheduler.num_steps,
+            },
             "lineage": self._lineage,
             "is_in_step": self._is_in_step,
         }
