@@ -17,14 +17,8 @@ from megatron.bcd.model.transformer_config import PHASE_FIELDS
 from megatron.bcd.runtime.compat.megatron_core import recompute
 
 
-class _PassThrough(torch.nn.Module):
-    """A layer that returns its input."""
-
-    def forward(self, *, hidden_states: Tensor, context: Any = None, **others: Any) -> tuple[Tensor, Any]:
-        return hidden_states, context
-
-
-_pass_through = _PassThrough()
+def _pass_through(*, hidden_states: Tensor, context: Any = None, **others: Any) -> tuple[Tensor, Any]:
+    return hidden_states, context
 
 
 class BcdTransformerBlock(TransformerBlock):
