@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megatron.bcd.checkpoint import layout, optimizer_state, random_states
-from megatron.bcd.checkpoint.layout import FileDigest
 from megatron.bcd.checkpoint.loader import Source
 from megatron.bcd.checkpoint.run_state import RunState
 from megatron.bcd.checkpoint.shard_writer import ShardWrite, write_beside_shards
@@ -69,8 +68,7 @@ class Saver:
         self.finish()
         started = time.monotonic()
         folder = layout.incomplete_folder(self.root, state.iteration)
-        digests: dict[str, FileDigest] = {}
-        error = collectives.first_error(atomic_io.capture_error(lambda: self._prepare(folder, state, digests)))
+        error = collectives.first_error(atomic_io.capture_error(lambda: self._prepare(folder, state)))
         if error is not None:
             return self._abandon(state.iteration, error)
         # weights under Megatron Core's own keys, and the optimizer state of every block that has any
@@ -87,7 +85,6 @@ class Saver:
             )
             entries |= {f"optimizer.{name}": entry for name, entry in optimizer.items()}
         write = ShardWrite(entries, folder, in_background=is_async, is_constant=is_constant, deferred=deferred)
-        write.digests.update(digests)
         if self._config.save_rng:
             write.add(random_states.file_name(torch.distributed.get_rank()), random_states.random_states())
         write.start()
@@ -128,7 +125,7 @@ class Saver:
         )
         return True
 
-    def _prepare(self, folder: str, state: RunState, digests: dict[str, FileDigest]) -> None:
+    def _prepare(self, folder: str, state: RunState) -> None:
         """Write the files of rank 0: the run state, and the files that Megatron Core expects beside the shards."""
         if not self._is_first:
             return
@@ -136,8 +133,6 @@ class Saver:
         os.makedirs(folder)
         atomic_io.write(os.path.join(folder, layout.RUN_STATE), state.to_json().encode())
         write_beside_shards(folder, iteration=state.iteration)
-        for name in os.listdir(folder):
-            digests[name] = layout.file_digest(os.path.join(folder, name))
 
     def _prune(self, iteration: int) -> None:
         """Delete older checkpoints, and unfinished checkpoints before the complete checkpoint `iteration`."""

@@ -365,20 +365,10 @@ def run_identity(config: RunConfig, *, train: Any) -> dict[str, str]:
     }
 
 
-@torch.no_grad()
-def _fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[int, int, int]:
-    """Return numbers that change if a bit of the tensors does: the number of elements, and two sums of their bits.
-
-    The sums are over all elements, and over every other element.
-    """
-    count = total = every_other = 0
-    for tensor in tensors:
-        bits = tensor.reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-        count += bits.numel()
-        parts = bits.split(1 << 22)  # an even number, because torch converts each element to eight bytes first
-        total += int(sum(part.sum(dtype=torch.int64) for part in parts))
-        every_other += int(sum(part[::2].sum(dtype=torch.int64) for part in parts))
-    return count, total, every_other
+def _fingerprint(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return numbers that change if a bit of the tensors does."""
+    parts = [part for each in tensors if each.numel() for part in each.detach().reshape(-1).split(_CHUNK)]
+    return [int(torch.hash_tensor(part).view(torch.int64)) for part in parts]
 
 
 def _hash(values: Any) -> int:
