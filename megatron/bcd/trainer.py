@@ -24,6 +24,7 @@ from megatron.core.num_microbatches_calculator import (
     get_num_microbatches,
     reconfigure_num_microbatches_calculator,
 )
+from megatron.core.utils import check_param_hashes_across_dp_replicas
 
 from megatron.bcd import __version__, data
 from megatron.bcd.blocks.schedule import PhaseState
@@ -43,9 +44,8 @@ from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.optim.step import Step
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.prefix_cache.controller import PrefixCache
-from megatron.bcd.runtime import device, memory, rng
+from megatron.bcd.runtime import collectives, device, memory, rng
 from megatron.bcd.runtime.compat import megatron_core
-from megatron.bcd.training.checks import StepChecks
 from megatron.bcd.training.evaluation import Evaluator
 from megatron.bcd.training.outputs import RunOutputs
 from megatron.bcd.training.profiler import StepProfiler
@@ -53,7 +53,7 @@ from megatron.bcd.training.recompute import Recomputation
 from megatron.bcd.training.replica_groups import ReplicaGroups, check_lighthouse
 from megatron.bcd.training.reporting import build_reporter, report_source, summarize
 from megatron.bcd.training.resolve import ResolvedRun
-from megatron.bcd.training.state import StepResult, TrainState
+from megatron.bcd.training.state import StepResult, TrainingFailed, TrainState
 from megatron.bcd.training.step_metrics import collect_step_metrics
 from megatron.bcd.training.stop import StopRequests
 
@@ -139,10 +139,7 @@ class Trainer:
         )
         self.stop = StopRequests(config.checkpoint)
         self.prefix_cache = PrefixCache(
-            config=config,
-            model=self.model,
-            partition=self.partition,
-            stage=self.stage,
+            active=self.active,
             samples=self.samples,
             pipeline=self.pipeline,
             implementation=self.implementation,
@@ -170,7 +167,6 @@ class Trainer:
             exporter = Exporter(config, self.reporter, run=run.name, is_continued=is_continued)
         self.outputs = RunOutputs(
             config=config.checkpoint,
-            model=self.model,
             active=self.active,
             saver=self.saver,
             exporter=exporter,
@@ -180,7 +176,6 @@ class Trainer:
             reporter=self.reporter,
             collect_run_state=self._run_state,
         )
-        self.checks = StepChecks(config=config, active=self.active, outputs=self.outputs)
 
     # ------------------------------------------------------------------------------------------------------- train
 
@@ -240,18 +235,49 @@ class Trainer:
         state = self.state
         num_groups = 1 if self.groups is None else self.groups.size
         state.after_step(result, num_samples=get_current_global_batch_size() * num_groups)
-        self.checks.after_step(result, state)
+        self._check_replicas()
+        self._check_skipped(result)
         is_last = state.iteration == self.train_iters
         if state.iteration % self.config.report.log_interval == 0 or state.iteration == 1 or is_last:
             self.reporter.step(collect_step_metrics(self, state.phase_state))
             if state.iteration > 1:  # as in stock, the first iteration also counts in the first interval
                 state.interval = []
-        if self.groups is not None and self.groups.is_due(state.iteration, state.phase_state):
-            is_in_step = self.groups.exchange()
-            self.checks.take_reference()
-            if not is_in_step:
-                return state.iteration >= self.train_iters
+        is_exchange_due = self.groups is not None and self.groups.is_due(state.iteration, state.phase_state)
+        if self.groups is not None and is_exchange_due and not self.groups.exchange():
+            return state.iteration >= self.train_iters
         return self._end_step(loss=result.loss)
+
+    def _check_replicas(self) -> None:
+        """Check that all data-parallel ranks hold the same bits (--check-weight-hash-across-dp-replicas-interval)."""
+        interval = self.config.training.check_weight_hash_across_dp_replicas_interval
+        if interval is None or self.state.iteration % interval:
+            return
+        with self.active.whole_parameters():
+            is_same = check_param_hashes_across_dp_replicas([builder.unwrap_model(self.model)], cross_check=True)
+        if not all(collectives.gather_objects(is_same)):
+            raise TrainingFailed(
+                f"iteration {self.state.iteration}: weights of data-parallel ranks differ "
+                "(--check-weight-hash-across-dp-replicas-interval). A GPU or the network may be faulty."
+            )
+
+    def _check_skipped(self, result: StepResult) -> None:
+        """Count consecutive skipped steps, and end the run at --max-skipped-steps. Steps that fp16 skips to find its
+        loss scale do not count."""
+        config, state = self.config, self.state
+        lowest, is_fixed = config.optimizer.min_loss_scale, config.optimizer.loss_scale is not None
+        is_search = config.precision == "fp16" and not is_fixed and self.active.core.loss_scale() > lowest
+        state.skipped_steps = state.skipped_steps + 1 if result.skipped and not is_search else 0
+        if state.skipped_steps < config.training.max_skipped_steps:
+            return
+        if self.saver is not None:
+            self.saver.finish()
+        # breadth-first order steps the chunks whose gradients are finite
+        weights = "" if config.is_breadth_first else ", the weights are those before them"
+        raise TrainingFailed(
+            f"iteration {state.iteration}: loss or gradient was not finite in {state.skipped_steps} steps in a row "
+            f"(--max-skipped-steps){weights}; {self.outputs.where_to_resume()}. A lower "
+            "--lr, a longer warm-up or --clip-grad may help"
+        )
 
     def _end_step(self, *, loss: float | None) -> bool:
         """Finish a step after its exchange. A group that has just copied the others' state continues here, too."""
@@ -444,9 +470,8 @@ class Trainer:
         self.recomputation.begin_phase(block)
 
     def _begin_phase(self) -> None:
-        """Begin a phase, also if the same block continues: switch check, prefix cache and pipeline schedule."""
+        """Begin a phase, also if the same block continues: prefix cache and pipeline schedule."""
         state, block = self.state, self.block_schedule.block(self.state.phase_state)
-        self.checks.take_reference()
         first_iteration = state.iteration - state.phase_state.step_in_phase
         least_steps = self.block_schedule.least_steps(state.phase_state.phase)
         num_steps = min(least_steps, self.train_iters - first_iteration)
@@ -462,14 +487,9 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------------------- exchange
 
-    def counters(self) -> dict[str, Any]:
-        """Collect what decides on the next step, beside tensors, for a group that joins."""
-        phase = self.state.phase_state.to_dict()
-        return {"counters": self.state.counters(), "phase": phase, "scheduler_steps": self.lr_scheduler.num_steps}
-
     def continue_from(self, peer: Mapping[str, Any], load: Callable[[], None]) -> None:
-        """Continue from another group: adopt its `counters`, call `load`, which loads its tensors while no block is
-        active, and build its block."""
+        """Continue from another group: adopt the counters of `peer` (`ReplicaGroups._state`), call `load`, which loads
+        its tensors while no block is active, and build its block."""
         if self.saver is not None:
             self.saver.finish()
         self.end_phase(is_end_of_run=True)
@@ -540,7 +560,6 @@ class Trainer:
         self._begin_phase()
         if self.groups is not None:
             self._has_joined = self.groups.join()
-            self.checks.take_reference()
             if self._has_joined:
                 self._end_step(loss=None)
 

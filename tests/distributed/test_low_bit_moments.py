@@ -36,7 +36,7 @@ def trained(config: RunConfig) -> dict[str, Any]:
         return {
             "losses": [step["loss"] for step in run.results],
             "counted": list(last.model_state_bytes),
-            "told": list(summary.blocks[run.active.block].model_state_bytes),
+            "told": list(summary.model_state_bytes[run.active.block]),
             "optimizer": max(run.active.state_bytes()["optimizer_state_bytes"], 0),
             "active": sum(shard.end - shard.start for shard in worlds.block_shards(run.active.core).values()),
             "host": max(last.host_state_bytes),

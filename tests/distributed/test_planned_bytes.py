@@ -33,7 +33,7 @@ def counted(
         run.meters = True
         run.train()
         summary = run.recorder.summary
-        told = [list(block.model_state_bytes) for block in summary.blocks]
+        told = [*map(list, summary.model_state_bytes)]
         states = [list(step.model_state_bytes) for step in run.recorder.steps]
         kept = [list(peaks) for peaks in run.saved_activation_bytes]
         return states, kept, told, summary.parameters_per_stage, summary.total_parameters

@@ -15,7 +15,6 @@ import pytest
 from support import resumed_runs, worlds
 from support.dist import World
 
-from megatron.bcd import data
 from megatron.bcd.config import RunConfig
 from megatron.bcd.prefix_cache.store import PrefixFile
 
@@ -171,24 +170,6 @@ def test_a_killed_fill_begins_again(
     outcome = served(world1, flags, tmp_path)
     assert outcome["losses"] == computed["losses"]
     assert outcome["num_computed"] == NUM_ENTRIES
-
-
-def read_in_another_order(config: RunConfig) -> str:
-    """Return the error of a run that reads a phase's entries one sample late."""
-    original = data.subset_indices
-
-    def late(*args: Any, position: int, **kwargs: Any) -> Any:
-        return original(*args, position=position + 1, **kwargs)
-
-    with mock.patch.object(data, "subset_indices", late), pytest.raises(AssertionError) as raised:
-        worlds.train_run(config)
-    return str(raised.value)
-
-
-def test_entries_of_other_samples(world1: World, flags: dict[str, Any], tmp_path: Path) -> None:
-    """A run whose cached entries belong to other samples than its batches ends with an error."""
-    [error] = world1.run(read_in_another_order, worlds.run_config(**flags, bcd_prefix_cache=tmp_path))
-    assert error.startswith("the prefix of other samples was read")
 
 
 def test_used_too_seldom(world1: World, flags: dict[str, Any], tmp_path: Path) -> None:

@@ -104,8 +104,7 @@ def publish(root: str, iteration: int) -> None:
             os.rename(target + _REMOVED, target)
         raise
     atomic_io.sync(root)
-    atomic_io.write(os.path.join(root, TRACKER + ".new"), str(iteration).encode())
-    os.replace(os.path.join(root, TRACKER + ".new"), os.path.join(root, TRACKER))
+    atomic_io.replace(os.path.join(root, TRACKER), str(iteration).encode())
     atomic_io.sync(root)
     _delete(target + _REMOVED)
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megatron.bcd.checkpoint import layout, optimizer_state, random_states
-from megatron.bcd.checkpoint.layout import FileDigest
 from megatron.bcd.checkpoint.loader import Source
 from megatron.bcd.checkpoint.run_state import RunState
 from megatron.bcd.checkpoint.shard_writer import ShardWrite, write_beside_shards
@@ -61,7 +60,7 @@ class Saver:
         self._pending: tuple[int, ShardWrite, float] | None = None
         """Iteration, files, and start time of the save."""
 
-    def save(self, state: RunState, model: torch.nn.Module, active: ActiveBlock) -> bool:
+    def save(self, state: RunState, active: ActiveBlock) -> bool:
         """Write checkpoint `state.iteration`; with --async-save only start to write. Return False if that failed.
 
         Layers in host memory that each step changes are written at once, because a copy would need as much memory.
@@ -69,17 +68,16 @@ class Saver:
         self.finish()
         started = time.monotonic()
         folder = layout.incomplete_folder(self.root, state.iteration)
-        digests: dict[str, FileDigest] = {}
-        error = collectives.first_error(atomic_io.capture_error(lambda: self._prepare(folder, state, digests)))
+        error = collectives.first_error(atomic_io.capture_error(lambda: self._prepare(folder, state)))
         if error is not None:
             return self._abandon(state.iteration, error)
         # weights under Megatron Core's own keys, and the optimizer state of every block that has any
-        host_layers, deferred = get_host_layers(model), optimizer_state.Deferred()
+        host_layers, deferred = get_host_layers(active.model), optimizer_state.Deferred()
         is_async = self._config.async_save and not host_layers.are_updated
         host_layers.leave_buffers()
         is_constant = host_layers.is_on_host  # does not change before the phase ends, unless it is updated
         entries: dict[str, Any] = {
-            f"model.{name}": entry for name, entry in unwrap_model(model).sharded_state_dict().items()
+            f"model.{name}": entry for name, entry in unwrap_model(active.model).sharded_state_dict().items()
         }
         if state.optimizer_state:
             optimizer, deferred = optimizer_state.sharded_state(
@@ -87,7 +85,6 @@ class Saver:
             )
             entries |= {f"optimizer.{name}": entry for name, entry in optimizer.items()}
         write = ShardWrite(entries, folder, in_background=is_async, is_constant=is_constant, deferred=deferred)
-        write.digests.update(digests)
         if self._config.save_rng:
             write.add(random_states.file_name(torch.distributed.get_rank()), random_states.random_states())
         write.start()
@@ -109,11 +106,6 @@ class Saver:
         """Whether this rank is still writing in the background. Not a collective."""
         return self._pending is not None and self._pending[1].is_writing
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a save has started and not finished; the same on every rank. Not a collective."""
-        return self._pending is not None
-
     def finish(self) -> bool:
         """Wait for the pending save, if any, and publish it. Return False if it failed."""
         if self._pending is None:
@@ -133,7 +125,7 @@ class Saver:
         )
         return True
 
-    def _prepare(self, folder: str, state: RunState, digests: dict[str, FileDigest]) -> None:
+    def _prepare(self, folder: str, state: RunState) -> None:
         """Write the files of rank 0: the run state, and the files that Megatron Core expects beside the shards."""
         if not self._is_first:
             return
@@ -141,10 +133,6 @@ class Saver:
         os.makedirs(folder)
         atomic_io.write(os.path.join(folder, layout.RUN_STATE), state.to_json().encode())
         write_beside_shards(folder, iteration=state.iteration)
-        for name in os.listdir(folder):
-            with open(os.path.join(folder, name), "rb") as file:
-                os.fsync(file.fileno())
-            digests[name] = layout.file_digest(file.name)
 
     def _prune(self, iteration: int) -> None:
         """Delete older checkpoints, and unfinished checkpoints before the complete checkpoint `iteration`."""

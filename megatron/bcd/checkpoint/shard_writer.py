@@ -177,7 +177,8 @@ class ShardWrite:
         _, metadata = MCoreSavePlanner(flatten_state_dict=False).create_global_plan(plans)
         IndexWriter(self._folder).finish(metadata, results)
         self.digests = {name: digest for by_name in digests for name, digest in by_name.items()}
-        self.digests[".metadata"] = file_digest(os.path.join(self._folder, ".metadata"))
+        for name in set(os.listdir(self._folder)) - self.digests.keys():  # the index, and other files of rank 0
+            self.digests[name] = file_digest(os.path.join(self._folder, name))
 
 
 def _write_item(file: BinaryIO, name: str, item: WriteItem, planner: Planner) -> Any:

@@ -1,7 +1,6 @@
 """Datasets, their checks, and the microbatches of a run."""
 
 from megatron.bcd.data.batches import (
-    INDICES,
     Batch,
     BatchSharding,
     GroupShare,

@@ -31,9 +31,6 @@ from megatron.bcd.runtime.exit import SIGNALS
 _MICROBATCHES_AT_ONCE = 256
 """Number of microbatches whose indices are computed together, which is much faster than one by one."""
 
-INDICES = "indices"
-"""Key of a batch: the dataset indices of its samples."""
-
 Batch = dict[str, torch.Tensor]
 
 _OF_WHOLE_SEQUENCES = ("segment_ids", "text_bounds", "longest_text")
@@ -136,16 +133,6 @@ def batches(
         yield from _loaded(dataset, consecutive_indices(sharding, total_samples=total, consumed_samples=start), config)
 
 
-class _WithIndices(torch.utils.data.Dataset[dict[str, Any]]):
-    """A dataset that adds the index to each sample, so that the prefix cache knows which entries a batch needs."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {**self._dataset[index], INDICES: index}
-
-
 class _Padded(torch.utils.data.Dataset[dict[str, Any]]):
     """A dataset that is padded with copies of its first sample that have no loss."""
 
@@ -212,10 +199,9 @@ def _end_with_the_rank() -> None:
 def _on_this_rank(config: RunConfig, batch: Batch) -> Batch:
     """Move a batch to this rank's device, and select this context-parallel rank's part of each sequence."""
     stays, target = {"longest_text", *["tokens"] * config.has_embedding_on_host}, device.current()
-    indices = {INDICES: batch.pop(INDICES)} if INDICES in batch else {}
     moved = {name: tensor if name in stays else tensor.to(target, non_blocking=True) for name, tensor in batch.items()}
     whole = {name: moved.pop(name) for name in _OF_WHOLE_SEQUENCES if name in moved}
-    return context_part(moved) | whole | indices
+    return context_part(moved) | whole
 
 
 def attention_inputs(batch: Batch) -> dict[str, Any]:
@@ -311,4 +297,4 @@ class TrainingSamples:
             return batches(self.dataset, self._config, consumed_samples=consumed_samples, share=self.share)
         sharding = BatchSharding.from_run(self._config, self.share)
         order = subset_indices(sharding, subset=self.subset, phase=phase, position=position)
-        return _loaded(_WithIndices(self.dataset), order, self._config)
+        return _loaded(self.dataset, order, self._config)

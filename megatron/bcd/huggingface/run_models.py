@@ -118,10 +118,8 @@ class Exporter:
 
     def _create_folder(self, weights: str) -> None:
         if os.path.dirname(weights) == self.root and _read_run(self.root) != self._run:  # claim the folder first
-            path = os.path.join(self.root, RUN)
             os.makedirs(self.root, exist_ok=True)
-            atomic_io.write(path + ".new", f"{self._run}\n".encode())
-            os.replace(path + ".new", path)
+            atomic_io.replace(os.path.join(self.root, RUN), f"{self._run}\n".encode())
         shutil.rmtree(weights, ignore_errors=True)
         os.makedirs(weights)
 

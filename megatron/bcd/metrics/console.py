@@ -69,7 +69,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
         ("layout", f"{summary.layout}, {num_blocks}, {summary.phases}"),
         *(("note", note) for note in summary.notes),
     ]
-    highest = [max(column) for column in zip(*(block.model_state_bytes for block in summary.blocks), strict=True)]
+    highest = [max(column) for column in zip(*summary.model_state_bytes, strict=True)]
     full = summary.full_model_state_bytes
     ratios = [mine / whole for mine, whole in zip(highest, full, strict=True) if whole]
     ratio = f" ({format_list(ratios, '{:.1%}'.format, 'ranks')} of full)" if ratios else ""
@@ -77,12 +77,10 @@ def summary_lines(summary: RunSummary) -> list[str]:
     def model_state(by_rank: Sequence[int], suffix: str = "") -> str:
         return f"model state {format_list(by_rank, format_bytes, 'ranks')}{suffix} by rank (estimated)"
 
+    blocks = zip(summary.blocks, summary.shares, summary.model_state_bytes, strict=True)
     facts += [
-        (
-            f"block {block.index}",
-            f"{block.contents} | {block.share:.1%} of the parameters | {model_state(block.model_state_bytes)}",
-        )
-        for block in summary.blocks
+        (f"block {number}", f"{contents} | {share:.1%} of the parameters | {model_state(by_rank)}")
+        for number, (contents, share, by_rank) in enumerate(blocks)
     ]
     facts += [
         ("BCD", f"maximum over the blocks | {model_state(highest, ratio)}"),

@@ -68,7 +68,7 @@ class Reporter:
 
     def run_summary(self, summary: RunSummary) -> None:
         """Print the run summary, and store the blocks' layers for later lines about phases."""
-        self._contents = {block.index: block.contents for block in summary.blocks}
+        self._contents = dict(enumerate(summary.blocks))
         for line in summary_lines(summary):
             self._print(line)
 

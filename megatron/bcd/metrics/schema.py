@@ -105,27 +105,6 @@ class ExchangeMetrics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSummary:
-    """One block in the run summary."""
-
-    index: int
-    layers: str
-    """Global layer indices, such as "0, 3" or "0-3, 6-9"."""
-    share: float
-    """Fraction of the model's parameters, 0 to 1."""
-    extras: str = ""
-    """Other parameters of the block: "embedding", "final norm, head"."""
-    model_state_bytes: tuple[int, ...]
-    """By rank: estimate for the time when this block is active."""
-
-    @property
-    def contents(self) -> str:
-        """A text such as "layers 0, 3 and embedding"."""
-        layers = f"layer{'' if self.layers.isdigit() else 's'} {self.layers}" if self.layers else ""
-        return " and ".join(part for part in (layers, self.extras) if part)
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """The facts printed before the first step."""
 
@@ -134,7 +113,12 @@ class RunSummary:
     parameters_per_stage: tuple[int, ...]
     total_parameters: int
     """Number of parameters, with a tied head counted once."""
-    blocks: tuple[BlockSummary, ...]
+    blocks: tuple[str, ...]
+    """Contents of each block, such as "layers 0, 3 and embedding"."""
+    shares: tuple[float, ...]
+    """Fraction of the model's parameters that each block trains, 0 to 1."""
+    model_state_bytes: tuple[tuple[int, ...], ...]
+    """By block and rank: estimate for the time when the block is active."""
     layout: str
     phases: str
     """Order and length of the phases."""

@@ -11,14 +11,11 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -120,59 +117,34 @@ class ChunkedModel(MegatronModule):
         }
 
 
-def _layer_spec(
+def _layer_specs(
     config: RunConfig,
     implementation: Implementation,
     stage_config: TransformerConfig,
     vp_stage: int | None,
     host_layers: HostLayers,
 ) -> TransformerBlockSubmodules:
-    """Return the layer specs of this stage."""
-    is_special = stage_config.layernorm_zero_centered_gamma or stage_config.sequence_parallel
-    norm = PlainNorm if is_special and implementation.norm.startswith("PyTorch") else None
-    pattern = stage_config.moe_layer_freq if config.num_experts else None
-    kinds = {
-        has_experts: _layer_kind_spec(config, implementation, stage_config, norm, host_layers, has_experts=has_experts)
-        for has_experts in ({bool(each) for each in pattern} if isinstance(pattern, list) else {bool(pattern)})
-    }
-    partition, stage = partition_from_config(config), parallel_state.get_pipeline_model_parallel_rank()
-    layers = partition.chunk_layers(stage, vp_stage or 0)
-    has_experts = [bool(pattern[layer] if isinstance(pattern, list) else pattern) for layer in layers]
-    return TransformerBlockSubmodules(
-        layer_specs=[kinds[each] for each in has_experts], layer_norm=norm or transformer_block.LayerNormImpl
+    """Return the specs of this chunk's layers: Megatron Core's, with our attention, norms and streaming."""
+    specs: Any = get_gpt_decoder_block_spec(
+        stage_config,
+        use_transformer_engine=implementation.layers == "transformer_engine",
+        normalization=stage_config.normalization,
+        vp_stage=vp_stage,
     )
-
-
-def _layer_kind_spec(
-    config: RunConfig,
-    implementation: Implementation,
-    stage_config: TransformerConfig,
-    norm: type | None,
-    host_layers: HostLayers,
-    *,
-    has_experts: bool,
-) -> ModuleSpec:
-    """Return the spec of a dense layer, or of one with experts. `norm` replaces Megatron Core's norms."""
-    qk_layernorm = bool(config.transformer.get("qk_layernorm", False))
-    experts = {"num_experts": config.num_experts, "moe_grouped_gemm": stage_config.moe_grouped_gemm}
-    experts = experts if has_experts else {}
-    if implementation.layers == "transformer_engine":
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_layernorm, **experts)
-    else:
-        normalization = config.transformer.get("normalization", "LayerNorm")
-        spec = get_gpt_layer_local_spec(qk_layernorm=qk_layernorm, normalization=normalization, **experts)
-        if has_experts:  # Transformer Engine's key: it does not fuse the norm with experts
-            spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
-    if config.bcd.bcd_layers_on == "host":
-        spec.module, spec.params = StreamedLayer, {**spec.params, "host_layers": host_layers}
-    if implementation.attention == SCALED_DOT_PRODUCT:
-        spec.submodules.self_attention.submodules.core_attention = ScaledDotProductAttention
-    if norm is not None:
+    is_special = stage_config.layernorm_zero_centered_gamma or stage_config.sequence_parallel
+    has_plain_norms = is_special and implementation.norm.startswith("PyTorch")
+    specs.layer_norm = PlainNorm if has_plain_norms else transformer_block.LayerNormImpl
+    for spec in {id(each): each for each in specs.layer_specs}.values():  # one of dense layers, one of experts
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = norm
-        if qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = norm
-    return spec
+        if config.bcd.bcd_layers_on == "host":
+            spec.module, spec.params = StreamedLayer, {**spec.params, "host_layers": host_layers}
+        if implementation.attention == SCALED_DOT_PRODUCT:
+            attention.core_attention = ScaledDotProductAttention
+        if has_plain_norms:
+            layer.input_layernorm = layer.pre_mlp_layernorm = PlainNorm
+            if stage_config.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = PlainNorm
+    return specs
 
 
 def build_model(config: RunConfig, padded_vocab_size: int, implementation: Implementation) -> torch.nn.Module:
@@ -246,7 +218,7 @@ def _build_chunk(
     vp_stage = chunk if config.num_chunks > 1 else None
     model = (LinearLossModel if config.has_linear_loss else ChunkwiseModel)(
         config=stage_config,
-        transformer_layer_spec=_layer_spec(config, implementation, stage_config, vp_stage, host_layers),
+        transformer_layer_spec=_layer_specs(config, implementation, stage_config, vp_stage, host_layers),
         vocab_size=padded_vocab_size,
         max_sequence_length=config.model.max_position_embeddings or config.model.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage() and chunk == 0,
@@ -259,10 +231,11 @@ def _build_chunk(
         rope_scaling_factor=config.model.rope_scaling_factor,
         vp_stage=vp_stage,
     )
-    if "biases" in config.bcd.always_active:
-        for layer in model.decoder.layers:
-            if layer.self_attention.linear_qkv.bias is not None:
-                layer.self_attention.linear_qkv.register_forward_hook(_add_bias_gradient)
+    for layer in model.decoder.layers:
+        if isinstance(layer.mlp, MoELayer):  # Transformer Engine's key: it does not fuse the norm with experts
+            layer.submodules_config.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+        if "biases" in config.bcd.always_active and layer.self_attention.linear_qkv.bias is not None:
+            layer.self_attention.linear_qkv.register_forward_hook(_add_bias_gradient)
     # GPTModel has no argument for the decoder's class. BcdTransformerBlock only overrides methods, so the class can be
     # changed afterwards.
     model.decoder.__class__ = BcdTransformerBlock
@@ -293,7 +266,7 @@ def _host_layers(config: RunConfig, stage_config: TransformerConfig, padded_voca
         state=(state if keeps else {}) | others,
         is_streamed=is_streamed,
         group=replicas.group(),
-        part=replicas.expert_part(),
+        part=(parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()),
     )
 
 

@@ -134,7 +134,7 @@ def _parallel_linear(
 
 def _product(weights: Weights, name: str, input: Tensor, weight: Tensor) -> Tensor:
     """Return input [..., I] x weight [O, I]^T. Rows of zeros, which change no scale, fill up the tokens of experts."""
-    rows = _rows(input)
+    rows = input.flatten(0, -2)
     if not len(rows):  # an expert without tokens
         return torch.nn.functional.linear(input, weight)
     if missing := -len(rows) % ALIGNMENT:
@@ -168,11 +168,6 @@ class _Product(torch.autograd.Function):
             input_IT = rounded(input.t(), ctx.scale, _FORMAT), ctx.scale
             grad_weight = _multiply((rounded(grad_TO.t(), scale, dtype), scale), input_IT, weight.dtype)
         return grad_input, grad_weight, None, None
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """Return [..., N] as [T, N]."""
-    return tensor.flatten(0, -2)
 
 
 def _scale(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
@@ -122,36 +121,22 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, group: 
     return losses.view(labels.shape)
 
 
-class _DeferredHead(ColumnParallelLinear):
-    """Megatron Core's head. With labels it returns its input instead of logits, because the loss multiplies it."""
-
-    is_deferred = False
-
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Map [S, B, H] to [S, B, H] or [S, B, V]."""
-        return (input_, None) if self.is_deferred else super().forward(input_, *args, **kwargs)
-
-
 class LinearLossModel(ChunkwiseModel):
     """Model whose loss needs no logits. Without labels it returns logits."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.post_process:  # GPTModel has no argument for the head's class
-            self.output_layer.__class__ = _DeferredHead
-
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Return the losses [B, S], fp32, or without labels the logits."""
-        if self.post_process:
-            self.output_layer.is_deferred = labels is not None
-        return super().forward(*args, labels=labels, **kwargs)
-
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the losses [B, S] of labels [B, S]. ``logits`` is the head's input [S, B, H]."""
+        if labels is None or not self.ends_with_head:
+            return super().forward(*args, labels=labels, **kwargs)
+        self.post_process = False  # then GPTModel returns the head's input [S, B, H]
+        try:
+            hidden = super().forward(*args, **kwargs)
+        finally:
+            self.post_process = True
         is_tied, group = self.share_embeddings_and_output_weights, self.pg_collection.tp
         weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(logits, group=group)
+            hidden = gather_from_sequence_parallel_region(hidden, group=group)
         else:
-            hidden = copy_to_tensor_model_parallel_region(logits, group=group)
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
         return linear_cross_entropy(hidden, weight, labels.transpose(0, 1), group).transpose(0, 1).contiguous()

@@ -149,17 +149,6 @@ class _Slot(nn.Module):
         return output
 
 
-class _Absent(nn.Module):
-    """Takes the place of a table that another stage has. Its result, like all that it enters, is not used."""
-
-    def __init__(self, table: nn.Embedding) -> None:
-        super().__init__()
-        self._width = table.embedding_dim
-
-    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros(*ids.shape, self._width, device=ids.device)
-
-
 class Skeleton:
     """A model of transformers whose parameters have no values, with its parts by GPTModel's names.
 
@@ -249,15 +238,10 @@ class Skeleton:
             path = next(path for path in by_path if name.startswith(f"{path}."))
             yield by_path[path] + name.removeprefix(path), name, tensor
 
-    def fill(self, *, has_embedding: bool = True) -> None:
-        """Put slots in the place of the layers. Without `has_embedding` nothing reads tables of the embedding."""
+    def fill(self) -> None:
+        """Put slots in the place of the layers."""
         slots = nn.ModuleList(_Slot(self, number) for number in range(len(self.layers)))
         self.model.set_submodule(self.paths[LAYERS], slots)
-        for ours, path in self.paths.items():
-            if ours.startswith("embedding.") and ours != EMBEDDING and not has_embedding:
-                module = self.module(ours)
-                absent = _Absent(module) if isinstance(module, nn.Embedding) else nn.Identity()
-                self.model.set_submodule(path, absent)
 
     def run(self, now: Pass, **inputs: Any) -> Tensor:
         """Run a part of the model after `fill`.

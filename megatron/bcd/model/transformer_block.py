@@ -17,14 +17,8 @@ from megatron.bcd.model.transformer_config import PHASE_FIELDS
 from megatron.bcd.runtime.compat.megatron_core import recompute
 
 
-class _PassThrough(torch.nn.Module):
-    """A layer that returns its input."""
-
-    def forward(self, *, hidden_states: Tensor, context: Any = None, **others: Any) -> tuple[Tensor, Any]:
-        return hidden_states, context
-
-
-_pass_through = _PassThrough()
+def _pass_through(*, hidden_states: Tensor, context: Any = None, **others: Any) -> tuple[Tensor, Any]:
+    return hidden_states, context
 
 
 class BcdTransformerBlock(TransformerBlock):
@@ -65,31 +59,21 @@ class BcdTransformerBlock(TransformerBlock):
         With `behind_prefix` start with the first active layer, on any stage: `hidden_states` [S, B, H] is its input. If
         only the head is active, run no layer.
         """
-        if self.chunk is not None:
-            return self._forward_chunk(self.chunk, hidden_states, *args, **kwargs)
-        if not behind_prefix:
-            return super().forward(hidden_states, *args, **kwargs)
         layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
-        first = next(iter(self._trainable_layers()), len(layers))
-        self.input_tensor = hidden_states  # stages after the first read their input here
-        # skipped layers are replaced, not removed: recomputation looks layers up by index
-        self.layers = torch.nn.ModuleList([*[_pass_through] * first, *layers[first:]])
-        try:
+        final_norm, received, chunk = self.final_layernorm, self.input_tensor, self.chunk  # type: ignore[has-type]
+        if behind_prefix:
+            chunk = range(next(iter(self._trainable_layers()), len(layers)), len(layers))
+            self.input_tensor, received = hidden_states, None  # stages after the first read their input here
+        elif chunk is None:
             return super().forward(hidden_states, *args, **kwargs)
-        finally:
-            self.layers = layers
-            self.input_tensor = None
-
-    def _forward_chunk(self, chunk: range, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run some layers. The final norm follows the last one. Later chunks read `input_tensor`."""
-        layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
-        final_norm = self.final_layernorm  # type: ignore[has-type]
+        elif chunk.start > 0:
+            hidden_states = received
         self.layers = torch.nn.ModuleList(layers[number] for number in chunk)
         self.final_layernorm = final_norm if chunk.stop == len(layers) else None
         try:
-            return super().forward(hidden_states if chunk.start == 0 else self.input_tensor, *args, **kwargs)
+            return super().forward(hidden_states, *args, **kwargs)
         finally:
-            self.layers, self.final_layernorm = layers, final_norm
+            self.layers, self.final_layernorm, self.input_tensor = layers, final_norm, received
 
     def _trainable_layers(self) -> list[int]:
         """Return the numbers, on this stage, of the layers with an active parameter."""

@@ -5,6 +5,7 @@ Tensor shapes: S sequence length, B micro-batch size, H hidden size, V vocabular
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -33,10 +34,6 @@ from megatron.bcd.model.skeleton import (
 from megatron.bcd.model.split_check import check_split
 from megatron.bcd.runtime import device, packages
 from megatron.bcd.runtime.compat.transformers import compile_elementwise
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 class TransformersModel(Chunks, LanguageModule):
@@ -83,9 +80,11 @@ class TransformersModel(Chunks, LanguageModule):
 
         if pre_process:
             self.embedding = nn.Module()
-            for ours in skeleton.paths:
-                if ours.startswith("embedding."):
-                    setattr(self.embedding, ours.removeprefix("embedding."), build(skeleton.module(ours), 0))
+        for ours in skeleton.paths:
+            if ours.startswith("embedding.") and pre_process:
+                setattr(self.embedding, ours.removeprefix("embedding."), build(skeleton.module(ours), 0))
+            elif ours.startswith("embedding.") and ours != EMBEDDING:  # runs on every stage; its result is not used
+                build(skeleton.module(ours), 0).requires_grad_(False)
         own = [skeleton.layers[number] for number in layers]
         for number, layer in zip(layers, own, strict=True):
             build(layer, 1 + number, on_host=is_on_host)
@@ -104,7 +103,7 @@ class TransformersModel(Chunks, LanguageModule):
                 self.__dict__["output_layer"] = head  # no submodule: its weight is the embedding's
             else:
                 self.output_layer = build(head, last + 1)
-        skeleton.fill(has_embedding=pre_process)
+        skeleton.fill()
         for buffer in skeleton.model.buffers():
             buffer.data = buffer.data.to(device.current())
         self.setup_embeddings_and_output_layer()
@@ -146,11 +145,13 @@ class TransformersModel(Chunks, LanguageModule):
             inputs["inputs_embeds"] = embedded.to(device.current(), non_blocking=True)
         else:
             inputs["input_ids"] = input_ids
+        recomputes = self.config.recompute_granularity == "full" and torch.is_grad_enabled()
+        most = self.config.recompute_num_layers if self.config.recompute_method == "block" else None
         now = Pass(
             layers=layers,
             received=received,
             has_head=self.ends_with_head,
-            recomputed=self._recomputed(layers, received),
+            recomputed=layers[:most] if recomputes else range(0),
             ends_before_head=self._has_linear_loss and labels is not None,
         )
         output: Tensor = self.skeleton.run(now, **inputs)
@@ -164,15 +165,6 @@ class TransformersModel(Chunks, LanguageModule):
             return linear_cross_entropy(logits, self.skeleton.module(HEAD).weight, labels, self.pg_collection.tp)
         losses: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels)
         return losses
-
-    def _recomputed(self, layers: range, received: Tensor | None) -> range:
-        """Return the layers to recompute, by their numbers in the model: none without a graph, as in a prefix."""
-        if self.config.recompute_granularity != "full" or not torch.is_grad_enabled():
-            return range(0)
-        has_graph = _is_trained(self.embedding) if received is None else received.requires_grad
-        first = next((i for i in layers if has_graph or _is_trained(self.skeleton.layers[i])), layers.stop)
-        most = self.config.recompute_num_layers if self.config.recompute_method == "block" else None
-        return range(first, layers.stop)[:most]
 
     # --- state
 
@@ -196,16 +188,10 @@ class TransformersModel(Chunks, LanguageModule):
         entries = {}
         for name, tensor in self.state_dict(keep_vars=True).items():
             is_copy = name == f"{HEAD}.weight" and self.share_embeddings_and_output_weights
-            key = f"{EMBEDDING}.weight" if is_copy else self._whole_name(name)
+            key = re.sub(rf"^{LAYERS}\.(\d+)", lambda match: f"{LAYERS}.{self.first_layer + int(match[1])}", name)
+            key = f"{EMBEDDING}.weight" if is_copy else key
             entries[name] = ShardedTensor.from_rank_offsets(key, tensor, replica_id=(int(is_copy), 0, replica))
         return entries
-
-    def _whole_name(self, name: str) -> str:
-        """Return a parameter's name in a model of one stage."""
-        if not name.startswith(f"{LAYERS}."):
-            return name
-        number, rest = name.removeprefix(f"{LAYERS}.").split(".", 1)
-        return f"{LAYERS}.{self.first_layer + int(number)}.{rest}"
 
 
 def build_chunks(

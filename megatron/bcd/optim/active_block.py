@@ -63,8 +63,6 @@ class ActiveBlock:
         """Momenta of the outer step of replica groups, in host memory: by name, flat, this rank's `shard_slice`."""
         self.config = config
         self._model_config = get_model_config(model)
-        self.is_checked = True
-        """Whether the switch check of this phase is done, or there is no phase."""
         self._in_buffers: list[torch.nn.Parameter] = []
 
     @property
@@ -89,9 +87,9 @@ class ActiveBlock:
         rules = phase_rules(self.config, self.parameters, block)
         self.parameters.activate(block, without={name for _, names, _ in rules for name in names})
         self._in_buffers = list(self.parameters.active().values())
-        parameters, by_chunk = self.parameters.all(), self.config.steps_block_by_chunk
-        updated = [parameters[name] for _, names, is_of_block in rules for name in names if by_chunk or not is_of_block]
-        loaded = [parameters[name] for _, names, is_of_block in rules for name in names if is_of_block and not by_chunk]
+        parameters = self.parameters.all()
+        updated = [parameters[name] for rule, names, _ in rules for name in names if rule.is_by_chunk]
+        loaded = [parameters[name] for rule, names, _ in rules for name in names if not rule.is_by_chunk]
         self._host_layers.begin_phase({*self._in_buffers, *loaded}, updated=updated)
         self.core.begin(block)
         # the hooks of Megatron Core's schedule, as Megatron-LM's training loop sets them
@@ -108,7 +106,6 @@ class ActiveBlock:
             streamed=self._host_layers.streamed_parameters(),
             block=block,
         )
-        self.is_checked = False
 
     def dispose(self, *, is_end_of_run: bool = False) -> None:
         """Save the state that outlives the phase, and free gradients, optimizer and buffers. A collective.
@@ -124,7 +121,6 @@ class ActiveBlock:
         model_config.grad_scale_func = model_config.finalize_model_grads_func = None
         model_config.no_sync_func = model_config.grad_sync_func = model_config.param_sync_func = None
         self.core.end()
-        self.is_checked = True
         self._host_layers.end_phase()
         gc.collect()  # wrapper, buckets and hooks form reference cycles
         on_device = [weight for weight in self._in_buffers if not self._host_layers.is_on_host(weight)]

@@ -164,18 +164,15 @@ class LowBitAdam(torch.optim.Optimizer):
         """Step every parameter that has a gradient."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
+            settings = group | {"decoupled_weight_decay": self._is_decoupled}
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_parameter(parameter, group)
-
-    def _step_parameter(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        assert parameter.grad is not None and parameter.dtype == torch.float32
-        state = self.state[parameter]
-        if not state:
-            state.update(zeros(parameter.numel(), torch.int8, parameter.device))
-        settings = group | {"decoupled_weight_decay": self._is_decoupled}
-        for weight, gradient, part in parts(parameter.view(-1), parameter.grad.reshape(-1), state):
-            step_part(weight, gradient, part, settings)
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(zeros(parameter.numel(), torch.int8, parameter.device))
+                for weight, gradient, part in parts(parameter.view(-1), parameter.grad.reshape(-1), state):
+                    step_part(weight, gradient, part, settings)
 
 
 def parts(weight: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Iterator[Any]:

@@ -49,14 +49,10 @@ class Step:
         """
         if not self.requests:
             loss_sum, num_tokens, requests = reduce_losses(reported, self._read_requests())
-            self._set_loss(loss_sum, num_tokens)
+            self.set_loss(loss_sum, num_tokens)
             self.requests = tuple(requests)
 
-    def take_loss(self, reduced: torch.Tensor) -> None:
-        """Take the sum of the losses and the number of tokens from the last stage. The CPU waits for them."""
-        self._set_loss(*reduced.tolist())
-
-    def _set_loss(self, loss_sum: float, num_tokens: float) -> None:
+    def set_loss(self, loss_sum: float, num_tokens: float) -> None:
         """Set the loss, which decides whether the step may update anything."""
         self.loss = loss_sum / max(num_tokens, 1.0)
         # with fp16 the optimizer must see the overflow, to lower the loss scale

@@ -198,7 +198,7 @@ class BreadthFirstIteration(Iteration):
 
     def _update(self, action: Action, place: Place) -> None:
         if self._has_messages and not self._is_loss_taken:
-            self._training_step.take_loss(self._arrived_loss())
+            self._training_step.set_loss(*self._arrived_loss().tolist())
             self._is_loss_taken = True
         self._training_step.update(action.chunk)
 

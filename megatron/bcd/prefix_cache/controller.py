@@ -13,7 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any, NoReturn
@@ -24,7 +24,6 @@ from megatron.core import parallel_state
 
 from megatron.bcd import data
 from megatron.bcd.blocks.ownership import ownership
-from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.batches import TrainingSamples
 from megatron.bcd.metrics.console import format_bytes
@@ -32,6 +31,7 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.attention import whole_sequence
 from megatron.bcd.model.builder import get_chunks, unwrap_model
 from megatron.bcd.model.implementation import Implementation
+from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.prefix_cache.store import Indices, PrefixFile, cache_files
 from megatron.bcd.runtime import atomic_io, collectives, device, packages, replicas
@@ -40,7 +40,6 @@ BREAK_EVEN = 1.15
 """Minimum uses of a sample for a cache to pay. Filling it costs about this many forward passes of the prefix."""
 _MICROBATCHES_PER_ROUND = 16
 """Number of microbatches between exchanges of errors. Idle ranks must not wait longer than a collective's timeout."""
-_MAX_PENDING_WRITES = 4
 _MICROBATCHES_AHEAD = 4
 
 
@@ -52,11 +51,7 @@ class PrefixCache:
     phase, and the next phase replaces it.
     """
 
-    config: RunConfig
-    model: torch.nn.Module
-    partition: Partition
-    stage: int
-    """Pipeline stage of this rank."""
+    active: ActiveBlock
     samples: TrainingSamples
     pipeline: PipelineSchedule
     implementation: Implementation
@@ -71,7 +66,7 @@ class PrefixCache:
 
     @property
     def root(self) -> str | None:
-        return self.config.bcd.bcd_prefix_cache
+        return self.active.config.bcd.bcd_prefix_cache
 
     def begin_phase(self, phase: int, block: int, *, num_samples: int) -> bool:
         """Collective. Fill the cache of `phase`, in which `block` is active. All weights must be gathered.
@@ -92,7 +87,7 @@ class PrefixCache:
 
         Only the stage with the first active layer gets it.
         """
-        if self._file is None or self.stage != self.partition.first_trainable_stage(self.block):
+        if self._file is None or self.active.stage != self.active.partition.first_trainable_stage(self.block):
             return batches
         if self._cached_batches is None:
             self._cached_batches = self._read_outputs(batches, self._file, position)
@@ -121,7 +116,7 @@ class PrefixCache:
 
         Return None, with a note why, if the phase computes its prefix.
         """
-        num_layers = len(self.partition.prefix_layers(self.block))
+        num_layers = len(self.active.partition.prefix_layers(self.block))
         subset = self.samples.subset
         if not num_layers or subset is None:
             return None
@@ -139,8 +134,8 @@ class PrefixCache:
             self.root,
             key=self._key(samples, num_layers),
             samples=samples,
-            shape=(self.config.model.seq_length, self.config.hidden_size),
-            dtype=self.config.precision,
+            shape=(self.active.config.model.seq_length, self.active.config.hidden_size),
+            dtype=self.active.config.precision,
         )
         error = collectives.on_rank_0(lambda: atomic_io.capture_error(file.prepare))
         start = time.monotonic()
@@ -164,7 +159,7 @@ class PrefixCache:
 
     def _key(self, samples: Indices, num_layers: int) -> str:
         """Collective. Return a hash of everything that determines the file's content. Equal on all ranks."""
-        config, weights = self.config, self._weights(num_layers)
+        config, weights = self.active.config, self._weights(num_layers)
 
         def key() -> str:
             parts = {
@@ -189,24 +184,21 @@ class PrefixCache:
         mine = []
         if replicas.rank() == 0:
             tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-            for name, parameter in unwrap_model(self.model).named_parameters():
-                place = ownership(name, partition=self.partition, stage=self.stage)
+            for name, parameter in unwrap_model(self.active.model).named_parameters():
+                place = ownership(name, partition=self.active.partition, stage=self.active.stage)
                 if place.module == "embedding" or (place.layer is not None and place.layer < num_layers):
                     content = parameter.detach().cpu().contiguous().view(torch.uint8).numpy()
-                    mine.append((self.stage, tensor_rank, name, hashlib.sha256(content).hexdigest()))
+                    mine.append((self.active.stage, tensor_rank, name, hashlib.sha256(content).hexdigest()))
         return sorted(itertools.chain.from_iterable(collectives.gather_objects(mine)))
 
     def _read_outputs(self, batches: Iterator[data.Batch], file: PrefixFile, position: int) -> Iterator[data.Batch]:
         subset = self.samples.subset
         assert subset is not None
-        sharding = data.BatchSharding.from_run(self.config)
+        sharding = data.BatchSharding.from_run(self.active.config)
         indices = data.subset_indices(sharding, subset=subset, phase=self._phase, position=position)
         outputs = _read_ahead(file, indices)
         with contextlib.closing(outputs):  # type: ignore[type-var]
-            for batch, (samples, on_host) in zip(batches, outputs, strict=True):
-                # a stage in the middle of the pipeline has no samples to compare
-                in_batch = batch.get(data.INDICES)
-                assert in_batch is None or in_batch.tolist() == samples, "the prefix of other samples was read"
+            for batch, on_host in zip(batches, outputs, strict=True):
                 output = on_host.to(device.current(), non_blocking=True)
                 self._hits += output.size(1)
                 yield batch | {"prefix_output": data.context_shard(output)}
@@ -219,27 +211,25 @@ class _PrefixDone(Exception):
 class _Fill:
     """Fills the cache with training's own forward passes, in micro-batches of the same size.
 
-    Each data-parallel replica computes its share. A thread writes while the next micro-batch is computed.
+    Each data-parallel replica computes its share.
     """
 
     def __init__(self, cache: PrefixCache, file: PrefixFile) -> None:
         self._cache, self._file = cache, file
-        config, partition, block = cache.config, cache.partition, cache.block
+        config, partition, block = cache.active.config, cache.active.partition, cache.block
         self._micro_batch_size, self._length = config.training.micro_batch_size, config.model.seq_length
-        self._needs_batch = cache.stage == 0 or config.data.reset_attention_mask
+        self._needs_batch = cache.active.stage == 0 or config.data.reset_attention_mask
         first = partition.first_trainable_virtual_stage(block)
         self._num_stages, self._num_chunks = partition.first_trainable_stage(block) + 1, 1
         self._first_active: torch.nn.Module | None = None
         """The module before which the prefix ends inside a chunk: the first active layer, or the norm of the head."""
         if partition.num_chunks > 1:  # the prefix consists of whole chunks
             self._num_stages, self._num_chunks = partition.num_stages, -(-first // partition.num_stages)
-        if cache.stage == self._num_stages - 1 and (partition.num_chunks == 1 or first % partition.num_stages):
-            chunk, decoder = self._num_chunks - 1, get_chunks(cache.model)[self._num_chunks - 1].decoder
-            layers = partition.chunk_layers(cache.stage, chunk)
+        if cache.active.stage == self._num_stages - 1 and (partition.num_chunks == 1 or first % partition.num_stages):
+            chunk, decoder = self._num_chunks - 1, get_chunks(cache.active.model)[self._num_chunks - 1].decoder
+            layers = partition.chunk_layers(cache.active.stage, chunk)
             number = len(partition.prefix_layers(block)) - layers.start
             self._first_active = decoder.layers[number] if number < len(layers) else decoder.final_layernorm
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix-fill")
-        self._writes: deque[Future[None]] = deque()
         self._error: str | None = None
 
     def run(self) -> str | None:
@@ -249,15 +239,12 @@ class _Fill:
         share = -(-len(slots) // ranks)
         mine = slots[rank * share : (rank + 1) * share]
         size = self._micro_batch_size
-        with self._writer:
-            for start in range(0, share, size * _MICROBATCHES_PER_ROUND):
-                end = min(start + size * _MICROBATCHES_PER_ROUND, len(mine))
-                self._compute([mine[first : min(first + size, end)] for first in range(start, end, size)])
-                while self._writes:
-                    self._finish_oldest_write()
-                error = collectives.first_error(self._error)
-                if error or self._cache.should_stop():
-                    return error or "the run is asked to stop"
+        for start in range(0, share, size * _MICROBATCHES_PER_ROUND):
+            end = min(start + size * _MICROBATCHES_PER_ROUND, len(mine))
+            self._compute([mine[first : min(first + size, end)] for first in range(start, end, size)])
+            error = collectives.first_error(self._error)
+            if error or self._cache.should_stop():
+                return error or "the run is asked to stop"
         error = collectives.first_error(atomic_io.capture_error(self._file.sync))
         return error or collectives.on_rank_0(lambda: atomic_io.capture_error(self._file.publish))
 
@@ -269,7 +256,7 @@ class _Fill:
             return self._forward(model, next(batches)), lambda output, non_loss_data: self._write(next(done), output)
 
         self._cache.pipeline.run_prefix_forward(
-            model=self._cache.model,
+            model=self._cache.active.model,
             num_stages=self._num_stages,
             num_chunks=self._num_chunks,
             num_microbatches=len(microbatches),
@@ -284,7 +271,8 @@ class _Fill:
         if not self._needs_batch:
             return {}
         slots = numpy.pad(slots, (0, self._micro_batch_size - len(slots)), mode="edge")
-        return data.load_batch(self._cache.samples.dataset, self._file.samples[slots].tolist(), self._cache.config)
+        samples = self._file.samples[slots].tolist()
+        return data.load_batch(self._cache.samples.dataset, samples, self._cache.active.config)
 
     def _forward(self, model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
         """Return the chunk's output, or the input of the first active layer if it is in this chunk."""
@@ -310,13 +298,8 @@ class _Fill:
         hidden_states = whole_sequence(hidden_states, parallel_state.get_context_parallel_group())
         if parallel_state.get_context_parallel_rank() != 0 or self._error:
             return
-        self._writes.append(self._writer.submit(self._file.write, slots, hidden_states.detach().cpu()))
-        if len(self._writes) > _MAX_PENDING_WRITES:
-            self._finish_oldest_write()
-
-    def _finish_oldest_write(self) -> None:
-        error = atomic_io.capture_error(self._writes.popleft().result)
-        self._error = self._error or error
+        on_host = hidden_states.detach().cpu()
+        self._error = atomic_io.capture_error(lambda: self._file.write(slots, on_host))
 
 
 def _output(model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
@@ -324,15 +307,15 @@ def _output(model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
     return output
 
 
-def _read_ahead(file: PrefixFile, microbatches: Iterable[list[int]]) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Yield the samples of each micro-batch and the input of their first active layer. Two threads read ahead."""
+def _read_ahead(file: PrefixFile, microbatches: Iterable[list[int]]) -> Iterator[torch.Tensor]:
+    """Yield the input of the first active layer of each micro-batch, given its samples. Two threads read ahead."""
     with ThreadPoolExecutor(2, thread_name_prefix="prefix-cache") as threads:
-        coming = ((samples, threads.submit(file.read, numpy.array(samples))) for samples in microbatches)
+        coming = (threads.submit(file.read, numpy.array(samples)) for samples in microbatches)
         ahead = deque(itertools.islice(coming, _MICROBATCHES_AHEAD))
         while ahead:
-            samples, entries = ahead.popleft()
+            entries = ahead.popleft()
             ahead.extend(itertools.islice(coming, 1))
-            yield samples, entries.result()
+            yield entries.result()
 
 
 def _describe_data(config: RunConfig, dataset: Any) -> list[str]:

@@ -17,6 +17,12 @@ def write(path: str, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace(path: str, content: bytes) -> None:
+    """Replace a file: it has the old or the new content, also after a power cut. Raises OSError."""
+    write(path + ".new", content)
+    os.replace(path + ".new", path)
+
+
 def sync(path: str) -> None:
     """Flush a file to disk, or the list of names in a folder. Raises OSError."""
     file = os.open(path or ".", os.O_RDONLY | os.O_CLOEXEC)

@@ -52,18 +52,20 @@ def initialize(
     megatron_core.patch_optimizer_offload()
     for patch in (megatron_core.patch_recomputation, megatron_core.patch_grad_norm, megatron_core.patch_experts):
         patch()
-    backend = _fitting_backend(backend)
+    fitting, given = ("nccl", "a") if device.has_cuda() else ("gloo", "no")
+    if backend not in (fitting, "auto"):
+        raise ValueError(f"--distributed-backend {backend}: this machine shows {given} GPU. Give {fitting} or auto.")
     if device.has_cuda():
         torch.cuda.set_device(_local_gpu())
         if packages.optimizer_implementation() == packages.PYTORCH_OPTIMIZER:
             megatron_core.patch_adam()
     else:
         cpu.patch_megatron_core()
-    if backend == "gloo":
+    if fitting == "gloo":
         pytorch.share_gloo_device()
     if not torch.distributed.is_initialized():
         timeout = datetime.timedelta(minutes=timeout_minutes)
-        torch.distributed.init_process_group(backend, timeout=timeout, **_rendezvous(timeout))
+        torch.distributed.init_process_group(fitting, timeout=timeout, **_rendezvous(timeout))
     # with a bound device, messages between all pairs of stages would share one communicator and wait for each other
     warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
     assert torch.distributed.group.WORLD.bound_device_id is None, "no device is bound to the process group"
@@ -78,20 +80,6 @@ def initialize(
         expert_model_parallel_size=expert_size,
         expert_tensor_parallel_size=expert_tensor_size,
     )
-
-
-def _fitting_backend(backend: str) -> str:
-    """Return the backend, given --distributed-backend. Raises ValueError if it does not fit the machine."""
-    if backend == "nccl" and not device.has_cuda():
-        raise ValueError("--distributed-backend nccl: this machine shows no GPU. Give gloo or auto.")
-    if backend == "gloo" and device.has_cuda():
-        raise ValueError(
-            "--distributed-backend gloo: is for CPUs, but this machine shows a GPU. Give nccl or auto, or hide the GPU "
-            "with CUDA_VISIBLE_DEVICES="
-        )
-    if backend != "auto":
-        return backend
-    return "nccl" if device.has_cuda() else "gloo"
 
 
 def build_waiting_group(

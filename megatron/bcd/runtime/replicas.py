@@ -32,11 +32,6 @@ def rank(parameter: torch.Tensor | None = None) -> int:
     return int(group(parameter).rank())
 
 
-def expert_part() -> tuple[int, int]:
-    """Return which part of each layer's experts this rank has: its expert-parallel and expert-tensor-parallel rank."""
-    return parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
-
-
 def tensor_group(parameter: torch.Tensor | None = None) -> torch.distributed.ProcessGroup:
     """Return the tensor-parallel group, which may be another one for experts."""
     if is_expert(parameter):

@@ -55,24 +55,17 @@ def set_states(states: States) -> None:
 
 
 @contextlib.contextmanager
-def preserve_random_generators() -> Iterator[None]:
-    """Restore PyTorch's generators and Megatron Core's tracker at the end of the context."""
-    before = states()
-    try:
-        yield
-    finally:
-        set_states(before)
-
-
-@contextlib.contextmanager
 def repeating(earlier: States | None) -> Iterator[None]:
     """Inside the context, draw the numbers that followed `earlier`. With None, go on drawing new ones."""
     if earlier is None:
         yield
         return
-    with preserve_random_generators():
-        set_states(earlier)
+    before = states()
+    set_states(earlier)
+    try:
         yield
+    finally:
+        set_states(before)
 
 
 def use_deterministic_algorithms() -> None:

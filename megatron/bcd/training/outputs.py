@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from megatron.bcd.checkpoint.run_state import RunState
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.config import CheckpointConfig
@@ -24,7 +22,6 @@ class RunOutputs:
     """Writes the checkpoints and models of a run. Methods are collectives, except `is_due` and `where_to_resume`."""
 
     config: CheckpointConfig
-    model: torch.nn.Module
     active: ActiveBlock
     saver: Saver | None
     """None without --save."""
@@ -68,7 +65,7 @@ class RunOutputs:
             is_any_rank_writing = stop.agree(iteration, is_writing=self.is_writing)
         else:
             is_any_rank_writing = stop.decide(iteration, requests)
-        if saver is not None and saver.is_under_way and not is_any_rank_writing:
+        if saver is not None and not is_any_rank_writing:
             saver.finish()
         if self.pipeline.is_ahead:  # forward-only stages have started the next iteration, which must be completed
             return False
@@ -94,7 +91,7 @@ class RunOutputs:
         """Write a checkpoint. Return False if that failed."""
         assert self.saver is not None
         with self.active.whole_parameters():
-            return self.saver.save(self.collect_run_state(), self.model, self.active)
+            return self.saver.save(self.collect_run_state(), self.active)
 
     def export(self, iteration: int, *, is_last: bool) -> None:
         """Write the model to --save-hf, if this group writes. Raises TrainingFailed if the last one can't be
@@ -103,8 +100,8 @@ class RunOutputs:
             return
         with self.active.whole_parameters():
             if _is_multiple(iteration, self.config.save_hf_interval):
-                self.exporter.export(self.model, iteration=iteration)
-            if is_last and not self.exporter.export(self.model):
+                self.exporter.export(self.active.model, iteration=iteration)
+            if is_last and not self.exporter.export(self.active.model):
                 raise TrainingFailed(
                     f"the model of iteration {iteration} could not be written to --save-hf {self.exporter.root}; "
                     f"{self.where_to_resume()}"

@@ -16,7 +16,7 @@ from megatron.bcd.checkpoint.loader import Source
 from megatron.bcd.config import CheckpointConfig, RunConfig
 from megatron.bcd.config.presets import preset_fields
 from megatron.bcd.metrics.reporter import Reporter, SilentReporter
-from megatron.bcd.metrics.schema import BlockSummary, RunSummary
+from megatron.bcd.metrics.schema import RunSummary
 from megatron.bcd.model import grouped_experts
 from megatron.bcd.model.builder import count_parameters, unwrap_model
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
@@ -78,27 +78,19 @@ def summarize(
     num_parameters = _count(tensors)
     heads = [tensor for tensor in tensors if tensor.name.endswith("output_layer.weight")]
     frozen = [tensor for tensor in tensors if tensor.owned.is_frozen]
-    has_blocks, num_layers = partition.has_active_block, partition.num_layers
     trained = [_count(each for each in tensors if each.owned.is_active(block.index)) for block in partition.blocks]
-    if not has_blocks:  # inactive updates train every layer
+    if not partition.has_active_block:  # inactive updates train every layer
         trained = [num_parameters - _count(frozen)]
-    shares = [number / num_parameters for number in trained]
     return RunSummary(
         model=_describe_model(config, unwrap_model(model).config, run.vocab_size, run.padded_vocab_size),
         parallel=f"{config.describe_ranks(parallel_state.get_data_parallel_world_size())}, {config.precision}"
         + (f" with {config.fp8_products} FP8 products" if config.fp8_products else ""),
         parameters_per_stage=per_stage,
         total_parameters=sum(per_stage) - _count(heads) * partition.tied,
-        blocks=tuple(
-            BlockSummary(
-                index=block.index,
-                layers=partition.describe_layers(block.index) if has_blocks else describe_layers(range(num_layers)),
-                extras=", ".join(partition.describe_extras(block.index)),
-                share=shares[block.index],
-                model_state_bytes=tuple(
-                    state.rank(stage, block.index, replica).model_state for stage, replica, _ in ranks
-                ),
-            )
+        blocks=tuple(_describe_block(partition, block.index) for block in partition.blocks),
+        shares=tuple(number / num_parameters for number in trained),
+        model_state_bytes=tuple(
+            tuple(state.rank(stage, block.index, replica).model_state for stage, replica, _ in ranks)
             for block in partition.blocks
         ),
         layout=partition.layout,
@@ -111,6 +103,14 @@ def summarize(
             *_data_notes(config, partition, samples),
         ),
     )
+
+
+def _describe_block(partition: Partition, block: int) -> str:
+    layers, extras = partition.describe_layers(block), ", ".join(partition.describe_extras(block))
+    if not partition.has_active_block:
+        layers = describe_layers(range(partition.num_layers))
+    named = f"layer{'' if layers.isdigit() else 's'} {layers}" if layers else ""
+    return " and ".join(filter(None, (named, extras)))
 
 
 def _count(tensors: Iterable[Tensor]) -> int:
