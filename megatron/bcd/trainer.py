@@ -39,6 +39,7 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model import builder
 from megatron.bcd.model.implementation import Implementation, available_implementation
 from megatron.bcd.model.loss import masked_loss
+from megatron.bcd.optim import switch_check
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.optim.step import Step
@@ -150,6 +151,8 @@ class Trainer:
         self.profiler = StepProfiler(config.report)
         self.groups = None if config.groups.lighthouse is None else ReplicaGroups(self)
         self._has_joined = False
+        self._at_start: dict[str, switch_check.Fingerprint] = {}
+        """The weights before the step that `_check_switch` checks."""
         """Whether this replica group joined others at the end of one of their steps."""
         self.evaluator = Evaluator(
             config=config,
@@ -235,6 +238,7 @@ class Trainer:
         state = self.state
         num_groups = 1 if self.groups is None else self.groups.size
         state.after_step(result, num_samples=get_current_global_batch_size() * num_groups)
+        self._check_switch(result)
         self._check_replicas()
         self._check_skipped(result)
         is_last = state.iteration == self.train_iters
@@ -242,10 +246,28 @@ class Trainer:
             self.reporter.step(collect_step_metrics(self, state.phase_state))
             if state.iteration > 1:  # as in stock, the first iteration also counts in the first interval
                 state.interval = []
-        is_exchange_due = self.groups is not None and self.groups.is_due(state.iteration, state.phase_state)
-        if self.groups is not None and is_exchange_due and not self.groups.exchange():
-            return state.iteration >= self.train_iters
+        if self.groups is not None and self.groups.is_due(state.iteration, state.phase_state):
+            is_in_step = self.groups.exchange()
+            self._take_reference()
+            if not is_in_step:
+                return state.iteration >= self.train_iters
         return self._end_step(loss=result.loss)
+
+    def _take_reference(self) -> None:
+        """Store the weights before the steps of which the first one is checked, unless that is done. A collective."""
+        if not self.active.is_checked:
+            self.active.leave_buffers()
+            self._at_start = switch_check.fingerprints(self.active)
+
+    def _check_switch(self, result: StepResult) -> None:
+        """Check once per block that only the block changed. Wait for a step with a learning rate and a gradient."""
+        if self.active.is_checked or result.skipped or not result.learning_rate or not result.grad_norm:
+            return
+        self.active.is_checked = True
+        with self.active.whole_parameters():
+            problem = switch_check.problem(self.active, self._at_start)
+        if problem:
+            raise RuntimeError(f"iteration {self.state.iteration}, phase {self.state.phase_state.phase}: {problem}")
 
     def _check_replicas(self) -> None:
         """Check that all data-parallel ranks hold the same bits (--check-weight-hash-across-dp-replicas-interval)."""
@@ -470,8 +492,9 @@ class Trainer:
         self.recomputation.begin_phase(block)
 
     def _begin_phase(self) -> None:
-        """Begin a phase, also if the same block continues: prefix cache and pipeline schedule."""
+        """Begin a phase, also if the same block continues: switch check, prefix cache and pipeline schedule."""
         state, block = self.state, self.block_schedule.block(self.state.phase_state)
+        self._take_reference()
         first_iteration = state.iteration - state.phase_state.step_in_phase
         least_steps = self.block_schedule.least_steps(state.phase_state.phase)
         num_steps = min(least_steps, self.train_iters - first_iteration)
@@ -560,6 +583,7 @@ class Trainer:
         self._begin_phase()
         if self.groups is not None:
             self._has_joined = self.groups.join()
+            self._take_reference()
             if self._has_joined:
                 self._end_step(loss=None)
 

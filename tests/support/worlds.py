@@ -31,7 +31,7 @@ from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.core_optimizer import CoreOptimizer
-from megatron.bcd.optim.param_shard import ParamShard
+from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, ParamShard
 from megatron.bcd.optim.step import Step
 from megatron.bcd.runtime import collectives, device, distributed, rng
 from megatron.bcd.trainer import Trainer
@@ -256,6 +256,18 @@ class RecordedRun(Trainer):
     def block(self) -> int:
         """The block that the schedule says is active."""
         return self.block_schedule.block(self.state.phase_state)
+
+
+def stop_block(run: Trainer) -> None:
+    """Set the learning rate of the block's parameters to 0 on this rank, in all later steps of the phase."""
+    set_learning_rate = run.active.set_learning_rate
+
+    def set_to_zero(scheduler: Any) -> None:
+        set_learning_rate(scheduler)
+        for group in (group for optimizer in run.active.optimizers for group in optimizer.param_groups):
+            group["lr"] *= not group.get("is_of_block", not group.get(ALWAYS_ACTIVE))
+
+    run.active.set_learning_rate = set_to_zero  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

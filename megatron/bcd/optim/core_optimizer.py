@@ -223,6 +223,7 @@ class CoreOptimizer:
                 parameter=parameter,
                 set=functools.partial(offloaded.set, name, parameter),
                 tensors={each: functools.partial(shard.read, each, weight) for each in shard.names()} if shard else {},
+                value=(live.main_param,) if live else (),
                 start=shard.start if shard else 0,
                 num_steps=shard.num_steps if shard else 0,
                 is_divided=replicas.size(parameter) > 1 and name not in whole,

@@ -248,6 +248,11 @@ class Matrix:
             for view, value in zip(self.split_factors(factors), values, strict=True):
                 view.copy_(value)
 
+    def value(self) -> tuple[torch.Tensor, ...]:
+        """Return the weight, with the low bits on the owner in bf16."""
+        low_bits = self.get(LOW_BITS)
+        return (self.parameter,) if low_bits is None else (self.parameter, low_bits)
+
     def main_param_reader(self) -> Callable[[], torch.Tensor]:
         """Return a function that returns the owner's fp32 value, flat, from where weight and low bits are now."""
         weight, low_bits, squares = self.parameter.detach(), self.get(LOW_BITS), self.signed_squares()

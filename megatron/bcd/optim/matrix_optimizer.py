@@ -413,6 +413,7 @@ class MatrixOptimizer:
                     parameter=matrix.parameter,
                     set=functools.partial(self._set_state, matrix, kind),
                     tensors=matrix.tensors(kind),
+                    value=matrix.value() if kind == LOW_BITS else (),
                     num_steps=num_steps,
                     saver=matrix.owner,
                     is_resting=matrix.rule is None if kind == LOW_BITS else block not in (None, self._block),

@@ -2,7 +2,7 @@
 
 `MatrixOptimizer` steps the matrices of layers, in a run with a rule for matrices. `CoreOptimizer` steps all other
 parameters of the active block, and those that are always active, with Megatron Core's optimizer. Both list their state
-as `ParamState`: checkpoints and joining groups read nothing else. An owner without parameters has
+as `ParamState`: checkpoints, joining groups and the switch check read nothing else. An owner without parameters has
 empty state, so callers need not check.
 
 A checkpoint stores the state in groups, under these keys: `N` for moments and main parameters of block N, `always` for
@@ -44,6 +44,8 @@ class ParamState:
     tensors: Mapping[str, Callable[[], torch.Tensor]]
     """Functions that return what this rank stores, in fp32, by name. They stay valid while the phase trains, unless it
     changes the state or the weight."""
+    value: tuple[torch.Tensor, ...] = ()
+    """The stored tensors that together have this rank's share of the parameter's value."""
     start: int = 0
     """First element of this rank's shard of the flat parameter."""
     num_steps: int | torch.Tensor = 0

@@ -36,6 +36,7 @@ from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.checkpoint import loader
 from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.metrics.schema import ExchangeMetrics
+from megatron.bcd.optim.switch_check import fingerprint
 from megatron.bcd.runtime import atomic_io, collectives, device, replicas
 from megatron.bcd.training.state import TrainingFailed
 
@@ -117,7 +118,7 @@ class ReplicaGroups:
         Raises:
             ValueError: this group belongs to another run, or cannot reach the others.
         """
-        weights = collectives.gather_objects(_fingerprint(self._active.model.parameters()))
+        weights = collectives.gather_objects(fingerprint(self._active.model.parameters()))
         self._lineage = _hash([self._identity, self._iteration, weights])
         try:
             return self.exchange(has_trained=False)
@@ -209,7 +210,7 @@ class ReplicaGroups:
                 group=self.rank,
                 groups=self.size,
                 lineage=self._lineage,
-                values=_hash(collectives.gather_objects(_fingerprint(self._anchor.values()))),
+                values=_hash(collectives.gather_objects(fingerprint(self._anchor.values()))),
             )
         )
         return True
@@ -363,12 +364,6 @@ def run_identity(config: RunConfig, *, train: Any) -> dict[str, str]:
         "the training data": " ".join(sorted(set(collectives.gather_objects(str(_hash(first)))))),
         "the version": f"{__version__}, torch {version('torch')}, Megatron Core {version('megatron-core')}",
     }
-
-
-def _fingerprint(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return numbers that change if a bit of the tensors does."""
-    parts = [part for each in tensors if each.numel() for part in each.detach().reshape(-1).split(_CHUNK)]
-    return [int(torch.hash_tensor(part).view(torch.int64)) for part in parts]
 
 
 def _hash(values: Any) -> int:
