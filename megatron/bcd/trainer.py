@@ -151,9 +151,9 @@ class Trainer:
         self.profiler = StepProfiler(config.report)
         self.groups = None if config.groups.lighthouse is None else ReplicaGroups(self)
         self._has_joined = False
+        """Whether this replica group joined others at the end of one of their steps."""
         self._at_start: dict[str, switch_check.Fingerprint] = {}
         """The weights before the step that `_check_switch` checks."""
-        """Whether this replica group joined others at the end of one of their steps."""
         self.evaluator = Evaluator(
             config=config,
             splits=self.splits,
