@@ -25,7 +25,8 @@ COLUMNS = {
 }
 """Tests of a model type by column."""
 _CASE = re.compile(r"(\w+)\[(\w+)")
-_ROW = re.compile(r"^\| `(\w+)` \|(.*)\|$", re.MULTILINE)
+ROW = re.compile(r"^\| (`\w+`(?:, `\w+`)*) \| (.*) \|$", re.MULTILINE)
+"""A row: the model types that have the same cells, and the cells."""
 
 
 def read_results(paths: Sequence[str]) -> dict[tuple[str, str], bool]:
@@ -42,21 +43,24 @@ def read_results(paths: Sequence[str]) -> dict[tuple[str, str], bool]:
 
 
 def format_table(results: Mapping[tuple[str, str], bool]) -> str:
-    """Return the rows of the table. A test that did not run has an empty cell."""
+    """Return the table: a row for the model types with the same cells. A test that did not run has an empty cell."""
 
     def cell(name: str, test: str) -> str:
         has_passed = results.get((test, name))
         yes = "refused" if test == "test_packed_texts" and name in decoders.UNPACKED else "yes"
         return "" if has_passed is None else yes if has_passed else "fails"
 
-    rows = {name: [cell(name, test) for test in COLUMNS.values()] for name in decoders.SETTINGS}
-    return "\n".join(f"| `{name}` | {' | '.join(cells)} |" for name, cells in rows.items())
+    rows: dict[str, list[str]] = {}
+    for name in decoders.SETTINGS:
+        rows.setdefault(" | ".join(cell(name, test) for test in COLUMNS.values()), []).append(f"`{name}`")
+    return "\n".join(f"| {', '.join(names)} | {cells} |" for cells, names in rows.items())
 
 
 def main(paths: Sequence[str]) -> None:
     text = PAGE.read_text(encoding="utf-8")
-    first, *_, last = _ROW.finditer(text)
-    PAGE.write_text(text[: first.start()] + format_table(read_results(paths)) + text[last.end() :], encoding="utf-8")
+    rows = [*ROW.finditer(text)]
+    start, end = rows[0].start(), rows[-1].end()
+    PAGE.write_text(text[:start] + format_table(read_results(paths)) + text[end:], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from support import decoders
+from support.decoder_table import ROW
 from transformers.models.llama import modeling_llama
 
 from megatron.bcd.huggingface.architecture import TRANSFORMERS, architecture_of
@@ -115,10 +115,10 @@ def test_code_of_a_model_runs_with_trust_only(tmp_path: Path) -> None:
 def test_the_table_of_tested_models(repo_root: Path) -> None:
     """docs/huggingface.md lists the tested models, with nothing that failed, and refuses those that do not pack."""
     page = (repo_root / "docs" / "huggingface.md").read_text(encoding="utf-8")
-    table = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.MULTILINE))
+    table = {name.strip("`"): cells for names, cells in ROW.findall(page) for name in names.split(", ")}
     assert table.keys() == decoders.SETTINGS.keys()
     for name, cells in table.items():
-        assert cells.split(" | ") == [" yes", "yes", "yes", "refused " if name in decoders.UNPACKED else "yes "]
+        assert cells.split(" | ") == ["yes", "yes", "yes", "refused" if name in decoders.UNPACKED else "yes"]
         assert architecture_of(decoders.config_of(name), family=TRANSFORMERS).flags["num_layers"] == decoders.LAYERS
         refusal = pytest.raises(Refused, match="--reset-attention-mask")
         with refusal if name in decoders.UNPACKED else contextlib.nullcontext():
