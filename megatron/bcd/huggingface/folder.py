@@ -156,13 +156,22 @@ class ModelFolder:
         return tensor
 
     def _headers(self) -> dict[str, _Entry]:
+        """Return the weights in the headers of the files, by canonical name. Raises ValueError."""
         entries: dict[str, _Entry] = {}
         for path in _weight_files(self.folder):
-            for entry in _read_header(path):
-                ours = tensors.canonical_name(entry.name, self.network)
-                if ours in entries:
-                    raise ValueError(f"{path}: {entry.name} is also in {entries[ours].file}")
-                entries[ours] = entry
+            with _open_safetensors(path) as file:
+                for name in sorted(file.keys()):
+                    if tensors.is_buffer(name):
+                        continue
+                    header, ours = file.get_slice(name), tensors.canonical_name(name, self.network)
+                    if (kind := header.get_dtype()) not in _DTYPES:
+                        raise ValueError(
+                            f"{path}: {name} is of type {kind}, but only {', '.join(_DTYPES)} can be converted"
+                        )
+                    if ours in entries:
+                        raise ValueError(f"{path}: {name} is also in {entries[ours].file}")
+                    shape = tuple(header.get_shape())
+                    entries[ours] = _Entry(file=path, name=name, shape=shape, dtype=_DTYPES[kind])
         return entries
 
     def _check(self) -> None:
@@ -237,20 +246,6 @@ def _weight_files(folder: str) -> list[str]:
         f"{folder}: holds {len(names)} safetensors files and no {INDEX}. Give the folder of a model in Hugging Face's "
         "format. Pickles are not read, because they can run code: save such a model as safetensors."
     )
-
-
-def _read_header(path: str) -> Iterator[_Entry]:
-    """Yield the weights in a file's header. Raises ValueError."""
-    with _open_safetensors(path) as file:
-        names = file.keys()
-        for name in sorted(names):
-            if tensors.is_buffer(name):
-                continue
-            header = file.get_slice(name)
-            kind = header.get_dtype()
-            if kind not in _DTYPES:
-                raise ValueError(f"{path}: {name} is of type {kind}, but only {', '.join(_DTYPES)} can be converted")
-            yield _Entry(file=path, name=name, shape=tuple(header.get_shape()), dtype=_DTYPES[kind])
 
 
 @contextlib.contextmanager
