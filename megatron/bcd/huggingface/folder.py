@@ -40,7 +40,6 @@ COMPANIONS = (
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_HUB_FILES = ("*.safetensors", INDEX, CONFIG, *COMPANIONS)
 
 
 def locate(name: str, *, flag: str, weights: bool = True) -> str:
@@ -58,7 +57,7 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
         return name
     from huggingface_hub import snapshot_download
 
-    patterns = [*(_HUB_FILES if weights else (CONFIG, *COMPANIONS)), *["*.py"] * (name in TRUSTED)]
+    patterns = [CONFIG, *COMPANIONS, *["*.safetensors", INDEX] * weights, *["*.py"] * (name in TRUSTED)]
     try:
         return str(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the library and its HTTP client can raise many types
