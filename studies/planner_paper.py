@@ -202,7 +202,7 @@ class Paper:
             precision="fp32",
             bcd_num_blocks=num_blocks if method == "bcd" else None,
             global_batch_size=1,
-            unfused_attention=True,
+            attention_backend="unfused",
         )
         return recipe, self.figure(table, row, column)
 

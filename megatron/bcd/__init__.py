@@ -26,13 +26,11 @@ for _message in (
 logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
 
 
-def _is_useful(record: logging.LogRecord) -> bool:
-    return not any(text in record.getMessage() for text in _LOGGED)
-
-
 _LOGGED = ("Unable to save MockGPTDataset", "full_param_layout not provided", "GPTModel IS DEPRECATED")
 for _name in ("datasets.gpt_dataset", "distributed.distributed_data_parallel", "models.gpt.gpt_model"):
-    logging.getLogger(f"megatron.core.{_name}").addFilter(_is_useful)
+    logging.getLogger(f"megatron.core.{_name}").addFilter(
+        lambda record: not any(text in record.getMessage() for text in _LOGGED)
+    )
 
 
 _PUBLIC = {

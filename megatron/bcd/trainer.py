@@ -198,8 +198,7 @@ class Trainer:
                 return
             if state.iteration < self.train_iters:
                 self._warn_untrained(num_steps=self.train_iters - state.iteration)
-            is_last = is_stopped = False
-            is_at_end = state.iteration >= self.train_iters
+            is_at_end, is_stopped = state.iteration >= self.train_iters, False
             if self._has_joined:  # this may be the first group, and only the first one saves after this step
                 is_stopped = self.outputs.after_step(state.iteration, is_last=is_at_end)
             self.module.train()
@@ -207,21 +206,22 @@ class Trainer:
                 is_stopped = self.evaluator.evaluate("validation") is None
             if is_at_end and not self._has_joined:
                 self.outputs.export(state.iteration, is_last=True)  # the run may have been killed here before
-            while state.iteration < self.train_iters and not (is_last or is_stopped):
-                is_last, is_stopped = self._train_one_iteration()
+            while state.iteration < self.train_iters and not is_stopped:
+                is_stopped = self._train_one_iteration()
             self.prefix_cache.close()
             if not is_stopped:
                 self._warn_untrained(num_steps=0)
                 self.evaluator.evaluate_at_end()
 
-    def _train_one_iteration(self) -> tuple[bool, bool]:
-        """Train one step and do what is due after it. Return whether training is over, and whether the run stops."""
+    def _train_one_iteration(self) -> bool:
+        """Train one step and do what is due after it. Return whether the run stops early."""
         state = self.state
         self._set_batch_size(state.consumed_samples)
         self.profiler.before_step(state.iteration)
         phase = state.phase_state.phase
         result = self.train_step(self._batches(), num_microbatches_next=self._num_microbatches_next())
-        is_last = self._after_step(result)
+        self._after_step(result)
+        is_last = state.iteration >= self.train_iters
         # the step has exchanged the requests to stop, unless something that takes long followed it
         is_step_alone = state.phase_state.phase == phase and not self.evaluator.is_due(state.iteration)
         requests = result.requests if is_step_alone else None
@@ -230,11 +230,10 @@ class Trainer:
         training = self.config.training
         if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
             gc.collect()
-        return is_last, is_stopped
+        return is_stopped
 
-    def _after_step(self, result: StepResult) -> bool:
-        """Finish a step: count, check, log, exchange, evaluate, and switch blocks at the end of a phase. Return True if
-        training is over."""
+    def _after_step(self, result: StepResult) -> None:
+        """Finish a step: count, check, log, exchange, evaluate, and switch blocks at the end of a phase."""
         state = self.state
         num_groups = 1 if self.groups is None else self.groups.size
         state.after_step(result, num_samples=get_current_global_batch_size() * num_groups)
@@ -250,8 +249,8 @@ class Trainer:
             is_in_step = self.groups.exchange()
             self._take_reference()
             if not is_in_step:
-                return state.iteration >= self.train_iters
-        return self._end_step(loss=result.loss)
+                return
+        self._end_step(loss=result.loss)
 
     def _take_reference(self) -> None:
         """Store the weights before the steps of which the first one is checked, unless that is done. A collective."""
@@ -301,22 +300,19 @@ class Trainer:
             "--lr, a longer warm-up or --clip-grad may help"
         )
 
-    def _end_step(self, *, loss: float | None) -> bool:
+    def _end_step(self, *, loss: float | None) -> None:
         """Finish a step after its exchange. A group that has just copied the others' state continues here, too."""
         state = self.state
-        is_last = state.iteration == self.train_iters
         if self.evaluator.is_due(state.iteration):
             self.evaluator.evaluate("validation")
         before = state.phase_state
         state.phase_state = self.block_schedule.after_step(before, loss=loss)
         if state.phase_state.phase == before.phase:
-            return is_last
+            return
         state.after_phase(num_distinct_samples=self.samples.num_distinct(state.samples_in_phase))
         self.samples.end_phase()
-        if is_last:
-            return True
-        self.switch_block(before)
-        return False
+        if state.iteration < self.train_iters:
+            self.switch_block(before)
 
     def _num_microbatches_next(self) -> int:
         """Return the number of microbatches in the iteration after the next one.

@@ -214,16 +214,6 @@ def test_bad_split(words: str) -> None:
         parse(*words.split(), *ONE_BLOCK, world_size=ranks)
 
 
-def test_uneven_blocks_name_an_even_number() -> None:
-    """Blocks of clearly different sizes name the next numbers of blocks that divide the layers evenly."""
-    sizes = {"num_stages": 1, "layout": "spread", "tied": True}
-    said = partition(num_layers=4, num_blocks=3, **sizes).describe_uneven()
-    assert said == "blocks of 2, 1, 1 layers: --bcd-num-blocks 2 or 4 divides them evenly"
-    assert "--bcd-num-blocks 3 or 9 divides" in partition(num_layers=9, num_blocks=7, **sizes).describe_uneven()
-    for layers, blocks in ((4, 2), (32, 3), (5, 1)):
-        assert partition(num_layers=layers, num_blocks=blocks, **sizes).describe_uneven() == ""
-
-
 # ---- the owner of a parameter
 
 LAYER = ("self_attention.linear_qkv.weight", "input_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")

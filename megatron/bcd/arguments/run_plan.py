@@ -72,7 +72,6 @@ def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = (
         extras = partition.describe_extras(block.index)
         lines.append(f"  block {block.index}: {', '.join((f'layers {describe_layers(block.layers)}', *extras))}")
     vocabulary = known_vocabulary(config)
-    lines += filter(None, [partition.describe_uneven()])
     padded = padded_vocab_size(vocabulary or 0, config.model.make_vocab_size_divisible_by, config.tensor_size)
     num_replicas, parameters = data_size * config.context_size, tuple[tuple[str, tuple[int, ...]], ...]()
     if config.model.transformer_impl == "transformers":  # other dry runs import no torch

@@ -7,7 +7,6 @@ order over the whole model.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -193,13 +192,11 @@ class Partition:
 
     def embedding_active(self, block: int) -> bool:
         """Return whether the embedding, on the first stage, is active in the block's phase."""
-        is_owned = self.has_active_block and block == 0 and "embedding" not in self.frozen
-        return is_owned or "embedding" in self.always_active
+        return self._is_active("embedding", is_owned=block == 0)
 
     def final_norm_active(self, block: int) -> bool:
         """Return whether the final norm, on the last stage, is active in the block's phase."""
-        is_owned = self.has_active_block and self.blocks[block].owns_final_norm and "norms" not in self.frozen
-        return is_owned or "norms" in self.always_active
+        return self._is_active("norms", is_owned=self.blocks[block].owns_final_norm)
 
     def head_active(self, block: int) -> bool:
         """Return whether the output head, on the last stage, is active in the block's phase.
@@ -207,10 +204,11 @@ class Partition:
         A tied head is a copy of the embedding. Both are active and frozen together, because the all-reduce of the
         embedding's gradient needs both.
         """
-        if self.tied:
-            return self.embedding_active(block)
-        is_owned = self.has_active_block and self.blocks[block].owns_final_norm and "head" not in self.frozen
-        return is_owned or "head" in self.always_active
+        is_owned = self.blocks[block].owns_final_norm
+        return self.embedding_active(block) if self.tied else self._is_active("head", is_owned=is_owned)
+
+    def _is_active(self, part: str, *, is_owned: bool) -> bool:
+        return part in self.always_active or (self.has_active_block and is_owned and part not in self.frozen)
 
     def virtual_stage_active(self, block: int, virtual: int) -> bool:
         """Return whether a virtual stage has anything that the block's phase updates, with or without state.
@@ -291,17 +289,6 @@ class Partition:
         if "head" in self.frozen or "head" in self.always_active:
             return "head frozen" if "head" in self.frozen else "head always active"
         return f"head part of block {owner.index}" if owner.layers else "head in a separate phase, with the final norm"
-
-    def describe_uneven(self) -> str:
-        """Return which number of blocks is even if a block has at least half more layers than another, else ""."""
-        sizes, common = [len(block.layers) for block in self.blocks if block.layers], math.gcd(*self.layers_per_stage)
-        if self.layout == "stage" or common == 1 or 2 * max(sizes, default=0) < 3 * min(sizes, default=0):
-            return ""
-        number = len(sizes) // (self.num_stages if self.layout == "submodel" else 1)
-        even = [divisor for divisor in range(2, common + 1) if common % divisor == 0]
-        nearest = [*[each for each in even if each < number][-1:], *[each for each in even if each > number][:1]]
-        shown = ", ".join(map(str, sizes))
-        return f"blocks of {shown} layers: --bcd-num-blocks {' or '.join(map(str, nearest))} divides them evenly"
 
 
 # -------------------------------------------------------------------------------------------------------- construction

@@ -40,7 +40,6 @@ COMPANIONS = (
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_HUB_FILES = ("*.safetensors", INDEX, CONFIG, *COMPANIONS)
 
 
 def locate(name: str, *, flag: str, weights: bool = True) -> str:
@@ -58,7 +57,7 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
         return name
     from huggingface_hub import snapshot_download
 
-    patterns = [*(_HUB_FILES if weights else (CONFIG, *COMPANIONS)), *["*.py"] * (name in TRUSTED)]
+    patterns = [CONFIG, *COMPANIONS, *["*.safetensors", INDEX] * weights, *["*.py"] * (name in TRUSTED)]
     try:
         return str(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the library and its HTTP client can raise many types
@@ -156,13 +155,22 @@ class ModelFolder:
         return tensor
 
     def _headers(self) -> dict[str, _Entry]:
+        """Return the weights in the headers of the files, by canonical name. Raises ValueError."""
         entries: dict[str, _Entry] = {}
         for path in _weight_files(self.folder):
-            for entry in _read_header(path):
-                ours = tensors.canonical_name(entry.name, self.network)
-                if ours in entries:
-                    raise ValueError(f"{path}: {entry.name} is also in {entries[ours].file}")
-                entries[ours] = entry
+            with _open_safetensors(path) as file:
+                for name in sorted(file.keys()):
+                    if tensors.is_buffer(name):
+                        continue
+                    header, ours = file.get_slice(name), tensors.canonical_name(name, self.network)
+                    if (kind := header.get_dtype()) not in _DTYPES:
+                        raise ValueError(
+                            f"{path}: {name} is of type {kind}, but only {', '.join(_DTYPES)} can be converted"
+                        )
+                    if ours in entries:
+                        raise ValueError(f"{path}: {name} is also in {entries[ours].file}")
+                    shape = tuple(header.get_shape())
+                    entries[ours] = _Entry(file=path, name=name, shape=shape, dtype=_DTYPES[kind])
         return entries
 
     def _check(self) -> None:
@@ -237,20 +245,6 @@ def _weight_files(folder: str) -> list[str]:
         f"{folder}: holds {len(names)} safetensors files and no {INDEX}. Give the folder of a model in Hugging Face's "
         "format. Pickles are not read, because they can run code: save such a model as safetensors."
     )
-
-
-def _read_header(path: str) -> Iterator[_Entry]:
-    """Yield the weights in a file's header. Raises ValueError."""
-    with _open_safetensors(path) as file:
-        names = file.keys()
-        for name in sorted(names):
-            if tensors.is_buffer(name):
-                continue
-            header = file.get_slice(name)
-            kind = header.get_dtype()
-            if kind not in _DTYPES:
-                raise ValueError(f"{path}: {name} is of type {kind}, but only {', '.join(_DTYPES)} can be converted")
-            yield _Entry(file=path, name=name, shape=tuple(header.get_shape()), dtype=_DTYPES[kind])
 
 
 @contextlib.contextmanager

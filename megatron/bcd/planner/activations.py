@@ -45,7 +45,7 @@ class LayerBytes:
     forward_working: int  # temporary memory of a prefix layer's forward pass
 
 
-def layer_bytes(config: RunConfig, state: ModelState, *, unfused_attention: bool) -> LayerBytes:
+def layer_bytes(config: RunConfig, state: ModelState) -> LayerBytes:
     """Return the bytes of the tokens of a rank in one microbatch."""
     shape, element, tensor_size = state.shape, state.budget.weight, config.tensor_size
     sequence, context_size = config.model.seq_length, config.context_size
@@ -88,7 +88,8 @@ def layer_bytes(config: RunConfig, state: ModelState, *, unfused_attention: bool
         router = round(share * (routed * (20 + element) + experts.number * (1 + element)))
     # with context parallelism: key and value of whole sequences, and the contexts of both chunks beside the whole one
     split = 2 * context_size * (heads - query) + query if context_size > 1 else 0
-    scores = sequence * attention * (1 if shape.gated else 2) if unfused_attention else mask
+    is_unfused = config.transformer.get("attention_backend") == "unfused"
+    scores = sequence * attention * (1 if shape.gated else 2) if is_unfused else mask
     projections = 2 if shape.gated else 1
     routing = _routing_elements(state)
     sizes = LayerBytes(

@@ -61,7 +61,7 @@ _TRANSFORMER = (
     "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "pipeline_model_parallel_size",
     "context_parallel_size", "bf16", "fp16", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl",
     "recompute_granularity", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
-    "moe_grouped_gemm", "expert_model_parallel_size", "fp8", "fp8_recipe",
+    "moe_grouped_gemm", "expert_model_parallel_size", "fp8", "fp8_recipe", "attention_backend",
 )  # fmt: skip
 """The fields of Megatron Core's TransformerConfig that the formulas read."""
 _OPTIMIZER = ("optimizer", "optimizer_cpu_offload", "optimizer_offload_fraction", "clip_grad")
@@ -98,7 +98,6 @@ class Recipe:
     """The flags of the training script that were given, by field name, without those that are None."""
     host_memory_gb: float | None = None  # of a node, 10^9 bytes; None: no limit
     memory_share: float = 1.0  # the part of a GPU's memory that --recompute auto may fill
-    unfused_attention: bool = False  # whether attention scores are in memory, as in the paper's runs
 
     @cached_property
     def fault(self) -> str | None:
@@ -246,7 +245,6 @@ class Recipe:
             config=self.config,
             state=_model_state(self._without_batch),
             num_microbatches=self.num_microbatches,
-            unfused_attention=self.unfused_attention,
         ).with_kept(memory_bytes=GIB * self.run_gib)
 
     @property
@@ -258,7 +256,7 @@ class Recipe:
     def _without_batch(self) -> Recipe:
         """A recipe with the same model state. A search tries many batch sizes."""
         flags = frozenset((name, value) for name, value in self.flags if name not in _NOT_OF_STATE)
-        return replace(self, flags=flags, recompute="none", memory_share=1.0, unfused_attention=False)
+        return replace(self, flags=flags, recompute="none", memory_share=1.0)
 
     @property
     def state(self) -> ModelState:

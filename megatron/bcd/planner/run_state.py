@@ -135,8 +135,6 @@ class RunMemory:
     state: ModelState
     num_microbatches: int
     """Microbatches of a full global batch."""
-    unfused_attention: bool = False
-    """Whether attention scores are in memory."""
     num_kept: int = 0
     num_on_host: int = 0
     """See `PlanShape`."""
@@ -218,7 +216,7 @@ class RunMemory:
     @cached_property
     def layer_bytes(self) -> LayerBytes:
         """The activations of one microbatch."""
-        return layer_bytes(self.config, self.state, unfused_attention=self.unfused_attention)
+        return layer_bytes(self.config, self.state)
 
     def schedule_shape(self, block: int) -> PlanShape:
         """Return the pipeline schedule in the middle of the block's phase."""

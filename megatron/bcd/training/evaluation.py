@@ -84,20 +84,13 @@ class Evaluator:
         """
         if not self.config.training.eval_iters:
             return
-        loss = self.last_validation_loss if self._reads_same_samples else None
-        if loss is None:
-            loss = self.evaluate("validation", is_final=True)
+        last = self._last_validation
+        if self._reads_same_samples and last is not None and last[0] == self.state.iteration:
+            loss: float | None = self._report("validation", last[1], is_final=True)
         else:
-            self._report("validation", loss, is_final=True)
+            loss = self.evaluate("validation", is_final=True)
         if self.splits.has_test and loss is not None:
             self.evaluate("test", is_final=True)
-
-    @property
-    def last_validation_loss(self) -> float | None:
-        """The validation loss after the current iteration; None if there was no validation."""
-        if self._last_validation is None or self._last_validation[0] != self.state.iteration:
-            return None
-        return self._last_validation[1]
 
     def is_due(self, iteration: int) -> bool:
         """Return whether --eval-interval asks for an evaluation after `iteration`."""

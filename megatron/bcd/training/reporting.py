@@ -183,7 +183,6 @@ def _notes(config: RunConfig, state: ModelState, implementation: Implementation,
         yield _describe_preset(config, bcd.bcd_preset)
     if partition.num_blocks > 1 and (head := partition.describe_head()):
         yield head
-    yield from filter(None, [partition.describe_uneven()])
     if partition.frozen:
         yield f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters"
     if bcd.bcd_inactive_update != "none":

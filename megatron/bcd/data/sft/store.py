@@ -19,6 +19,7 @@ import numpy.typing
 import torch
 
 from megatron.bcd.config import RunConfig
+from megatron.bcd.config.sections import dashed
 from megatron.bcd.data.sft.records import parse_record, read_values
 from megatron.bcd.data.sft.tables import expand_folders
 from megatron.bcd.data.sft.text import Renderer, Tokens, tokenize_record
@@ -74,14 +75,8 @@ class Samples:
 
 def files_of(config: RunConfig) -> Files:
     """Return the files of records of a run, with the flags that name them. Raises ValueError as `expand_folders`."""
-    data = config.data
-    split_paths = {
-        "--train-data-path": data.train_data_path,
-        "--valid-data-path": data.valid_data_path,
-        "--test-data-path": data.test_data_path,
-    }
-    paths = {"--data-path": data.data_path} if data.data_path else split_paths
-    return expand_folders((flag, path) for flag, its_paths in paths.items() for path in its_paths or ())
+    names = ("data_path",) if config.data.data_path else ("train_data_path", "valid_data_path", "test_data_path")
+    return expand_folders((dashed(name), path) for name in names for path in getattr(config.data, name) or ())
 
 
 def tokenized_samples(
