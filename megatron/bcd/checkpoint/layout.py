@@ -69,15 +69,7 @@ def finish(folder: str, digests: Mapping[str, FileDigest]) -> None:
     """Write ``checksums.json`` into `folder` and sync the folder. The names in `digests` are relative to `folder`.
 
     Other nodes must sync the files that they write. To sync them again here costs nothing.
-
-    Raises:
-        ValueError: a file has no digest, or a digest no file.
     """
-    names = {
-        os.path.relpath(os.path.join(parent, name), folder) for parent, _, files in os.walk(folder) for name in files
-    }
-    if different := sorted(names ^ digests.keys()):
-        raise ValueError(f"{os.path.join(folder, different[0])} has no checksum, or is not there")
     content = {"files": {name: digests[name] for name in sorted(digests)}}
     atomic_io.write(os.path.join(folder, CHECKSUMS), json.dumps(content, indent=1).encode())
     for name in digests:

@@ -77,9 +77,6 @@ class EvalMetrics:
     accuracy: float | None = None
     """Accuracy of a classifier, 0 to 1."""
 
-    def __post_init__(self) -> None:
-        assert self.split in ("validation", "test"), self.split
-
     @property
     def perplexity(self) -> float:
         """Return exp(min(20, loss)) as Megatron-LM does, but keep NaN."""

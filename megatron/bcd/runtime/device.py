@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -60,6 +61,11 @@ def set_allocator() -> None:
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
+def set_fp16_accumulation(is_on: bool) -> None:
+    """Let products of fp16 matrices add up in fp16, or in fp32 as is usual. Without effect on a CPU."""
+    torch.backends.cuda.matmul.allow_fp16_accumulation = is_on
 
 
 class Throttle:
@@ -174,3 +180,8 @@ class CopyStream:
 def synchronize() -> None:
     if has_cuda():
         torch.cuda.synchronize()
+
+
+def cuda_profiler_range() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which NVIDIA's profilers record (``--capture-range=cudaProfilerApi``)."""
+    return torch.cuda.profiler.profile() if has_cuda() else contextlib.nullcontext()

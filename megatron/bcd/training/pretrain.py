@@ -101,7 +101,7 @@ def _initialize(config: RunConfig) -> None:
     training = config.training
     if config.transformer.get("deterministic_mode"):  # first: groups choose NCCL's algorithms when they are created
         rng.use_deterministic_algorithms()
-    torch.backends.cuda.matmul.allow_fp16_accumulation = training.fp16_accumulation
+    device.set_fp16_accumulation(training.fp16_accumulation)
     if config.optimizer.optimizer_cpu_offload and not device.has_cuda():
         raise ValueError(
             "--optimizer-cpu-offload: no CUDA GPU is visible. Leave it out; without a GPU everything is in host memory."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ class StepProfiler:
             handler = torch.profiler.tensorboard_trace_handler(self._trace_folder)
             self._running = torch.profiler.profile(on_trace_ready=handler, record_shapes=True)
         else:
-            self._running = torch.cuda.profiler.profile() if device.has_cuda() else contextlib.nullcontext()
+            self._running = device.cuda_profiler_range()
         self._running.__enter__()
 
     def after_step(self, iteration: int, *, is_last: bool) -> None:
