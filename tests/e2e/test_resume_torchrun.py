@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -94,53 +93,6 @@ def weights(place: Path) -> dict[str, str]:
     """Return checksums of the last checkpoint's shards, which must have the same bits at the same places."""
     records = json.loads((place / "saved" / f"iter_{LAST:07d}" / layout.CHECKSUMS).read_text())["files"]
     return {name: record["sha256"] for name, record in records.items() if name.endswith(".distcp")}
-
-
-KILLS = ("a rank", "a rank at a save", "the machine", "SIGTERM to torchrun", "SIGUSR1 to the ranks")
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(2))
-def test_soak(runs: ForkedRuns, tmp_path: Path, seed: int) -> None:
-    """After every kind of end, in any order, at any moment, checkpoints are complete, no process is left, and the next
-    start resumes from the newest. The last result is that of the undisturbed run."""
-    draw, places = random.Random(seed), {name: tmp_path / name for name in ("whole", "parts")}
-    for place in places.values():
-        write_dataset(place / "data" / "text_document", good_documents())
-    place, saved = places["parts"], str(places["parts"] / "saved")
-    assert [rank.code for rank in run(runs, places["whole"])] == [0, 0]
-    for number, kind in enumerate(draw.sample(KILLS, len(KILLS))):
-        newest = layout.candidates(saved)[:1]
-        moment = max(last_iteration(place) + 1, SAVE_INTERVAL * number + draw.randint(1, SAVE_INTERVAL))
-        with start(place, *["--async-save"] * draw.choice((0, 1))) as job:
-            job.wait_for(lambda at=moment: last_iteration(place) >= at)
-            assert all(f"resuming from saved/iter_{iteration:07d}" in job.output for iteration in newest)
-            end(job, kind, draw, place / "saved")
-            assert job.alive() == []
-        complete = layout.candidates(saved)
-        assert [layout.damage(layout.iteration_folder(saved, each)) for each in complete] == [None] * len(complete)
-        assert not kind.startswith("SIG") or complete[0] == last_iteration(place), "asked to stop, it saves"
-    assert [(rank.code, rank.stderr) for rank in run(runs, place)] == [(0, "")] * 2
-    assert lines(place) == lines(places["whole"])
-    assert weights(place) == weights(places["whole"])
-
-
-def end(job: Job, kind: str, draw: random.Random, saved: Path) -> None:
-    """Kill or signal what `kind` names, and wait until torchrun has ended."""
-    ranks = job.ranks()
-    if kind == "the machine":
-        job.kill()
-    elif kind == "SIGTERM to torchrun":
-        job.process.send_signal(signal.SIGTERM)
-    elif kind == "SIGUSR1 to the ranks":
-        for rank in ranks:
-            rank.send_signal(signal.SIGUSR1)
-    else:
-        if kind == "a rank at a save":
-            job.wait_for(lambda: any(saved.glob("*.incomplete")))
-        draw.choice(ranks).kill()
-    job.exit_code()
 
 
 HANGING = [
