@@ -29,7 +29,6 @@ from support.processes import ROOT
 PLAN = ["--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1", "--seq-length", "64"]
 STEPS = 120
 WAIT_MS = 280_000  # two busy cores
-WIDTHS = (1280, 400)
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +319,7 @@ def test_static_pages_fit_a_telephone(browser: Any, tmp_path: Path) -> None:
     assert report.main(["--run", f"bcd={tmp_path / 'run.jsonl'}", "--html", str(tmp_path / "report.html")]) == 0
     words = ["--model", "L-1.5B", *PLAN]
     assert plan.main([*words, "--html", str(tmp_path / "plan.html")]) == 0
-    for width in WIDTHS:
+    for width in (1280, 400):
         page = new_page(browser, [], viewport={"width": width, "height": 800}, java_script_enabled=False)
         for name in ("report", "plan"):
             page.goto(f"file://{tmp_path}/{name}.html")

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from support.bad_input_cases import good_documents, write_dataset
-from support.forked_runs import ForkedRuns, RankResult
+from support.forked_runs import ForkedRuns, RankResult, read_metrics
 from support.processes import ROOT, TORCHRUN, Job
 
 from megatron.bcd.checkpoint import layout
@@ -32,18 +32,8 @@ FLAGS = [
 ]
 
 
-def lines(place: Path) -> list[dict[str, Any]]:
-    """Return the metrics lines without values that depend on the machine; the last line may be incomplete."""
-    names = ("iteration", "loss", "grad_norm", "learning_rate", "block", "consumed_samples")
-    names += ("validation_loss", "test_loss")
-    path = place / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    whole = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [{name: line[name] for name in names if name in line} for line in whole]
-
-
 def last_iteration(place: Path) -> int:
-    return max((line["iteration"] for line in lines(place)), default=0)
+    return max((line["iteration"] for line in read_metrics(place)), default=0)
 
 
 def start(place: Path, *flags: str) -> Job:
@@ -70,7 +60,7 @@ def test_the_same_command_after_every_end(runs: ForkedRuns, tmp_path: Path) -> N
     results = run(runs, place)
     assert [(rank.code, rank.stderr) for rank in results] == [(0, "")] * 2
     assert f"resuming from saved/{os.path.basename(newest)}" in results[0].stdout
-    assert lines(place) == lines(places["whole"])
+    assert read_metrics(place) == read_metrics(places["whole"])
     assert weights(place) == weights(places["whole"])
 
 

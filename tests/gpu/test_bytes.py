@@ -222,17 +222,12 @@ def test_an_update_takes_what_is_planned(gpus: Worlds, text_data: str, name: str
         assert planned <= 1.05 * taken or name.startswith("moments"), "which are decoded one parameter at a time"
 
 
-def visits_of(steps: list[dict[str, int]]) -> dict[int, list[int]]:
-    """Return the remaining bytes at each visit of a block, from the second on."""
-    visits: dict[int, list[int]] = {}
-    for step in steps[3:]:
-        visits.setdefault(step["block"], []).append(step["asked"])
-    return visits
-
-
 def test_switches(gpus: Worlds, text_data: str) -> None:
     """A block has the same bytes at each visit, and the allocator reserves at most 25 % more than the peak."""
     config = worlds.run_config(data_path=text_data, **SIZES | {"hidden_size": 512}, train_iters=10)
     [steps] = gpus(1).run(allocated, config)
-    assert all(len(set(visits)) == 1 for visits in visits_of(steps).values())
+    visits: dict[int, set[int]] = {}
+    for step in steps[3:]:
+        visits.setdefault(step["block"], set()).add(step["asked"])
+    assert all(len(remaining) == 1 for remaining in visits.values())
     assert steps[-1]["reserved"] <= 1.25 * max(step["peak"] for step in steps[-3:])

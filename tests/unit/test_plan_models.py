@@ -90,7 +90,7 @@ def test_a_published_model_by_its_config(capsys: pytest.CaptureFixture[str], tmp
     """A plan by config.json has the parameters of the published model."""
     content, parameters = PUBLISHED[name]
     where = folder(tmp_path, content, name=name)
-    if name in ("GPT-2", "gpt-oss-20b"):
+    if name == "GPT-2":
         whole = json.loads(
             run(capsys, "--model", where, "--gpu", "a100", "--num-gpus", "16", "--task", "pretrain", "--json")
         )
@@ -336,8 +336,6 @@ def test_what_fits_on_the_same_gpus_comes_first(capsys: pytest.CaptureFixture[st
     offered = json.loads(run(capsys, *flags, "--host-memory-gb", "48", "--json", code=1))["what_fits"]
     first = [each["flags"] for each in offered[: [each["flags"].split()[0] for each in offered].index("--num-gpus")]]
     assert first == ["--micro-batch-size 2", "--host-memory-gb 51", "--bcd-main-params drop"]
-    for each in offered:
-        assert "torchrun" in run(capsys, *shlex.split(each["command"])[2:])
 
 
 def test_dropped_main_parameters_need_no_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
