@@ -143,7 +143,7 @@ else
     fi
     # replaces the published model: a few steps from random weights
     "$PYTHON" "$ROOT/$SCRIPT" "${MODEL_ARGS[@]}" "${TOKENIZER[@]}" --seq-length "$SEQUENCE" --mock-data --train-iters 2 --micro-batch-size 2 \
-        --lr 1e-3 --bcd-num-blocks 1 --eval-iters 0 --bf16 --make-vocab-size-divisible-by 1 --save-hf "$MODEL_DIR"
+        --lr 1e-3 --bcd-num-blocks 1 --eval-iters 0 --num-workers 0 --bf16 --make-vocab-size-divisible-by 1 --save-hf "$MODEL_DIR"
 fi
 
 # ---------------------------------------------------------------- train, answer, load

@@ -250,7 +250,7 @@ def tiny_texts() -> list[str]:
 
 
 def prepare_tiny(portions: Path, scratch: Path) -> None:
-    """Write the same layout with a little text and, if transformers and GPT-2's tokenizer are here, a random model."""
+    """Write the same layout with a little text and, if GPT-2's tokenizer is here, a random model."""
     texts = tiny_texts()
     held_out, train, more = texts[:20], texts[20::2], texts[21::2]
     files = {"chichewa/train": train, "chichewa/valid": held_out[:10], "english/valid": held_out[10:],
@@ -266,12 +266,10 @@ def prepare_tiny(portions: Path, scratch: Path) -> None:
 
 def tiny_model(portions: Path, scratch: Path) -> None:
     """Write 2/smollm2 and 3/smollm2: a random LLaMA of six layers with GPT-2's tokenizer."""
-    try:
-        from safetensors.numpy import save
-        from tokenizers import ByteLevelBPETokenizer
-        from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    except ImportError:
-        return
+    from safetensors.numpy import save
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
     end, folder = "<|endoftext|>", portions / "1/gpt2"
     bpe = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
     bpe.add_special_tokens([end])

@@ -7,7 +7,6 @@ import itertools
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -223,26 +222,13 @@ def best_curves(records: Iterable[Record]) -> list[Curve]:
 
 
 def curve(record: Record) -> Curve:
-    """Return tokens and time of each validation; the time is that of the training steps before it."""
-    per_step = typical(record, "tokens_per_second") * typical(record, "step_time_ms") / 1e3
-    minutes, elapsed, last = {}, 0.0, 0
-    for line in step_lines(record):
-        elapsed += (line["iteration"] - last) * line["step_time_ms"] / 6e4
-        last = line["iteration"]
-        minutes[last] = elapsed
+    """Return tokens and time of each validation; the time is that of as many typical steps."""
+    step_ms = typical(record, "step_time_ms")
     validations = [line for line in record["metrics"] if "validation_loss" in line and not line.get("is_final")]
-    times = sorted(minutes.items())
-
-    def time_at(iteration: int) -> float:
-        for (before, start), (after, end) in pairwise([(0, 0.0), *times]):
-            if iteration <= after:
-                return start + (end - start) * (iteration - before) / (after - before)
-        return elapsed
-
-    steps = [line["iteration"] for line in validations]
+    minutes = [line["iteration"] * step_ms / 6e4 for line in validations]
+    tokens = [each * 60 * typical(record, "tokens_per_second") / 1e6 for each in minutes]
     label = f"{method_name(record).replace(NAMES['factored'], IN_PRETRAINING)}, {record['lr']:g}".replace("`", "")
-    tokens = [step * per_step / 1e6 for step in steps]
-    return label, tokens, [time_at(step) for step in steps], [line["validation_loss"] for line in validations]
+    return label, tokens, minutes, [line["validation_loss"] for line in validations]
 
 
 def draw(path: Path, curves: Sequence[Curve]) -> None:

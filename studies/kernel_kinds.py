@@ -1,7 +1,6 @@
 """Profile one training step and print what the GPU does in it, by kind of kernel.
 
     python studies/kernel_kinds.py [--json FILE] pretrain_llama_bcd.py ARGUMENTS...      # step 5 of the run
-    python studies/kernel_kinds.py [--json FILE] FOLDER/TRACE.json                       # a trace of PyTorch's profiler
 
 Times are milliseconds. `busy` is the time in which at least one kernel runs, copies between host and device excluded;
 `idle` is the rest between the first kernel and the last. The profiler itself makes a step longer.
@@ -46,7 +45,7 @@ def kernel_table(trace: dict[str, Any], *, num_names: int = 25) -> dict[str, Any
     """Return times and numbers of kernels by kind, and the longest ones, from a trace of PyTorch's profiler."""
     events = [each for each in trace["traceEvents"] if each.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not events:
-        raise ValueError("TRACE: no kernels of a GPU. Profile a run on a GPU.")
+        raise ValueError("COMMAND: no kernels of a GPU. Profile a run on a GPU.")
     kinds: collections.Counter[str] = collections.Counter()
     names: collections.Counter[str] = collections.Counter()
     numbers: collections.Counter[str] = collections.Counter()
@@ -87,13 +86,11 @@ def profiled(words: Sequence[str]) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> None:
     parser = Parser(prog="studies/kernel_kinds.py", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the table here")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="TRACE or COMMAND")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
     options = parser.parse_args(argv)
     if not options.words:
-        raise ValueError("TRACE or COMMAND: missing. Give a trace, or a script and its arguments.")
-    first = Path(options.words[0])
-    trace = json.loads(first.read_text(encoding="utf-8")) if first.suffix == ".json" else profiled(options.words)
-    table = kernel_table(trace)
+        raise ValueError("COMMAND: missing. Give a script and its arguments.")
+    table = kernel_table(profiled(options.words))
     print(f"step {table['ms']:.0f} ms, busy {table['busy']:.0f}, idle {table['idle']:.0f}")
     for title in ("kinds", "kernels"):
         for name, (ms, number) in table[title].items():

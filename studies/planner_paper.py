@@ -1,6 +1,6 @@
 """Recompute the paper's tables 3 to 8 and 12 to 16 (arXiv 2506.12037), cell by cell (studies/planner_paper.md).
 
-    python studies/planner_paper.py [--json [FILE]]
+    python studies/planner_paper.py
 
 Memory follows from the number of parameters; costs from the paper's own times, prices and B-F multipliers; times from
 the planner's simulation with shares of the GPU that are fitted on G-1.6B and L-1.5B (tables 3, 4, 15, 16).
@@ -19,10 +19,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from _parser import Parser, add_json, command, run_main, table, write_figures
+from _parser import Parser, command, run_main, table
 
 from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.recipe import Recipe, make_recipe
@@ -230,18 +232,15 @@ def fit_shares(runs: Sequence[TimedRun], cluster: Cluster) -> Cluster:
     idle = {"compute_share": 1.0, "memory_share": 1.0, "fp32_tflops": 1e12, "memory_gb_per_s": 1e15}
     compute, left = _slopes(runs, idle, {"fp32_tflops": cluster.fp32_tflops})
     memory, _ = _slopes(runs, idle, {"memory_gb_per_s": cluster.memory_gb_per_s})
-    products = _dot(compute, compute), _dot(compute, memory), _dot(memory, memory)
-    determinant = products[0] * products[2] - products[1] ** 2
-    inverse_compute = (products[2] * _dot(compute, left) - products[1] * _dot(memory, left)) / determinant
-    inverse_memory = (products[0] * _dot(memory, left) - products[1] * _dot(compute, left)) / determinant
-    return replace(cluster, compute_share=1 / inverse_compute, memory_share=1 / inverse_memory)
+    inverse, *_ = np.linalg.lstsq(np.column_stack([compute, memory]), left, rcond=None)
+    return replace(cluster, compute_share=float(1 / inverse[0]), memory_share=float(1 / inverse[1]))
 
 
 def fit_host(runs: Sequence[TimedRun], cluster: Cluster) -> Cluster:
     """Return the cluster with the host bandwidth that minimises the same errors for runs with method offload."""
     fitted = [(replace(recipe, cluster=cluster), ms) for recipe, ms in runs]
     host, left = _slopes(fitted, {"host_gb_per_s": 1e12}, {"host_gb_per_s": 1.0})
-    return replace(cluster, host_gb_per_s=_dot(host, host) / _dot(host, left))
+    return replace(cluster, host_gb_per_s=float(np.dot(host, host) / np.dot(host, left)))
 
 
 def _slopes(
@@ -250,10 +249,6 @@ def _slopes(
     """Return the time that ``used`` adds to each run's time with ``idle``, and the rest, over the published time."""
     pairs = [(_iteration_ms(recipe, **idle), _iteration_ms(recipe, **idle | used), ms) for recipe, ms in runs]
     return [(more - base) / ms for base, more, ms in pairs], [1 - base / ms for base, _, ms in pairs]
-
-
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))
 
 
 def show_paper(paper: Paper) -> str:
@@ -285,14 +280,11 @@ def show_paper(paper: Paper) -> str:
 def main(argv: list[str]) -> int:
     """Print the recomputed tables."""
     parser = Parser(prog="studies/planner_paper.py", description=__doc__)
-    add_json(parser)
-    arguments = parser.parse_args(argv)
+    parser.parse_args(argv)
     published = read_rows(ROOT / "docs" / "paper_figures.csv", Published)
     clusters = read_clusters(ROOT / "examples" / "clusters.csv")
     paper = Paper(published, read_models(ROOT / "examples" / "models.csv"), clusters["rtx4090"])
-    names = ("table", "row", "column", "published", "recomputed", "difference", "note")
-    values = [{name: getattr(cell, name) for name in names} for cell in paper.cells]
-    write_figures(arguments.json, values, lambda: print(show_paper(paper)))
+    print(show_paper(paper))
     return 0
 
 

@@ -7,7 +7,7 @@ first undisturbed, then with events at random times. Prints one line per event, 
 OUTPUT/soak.json. Checks that nothing hangs and every group ends with 0; that after each exchange its groups hold the
 same bits and have counted the same samples; that between two exchanges no two groups train the same sample, and each
 step counts the samples of all; and that the last validation loss is at most 1 % above the undisturbed run's. The exit
-code is 1 if a check fails, 2 for bad flags. While a group is away, the others run only a few steps per --step-seconds,
+code is 1 if a check fails, 2 for bad flags. While a group is away, the others run only a few steps a second,
 because a start takes much longer than a step of this small model.
 """
 
@@ -44,6 +44,8 @@ EVENTS = {"kill": "kills", "hang": "hangs", "slow": "slow", "lighthouse": "light
 """Names of the events, and the flags that set their number."""
 _LIGHTHOUSE = Path(sys.executable).with_name("torchft_lighthouse")
 TICK_SECONDS = 0.02
+OUTER_TIMEOUT_SECONDS, STEP_SECONDS, LIMIT_MINUTES = 8, 1.0, 60
+"""Of an exchange; the pause after a step while a group is away; of a run, after which it counts as hung."""
 MOST_LOSS_CHANGE = 1.0
 """Percent."""
 SLOW_SECONDS, SLOW_PULSE = 5.0, (0.2, 0.3)
@@ -60,14 +62,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--train-iters", type=int, default=600, metavar="N", help="(default: 600)")
     add("--kills", type=int, default=30, metavar="N", help="number of kills; the group restarts (default: 30)")
     add("--hangs", type=int, default=2, metavar="N",
-        help="number of stops for 1.5 times --outer-timeout-seconds (default: 2)")  # fmt: skip
+        help="number of stops for 1.5 times the exchange's timeout (default: 2)")  # fmt: skip
     add("--slow", type=int, default=2, metavar="N", help="number of periods at two fifths of the speed (default: 2)")
     add("--lighthouse-restarts", type=int, default=2, metavar="N", help="number of restarts (default: 2)")
     add("--seed", type=int, default=1, help="seed of the events (default: 1)")
     add("--flags", default="", help="more flags of pretrain_gpt_bcd.py, in one word")
-    add("--outer-timeout-seconds", type=int, default=8, metavar="S", help="(default: 8)")
-    add("--step-seconds", type=float, default=1.0, metavar="S", help="pause while a group is away (default: 1)")
-    add("--limit-minutes", type=float, default=60.0, metavar="M", help="a longer run counts as hung (default: 60)")
     options = parser.parse_args(argv)
     if options.replica_groups < 2:
         raise ValueError(f"--replica-groups {options.replica_groups}: must be at least 2, so that others continue")
@@ -145,7 +144,7 @@ class Soak:
         words += ["--eval-interval", str(options.train_iters), "--lighthouse", f"127.0.0.1:{self._port}"]
         words += ["--replica-groups", str(options.replica_groups), "--save", str(folder / "checkpoints")]
         words += ["--load", str(folder / "checkpoints"), "--save-interval", str(options.train_iters // 10)]
-        words += ["--outer-timeout-seconds", str(options.outer_timeout_seconds), *shlex.split(options.flags)]
+        words += ["--outer-timeout-seconds", str(OUTER_TIMEOUT_SECONDS), *shlex.split(options.flags)]
         self.groups = [Group(f"group{number}", folder, words) for number in range(options.replica_groups)]
 
     def run(self) -> float:
@@ -157,8 +156,8 @@ class Soak:
                 group.start()
             while any(group.start_at or group.process.poll() != 0 for group in self.groups):
                 now = time.monotonic()
-                if now - self._begin > 60 * self.options.limit_minutes:
-                    raise CannotRun(f"hangs: did not end within {self.options.limit_minutes:g} minutes")
+                if now - self._begin > 60 * LIMIT_MINUTES:
+                    raise CannotRun(f"hangs: did not end within {LIMIT_MINUTES} minutes")
                 for group in self.groups:
                     self._look_at(group, now)
                 self._next_event(now)
@@ -197,7 +196,7 @@ class Soak:
             raise CannotRun(f"{group.name} {failure_reason(log.read_text(), group.process.returncode)}; see {log}")
         has_stepped = group.read(now)
         if has_stepped and self._num_events and any(other.is_away for other in self.groups):
-            group.rests_until = now + self.options.step_seconds
+            group.rests_until = now + STEP_SECONDS
         group.rest(now)
 
     def _next_event(self, now: float) -> None:
@@ -215,7 +214,7 @@ class Soak:
             group.kill(now, seconds)
             event = f"{group.name} is killed, and starts again after {seconds:.1f} s"
         elif kind == "hang":
-            seconds = 1.5 * self.options.outer_timeout_seconds
+            seconds = 1.5 * OUTER_TIMEOUT_SECONDS
             group.is_away, group.hung_until = True, now + seconds
             event = f"{group.name} is stopped for {seconds:.1f} s"
         elif kind == "slow":

@@ -24,14 +24,16 @@ STILL = {"lr": 1e-30, "weight_decay": 0.0, "eval_iters": 2, "eval_interval": 2, 
 """Weights that do not move, so that losses differ only by their samples."""
 
 
+def records_of(run: worlds.RecordedRun) -> list[tuple[int, int, str, float, bool]]:
+    records = run.recorder.evaluations
+    return [(each.iteration, each.consumed_samples, each.split, each.loss, each.is_final) for each in records]
+
+
 def evaluations(config: RunConfig) -> list[tuple[int, int, str, float, bool]]:
     """Return everything that this rank reports about a run's evaluations."""
     with worlds.started(config) as run:
         run.train()
-        return [
-            (record.iteration, record.consumed_samples, record.split, record.loss, record.is_final)
-            for record in run.recorder.evaluations
-        ]
+        return records_of(run)
 
 
 def evaluations_until_a_signal(config: RunConfig) -> list[tuple[int, int, str, float, bool]]:
@@ -47,10 +49,7 @@ def evaluations_until_a_signal(config: RunConfig) -> list[tuple[int, int, str, f
         run.evaluator.forward_backward = ask
         run.train()
         assert run.iteration == 4
-        return [
-            (record.iteration, record.consumed_samples, record.split, record.loss, record.is_final)
-            for record in run.recorder.evaluations
-        ]
+        return records_of(run)
 
 
 @pytest.mark.parametrize("is_fixed", [True, False])

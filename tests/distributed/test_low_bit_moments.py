@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,55 +65,59 @@ def test_training_and_bytes(world1: World, text_data: str) -> None:
     assert "adam with int8 moments" in result["training"]
 
 
-def resumed_moments(config: RunConfig, folder: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return a resumed run's second moments before its first step, and its checkpoint's in fp32."""
+def resumed_state(config: RunConfig, folder: str) -> dict[str, torch.Tensor]:
+    """Return Muon's momenta, or Adam's second moments, in fp32 of a resumed run before its first step."""
     with worlds.started(resumed_runs.with_checkpoints(config, load=folder)) as run:
-        return {
-            name: shard.snapshot().read("exp_avg_sq", shard.weight)
-            for name, shard in worlds.block_shards(run.active.core).items()
-        }
+        if config.is_muon:
+            states = [state for state in run.active.state() if MOMENTUM in state.tensors]
+            return {state.name: state.tensors[MOMENTUM]() for state in states}
+        shards = worlds.block_shards(run.active.core).items()
+        return {name: shard.snapshot().read("exp_avg_sq", shard.weight) for name, shard in shards}
 
 
-def test_a_resumed_run_may_store_moments_otherwise(world1: World, text_data: str, tmp_path: Path) -> None:
-    """An 8-bit run resumes from fp32 moments in codes, and an fp32 run resumes from codes as the numbers that they
-    encode."""
-    flags = {"data_path": text_data, "bcd_steps_per_block": 9}
-    exact, coarse = (worlds.run_config(**flags, adam_moments_dtype=dtype) for dtype in ("fp32", "int8"))
-    for config, folder in ((exact, str(tmp_path / "fp32")), (coarse, str(tmp_path / "int8"))):
+def rounded_moment(moment: torch.Tensor) -> torch.Tensor:
+    return low_bit_adam.read(low_bit_adam.encode({"exp_avg_sq": moment}), "exp_avg_sq")
+
+
+def rounded_momentum(momentum: torch.Tensor) -> torch.Tensor:
+    return low_bit_momentum.decode(*low_bit_momentum.encode(momentum))
+
+
+MUON = {"bcd_num_blocks": 1, "bcd_steps_per_block": None, "optimizer": "muon"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag", "dtype", "rounding"),
+    [
+        ({"bcd_steps_per_block": 9}, "adam_moments_dtype", torch.float32, rounded_moment),
+        (MUON, "muon_momentum_dtype", torch.bfloat16, rounded_momentum),
+    ],
+    ids=["adam", "muon"],
+)
+def test_a_resumed_run_may_store_moments_otherwise(
+    world1: World,
+    text_data: str,
+    tmp_path: Path,
+    flags: dict[str, Any],
+    flag: str,
+    dtype: torch.dtype,
+    rounding: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """An 8-bit run resumes from fp32 moments or bf16 momenta in codes, and a run with those from codes as the numbers
+    that they encode."""
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    exact, coarse = (worlds.run_config(data_path=text_data, **flags, **{flag: name}) for name in (names[dtype], "int8"))
+    folders = {"exact": str(tmp_path / "exact"), "coarse": str(tmp_path / "coarse")}
+    for config, folder in zip((exact, coarse), folders.values(), strict=True):
         world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, save=folder, exit_interval=3))
-    (of_fp32,) = world1.run(resumed_moments, exact, str(tmp_path / "fp32"))
-    (rounded,) = world1.run(resumed_moments, coarse, str(tmp_path / "fp32"))
-    (of_int8,) = world1.run(resumed_moments, coarse, str(tmp_path / "int8"))
-    (as_fp32,) = world1.run(resumed_moments, exact, str(tmp_path / "int8"))
-    for name, moment in of_fp32.items():
-        expected = low_bit_adam.read(low_bit_adam.encode({"exp_avg_sq": moment}), "exp_avg_sq")
-        assert torch.equal(rounded[name], expected) and bool(moment.any())
-        assert torch.equal(as_fp32[name], of_int8[name])
-
-
-def momenta(config: RunConfig, folder: str) -> dict[str, torch.Tensor]:
-    """Return Muon's momenta in fp32 of a resumed run before its first step."""
-    with worlds.started(resumed_runs.with_checkpoints(config, load=folder)) as run:
-        states = [state for state in run.active.state() if MOMENTUM in state.tensors]
-        return {state.name: state.tensors[MOMENTUM]() for state in states}
-
-
-def test_a_resumed_run_may_store_a_momentum_otherwise(world1: World, text_data: str, tmp_path: Path) -> None:
-    """A run with 8-bit momenta resumes from bf16 ones in codes, and a bf16 run from codes as the rounded numbers."""
-    flags = {"data_path": text_data, "bcd_num_blocks": 1, "bcd_steps_per_block": None, "optimizer": "muon"}
-    flags |= {"train_iters": 2, "eval_iters": 0}
-    exact, coarse = (worlds.run_config(**flags, muon_momentum_dtype=dtype) for dtype in ("bf16", "int8"))
-    for config, folder in ((exact, str(tmp_path / "bf16")), (coarse, str(tmp_path / "int8"))):
-        world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, save=folder, exit_interval=1))
-    (of_bf16,) = world1.run(momenta, exact, str(tmp_path / "bf16"))
-    (rounded,) = world1.run(momenta, coarse, str(tmp_path / "bf16"))
-    (of_int8,) = world1.run(momenta, coarse, str(tmp_path / "int8"))
-    (as_bf16,) = world1.run(momenta, exact, str(tmp_path / "int8"))
-    assert of_bf16
-    for name, momentum in of_bf16.items():
-        expected = low_bit_momentum.decode(*low_bit_momentum.encode(momentum))
-        assert torch.equal(rounded[name], expected) and bool(momentum.any())
-        assert torch.equal(as_bf16[name], of_int8[name].bfloat16().float())
+    of_exact, rounded, of_coarse, as_exact = (
+        world1.run(resumed_state, config, folders[name])[0]
+        for config, name in ((exact, "exact"), (coarse, "exact"), (coarse, "coarse"), (exact, "coarse"))
+    )
+    assert of_exact
+    for name, moment in of_exact.items():
+        assert torch.equal(rounded[name], rounding(moment)) and bool(moment.any())
+        assert torch.equal(as_exact[name], of_coarse[name].to(dtype).float())
 
 
 def test_codes_of_a_momentum() -> None:

@@ -29,7 +29,6 @@ from support.processes import ROOT
 PLAN = ["--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1", "--seq-length", "64"]
 STEPS = 120
 WAIT_MS = 280_000  # two busy cores
-WIDTHS = (1280, 400)
 
 
 @pytest.fixture(scope="module")
@@ -260,13 +259,13 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.chdir(tmp_path)
     client = signed_in()
     for words in (["--gpu", "b200"], ["--num-gpus", "0"], ["--model", "G-5B"]):
-        form = {"model": "LLaMA-7B", "gpu": "rtx4090", "num_gpus": "1"}
+        form = {"model": "L-1.5B", "gpu": "rtx4090", "num_gpus": "1"}
         form |= {words[0][2:].replace("-", "_"): words[1]}
-        assert plan.main(["--model", "LLaMA-7B", "--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1", *words]) == 2
+        assert plan.main(["--model", "L-1.5B", "--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1", *words]) == 2
         answer = client.get("/plan", base_url=HERE, query_string=form | {"task": "sft"})
         assert answer.status_code == 400
         assert capsys.readouterr().err.strip() in html_text(answer.text)
-    form = {"model": "LLaMA-7B", "gpu": "rtx4090", "num_gpus": "1", "task": "sft", "out": "out/new"}
+    form = {"model": "L-1.5B", "gpu": "rtx4090", "num_gpus": "1", "task": "sft", "out": "out/new"}
     for changes, wanted in (
         ({}, "--load-hf: is missing"),
         ({"out": ""}, "the output folder: is missing"),
@@ -295,17 +294,16 @@ def html_text(page: str) -> str:
     return re.sub(r"&#39;", "'", page)
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_static_pages(gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("method", ["finetune", "full"])
+def test_static_pages(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A static page has the numbers and the command of the command line, loads nothing, and says what does not fit."""
-    words = ["--model", "LLaMA-7B", "--task", "sft", "--gpu", "rtx4090", "--num-gpus", str(gpus)]
-    words += [] if gpus == 1 else ["--method", "full"]
+    words = ["--model", "L-1.5B", "--task", "sft", "--gpu", "rtx4090", "--num-gpus", "1", "--method", method]
     code = plan.main([*words, "--html", str(tmp_path / "plan.html"), "--json", str(tmp_path / "plan.json")])
     text, data = (tmp_path / "plan.html").read_text(), json.loads((tmp_path / "plan.json").read_text())
-    assert code == (gpus == 2) and not re.search(r"(src|href)=\"(?!data:)", text)
+    assert code == (method == "full") and not re.search(r"(src|href)=\"(?!data:)", text)
     parts = [float(size) for size in re.findall(r"title=\"[^\"]*: ([\d.]+) GiB\"", text.split('class="legend"')[0])]
     assert sum(parts) == pytest.approx(data["memory"]["peak_bytes"] / 2**30, abs=0.05)
-    if gpus == 1:
+    if method == "finetune":
         assert f"{data['time']['tokens_per_second']:,.0f} tokens/s" in text
         assert data["command"] in html_text(text)
     else:
@@ -319,9 +317,9 @@ def test_static_pages_fit_a_telephone(browser: Any, tmp_path: Path) -> None:
     lines += ['{"iteration": 99, "validation_loss": 2.0, "validation_perplexity": 7.4}']
     (tmp_path / "run.jsonl").write_text("\n".join(lines))
     assert report.main(["--run", f"bcd={tmp_path / 'run.jsonl'}", "--html", str(tmp_path / "report.html")]) == 0
-    words = ["--model", "LLaMA-7B", *PLAN]
+    words = ["--model", "L-1.5B", *PLAN]
     assert plan.main([*words, "--html", str(tmp_path / "plan.html")]) == 0
-    for width in WIDTHS:
+    for width in (1280, 400):
         page = new_page(browser, [], viewport={"width": width, "height": 800}, java_script_enabled=False)
         for name in ("report", "plan"):
             page.goto(f"file://{tmp_path}/{name}.html")

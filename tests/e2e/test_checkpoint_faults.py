@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from support.bad_input_cases import command_line, good_documents, write_dataset
-from support.forked_runs import ForkedRuns, RankResult, assert_refused, digests, said
+from support.forked_runs import ForkedRuns, RankResult, assert_refused, digests, read_metrics, said
 
 from megatron.bcd.checkpoint import layout
 from megatron.bcd.runtime import dir_claim
@@ -93,7 +93,7 @@ def test_the_newest_is_damaged(
     assert kept and [name for name in kept if older[name] != before[name]] == []
     # the damaged one was made anew by the same steps
     assert [layout.damage(str(path)) for path in sorted((place / "saved").glob("iter_*"))] == [None] * 4
-    assert metrics(place)[:SAVED] == metrics(three[num_ranks])
+    assert read_metrics(place)[:SAVED] == read_metrics(three[num_ranks])
 
 
 def test_the_only_one_is_damaged(runs: ForkedRuns, copied: Callable[[int], Path]) -> None:
@@ -167,10 +167,3 @@ def test_a_run_that_blows_up(runs: ForkedRuns, copied: Callable[[int], Path]) ->
     assert "Traceback" not in results[0].stdout
     newest = re.findall(r"(saved/iter_\d+)", results[0].stderr)[0]
     assert layout.damage(str(place / newest)) is None
-
-
-def metrics(place: Path) -> list[dict[str, Any]]:
-    """Return the lines of the metrics file, without values that depend on the machine."""
-    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-    names = ("iteration", "consumed_samples", "loss", "grad_norm", "learning_rate", "block", "phase", "validation_loss")
-    return [{name: line[name] for name in names if name in line} for line in lines]

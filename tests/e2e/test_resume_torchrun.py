@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from support.bad_input_cases import good_documents, write_dataset
-from support.forked_runs import ForkedRuns, RankResult
+from support.forked_runs import ForkedRuns, RankResult, read_metrics
 from support.processes import ROOT, TORCHRUN, Job
 
 from megatron.bcd.checkpoint import layout
@@ -33,18 +32,8 @@ FLAGS = [
 ]
 
 
-def lines(place: Path) -> list[dict[str, Any]]:
-    """Return the metrics lines without values that depend on the machine; the last line may be incomplete."""
-    names = ("iteration", "loss", "grad_norm", "learning_rate", "block", "consumed_samples")
-    names += ("validation_loss", "test_loss")
-    path = place / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    whole = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [{name: line[name] for name in names if name in line} for line in whole]
-
-
 def last_iteration(place: Path) -> int:
-    return max((line["iteration"] for line in lines(place)), default=0)
+    return max((line["iteration"] for line in read_metrics(place)), default=0)
 
 
 def start(place: Path, *flags: str) -> Job:
@@ -71,7 +60,7 @@ def test_the_same_command_after_every_end(runs: ForkedRuns, tmp_path: Path) -> N
     results = run(runs, place)
     assert [(rank.code, rank.stderr) for rank in results] == [(0, "")] * 2
     assert f"resuming from saved/{os.path.basename(newest)}" in results[0].stdout
-    assert lines(place) == lines(places["whole"])
+    assert read_metrics(place) == read_metrics(places["whole"])
     assert weights(place) == weights(places["whole"])
 
 
@@ -94,53 +83,6 @@ def weights(place: Path) -> dict[str, str]:
     """Return checksums of the last checkpoint's shards, which must have the same bits at the same places."""
     records = json.loads((place / "saved" / f"iter_{LAST:07d}" / layout.CHECKSUMS).read_text())["files"]
     return {name: record["sha256"] for name, record in records.items() if name.endswith(".distcp")}
-
-
-KILLS = ("a rank", "a rank at a save", "the machine", "SIGTERM to torchrun", "SIGUSR1 to the ranks")
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(2))
-def test_soak(runs: ForkedRuns, tmp_path: Path, seed: int) -> None:
-    """After every kind of end, in any order, at any moment, checkpoints are complete, no process is left, and the next
-    start resumes from the newest. The last result is that of the undisturbed run."""
-    draw, places = random.Random(seed), {name: tmp_path / name for name in ("whole", "parts")}
-    for place in places.values():
-        write_dataset(place / "data" / "text_document", good_documents())
-    place, saved = places["parts"], str(places["parts"] / "saved")
-    assert [rank.code for rank in run(runs, places["whole"])] == [0, 0]
-    for number, kind in enumerate(draw.sample(KILLS, len(KILLS))):
-        newest = layout.candidates(saved)[:1]
-        moment = max(last_iteration(place) + 1, SAVE_INTERVAL * number + draw.randint(1, SAVE_INTERVAL))
-        with start(place, *["--async-save"] * draw.choice((0, 1))) as job:
-            job.wait_for(lambda at=moment: last_iteration(place) >= at)
-            assert all(f"resuming from saved/iter_{iteration:07d}" in job.output for iteration in newest)
-            end(job, kind, draw, place / "saved")
-            assert job.alive() == []
-        complete = layout.candidates(saved)
-        assert [layout.damage(layout.iteration_folder(saved, each)) for each in complete] == [None] * len(complete)
-        assert not kind.startswith("SIG") or complete[0] == last_iteration(place), "asked to stop, it saves"
-    assert [(rank.code, rank.stderr) for rank in run(runs, place)] == [(0, "")] * 2
-    assert lines(place) == lines(places["whole"])
-    assert weights(place) == weights(places["whole"])
-
-
-def end(job: Job, kind: str, draw: random.Random, saved: Path) -> None:
-    """Kill or signal what `kind` names, and wait until torchrun has ended."""
-    ranks = job.ranks()
-    if kind == "the machine":
-        job.kill()
-    elif kind == "SIGTERM to torchrun":
-        job.process.send_signal(signal.SIGTERM)
-    elif kind == "SIGUSR1 to the ranks":
-        for rank in ranks:
-            rank.send_signal(signal.SIGUSR1)
-    else:
-        if kind == "a rank at a save":
-            job.wait_for(lambda: any(saved.glob("*.incomplete")))
-        draw.choice(ranks).kill()
-    job.exit_code()
 
 
 HANGING = [

@@ -135,10 +135,6 @@ def records(content: bytes) -> Prepare:
 SFT_CASES = (
     case("no such records", *SFT, named="--data-path records.jsonl"),
     case(
-        "a bad record", *SFT, named="--data-path records.jsonl, line 4",
-        prepare=records(RECORD * 3 + b"{"),
-    ),
-    case(
         "bad records", *SFT, prepare=records(b"".join((RECORD, b"{\n", RECORD, RECORD.replace(b'"c"', b'" "')))),
         named=("--data-path records.jsonl, line 2 is not JSON", "; line 4 has an empty answer", "--sft-skip-bad"),
     ),

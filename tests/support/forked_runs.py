@@ -12,6 +12,7 @@ import gc
 import hashlib
 import importlib
 import inspect
+import json
 import os
 import signal
 import sys
@@ -64,6 +65,16 @@ def digests(place: Path) -> dict[str, str]:
         for path in sorted(place.rglob("*"))
         if path.name != ".lock"
     }
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl without values that depend on the machine; the last may be incomplete."""
+    names = ("iteration", "consumed_samples", "loss", "grad_norm", "learning_rate", "block", "phase")
+    names += ("validation_loss", "test_loss")
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    whole = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [{name: line[name] for name in names if name in line} for line in whole]
 
 
 class ForkedRuns:

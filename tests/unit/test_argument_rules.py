@@ -4,7 +4,6 @@ reported."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -311,15 +310,3 @@ def test_advice_does_not_contradict_itself() -> None:
     conflict, *others = raised.value.problems
     assert conflict == "--bcd-layers-on host and --fp8-format cannot be combined. Leave one of them out."
     assert all("delayed scaling needs" in other for other in others)
-
-
-def _notes(*flags: str) -> Sequence[str]:
-    return read_command_line([*WORDS, *flags], prog="test", world_size=2).notes
-
-
-def test_chunks_that_are_not_kept_are_named() -> None:
-    """--num-layers-per-virtual-pipeline-stage that the blocks do not allow is named with what happens in its place."""
-    flags = ("--num-layers", "8", "--pipeline-model-parallel-size", "2", LAYERS, "2")
-    notes = _notes(*flags)
-    assert [note for note in notes if note.startswith(f"{LAYERS} 2 is not kept: 3 chunks on every pipeline stage")]
-    assert not [note for note in _notes(*flags, "--bcd-num-blocks", "2") if LAYERS in note]

@@ -19,7 +19,7 @@ from support.planned import CLUSTER, RUNS, recipe_of
 from megatron.bcd.optim import update_rules
 from megatron.bcd.planner import measured, state
 from megatron.bcd.planner.cost import ModelShape
-from megatron.bcd.planner.memory import rank_memory
+from megatron.bcd.planner.memory import fits, rank_memory
 from megatron.bcd.planner.recipe import make_recipe
 from megatron.bcd.planner.run_state import RunMemory
 from megatron.bcd.planner.tensors import count_parameters
@@ -48,11 +48,6 @@ PUBLISHED = {
         596_049_920,
     ),
     "SmolLM2-135M": (config("llama", 30, 576, (9, 3), 1536, 49152, tie_word_embeddings=True), 134_515_008),
-    "Phi-4": (config("phi3", 40, 5120, (40, 10), 17920, 100352), 14_659_507_200),
-    "SmolLM3-3B": (
-        config("smollm3", 36, 2048, (16, 4), 11008, 128256, tie_word_embeddings=True, no_rope_layer_interval=4),
-        3_075_098_624,
-    ),
     "Qwen3-30B-A3B": (
         config("qwen3_moe", 48, 2048, (32, 4), 6144, 151936, head_dim=128)
         | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
@@ -90,14 +85,12 @@ def run(capsys: pytest.CaptureFixture[str], *flags: str | Path, code: int = 0) -
     return captured.err if code == 2 else captured.out
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ("Phi-4", "SmolLM3-3B"))) for name in PUBLISHED]
-)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_by_its_config(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     """A plan by config.json has the parameters of the published model."""
     content, parameters = PUBLISHED[name]
     where = folder(tmp_path, content, name=name)
-    if name in ("GPT-2", "SmolLM3-3B", "gpt-oss-20b"):
+    if name == "GPT-2":
         whole = json.loads(
             run(capsys, "--model", where, "--gpu", "a100", "--num-gpus", "16", "--task", "pretrain", "--json")
         )
@@ -146,19 +139,15 @@ def test_bad_models_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 def test_what_fits_on_one_card(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """What fits on one card is offered beside more GPUs, every offer fits, and none contains another."""
-    large = folder(tmp_path, PUBLISHED["Llama-3-8B"][0], name="large")
-    middle = folder(tmp_path, config("llama", 32, 4096, (32, 8), 13824, 128256), name="middle")
-    seen: set[str] = set()
-    for model in (large, middle):
-        flags = ("--task", "sft", "--model", model, *CARD, "--seq-length", "2048", "--micro-batch-size", "2")
-        flags += ("--bcd-layers-on", "device", "--bcd-head-phase")
-        offered = json.loads(run(capsys, *flags, "--json", code=1))["what_fits"]
-        names = [{word for word in each["flags"].split() if word[:2] == "--"} for each in offered]
-        assert not any(one < other for one in names for other in names)
-        seen |= set().union(*names)
-        for each in offered:
-            assert "torchrun" in run(capsys, *shlex.split(each["command"])[2:])
-    assert {"--bcd-layers-on", "--bcd-frozen", "--adam-moments-dtype", "--num-gpus"} <= seen
+    large = folder(tmp_path, PUBLISHED["Llama-3-8B"][0])
+    flags = ("--task", "sft", "--model", large, *CARD, "--seq-length", "2048", "--micro-batch-size", "2")
+    flags += ("--bcd-layers-on", "device", "--bcd-head-phase")
+    offered = json.loads(run(capsys, *flags, "--json", code=1))["what_fits"]
+    names = [{word for word in each["flags"].split() if word[:2] == "--"} for each in offered]
+    assert not any(one < other for one in names for other in names)
+    for each in offered:
+        assert "torchrun" in run(capsys, *shlex.split(each["command"])[2:])
+    assert {"--bcd-layers-on", "--bcd-frozen", "--adam-moments-dtype", "--num-gpus"} <= set().union(*names)
 
 
 def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -166,9 +155,9 @@ def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path:
     counted."""
     large = folder(tmp_path, PUBLISHED["Llama-3-8B"][0], name="large")
     flags = ("--task", "sft", *BLOCKS, "--model", large, *CARD, "--bcd-always-active", "head", "--json", *ON_DEVICE)
-    plan = json.loads(run(capsys, *flags))
-    assert "--bcd-schedule breadth-first --bcd-layers-on host" in plan["command"] and plan["time"]["copy_share"] == 0
-    assert plan["memory"]["peak_bytes"] <= 0.95 * plan["memory"]["available_bytes"]
+    found = json.loads(run(capsys, *flags))
+    assert "--bcd-schedule breadth-first --bcd-layers-on host" in found["command"] and found["time"]["copy_share"] == 0
+    assert found["memory"]["peak_bytes"] <= 0.95 * found["memory"]["available_bytes"]
     one, longer = (
         json.loads(run(capsys, *flags, "--global-batch-size", "1", "--seq-length", number))
         for number in ("512", "1024")
@@ -178,17 +167,17 @@ def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "--bcd-layers-on host" in searched["command"]
     weights = 2 * 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
     expected = 2 * weights + 2 * 128256 * 4096
-    assert plan["memory"]["host_bytes"] == pytest.approx(expected, rel=1e-3), "low bits of main parameters; embedding"
+    assert found["memory"]["host_bytes"] == pytest.approx(expected, rel=1e-3), "low bits of main parameters; embedding"
     refused = run(capsys, *flags, "--bcd-layers-on", "host", "--recompute", "full", code=2)
     assert "--recompute full: --bcd-schedule breadth-first recomputes" in refused
-    gb = (plan["memory"]["host_bytes"] + plan["memory"]["saving_bytes"]) / 1e9
-    assert json.loads(run(capsys, *flags, "--host-memory-gb", f"{gb + 0.1:.1f}")) == plan
-    assert not json.loads(run(capsys, *flags, "--host-memory-gb", f"{gb / 2:.1f}", code=1))["memory"]["fits"]
+    gb = (found["memory"]["host_bytes"] + found["memory"]["saving_bytes"]) / 1e9
+    assert json.loads(run(capsys, *flags, "--host-memory-gb", f"{gb + 0.1:.1f}")) == found
+    less = plan.parse_arguments([*map(str, flags), "--host-memory-gb", f"{gb / 2:.1f}"])
+    assert not fits(plan.recipe_of(less))
 
 
 def test_every_layer_with_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A 14B model trains every layer if host memory suffices, or the plan says how much does; only short steps wait for
-    copies."""
+    """A 14B model trains every layer if host memory suffices; only short steps wait for copies."""
     flags = ("--task", "sft", "--model", folder(tmp_path, LARGE["Qwen2.5-14B"][0]), *ON_DEVICE, *CARD, "--json")
     found = json.loads(run(capsys, *flags, "--host-memory-gb", "64"))
     command = found["command"].replace("\\\n    ", "")
@@ -198,9 +187,6 @@ def test_every_layer_with_layers_on_the_host(capsys: pytest.CaptureFixture[str],
     assert found["memory"]["host_bytes"] == pytest.approx(4 * layers, rel=1e-3)
     saving = 6 * 2 * 152064 * 5120 + 4 * 2 * 13824 * 5120  # embedding and head; the largest matrix of a layer in fp32
     assert found["memory"]["saving_bytes"] == pytest.approx(saving, rel=0.01)
-    need = found["memory"]["host_bytes"] + found["memory"]["saving_bytes"]
-    less = json.loads(run(capsys, *flags, "--host-memory-gb", f"{need / 1e9 - 0.1:.1f}", code=1))
-    assert less["what_fits"][0]["flags"] == f"--host-memory-gb {-int(-need // 1e9)}"
     wide = (*flags[:-2], "4", "--json", "--bcd-inactive-update", "factored")
     four = json.loads(run(capsys, *wide, "--host-memory-gb", "128"))
     assert "--pipeline-model-parallel-size 4" in four["command"] and "breadth-first" in four["command"]
@@ -245,13 +231,6 @@ def test_an_untied_head_is_always_active(capsys: pytest.CaptureFixture[str], tmp
 
 BLOCKS = ("--bcd-inactive-update", "none")
 LARGE = PUBLISHED | {"Qwen2.5-14B": (config("qwen2", 48, 5120, (40, 8), 13824, 152064), 0)}
-
-
-def test_blocks_that_would_train_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Blocks that would train nothing are refused by --bcd-num-blocks 0."""
-    where = folder(tmp_path, LARGE["Qwen3-8B"][0])
-    nothing = run(capsys, "--task", "sft", *CARD, "--model", where, "--bcd-num-blocks", "0", *BLOCKS, code=2)
-    assert nothing.startswith("tools/plan.py: error: --bcd-num-blocks 0: ")
 
 
 def test_the_recipes_rate_is_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
@@ -347,7 +326,8 @@ def test_the_host_limit_is_this_machines_memory(
         r"does NOT fit: a node needs \d\d GB of host memory, also to save, more than this machine's 16", text
     )
     [enough] = re.findall(r"\n--host-memory-gb (\d\d) +1 ", text)
-    assert "fits: " in run(capsys, *flags, "--host-memory-gb", enough)
+    memory = json.loads(run(capsys, *flags, "--host-memory-gb", enough, "--json"))["memory"]
+    assert memory["fits"] and int(enough) == -int(-(memory["host_bytes"] + memory["saving_bytes"]) // 1e9)
 
 
 def test_what_fits_on_the_same_gpus_comes_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -357,8 +337,6 @@ def test_what_fits_on_the_same_gpus_comes_first(capsys: pytest.CaptureFixture[st
     offered = json.loads(run(capsys, *flags, "--host-memory-gb", "48", "--json", code=1))["what_fits"]
     first = [each["flags"] for each in offered[: [each["flags"].split()[0] for each in offered].index("--num-gpus")]]
     assert first == ["--micro-batch-size 2", "--host-memory-gb 51", "--bcd-main-params drop"]
-    for each in offered:
-        assert "torchrun" in run(capsys, *shlex.split(each["command"])[2:])
 
 
 def test_dropped_main_parameters_need_no_host_memory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,6 @@ from typing import Any
 import plan
 import pytest
 
-from megatron.bcd.planner.recipe import METHODS
-
 STAGES = ("--pipeline-model-parallel-size", "2")
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 PAPER = ("--method", "bcd", "--precision", "fp32")
@@ -67,13 +65,6 @@ def test_what_people_write(capsys: pytest.CaptureFixture[str]) -> None:
     data = planned(capsys, *words, "--tokens", "2.5t")
     assert (data["model"]["name"], data["cluster"]["name"]) == ("LLaMA-7B", "rtx4090")
     assert data["bill"]["tokens"] == 2.5e12
-
-
-def test_a_plan_without_blocks_speaks_of_none(capsys: pytest.CaptureFixture[str]) -> None:
-    """Only a plan with several blocks names the block of its largest phase."""
-    flags = ("--model", "G-1.6B", "--gpu", "a100", "--num-gpus", "1")
-    assert "block 0" not in output(capsys, *flags, "--method", "full", "--recompute", "auto")
-    assert "in the phase of block 0; " in output(capsys, *flags, "--method", "bcd", "--recompute", "auto")
 
 
 def test_nothing_fits_anywhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -165,16 +156,6 @@ def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["cost_ratio"] == pytest.approx(dollars / rows["full", 2]["bill"]["dollars"])
 
 
-def test_search_over_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
-    """A search covers all methods on the given GPUs, and its best plan has the bill of its row."""
-    flags = ("--model", "L-1.5B", "--gpu", "rtx4090", "--num-gpus", "2", "--precision", "bf16", "--search")
-    data = planned(capsys, *flags)
-    best = data["best"]
-    assert best["recipe"]["num_gpus"] == 2
-    rows = {(row["recipe"]["name"], row["recipe"]["num_gpus"]): row for row in data["methods"]}
-    assert best["bill"] == rows[best["recipe"]["name"], 2]["bill"]
-
-
 @pytest.mark.parametrize(
     ("model", "more", "method"),
     [
@@ -197,21 +178,13 @@ def test_the_method_that_the_readme_recommends(
 
 def test_muon_costs_full_trainings_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """Muon and preset pretrain cost as many steps as full training, and the plan promises nothing of their loss."""
-    flags = ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "1", "--compare")
+    flags = ("--model", "G-0.15B", "--gpu", "rtx4090", "--num-gpus", "1", "--compare")
     rows = json.loads(output(capsys, *flags, "--json"))
     steps = {row["recipe"]["method"]: row["bill"]["iterations"] for row in rows}
     assert steps["muon"] == steps["pretrain"] == steps["full"] < steps["bcd"]
     methods = plan.plan_view(plan.parse_arguments(flags[:-1]))["methods"]
     said = {quality[0] for each, _, quality, _ in methods if each.recipe.method == "muon"}
     assert said == {"full training's steps"}, "no promise of its loss"
-
-
-def test_every_compared_method_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every row of --compare names a --method that has a plan."""
-    for task in ("pretrain", "sft"):
-        flags = ("--task", task, "--model", "L-1.5B", "--gpu", "rtx4090", "--num-gpus", "1")
-        rows = json.loads(output(capsys, *flags, "--compare", "--json"))
-        assert {row["recipe"]["method"] for row in rows if "method" in row["recipe"]} <= {*METHODS}
 
 
 def test_search_keeps_the_pipeline_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,7 +202,7 @@ def test_search_keeps_the_pipeline_that_was_given(capsys: pytest.CaptureFixture[
 
 def test_flags_of_blocks_leave_full_training_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """Flags of blocks do not change the times of full training."""
-    flags = ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "2", "--compare", "--json")
+    flags = ("--model", "G-0.15B", "--gpu", "rtx4090", "--num-gpus", "2", "--compare", "--json")
     ours = ("--bcd-layout", "interleaved", *CHUNKS, "--bcd-frozen", "head", "--bcd-num-blocks", "2")
 
     def full(*more: str) -> list[dict[str, Any]]:
@@ -246,7 +219,7 @@ def test_a_gpu_without_a_price(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     priced, free = tmp_path / "priced.csv", tmp_path / "free.csv"
     priced.write_text(text)
     free.write_text(text.replace("8,0.29,", "8,0,"))
-    flags = ("--model", "G-1.6B", *EXAMPLE[2:5], "2", "--clusters")
+    flags = ("--model", "G-0.15B", *EXAMPLE[2:5], "1", "--clusters")
     rows = [json.loads(output(capsys, *flags, str(path), "--compare", "--json")) for path in (priced, free)]
     one, other = ([(row["recipe"], row["cost_ratio"]) for row in each] for each in rows)
     assert one == other, "the same order and ratios"
