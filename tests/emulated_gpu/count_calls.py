@@ -69,7 +69,7 @@ def counted(method: str) -> dict[str, dict[str, int]]:
     emulated_kernels = sys.modules["emulated_kernels"]  # imported by torch, see emulated_gpu.sh
     emulated_kernels.observe()
     config = parse_run_config([*SIZES.split(), *METHODS[method]], prog="count_calls", world_size=1)
-    distributed.initialize(backend=None, timeout_minutes=2, tensor_size=1, pipeline_size=1, context_size=1)
+    distributed.initialize(backend="auto", timeout_minutes=2, tensor_size=1, pipeline_size=1, context_size=1)
     rng.seed_everything(config.training.seed)
     trainer = Trainer(resolve_run(config), reporter=SilentReporter())
     batches = data.batches(trainer.splits.train, config, consumed_samples=0)
