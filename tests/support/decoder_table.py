@@ -25,7 +25,7 @@ COLUMNS = {
 }
 """Tests of a model type by column."""
 _CASE = re.compile(r"(\w+)\[(\w+)")
-ROW = re.compile(r"^\| (`\w+`(?:, `\w+`)*) \| (.*) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (`\w+`(?:, `\w+`)*) \|(.*)\|$", re.MULTILINE)
 """A row: the model types that have the same cells, and the cells."""
 
 

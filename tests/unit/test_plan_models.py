@@ -268,12 +268,12 @@ def test_a_loss_says_where_it_was_measured(capsys: pytest.CaptureFixture[str]) -
     reached."""
     flags = ("--task", "sft", "--model", "L-1.5B", *CARD)
     text = run(capsys, *flags)
-    assert "loss -7.1 % beside full training's, measured at 135M, 4,096 tokens a step (a new language" in text
+    assert "loss +0.8 % beside full training's, measured at 135M, 4,096 tokens a step (a new language" in text
     assert "; yours: 1.6B, 8,192\n" in text
     assert "measured at 135M, 256 to 512 tokens a step (" in run(capsys, *flags, "--global-batch-size", "1")
-    assert "loss +0.8 % beside" in run(capsys, *flags, "--bcd-inactive-update", "factored")
+    assert "loss -7.1 % beside" in run(capsys, *flags, "--bcd-inactive-update", "orthogonal")
     view = plan.plan_view(plan.parse_arguments(flags))
-    assert view["quality"][0] == "loss -7.1 % beside full training's"
+    assert view["quality"][0] == "loss +0.8 % beside full training's"
     assert view["quality"][1].startswith("measured at 135M, ") and view["quality"][1].endswith("yours: 1.6B, 8,192")
 
 
