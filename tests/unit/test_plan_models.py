@@ -219,10 +219,10 @@ def test_the_loss_without_logits(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert any("--cross-entropy-fusion-impl linear" in each["flags"] for each in offered)
 
 
-@pytest.mark.parametrize("name", ["Llama-3-8B", "Qwen2.5-7B", "Qwen3-8B"])
+@pytest.mark.parametrize("name", ["Llama-3-8B", "Qwen3-8B"])
 def test_an_untied_head_is_always_active(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     """The head of blocks is always active; a separate phase in 8 bits, which flags ask for, needs less memory."""
-    flags = ("--task", "sft", *BLOCKS, "--model", folder(tmp_path, PUBLISHED[name][0], name=name), *CARD, "--json")
+    flags = ("--task", "sft", *BLOCKS, "--model", folder(tmp_path, PUBLISHED[name][0]), *CARD, *ON_DEVICE, "--json")
     small = ("--bcd-head-phase", "--adam-moments-dtype", "int8")
     always, phase = (json.loads(run(capsys, *flags, *more)) for more in ((), small))
     assert ["--bcd-layers-on host" in each["command"] for each in (always, phase)] == [True, name == "Qwen3-8B"]
@@ -318,13 +318,11 @@ def test_the_host_limit_is_this_machines_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan must fit in this machine's memory, whatever its size, or in --host-memory-gb."""
-    model = folder(tmp_path, LARGE["Qwen2.5-14B"][0] | {"num_hidden_layers": 24})
+    model = folder(tmp_path, LARGE["Qwen2.5-14B"][0] | {"num_hidden_layers": 12})
     flags = ("--task", "sft", "--model", model, *CARD, "--bcd-layers-on", "host")
     monkeypatch.setattr(plan, "memory_here", lambda: int(16e9))
     text = run(capsys, *flags, code=1)
-    assert re.search(
-        r"does NOT fit: a node needs \d\d GB of host memory, also to save, more than this machine's 16", text
-    )
+    assert re.search(r"a node needs \d\d GB of host memory, also to save, more than this machine's 16", text)
     [enough] = re.findall(r"\n--host-memory-gb (\d\d) +1 ", text)
     memory = json.loads(run(capsys, *flags, "--host-memory-gb", enough, "--json"))["memory"]
     assert memory["fits"] and int(enough) == -int(-(memory["host_bytes"] + memory["saving_bytes"]) // 1e9)
@@ -341,7 +339,7 @@ def test_what_fits_on_the_same_gpus_comes_first(capsys: pytest.CaptureFixture[st
 
 def test_dropped_main_parameters_need_no_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """--bcd-main-params drop saves 2 bytes per parameter of the blocks, is part of the command, and needs blocks."""
-    flags = ("--task", "sft", "--model", "llama-7b", *CARD, "--bcd-layers-on", "host", "--json")
+    flags = ("--task", "sft", "--model", "llama-7b", *CARD, "--bcd-layers-on", "host", *ON_DEVICE, "--json")
     kept = json.loads(run(capsys, *flags, *BLOCKS))
     dropped = json.loads(run(capsys, *flags, "--bcd-main-params", "drop"))
     layers = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
