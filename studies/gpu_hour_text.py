@@ -1,7 +1,7 @@
 """Collect the training text of studies/gpu_hour_inputs.py: documentation, books and source code of Debian packages.
 
-`collect` downloads the packages with apt-get and converts HTML and DocBook to text. Simple rules drop
-text of little value: other languages, lists and tables, navigation, and paragraphs that occurred before.
+`collect` downloads the packages with apt-get and converts HTML, DocBook and manual pages to text. Simple rules drop
+text of little value: other languages, lists and tables, licences, navigation, and paragraphs that occurred before.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 PROSE = """
-    anarchism fortunes debian-history debian-handbook debian-policy debian-reference-en developers-reference
-    harden-doc debmake-doc installation-guide-amd64 freedombox-doc-en gnome-user-docs khelpcenter kate5-data
-    gimp-help-en libreoffice-help-en-us linux-doc-6.1 python3.11-doc perl-doc postgresql-doc-15 r-doc-html octave-doc
-    maxima-doc vim-runtime sqlite3-doc git-doc apache2-doc ada-reference-manual-2012 c++-annotations-html
-    haskell98-report gnu-standards xorg-docs zsh-doc krb5-doc bind9-doc kea-doc exim4-doc-html postfix-doc
-    shorewall-doc lemonldap-ng-doc ntpsec-doc nut-doc varnish-doc rsyslog-doc slurm-wlm-doc openafs-doc wireshark-doc
-    buildbot-doc snakemake-doc nova-doc neutron-doc keystone-doc heat-doc glance-doc swift-doc python-django-doc
+    anarchism dict-gcide dict-foldoc dict-jargon fortunes debian-history debian-handbook debian-policy
+    debian-reference-en developers-reference harden-doc debmake-doc installation-guide-amd64 freedombox-doc-en
+    gnome-user-docs khelpcenter kate5-data gimp-help-en libreoffice-help-en-us linux-doc-6.1 python3.11-doc perl-doc
+    postgresql-doc-15 r-doc-html octave-doc maxima-doc vim-runtime sqlite3-doc git-doc apache2-doc
+    ada-reference-manual-2012 c++-annotations-html haskell98-report gnu-standards xorg-docs manpages manpages-dev
+    freebsd-manpages git-man zsh-doc krb5-doc bind9-doc kea-doc exim4-doc-html postfix-doc shorewall-doc
+    lemonldap-ng-doc ntpsec-doc nut-doc varnish-doc rsyslog-doc slurm-wlm-doc openafs-doc wireshark-doc buildbot-doc
+    snakemake-doc nova-doc neutron-doc keystone-doc heat-doc glance-doc swift-doc python-django-doc
     python-djangorestframework-doc twisted-doc sphinx-doc docutils-doc python-sklearn-doc python-scipy-doc
     python-statsmodels-doc python-sympy-doc python-pandas-doc python-astropy-doc python-xarray-doc python-dask-doc
     python-biopython-doc numba-doc racket-doc erlang-doc rust-doc ghc-doc llvm-19-doc clang-19-doc cmake-data
@@ -61,7 +62,9 @@ SKIPPED = re.compile(
 )
 KINDS = {
     "markup": re.compile(r"\.(?:html?|xhtml|page|docbook)(?:\.gz)?$"),
+    "dictionary": re.compile(r"\.dict\.dz$"),
     "plain": re.compile(r"\.(?:txt|rst|md|pod|adoc)(?:\.gz)?$|/fortunes/[a-z-]+$|\.info(?:-\d+)?\.gz$"),
+    "manual": re.compile(r"/man\d/.*\.\d\w*\.gz$"),
     "code": re.compile(r"\.(?:go|rs|py|pm)(?:\.gz)?$"),
 }
 """Kinds of files by their paths; other files are not read."""
@@ -79,6 +82,11 @@ BLOCK = re.compile(
     re.IGNORECASE,
 )
 BREAK = re.compile(r"</?(?:br|li|tr)\b[^>]*>", re.IGNORECASE)
+LEGAL_WORDS = ("copyright", "(c) ", "rights reserved", "software foundation", "licen", "permission", "warrant", "spdx")
+LEGAL = re.compile(
+    r"copyright\b.{0,40}\d{4}|\(c\) \d{4}|all rights reserved|free software foundation|gnu (?:general|free|lesser)|"
+    r"permission is (?:hereby )?granted|without warranty|spdx-|warrant(?:y|ies) of"
+)
 COMMON = frozenset(
     re.findall(r"\w+", "the of and to a in is that for it as with be are this on or by an not from if can you at")
 )
@@ -119,6 +127,26 @@ def markup_text(text: str) -> str:
     return text.replace("\u00b6", "").replace("\u00a0", " ").replace("\u200b", "")
 
 
+def manual_text(text: str) -> str:
+    """Return the text of a manual page, without most of its macros."""
+    lines = []
+    for line in text.splitlines():
+        words = line.split()
+        if re.match(r"\.S[HShs] ", line):
+            lines += ["", " ".join(words[1:]).strip('"'), ""]
+        elif re.match(r"\.(?:PP|P|TP|IP|Pp|LP|sp|It)\b", line):
+            lines += ["", *(words[1:2] if words[0] == ".IP" else [])]
+        elif re.match(r"\.(?:B|I|BR|IR|RB|RI|BI|IB|Nm|Fl|Ar|Xr|Pa|Dv|Va|Fn|Em|Sy|Ic|Cm) ", line):
+            lines.append(" ".join(words[1:]).replace('"', ""))
+        elif not line.startswith((".", "'")):
+            lines.append(line)
+    text = re.sub(r"\\f(?:\(..|\[.*?\]|.)|\\s[+-]?\d|\\[&/,|]|\\c$", "", "\n".join(lines))
+    for escape, character in (("aq|cq|oq", "'"), ("lq|rq|dq", '"'), ("em|en|hy|mi", "-")):
+        text = re.sub(rf"\\[(\[](?:{escape})\]?", character, text)
+    text = re.sub(r"\\(?:\(..|\[.*?\]|\*\(..|\*.)", " ", text)
+    return text.replace("\\-", "-").replace("\\e", "\\").replace("\\ ", " ")
+
+
 def read_files(package: Path) -> Iterator[tuple[str, str]]:
     """Yield the kind and the text of the files of a package that may be English text or source code."""
     with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE) as process:
@@ -132,27 +160,35 @@ def read_files(package: Path) -> Iterator[tuple[str, str]]:
                 file = archive.extractfile(member)
                 data = file.read() if file is not None else b""
                 data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-                text = data.decode(errors="replace")
-                yield kind, markup_text(text) if kind == "markup" else text
+                text = {"markup": markup_text, "manual": manual_text}.get(kind, str)(decoded(data))
+                yield from ((kind, part) for part in (pieces(text) if kind == "dictionary" else (text,)))
                 size += len(data)
                 if size > MAX_READ:
                     break
         process.kill()
 
 
+def decoded(data: bytes) -> str:
+    """Decode bytes as UTF-8, or as Latin-1 if they are not valid UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data.decode("latin1")
+
+
 # ---------------------------------------------------------------- rules
 
 
 def paragraphs(text: str, kind: str, frequent: Collection[str], seen: set[int]) -> str:
-    """Return `text` without frequent lines and long paragraphs that occurred before, or nothing if that removes most of
-    it. Digits and punctuation do not make a paragraph new."""
+    """Return `text` without frequent lines, legal paragraphs and long paragraphs that occurred before, or nothing if
+    that removes most of it. Digits and punctuation do not make a paragraph new."""
     text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", text)
     if frequent:
         text = "\n".join(line for line in text.split("\n") if line.strip() not in frequent)
     kept, total = [], 0
     for paragraph in re.split(r"\n\s*\n", text):
         lowered = paragraph.lower()
-        if not lowered.strip():
+        if not lowered.strip() or (any(word in lowered for word in LEGAL_WORDS) and LEGAL.search(lowered)):
             continue
         total += len(paragraph)
         if len(paragraph) >= 80:
@@ -170,9 +206,9 @@ def is_worth_reading(text: str, kind: str) -> bool:
     if len(text) < 600:
         return False
     words, start = text.split(maxsplit=5000)[:5000], text[:20000]
-    is_code = kind == "code"
+    is_code, is_dictionary = kind == "code", kind == "dictionary"
     letters = sum(map(str.isalpha, start)) / len(start)
-    if letters < (0.5 if is_code else 0.68) or len(text) > 5 * len(zlib.compress(text.encode(), 1)):
+    if letters < (0.5 if is_code or is_dictionary else 0.68) or len(text) > 5 * len(zlib.compress(text.encode(), 1)):
         return False
     if sum(map(len, words)) > (14 if is_code else 8.5) * len(words):
         return False
@@ -180,7 +216,7 @@ def is_worth_reading(text: str, kind: str) -> bool:
         return True
     common = sum(word.lower() in COMMON for word in words)
     prose = sum(len(line) for line in text.split("\n") if len(line.split()) >= 7)
-    return common >= 0.2 * len(words) and prose >= 0.55 * len(text)
+    return is_dictionary or (common >= 0.2 * len(words) and prose >= 0.55 * len(text))
 
 
 def pieces(text: str) -> Iterator[str]:

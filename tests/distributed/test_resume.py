@@ -1,6 +1,6 @@
 """Invariant 7: a run that was saved and resumed equals the uninterrupted one, bit for bit.
 
-The combinations of options have each value.
+The suite tests combinations in which each option value occurs; `--long` runs those for each pair (`pairwise`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support import resumed_runs, worlds
 from support.dist import World
+from support.pairwise import Combination, pairwise
 
 PIPELINE = worlds.PIPELINE
 CUTS = {name: worlds.CUTS[name] for name in ("pipeline2", "data2", "tensor2")}
@@ -41,6 +42,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+def allowed(case: Combination) -> bool:
+    return (case["blocks"] != "stage" or case["cut"] == "pipeline2") and (
+        case["blocks"] != "one_block"
+        or (case["state"] == "reset" and case["optimizer"] not in ("orthogonal", "factored"))
+    )
+
+
 DEFAULT = """
 tensor2-spread-bf16-sharded-host-rampup-stopped_1_4
 tensor2-submodel-bf16-muon-reset-iterations-async_at_6
@@ -51,25 +59,44 @@ pipeline2-submodel-bf16-factored-host-iterations-stopped_1_4
 data2-submodel-fp32-orthogonal-host-rampup-saved_at_5
 """
 CASES = [dict(zip(OPTIONS, line.split("-"), strict=True)) for line in DEFAULT.split()]
-CASES.sort(key=lambda case: [*CUTS].index(case["cut"]))  # groups of ranks are kept from case to case
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
-def test_resumed_equals_uninterrupted(world2: World, text_data: str, tmp_path: Path, case: dict[str, str]) -> None:
-    """With each option value, a run that stops, or saves while it goes on, resumes as the uninterrupted run, bit for
-    bit."""
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" not in metafunc.fixturenames:
+        return
+    cases = CASES
+    if metafunc.function is test_more_resumed_runs:  # to find the pairs takes a second
+        is_long = metafunc.config.getoption("--long")
+        cases = [case for case in pairwise(OPTIONS, allowed) if case not in CASES] if is_long else []
+    cases = sorted(cases, key=lambda case: [*CUTS].index(case["cut"]))  # groups of ranks are kept from case to case
+    metafunc.parametrize("case", cases, ids=["-".join(case.values()) for case in cases])
+
+
+def check(case: Combination, world2: World, text_data: str, folder: Path) -> None:
     flags: dict[str, Any] = {"data_path": text_data, "micro_batch_size": 2, "num_layers": 4, "bcd_num_blocks": 2}
     flags |= {"bcd_steps_per_block": 2, "train_iters": 8, "log_interval": 3, "lr_warmup_fraction": 0.1, "lr": 3e-3}
-    flags |= {"hidden_dropout": 0.1, "attention_dropout": 0.1, "eval_iters": 1, "eval_interval": 4, "save": tmp_path}
+    flags |= {"hidden_dropout": 0.1, "attention_dropout": 0.1, "eval_iters": 1, "eval_interval": 4, "save": folder}
     for factor, name in case.items():
         flags |= OPTIONS[factor][name]
     how, *at = case["stops"].split("_")
     config = worlds.run_config(**flags, async_save=how == "async")
     if how == "stopped":
-        result = world2.run(resumed_runs.stopped_and_resumed, config, tuple(map(int, at)), str(tmp_path))
+        result = world2.run(resumed_runs.stopped_and_resumed, config, tuple(map(int, at)), str(folder))
     else:
-        result = world2.run(resumed_runs.saved_in_passing, config, int(at[-1]), str(tmp_path))
+        result = world2.run(resumed_runs.saved_in_passing, config, int(at[-1]), str(folder))
     assert result == [[]] * 2
+
+
+def test_resumed_equals_uninterrupted(world2: World, text_data: str, tmp_path: Path, case: Combination) -> None:
+    """With each option value, a run that stops, or saves while it goes on, resumes as the uninterrupted run, bit for
+    bit."""
+    check(case, world2, text_data, tmp_path)
+
+
+@pytest.mark.long
+def test_more_resumed_runs(world2: World, text_data: str, tmp_path: Path, case: Combination) -> None:
+    """With each pair of option values, runs resume bit for bit."""
+    check(case, world2, text_data, tmp_path)
 
 
 PLATEAU = {"bcd_switch": "plateau", "bcd_steps_per_block": None, "bcd_plateau_window": 2}
