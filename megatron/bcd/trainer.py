@@ -476,8 +476,11 @@ class Trainer:
 
     def end_phase(self, *, is_end_of_run: bool = False) -> None:
         """Free gradients, optimizer and reader threads. Unless the run ends, offload the state of the block that is to
-        be restored at its next phase."""
+        be restored at its next phase. If it ends, also stop the data workers."""
         self.prefix_cache.close()
+        if is_end_of_run:
+            self.samples.close()
+            self.evaluator.close()
         self.active.dispose(is_end_of_run=is_end_of_run)
         memory.reset_peak_memory()  # a phase's peak includes the allocation of its state
 
@@ -514,8 +517,6 @@ class Trainer:
         self.end_phase(is_end_of_run=True)
         self.state.load(peer["counters"], PhaseState.from_dict(peer["phase"]))
         self.lr_scheduler.num_steps = peer["scheduler_steps"]
-        self.samples.set_share(self.samples.share, is_moved=True)
-        self.evaluator.forget_place()
         load()
         self._build_block()
         self._begin_phase()

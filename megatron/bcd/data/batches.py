@@ -172,7 +172,6 @@ def _loaded(dataset: Any, indices: Iterable[list[int]], config: RunConfig) -> It
         collate_fn=functools.partial(_collate, by_text=attends_by_text(config)),
         num_workers=workers,
         pin_memory=device.has_cuda(),
-        persistent_workers=workers > 0,
         worker_init_fn=_ignore_signals,
         # without a generator, the loader would draw from the model's
         generator=torch.Generator().manual_seed(config.training.seed),
@@ -261,23 +260,26 @@ class TrainingSamples:
     def batches(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[Batch]:
         """Return this rank's remaining microbatches of the run, or with subsets of the phase, endlessly.
 
-        Those of a subset also have `indices`, int64 [B] in host memory. `position` is the number of samples that the
-        phase has trained on.
+        `position` is the number of samples that the phase has trained on.
         """
         if self._batches is None:
             self._batches = self._open(phase, consumed_samples, position)
         return self._batches
 
-    def set_share(self, share: GroupShare, *, is_moved: bool = False) -> None:
-        """Read this replica group's samples from the next batch on. With `is_moved`, reopen at another position."""
-        if is_moved or share != self.share:
-            self._batches = None
+    def set_share(self, share: GroupShare) -> None:
+        """Read this replica group's samples from the next batch on."""
+        if share != self.share:
+            self.close()
         self.share = share
+
+    def close(self) -> None:
+        """Stop the data workers. The next batches may be at another position."""
+        self._batches = None
 
     def end_phase(self) -> None:
         """Start the next phase's subset with the next batch."""
         if self.subset is not None:
-            self._batches = None
+            self.close()
 
     def num_distinct(self, num_in_phase: int) -> int:
         """Return the number of different samples among the first `num_in_phase` of a phase."""

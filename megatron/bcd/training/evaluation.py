@@ -91,13 +91,14 @@ class Evaluator:
             loss = self.evaluate("validation", is_final=True)
         if self.splits.has_test and loss is not None:
             self.evaluate("test", is_final=True)
+        self.close()
 
     def is_due(self, iteration: int) -> bool:
         """Return whether --eval-interval asks for an evaluation after `iteration`."""
         return bool(self.config.training.eval_iters) and iteration % self.config.training.eval_interval == 0
 
-    def forget_place(self) -> None:
-        """Reopen the validation split at the next evaluation, at `state.consumed_validation_samples`."""
+    def close(self) -> None:
+        """Stop the data workers. The next evaluation starts at `state.consumed_validation_samples`."""
         self._validation_batches = None
 
     @property
