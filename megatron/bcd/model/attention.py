@@ -21,8 +21,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.varlen import varlen_attn
 
+from megatron.bcd.model.texts import attend_by_text
 from megatron.bcd.runtime import device
 
 
@@ -111,16 +111,11 @@ class ScaledDotProductAttention(MegatronModule):
 
     def _attend_by_text(self, query: Tensor, key: Tensor, value: Tensor, texts: PackedSeqParams) -> Tensor:
         """Compute causal attention inside each text. Shapes are those of `forward`."""
-        by_sequence = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        length, number, *_ = query.shape
+        query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         bounds, longest = texts.cu_seqlens_q, texts.max_seqlen_q
-        context = varlen_attn(
-            *by_sequence,
-            *(bounds, bounds, longest, longest),
-            scale=self.softmax_scale,
-            window_size=(-1, 0),
-            enable_gqa=key.size(2) != query.size(2),
-        )
-        return context.view(query.size(1), query.size(0), -1).transpose(0, 1).contiguous()
+        context = attend_by_text(query, key, value, bounds, longest, scale=self.softmax_scale)
+        return context.reshape(number, length, -1).transpose(0, 1).contiguous()
 
     def _attend_by_chunk(
         self, query: Tensor, key: Tensor, value: Tensor, group: torch.distributed.ProcessGroup, **arguments: Any

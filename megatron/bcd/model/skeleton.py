@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.bcd.model import texts
 from megatron.bcd.runtime.compat import transformers as compat
 
 EMBEDDING, LAYERS = "embedding.word_embeddings", "decoder.layers"
@@ -171,6 +172,7 @@ class Skeleton:
         import transformers
         from transformers.initialization import no_init_weights
 
+        texts.register()
         kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         self.name: str = kind.__name__
         attention = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
@@ -196,6 +198,8 @@ class Skeleton:
         self.returns_tuple = False
         """Whether the model expects a tuple of a layer."""
         self._products: Tensor | None = None
+        self.attends_by_text = False
+        """Whether attention takes the bounds of packed texts (`model.texts`) in place of masks."""
         self.has_plain_head = False
         """Whether the last run with a head returned logits that are the head's products and nothing else."""
         self.paths = {LAYERS: path} | self._find_outside(path)
@@ -237,6 +241,18 @@ class Skeleton:
 
     def _note_products(self, head: nn.Module, _: Any, output: Tensor) -> None:
         self._products = None if getattr(head, "bias", None) is not None else output
+
+    @property
+    def has_kernels_of_texts(self) -> bool:
+        """Whether variable-length attention has kernels for the heads of all layers."""
+        modules = (module for layer in self.layers for module in layer.modules())
+        return all(texts.has_kernel(getattr(module, "head_dim", 8)) for module in modules)
+
+    def attend_by_text(self) -> None:
+        """Let attention take the bounds of packed texts in place of masks, if there are kernels."""
+        self.attends_by_text = self.has_kernels_of_texts
+        if self.attends_by_text:
+            compat.set_attention(self.model, texts.BY_TEXT)
 
     def module(self, ours: str) -> nn.Module:
         """Return transformers' module outside the layers, given GPTModel's name."""
