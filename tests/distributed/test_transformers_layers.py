@@ -361,5 +361,5 @@ def _passes_of_texts(
         gradients = torch.autograd.grad(losses.sum(), trained, allow_unused=True)  # of experts
         return [losses.detach(), *(each for each in gradients if each is not None)]
 
-    apart = run((number, length), position_ids=None, attention_mask=None)
+    apart = run((number, length), position_ids=positions, **data.attention_inputs(batch))
     return apart, run((1, -1), position_ids=batch["position_ids"], **data.attention_inputs(batch))

@@ -68,7 +68,7 @@ class ScaledDotProductAttention(MegatronModule):
             query: [S, B, N, D].
             key: [S, B, G, D], like `value`.
             attention_mask: [B or 1, 1, S, S], True where masked. Its last dimension covers whole sequences.
-            packed_seq_params: `pack_texts`; each text attends to itself alone, without a mask.
+            packed_seq_params: bounds of texts (`data.attention_inputs`), which attend to themselves, without a mask.
 
         Returns:
             The context, [S, B, N * D].
@@ -130,19 +130,6 @@ class ScaledDotProductAttention(MegatronModule):
             mask = causal_lower_right(len(chunk), end)
             contexts.append(self._attend(chunk, key[:end], value[:end], attn_mask=mask, **arguments))
         return torch.cat(contexts)
-
-
-def pack_texts(bounds: Tensor, *, longest: int, length: int) -> PackedSeqParams:
-    """Describe the texts of a microbatch to the layers, in Megatron Core's form.
-
-    Args:
-        bounds: int32 [number of texts + 1]; where each text starts among the tokens, sequence by sequence, then B S.
-        longest: tokens of the longest text.
-        length: S, the larger of both lengths, for which Megatron Core makes the rotary embedding.
-    """
-    return PackedSeqParams(
-        qkv_format="sbhd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=length
-    )
 
 
 def whole_sequence(part_LB: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:

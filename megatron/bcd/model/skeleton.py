@@ -172,16 +172,16 @@ class Skeleton:
         import transformers
         from transformers.initialization import no_init_weights
 
-        texts.register()
+        transformers.AttentionInterface.register(texts.BY_TEXT, texts.attend)
         kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         self.name: str = kind.__name__
-        attention = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
+        self.masked_attention = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
         with contextlib.ExitStack() as stack:
             if not has_weights:
                 stack.enter_context(no_init_weights())
                 stack.enter_context(_parameters_on_meta())
             self.model = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=dtype
+                config, attn_implementation=self.masked_attention, dtype=dtype
             )
         self.config = self.model.config
         lists = {
@@ -252,7 +252,7 @@ class Skeleton:
         """Let attention take the bounds of packed texts in place of masks, if there are kernels."""
         self.attends_by_text = self.has_kernels_of_texts
         if self.attends_by_text:
-            compat.set_attention(self.model, texts.BY_TEXT)
+            self.model.set_attn_implementation(texts.BY_TEXT)
 
     def module(self, ours: str) -> nn.Module:
         """Return transformers' module outside the layers, given GPTModel's name."""

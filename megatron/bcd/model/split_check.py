@@ -14,7 +14,6 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.model.implementation import TRANSFORMERS
 from megatron.bcd.model.skeleton import Pass, Refused, Skeleton, read_config
 from megatron.bcd.model.texts import BY_TEXT, text_arguments
-from megatron.bcd.runtime.compat import transformers as compat
 
 TOLERANCE = 5e-5
 """Largest difference of logits and gradients, relative to their largest element."""
@@ -106,13 +105,12 @@ def _check_packed(skeleton: Skeleton) -> None:
             f"--reset-attention-mask: layers of {skeleton.name} carry one text into the next. Give --no-sft-packing "
             "with --sft, or omit it."
         )
-    masked = compat.set_attention(model, BY_TEXT)
     given = text_arguments(torch.tensor([0, _LENGTH, 2 * _LENGTH], dtype=torch.int32), _LENGTH)
-    model.train()  # dropout has no such kernel
     with contextlib.suppress(Exception):  # the model's own code may know no such attention
+        model.train().set_attn_implementation(BY_TEXT)  # dropout has no such kernel
         packed = model(input_ids=texts.view(1, -1), position_ids=positions[None], use_cache=False, **given).logits
         skeleton.attends_by_text = _difference(apart, packed.view_as(apart)) <= TOLERANCE
-    compat.set_attention(model, masked)
+    model.set_attn_implementation(skeleton.masked_attention)
 
 
 def _compare(skeleton: Skeleton) -> None:

@@ -15,7 +15,7 @@ BY_TEXT = "bcd_by_text"
 """The attention of transformers' layers in their configuration. transformers makes masks only for names that it has."""
 _KNOWN = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "scaling", "sliding_window", "is_causal"}
 _KNOWN |= {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
-"""Arguments of transformers' attention that `_attend` obeys, or that do not change its result."""
+"""Arguments of transformers' attention that `attend` obeys, or that do not change its result."""
 
 
 def attend_by_text(
@@ -56,19 +56,13 @@ def text_arguments(bounds: Tensor, longest: int) -> dict[str, Any]:
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
-def register() -> None:
-    """Give transformers the attention BY_TEXT."""
-    import transformers
-
-    transformers.AttentionInterface.register(BY_TEXT, _attend)
-
-
-def _attend(
+def attend(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
     """Compute transformers' attention: queries [B, N, S, D], context [B, S, N, D].
 
     Raises:
+        KeyError: the layer was not given `text_arguments`.
         ValueError: variable-length attention has no such function, size or dropout.
     """
     number, _, length, size = query.shape
@@ -77,9 +71,7 @@ def _attend(
     unknown = {name for name, each in given.items() if each is not None} - _KNOWN
     if unknown or not is_supported or not has_kernel(size):
         raise ValueError(f"attention by text: not for {type(module).__name__}")
-    bounds, longest = given.get("cu_seq_lens_q"), given.get("max_length_q", length)
-    if bounds is None:
-        bounds = torch.arange(0, number * length + 1, length, dtype=torch.int32, device=query.device)
+    bounds, longest = given["cu_seq_lens_q"], given["max_length_q"]
     query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
     window = given.get("sliding_window") or 0
     context = attend_by_text(query, key, value, bounds, longest, scale=given.get("scaling"), window=window)

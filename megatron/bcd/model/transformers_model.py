@@ -133,7 +133,7 @@ class TransformersModel(Chunks, LanguageModule):
             position_ids: [B, S]; read for packed texts, where they start again with each.
             attention_mask: None; where a mask is needed, transformers makes it from positions.
             labels: [B, S].
-            packed_seq_params: `pack_texts`; each text attends to itself alone.
+            packed_seq_params: bounds of texts (`data.attention_inputs`); each text attends to itself alone.
 
         Returns:
             The output [S, B, H]; on the last stage losses [B, S], or without labels the logits [B, S, V].

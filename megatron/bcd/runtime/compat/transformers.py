@@ -1,5 +1,5 @@
-"""Private APIs of transformers: initial weights, attention, element-wise code to compile, and the tensors in files that
-a tensor in memory consists of."""
+"""Private APIs of transformers: initial weights, element-wise code to compile, and the tensors in files that a tensor
+in memory consists of."""
 
 from __future__ import annotations
 
@@ -22,12 +22,6 @@ _compiled = functools.cache(functools.partial(pytorch.compiled, has_dynamic_shap
 def initialize(model: Any, module: torch.nn.Module) -> None:
     """Draw the parameters of a module of a transformers model as the model's class does, without its submodules'."""
     model._init_weights(module)
-
-
-def set_attention(model: Any, name: str) -> str:
-    """Set the attention of a model's layers, and return the one before."""
-    before, model.config._attn_implementation = model.config._attn_implementation, name
-    return str(before)
 
 
 def register_code(config: Any, path: str, *, is_trusted: bool) -> None:
