@@ -110,6 +110,8 @@ def packed_and_alone(config: RunConfig, *, by_text: bool) -> list[tuple[str, flo
         def gradients_of(losses: torch.Tensor) -> list[torch.Tensor]:
             run.active.zero_grad()
             losses.sum().backward()
+            assert run.active.wrapped is not None
+            run.active.wrapped.finish_grad_sync()
             return [parameter.main_grad.clone() for parameter in parameters]
 
         (of_logits,) = torch.autograd.grad((together() * batch["loss_mask"]).sum(), logits)
