@@ -3,16 +3,19 @@
     run="bash tests/emulated_gpu.sh --run python tests/emulated_gpu/count_calls.py"
     $run --output docs/measurements/calls_of_a_step.csv
     $run --method pretrain      # by operator
+    $run --method pretrain --compiled
 
 The model is a GPT of 8 layers without dropout; a step has 4 microbatches, in bf16 on one GPU. The figures are those of
 the block with the most calls. Views and empty tensors do not count. A wait is a read of the device, or a copy that
-blocks the host.
+blocks the host. With --compiled, a function that a GPU compiles counts as the kernels that Inductor makes of it on the
+CPU; its backward pass counts by operator, unless it is such a function too.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import json
 import multiprocessing
 import os
@@ -97,6 +100,44 @@ def counted(method: str) -> dict[str, dict[str, int]]:
     return max(steps, key=lambda step: sum(step["calls"].values()))
 
 
+def count_compiled() -> None:
+    """Let calls of functions under torch.compile count as Inductor's kernels. Call it before Megatron is imported."""
+    os.environ |= {"TORCHDYNAMO_DISABLE": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    import torch
+    from torch._inductor import metrics
+    from torch.utils._pytree import tree_leaves, tree_map
+
+    calls, compile_function = sys.modules["emulated_kernels"].calls, torch.compile
+
+    def on_the_cpu(value: Any) -> Any:
+        is_tensor = isinstance(value, torch.Tensor)
+        return torch.zeros_like(value, device="cpu", requires_grad=False) if is_tensor else value
+
+    def counting(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return functools.partial(counting, **options)
+        compiled, kernels = compile_function(function, **options), dict[str, int]()
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, given = calls.copy(), (args, kwargs)
+            key = str([(each.shape, each.dtype) if hasattr(each, "shape") else each for each in tree_leaves(given)])
+            if key not in kernels:
+                metrics.reset()
+                cpu_args, cpu_kwargs = tree_map(on_the_cpu, given)
+                compiled(*cpu_args, **cpu_kwargs)
+                kernels[key] = metrics.generated_kernel_count
+                print(function.__qualname__, kernels[key], file=sys.stderr)
+            result = function(*args, **kwargs)
+            calls.clear()
+            calls.update(before + Counter({"compiled": kernels[key]}))
+            return result
+
+        return call
+
+    torch.compile = counting
+
+
 def table(methods: Sequence[str] = tuple(METHODS)) -> list[dict[str, Any]]:
     """Return one row per method; the first is full training."""
     context = multiprocessing.get_context("forkserver")
@@ -115,10 +156,13 @@ def table(methods: Sequence[str] = tuple(METHODS)) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=METHODS, help="only this one, by operator, as JSON")
+    parser.add_argument("--compiled", action="store_true", help="with --method: count compiled kernels")
     parser.add_argument("--output", metavar="FILE", help="the table (default: stdout)")
     options = parser.parse_args()
     if options.method is not None:
         sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+        if options.compiled:
+            count_compiled()
         json.dump(counted(options.method), sys.stdout, indent=1, sort_keys=True)
         return
     rows = table()

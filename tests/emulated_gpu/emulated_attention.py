@@ -65,22 +65,32 @@ def _each_text(bounds, *tensors):
         yield [tensor[None, start:end] for tensor in tensors]
 
 
+def _window(q, is_causal, *, window_size_left=None, window_size_right=None, **others):
+    """Return whether attention is causal, and the bias [S, S] of its window or None."""
+    if window_size_left in (None, -1):
+        return is_causal, None
+    outside = torch.ones(q.size(1), q.size(1), dtype=torch.bool).tril(-window_size_left - 1)
+    return is_causal or window_size_right == 0, torch.zeros(outside.shape).masked_fill(outside, float("-inf"))
+
+
 def _flash(q, k, v, cq, ck, mq, mk, dropout, is_causal, return_debug_mask, *, scale=None, **others):
     if cq is not None:
         rest = (None, None, mq, mk, dropout, is_causal, False)
-        texts = [_flash(*text, *rest, scale=scale) for text in _each_text(cq, q, k, v)]
+        texts = [_flash(*text, *rest, scale=scale, **others) for text in _each_text(cq, q, k, v)]
         outs, lses, seeds, offsets, masks = zip(*texts, strict=True)
         return torch.cat(outs, 1)[0], torch.cat(lses, 2)[0], seeds[0], offsets[0], masks[0]
-    out, lse, seed = _forward("_flash_attention_forward", q, k, v, None, dropout, 2 * is_causal, scale)
-    return out, on_device(q.device, lse), seed, torch.zeros_like(seed), q.new_empty(0)
+    is_causal, bias = _window(q, is_causal, **others)
+    out, lse, seed = _forward("_flash_attention_forward", q, k, v, bias, dropout, 2 * is_causal, scale)
+    return out, on_device(q.device, lse), seed, torch.empty_like(seed), q.new_empty(0)
 
 
 def _flash_backward(grad, q, k, v, out, lse, cq, ck, mq, mk, dropout, is_causal, seed, unused, *, scale=None, **others):
     if cq is not None:
         rest = (None, None, None, mq, mk, dropout, is_causal, torch.tensor(0), unused)  # there is no dropout
-        texts = [_flash_backward(*text, *rest, scale=scale) for text in _each_text(cq, grad, q, k, v, out)]
+        texts = [_flash_backward(*text, *rest, scale=scale, **others) for text in _each_text(cq, grad, q, k, v, out)]
         return tuple(torch.cat(parts, 1)[0] for parts in zip(*texts, strict=True))
-    return _backward("_flash_attention_backward", grad, q, k, v, None, out, seed, dropout, 2 * is_causal, scale)[:3]
+    is_causal, bias = _window(q, is_causal, **others)
+    return _backward("_flash_attention_backward", grad, q, k, v, bias, out, seed, dropout, 2 * is_causal, scale)[:3]
 
 
 def _efficient(q, k, v, bias, cq, ck, mq, mk, dropout, causal, has_lse=False, *, scale=None, **others):

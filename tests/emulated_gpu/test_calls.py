@@ -27,10 +27,10 @@ def test_a_step_waits_twice(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def test_launches_are_near_those_of_full_training(rows: dict[str, dict[str, Any]]) -> None:
-    """A step of `pretrain` has at most 15 % more calls than full training, one of `paper` at least 15 % fewer, and one
+    """A step of `pretrain` has at most 15 % more calls than full training, one of `paper` at least 10 % fewer, and one
     of `finetune` fewer still."""
     assert rows["pretrain"]["calls"] <= 1.15 * rows["full"]["calls"]
-    assert rows["finetune"]["calls"] < rows["paper"]["calls"] <= 0.85 * rows["full"]["calls"]
+    assert rows["finetune"]["calls"] < rows["paper"]["calls"] <= 0.9 * rows["full"]["calls"]
 
 
 def test_the_committed_table_holds(rows: dict[str, dict[str, Any]], repo_root: Path) -> None:

@@ -1,54 +1,29 @@
-"""Attention of packed texts by masks or by PyTorch's variable-length attention; in plain operators without a GPU."""
+"""Attention of packed texts by masks or by PyTorch's variable-length attention; without a GPU, text by text."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model import attention
+from megatron.bcd.model import attention, texts
 from megatron.bcd.runtime import device
 
+_attend_by_text = texts.attend_by_text
 
-def plain_varlen_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> Tensor:
-    """Return `torch.nn.attention.varlen.varlen_attn` of texts that attend to themselves, [T, N, D]."""
-    assert cu_seq_k is not None and cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k)
-    lengths = cu_seq_q.diff()
-    assert cu_seq_q[0] == 0 and cu_seq_q[-1] == len(query) and lengths.min() > 0
-    assert type(max_q) is int and max_q == max_k == lengths.max(), "the kernel omits what is longer"
-    assert window_size == (-1, 0) and enable_gqa == (query.size(1) != key.size(1))
+
+def _checked(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, **others: Any) -> Tensor:
+    """Return `attend_by_text` of tensors that the kernel takes: it checks little, and omits what is longer."""
+    lengths = bounds.diff()
+    assert bounds.dtype == torch.int32 and bounds[0] == 0 and bounds[-1] == len(query) and lengths.min() > 0
+    assert type(longest) is int and longest == lengths.max()
     assert all(each.stride(-1) == 1 for each in (query, key, value))
-    texts = []
-    for start, end in itertools.pairwise(cu_seq_q.tolist()):
-        heads_first = (each[start:end].transpose(0, 1) for each in (query, key, value))
-        text = torch.nn.functional.scaled_dot_product_attention(
-            *heads_first, is_causal=True, scale=scale, enable_gqa=enable_gqa
-        )
-        texts.append(text.transpose(0, 1))
-    return torch.cat(texts)
+    return _attend_by_text(query, key, value, bounds, longest, **others)
 
 
 @contextlib.contextmanager
@@ -63,5 +38,7 @@ def attention_of_texts(*, by_text: bool) -> Iterator[mock.Mock]:
         if not device.has_cuda():
             can = property(lambda config: config.data.reset_attention_mask)
             patches.enter_context(mock.patch.object(RunConfig, "can_attend_by_text", can))
-        function = varlen_attn if device.has_cuda() else plain_varlen_attn
-        yield patches.enter_context(mock.patch.object(attention, "varlen_attn", side_effect=function))
+        calls = mock.Mock(side_effect=_checked)
+        for module in (attention, texts):
+            patches.enter_context(mock.patch.object(module, "attend_by_text", calls))
+        yield calls

@@ -10,6 +10,7 @@ import plan
 import pytest
 import torch
 import transformers
+from support import decoders
 
 from megatron.bcd.config.measured import MeasuredModel
 from megatron.bcd.huggingface.measure import measure
@@ -92,3 +93,9 @@ def test_a_plan_of_gemma(tmp_path: Path, capsys: pytest.CaptureFixture[str], is_
         text = capsys.readouterr().out
         assert f"gemma: {size:,} parameters" in text
         assert "--load-hf MODEL_DIR" in text and "--num-layers" not in text, "Megatron's flags are another network"
+
+
+def test_masks_are_counted() -> None:
+    """A plan counts masks of packed texts only for models whose layers need them: here Gemma 2 for its caps."""
+    for name in ("gemma2", "gemma3_text"):
+        assert measure(decoders.config_of(name), sequence=32).attends_by_text == (name == "gemma3_text")

@@ -39,6 +39,8 @@ class MeasuredModel:
     """All parameters by GPTModel's names; layers have their numbers in the whole model."""
     has_plain_head: bool = True
     """See `Skeleton.has_plain_head`."""
+    attends_by_text: bool = False
+    """See `Skeleton.attends_by_text`."""
 
     @property
     def relative_costs(self) -> list[float]:

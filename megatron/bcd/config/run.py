@@ -131,14 +131,16 @@ class RunConfig:
     def can_attend_by_text(self) -> bool:
         """Whether a GPU can keep the texts in a sequence apart by their bounds, without a mask of S x S elements.
 
-        Variable-length attention has no fp32, no dropout, no parts of sequences and no larger heads. Transformers'
-        layers make masks of their own.
+        Variable-length attention has no fp32, no dropout, no parts of sequences and no larger heads. A plan has tried
+        transformers' layers (`measured`); a run does when it builds them.
         """
-        fields, is_core = self.transformer, self.model.transformer_impl != "transformers" and self.measured is None
+        fields, measured = self.transformer, self.measured
         size = fields.get("kv_channels") or self.hidden_size // int(fields["num_attention_heads"])
         is_supported = self.precision != "fp32" and not fields.get("attention_dropout") and self.context_size == 1
-        is_supported &= is_core and fields.get("attention_backend") != "unfused"
-        return self.data.reset_attention_mask and is_supported and size <= 192 and size % 8 == 0
+        is_supported &= self.data.reset_attention_mask and fields.get("attention_backend") != "unfused"
+        if measured is not None or self.model.transformer_impl == "transformers":
+            return is_supported and (measured is None or measured.attends_by_text)
+        return is_supported and size <= 192 and size % 8 == 0
 
     @property
     def has_linear_loss(self) -> bool:

@@ -18,11 +18,11 @@ from typing import Any
 import numpy
 import torch
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import global_batch_size
-from megatron.bcd.model.attention import pack_texts
 from megatron.bcd.model.implementation import attends_by_text
 from megatron.bcd.runtime import device
 from megatron.bcd.runtime.compat.megatron_core import context_part
@@ -211,8 +211,12 @@ def attention_inputs(batch: Batch) -> dict[str, Any]:
     """
     inputs: dict[str, Any] = {"attention_mask": None, "packed_seq_params": None}
     if "text_bounds" in batch:
-        length, longest = batch["position_ids"].size(1), int(batch["longest_text"])
-        inputs["packed_seq_params"] = pack_texts(batch["text_bounds"], longest=longest, length=length)
+        longest, length = int(batch["longest_text"]), batch["position_ids"].size(1)
+        lengths = {"max_seqlen_q": longest, "max_seqlen_kv": length}  # the larger is that of the rotary embedding
+        bounds = batch["text_bounds"]
+        inputs["packed_seq_params"] = PackedSeqParams(
+            qkv_format="sbhd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, **lengths
+        )
     elif "segment_ids" in batch:
         inputs |= context_part({"attention_mask": _attention_mask(batch["segment_ids"])})
     return inputs

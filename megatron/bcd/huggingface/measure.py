@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron.bcd.config.measured import LayerKind, MeasuredModel
 from megatron.bcd.huggingface.tensors import parameters_of
 from megatron.bcd.model.skeleton import LAYERS, Pass, Skeleton, read_config
+from megatron.bcd.model.split_check import check_split
 from megatron.bcd.runtime.compat.fake_tensors import MATRIX_PRODUCTS, LiveBytes, count_flops, fake_tensors
 
 
@@ -36,6 +37,10 @@ def measure(config: Any, *, sequence: int) -> MeasuredModel:
     Raises:
         ValueError: as `Skeleton`.
     """
+    try:
+        by_text = check_split(config, is_packed=True).attends_by_text
+    except ValueError:  # a run refuses what it can't train
+        by_text = False
     with fake_tensors():
         skeleton = Skeleton(config, dtype=torch.bfloat16, has_weights=True)
         skeleton.model.train()
@@ -50,6 +55,7 @@ def measure(config: Any, *, sequence: int) -> MeasuredModel:
             layers=tuple(map(kinds.index, keys)),
             parameters=parameters,
             has_plain_head=skeleton.has_plain_head,
+            attends_by_text=by_text and skeleton.has_kernels_of_texts,
         )
 
 

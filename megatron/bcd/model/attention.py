@@ -21,8 +21,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.varlen import varlen_attn
 
+from megatron.bcd.model.texts import attend_by_text
 from megatron.bcd.runtime import device
 
 
@@ -68,7 +68,7 @@ class ScaledDotProductAttention(MegatronModule):
             query: [S, B, N, D].
             key: [S, B, G, D], like `value`.
             attention_mask: [B or 1, 1, S, S], True where masked. Its last dimension covers whole sequences.
-            packed_seq_params: `pack_texts`; each text attends to itself alone, without a mask.
+            packed_seq_params: bounds of texts (`data.attention_inputs`), which attend to themselves, without a mask.
 
         Returns:
             The context, [S, B, N * D].
@@ -111,16 +111,11 @@ class ScaledDotProductAttention(MegatronModule):
 
     def _attend_by_text(self, query: Tensor, key: Tensor, value: Tensor, texts: PackedSeqParams) -> Tensor:
         """Compute causal attention inside each text. Shapes are those of `forward`."""
-        by_sequence = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        length, number, *_ = query.shape
+        query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         bounds, longest = texts.cu_seqlens_q, texts.max_seqlen_q
-        context = varlen_attn(
-            *by_sequence,
-            *(bounds, bounds, longest, longest),
-            scale=self.softmax_scale,
-            window_size=(-1, 0),
-            enable_gqa=key.size(2) != query.size(2),
-        )
-        return context.view(query.size(1), query.size(0), -1).transpose(0, 1).contiguous()
+        context = attend_by_text(query, key, value, bounds, longest, scale=self.softmax_scale)
+        return context.reshape(number, length, -1).transpose(0, 1).contiguous()
 
     def _attend_by_chunk(
         self, query: Tensor, key: Tensor, value: Tensor, group: torch.distributed.ProcessGroup, **arguments: Any
@@ -135,19 +130,6 @@ class ScaledDotProductAttention(MegatronModule):
             mask = causal_lower_right(len(chunk), end)
             contexts.append(self._attend(chunk, key[:end], value[:end], attn_mask=mask, **arguments))
         return torch.cat(contexts)
-
-
-def pack_texts(bounds: Tensor, *, longest: int, length: int) -> PackedSeqParams:
-    """Describe the texts of a microbatch to the layers, in Megatron Core's form.
-
-    Args:
-        bounds: int32 [number of texts + 1]; where each text starts among the tokens, sequence by sequence, then B S.
-        longest: tokens of the longest text.
-        length: S, the larger of both lengths, for which Megatron Core makes the rotary embedding.
-    """
-    return PackedSeqParams(
-        qkv_format="sbhd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=length
-    )
 
 
 def whole_sequence(part_LB: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:

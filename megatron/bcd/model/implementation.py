@@ -12,8 +12,9 @@ SCALED_DOT_PRODUCT, UNFUSED = "scaled_dot_product_attention", "Megatron Core unf
 
 
 def attends_by_text(config: RunConfig) -> bool:
-    """Return whether variable-length attention keeps the texts in a sequence apart on this device, without a mask."""
-    return config.can_attend_by_text and device.has_variable_length_attention()
+    """Return whether the layers take the bounds of packed texts and no mask; transformers' make masks of their own."""
+    can = config.can_attend_by_text and device.has_variable_length_attention()
+    return can or config.model.transformer_impl == TRANSFORMERS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.bcd.model import texts
 from megatron.bcd.runtime.compat import transformers as compat
 
 EMBEDDING, LAYERS = "embedding.word_embeddings", "decoder.layers"
@@ -160,15 +161,16 @@ class Skeleton:
         import transformers
         from transformers.initialization import no_init_weights
 
+        transformers.AttentionInterface.register(texts.BY_TEXT, texts.attend)
         kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         self.name: str = kind.__name__
-        attention = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
+        self.masked_attention = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
         with contextlib.ExitStack() as stack:
             if not has_weights:
                 stack.enter_context(no_init_weights())
                 stack.enter_context(_parameters_on_meta())
             self.model = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=dtype
+                config, attn_implementation=self.masked_attention, dtype=dtype
             )
         self.config = self.model.config
         lists = {
@@ -185,6 +187,8 @@ class Skeleton:
         self.returns_tuple = False
         """Whether the model expects a tuple of a layer."""
         self._products: Tensor | None = None
+        self.attends_by_text = False
+        """Whether attention takes the bounds of packed texts (`model.texts`) in place of masks."""
         self.has_plain_head = False
         """Whether the last run with a head returned logits that are the head's products and nothing else."""
         self.paths = {LAYERS: path} | self._find_outside(path)
@@ -226,6 +230,18 @@ class Skeleton:
 
     def _note_products(self, head: nn.Module, _: Any, output: Tensor) -> None:
         self._products = None if getattr(head, "bias", None) is not None else output
+
+    @property
+    def has_kernels_of_texts(self) -> bool:
+        """Whether variable-length attention has kernels for the heads of all layers."""
+        modules = (module for layer in self.layers for module in layer.modules())
+        return all(texts.has_kernel(getattr(module, "head_dim", 8)) for module in modules)
+
+    def attend_by_text(self) -> None:
+        """Let attention take the bounds of packed texts in place of masks, if there are kernels."""
+        self.attends_by_text = self.has_kernels_of_texts
+        if self.attends_by_text:
+            self.model.set_attn_implementation(texts.BY_TEXT)
 
     def module(self, ours: str) -> nn.Module:
         """Return transformers' module outside the layers, given GPTModel's name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.implementation import TRANSFORMERS
 from megatron.bcd.model.skeleton import Pass, Refused, Skeleton, read_config
+from megatron.bcd.model.texts import BY_TEXT, text_arguments
 
 TOLERANCE = 5e-5
 """Largest difference of logits and gradients, relative to their largest element."""
@@ -22,7 +24,7 @@ _WIDTHS = {
     "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "intermediate_size_mlp": 64, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "sliding_window": 8, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "attention_chunk_size": 8,
 }  # fmt: skip
 """Sizes of the small model by the names of configurations, where the model's own are larger. Heads keep their width."""
 
@@ -59,7 +61,8 @@ def _small_configs(config: Any) -> Iterator[Any]:
 def check_split(config: Any, *, is_packed: bool = False) -> Skeleton:
     """Check that a small model of this class computes the same in two stages, and return it.
 
-    With `is_packed` also check that a text has the same logits behind another one.
+    With `is_packed` also check that a text has the same logits behind another one, and whether it has without masks
+    (`attends_by_text`).
 
     Raises:
         ValueError: logits or gradients differ, or no small model can be built. One line.
@@ -91,7 +94,7 @@ def has_plain_head(config: RunConfig) -> bool:
 
 @torch.no_grad()
 def _check_packed(skeleton: Skeleton) -> None:
-    """Raise Refused if texts in one sequence see each other."""
+    """Raise Refused if texts in one sequence see each other. Set `attends_by_text` if they need no mask."""
     texts = torch.arange(1, 1 + 2 * _LENGTH).view(2, _LENGTH)
     positions = torch.arange(_LENGTH).repeat(2)
     model = skeleton.model.eval()
@@ -102,6 +105,12 @@ def _check_packed(skeleton: Skeleton) -> None:
             f"--reset-attention-mask: layers of {skeleton.name} carry one text into the next. Give --no-sft-packing "
             "with --sft, or omit it."
         )
+    given = text_arguments(torch.tensor([0, _LENGTH, 2 * _LENGTH], dtype=torch.int32), _LENGTH)
+    with contextlib.suppress(Exception):  # the model's own code may know no such attention
+        model.train().set_attn_implementation(BY_TEXT)  # dropout has no such kernel
+        packed = model(input_ids=texts.view(1, -1), position_ids=positions[None], use_cache=False, **given).logits
+        skeleton.attends_by_text = _difference(apart, packed.view_as(apart)) <= TOLERANCE
+    model.set_attn_implementation(skeleton.masked_attention)
 
 
 def _compare(skeleton: Skeleton) -> None:

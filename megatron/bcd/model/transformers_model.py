@@ -12,6 +12,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from megatron.bcd.model.skeleton import (
     read_config,
 )
 from megatron.bcd.model.split_check import check_split
+from megatron.bcd.model.texts import text_arguments
 from megatron.bcd.runtime import device, packages
 from megatron.bcd.runtime.compat.transformers import compile_elementwise
 
@@ -121,15 +123,16 @@ class TransformersModel(Chunks, LanguageModule):
         attention_mask: Tensor | None,
         *,
         labels: Tensor | None = None,
-        packed_seq_params: None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Run the stage, or the selected chunk of it.
 
         Args:
             input_ids: tokens [B, S]; read by the embedding.
-            position_ids: [B, S]. Where they start again, another text begins, which does not attend to the one before.
-            attention_mask: Megatron's mask; None for causal attention. transformers makes its own masks from positions.
+            position_ids: [B, S]; read for packed texts, where they start again with each.
+            attention_mask: None; where a mask is needed, transformers makes it from positions.
             labels: [B, S].
+            packed_seq_params: bounds of texts (`data.attention_inputs`); each text attends to itself alone.
 
         Returns:
             The output [S, B, H]; on the last stage losses [B, S], or without labels the logits [B, S, V].
@@ -137,7 +140,9 @@ class TransformersModel(Chunks, LanguageModule):
         own = range(len(self.decoder.layers)) if self._chunk is None else self.chunk_layers[self._chunk]  # type: ignore[arg-type]
         layers = range(self.first_layer + own.start, self.first_layer + own.stop)
         received = None if self.pre_process and self._chunk in (None, 0) else self.input_tensor
-        inputs: dict[str, Any] = {"position_ids": position_ids if attention_mask is not None else None}
+        inputs: dict[str, Any] = {"position_ids": None if packed_seq_params is None else position_ids}
+        if packed_seq_params is not None and self.skeleton.attends_by_text:
+            inputs |= text_arguments(packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q)
         if received is not None:
             received = received.transpose(0, 1).contiguous()  # some layers view it
         elif self.embedding.word_embeddings.weight.device != device.current():  # in host memory, where the tokens are
@@ -211,6 +216,8 @@ def build_chunks(
     chunks = []
     for chunk in range(config.num_chunks):
         skeleton = Skeleton(hf_config, dtype=stage_config.params_dtype)
+        if checked.attends_by_text and config.can_attend_by_text and device.has_variable_length_attention():
+            skeleton.attend_by_text()
         skeleton.returns_tuple = checked.returns_tuple
         if chunk == 0:
             numbers = partition_from_config(config).stage_layers(stage)

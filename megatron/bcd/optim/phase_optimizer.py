@@ -33,37 +33,59 @@ from megatron.bcd.optim.parameters import ParametersByBlock
 from megatron.bcd.optim.state import MOMENTUM
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import memory, packages, replicas
-from megatron.bcd.runtime.compat import megatron_core
+from megatron.bcd.runtime.compat import megatron_core, pytorch
 from megatron.bcd.runtime.device import DTYPES
 
 
 class CopyingDDP(DistributedDataParallel):
     """Megatron Core's DDP that copies the first gradient of a step into its buffer, and does not add it to zeros.
 
-    This saves two of four reads and writes of the gradients. Not for layers that add gradients to it themselves.
+    This saves two of four reads and writes of the gradients. Those of vectors wait for the microbatch's others: one
+    kernel adds them all. Not for layers that add gradients to it themselves.
     """
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
         self._without_gradient: set[torch.nn.Parameter] = set()
-        copy: Any = weakref.WeakMethod(self._copy_first)  # the garbage collector sees no cycle through a hook
+        self._waiting: dict[Any, torch.Tensor] = {}
+        copy: Any = weakref.WeakMethod(self._take)  # the garbage collector sees no cycle through a hook
         self.handles = [
             each.register_post_accumulate_grad_hook(lambda parameter: copy()(parameter))
             for each in self.params_with_grad
         ]
 
-    def _copy_first(self, parameter: Any) -> None:
+    def _take(self, parameter: Any) -> None:
         is_first = parameter in self._without_gradient
-        parameter.grad_added_to_main_grad = is_first  # Megatron Core's hook comes next, and adds the gradient if False
-        if is_first:
+        waits = parameter.dim() == 1 and not self.ddp_config.overlap_grad_reduce  # which reduces behind the last one
+        # Megatron Core's hook comes next, and adds the gradient if False
+        parameter.grad_added_to_main_grad = is_first or waits
+        if waits:
+            if parameter in self._waiting:
+                self._add_waiting()
+            self._waiting[parameter] = parameter.grad
+        elif is_first:
             parameter.main_grad.copy_(parameter.grad)
             self._without_gradient.remove(parameter)
+
+    def _add_waiting(self) -> None:
+        for is_first in (True, False):
+            chosen = [each for each in self._waiting if (each in self._without_gradient) == is_first]
+            sums, gradients = [each.main_grad for each in chosen], [self._waiting[each] for each in chosen]
+            if not chosen:
+                continue
+            if not is_first and gradients[0].dtype != sums[0].dtype:  # kernels add tensors of one dtype
+                pytorch.copy_each(wide := [torch.empty_like(each) for each in sums], gradients)
+                gradients = wide
+            (pytorch.copy_each if is_first else pytorch.add_each)(sums, gradients)
+        self._without_gradient.difference_update(self._waiting)
+        self._waiting.clear()
 
     def zero_grad_buffer(self) -> None:
         """Prepare a step. The buffers keep the last step's gradients until new ones replace them.
 
         Megatron Core always adds a gradient with `zero_out_wgrad`, of a tied embedding.
         """
+        self._waiting.clear()
         self._without_gradient = {each for each in self.params_with_grad if not hasattr(each, "zero_out_wgrad")}
         for parameter in self.params_with_grad:
             if parameter not in self._without_gradient:
@@ -73,15 +95,16 @@ class CopyingDDP(DistributedDataParallel):
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start to reduce the gradients. A collective."""
-        self._zero_rest()
+        self._complete()
         super().start_grad_sync(*unused)
 
     def finish_grad_sync(self, **keywords: Any) -> None:
         """Wait until the gradients are reduced. A collective."""
-        self._zero_rest()
+        self._complete()
         super().finish_grad_sync(**keywords)
 
-    def _zero_rest(self) -> None:
+    def _complete(self) -> None:
+        self._add_waiting()
         for parameter in self._without_gradient:
             parameter.main_grad.zero_()
         self._without_gradient.clear()
