@@ -101,9 +101,9 @@ def layout_flags(recipe: Recipe) -> list[str]:
 
 
 def _words(flags: Mapping[str, Any]) -> list[str]:
-    """Return each flag with its value. None and False leave it out."""
+    """Return each flag with its value, in a shell's words. None and False leave it out."""
     shown = [(dashed(name), value) for name, value in flags.items() if value is not None and value is not False]
-    return [name if value is True else f"{name} {value}" for name, value in shown]
+    return [name if value is True else f"{name} {shlex.quote(str(value))}" for name, value in shown]
 
 
 def torchrun_command(recipe: Recipe, *, iterations: int) -> str:
