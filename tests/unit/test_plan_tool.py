@@ -249,7 +249,8 @@ def test_fp8(capsys: pytest.CaptureFixture[str]) -> None:
     """A plan in FP8 is faster than in bf16, within what twice the rate allows, and prints the flags; in breadth-first
     order copies of weights take memory. A card without FP8 is one line of error."""
     flags = ("--model", "LLaMA-7B", "--num-gpus", "1", "--host-memory-gb", "64", "--method", "finetune")
-    flags += ("--bcd-layers-on", "host", "--bcd-layers-per-pass", "4", "--micro-batch-size", "4", "--gpu")
+    flags += ("--bcd-layers-on", "host", "--bcd-layers-per-pass", "4", "--micro-batch-size", "4")
+    flags += ("--bcd-saved-activations", "recompute", "--gpu")
     flags += ("h200", "--cross-entropy-fusion-impl", "linear", "--precision")
     wide, narrow = (planned(capsys, *flags, precision) for precision in ("bf16", "fp8"))
     assert "--bf16 --fp8-format hybrid --fp8-recipe tensorwise" in " ".join(narrow["command"].split())

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 BY_TEXT = "bcd_by_text"
 """The attention of transformers' layers in their configuration. transformers makes masks only for names that it has."""
@@ -34,6 +33,8 @@ def attend_by_text(
     """
     left, is_grouped = window - 1 if window else -1, key.size(1) != query.size(1)
     if query.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn  # imports the compiler
+
         lengths = (bounds, bounds, longest, longest)
         return varlen_attn(query, key, value, *lengths, scale=scale, window_size=(left, 0), enable_gqa=is_grouped)
     sizes, contexts = bounds.diff().tolist(), []
