@@ -1,1 +1,1 @@
-"""The parts of a training run around the trainer: setup, counters, evaluation, checks, outputs, reports."""
+"""The parts of a training run around the trainer: setup, counters, evaluation, outputs, reports."""
