@@ -155,6 +155,25 @@ def test_fused_weight_gradient(flags: tuple[str, ...], is_fused: bool, monkeypat
     assert transformer_config.build_transformer_config(parse(*flags), LOCAL).gradient_accumulation_fusion == is_fused
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_fused"),
+    [
+        ("", True),
+        ("--no-cross-entropy-loss-fusion", False),
+        ("--bcd-compile off", False),
+        ("--bcd-compile off --cross-entropy-loss-fusion", True),
+        ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear", False),  # it is a function of ours
+    ],
+)
+def test_fused_loss(flags: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with a compiler fuses Megatron Core's loss, unless a flag says otherwise."""
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setattr(packages, "missing_for_compilation", lambda: "")
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    built = transformer_config.build_transformer_config(parse(*flags.split()), LOCAL)
+    assert built.cross_entropy_loss_fusion == is_fused
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_grouped_queries_keep_to_the_fast_kernels(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,8 @@ def test_compiled_updates_are_the_eager_ones(rule: str, dtype: torch.dtype, part
             if step == 1:
                 stack.gradient[0, 0, 0] = math.nan
             before = [tensor.clone() for tensor in (*weights, *low_bits)]
-            update_stack(stack, clip_coefficient=1.0, gradient_scale=1.0, num_steps=step, is_compiled=is_compiled)  # type: ignore[arg-type]
+            settings: dict[str, Any] = {"clip_coefficient": 1.0, "gradient_scale": 1.0, "on_device": torch.tensor}
+            update_stack(stack, num_steps=step, is_compiled=is_compiled, **settings)  # type: ignore[arg-type]
             changed = [not torch.equal(old, new) for old, new in zip(before, (*weights, *low_bits), strict=True)]
             assert changed == [step != 1] * len(changed)
         values = [bf16.join(*pair) for pair in zip(weights, low_bits, strict=True)] if low_bits else weights

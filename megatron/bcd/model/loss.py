@@ -25,9 +25,9 @@ def masked_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the sum and the number of the unmasked token losses [B, S]. The schedule divides the sum by the number."""
     loss = torch.sum(losses.float().view(-1) * loss_mask.view(-1))
-    num_tokens = loss_mask.sum().to(torch.int)
-    # the schedule divides `loss` in place, so return a copy for the report
-    return loss, num_tokens, {"lm loss": torch.stack([loss.detach().clone(), num_tokens.float()])}
+    num_tokens = loss_mask.sum()
+    # the schedule divides `loss` in place, and the report has a copy
+    return loss, num_tokens.to(torch.int), {"lm loss": torch.stack([loss.detach(), num_tokens])}
 
 
 def sum_losses(per_microbatch: list[dict[str, torch.Tensor]]) -> torch.Tensor:

@@ -45,6 +45,8 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     fields.pop("cross_entropy_fusion_impl", None)
     if config.fp8_products:  # Megatron Core knows only Transformer Engine's
         del fields["fp8"], fields["fp8_recipe"]
+    if fields.get("cross_entropy_loss_fusion") is None:
+        fields["cross_entropy_loss_fusion"] = packages.compiles(config.bcd.bcd_compile)
     if config.has_linear_loss or not device.has_cuda():
         fields["cross_entropy_loss_fusion"] = False
     if not device.has_cuda():

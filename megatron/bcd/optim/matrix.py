@@ -379,9 +379,8 @@ class Stack:
             matrix.stack = matrix.parameter.grad = None
             del matrix.parameter.main_grad, matrix.parameter.grad_added_to_main_grad
 
-    def zero_grad(self) -> None:
-        self.finish_reduction()  # of a step that was skipped
-        self.gradient.zero_()
+    def prepare_step(self) -> None:
+        """Expect the gradients of a step, which the caller has zeroed."""
         self._num_missing, self.is_reducing = len(self.matrices), False
         for matrix in self.matrices:
             matrix.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]

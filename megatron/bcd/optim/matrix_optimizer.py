@@ -46,6 +46,7 @@ from megatron.bcd.optim.matrix_update import update_stack
 from megatron.bcd.optim.state import MOMENTUM, ParamState
 from megatron.bcd.optim.update_rules import MatrixLayout
 from megatron.bcd.runtime import device, replicas
+from megatron.bcd.runtime.compat import pytorch
 
 
 class MatrixOptimizer:
@@ -200,7 +201,9 @@ class MatrixOptimizer:
     def zero_grad(self) -> None:
         self._close_all()
         for stack in self.stacks:
-            stack.zero_grad()
+            stack.finish_reduction()  # of a step that was skipped
+            stack.prepare_step()
+        pytorch.zero_each([stack.gradient for stack in self.stacks])
         if self._has_chunks:
             self._skipped.zero_()
         self._chunk_squares = []
@@ -386,6 +389,8 @@ class MatrixOptimizer:
     def _step(self, stacks: Sequence[Stack], *, clip_coefficient: float = 1.0, gradient_scale: float = 1.0) -> None:
         settings: dict[str, Any] = {"clip_coefficient": clip_coefficient, "gradient_scale": gradient_scale}
         settings |= {"num_steps": self.num_steps[self._block], "is_compiled": self._is_compiled}
+        # most stacks have the same numbers
+        settings["on_device"] = functools.cache(functools.partial(torch.full, (), device=device.current()))
         for stack in stacks:
             for part in stack.divided() if stack.is_owner else ():
                 update_stack(part, **settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,13 @@ from megatron.bcd.runtime.compat.pytorch import compiled, copy_each
 
 
 def update_stack(
-    stack: Stack, *, clip_coefficient: float, gradient_scale: float, num_steps: int, is_compiled: bool
+    stack: Stack,
+    *,
+    clip_coefficient: float,
+    gradient_scale: float,
+    num_steps: int,
+    is_compiled: bool,
+    on_device: Callable[[float], torch.Tensor],
 ) -> None:
     """Compute the new weights and state of a stack.
 
@@ -23,7 +30,8 @@ def update_stack(
     bounds its update by itself. Other directions do not depend on the scale of a gradient.
 
     If `stack.is_skipped` is true, weights and state keep their bits. The CPU does not know it, because it would have to
-    wait. With `is_compiled` kernels of torch.compile read and write each tensor once; results differ by rounding.
+    wait. With `is_compiled` kernels of torch.compile read and write each tensor once; results differ by rounding. They
+    take numbers from `on_device`.
     """
     rule, group, is_skipped = stack.rule, stack.param_group, stack.is_skipped
     if rule.name == update_rules.ADAM:
@@ -49,7 +57,7 @@ def update_stack(
         )
 
     if is_compiled:
-        numbers = [torch.full((), number, device=stack.gradient.device) for number in (rate, decay)]
+        numbers = [on_device(number) for number in (rate, decay)]
         if update is not None:
             compiled(update_rules.subtract)(weights, bits, update, is_skipped, *numbers)
         else:

@@ -220,17 +220,19 @@ class FactoredDirection:
         self._scaled_KMN: torch.Tensor | None = None
         """The gradient times the rows' scales, in fp32, until `subtract_from` has used it. None if it is too large."""
         if is_compiled:
-            norms_KPN = self._run(_scaled_column_norms)(gradient_KMN, self.row_scales_KM, sizes)
-        elif len(self.rows) == 1:
-            self._scaled_KMN = self._scaled(self.rows[0])
-            norms_KPN = _column_norms(_parts(self._scaled_KMN, sizes))
+            squares = self._run(_direction_squares)
+            squares_KP = squares(gradient_KMN, self.row_scales_KM, self.column_scales_KPN, sizes)
         else:
-            squares = [torch.linalg.vector_norm(self._scaled(rows), dim=1).square_() for rows in self.rows]
-            norms_KPN = sum(squares, torch.zeros_like(squares[0])).div_(gradient_KMN.shape[1]).sqrt_()[:, None]
-        squares_KP = (norms_KPN * self.column_scales_KPN).square_().mean(2)
+            if len(self.rows) == 1:
+                self._scaled_KMN = self._scaled(self.rows[0])
+                norms_KPN = _column_norms(_parts(self._scaled_KMN, sizes))
+            else:
+                some_KN = [torch.linalg.vector_norm(self._scaled(rows), dim=1).square_() for rows in self.rows]
+                norms_KPN = sum(some_KN, torch.zeros_like(some_KN[0])).div_(gradient_KMN.shape[1]).sqrt_()[:, None]
+            squares_KP = _mean_squares(norms_KPN, self.column_scales_KPN)
         if layout.sharded_dim is not None:
             layout.all_reduce(squares_KP).div_(layout.num_slices)
-        self.column_scales_KPN.div_(squares_KP.sqrt_().clamp_(min=1.0)[..., None])
+        self._run(_limit)(self.column_scales_KPN, squares_KP)
 
     def _run(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return compiled(function) if self._is_compiled else function
@@ -290,8 +292,20 @@ def _scales(
     return row_scales_KM, column_scales_KPN
 
 
-def _scaled_column_norms(gradient_KMN: torch.Tensor, row_scales_KM: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    return _column_norms(_parts(gradient_KMN * row_scales_KM[..., None], sizes))
+def _direction_squares(
+    gradient_KMN: torch.Tensor, row_scales_KM: torch.Tensor, column_scales_KPN: torch.Tensor, sizes: Sequence[int]
+) -> torch.Tensor:
+    """Return the mean squares of the directions by part, [K, P]."""
+    return _mean_squares(_column_norms(_parts(gradient_KMN * row_scales_KM[..., None], sizes)), column_scales_KPN)
+
+
+def _mean_squares(norms_KPN: torch.Tensor, column_scales_KPN: torch.Tensor) -> torch.Tensor:
+    return (norms_KPN * column_scales_KPN).square_().mean(2)
+
+
+def _limit(column_scales_KPN: torch.Tensor, squares_KP: torch.Tensor) -> None:
+    """Scale directions down to a root mean square of 1, in place."""
+    column_scales_KPN.div_(squares_KP.sqrt().clamp_(min=1.0)[..., None])
 
 
 def subtract_directions(

@@ -49,8 +49,13 @@ def initialize(
     device.set_allocator()
     if tensor_size > 1:  # CUDA reads it when it starts
         os.environ.setdefault(CONNECTIONS, "1")
-    megatron_core.patch_optimizer_offload()
-    for patch in (megatron_core.patch_recomputation, megatron_core.patch_grad_norm, megatron_core.patch_experts):
+    for patch in (
+        megatron_core.patch_optimizer_offload,
+        megatron_core.patch_recomputation,
+        megatron_core.patch_grad_norm,
+        megatron_core.patch_main_param_copies,
+        megatron_core.patch_experts,
+    ):
         patch()
     fitting, given = ("nccl", "a") if device.has_cuda() else ("gloo", "no")
     if backend not in (fitting, "auto"):

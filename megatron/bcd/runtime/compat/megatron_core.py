@@ -185,6 +185,23 @@ def take_fused_adam(optimizer: torch.optim.Optimizer | None) -> None:
             group["fused"] = True
 
 
+@functools.cache
+def patch_main_param_copies() -> None:
+    """Copy the main parameters of all 16-bit parameters in one kernel. Megatron Core launches one for each."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    def copy_main_params(self: Any) -> None:
+        if self.is_stub_optimizer or self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            return  # nothing to step, or its inner optimizer copies
+        groups = zip(self.shard_fp32_from_float16_groups, self.model_float16_groups, strict=True)
+        pairs = [pair for mains, parameters in groups for pair in zip(mains, parameters, strict=True)]
+        if pairs:
+            shards = [each.data.view(-1)[slice(*shard_range(self, each))] for _, each in pairs]
+            pytorch.copy_each(shards, [main_param for main_param, _ in pairs])
+
+    DistributedOptimizer._copy_main_params_to_model_params = copy_main_params
+
+
 def gather_parameters(wrapped: Any) -> None:
     """Finish pending all-gathers of DDP's parameters, and gather none in forward passes (--overlap-param-gather)."""
     if wrapped.use_forward_hook and wrapped.remove_forward_pre_hook_handles:

@@ -67,6 +67,12 @@ def add_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     torch._foreach_add_(list(targets), list(sources))
 
 
+def zero_each(tensors: Sequence[torch.Tensor]) -> None:
+    """Fill all tensors with zeros, in one kernel."""
+    if tensors:
+        torch._foreach_zero_(list(tensors))
+
+
 def scale_each(tensors: Sequence[torch.Tensor], factor: float) -> None:
     """Multiply all tensors in place, in one kernel."""
     if tensors:  # a tensor, because on a CPU a Python number would be rounded to the dtype of 16-bit tensors
