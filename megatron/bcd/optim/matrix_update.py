@@ -12,7 +12,7 @@ from megatron.bcd.optim import bf16, low_bit_adam, low_bit_momentum, update_rule
 from megatron.bcd.optim.matrix import FACTORS, MOMENTUM_SCALE, Stack, join, write_back
 from megatron.bcd.optim.state import MOMENTUM
 from megatron.bcd.optim.update_rules import FactoredDirection
-from megatron.bcd.runtime.compat.pytorch import compiled, copy_each
+from megatron.bcd.runtime.compat.pytorch import compiled
 
 
 def update_stack(
@@ -37,11 +37,12 @@ def update_stack(
     if rule.name == update_rules.ADAM:
         return _step_adam(stack, clip_coefficient, num_steps)
     is_factored = rule.name == update_rules.FACTORED
-    if is_skipped is not None and not (is_factored and is_compiled):
+    if is_skipped is not None and not is_compiled:
         stack.gradient.masked_fill_(is_skipped, 0.0)
     decay: Any = 1.0 - group["lr"] * group["weight_decay"]
     rate = group["lr"] * rule.scale
-    update = None if is_factored else _orthogonal(stack, clip_coefficient)
+    clip = None if clip_coefficient >= 1.0 else on_device(clip_coefficient) if is_compiled else clip_coefficient
+    update = None if is_factored else _orthogonal(stack, clip, is_compiled=is_compiled)
     weights, low_bits, factors = join(stack.weights), stack.state(LOW_BITS), stack.state(FACTORS)
     bits, means = join(low_bits) if low_bits else None, join(factors) if is_factored else None
 
@@ -107,26 +108,47 @@ def _step_adam(stack: Stack, clip_coefficient: float, num_steps: int) -> None:
                 torch.where(stack.is_skipped, old, tensor, out=tensor)  # type: ignore[call-overload]
 
 
-def _orthogonal(stack: Stack, clip_coefficient: float) -> torch.Tensor:
-    rule, gradient = stack.rule, stack.gradient.float()
+def _orthogonal(stack: Stack, clip: float | torch.Tensor | None, *, is_compiled: bool) -> torch.Tensor:
+    """Return the directions of a stack, and update its momenta. They are zero where it is skipped, unless compiled."""
+    rule, gradient, is_skipped = stack.rule, stack.gradient, stack.is_skipped
     if rule.momentum is not None:
-        if clip_coefficient < 1.0:
-            gradient = gradient * clip_coefficient
         momenta, scales = stack.state(MOMENTUM), stack.state(MOMENTUM_SCALE)
-        stored = join(momenta)
-        momentum = low_bit_momentum.decode(stored, join(scales)) if scales else stored.float()
-        # Muon's running mean, as in Megatron Core; PyTorch's SGD sums, which is the same up to the scale
-        if stack.is_skipped is None:
-            momentum.lerp_(gradient, 1 - rule.momentum)
-        else:  # a momentum that is read and written again keeps its bits
-            momentum = torch.where(stack.is_skipped, momentum, momentum.lerp(gradient, 1 - rule.momentum))
-        if scales:
-            for targets, values in zip((momenta, scales), low_bit_momentum.encode(momentum), strict=True):
-                copy_each(targets, values.chunk(len(targets)))
-        else:
-            momentum = stored.copy_(momentum).float()
-            write_back(stored, momenta)
-        gradient = gradient.lerp(momentum, rule.momentum) if rule.nesterov else momentum
-    update = update_rules.orthogonal(gradient, stack.layout, num_steps=rule.num_steps)
-    is_skipped = None if rule.momentum is None else stack.is_skipped  # the gradient is zero, not the momentum
-    return update if is_skipped is None else update.masked_fill_(is_skipped, 0.0)
+        stored, groups = join(momenta), join(scales) if scales else None
+        step = compiled(_step_momentum) if is_compiled else _step_momentum
+        gradient = step(gradient, clip, stored, groups, is_skipped, rule.momentum, rule.nesterov)
+        write_back(stored, momenta)
+        if groups is not None:
+            write_back(groups, scales)
+    layout, num_steps = stack.layout, rule.num_steps
+    update = update_rules.orthogonal(gradient, layout, num_steps=num_steps, is_compiled=is_compiled)
+    if is_skipped is not None and rule.momentum is not None and not is_compiled:
+        update.masked_fill_(is_skipped, 0.0)  # the gradient is zero, not the momentum
+    return update
+
+
+def _step_momentum(
+    gradient: torch.Tensor,
+    clip: float | torch.Tensor | None,
+    stored: torch.Tensor,
+    scales: torch.Tensor | None,
+    is_skipped: torch.Tensor | None,
+    decay: float,
+    nesterov: bool,
+) -> torch.Tensor:
+    """Update momenta in place, where not `is_skipped`, and return the gradients to orthogonalize, in fp32."""
+    gradient = gradient.float()
+    if clip is not None:
+        gradient = gradient * clip
+    momentum = stored.float() if scales is None else low_bit_momentum.decode(stored, scales)
+    # Muon's running mean, as in Megatron Core; PyTorch's SGD sums, which is the same up to the scale
+    if is_skipped is None:
+        momentum.lerp_(gradient, 1 - decay)
+    else:
+        momentum = torch.where(is_skipped, momentum, momentum.lerp(gradient, 1 - decay))
+    if scales is None:
+        momentum = stored.copy_(momentum).float()
+    else:
+        for tensor, new in zip((stored, scales), low_bit_momentum.encode(momentum), strict=True):
+            # compiled code does not divide exactly, so encoding again may change bits
+            tensor.copy_(new if is_skipped is None else torch.where(is_skipped, tensor, new))
+    return gradient.lerp(momentum, decay) if nesterov else momentum

@@ -72,22 +72,24 @@ def orthogonal(
     layout: MatrixLayout = _WHOLE,
     *,
     num_steps: int = NEWTON_SCHULZ_STEPS,
+    is_compiled: bool = False,
 ) -> torch.Tensor:
-    """Orthogonalize each part of the layout, in the gradient's dtype. A gradient of zeros gives zeros.
+    """Orthogonalize each part of the layout. A gradient of zeros gives zeros.
 
-    A collective over the layout's group.
+    The result has the gradient's dtype, or with `is_compiled` that of the products. A collective over the layout's
+    group.
     """
     if layout.tensor_mode == "blockwise":
         layout = replace(layout, sharded_dim=None, group=None)
     if not layout.parts:
-        return orthogonalize(gradient_MN, layout, num_steps=num_steps)
+        return orthogonalize(gradient_MN, layout, num_steps=num_steps, is_compiled=is_compiled)
     # queries, keys and values have no common singular vectors to preserve
     by_group = gradient_MN.unflatten(1, (-1, sum(layout.parts)))
     results: list[torch.Tensor] = []
     for _, parts in itertools.groupby(by_group.split(layout.parts, dim=2), key=lambda part: part.shape):
         stacked = torch.stack(list(parts))
         matrices = stacked.flatten(2, 3).flatten(0, 1)
-        directions = orthogonalize(matrices, layout, num_steps=num_steps)
+        directions = orthogonalize(matrices, layout, num_steps=num_steps, is_compiled=is_compiled)
         results += directions.view_as(stacked).unbind()
     return torch.cat(results, dim=2).view_as(gradient_MN)
 
@@ -97,6 +99,7 @@ def orthogonalize(
     layout: MatrixLayout = _WHOLE,
     *,
     num_steps: int = NEWTON_SCHULZ_STEPS,
+    is_compiled: bool = False,
 ) -> torch.Tensor:
     """Return the nearest matrix whose singular values are about 1, scaled to a root mean square of 1.
 
@@ -117,7 +120,8 @@ def orthogonalize(
     short, long = (columns, rows) if is_transposed else (rows, columns)  # a slice may have them swapped
     uses_gram = layout.is_gram_iterated and long >= GRAM_RATIO * short
     dtype = torch.float16 if uses_gram else torch.bfloat16
-    matrix = (matrix / norm.clamp_(min=_SMALLEST)).to(dtype if matrix.is_cuda else torch.float32)
+    divide = compiled(_divided) if is_compiled else _divided
+    matrix = divide(matrix, norm.clamp_(min=_SMALLEST), dtype if matrix.is_cuda else torch.float32)
     if is_transposed:
         matrix = matrix.mT
     a, b, c = _QUINTIC
@@ -133,7 +137,12 @@ def orthogonalize(
             matrix = torch.baddbmm(matrix, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
     if is_transposed:
         matrix = matrix.mT
-    return matrix.mul_(math.sqrt(max(rows, columns))).to(gradient_MN.dtype).view_as(gradient_MN)
+    matrix = matrix.mul_(math.sqrt(max(rows, columns))).view_as(gradient_MN)
+    return matrix if is_compiled else matrix.to(gradient_MN.dtype)
+
+
+def _divided(matrix_KMN: torch.Tensor, norm_K11: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (matrix_KMN / norm_K11).to(dtype)
 
 
 def _product_of_steps(gram_KMM: torch.Tensor, num_steps: int) -> torch.Tensor:
@@ -342,7 +351,7 @@ def subtract(
     before = weight
     if low_bits is not None:  # as `bf16.join` and `split`, whose 16-bit views the compiler could not fuse
         before = ((weight.view(torch.int16).to(torch.int32) << 16) + low_bits).view(torch.float32)
-    value = before * decay - rate * direction
+    value = before * decay - rate * direction.float()
     if is_skipped is not None:
         value = torch.where(is_skipped, before, value)
     if low_bits is None:
