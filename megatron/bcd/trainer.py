@@ -46,7 +46,7 @@ from megatron.bcd.optim.step import Step
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import collectives, device, memory, rng
-from megatron.bcd.runtime.compat import megatron_core
+from megatron.bcd.runtime.compat import megatron_core, pytorch
 from megatron.bcd.training.evaluation import Evaluator
 from megatron.bcd.training.outputs import RunOutputs
 from megatron.bcd.training.profiler import StepProfiler
@@ -152,6 +152,8 @@ class Trainer:
         self.groups = None if config.groups.lighthouse is None else ReplicaGroups(self)
         self._has_joined = False
         """Whether this replica group joined others at the end of one of their steps."""
+        self._compile_seconds = 0.0
+        """Time of compilation that was printed."""
         self._at_start: dict[str, switch_check.Fingerprint] = {}
         """The weights before the step that `_check_switch` checks."""
         self.evaluator = Evaluator(
@@ -243,6 +245,10 @@ class Trainer:
         is_last = state.iteration == self.train_iters
         if state.iteration % self.config.report.log_interval == 0 or state.iteration == 1 or is_last:
             self.reporter.step(collect_step_metrics(self, state.phase_state))
+            compile_seconds = pytorch.compile_seconds()
+            if compile_seconds > self._compile_seconds + 1.0:
+                self.reporter.note(f"this time has {compile_seconds - self._compile_seconds:.0f} s of compilation")
+                self._compile_seconds = compile_seconds
             if state.iteration > 1:  # as in stock, the first iteration also counts in the first interval
                 state.interval = []
         if self.groups is not None and self.groups.is_due(state.iteration, state.phase_state):

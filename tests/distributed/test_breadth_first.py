@@ -133,10 +133,11 @@ def compiled_part(config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_compiled_updates_have_the_same_bits_in_host_memory(world1: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["finetune", "clipped_muon8"])
+def test_compiled_updates_have_the_same_bits_in_host_memory(world1: World, tmp_path: Path, method: str) -> None:
     """With --bcd-compile on, runs with layers on the device and in host memory do not differ by a bit, and their losses
     differ from those without by rounding only."""
-    flags = {"method": "finetune", "cut": next(iter(CUTS)), "precision": "bf16"}
+    flags = {"method": method, "cut": next(iter(CUTS)), "precision": "bf16"}
     rope = {"position_embedding_type": "rope", "bcd_schedule": "breadth-first"}
     runs = {}
     for name, more in {

@@ -6,6 +6,7 @@ import copy
 import datetime
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,6 +56,12 @@ def compiled(function: Callable[..., Any], *, has_dynamic_shapes: bool = False) 
     """
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # a model has some ten shapes
     return torch.compile(function, dynamic=has_dynamic_shapes)
+
+
+def compile_seconds() -> float:
+    """Return how long this process has compiled functions."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # not imported for this
+    return dynamo.calculate_time_spent().get("entire_frame_compile", 0.0) if dynamo else 0.0
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
