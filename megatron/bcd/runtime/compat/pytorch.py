@@ -67,12 +67,6 @@ def add_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     torch._foreach_add_(list(targets), list(sources))
 
 
-def scale_each(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply all tensors in place, in one kernel."""
-    if tensors:  # a tensor, because on a CPU a Python number would be rounded to the dtype of 16-bit tensors
-        torch._foreach_mul_(list(tensors), torch.full((), factor, device=tensors[0].device))
-
-
 def rebuild_reducer() -> bool:
     """Rebuild the reducer of the running DistributedDataParallel for the parameters that require a gradient now.
 
