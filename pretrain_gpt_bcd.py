@@ -17,12 +17,12 @@ def main() -> None:
     from megatron.bcd.arguments import read_command_line
 
     with exit_on_error(ValueError, prog=PROG):
-        command = read_command_line(prog=PROG)
+        config, notes = read_command_line(prog=PROG)
     # imported after the flags are checked, and not in a dry run
     from megatron.bcd.model.builder import build_model
     from megatron.bcd.training.pretrain import pretrain
 
-    pretrain(command.config, build_model, prog=PROG, notes=command.notes)
+    pretrain(config, build_model, prog=PROG, notes=notes)
 
 
 if __name__ == "__main__":

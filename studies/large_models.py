@@ -22,7 +22,7 @@ from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.memory import fits, node_bytes
 from megatron.bcd.planner.recipe import Recipe, build_recipe
 from megatron.bcd.planner.search import candidates, with_passes_on_host
-from megatron.bcd.planner.tables import read_models
+from megatron.bcd.planner.tables import Model, read_table
 
 MODELS = Path(__file__).with_suffix(".csv")
 CARDS = (("rtx4090", 1), ("rtx4090", 4), ("h100", 1))
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--model", help="only this row of studies/large_models.csv")
     arguments = parser.parse_args()
     print(f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}", sep="\n", flush=True)
-    for model in [arguments.model] if arguments.model else read_models(MODELS):
+    for model in [arguments.model] if arguments.model else read_table(MODELS, Model):
         for gpu, num_gpus in CARDS:
             print(f"| {' | '.join(row(model, gpu, num_gpus))} |", flush=True)
 

@@ -28,7 +28,7 @@ from _parser import Parser, command, run_main, table
 
 from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.recipe import Recipe, make_recipe
-from megatron.bcd.planner.tables import GIB, Cluster, Model, read_clusters, read_models, read_rows
+from megatron.bcd.planner.tables import GIB, Cluster, Model, read_rows, read_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,8 +282,8 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="studies/planner_paper.py", description=__doc__)
     parser.parse_args(argv)
     published = read_rows(ROOT / "docs" / "paper_figures.csv", Published)
-    clusters = read_clusters(ROOT / "examples" / "clusters.csv")
-    paper = Paper(published, read_models(ROOT / "examples" / "models.csv"), clusters["rtx4090"])
+    clusters = read_table(ROOT / "examples" / "clusters.csv", Cluster)
+    paper = Paper(published, read_table(ROOT / "examples" / "models.csv", Model), clusters["rtx4090"])
     print(show_paper(paper))
     return 0
 

@@ -58,8 +58,7 @@ from results import (
 )
 
 from megatron.bcd.blocks.partition import partition_from_config
-from megatron.bcd.planner.cost import newton_schulz_flops
-from megatron.bcd.planner.run_state import shape_of
+from megatron.bcd.planner.cost import newton_schulz_flops, shape_of
 
 PROG = "studies/study.py"
 PICTURES = ROOT / "docs" / "images"
@@ -332,7 +331,8 @@ def flags_arithmetic(form: str, flags: Sequence[str]) -> float | None:
     partition = partition_from_config(config)
     num_layers, newton_schulz, total = partition.num_layers, _newton_schulz(config), 0.0
     for block in range(partition.num_blocks):
-        inactive, active = len(partition.layers_updated_inactive(block)), len(partition.active_layers(block, 0))
+        active = len(partition.active_layers(block, 0))
+        inactive = sum(partition.has_inactive_update(layer, block) for layer in range(num_layers))
         total += num_layers + (num_layers - len(partition.prefix_layers(block))) + active + inactive
         total += newton_schulz * inactive * (config.bcd.bcd_inactive_update == "orthogonal")
         total += newton_schulz * active * (config.optimizer.optimizer == "muon")

@@ -56,7 +56,7 @@ from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.planner.command import network_flags
 from megatron.bcd.planner.cost import compute_ratio
 from megatron.bcd.planner.recipe import make_recipe
-from megatron.bcd.planner.tables import Model, choose, read_clusters, read_models
+from megatron.bcd.planner.tables import Cluster, Model, choose, read_table
 
 PROG = "tools/benchmark.py"
 SIZES = "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 256"
@@ -144,7 +144,7 @@ def build_methods(arguments: argparse.Namespace, given: Sequence[str]) -> list[M
     """Return all rows of the table. Raises ValueError for flags that do not fit."""
     model = None
     if arguments.model is not None:
-        model = choose(read_models(arguments.models), arguments.model, flag="--model")
+        model = choose(read_table(arguments.models, Model), arguments.model, flag="--model")
     family = model.form if model else arguments.family or ("llama" if "--sft" in given else "gpt")
     shared = [*_defaults(arguments, given, model), *given, *ALWAYS.split()]
     methods = {}
@@ -188,7 +188,7 @@ def _defaults(arguments: argparse.Namespace, given: Sequence[str], model: Model 
     if not any(word.split("=")[0].endswith("-data-path") for word in given):
         words += MOCK.split()
     if model is not None:
-        cluster = next(iter(read_clusters(ROOT / "examples" / "clusters.csv").values()))
+        cluster = next(iter(read_table(ROOT / "examples" / "clusters.csv", Cluster).values()))
         recipe = make_recipe(model=model, cluster=cluster, num_gpus=1, global_batch_size=1)
         # NullTokenizer adds an end-of-document id
         words += [*" ".join(network_flags(recipe)).split(), "--vocab-size", str(model.vocabulary - 1)]

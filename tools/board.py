@@ -31,7 +31,7 @@ from board_views import render
 
 from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.recipe import METHODS
-from megatron.bcd.planner.tables import read_clusters, read_models
+from megatron.bcd.planner.tables import Cluster, Model, read_table
 
 PROG = "tools/board.py"
 TOKEN = "BCD_BOARD_TOKEN"
@@ -88,8 +88,8 @@ def choices() -> dict[str, Any]:
     """Return the choices of the fields, and the metrics files in out/ and its folders."""
     files = sorted(path for pattern in ("*.jsonl", "*/*.jsonl") for path in Path("out").glob(pattern))
     return {
-        "models": [*read_models(plan.MODELS)],
-        "gpus": {row.name: row.gpu for row in read_clusters(plan.CLUSTERS).values()},
+        "models": [*read_table(plan.MODELS, Model)],
+        "gpus": {row.name: row.gpu for row in read_table(plan.CLUSTERS, Cluster).values()},
         "methods": {name: name for name in METHODS},
         "flags": FIELDS,
         "forms": board_runs.FORMS,

@@ -39,7 +39,7 @@ from _parser import Parser, add_json, check_writable, command, cpu_model, run_ma
 from _processes import ROOT, CannotRun, run
 from _self_test import FAIL, FLAGS, Check, Runner, SelfTest, failed, passed, skipped
 
-from megatron.bcd.planner.tables import GIB, Cluster, read_clusters
+from megatron.bcd.planner.tables import GIB, Cluster, read_table
 
 if TYPE_CHECKING:
     import torch
@@ -478,7 +478,7 @@ def self_test(arguments: argparse.Namespace, folder: Path, probed: dict[str, Any
     for pattern in arguments.only or ():
         if not fnmatch.filter(parts, pattern):
             raise ValueError(f"--only {pattern}: no such part. Give some of {', '.join(parts)}.")
-    clusters = read_clusters(arguments.clusters)
+    clusters = read_table(arguments.clusters, Cluster)
     if any(only(part) for part in parts if part != "link"):
         yield from test.checks()
     known = known_gpu(gpus[0]["name"], clusters) if gpus else None

@@ -277,14 +277,14 @@ Resolved = dict[str, object] | str
 
 def resolve(family: str, world_size: int, words: list[str]) -> Resolved:
     """Return the values that the imported version derives from the flags. Uses only parts that every version has."""
-    from megatron.bcd.arguments import FAMILY_DEFAULTS, read_command_line, run_config_to_dict
+    from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config, run_config_to_dict
 
     options = {"prog": SCRIPTS[family], "world_size": world_size}
     options |= {"defaults": FAMILY_DEFAULTS["llama"] if family == "llama" else None}
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            sections = run_config_to_dict(read_command_line(words, **options).config)
+            sections = run_config_to_dict(parse_run_config(words, **options))
     except ValueError as error:
         return str(error)
     except SystemExit:

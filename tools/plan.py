@@ -60,8 +60,7 @@ from megatron.bcd.planner.tables import (
     Cluster,
     Model,
     choose,
-    read_clusters,
-    read_models,
+    read_table,
 )
 
 PROG = "tools/plan.py"
@@ -252,7 +251,7 @@ def named_model(name: str, *, models: str | None, sequence: int | None = None) -
             expert_ffn=flags.get("moe_ffn_hidden_size", 0),
             measured=read_model(name, sequence=tokens) if network.family == TRANSFORMERS else None,
         )
-    rows = read_models(MODELS) | (read_models(models) if models else {})
+    rows = read_table(MODELS, Model) | (read_table(models, Model) if models else {})
     try:
         return choose(rows, name, flag="--model")
     except ValueError as error:
@@ -270,7 +269,7 @@ def named_model(name: str, *, models: str | None, sequence: int | None = None) -
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
     """Return the row of the cluster table, with --network-gbit."""
-    cluster = choose(read_clusters(arguments.clusters), arguments.gpu, flag="--gpu")
+    cluster = choose(read_table(arguments.clusters, Cluster), arguments.gpu, flag="--gpu")
     if (rate := arguments.network_gbit) is None:
         return cluster
     if rate <= 0:
@@ -529,7 +528,7 @@ def show_figures(estimate: Estimate) -> str:
         f"{recipe.model.name}: {recipe.num_parameters:,} parameters, {recipe.name}, on "
         f"{recipe.num_gpus} x {recipe.cluster.gpu} ({nodes})\n{settings}\n\n"
         f"memory per rank, GiB (of {recipe.cluster.memory_gib:g})\n{_memory(estimate)}\n\n"
-        f"time of an iteration, ms\n{_time(estimate)}\n\n{_cost(estimate)}\n{learning_rate(recipe).text}"
+        f"time of an iteration, ms\n{_time(estimate)}\n\n{_cost(estimate)}\n{learning_rate(recipe)[1]}"
     )
 
 

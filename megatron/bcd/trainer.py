@@ -50,12 +50,10 @@ from megatron.bcd.runtime.compat import megatron_core, pytorch
 from megatron.bcd.training.evaluation import Evaluator
 from megatron.bcd.training.outputs import RunOutputs
 from megatron.bcd.training.profiler import StepProfiler
-from megatron.bcd.training.recompute import Recomputation
 from megatron.bcd.training.replica_groups import ReplicaGroups, check_lighthouse
-from megatron.bcd.training.reporting import build_reporter, report_source, summarize
+from megatron.bcd.training.reporting import build_reporter, collect_step_metrics, report_source, summarize
 from megatron.bcd.training.resolve import ResolvedRun
 from megatron.bcd.training.state import StepResult, TrainingFailed, TrainState
-from megatron.bcd.training.step_metrics import collect_step_metrics
 from megatron.bcd.training.stop import StopRequests
 
 ModelBuilder = Callable[[RunConfig, int, Implementation], torch.nn.Module]
@@ -106,7 +104,6 @@ class Trainer:
                 model=self.model,
                 implementation=self.implementation,
                 samples=self.samples.subset,
-                recomputation=self.recomputation,
             )
         )
         for note in data_notes:
@@ -147,7 +144,7 @@ class Trainer:
             reporter=self.reporter,
             should_stop=self.stop.is_signalled,
         )
-        self.recomputation = Recomputation(config, model=self.model, stage=self.stage, run=run.memory)
+        self._recomputed = run.recomputed
         self.profiler = StepProfiler(config.report)
         self.groups = None if config.groups.lighthouse is None else ReplicaGroups(self)
         self._has_joined = False
@@ -491,10 +488,13 @@ class Trainer:
         memory.reset_peak_memory()  # a phase's peak includes the allocation of its state
 
     def _build_block(self) -> None:
-        """Build gradient buffers and optimizer of the block of the present phase."""
+        """Build gradient buffers and optimizer of the block of the present phase, and set what its phase recomputes."""
         block = self.block_schedule.block(self.state.phase_state)
         self.active.build(block)
-        self.recomputation.begin_phase(block)
+        if self._recomputed:
+            choice = self._recomputed[self.stage][block]
+            for number, chunk in enumerate(builder.get_chunks(self.model)):
+                chunk.decoder.recompute(choice.granularity, choice.num_whole(number))
 
     def _begin_phase(self) -> None:
         """Begin a phase, also if the same block continues: switch check, prefix cache and pipeline schedule."""
@@ -562,15 +562,11 @@ class Trainer:
                 state.iteration, state.consumed_samples = source.iteration, source.consumed_samples
             return
         saved = None if source is None else source.state
-        takes_optimizer = False
         if source is not None and saved is not None:
-            self._restore_counters(saved)
-            is_same = saved.blocks == run_state.block_contents(self.partition)
-            is_same = is_same and run_state.has_same_optimizers(saved, self.config)
-            takes_optimizer = self.config.checkpoint.load_optim and is_same
-        if source is not None and takes_optimizer:
-            next_block = self.block_schedule.block(state.phase_state)
-            loader.load_optimizer(source, self.active, next_block=next_block)
+            is_continued = self._restore_counters(saved)
+            if is_continued and self.config.checkpoint.load_optim:
+                next_block = self.block_schedule.block(state.phase_state)
+                loader.load_optimizer(source, self.active, next_block=next_block)
         memory.release_cached_memory()
         memory.reset_peak_memory()
         gc.freeze()  # modules and data live as long as the run: collections at a switch need not visit them
@@ -590,13 +586,13 @@ class Trainer:
             if self._has_joined:
                 self._end_step(loss=None)
 
-    def _restore_counters(self, saved: run_state.RunState) -> None:
-        """Set the counters. If the saved phase can't continue, its cycle starts again."""
+    def _restore_counters(self, saved: run_state.RunState) -> bool:
+        """Set the counters. If the saved phase can't continue, its cycle starts again. Return whether it continues."""
         phase_state, warning = run_state.resumed_phase(saved, self.config, self.partition, self.block_schedule)
         self.state.load(vars(saved), phase_state, saved.interval)
         if warning is not None:
             self.reporter.warning(warning)
-        if phase_state != PhaseState.from_dict(saved.phase):
             self.state.samples_in_phase = 0
         self.active.core.next_loss_scaler = saved.loss_scaler
         self.lr_scheduler.num_steps = saved.scheduler_steps
+        return warning is None

@@ -17,7 +17,8 @@ from support.dist import World
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
-from megatron.bcd.planner.run_state import RunMemory, model_state_of
+from megatron.bcd.planner.run_state import RunMemory
+from megatron.bcd.planner.state import ModelState
 
 RECOMPUTATION: dict[str, dict[str, Any]] = {
     "uniform2": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
@@ -176,6 +177,6 @@ def test_the_run_ahead_counts() -> None:
     flags = {"pipeline_model_parallel_size": 2, "world_size": 2, "bcd_layout": "stage", "bcd_num_blocks": None}
     config = worlds.run_config(data_path="text", **flags)
     partition = partition_from_config(config)
-    state = model_state_of(config, partition, padded_vocab_size=264, num_replicas=1)
+    state = ModelState(config=config, partition=partition, padded_vocabulary=264, num_replicas=1)
     run = RunMemory(config=config, state=state, num_microbatches=4)
     assert [run.activations(0, block).shape.run_ahead for block in (0, 1)] == [0, 1]

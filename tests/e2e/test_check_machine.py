@@ -17,7 +17,7 @@ from _processes import CannotRun
 from _processes import run as start
 from _self_test import FAIL, FLAGS, PASS, SKIP, Check, Runner, SelfTest, Steps
 
-from megatron.bcd.planner.tables import choose, read_clusters
+from megatron.bcd.planner.tables import Cluster, choose, read_table
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "examples" / "clusters.csv"
@@ -131,7 +131,7 @@ def test_a_gpu_machine(monkeypatch: pytest.MonkeyPatch, probed: dict[str, Any], 
 
 def test_a_slow_link() -> None:
     """A link below its table's rate, or below 1 GB/s without one, fails and names its ranks; one rank skips it."""
-    known = check_machine.known_gpu(GPU["name"], read_clusters(TABLE))
+    known = check_machine.known_gpu(GPU["name"], read_table(TABLE, Cluster))
     assert check_machine.check_links(RATES, None).verdict == PASS
     slow = RATES | {"device": "cuda"} | {"links": {"by_pair": {"0-1": 30.0, "1-2": 0.9}, "all_reduce": 0.5}}
     for cluster in (known, None):
@@ -154,7 +154,7 @@ def test_a_slow_link() -> None:
 )
 def test_cuda_names_of_the_tables_gpus(name: str, row: str | None) -> None:
     """CUDA's name of a GPU chooses its row of the table, and no row for a card that the table lacks."""
-    result = check_machine.known_gpu(name, read_clusters(TABLE))
+    result = check_machine.known_gpu(name, read_table(TABLE, Cluster))
     assert (result and result.name) == row
     if result is not None:
         assert (result.link_gb_per_s <= 20) == ("PCIe" in name or row == "rtx4090")
@@ -162,13 +162,13 @@ def test_cuda_names_of_the_tables_gpus(name: str, row: str | None) -> None:
 
 def test_a_row_of_the_cluster_table(tmp_path: Path) -> None:
     """The planner reads a calibrated row, and the next calibration replaces it."""
-    like = read_clusters(TABLE)["a100"]
+    like = read_table(TABLE, Cluster)["a100"]
     row = check_machine.cluster_row(RATES, gpu="a CPU", known=None, like=like, num_ranks=2)
     for table in (TABLE, tmp_path / "clusters.csv"):
         check_machine.write_table(table, row, tmp_path / "clusters.csv")
-    clusters = read_clusters(tmp_path / "clusters.csv")
+    clusters = read_table(tmp_path / "clusters.csv", Cluster)
     assert choose(clusters, "this-machine", flag="--gpu") == row
-    assert [*clusters] == [*read_clusters(TABLE), "this-machine"]
+    assert [*clusters] == [*read_table(TABLE, Cluster), "this-machine"]
     assert (row.fp32_tflops, row.memory_gib, row.network_gb_per_s, row.usd_per_gpu_hour) == (0.05, 8.0, 1.5, 0)
     assert row.compute_share == like.compute_share
 

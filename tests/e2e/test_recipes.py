@@ -25,10 +25,10 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.recipe import METHODS, Recipe
 from megatron.bcd.planner.run_state import with_loss
-from megatron.bcd.planner.tables import read_clusters
+from megatron.bcd.planner.tables import Cluster, read_table
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-CLUSTERS = tuple(read_clusters(EXAMPLES / "clusters.csv"))
+CLUSTERS = tuple(read_table(EXAMPLES / "clusters.csv", Cluster))
 OFFLOAD = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "1.0"]
 VARIABLES = ("NUM_GPUS", "NNODES", "GPUS_PER_NODE", "DATA_PATH", "TOKENIZER_ARGS", "MOCK_DATA", "SAVE", "TRAIN_ITERS",
              "MICRO_BATCH", "GLOBAL_BATCH", "PRECISION", "RECOMPUTE", "FORCE", "SCALE", "DRY_RUN", "OUT", "HEAD_NODE",
@@ -104,7 +104,7 @@ def assert_agrees(config: RunConfig, planned: Recipe) -> None:
     plan = planned.config
     order = config.bcd.bcd_order  # passed on to the training script; no estimate depends on it
     inputs = "host" if plan.bcd.bcd_saved_inputs == "host" else "auto"  # the run finds that they fit on the device
-    expected = replace(plan.bcd, bcd_num_blocks=planned.num_blocks_flag, bcd_order=order, bcd_saved_inputs=inputs)
+    expected = replace(plan.bcd, bcd_num_blocks=planned.config.bcd.num_blocks, bcd_order=order, bcd_saved_inputs=inputs)
     if not any(planned.memory.kept.values()):
         expected = replace(expected, bcd_saved_activations="recompute")
     assert config.bcd == expected

@@ -23,7 +23,7 @@ from support.planned import RUNS, planned_memory, recipe_of
 
 from megatron.bcd.model import fp8
 from megatron.bcd.optim.step import Step
-from megatron.bcd.planner.run_state import model_state_of
+from megatron.bcd.planner.state import ModelState
 
 SIZES = {"num_layers": 6, "hidden_size": 256, "seq_length": 128, "max_position_embeddings": 128}
 SIZES |= {"micro_batch_size": 4, "global_batch_size": 8}
@@ -204,7 +204,8 @@ def taken_by_updates(config: Any) -> list[tuple[int, int]]:
         finish(self)
         torch.cuda.synchronize()
         taken = torch.cuda.memory_stats()["requested_bytes.all.peak"] - used
-        plan = model_state_of(config, run.partition, padded_vocab_size=SIZES_OF_UPDATE[VOCABULARY], num_replicas=1)
+        vocabulary = SIZES_OF_UPDATE[VOCABULARY]
+        plan = ModelState(config=config, partition=run.partition, padded_vocabulary=vocabulary, num_replicas=1)
         results.append((taken, plan.rank(0, run.active.block, 0).optimizer_work))
 
     with mock.patch.object(Step, "finish", measured), worlds.started(config) as run:

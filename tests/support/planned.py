@@ -10,11 +10,11 @@ from megatron.bcd.planner.cost import ModelShape
 from megatron.bcd.planner.memory import rank_memory, recomputation
 from megatron.bcd.planner.recipe import Recipe, make_recipe
 from megatron.bcd.planner.state import RankMemory
-from megatron.bcd.planner.tables import Model, read_clusters
+from megatron.bcd.planner.tables import Cluster, Model, read_table
 from megatron.bcd.planner.tensors import stage_tensors
 from support import worlds
 
-CLUSTER = read_clusters(Path(__file__).resolve().parents[2] / "examples" / "clusters.csv")["rtx4090"]
+CLUSTER = read_table(Path(__file__).resolve().parents[2] / "examples" / "clusters.csv", Cluster)["rtx4090"]
 TWO = {"world_size": 2}
 PRETRAIN = {"bcd_preset": "pretrain"}
 BREADTH_FIRST = {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_inactive_update": "factored", "bf16": True}

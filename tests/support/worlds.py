@@ -141,8 +141,8 @@ class Recorder(Reporter):
     def evaluation(self, record: EvalMetrics) -> None:
         self.evaluations.append(record)
 
-    def exchange(self, record: Any) -> None:
-        self.exchanges.append(record)
+    def exchange(self, **numbers: int) -> None:
+        self.exchanges.append(numbers)
 
     def phase(self, **values: Any) -> None:
         self.switches.append(values["iteration"])

@@ -15,14 +15,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from support.command_line import parse
 
-from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.model import transformer_config
 from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.builder import PlainNorm
 from megatron.bcd.model.implementation import Implementation, available_implementation
 from megatron.bcd.runtime import device, packages
 from megatron.bcd.runtime.compat import megatron_core, pytorch
-from megatron.bcd.training.resolve import resolve_num_blocks
 
 LOCAL = Implementation(
     layers="local", attention="scaled_dot_product_attention", norm="PyTorch LayerNorm", optimizer="PyTorch AdamW"
@@ -193,13 +191,6 @@ def test_grouped_queries_keep_to_the_fast_kernels(
     q, k, v = (torch.zeros(7, 3, heads, 8, dtype=dtype) for heads in (4, 2, 2))
     attention(q, k, v, torch.zeros(1, 1, 7, 7, dtype=torch.bool) if with_mask else None)
     assert options["enable_gqa"] == (dtype is torch.bfloat16 and not with_mask)
-
-
-@pytest.mark.parametrize(("flags", "number"), [("--bcd-layout stage", None), ("", 3), ("--bcd-layout submodel", 3)])
-def test_resolved_number_of_blocks(flags: str, number: int | None) -> None:
-    """Layout stage resolves to no number of blocks, and other layouts to three by default."""
-    config = parse("--pipeline-model-parallel-size", "2", "--num-layers", "6", *flags.split(), world_size=2)
-    assert resolve_num_blocks(config, partition_from_config(config)) == number
 
 
 def test_a_compiled_rotation_serves_all_lengths() -> None:

@@ -20,12 +20,12 @@ from megatron.bcd.planner.memory import fits, host_bytes, rank_memory, saving_by
 from megatron.bcd.planner.recipe import Recipe, make_recipe
 from megatron.bcd.planner.search import candidates, compare, fewest_gpus, first_allowed, place, remedies, search
 from megatron.bcd.planner.step_time import pass_seconds, phase_seconds
-from megatron.bcd.planner.tables import Model, read_clusters, read_models
+from megatron.bcd.planner.tables import Cluster, Model, read_table
 from megatron.bcd.planner.tensors import build_buffer, stage_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = read_models(ROOT / "examples" / "models.csv")
-CLUSTERS = read_clusters(ROOT / "examples" / "clusters.csv")
+MODELS = read_table(ROOT / "examples" / "models.csv", Model)
+CLUSTERS = read_table(ROOT / "examples" / "clusters.csv", Cluster)
 SMALL = Model(
     name="small", form="gpt", layers=12, hidden=64, heads=4, groups=4, ffn=256, vocabulary=500, sequence=128,
     source="made up",
@@ -302,7 +302,7 @@ def test_a_broken_table_names_its_line(tmp_path: Path, change: tuple[str, str], 
     text = (ROOT / "examples" / "models.csv").read_text()
     (tmp_path / "models.csv").write_text(text.replace(*change, 1))
     with pytest.raises(ValueError, match=message):
-        read_models(tmp_path / "models.csv")
+        read_table(tmp_path / "models.csv", Model)
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from planner_paper import FITTED_MODELS, Cell, Paper, Published
 
-from megatron.bcd.planner.tables import Cluster, read_clusters, read_models, read_rows
+from megatron.bcd.planner.tables import Cluster, Model, read_rows, read_table
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = read_rows(ROOT / "docs" / "paper_figures.csv", Published)
-MODELS = read_models(ROOT / "examples" / "models.csv")
+MODELS = read_table(ROOT / "examples" / "models.csv", Model)
 
 
 @pytest.fixture(scope="module")
 def table() -> Cluster:
-    return read_clusters(ROOT / "examples" / "clusters.csv")["rtx4090"]
+    return read_table(ROOT / "examples" / "clusters.csv", Cluster)["rtx4090"]
 
 
 @pytest.fixture(scope="module")

@@ -29,15 +29,6 @@ class ConfigurationError(ValueError):
         super().__init__(f"{len(problems)} problems: {listed}" if len(problems) > 1 else problems[0])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CommandLine:
-    """A parsed command line."""
-
-    config: RunConfig
-    notes: tuple[str, ...] = ()
-    """Lines for the run summary about accepted flags."""
-
-
 class _Parser(argparse.ArgumentParser):
     """A parser that raises ValueError instead of exiting: every rank parses, and only one reports."""
 
@@ -176,8 +167,8 @@ def _check(
     *,
     world_size: int,
     starts: bool,
-) -> CommandLine:
-    """Check the values of a command line, and build its result.
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """Check the values of a command line, and return what `read_command_line` does.
 
     Args:
         given: values by field name.
@@ -221,7 +212,7 @@ def _check(
         config = run_plan.with_balanced_cut(config, reads_files=starts)
     except ValueError as error:  # the tokenizer can't be read
         raise ConfigurationError([str(error)]) from error
-    return CommandLine(config=config, notes=(*model_notes, *notes))
+    return config, (*model_notes, *notes)
 
 
 def _names(text: str, flag: str) -> bool:
@@ -235,7 +226,7 @@ def read_command_line(
     prog: str,
     defaults: Mapping[str, object] | None = None,
     world_size: int | None = None,
-) -> CommandLine:
+) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the checked RunConfig of a command line, and lines about its flags for the run summary.
 
     Fills in values that flags imply, like ``validate_args`` of stock Megatron-LM. Values that a dataclass of Megatron
@@ -261,19 +252,19 @@ def read_command_line(
     if world_size < 1:
         problems["--dry-run-world-size"] = f"--dry-run-world-size {world_size}: must be at least 1"
     try:
-        command = _check(flags, given, problems, world_size=world_size, starts=not is_dry)
+        config, notes = _check(flags, given, problems, world_size=world_size, starts=not is_dry)
     except ConfigurationError as error:
         if not is_dry:
             raise
         run_plan.exit_with(2, [f"{prog}: error: {text}" for text in error.problems])
     if is_dry:
-        lines = run_plan.describe_run(command.config, world_size=world_size, notes=command.notes)
-        records, problem = run_plan.describe_records(command.config) if command.config.data.sft else ([], None)
+        lines = run_plan.describe_run(config, world_size=world_size, notes=notes)
+        records, problem = run_plan.describe_records(config) if config.data.sft else ([], None)
         if problem:
             run_plan.print_once([*lines, *records])
             run_plan.exit_with(2, [f"{prog}: error: {' '.join(problem.split())}"])
         run_plan.exit_with(0, [*lines, *records])
-    return command
+    return config, notes
 
 
 def parse_run_config(
@@ -284,4 +275,4 @@ def parse_run_config(
     world_size: int | None = None,
 ) -> RunConfig:
     """Return the RunConfig of `read_command_line`."""
-    return read_command_line(argv, prog=prog, defaults=defaults, world_size=world_size).config
+    return read_command_line(argv, prog=prog, defaults=defaults, world_size=world_size)[0]

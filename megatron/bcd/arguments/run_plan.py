@@ -10,10 +10,11 @@ from typing import NoReturn, TextIO
 
 from megatron.bcd.blocks.partition import describe_layers, partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.planner.run_state import balance_stages, model_state_of
+from megatron.bcd.planner.run_state import balance_stages
+from megatron.bcd.planner.state import ModelState
+from megatron.bcd.planner.tables import GIB
 from megatron.bcd.tokenizer import build_tokenizer, padded_vocab_size
 
-_GIB = 2**30
 _VOCABULARIES = {"ByteLevelTokenizer": 257, "GPT2BPETokenizer": 50257}
 """Vocabulary sizes that are known without the tokenizer's files."""
 
@@ -73,23 +74,22 @@ def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = (
         lines.append(f"  block {block.index}: {', '.join((f'layers {describe_layers(block.layers)}', *extras))}")
     vocabulary = known_vocabulary(config)
     padded = padded_vocab_size(vocabulary or 0, config.model.make_vocab_size_divisible_by, config.tensor_size)
-    num_replicas, parameters = data_size * config.context_size, tuple[tuple[str, tuple[int, ...]], ...]()
+    planned = ModelState(
+        config=config, partition=partition, padded_vocabulary=padded, num_replicas=data_size * config.context_size
+    )
     if config.model.transformer_impl == "transformers":  # other dry runs import no torch
         from megatron.bcd.huggingface.tensors import list_parameters
 
-        parameters = list_parameters(config)
-    planned = model_state_of(
-        config, partition, padded_vocab_size=padded, num_replicas=num_replicas, parameters=parameters
-    )
+        planned = replace(planned, parameters=list_parameters(config))
     lines.append("planned model state of a rank in its largest phase (weights, gradients, optimizer; no activations):")
     for stage, num_parameters in enumerate(planned.num_parameters):
-        state = planned.largest_bytes(stage)
+        state = max(planned.largest_rank(stage, block.index).model_state for block in partition.blocks)
         layers = partition.stage_layers(stage)
         numbers = [len({*layers}.intersection(block.layers)) for block in partition.blocks]
         by_block = ", ".join(f"{number} of block {block}" for block, number in enumerate(numbers))
         lines.append(
             f"  stage {stage}: layers {describe_layers(layers)} ({by_block}), {num_parameters:,} parameters, "
-            f"{state:,} bytes ({state / _GIB:.2f} GiB)"
+            f"{state:,} bytes ({state / GIB:.2f} GiB)"
         )
     if vocabulary is None:
         lines.append("  without embedding and output head: their size is known from the tokenizer's files only")

@@ -8,7 +8,7 @@ order over the whole model.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
@@ -172,10 +172,6 @@ class Partition:
         layers = self.stage_layers(stage)
         return tuple(layer for layer in self.blocks[block].layers if layer in layers) if self.has_active_block else ()
 
-    def layers_updated_inactive(self, block: int) -> tuple[int, ...]:
-        """Return the layers whose matrices are updated without state in the block's phase, ascending."""
-        return tuple(layer for layer in range(self.num_layers) if self.has_inactive_update(layer, block))
-
     def has_inactive_update(self, layer: int, block: int) -> bool:
         """Return whether the matrices of a layer are updated without state in the block's phase."""
         is_active = self.has_active_block and layer in self.blocks[block].layers
@@ -301,10 +297,12 @@ def partition_from_config(config: RunConfig) -> Partition:
         Refusal: the flags do not fit the model. One line that names them.
     """
     sizes: tuple[int, ...] | None = None
-    if config.bcd.bcd_layout != "interleaved":
-        sizes = layers_per_stage(config)
-    elif config.training.pipeline_model_parallel_layout is not None:
-        sizes = _layout_sizes(config, num_stages=config.pipeline_size * config.bcd.num_parts)
+    is_interleaved = config.bcd.bcd_layout == "interleaved"
+    if config.training.pipeline_model_parallel_layout is not None:
+        num_chunks = config.bcd.num_parts if is_interleaved else 1
+        sizes = _layout_sizes(config, num_stages=config.pipeline_size * num_chunks)
+    elif not is_interleaved:
+        sizes = _layers_per_stage(config)
     return partition(
         num_layers=config.num_layers,
         num_stages=config.pipeline_size,
@@ -447,19 +445,15 @@ _REPEATED = (r"\(([^)]+)\)\*(\d{1,3})(?!\d)", r"(.)\*(\d{1,3})(?!\d)")
 """Megatron Core's notation: first groups in brackets, then single letters. More than three digits are a mistake."""
 
 
-def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
-    """Return the number of layers of each stage.
+def _layers_per_stage(config: RunConfig) -> tuple[int, ...]:
+    """Return the number of layers of each stage, as even as possible, with the larger stages first.
 
-    The flags of the pipeline split decide. Without them layers are divided as evenly as possible, with the larger
-    stages first.
+    Embedding and loss count as a layer each, if a flag says so, and then all stages are equal.
 
     Raises:
-        Refusal: the flags contradict each other or do not fit the model. One line that names them.
+        Refusal: the flags do not fit the model. One line that names them.
     """
     training, num_stages = config.training, config.pipeline_size
-    if training.pipeline_model_parallel_layout is not None:
-        return _layout_sizes(config, num_stages=num_stages)
-    # embedding and loss count as a layer each, if a flag says so, and then all stages are equal
     embedding = training.account_for_embedding_in_pipeline_split
     loss = training.account_for_loss_in_pipeline_split
     total = config.num_layers + embedding + loss
@@ -473,6 +467,11 @@ def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
     sizes[0] -= embedding
     sizes[-1] -= loss
     return tuple(sizes)
+
+
+def layout_text(sizes: Iterable[int]) -> str:
+    """Return the layout of stages of these sizes in Megatron Core's notation."""
+    return f"E{'|'.join('t' * size for size in sizes)}L"
 
 
 def _layout_sizes(config: RunConfig, *, num_stages: int) -> tuple[int, ...]:

@@ -34,6 +34,8 @@ from megatron.bcd.runtime import atomic_io
 TRACKER = "latest_checkpointed_iteration.txt"
 CHECKSUMS = "checksums.json"
 RUN_STATE = "run_state.json"
+RANDOM_STATES = "random_states_{:05d}.safetensors"
+"""The file of the random generators of a rank."""
 
 _INCOMPLETE, _REMOVED = ".incomplete", ".removed"
 

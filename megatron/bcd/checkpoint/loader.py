@@ -12,13 +12,13 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.bcd.checkpoint import layout, optimizer_state, random_states, run_state
+from megatron.bcd.checkpoint import layout, optimizer_state, run_state
 from megatron.bcd.checkpoint.run_state import RunState
 from megatron.bcd.checkpoint.safe_loading import only_data, unreadable
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.runtime import collectives, device
+from megatron.bcd.runtime import collectives, device, rng
 from megatron.bcd.runtime.compat.megatron_core import load_sharded
 
 T = TypeVar("T")
@@ -204,7 +204,7 @@ def load_random_states(source: Source) -> str | None:
     if saved != current_layout():
         return f"random generators are seeded anew: the checkpoint was written with another parallel layout ({saved})"
     rank = torch.distributed.get_rank()
-    random_states.restore_random_states(os.path.join(source.path, random_states.file_name(rank)))
+    rng.restore_all_states(os.path.join(source.path, layout.RANDOM_STATES.format(rank)))
     return None
 
 

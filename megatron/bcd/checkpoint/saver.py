@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.bcd.checkpoint import layout, optimizer_state, random_states
+from megatron.bcd.checkpoint import layout, optimizer_state
 from megatron.bcd.checkpoint.loader import Source
 from megatron.bcd.checkpoint.run_state import RunState
 from megatron.bcd.checkpoint.shard_writer import ShardWrite, write_beside_shards
@@ -22,7 +22,7 @@ from megatron.bcd.config import CheckpointConfig, RunConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.builder import get_host_layers, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.runtime import atomic_io, collectives, dir_claim
+from megatron.bcd.runtime import atomic_io, collectives, dir_claim, rng
 
 
 def claim_save_folder(root: str | None) -> dir_claim.DirClaim:
@@ -86,7 +86,7 @@ class Saver:
             entries |= {f"optimizer.{name}": entry for name, entry in optimizer.items()}
         write = ShardWrite(entries, folder, in_background=is_async, is_constant=is_constant, deferred=deferred)
         if self._config.save_rng:
-            write.add(random_states.file_name(torch.distributed.get_rank()), random_states.random_states())
+            write.add(layout.RANDOM_STATES.format(torch.distributed.get_rank()), rng.all_states())
         write.start()
         self._pending = (state.iteration, write, started)
         return True if is_async else self.finish()

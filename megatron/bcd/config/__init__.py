@@ -13,7 +13,6 @@ from megatron.bcd.config.sections import (
     LAYOUTS,
     MAY_CHANGE,
     ORDERS,
-    SWITCHES,
     BcdConfig,
     CheckpointConfig,
     DataConfig,

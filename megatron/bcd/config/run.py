@@ -162,6 +162,16 @@ class RunConfig:
         return self.is_breadth_first and is_whole and is_freed and self.precision != "fp16"
 
     @property
+    def updates_streamed_layers(self) -> bool:
+        """Whether each step updates layers outside the active block, or all, so that those in host memory change."""
+        return self.bcd.bcd_inactive_update != "none" or self.steps_block_by_chunk
+
+    @property
+    def has_matrix_optimizer(self) -> bool:
+        """Whether some matrices of layers are stepped without Megatron Core's optimizer (`optim.matrix_optimizer`)."""
+        return self.is_muon or self.updates_streamed_layers
+
+    @property
     def clips_by_chunk(self) -> bool:
         """Whether updates by chunk wait for the norm of all gradients, in a separate pass."""
         return self.steps_block_by_chunk and bool(self.optimizer.clip_grad)

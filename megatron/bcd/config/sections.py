@@ -265,10 +265,14 @@ class BcdConfig:
         return LONGEST_PHASES[self.bcd_preset] if steps is None else steps
 
     @property
+    def num_blocks(self) -> int:
+        """--bcd-num-blocks with its default. Layout stage has a block per stage instead."""
+        return DEFAULT_NUM_BLOCKS if self.bcd_num_blocks is None else self.bcd_num_blocks
+
+    @property
     def num_parts(self) -> int:
         """Number of chunks of every stage in layout interleaved."""
-        num_blocks = DEFAULT_NUM_BLOCKS if self.bcd_num_blocks is None else self.bcd_num_blocks
-        return self.num_virtual_stages_per_pipeline_rank or max(num_blocks, 1)
+        return self.num_virtual_stages_per_pipeline_rank or max(self.num_blocks, 1)
 
     @property
     def always_active(self) -> frozenset[str]:

@@ -235,11 +235,6 @@ def context_shard(hidden_states: torch.Tensor) -> torch.Tensor:
     return context_part(by_sample)[""].transpose(0, 1).contiguous()
 
 
-def empty_batches() -> Iterator[Batch]:
-    """Yield empty batches endlessly, for a stage in the middle of the pipeline."""
-    return itertools.repeat({})
-
-
 class TrainingSamples:
     """Batches of the training split: consecutive samples, or with --bcd-sample-ratio a subset for each phase."""
 
@@ -298,7 +293,7 @@ class TrainingSamples:
 
     def _open(self, phase: int, consumed_samples: int, position: int) -> Iterator[Batch]:
         if self.dataset is None:
-            return empty_batches()
+            return itertools.repeat({})
         if self.subset is None:
             return batches(self.dataset, self._config, consumed_samples=consumed_samples, share=self.share)
         sharding = BatchSharding.from_run(self._config, self.share)

@@ -39,6 +39,8 @@ COMPANIONS = (
 """Files that belong to a model and are copied unchanged."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+"""Masks and frequencies, which older versions of transformers saved, too."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -92,11 +94,6 @@ def companions(folder: str) -> dict[str, bytes]:
     """Return the folder's companion files by name: everything but ``config.json`` and weights."""
     files = [Path(folder, name) for name in COMPANIONS]
     return {file.name: file.read_bytes() for file in (*files, *Path(folder).glob("*.py")) if file.is_file()}
-
-
-def has_tokenizer(folder: str) -> bool:
-    """Return whether the folder contains a tokenizer's files."""
-    return any(os.path.isfile(os.path.join(folder, name)) for name in TOKENIZERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +157,7 @@ class ModelFolder:
         for path in _weight_files(self.folder):
             with _open_safetensors(path) as file:
                 for name in sorted(file.keys()):
-                    if tensors.is_buffer(name):
+                    if name.endswith(_BUFFERS):
                         continue
                     header, ours = file.get_slice(name), tensors.canonical_name(name, self.network)
                     if (kind := header.get_dtype()) not in _DTYPES:

@@ -11,6 +11,7 @@ from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.config import RunConfig, run_config_from_dict
 from megatron.bcd.huggingface import convert, folder, tokenizer_export
 from megatron.bcd.huggingface.architecture import LLAMA3_ROPE, TRANSFORMERS, Architecture, architecture_of
+from megatron.bcd.runtime.device import DTYPES
 from megatron.bcd.tokenizer import (
     HuggingFaceTokenizer,
     NullTokenizer,
@@ -18,8 +19,6 @@ from megatron.bcd.tokenizer import (
     Tokenizer,
     build_tokenizer,
 )
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def checkpoint_folder(path: str, *, flag: str) -> str:
@@ -125,7 +124,7 @@ def run_architecture(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> 
     content = {
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]],
         "model_type": family,
-        "torch_dtype": _DTYPES[config.precision],
+        "torch_dtype": str(DTYPES[config.precision]).removeprefix("torch."),
         "vocab_size": vocab_size,
         "tie_word_embeddings": config.tied,
         "bos_token_id": None,

@@ -64,11 +64,6 @@ class Row:
         return tuple(self.join([torch.empty(shape, device="meta") for shape in self.shapes]).shape)
 
 
-def is_buffer(name: str) -> bool:
-    """Return whether transformers' tensor is not a weight: older versions also saved masks and frequencies."""
-    return name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias"))
-
-
 def canonical_name(name: str, network: Architecture) -> str:
     """Return the name with the prefix that older GPT-2 files lack, and without that of a part of a larger model."""
     if network.family == TRANSFORMERS:

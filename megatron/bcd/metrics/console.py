@@ -35,19 +35,15 @@ def step_line(record: StepMetrics, *, train_iters: int, left: str) -> str:
         left,
     ]
     parts += [f"{name.replace('_', ' ')} {loss:.4g}" for name, loss in record.router_losses.items()]
-    if record.tflops_per_gpu is not None:
-        parts.append(f"{record.tflops_per_gpu:,.1f} TFLOP/s per GPU")
-    if record.num_zeros is not None:
-        parts.append(f"zeros in gradient {record.num_zeros:,}")
-    if record.params_norm is not None:
-        parts.append(f"params norm {record.params_norm:.3f}")
-    if record.loss_scale is not None:
-        parts.append(f"loss scale {record.loss_scale:,.0f}")
-    if record.skipped_iterations:
-        parts.append(f"skipped iterations {record.skipped_iterations}")
-    if record.skipped_layers:
-        parts.append(f"skipped layers {record.skipped_layers}")
-    return " | ".join(parts)
+    optional = {
+        "{:,.1f} TFLOP/s per GPU": record.tflops_per_gpu,
+        "zeros in gradient {:,}": record.num_zeros,
+        "params norm {:.3f}": record.params_norm,
+        "loss scale {:,.0f}": record.loss_scale,
+        "skipped iterations {}": record.skipped_iterations or None,
+        "skipped layers {}": record.skipped_layers or None,
+    }
+    return " | ".join([*parts, *(text.format(value) for text, value in optional.items() if value is not None)])
 
 
 def evaluation_line(record: EvalMetrics) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from megatron.bcd.config import ReportConfig
 from megatron.bcd.metrics.console import evaluation_line, step_line, summary_lines
-from megatron.bcd.metrics.schema import EvalMetrics, ExchangeMetrics, RunSummary, StepMetrics
+from megatron.bcd.metrics.schema import EvalMetrics, RunSummary, StepMetrics
 from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, step_scalars
 from megatron.bcd.runtime import atomic_io
 
@@ -70,7 +70,7 @@ class Reporter:
         """Print the run summary, and store the blocks' layers for later lines about phases."""
         self._contents = dict(enumerate(summary.blocks))
         for line in summary_lines(summary):
-            self._print(line)
+            self.note(line)
 
     def step(self, record: StepMetrics) -> None:
         """Write one log line, one metrics line and one point of every curve."""
@@ -79,68 +79,63 @@ class Reporter:
         self._last = max(self._last, record.iteration)
         done, coming = self._last - self._start, max(0, self._train_iters - self._last)
         left = datetime.timedelta(seconds=round(self._busy_ms / max(1, done) * coming / 1000))
-        line = step_line(record, train_iters=self._train_iters, left=f"{left} left")
-        self._print(line)
-        if self._metrics is not None:
-            # all switches since the last line
-            values = {**dataclasses.asdict(record), "switch_time_ms": self._switch_time_ms}
-            values["switches"] = self._switches
-            for name in ("router_losses", "switches"):
-                if not values[name]:
-                    del values[name]
-            self._write_metrics(values)
+        self.note(step_line(record, train_iters=self._train_iters, left=f"{left} left"))
+        # all switches since the last line
+        values = {**dataclasses.asdict(record), "switch_time_ms": self._switch_time_ms, "switches": self._switches}
+        for name in ("router_losses", "switches"):
+            if not values[name]:
+                del values[name]
+        self._write_metrics(values)
         self._switch_time_ms, self._switches = 0.0, []
         self._write_scalars(step_scalars(record), record.iteration)
 
     def evaluation(self, record: EvalMetrics) -> None:
         """Write one log line, and one metrics line without `loss`, which is reserved for training losses."""
-        self._print(evaluation_line(record), style="bold")
-        if self._metrics is not None:
-            self._write_metrics(
-                {
-                    "iteration": record.iteration,
-                    "consumed_samples": record.consumed_samples,
-                    f"{record.split}_loss": record.loss,
-                    f"{record.split}_perplexity": record.perplexity,
-                    **({} if record.accuracy is None else {f"{record.split}_accuracy": record.accuracy}),
-                    **({"is_final": True} if record.is_final else {}),
-                }
-            )
+        self.note(evaluation_line(record), style="bold")
+        self._write_metrics(
+            {
+                "iteration": record.iteration,
+                "consumed_samples": record.consumed_samples,
+                f"{record.split}_loss": record.loss,
+                f"{record.split}_perplexity": record.perplexity,
+                **({} if record.accuracy is None else {f"{record.split}_accuracy": record.accuracy}),
+                **({"is_final": True} if record.is_final else {}),
+            }
+        )
         tag = f"lm loss {record.split}"  # Megatron-LM's
         self._write_scalars({tag: record.loss, f"{tag} ppl": record.perplexity}, record.iteration)
 
-    def exchange(self, record: ExchangeMetrics) -> None:
-        """Write one metrics line."""
-        if self._metrics is not None:
-            self._write_metrics(dataclasses.asdict(record))
+    def exchange(self, **numbers: int) -> None:
+        """Write one metrics line about an exchange with other replica groups: `iteration` and `consumed_samples`; the
+        index `group` of this group among `groups`, until the next exchange; `lineage`, a hash of all exchanges of this
+        group up to this one, which is equal for groups in the same exchange; and `values`, a hash of the trained
+        parameters after the exchange, over all ranks of this group.
+        """
+        self._write_metrics(numbers)
 
     def phase(self, *, iteration: int, cycle: int, phase: int, block: int, switch_time_ms: float) -> None:
         """Print one line at a switch. `iteration` is the number of steps before it."""
         contents = self._contents.get(block, "")
-        text = (
+        self.note(
             f"-- phase {phase} at iteration {iteration}: cycle {cycle}, block {block}"
             f"{', ' if contents else ''}{contents} active (switch {switch_time_ms:,.0f} ms)"
         )
-        self._print(text)
         self._switch_time_ms += switch_time_ms
         self._switches.append((iteration, block))
         self._write_scalars({"bcd/switch-time-ms": switch_time_ms}, iteration)
 
-    def note(self, text: str) -> None:
-        """Print a line that requires no action."""
-        self._print(text)
-
-    def warning(self, text: str) -> None:
-        """Print a warning that the user should act on."""
-        self._print(f"warning: {text}", style="yellow")
-
-    def _print(self, text: str, *, style: str = "") -> None:
+    def note(self, text: str, *, style: str = "") -> None:
         """Print a line, neither wrapped nor cut."""
         self._console.print(Text(" ".join(text.splitlines()), style=style), soft_wrap=True, highlight=False)
 
+    def warning(self, text: str) -> None:
+        """Print a warning that the user should act on."""
+        self.note(f"warning: {text}", style="yellow")
+
     def _write_metrics(self, values: Mapping[str, object]) -> None:
         """Write a metrics line. A full disk must not end a run: the other ranks wait for this one."""
-        assert self._metrics is not None
+        if self._metrics is None:
+            return
         try:
             self._metrics.write(values)
             self._metrics_fail = False

@@ -84,24 +84,6 @@ class EvalMetrics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeMetrics:
-    """One exchange with other replica groups.
-
-    Groups with the same `lineage` were in the same exchange. Their lines are equal except for `group`.
-    """
-
-    iteration: int
-    consumed_samples: int
-    group: int
-    """Index of this group among `groups`, until the next exchange."""
-    groups: int
-    lineage: int
-    """Hash of all exchanges of this group up to this one."""
-    values: int
-    """Hash of the trained parameters after the exchange, over all ranks of this group."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """The facts printed before the first step."""
 

@@ -117,10 +117,9 @@ def step_scalars(record: StepMetrics) -> dict[str, float]:
         "bcd/skipped-layers": record.skipped_layers,
         **record.router_losses,
     }
-    for rank, num_bytes in enumerate(record.model_state_bytes):
-        scalars[f"bcd/model-state-bytes/rank {rank}"] = num_bytes
-    for rank, num_bytes in enumerate(record.peak_memory_bytes):
-        scalars[f"bcd/peak-memory-bytes/rank {rank}"] = num_bytes
+    for name in ("model_state_bytes", "peak_memory_bytes"):
+        for rank, num_bytes in enumerate(getattr(record, name)):
+            scalars[f"bcd/{name.replace('_', '-')}/rank {rank}"] = num_bytes
     return {tag: value for tag, value in scalars.items() if value is not None}
 
 

@@ -54,16 +54,12 @@ class PlainNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [S, B, H], or [S, B, heads, head size] for queries and keys."""
-        if not self.is_centered:
-            return self._normalized(x, self.weight, self.bias)
-        # in fp32, because 16 bits cannot hold the sum: 1 + 0.001 is 1 in bf16
-        bias = None if self.bias is None else self.bias.float()
-        return self._normalized(x.float(), self.weight.float() + 1, bias).to(x.dtype)
-
-    def _normalized(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        dtype, weight, bias = x.dtype, self.weight, self.bias
+        if self.is_centered:  # in fp32, because 16 bits cannot hold the sum: 1 + 0.001 is 1 in bf16
+            x, weight, bias = x.float(), weight.float() + 1, None if bias is None else bias.float()
         if self.is_rms:
-            return torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps)
-        return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, self.eps)
+            return torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps).to(dtype)
+        return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, self.eps).to(dtype)
 
 
 class ChunkedModel(MegatronModule):

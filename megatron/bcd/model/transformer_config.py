@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.bcd.blocks.partition import partition_from_config
+from megatron.bcd.blocks.partition import layout_text, partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.runtime import device, packages
@@ -80,7 +80,7 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     if cut.num_chunks > 1:
         fields["virtual_pipeline_model_parallel_size"] = cut.num_chunks
     if cut.num_chunks > 1 or len({*map(len, cut.virtual_stages)}) > 1:
-        fields["pipeline_model_parallel_layout"] = _pipeline_layout(cut.virtual_stages)
+        fields["pipeline_model_parallel_layout"] = layout_text(map(len, cut.virtual_stages))
     try:
         return TransformerConfig(**fields)
     except AssertionError as error:
@@ -125,11 +125,3 @@ def describe_activation(config: TransformerConfig) -> str:
     if config.activation_func in names:
         return names[config.activation_func]
     return "GELU (tanh form)" if config.bias_activation_fusion or config.activation_func is tanh_gelu else "GELU"
-
-
-def _pipeline_layout(virtual_stages: Sequence[range]) -> list[list[str]]:
-    """Return Megatron Core's pipeline layout, given the layers of each virtual stage."""
-    stages = [["decoder"] * len(layers) for layers in virtual_stages]
-    stages[0].insert(0, "embedding")
-    stages[-1].append("loss")
-    return stages

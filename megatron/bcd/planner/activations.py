@@ -17,7 +17,6 @@ from functools import cache
 from operator import mul
 from typing import Any
 
-from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS, RunConfig
 from megatron.bcd.pipeline.build import build_plan, host_passes, kept_passes, max_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape
@@ -224,19 +223,12 @@ class StageActivations:
     stage: int
     block: int
 
-    @property
-    def partition(self) -> Partition:
-        return self.state.partition
-
     def saved_bytes(self, recomputed: Recomputed) -> int:
         """Return the bytes that autograd saves for all microbatches in flight."""
+        chunk_bytes = [sum(saved for saved, _ in layers) for layers in self._chunks(recomputed)]
+        chunk_bytes[-1] += self.sizes.head * self._is_last_stage
         if self.config.is_breadth_first:
-            by_chunk = [sum(saved for saved, _ in passes) for passes in self._chunks(recomputed)]
-            return max(*by_chunk, by_chunk[-1] + self.sizes.head * self._is_last_stage)
-        chunk_bytes = [
-            sum(saved for saved, _ in self._chunk_layers(chunk, recomputed)) + self.sizes.head * self._has_head(chunk)
-            for chunk in range(self.partition.num_chunks)
-        ]
+            return max(chunk_bytes)
         if self.shape.num_chunks == 1:
             return chunk_bytes[0] * max_graphs(self.shape, self.stage)
         number = min(self.shape.num_microbatches, _MOST_ROUNDS * self.shape.num_stages)
@@ -248,19 +240,19 @@ class StageActivations:
         """Return the saved bytes plus the largest temporary memory of a microbatch's passes."""
         if self.config.is_breadth_first:
             return max(self.chunk_peaks(recomputed))
-        chunks, partition, waiting = range(self.partition.num_chunks), self.partition, 0
+        chunks, partition, waiting = self._chunks(recomputed), self.state.partition, 0
         if partition.tied and partition.num_virtual_stages == 1:  # the head's gradient waits for the embedding's
             waiting = self.sizes.head_weight * partition.head_active(self.block)
         working = (
-            self._working(self._chunk_layers(chunk, recomputed), has_head=self._has_head(chunk), waiting=waiting)
-            for chunk in chunks
+            self._working(layers, has_head=self._is_last_stage and layers is chunks[-1], waiting=waiting)
+            for layers in chunks
         )
         return max(self.saved_bytes(recomputed) + max(working), self.sizes.forward_working)
 
     def _working(self, layers: Sequence[tuple[int, int]], *, has_head: bool, waiting: int = 0) -> int:
         """Return the largest temporary memory of a microbatch's backward pass through a chunk, less what it has freed
         before; `waiting` is the gradient that it does not free."""
-        largest = self.sizes.head_working[self.partition.head_active(self.block)] if has_head else 0
+        largest = self.sizes.head_working[self.state.partition.head_active(self.block)] if has_head else 0
         freed = self.sizes.head * has_head - waiting
         for saved, working in reversed(layers):
             largest = max(largest, working - freed)
@@ -318,7 +310,7 @@ class StageActivations:
         peaks, chunks, kept = [], self._chunks(recomputed), self.kept_bytes(recomputed)
         on_host = {chunk for chunk, _ in host_passes(self.shape, self.stage)}
         for number, layers in enumerate(chunks, 1):
-            has_head = self._is_last_stage and number == len(chunks)
+            has_head = self._is_last_stage and layers is chunks[-1]
             saved = sum(saved for saved, _ in layers) + self.sizes.head * has_head
             peak = saved + self._working(layers, has_head=has_head) - min(kept, saved) * (not has_head)
             peaks.append(max(peak, self.sizes.forward_working))
@@ -327,9 +319,12 @@ class StageActivations:
         return peaks
 
     def _chunks(self, recomputed: Recomputed) -> list[list[tuple[int, int]]]:
-        """Return the layers of each of the stage's chunks that run backward, as `_layers` does."""
+        """Return what each layer after the prefix saves, and the temporary memory of its backward pass, by chunk."""
         chunks = self.state.passes.behind_prefix[self.stage :: self.shape.num_stages]
-        return [self._layers(updated[self.block], recomputed) for updated in chunks]
+        return [
+            self._layers(updated[self.block], recomputed, num_whole=recomputed.num_whole(chunk))
+            for chunk, updated in enumerate(chunks)
+        ]
 
     @property
     def message_bytes(self) -> int:
@@ -350,22 +345,15 @@ class StageActivations:
         def fits(choice: Recomputed) -> bool:
             return replace(rank, activations=self.peak_bytes(choice) + self.message_bytes).total <= limit
 
-        numbers = self.partition.num_behind_prefix(self.stage, self.block)
+        numbers = self.state.partition.num_behind_prefix(self.stage, self.block)
         return least_recomputation(numbers, fits, core_share=core / (matrices + core))
-
-    def _has_head(self, chunk: int) -> bool:
-        return self._is_last_stage and chunk == self.partition.num_chunks - 1
 
     @property
     def _is_last_stage(self) -> bool:
         return self.stage == self.shape.num_stages - 1
 
-    def _chunk_layers(self, chunk: int, recomputed: Recomputed) -> list[tuple[int, int]]:
-        updated = self.partition.behind_prefix[chunk * self.partition.num_stages + self.stage][self.block]
-        return self._layers(updated, recomputed, num_whole=recomputed.num_whole(chunk))
-
-    def _layers(self, updated: Sequence[bool], recomputed: Recomputed, *, num_whole: int = 0) -> list[tuple[int, int]]:
-        """Return what each of these layers after the prefix saves, and the temporary memory of its backward pass."""
+    def _layers(self, updated: Sequence[bool], recomputed: Recomputed, *, num_whole: int) -> list[tuple[int, int]]:
+        """Return the entries of `_chunks` of these layers, of which the first `num_whole` are recomputed whole."""
         sizes, is_selective, layers = self.sizes, recomputed.granularity == "selective", []
         for number, is_updated in enumerate(updated):
             whole, core, working = (

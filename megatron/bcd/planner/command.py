@@ -94,7 +94,7 @@ def layout_flags(recipe: Recipe) -> list[str]:
         flags |= {name: getattr(bcd, name) for name in WITH_ORTHOGONAL}
     method = METHOD_FLAGS[recipe.method] | {
         "bcd_inactive_update": bcd.bcd_inactive_update if recipe.method == "finetune" else None,
-        "bcd_num_blocks": recipe.num_blocks_flag if bcd.bcd_layout != "stage" else None,
+        "bcd_num_blocks": bcd.num_blocks if bcd.bcd_layout != "stage" else None,
         "bcd_layout": bcd.bcd_layout,
     }
     return [*_words(flags), *filter(None, (" ".join(_words(part)) for part in (fused, method, given)))]
@@ -115,7 +115,7 @@ def torchrun_command(recipe: Recipe, *, iterations: int) -> str:
     start = f"torchrun --nproc-per-node {recipe.gpus_per_node}"
     if recipe.num_nodes > 1:
         start += f" --nnodes {recipe.num_nodes} --rdzv-backend c10d --rdzv-endpoint ${{HEAD_NODE:?}}:29500"
-    rate = f"--lr {learning_rate(recipe).flag}"
+    rate = f"--lr {learning_rate(recipe)[0]}"
     if recipe.task == "sft":
         model = f"--load-hf MODEL_DIR{' --moe-grouped-gemm' * bool(recipe.config.transformer.get('moe_grouped_gemm'))}"
         flags = [f"--sft {model} --seq-length {recipe.tokens}", *layout_flags(recipe), rate, SFT_FLAGS]

@@ -1,4 +1,4 @@
-"""Closed formulas for parameters, bytes of model state, and compute of a phase (docs/concepts.md). Pure.
+"""Closed formulas for sizes, bytes of model state, and compute of a phase (docs/concepts.md). Pure.
 
 Model state is weights, gradients and optimizer state, without activations. A run reports what it counts from live
 storages instead (`optim.state_bytes`).
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.config.measured import MeasuredModel
+from megatron.bcd.config.measured import MeasuredModel, Parameters
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 """fp8: bf16 with FP8 products (--fp8-recipe tensorwise)."""
@@ -91,7 +91,7 @@ class ModelShape:
     experts: ExpertShape | None = None
     measured: MeasuredModel | None = None
     """Layers of a model of transformers; then the sizes of layers above do not count."""
-    parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    parameters: Parameters = ()
     """Names and shapes of all parameters if transformers' layers compute the model; layers have their whole numbers."""
 
     @property
@@ -102,6 +102,49 @@ class ModelShape:
         experts = self.experts
         number, width = sum(experts.layers), experts.per_token * experts.ffn_hidden_size + experts.shared
         return (number * width + (self.num_layers - number) * self.ffn_hidden_size) // self.num_layers
+
+
+def shape_of(config: RunConfig, *, vocab_size: int, parameters: Parameters = ()) -> ModelShape:
+    """Return the sizes of the model. `parameters` are those of `ModelShape`, if they are not measured."""
+    fields = config.transformer
+    hidden, heads = config.hidden_size, int(fields["num_attention_heads"])
+    channels = fields.get("kv_channels") or hidden // heads
+    has_positions = config.model.position_embedding_type == "learned_absolute"
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=hidden,
+        ffn_hidden_size=fields.get("ffn_hidden_size") or 4 * hidden,
+        vocab_size=vocab_size,
+        num_positions=config.model.max_position_embeddings if has_positions else 0,
+        tied=config.tied,
+        biases=bool(fields["add_bias_linear"]),
+        gated=config.model.swiglu,
+        query_size=heads * channels,
+        key_value_size=(fields.get("num_query_groups") or heads) * channels,
+        shifted_norms=fields.get("normalization", "LayerNorm") == "LayerNorm",
+        qkv_bias=bool(fields.get("add_qkv_bias")),
+        qk_norm_size=channels if fields.get("qk_layernorm") else 0,
+        experts=_experts_of(config),
+        measured=config.measured,
+        parameters=config.measured.parameters if config.measured else parameters,
+    )
+
+
+def _experts_of(config: RunConfig) -> ExpertShape | None:
+    """Return the sizes of the experts; None for a dense model."""
+    fields = config.transformer
+    if not config.num_experts:
+        return None
+    pattern = fields["moe_layer_freq"]
+    return ExpertShape(
+        number=config.num_experts,
+        per_token=fields["moe_router_topk"],
+        ffn_hidden_size=fields["moe_ffn_hidden_size"],
+        shared=fields.get("moe_shared_expert_intermediate_size") or 0,
+        is_gated=bool(fields.get("moe_shared_expert_intermediate_size") and fields["moe_shared_expert_gate"]),
+        layers=tuple(map(bool, pattern)) if isinstance(pattern, list) else (True,) * config.num_layers,
+        is_grouped=bool(fields.get("moe_grouped_gemm")),
+    )
 
 
 def pass_products(shape: ModelShape, *, sequence: int) -> tuple[int, int]:

@@ -6,8 +6,9 @@ A method's name is `Recipe.name`. To add a method, add a row to `FINE_TUNING` or
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from dataclasses import dataclass
+
+import numpy
 
 from megatron.bcd.planner.recipe import Recipe
 
@@ -125,14 +126,6 @@ of kernels."""
 EXPERTS_SOURCE = "as one H200 took for a quarter of Qwen3-30B-A3B; docs/experts.md, Speed"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LearningRate:
-    """The --lr of a plan."""
-
-    flag: str
-    text: str  # the source of the rate, and whether it is a guess
-
-
 def finding(recipe: Recipe) -> Finding:
     """Return the results of the recipe's method."""
     name = recipe.name.partition(", streamed")[0]
@@ -142,8 +135,8 @@ def finding(recipe: Recipe) -> Finding:
     return (FINE_TUNING | (LARGE_STEPS if recipe.step_tokens >= LARGE_STEP else {}))[name]
 
 
-def learning_rate(recipe: Recipe) -> LearningRate:
-    """Return the rate for the recipe's method, number of blocks and size, to one digit."""
+def learning_rate(recipe: Recipe) -> tuple[str, str]:
+    """Return --lr to one digit for the recipe's method, number of blocks and size, and a line about its source."""
     result, number = finding(recipe), recipe.partition.num_blocks
     times, with_blocks = result.rate, ""
     if times is None:
@@ -154,11 +147,8 @@ def learning_rate(recipe: Recipe) -> LearningRate:
         page, full = "docs/learning.md", _PRETRAINING_RATE
         guess = f", full Adam's {_short(full)} as is usual at larger sizes"
     flag = _short(times * full)
-    return LearningRate(
-        flag=flag,
-        text=f"learning rate {flag}{', a guess' * bool(guess)}: {times:.2g} x full Adam's{with_blocks} "
-        f"({result.model}, {result.source or page}){guess}",
-    )
+    line = f"learning rate {flag}{', a guess' * bool(guess)}: {times:.2g} x full Adam's{with_blocks}"
+    return flag, f"{line} ({result.model}, {result.source or page}){guess}"
 
 
 def _full_rate(num_parameters: int) -> tuple[float, str]:
@@ -173,12 +163,8 @@ def _full_rate(num_parameters: int) -> tuple[float, str]:
 
 def _blocks_rate(number: int) -> float:
     """Interpolate `_RATE_OF_BLOCKS` between logarithms."""
-    known = [*_RATE_OF_BLOCKS]
-    upper = min(max(1, bisect_left(known, number)), len(known) - 1)
-    low, high = known[upper - 1], known[upper]
-    share = min(1.0, math.log(number / low) / math.log(high / low))
-    rate: float = _RATE_OF_BLOCKS[low] * (_RATE_OF_BLOCKS[high] / _RATE_OF_BLOCKS[low]) ** share
-    return rate
+    numbers, rates = numpy.log([*_RATE_OF_BLOCKS.items()]).T
+    return math.exp(numpy.interp(math.log(number), numbers, rates))
 
 
 def _size(parameters: float) -> str:

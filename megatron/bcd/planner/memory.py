@@ -24,17 +24,10 @@ def rank_memory(recipe: Recipe, *, replica: int = 0) -> tuple[RankMemory, ...]:
 
 
 @lru_cache(maxsize=256)
-def recomputation(recipe: Recipe) -> tuple[tuple[Recomputed, ...], ...]:
-    """Return what is recomputed, by stage and block: what flags say, or with auto the least that fits."""
+def recomputation(recipe: Recipe) -> list[list[Recomputed]]:
+    """Return what is recomputed, by stage and block."""
     limit = recipe.memory_share * recipe.cluster.memory_gib * GIB - int(recipe.cluster.framework_gib * GIB)
-
-    def recomputed(stage: int, block: int) -> Recomputed:
-        if recipe.recompute == "auto":
-            return recipe.memory.activations(stage, block).least_recomputation(limit=limit)
-        return recipe.memory.recomputed(stage, block)
-
-    blocks = range(recipe.partition.num_blocks)
-    return tuple(tuple(recomputed(stage, block) for block in blocks) for stage in range(recipe.pipeline_size))
+    return recipe.memory.recomputation(limit=limit)
 
 
 def host_bytes(recipe: Recipe) -> int:
@@ -80,7 +73,7 @@ def saving_bytes(recipe: Recipe) -> int:
 @lru_cache(maxsize=256)
 def _saving_rank_bytes(state: ModelState, on_node: int) -> float:
     """Return the most bytes of `on_node` ranks of a node with the same weights, except experts."""
-    is_short, is_on_host = state.config.precision != "fp32", state.bcd.bcd_layers_on == "host"
+    is_short, is_on_host = state.config.precision != "fp32", state.config.bcd.bcd_layers_on == "host"
 
     def rank_weights(stage: int, block: int) -> float:
         weights = state_elements = largest = 0

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.bcd.blocks.partition import Partition, partition_from_config
-from megatron.bcd.config import DEFAULT_NUM_BLOCKS, BcdConfig, Refusal, RunConfig
+from megatron.bcd.config import BcdConfig, Refusal, RunConfig
 from megatron.bcd.config.presets import PRESETS, derive_blocks, derive_chunks, derive_schedule, preset_values
 from megatron.bcd.config.sections import dashed
 from megatron.bcd.planner import run_state
-from megatron.bcd.planner.cost import ModelShape
+from megatron.bcd.planner.cost import ModelShape, shape_of
 from megatron.bcd.planner.run_state import RunMemory
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.planner.tables import GIB, Cluster, Model
@@ -146,12 +146,6 @@ class Recipe:
         return self.method in PRESET_OF
 
     @property
-    def num_blocks_flag(self) -> int:
-        """--bcd-num-blocks with its default. In layout `stage` the partition has one block per stage."""
-        number = self.config.bcd.bcd_num_blocks
-        return DEFAULT_NUM_BLOCKS if number is None else number
-
-    @property
     def is_whole(self) -> bool:
         """Whether preset finetune trains every layer in every step, without blocks."""
         return self.method == "finetune" and self.config.bcd.bcd_inactive_update != "none"
@@ -226,7 +220,7 @@ class Recipe:
     @cached_property
     def shape(self) -> ModelShape:
         """The sizes of the model, with the unpadded vocabulary."""
-        return run_state.shape_of(self.config, vocab_size=self.model.vocabulary)
+        return shape_of(self.config, vocab_size=self.model.vocabulary)
 
     @property
     def num_parameters(self) -> int:
@@ -241,22 +235,16 @@ class Recipe:
     @cached_property
     def memory(self) -> RunMemory:
         """The memory formulas of the run, which the trainer uses too."""
-        return RunMemory(
-            config=self.config,
-            state=_model_state(self._without_batch),
-            num_microbatches=self.num_microbatches,
-        ).with_kept(memory_bytes=GIB * self.run_gib)
+        # a search tries many batch sizes with the same model state
+        flags = frozenset((name, value) for name, value in self.flags if name not in _NOT_OF_STATE)
+        state = _model_state(replace(self, flags=flags, recompute="none", memory_share=1.0))
+        memory = RunMemory(config=self.config, state=state, num_microbatches=self.num_microbatches)
+        return memory.with_kept(memory_bytes=GIB * self.run_gib)
 
     @property
     def run_gib(self) -> float:
         """--recompute-memory-gib: what model state and activations of a rank may take."""
         return self.memory_share * self.cluster.memory_gib - self.cluster.framework_gib
-
-    @property
-    def _without_batch(self) -> Recipe:
-        """A recipe with the same model state. A search tries many batch sizes."""
-        flags = frozenset((name, value) for name, value in self.flags if name not in _NOT_OF_STATE)
-        return replace(self, flags=flags, recompute="none", memory_share=1.0)
 
     @property
     def state(self) -> ModelState:
@@ -352,7 +340,7 @@ class Recipe:
 @lru_cache(maxsize=64)
 def _model_state(recipe: Recipe) -> ModelState:
     padded, replicas = recipe.padded_vocabulary, recipe.num_replicas
-    return run_state.model_state_of(recipe.config, recipe.partition, padded_vocab_size=padded, num_replicas=replicas)
+    return ModelState(config=recipe.config, partition=recipe.partition, padded_vocabulary=padded, num_replicas=replicas)
 
 
 _ATTRIBUTES = {each.name for each in fields(Recipe)} - {"flags"}

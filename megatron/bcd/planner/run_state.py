@@ -1,4 +1,4 @@
-"""Formulas of a training configuration, for planner and trainer: sizes, model state, --recompute auto, FLOPs. Pure."""
+"""Formulas of a training configuration, for planner and trainer: memory, --recompute auto, FLOPs. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from megatron.bcd.blocks.partition import Partition, partition_from_config
+from megatron.bcd.blocks.partition import Partition, layout_text, partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.pipeline.cut import balanced_cut
 from megatron.bcd.pipeline.plan import PlanShape, phase_shape
@@ -21,80 +21,14 @@ _MOST_LOGITS = 2**30
 """Bytes of the logits of a microbatch from which on they are not stored."""
 
 
-def model_state_of(
-    config: RunConfig,
-    partition: Partition,
-    *,
-    padded_vocab_size: int,
-    num_replicas: int,
-    parameters: tuple[tuple[str, tuple[int, ...]], ...] = (),
-) -> ModelState:
-    """Return the model state of a run in which ``num_replicas`` ranks hold the same weights.
-
-    ``parameters`` are those of a model on transformers' layers (`ModelShape.parameters`).
-    """
-    shape = shape_of(config, vocab_size=padded_vocab_size)
-    return ModelState(
-        config=config,
-        shape=replace(shape, parameters=parameters or shape.parameters),
-        partition=partition,
-        padded_vocabulary=padded_vocab_size,
-        num_replicas=num_replicas,
-    )
-
-
-def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
-    """Return the sizes of the model."""
-    fields = config.transformer
-    hidden, heads = config.hidden_size, int(fields["num_attention_heads"])
-    channels = fields.get("kv_channels") or hidden // heads
-    has_positions = config.model.position_embedding_type == "learned_absolute"
-    return cost.ModelShape(
-        num_layers=config.num_layers,
-        hidden_size=hidden,
-        ffn_hidden_size=fields.get("ffn_hidden_size") or 4 * hidden,
-        vocab_size=vocab_size,
-        num_positions=config.model.max_position_embeddings if has_positions else 0,
-        tied=config.tied,
-        biases=bool(fields["add_bias_linear"]),
-        gated=config.model.swiglu,
-        query_size=heads * channels,
-        key_value_size=(fields.get("num_query_groups") or heads) * channels,
-        shifted_norms=fields.get("normalization", "LayerNorm") == "LayerNorm",
-        qkv_bias=bool(fields.get("add_qkv_bias")),
-        qk_norm_size=channels if fields.get("qk_layernorm") else 0,
-        experts=_experts_of(config),
-        measured=config.measured,
-        parameters=config.measured.parameters if config.measured else (),
-    )
-
-
-def _experts_of(config: RunConfig) -> cost.ExpertShape | None:
-    """Return the sizes of the experts; None for a dense model."""
-    fields = config.transformer
-    if not config.num_experts:
-        return None
-    pattern = fields["moe_layer_freq"]
-    return cost.ExpertShape(
-        number=config.num_experts,
-        per_token=fields["moe_router_topk"],
-        ffn_hidden_size=fields["moe_ffn_hidden_size"],
-        shared=fields.get("moe_shared_expert_intermediate_size") or 0,
-        is_gated=bool(fields.get("moe_shared_expert_intermediate_size") and fields["moe_shared_expert_gate"]),
-        layers=tuple(map(bool, pattern)) if isinstance(pattern, list) else (True,) * config.num_layers,
-        is_grouped=bool(fields.get("moe_grouped_gemm")),
-    )
-
-
 def balance_stages(config: RunConfig, *, padded_vocab_size: int) -> RunConfig:
     """Return the configuration with the --pipeline-model-parallel-layout of --pipeline-cut auto."""
-    shape, sequence = shape_of(config, vocab_size=padded_vocab_size), config.model.seq_length
+    shape, sequence = cost.shape_of(config, vocab_size=padded_vocab_size), config.model.seq_length
     # in passes of a layer
     head = shape.hidden_size * padded_vocab_size / sum(cost.pass_products(shape, sequence=sequence))
     layers = config.measured.relative_costs if config.measured else None
     sizes = balanced_cut(partition_from_config(config), head=head, layers=layers)
-    layout = f"E{'|'.join('t' * size for size in sizes)}L"  # Megatron Core's notation
-    return config.replace_section("training", pipeline_model_parallel_layout=layout)
+    return config.replace_section("training", pipeline_model_parallel_layout=layout_text(sizes))
 
 
 def logit_bytes(config: RunConfig, *, padded_vocab_size: int) -> int:
@@ -120,7 +54,7 @@ def phase_flops(config: RunConfig, partition: Partition, block: int, *, padded_v
     prefix, and weight gradients of frozen layers. Recomputation does not count. The forward pass of a cached prefix
     does.
     """
-    shape, length = shape_of(config, vocab_size=padded_vocab_size), config.model.seq_length
+    shape, length = cost.shape_of(config, vocab_size=padded_vocab_size), config.model.seq_length
     matrices, core = cost.pass_products(shape, sequence=length)
     layers = sum(cost.layer_work(partition, block)) * (matrices + core / 2)  # a causal mask halves the core
     head = shape.hidden_size * padded_vocab_size
@@ -196,6 +130,18 @@ class RunMemory:
         layers = partition.num_behind_prefix(stage, block) if granularity == "full" else ()
         return Recomputed(granularity=granularity or "none", layers=tuple(layers))
 
+    def recomputation(self, *, limit: float) -> list[list[Recomputed]]:
+        """Return by stage and block what flags recompute, or with --recompute auto the least that fits `limit` bytes of
+        a rank."""
+
+        def choice(stage: int, block: int) -> Recomputed:
+            if self.config.training.recompute == "auto":
+                return self.activations(stage, block).least_recomputation(limit=limit)
+            return self.recomputed(stage, block)
+
+        stages, blocks = range(self.state.partition.num_stages), range(self.state.partition.num_blocks)
+        return [[choice(stage, block) for block in blocks] for stage in stages]
+
     def rank(self, stage: int, block: int, *, choice: Recomputed, replica: int | None = None) -> RankMemory:
         """Return the memory of a rank of the stage with this recomputation; by default that with the most state."""
         state, activations = self.state, self.activations(stage, block)
@@ -234,10 +180,6 @@ class RunMemory:
 def _schedule_shape(state: ModelState, block: int, num_microbatches: int, **kept: Any) -> PlanShape:
     is_breadth_first = state.config.is_breadth_first
     shape = phase_shape(
-        state.passes if is_breadth_first else state.partition,
-        block,
-        num_microbatches=num_microbatches,
-        is_breadth_first=is_breadth_first,
-        **kept,
+        state.passes, block, num_microbatches=num_microbatches, is_breadth_first=is_breadth_first, **kept
     )
     return shape.mid_phase(num_microbatches)

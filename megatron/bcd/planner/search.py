@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron.bcd.blocks.partition import layout_text
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.config.presets import asks_for_blocks
 from megatron.bcd.pipeline.build import repeated_passes
@@ -20,6 +21,7 @@ from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.measured import finding
 from megatron.bcd.planner.memory import fits, node_bytes
 from megatron.bcd.planner.recipe import DEFAULTS, MAX_GPUS, PRESET_OF, STREAMED, WHOLE, Recipe, build_recipe
+from megatron.bcd.planner.tensors import round_up
 
 SEARCHED_BLOCKS = (2, 3, 4, 5, 6)
 """Layout submodel tries only the first two, because it has that many blocks on every stage."""
@@ -338,8 +340,8 @@ def _recut(best: Estimate) -> Estimate:
             if not all(moved) or tuple(moved) in tried:
                 continue
             tried.add(tuple(moved))
-            layout = f"E{'|'.join('t' * size for size in moved)}L"
-            recipe = build_recipe(**values | {"pipeline_cut": None, "pipeline_model_parallel_layout": layout})
+            cut = {"pipeline_cut": None, "pipeline_model_parallel_layout": layout_text(moved)}
+            recipe = build_recipe(**values | cut)
             if recipe.fault or not fits(recipe, share=recipe.memory_share):
                 continue
             other = replace(best, recipe=recipe)
@@ -383,7 +385,7 @@ def fewest_gpus(values: Values, *, below: int | None = None) -> int | None:
 
     for number in _doubled(fewest):
         is_last = below is not None and number >= below
-        if is_last or fits_on(number, batch=_multiple(batch, number)):
+        if is_last or fits_on(number, batch=round_up(batch, number)):
             between = range(number // 2 + 1, below if below is not None and is_last else number)
             even = (other for other in between if other <= per_node or other % per_node == 0)
             return next((other for other in even if fits_on(other, batch=batch)), None if is_last else number)
@@ -405,7 +407,7 @@ def compare(values: Values, *, tokens: float | None = None) -> list[Estimate]:
         best = search(request, tokens=tokens)[:1]
         fewest = fewest_gpus(request, below=values["num_gpus"] if best else None)
         if fewest not in (None, values["num_gpus"]):
-            request |= {"num_gpus": fewest, "global_batch_size": _multiple(_batch_size(values), fewest)}
+            request |= {"num_gpus": fewest, "global_batch_size": round_up(_batch_size(values), fewest)}
             best += search(request, tokens=tokens)[:1]
         estimates += best
     if not estimates:
@@ -468,8 +470,8 @@ def remedies(values: Values, plan: Callable[..., Recipe]) -> list[Remedy]:
     more, batch = list[_Changes](), _batch_size(values)
     for number in _doubled(2 * values["num_gpus"]):
         larger = {"num_gpus": number}
-        if _multiple(batch, number) != batch:
-            larger["global_batch_size"] = _multiple(batch, number)
+        if round_up(batch, number) != batch:
+            larger["global_batch_size"] = round_up(batch, number)
         more += [larger | extra for extra in extras]
     return helpful + first_that_fits(*more)
 
@@ -532,11 +534,6 @@ def _batch_size(values: Values) -> int:
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _multiple(least: int, of: int) -> int:
-    """Return the least multiple of `of` that is at least `least`."""
-    return -(-least // of) * of
 
 
 def _doubled(first: int) -> Iterator[int]:

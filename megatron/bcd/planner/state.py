@@ -14,10 +14,11 @@ from itertools import compress, product
 
 from megatron.bcd.blocks.ownership import EXPERT_STACK_ELEMENTS, matrix_owners, matrix_stacks
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.config import BcdConfig, RunConfig
+from megatron.bcd.config import RunConfig
+from megatron.bcd.config.measured import Parameters
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.cost import DTYPE_BYTES, MOMENT_BYTES, ModelShape
-from megatron.bcd.planner.tensors import Buffer, Tensor, build_buffer, stage_tensors
+from megatron.bcd.planner.tensors import Buffer, Tensor, build_buffer, round_up, stage_tensors
 
 STEP_COUNTER_BYTES = 4
 """PyTorch's Adam has a step counter for each parameter of which the rank stores a part."""
@@ -100,19 +101,20 @@ class MatrixShare:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelState:
-    """Weights, gradients and optimizer state of all ranks (`run_state.model_state_of`)."""
+    """Weights, gradients and optimizer state of all ranks."""
 
     config: RunConfig
-    shape: ModelShape
     partition: Partition
     padded_vocabulary: int
     num_replicas: int
     """Number of ranks with the same weights: data-parallel times context-parallel ones."""
+    parameters: Parameters = ()
+    """See `cost.shape_of`."""
 
-    @property
-    def bcd(self) -> BcdConfig:
-        """The settings of the blocks."""
-        return self.config.bcd
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The sizes of the model, with the padded vocabulary."""
+        return cost.shape_of(self.config, vocab_size=self.padded_vocabulary, parameters=self.parameters)
 
     @cached_property
     def budget(self) -> cost.StateBudget:
@@ -121,8 +123,9 @@ class ModelState:
 
     @cached_property
     def passes(self) -> Partition:
-        """The partition into what --bcd-schedule breadth-first runs at once."""
-        return self.partition.in_passes(self.bcd.bcd_layers_per_pass)
+        """The partition into what the schedule runs at once."""
+        partition, layers = self.partition, self.config.bcd.bcd_layers_per_pass
+        return partition.in_passes(layers) if self.config.is_breadth_first else partition
 
     @property
     def chunks(self) -> tuple[range, ...]:
@@ -177,17 +180,12 @@ class ModelState:
     @property
     def layer_state_bytes(self) -> float:
         """The bytes of state of an element of a layer in host memory, beside its weight."""
-        is_stepped = self.bcd.bcd_inactive_update != "none" or self.config.steps_block_by_chunk
-        low_bits = 2 * (self.config.precision == "bf16" and is_stepped)
+        low_bits = 2 * (self.config.precision == "bf16" and self.config.updates_streamed_layers)
         return low_bits + sum(DTYPE_BYTES[dtype] / shared for dtype, shared in self.config.state_on_host.values())
 
     def _steps_matrix(self, tensor: Tensor) -> bool:
         """Return whether a matrix of the active block is stepped without Megatron Core's optimizer."""
-        return bool(tensor.parts) and self._has_matrix_optimizer
-
-    @cached_property
-    def _has_matrix_optimizer(self) -> bool:
-        return self.config.is_muon or self.bcd.bcd_inactive_update != "none" or self.config.steps_block_by_chunk
+        return bool(tensor.parts) and self.config.has_matrix_optimizer
 
     def _buffer(self, tensors: tuple[Tensor, ...], block: int) -> Buffer:
         stepped = [tensor for tensor in tensors if tensor.owned.is_active(block) and not self._steps_matrix(tensor)]
@@ -203,16 +201,16 @@ class ModelState:
         return tuple(self._streamed(tensors) for tensors in self.tensors)
 
     def _streamed(self, tensors: tuple[Tensor, ...]) -> StreamedLayers:
-        by_layer = dict[int, list[Tensor]]()
+        by_chunk, by_layer = self.config.steps_block_by_chunk, dict[int, list[Tensor]]()
         for tensor in tensors:
-            is_streamed = bool(tensor.parts) if self.config.steps_block_by_chunk else not tensor.owned.is_always_active
+            is_streamed = bool(tensor.parts) if by_chunk else not tensor.owned.is_always_active
             if tensor.owned.layer is not None and is_streamed:
                 by_layer.setdefault(tensor.owned.layer, []).append(tensor)
         layers = list(by_layer.values())
-        by_chunk = self.config.steps_block_by_chunk
+        padded = (sum(round_up(tensor.size, _ARENA_ALIGNMENT) for tensor in layer) for layer in layers)
         return StreamedLayers(
             sizes=tuple(sum(tensor.size for tensor in layer) for layer in layers),
-            padded=max((sum(_aligned(tensor.size) for tensor in layer) for layer in layers), default=0),
+            padded=max(padded, default=0),
             is_active=tuple(
                 tuple(not by_chunk and any(each.owned.is_active(block.index) for each in layer) for layer in layers)
                 for block in self.partition.blocks
@@ -221,25 +219,25 @@ class ModelState:
 
     def embedding_on_host(self, stage: int) -> int:
         """Return the elements of the stage's embedding if it is in host memory (`RunConfig.has_embedding_on_host`)."""
-        partition = self.partition
-        is_on_host = self.bcd.bcd_layers_on != "device" and "embedding" in partition.frozen and not partition.tied
-        return self.padded_vocabulary // self.config.tensor_size * self.shape.hidden_size * (is_on_host and stage == 0)
+        config, partition = self.config, self.partition
+        is_on_host = config.bcd.bcd_layers_on != "device" and "embedding" in partition.frozen and not partition.tied
+        return self.padded_vocabulary // config.tensor_size * self.shape.hidden_size * (is_on_host and stage == 0)
 
     def num_layer_buffers(self, stage: int) -> int:
         """Return the device buffers for layers in host memory."""
-        most = 3 * max(map(len, self.chunks[stage :: self.partition.num_stages])) + self.bcd.bcd_resident_layers
+        most = 3 * max(map(len, self.chunks[stage :: self.partition.num_stages])) + self.config.bcd.bcd_resident_layers
         return min(most, len(self.streamed[stage].sizes))
 
     def buffer_state(self, stage: int, replica: int) -> int:
         """Return the bytes of state in the device buffers: each stores that which the rank owns in a layer."""
-        if self.bcd.bcd_layers_on == "device" or not self.layer_state_bytes:
+        if self.config.bcd.bcd_layers_on == "device" or not self.layer_state_bytes:
             return 0
         by_layer = Counter[int]()
         for tensor, owners in self._matrices[stage]:
             if tensor.owned.layer is not None and replica in owners:
-                number = 2 * (self.config.precision == "bf16") * _aligned(tensor.size)
+                number = 2 * (self.config.precision == "bf16") * round_up(tensor.size, _ARENA_ALIGNMENT)
                 for dtype, shared in self.config.state_on_host.values():
-                    number += DTYPE_BYTES[dtype] * _aligned(-(-tensor.size // shared))
+                    number += DTYPE_BYTES[dtype] * round_up(-(-tensor.size // shared), _ARENA_ALIGNMENT)
                 by_layer[tensor.owned.layer] += number
         return self.num_layer_buffers(stage) * max(by_layer.values(), default=0)
 
@@ -262,7 +260,7 @@ class ModelState:
 
     def weight_elements(self, stage: int, block: int) -> int:
         """Return the weights on the device in elements, with the padding of buffers."""
-        is_streamed, buffers = self.bcd.bcd_layers_on != "device", self.buffers[stage]
+        is_streamed, buffers = self.config.bcd.bcd_layers_on != "device", self.buffers[stage]
         if is_streamed or self.partition.always_active:  # a buffer ends with its phase
             buffers = buffers[block : block + 1]
         elements = self.num_parameters[stage] + sum(buffer.padding for buffer in buffers)
@@ -296,20 +294,15 @@ class ModelState:
         ranks = (self.rank(stage, block, replica) for replica in range(self.num_replicas))
         return max(ranks, key=lambda rank: rank.model_state)
 
-    def largest_bytes(self, stage: int) -> int:
-        """Return the model state of the stage's largest rank in its largest phase."""
-        return max(self.largest_rank(stage, block.index).model_state for block in self.partition.blocks)
-
     def share(self, stage: int, block: int, replica: int) -> MatrixShare:
         """Return a rank's share of the matrices that are stepped in the block's phase."""
-        if not self._has_matrix_optimizer:
-            return MatrixShare()
-        return _shares(self, stage, block)[replica]
+        return _shares(self, stage, block)[replica] if self.config.has_matrix_optimizer else MatrixShare()
 
     @cached_property
     def kept_bytes(self) -> int:
         """The most bytes of offloaded momenta of a rank in a phase."""
-        if not self._momentum_bytes or not self.partition.has_active_block or self.bcd.bcd_optimizer_state != "host":
+        offloads = self.partition.has_active_block and self.config.bcd.bcd_optimizer_state == "host"
+        if not self._momentum_bytes or not offloads:
             return 0
         most, blocks, ranks = 0, range(self.partition.num_blocks), range(self.num_replicas)
         for matrices, block, rank in product(self._matrices, blocks, ranks):
@@ -321,12 +314,12 @@ class ModelState:
     def _momentum_bytes(self) -> float:
         """The bytes of state of an element that is stepped without Megatron Core's optimizer, beside its low bits."""
         if self.config.is_muon:
-            return MOMENT_BYTES[self.bcd.muon_momentum_dtype]
-        return self.budget.moments if self._has_matrix_optimizer else 0
+            return MOMENT_BYTES[self.config.bcd.muon_momentum_dtype]
+        return self.budget.moments if self.config.has_matrix_optimizer else 0
 
     def rank_share(self, stage: int, block: int, rank: int) -> MatrixShare:
         """Compute `share`."""
-        bcd = self.bcd
+        bcd = self.config.bcd
         block_gradient = DTYPE_BYTES[bcd.muon_grad_dtype] if self.config.is_muon else self.budget.gradient
         inactive_gradient = DTYPE_BYTES[bcd.bcd_inactive_grad_dtype]
         low_bits = 2 if self.config.precision == "bf16" else 0
@@ -345,7 +338,7 @@ class ModelState:
                 total["messages"] += (gradient + self.budget.weight) * tensor.size * (self.num_replicas > 1)
             if rank not in owners:
                 continue
-            is_in_arena = self.bcd.bcd_layers_on != "device" and tensor.owned.layer is not None
+            is_in_arena = self.config.bcd.bcd_layers_on != "device" and tensor.owned.layer is not None
             has_low_bits = self._steps_matrix(tensor) if is_active else bool(tensor.owned.inactive_updates_in)
             if not is_in_arena or waits:
                 total["state"] += int((low_bits * has_low_bits + self._momentum_bytes * is_active) * tensor.size)
@@ -389,13 +382,9 @@ class ModelState:
 
     def _inactive_rule(self, tensor: Tensor) -> str:
         is_in_layer = tensor.owned.module == "layer"
-        return self.bcd.bcd_inactive_update if is_in_layer else self.bcd.bcd_embedding_update
+        return self.config.bcd.bcd_inactive_update if is_in_layer else self.config.bcd.bcd_embedding_update
 
 
 @lru_cache(maxsize=4096)  # a search needs them repeatedly
 def _shares(state: ModelState, stage: int, block: int) -> list[MatrixShare]:
     return [state.rank_share(stage, block, rank) for rank in range(state.num_replicas)]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ARENA_ALIGNMENT) * _ARENA_ALIGNMENT

@@ -175,8 +175,7 @@ def copy_bytes(recipe: Recipe, stage: int, block: int) -> tuple[tuple[float, flo
     elements, config = share * layers.padded, recipe.config
     weights = recipe.state.budget.weight * elements
     updated = weights + recipe.state.layer_state_bytes * elements / recipe.num_replicas
-    is_updated = config.bcd.bcd_inactive_update != "none" or config.steps_block_by_chunk
-    return (weights, weights if config.clips_by_chunk else updated), updated * is_updated
+    return (weights, weights if config.clips_by_chunk else updated), updated * config.updates_streamed_layers
 
 
 def _group_speed(recipe: Recipe, ranks: int) -> float:

@@ -154,16 +154,6 @@ def _switch(cell: str) -> bool:
 _CONVERTERS: Mapping[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool | None": _switch}
 
 
-def read_models(path: str | Path) -> dict[str, Model]:
-    """Read the models by name. Raises ValueError with the file and line at fault."""
-    return _by_name(path, Model)
-
-
-def read_clusters(path: str | Path) -> dict[str, Cluster]:
-    """Read the clusters by name. Raises ValueError with the file and line at fault."""
-    return _by_name(path, Cluster)
-
-
 def choose(known: Mapping[str, Row], name: str, *, flag: str) -> Row:
     """Return the row of that name, or the only GPU whose name contains it. Case, blanks and punctuation are ignored."""
     wanted, plain = _plain(name), {_plain(key): row for key, row in known.items()}
@@ -182,7 +172,8 @@ def _plain(name: str) -> str:
     return "".join(character for character in name.lower() if character.isalnum())
 
 
-def _by_name(path: str | Path, kind: type[Any]) -> dict[str, Any]:
+def read_table(path: str | Path, kind: type[Row]) -> dict[str, Row]:
+    """Read the rows of a table of models or clusters by name. Raises ValueError with the file and line at fault."""
     rows = read_rows(path, kind)
     named = {row.name: row for row in rows}
     if not rows or len({name.lower() for name in named}) < len(rows):

@@ -211,10 +211,10 @@ def build_buffer(tensors: list[Tensor], *, num_ranks: int) -> Buffer:
     for bucket in filter(None, buckets):
         begin, spans = end, []
         for tensor in bucket:
-            first = _up(end, _PARAMETER_ALIGNMENT)
+            first = round_up(end, _PARAMETER_ALIGNMENT)
             end = first + tensor.size
             spans.append((first, end))
-        end = _up(end, lcm(num_ranks, _BUCKET_ALIGNMENT))
+        end = round_up(end, lcm(num_ranks, _BUCKET_ALIGNMENT))
         slice_size = (end - begin) // num_ranks
         for first, stop in spans:
             for rank in range((first - begin) // slice_size, (stop - 1 - begin) // slice_size + 1):
@@ -224,5 +224,6 @@ def build_buffer(tensors: list[Tensor], *, num_ranks: int) -> Buffer:
     return Buffer(size=end, stored=tuple(stored), counts=tuple(counts), padding=end - sum(stored))
 
 
-def _up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
+    """Return the least multiple that is at least `number`."""
     return -(-number // multiple) * multiple

@@ -26,11 +26,6 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def num_gpus() -> int:
-    """Return the number of GPUs visible to this process, without creating a CUDA context."""
-    return torch.cuda.device_count() if has_cuda() else 0
-
-
 def current() -> torch.device:
     """Return the device of this process: its GPU, or the CPU."""
     if has_cuda():

@@ -36,12 +36,7 @@ def transformer_engine_version() -> str:
 
 def has_apex() -> bool:
     """Return whether NVIDIA's Apex with its fused kernels (not PyPI's unrelated `apex`) and a GPU are available."""
-    return (
-        device.has_cuda()
-        and is_importable("apex.optimizers")
-        and is_importable("apex.normalization")
-        and is_importable("amp_C")
-    )
+    return device.has_cuda() and all(map(is_importable, ("apex.optimizers", "apex.normalization", "amp_C")))
 
 
 def missing_for_compilation() -> str:

@@ -1,8 +1,9 @@
-"""Random generators: seeding like stock Megatron-LM, saving and restoring."""
+"""Random generators of Python, NumPy, PyTorch and Megatron Core's tracker: seeding like stock, saving and restoring."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -10,8 +11,12 @@ from typing import NamedTuple
 
 import numpy
 import torch
+from safetensors import safe_open
+from safetensors.torch import save as safetensors_bytes
 
 from megatron.bcd.runtime import device
+
+_TRACKER = "tracker."
 
 
 def seed_everything(seed: int) -> None:
@@ -52,6 +57,39 @@ def set_states(states: States) -> None:
     torch.set_rng_state(states.on_cpu)
     if states.on_device is not None:
         torch.cuda.set_rng_state(states.on_device)
+
+
+def all_states() -> bytes:
+    """Return the state of every generator of this process, as the bytes of a safetensors file."""
+    version, python_state, python_gauss = random.getstate()
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    assert version == 3 and kind == "MT19937" and isinstance(keys, numpy.ndarray)
+    present = states()
+    tensors = {
+        "python": torch.tensor(python_state, dtype=torch.int64),
+        "numpy": torch.from_numpy(keys.astype(numpy.int64)),
+        "torch": present.on_cpu,
+    }
+    if present.on_device is not None:
+        tensors["device"] = present.on_device
+    tensors |= {_TRACKER + name: state for name, state in present.tracker.items()}
+    numbers = {"python_gauss": python_gauss, "numpy": [position, has_gauss, gauss]}
+    return safetensors_bytes(tensors, metadata={"numbers": json.dumps(numbers)})
+
+
+def restore_all_states(path: str) -> None:
+    """Set every generator of this process from a file of `all_states`.
+
+    A process on the same kind of device must have written it, and its checksum must have been verified.
+    """
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        numbers = json.loads(file.metadata()["numbers"])
+    random.setstate((3, tuple(tensors["python"].tolist()), numbers["python_gauss"]))
+    position, has_gauss, gauss = numbers["numpy"]
+    numpy.random.set_state(("MT19937", tensors["numpy"].numpy().astype(numpy.uint32), position, has_gauss, gauss))
+    tracker = {name.removeprefix(_TRACKER): state for name, state in tensors.items() if name.startswith(_TRACKER)}
+    set_states(States(tracker, tensors["torch"], tensors.get("device")))
 
 
 @contextlib.contextmanager

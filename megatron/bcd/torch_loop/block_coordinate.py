@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 
 from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
 from megatron.bcd.config import BcdConfig
+from megatron.bcd.config.sections import ALWAYS_ACTIVE
 from megatron.bcd.optim import bf16
 from megatron.bcd.optim.update_rules import ORTHOGONAL, orthogonalize
 from megatron.bcd.runtime import collectives
 from megatron.bcd.runtime.compat import pytorch
-from megatron.bcd.torch_loop.parameter_blocks import KINDS, divide_parameters
+from megatron.bcd.torch_loop.parameter_blocks import divide_parameters
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "order": ("ascending", "descending", "random"),
@@ -99,7 +100,7 @@ class BlockCoordinate(Optimizer):
                 f"inactive_lr_ratio {inactive_lr_ratio}: is not a positive finite number. Give one, such as 0.2."
             )
         if always_active is None:
-            always_active = () if inactive_update == "none" else KINDS
+            always_active = () if inactive_update == "none" else ALWAYS_ACTIVE
         self._parameter_blocks = divide_parameters(
             model, num_blocks=num_blocks, layout=layout, layers=layers, always_active=always_active
         )

@@ -9,8 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from megatron.bcd.blocks.partition import divide
-
-KINDS = ("norms", "biases", "embedding", "head")
+from megatron.bcd.config.sections import ALWAYS_ACTIVE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +88,10 @@ def _always_active(
     active: set[str] = set()
     for entry in entries:
         names = _entry_names(model, layer_numbers, entry)
-        if not names and entry not in KINDS:
+        if not names and entry not in ALWAYS_ACTIVE:
             raise ValueError(
-                f"always_active {entry!r}: matches no parameter. Give one of {', '.join(KINDS)}, a module class, or a "
-                "pattern of parameter names such as '*.router.*'."
+                f"always_active {entry!r}: matches no parameter. Give one of {', '.join(ALWAYS_ACTIVE)}, a module "
+                "class, or a pattern of parameter names such as '*.router.*'."
             )
         active |= names
     return frozenset(active)

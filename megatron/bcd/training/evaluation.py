@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -49,9 +50,7 @@ class Evaluator:
         num_steps = training.eval_iters
         if split == "validation" and training.full_validation:
             num_steps = math.ceil(self.splits.num_validation / self.global_batch_size)
-        num_microbatches = self.global_batch_size // (
-            training.micro_batch_size * parallel_state.get_data_parallel_world_size()
-        )
+        per_microbatch = training.micro_batch_size * parallel_state.get_data_parallel_world_size()
         batches = self._batches(split)
         loss_sum, num_tokens, is_stopped = 0.0, 0.0, 0
         with self.active.whole_parameters():
@@ -60,7 +59,7 @@ class Evaluator:
             for _ in range(num_steps):
                 if training.empty_unused_memory_level >= 1:
                     memory.release_cached_memory()
-                losses = self.forward_backward(batches, num_microbatches)
+                losses = self.forward_backward(batches, self.global_batch_size // per_microbatch)
                 step_loss, step_tokens, [is_stopped] = reduce_losses(losses, [self.stop.signal])
                 loss_sum, num_tokens = loss_sum + step_loss, num_tokens + step_tokens
                 if is_stopped:
@@ -118,7 +117,7 @@ class Evaluator:
     def _batches(self, split: str) -> Iterator[data.Batch]:
         dataset = self.splits.test if split == "test" else self.splits.validation
         if dataset is None:
-            return data.empty_batches()
+            return itertools.repeat({})  # in the middle of the pipeline
         if split == "validation" and self.config.training.full_validation:
             return data.one_pass(dataset, self.config)
         if split == "test" or self.config.training.eval_fixed:

@@ -35,7 +35,6 @@ from megatron.bcd import __version__, data
 from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.checkpoint import loader
 from megatron.bcd.config import RunConfig, run_config_to_dict
-from megatron.bcd.metrics.schema import ExchangeMetrics
 from megatron.bcd.optim.switch_check import fingerprint
 from megatron.bcd.runtime import atomic_io, collectives, device, replicas
 from megatron.bcd.training.state import TrainingFailed
@@ -204,14 +203,12 @@ class ReplicaGroups:
         self._values = None
         self._lineage = _hash([self._lineage, table.tolist()])
         self._trainer.reporter.exchange(
-            ExchangeMetrics(
-                iteration=self._iteration,
-                consumed_samples=self._trainer.state.consumed_samples,
-                group=self.rank,
-                groups=self.size,
-                lineage=self._lineage,
-                values=_hash(collectives.gather_objects(fingerprint(self._anchor.values()))),
-            )
+            iteration=self._iteration,
+            consumed_samples=self._trainer.state.consumed_samples,
+            group=self.rank,
+            groups=self.size,
+            lineage=self._lineage,
+            values=_hash(collectives.gather_objects(fingerprint(self._anchor.values()))),
         )
         return True
 

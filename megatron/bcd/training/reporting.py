@@ -1,35 +1,40 @@
-"""Report a run: the run summary with its memory beside that of full training, and warnings at the start."""
+"""Report a run: the run summary with its memory beside that of full training, warnings at the start, and metrics."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bcd.blocks.partition import Partition, describe_layers
+from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.checkpoint.loader import Source
 from megatron.bcd.config import CheckpointConfig, RunConfig
 from megatron.bcd.config.presets import preset_fields
 from megatron.bcd.metrics.reporter import Reporter, SilentReporter
-from megatron.bcd.metrics.schema import RunSummary
+from megatron.bcd.metrics.schema import RunSummary, StepMetrics
 from megatron.bcd.model import grouped_experts
 from megatron.bcd.model.builder import count_parameters, unwrap_model
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
+from megatron.bcd.model.loss import router_losses
 from megatron.bcd.model.skeleton import has_weights
 from megatron.bcd.model.transformer_config import describe_activation
 from megatron.bcd.pipeline.build import host_passes, kept_passes
 from megatron.bcd.pipeline.plan import phase_shape
 from megatron.bcd.planner import cost
-from megatron.bcd.planner.run_state import logit_bytes
+from megatron.bcd.planner.activations import Recomputed
+from megatron.bcd.planner.run_state import logit_bytes, phase_flops
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.planner.tensors import Tensor
-from megatron.bcd.runtime import collectives, device, replicas
-from megatron.bcd.training.recompute import Recomputation
+from megatron.bcd.runtime import collectives, device, memory, replicas
 from megatron.bcd.training.resolve import ResolvedRun
 
 
@@ -60,13 +65,70 @@ def report_source(checkpoint: CheckpointConfig, source: Source | None, reporter:
         reporter.note(f"weights of {source.path} loaded")
 
 
+def collect_step_metrics(trainer: Any, phase_state: PhaseState) -> StepMetrics:
+    """Return the metrics of a `Trainer`'s steps since the last log line, over all ranks. Collective.
+
+    The loss is the mean of the steps that were not skipped, or of all steps if every one was skipped.
+
+    Args:
+        phase_state: of the last of these steps, which may have ended its phase.
+    """
+    config: RunConfig = trainer.config
+    active, state, schedule, interval = trainer.active, trainer.state, trainer.block_schedule, trainer.state.interval
+    stepped = [result for result in interval if not result.skipped]
+    milliseconds = statistics.fmean(result.milliseconds for result in interval)
+    batch_size = get_current_global_batch_size()
+    counted = active.state_bytes() | {
+        "peak_memory_bytes": memory.peak_memory_bytes(),
+        "reserved_memory_bytes": memory.reserved_memory_bytes(),
+    }
+    cache = trainer.prefix_cache
+    ranks = collectives.gather_integers(*counted.values(), cache.take_hits(), cache.bytes_on_disk())
+    *by_rank, hits, cached = zip(*ranks, strict=True)
+    optional: dict[str, Any] = {}
+    if config.num_experts:
+        optional["router_losses"] = router_losses(get_num_microbatches())
+    if config.report.log_params_norm:
+        with active.whole_parameters():
+            optional["params_norm"] = active.core.params_norm()
+    if config.report.log_num_zeros_in_grad:
+        optional["num_zeros"] = active.core.num_zeros
+    if config.report.log_throughput:
+        per_sequence = phase_flops(
+            config, trainer.partition, schedule.block(phase_state), padded_vocab_size=trainer.padded_vocab_size
+        )
+        per_second = per_sequence * batch_size / milliseconds * 1e3
+        optional["tflops_per_gpu"] = per_second / torch.distributed.get_world_size() / 1e12
+    return StepMetrics(
+        iteration=state.iteration,
+        consumed_samples=state.consumed_samples,
+        cycle=schedule.cycle(phase_state),
+        phase=phase_state.phase,
+        block=schedule.block(phase_state),
+        loss=statistics.fmean(result.loss for result in stepped or interval),
+        learning_rate=float(trainer.lr_scheduler.get_lr({})),
+        step_learning_rate=interval[-1].learning_rate,
+        grad_norm=interval[-1].grad_norm,
+        step_time_ms=milliseconds,
+        tokens_per_second=batch_size * config.model.seq_length / milliseconds * 1e3,
+        loss_scale=active.core.loss_scale() if config.precision == "fp16" else None,
+        skipped_iterations=len(interval) - len(stepped),
+        skipped_layers=sum(result.skipped_layers for result in interval),
+        global_batch_size=batch_size,
+        data_seen=trainer.samples.share_seen(in_phase=state.samples_in_phase, seen_before=state.samples_seen_before),
+        prefix_cache_hits=sum(hits),
+        prefix_cache_bytes=max(cached),
+        **dict(zip(counted, by_rank, strict=True)),
+        **optional,
+    )
+
+
 def summarize(
     run: ResolvedRun,
     *,
     model: torch.nn.Module,
     implementation: Implementation,
     samples: PhaseSubset | None,
-    recomputation: Recomputation,
 ) -> RunSummary:
     """Collect the figures of the run summary from all ranks. Collective; every rank gets the same summary."""
     config, partition, state = run.config, run.partition, run.memory.state
@@ -99,7 +161,7 @@ def summarize(
         training=_describe_training(run),
         notes=(
             *_notes(config, state, implementation, num_frozen=_count(frozen)),
-            *_pipeline_notes(run, recomputation),
+            *_pipeline_notes(run),
             *_data_notes(config, partition, samples),
         ),
     )
@@ -211,14 +273,19 @@ def _describe_preset(config: RunConfig, name: str) -> str:
     return f"preset {name}: {' '.join(flags)}"
 
 
-def _pipeline_notes(run: ResolvedRun, recomputation: Recomputation) -> Iterator[str]:
+def _pipeline_notes(run: ResolvedRun) -> Iterator[str]:
     config, partition = run.config, run.partition
     if partition.num_stages > 1:
         if config.training.pipeline_cut == "auto":
             layout = config.training.pipeline_model_parallel_layout
             yield f"--pipeline-cut auto: --pipeline-model-parallel-layout {layout}"
         yield f"pipeline schedule {_describe_pipeline(config, partition)}"
-    yield from recomputation.describe(partition)
+    if run.recomputed:
+        by_block = (
+            f"block {block.index}: {', '.join(_describe_recomputed(stage[block.index]) for stage in run.recomputed)}"
+            for block in partition.blocks
+        )
+        yield f"recomputation by stage, of the layers after the prefix: {'; '.join(by_block)}"
     if config.has_linear_loss:
         size = logit_bytes(config, padded_vocab_size=run.padded_vocab_size) / 2**30
         yield f"loss without the {size:.2f} GiB of a micro-batch's logits (--no-cross-entropy-loss-fusion: with them)"
@@ -243,9 +310,14 @@ def _pipeline_notes(run: ResolvedRun, recomputation: Recomputation) -> Iterator[
             f"layers{which}{embedding} in host memory, copied as they are read, and back when they are updated; "
             f"buffers for {3 * config.bcd.bcd_layers_per_pass + number} layers on the device"
         )
-        is_updated = config.bcd.bcd_inactive_update != "none" or config.steps_block_by_chunk
-        if config.checkpoint.async_save and is_updated:
+        if config.checkpoint.async_save and config.updates_streamed_layers:
             yield "--async-save writes at once, because each step changes layers in host memory"
+
+
+def _describe_recomputed(choice: Recomputed) -> str:
+    if choice.granularity == "selective":
+        return "attention"
+    return f"first {sum(choice.layers)}" if sum(choice.layers) else "none"
 
 
 def _describe_pipeline(config: RunConfig, partition: Partition) -> str:

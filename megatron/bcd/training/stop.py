@@ -9,10 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-import torch
-
 from megatron.bcd.config import CheckpointConfig
-from megatron.bcd.runtime import device
+from megatron.bcd.runtime import collectives
 from megatron.bcd.runtime.exit import SIGNALS
 
 _DURATION_OVER = 1
@@ -48,9 +46,7 @@ class StopRequests:
 
     def is_signalled(self) -> bool:
         """Return whether a signal has asked any rank to stop. Collective."""
-        own_request = torch.tensor([self.signal], dtype=torch.int32, device=device.current())
-        torch.distributed.all_reduce(own_request, op=torch.distributed.ReduceOp.MAX)
-        return bool(own_request.item())
+        return any(signal for [signal] in collectives.gather_integers(self.signal))
 
     def is_interval_over(self, iteration: int) -> bool:
         """Return whether --exit-interval stops the run after `iteration`. Every rank knows it in advance."""
@@ -68,10 +64,8 @@ class StopRequests:
 
     def agree(self, iteration: int, *, is_writing: bool) -> bool:
         """Exchange the requests to stop. Return whether any rank is still writing a checkpoint. Collective."""
-        own_request = self.on_this_rank(is_writing=is_writing)
-        maxima = torch.tensor(own_request, dtype=torch.int32, device=device.current())
-        torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
-        return self.decide(iteration, maxima.tolist())
+        ranks = collectives.gather_integers(*self.on_this_rank(is_writing=is_writing))
+        return self.decide(iteration, [max(values) for values in zip(*ranks, strict=True)])
 
     def decide(self, iteration: int, maxima: Sequence[int]) -> bool:
         """Decide like `agree`, but from maxima that a step has already reduced with its loss."""

@@ -17,6 +17,7 @@ import rich.progress
 from rich.console import Console
 
 from megatron.bcd.data.sft.tables import is_table, read_rows
+from megatron.bcd.tokenizer import one_line
 
 SHAPES = (
     "{instruction, input, output}, {prompt, completion}, {messages: [{role, content}, ...]} or "
@@ -60,7 +61,7 @@ def read_values(path: str) -> Iterator[tuple[str, Any]]:
     except OSError as error:
         raise ValueError(f"can't be read ({error.strerror})") from None
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"is not JSON ({_reason(error)}). Give a list of records, or one record per line.") from None
+        raise ValueError(f"is not JSON ({one_line(error)}). Give a list of records, or one record per line.") from None
     if is_empty:
         raise ValueError(f"is empty. Give a file with records {SHAPES}.")
 
@@ -88,11 +89,7 @@ def _parsed_line(line: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        return ValueError(f"is not JSON ({_reason(error)}). Give one record per line.")
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:100]
+        return ValueError(f"is not JSON ({one_line(error)}). Give one record per line.")
 
 
 def alpaca(instruction: str, context: str = "") -> str:

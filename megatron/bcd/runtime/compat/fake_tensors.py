@@ -23,19 +23,11 @@ def fake_tensors() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return sdpa_flop_count(query, key, value)  # type: ignore[no-any-return]
-
-
-def _grouped(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return 2 * prod(left) * int(right[-1])
-
-
 def count_flops(module: torch.nn.Module, *args: Any, **kwargs: Any) -> dict[str, int]:
     """Run the module without a graph, and return its floating-point operations by operator."""
     not_counted = {  # PyTorch's counter does not know them
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        torch.ops.aten._grouped_mm: _grouped,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        torch.ops.aten._grouped_mm: lambda left, right, *_, **__: 2 * prod(left) * int(right[-1]),
     }
     with FlopCounterMode(display=False, custom_mapping=not_counted) as flops, torch.no_grad():
         module(*args, **kwargs)

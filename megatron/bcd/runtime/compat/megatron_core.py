@@ -155,7 +155,8 @@ def l2_norm(_chunk_size: int, _noop_flag: Any, tensor_lists: Any, *_: Any) -> tu
 
 def scale_in_place(_chunk_size: int, _noop_flag: Any, tensor_lists: Any, scale: float) -> None:
     """Scale the tensors in place. Equals `local_multi_tensor_scale` bit for bit if both lists are the same tensors."""
-    pytorch.scale_each(tensor_lists[1], scale)
+    if tensors := tensor_lists[1]:  # by a tensor: a CPU would round a Python number to the dtype of 16-bit tensors
+        torch._foreach_mul_(list(tensors), torch.full((), scale, device=tensors[0].device))
 
 
 @functools.cache

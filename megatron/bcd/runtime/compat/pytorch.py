@@ -80,12 +80,6 @@ def zero_each(tensors: Sequence[torch.Tensor]) -> None:
         torch._foreach_zero_(list(tensors))
 
 
-def scale_each(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply all tensors in place, in one kernel."""
-    if tensors:  # a tensor, because on a CPU a Python number would be rounded to the dtype of 16-bit tensors
-        torch._foreach_mul_(list(tensors), torch.full((), factor, device=tensors[0].device))
-
-
 def rebuild_reducer() -> bool:
     """Rebuild the reducer of the running DistributedDataParallel for the parameters that require a gradient now.
 
