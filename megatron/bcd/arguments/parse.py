@@ -268,11 +268,11 @@ def read_command_line(
         run_plan.exit_with(2, [f"{prog}: error: {text}" for text in error.problems])
     if is_dry:
         lines = run_plan.describe_run(command.config, world_size=world_size, notes=command.notes)
-        records, problem = run_plan.describe_records(command.config) if command.config.data.sft else ([], None)
+        about_data, problem = run_plan.describe_data(command.config)
         if problem:
-            run_plan.print_once([*lines, *records])
+            run_plan.print_once([*lines, *about_data])
             run_plan.exit_with(2, [f"{prog}: error: {' '.join(problem.split())}"])
-        run_plan.exit_with(0, [*lines, *records])
+        run_plan.exit_with(0, [*lines, *about_data])
     return command
 
 
