@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from megatron.bcd.blocks.partition import describe_layers, partition_from_config
 from megatron.bcd.config import RunConfig
@@ -141,13 +141,9 @@ def _describe_records(config: RunConfig) -> tuple[list[str], str | None]:
     return [f"records: {counts.text}"], problem if counts.num_bad and not data.sft_skip_bad_records else None
 
 
-def print_once(lines: Sequence[str], *, file: TextIO | None = None) -> None:
-    """Print the lines on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print("\n".join(lines), file=file, flush=True)
-
-
-def exit_with(code: int, lines: Sequence[str]) -> NoReturn:
-    """End the process after rank 0 has printed the lines, to stderr if the code is not 0."""
-    print_once(lines, file=sys.stderr if code else None)
-    raise SystemExit(code)
+def exit_with(lines: Sequence[str], problems: Sequence[str] = ()) -> NoReturn:
+    """Let rank 0 print the lines, and the problems to stderr; end the process, with code 2 if there are problems."""
+    for texts, file in ((lines, sys.stdout), (problems, sys.stderr)):
+        if texts and os.environ.get("RANK", "0") == "0":
+            print("\n".join(texts), file=file, flush=True)
+    raise SystemExit(2 if problems else 0)
