@@ -1,12 +1,12 @@
 """Compare what fine-tuning methods learn at equal steps, and their model state.
 
-    python studies/fine_tuning.py --peers full,badam,lora --output out/sft
+    python studies/fine_tuning.py --base MODEL --peers full,badam,lora --output out/sft
     python studies/fine_tuning.py --base MODEL --variant "six=--bcd-num-blocks 6" --seeds 1,2,3
 
 Fine-tunes a LLaMA on records with the BCD preset, in full with Adam, with BAdam (PyPI badam) and LoRA (PyPI peft), and
-with every --variant. Each method's learning rate is tuned. The model is --base, or a small one that is first trained on
---pretrain-text. Runs, tuning and seeds are those of a study (studies/study.py), so an interrupted comparison continues
-when started again. --output receives table.md (its columns: docs/learning.md), rows.csv with all runs, and the runs.
+with every --variant. Each method's learning rate is tuned. Runs, tuning and seeds are those of a study
+(studies/study.py), so an interrupted comparison continues when started again. --output receives table.md (its columns:
+docs/learning.md), rows.csv with all runs, and the runs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import math
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
 from _parser import Parser, command, run_main
-from _processes import ROOT, failure_reason
+from _processes import ROOT, CannotRun
+from _processes import run as run_process
 from filelock import FileLock, Timeout
-from results import NAME, Study, Table, Variant
+from results import NAME, Study, Table, Variant, fill_in
 from study import Commands, Runner, tell
 
 PROG = "studies/fine_tuning.py"
 PEERS = {"full": "full Adam", "badam": "BAdam (PyPI), transformers", "lora": "LoRA (peft), transformers"}
 NEEDS = {"badam": ("badam", "transformers"), "lora": ("peft", "transformers")}
 BASELINE, OURS = "full", "bcd"
+SEQ_LENGTH, MICRO_BATCH = 256, 4
+"""Tokens of a sequence, and the largest micro-batch."""
 EVALUATIONS, CYCLES = 8, 2
 """Evaluations and cycles of a run. With one layer per block and the preset's 50 steps per block, three epochs of Alpaca
 are 1.4 cycles of 32 layers."""
@@ -48,44 +50,10 @@ are 1.4 cycles of 32 layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
-    """A model that this tool trains, and how."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    vocab_size: int
-    seq_length: int
-    micro_batch: int
-    """Batch sizes of fine-tuning."""
-    global_batch: int
-    base_steps: int
-    """Steps, batch size and learning rate of training on the text."""
-    base_batch: int
-    base_lr: float = 3e-3
-
-
-SIZES = {
-    "tiny": Size(num_layers=3, hidden_size=32, ffn_hidden_size=64, num_heads=2, vocab_size=400, seq_length=256,
-                 micro_batch=2, global_batch=4, base_steps=10, base_batch=4),
-    "small": Size(num_layers=9, hidden_size=320, ffn_hidden_size=864, num_heads=5, vocab_size=2048, seq_length=256,
-                  micro_batch=4, global_batch=8, base_steps=1200, base_batch=8),
-}  # fmt: skip
-"""`tiny` is for smoke tests; its figures mean nothing."""
-BASE_FLAGS = (
-    "--optimizer muon --muon-momentum 0.95 --muon-use-nesterov --muon-extra-scale-factor 0.2 --adam-beta2 0.95 --bf16"
-)
-"""Flags of full Muon, the method that learns most in this many steps (docs/learning.md)."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Prepared:
     """The model and records to fine-tune. All files are in `folder`, whose name identifies the model."""
 
     folder: Path
-    tokenizer: str
-    """A SentencePiece model, or ``model`` for the tokenizer in the model's folder."""
     num_layers: int
     about: str
     records: Path
@@ -93,25 +61,15 @@ class Prepared:
     steps: int
     test_iters: int
 
-    @property
-    def model(self) -> Path:
-        """The folder of the model in Hugging Face's format."""
-        return self.folder / "model"
 
-
-def tokenizer_flags(folder: object, tokenizer: str) -> list[str]:
-    """Return the tokenizer's flags of the training scripts."""
-    kind = "HuggingFaceTokenizer" if tokenizer == "model" else "SentencePieceTokenizer"
-    return ["--tokenizer-type", kind, "--tokenizer-model", f"{folder}/{tokenizer}"]
-
-
-def chosen_size(arguments: argparse.Namespace) -> Size:
-    """Return --size with --base-steps and --global-batch-size."""
-    size = SIZES[arguments.size]
-    batch = arguments.global_batch_size or size.global_batch
-    micro_batch = math.gcd(batch, size.micro_batch)
-    return replace(
-        size, global_batch=batch, micro_batch=micro_batch, base_steps=arguments.base_steps or size.base_steps
+def shared_flags(arguments: argparse.Namespace, records: Path) -> str:
+    """Return the flags of model, records and batches; ``{data}`` stands for the prepared folder."""
+    batch = arguments.global_batch_size
+    return (
+        f"--load-hf {{data}}/model --data-cache-path {{data}}/cache --tokenizer-type HuggingFaceTokenizer "
+        f"--tokenizer-model {{data}}/model --data-path {{data}}/{records.name} --sft --sft-drop-long "
+        f"--sft-skip-bad-records --split {arguments.split} "
+        f"--seq-length {SEQ_LENGTH} --micro-batch-size {math.gcd(batch, MICRO_BATCH)} --global-batch-size {batch}"
     )
 
 
@@ -124,31 +82,43 @@ def count_layers(source: Path) -> int:
 
 
 def prepare(arguments: argparse.Namespace, output: Path) -> Prepared:
-    """Create what is missing of model and records in `output`. Raises ValueError if a step fails."""
-    size = chosen_size(arguments)
-    if arguments.base is not None:
-        source = arguments.base.resolve()
-        layers, tokenizer = count_layers(source), "model"
-        suffixes = {".json", ".safetensors", ".model", ".jinja"}
-        digest = hash_files(*sorted(path for path in source.iterdir() if path.suffix in suffixes))
-        folder = output / f"base-{source.name}-{digest}"
-        folder.mkdir(parents=True, exist_ok=True)
-        if (folder / "model").resolve() != source:  # the same files may have moved
-            (folder / "model").unlink(missing_ok=True)
-            (folder / "model").symlink_to(source)
-        about = f"The model {source.name}, {layers} layers"
-    else:
-        layers, tokenizer, text = size.num_layers, "tokenizer.model", arguments.pretrain_text
-        fixed = replace(size, micro_batch=0, global_batch=0)
-        digest = hashlib.sha256(f"{fixed} {BASE_FLAGS} {hash_files(text)}".encode()).hexdigest()[:10]
-        folder = output / f"base-{arguments.size}-{digest}"
-        folder.mkdir(parents=True, exist_ok=True)
-        train_base(folder, size, text)
-        about = (
-            f"LLaMA of {layers} layers, hidden size {size.hidden_size}, first trained for {size.base_steps:,} steps on "
-            f"{text.name}"
-        )
-    return _with_records(arguments, size, folder=folder, tokenizer=tokenizer, num_layers=layers, about=about)
+    """Create what is missing of model and records in `output`. Raises ValueError if the records can't be used."""
+    source = arguments.base.resolve()
+    suffixes = {".json", ".safetensors", ".model", ".jinja"}
+    digest = hash_files(*sorted(path for path in source.iterdir() if path.suffix in suffixes))
+    folder, layers = output / f"base-{source.name}-{digest}", count_layers(source)
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "model").resolve() != source:  # the same files may have moved
+        (folder / "model").unlink(missing_ok=True)
+        (folder / "model").symlink_to(source)
+    content = b"".join(arguments.data.read_bytes().splitlines(keepends=True)[: arguments.records])
+    digest = hashlib.sha256(content).hexdigest()[:10]
+    records = folder / f"records-{digest}.jsonl"
+    if not records.is_file():
+        records.with_suffix(".tmp").write_bytes(content)
+        os.replace(records.with_suffix(".tmp"), records)
+    split, batch = arguments.split.replace(",", "_"), arguments.global_batch_size
+    counted = folder / f"counted-{digest}-{arguments.num_epochs:g}-{batch}-{split}"
+    if not counted.is_file():
+        words = f"studies/peer.py --count --lr 1e-3 --num-epochs {arguments.num_epochs}"
+        words = fill_in(f"{words} {shared_flags(arguments, records)}", {"data": str(folder)}, where="count")
+        try:
+            run_process([sys.executable, *words], folder / "count.log")
+        except CannotRun as error:
+            raise ValueError(f"--data {arguments.data}: {error}") from None
+        os.replace(folder / "count.log", counted)
+    lines = counted.read_text(encoding="utf-8").splitlines()
+    counts = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
+    _, validation, test = map(float, arguments.split.split(","))  # shares of records of about equal length
+    return Prepared(
+        folder=folder,
+        num_layers=layers,
+        about=f"The model {source.name}, {layers} layers",
+        records=records,
+        num_records=len(content.split(b"\n")) - content.endswith(b"\n"),
+        steps=counts["steps"],
+        test_iters=max(1, round(counts["validation"] * test / validation / batch)),
+    )
 
 
 def hash_files(*paths: Path) -> str:
@@ -160,87 +130,10 @@ def hash_files(*paths: Path) -> str:
     return digest.hexdigest()[:10]
 
 
-def train_base(folder: Path, size: Size, text: Path) -> None:
-    """Train the tokenizer, tokenize the text and train the model, skipping steps that are done."""
-    tokenizer, prefix, checkpoint = tokenizer_flags(folder, "tokenizer.model"), folder / "text", folder / "base_run"
-    if not (folder / "tokenizer.model").is_file():
-        tell("training a tokenizer")
-        rules = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-        rules |= {"input": str(text), "vocab_size": size.vocab_size, "allow_whitespace_only_pieces": True}
-        import sentencepiece
-
-        prefix_of_model = str(folder / "tokenizer")
-        sentencepiece.SentencePieceTrainer.train(model_prefix=prefix_of_model, model_type="bpe", minloglevel=2, **rules)
-    if not Path(f"{prefix}_text_document.idx").is_file():
-        words = ["tools/preprocess_data.py", "--input", text, "--append-eod", *tokenizer, "--output-prefix", prefix]
-        call(words, folder)
-    if not (folder / "model" / "config.json").is_file():
-        tell(f"training the model on {text.name}: {size.base_steps:,} steps")
-        flags = (
-            f"--num-layers {size.num_layers} --hidden-size {size.hidden_size} --ffn-hidden-size {size.ffn_hidden_size} "
-            f"--num-attention-heads {size.num_heads} --seq-length {size.seq_length} --max-position-embeddings "
-            f"{size.seq_length} --micro-batch-size {size.base_batch} --train-iters {size.base_steps} --lr "
-            f"{size.base_lr} --min-lr {size.base_lr / 10} --lr-decay-style cosine --lr-warmup-iters "
-            f"{size.base_steps // 20} --weight-decay 0.1 --clip-grad 1 --split 98,2,0 --num-workers 0 "
-            f"--bcd-num-blocks 1 {BASE_FLAGS} --eval-interval {size.base_steps} --eval-iters 4 --log-interval 20 "
-            f"--save-interval {max(1, size.base_steps // 4)}"
-        )
-        files = ["--data-path", f"{prefix}_text_document", "--save", checkpoint, "--load", checkpoint]
-        call(["pretrain_llama_bcd.py", *flags.split(), *tokenizer, *files, "--save-hf", folder / "model"], folder)
-        if not (folder / "model" / "config.json").is_file():
-            raise ValueError(f"training the model on {text.name} was stopped. Start again to continue.")
-    shutil.rmtree(checkpoint, ignore_errors=True)
-
-
-def _with_records(arguments: argparse.Namespace, size: Size, *, folder: Path, tokenizer: str, **about: Any) -> Prepared:
-    content = b"".join(arguments.data.read_bytes().splitlines(keepends=True)[: arguments.records])
-    digest = hashlib.sha256(content).hexdigest()[:10]
-    path = folder / f"records-{digest}.jsonl"
-    if not path.is_file():
-        path.with_suffix(".tmp").write_bytes(content)
-        os.replace(path.with_suffix(".tmp"), path)
-    split = arguments.split.replace(",", "_")
-    counted = folder / f"counted-{digest}-{arguments.num_epochs:g}-{size.global_batch}-{split}.json"
-    if not counted.is_file():
-        words = ["studies/peer.py", "--count", "--sft", "--load-hf", folder / "model", "--data-path", path, "--split",
-                 arguments.split, "--data-cache-path", folder / "cache", "--sft-drop-long", "--sft-skip-bad-records",
-                 *tokenizer_flags(folder, tokenizer), "--seq-length", size.seq_length, "--micro-batch-size",
-                 size.micro_batch, "--global-batch-size", size.global_batch, "--lr", 1e-3,
-                 "--num-epochs", arguments.num_epochs]  # fmt: skip
-        counted.write_text(call(words, folder).strip().splitlines()[-1] + "\n", encoding="utf-8")
-    counts = json.loads(counted.read_text(encoding="utf-8"))
-    _, validation, test = map(float, arguments.split.split(","))  # shares of records of about equal length
-    return Prepared(
-        folder=folder,
-        tokenizer=tokenizer,
-        records=path,
-        num_records=len(content.split(b"\n")) - content.endswith(b"\n"),
-        steps=counts["steps"],
-        test_iters=max(1, round(counts["validation"] * test / validation / size.global_batch)),
-        **about,
-    )
-
-
-def call(words: Sequence[object], folder: Path) -> str:
-    """Run a script of the project and return its stdout. Raises ValueError with its error line if it fails."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    with open(folder / "preparation.log", "a", encoding="utf-8") as log:
-        log.write(done.stdout + done.stderr)
-    if done.returncode:
-        raise ValueError(f"{words[0]}: {failure_reason(done.stdout + done.stderr, done.returncode)}")
-    return done.stdout
-
-
 def build_study(arguments: argparse.Namespace, prepared: Prepared) -> Study:
     """Build the study of all runs; ``{data}`` stands for the prepared folder."""
-    size = chosen_size(arguments)
     flags = (
-        f"--sft --load-hf {{data}}/model --data-path {{data}}/{prepared.records.name} --split {arguments.split} "
-        f"--data-cache-path {{data}}/cache {' '.join(tokenizer_flags('{data}', prepared.tokenizer))} "
-        f"--seq-length {size.seq_length} --sft-drop-long --sft-skip-bad-records "
-        f"--micro-batch-size {size.micro_batch} --global-batch-size {size.global_batch} "
+        f"{shared_flags(arguments, prepared.records)} "
         f"--train-iters {{steps}} --lr-decay-style cosine --min-lr {{lr/10}} --lr-warmup-iters "
         f"{{steps/30}} {'--bf16 ' if arguments.bf16 else ''}--weight-decay 0.01 --clip-grad 1 --hidden-dropout 0 "
         f"--attention-dropout 0 --num-workers 0 --log-interval 1 --eval-interval "
@@ -266,12 +159,11 @@ def build_study(arguments: argparse.Namespace, prepared: Prepared) -> Study:
         flags=flags,
         checkpoint_flags="--save {folder} --load {folder} --save-interval {steps/3}",
         steps=prepared.steps,
-        models=(Variant(name=arguments.size),),
         data=(Variant(name="records"),),
         methods=tuple(methods),
         title="Fine-tuning side by side",
-        conclusion=f"{prepared.about}. Then {prepared.steps:,} steps of {size.global_batch} sequences of "
-        f"{size.seq_length} tokens, {arguments.num_epochs:g} epochs of {prepared.num_records:,} records "
+        conclusion=f"{prepared.about}. Then {prepared.steps:,} steps of {arguments.global_batch_size} "
+        f"sequences of {SEQ_LENGTH} tokens, {arguments.num_epochs:g} epochs of {prepared.num_records:,} records "
         f"({arguments.split} into training, validation and test), in {'bf16' if arguments.bf16 else 'fp32'}.",
         baseline=BASELINE if BASELINE in arguments.peers else OURS,
         seeds=arguments.seeds,
@@ -289,22 +181,16 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     shared = ROOT.parent / "shared" / "data"
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
-    add("--task", choices=("sft",), default="sft", help=argparse.SUPPRESS)
     add("--output", type=Path, default=Path("out", "sft"), metavar="FOLDER", help="(default: out/sft)")
     add("--peers", default=",".join(PEERS), metavar="LIST", help="methods besides the BCD preset, any of "
         f"{','.join(PEERS)} (default: all)")  # fmt: skip
     add("--data", type=Path, default=shared / "alpaca" / "alpaca_5000.jsonl", metavar="FILE", help="records of --sft")
-    add("--pretrain-text", type=Path, default=shared / "wikitext-2" / "train.txt", metavar="FILE",
-        help="text on which the model is trained first")  # fmt: skip
-    add("--base", type=Path, metavar="FOLDER", help="fine-tune this model in Hugging Face's format, with its tokenizer,"
-        " instead of training one first")  # fmt: skip
-    add("--size", choices=tuple(SIZES), default="small", help="model size (default: small, 11 M weights in layers)")
+    add("--base", type=Path, metavar="FOLDER", help="the model in Hugging Face's format, with its tokenizer")
     add("--variant", action="append", default=[], metavar="NAME=FLAGS", help="one more row: the BCD preset with these "
         "flags of the training scripts added; may be given several times")  # fmt: skip
-    add("--global-batch-size", type=int, metavar="N", help="sequences per fine-tuning step (default: the size's)")
+    add("--global-batch-size", type=int, default=8, metavar="N", help="sequences per step (default: 8)")
     add("--bf16", action="store_true", help="fine-tune in bf16, with fp32 main parameters (BCD and full Adam), "
         "BAdam's fp32 copies, fp32 adapters (default: fp32)")  # fmt: skip
-    add("--base-steps", type=int, metavar="N", help="steps of training on the text (default: the size's)")
     add("--records", type=int, metavar="N", help="use the first N records of --data (default: all)")
     add("--split", default="90,5,5", metavar="LIST", help="split of the records (default: 90,5,5)")
     add("--num-epochs", type=float, default=3.0, metavar="X", help="epochs of fine-tuning (default: 3)")
@@ -324,7 +210,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if len(parts := _numbers(arguments.split, float, "--split", distinct=False)) != 3:
         raise ValueError(f"--split {arguments.split}: must be three shares, of training, validation and test")
     arguments.split = ",".join(f"{part:g}" for part in parts)
-    least = {"num_epochs": 1e-9, "base_steps": 1, "global_batch_size": 1, "step_times": 0, "records": 20}
+    least = {"num_epochs": 1e-9, "global_batch_size": 1, "step_times": 0, "records": 20}
     for name, smallest in least.items():
         value = getattr(arguments, name)
         if value is not None and not value >= smallest:
@@ -350,13 +236,11 @@ def _numbers(text: str, kind: Any, flag: str, *, distinct: bool = True) -> tuple
 
 def check(arguments: argparse.Namespace) -> None:
     """Raise ValueError for mistakes that can be detected before anything runs."""
-    if arguments.base is not None:
-        count_layers(arguments.base)
-    for name in ("data",) if arguments.base is not None else ("data", "pretrain_text"):
-        path = getattr(arguments, name)
-        if not path.is_file():
-            raise ValueError(f"--{name.replace('_', '-')} {path}: no such file")
-        setattr(arguments, name, path.resolve())  # the tools that read it run in the repository
+    if arguments.base is None:
+        raise ValueError("--base: missing. Give the folder of a model in Hugging Face's format.")
+    count_layers(arguments.base)
+    if not arguments.data.is_file():
+        raise ValueError(f"--data {arguments.data}: no such file")
     for peer in arguments.peers:
         missing = [name for name in NEEDS.get(peer, ()) if importlib.util.find_spec(name) is None]
         if missing:
@@ -368,14 +252,14 @@ def main(argv: Sequence[str]) -> int:
     """Prepare, run what is missing, and write the results."""
     arguments = parse_arguments(argv)
     check(arguments)
-    folder, size = arguments.output.resolve(), chosen_size(arguments)
+    folder = arguments.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
             prepared = prepare(arguments, folder)
             study, runs = build_study(arguments, prepared), prepared.folder / "runs"
             commands = Commands(study=study, texts={}, data_folder=prepared.folder, folder=runs)
-            results = prepared.folder / f"results-{size.global_batch}{'-bf16' * arguments.bf16}.csv"
+            results = prepared.folder / f"results-{arguments.global_batch_size}{'-bf16' * arguments.bf16}.csv"
             runner = Runner(commands, results)
             tell(f"{len(runner.todo()[0])} runs can start now; {prepared.steps} steps each, in {prepared.folder}")
 

@@ -193,9 +193,10 @@ def rotary_rows(data: np.ndarray, heads: int | None) -> np.ndarray:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy the files of a folder; config.json, which marks the folder as complete, is the last one."""
+    """Copy the files of a folder but a model's blocks; config.json, which marks it as complete, is the last one."""
     for path in sorted(source.iterdir(), key=lambda path: path.name == "config.json"):
-        write_file(target / path.name, [path.read_bytes()])
+        if not path.name.startswith(("blocks.", ".")):
+            write_file(target / path.name, [path.read_bytes()])
 
 
 def prepare_text(portions: Path, scratch: Path) -> None:
@@ -329,9 +330,7 @@ def unpack_model(blocks: Sequence[Path], target: Path) -> None:
     tensors = unpacked_tensors(load(b"".join(path.read_bytes() for path in blocks)))
     write_file(target / "model.safetensors", [save(tensors, metadata={"format": "pt"})])
     for path in blocks:
-        others = [file for file in path.parent.iterdir() if not file.name.startswith(("blocks.", "."))]
-        for source in sorted(others, key=lambda file: file.name == "config.json"):
-            write_file(target / source.name, [source.read_bytes()])
+        copy_folder(path.parent, target)
 
 
 def unpacked_tensors(blocks: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -18,6 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 def main() -> int:
     """Run torchrun's agent; return the exit code."""
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # the line is enough
+    # the run's summary says how many threads it has
+    logging.getLogger("torch.distributed.run").addFilter(lambda record: "OMP_NUM_THREADS" not in record.msg)
     try:
         run.run(run.parse_args(sys.argv[1:]))
     except KeyboardInterrupt:  # before the agent has handlers

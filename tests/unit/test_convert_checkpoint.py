@@ -176,8 +176,8 @@ def test_outputs_and_checkpoints_that_are_refused(
     assert not back.exists()
 
 
-def test_names_on_the_hub(written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name is downloaded from the hub without code; an unreachable hub and a missing folder are refused by name."""
+def test_names_on_the_hub(written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A name is downloaded from the hub without code; an unreachable hub and a folder without a model are refused."""
     asked: list[Any] = []
 
     def download(name: str, *, allow_patterns: list[str]) -> str:
@@ -189,7 +189,7 @@ def test_names_on_the_hub(written: Callable[..., Path], monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
     assert locate("some/model", flag="--load-hf") == str(written("llama2"))
     assert asked[0][0] == "some/model" and not any(name.endswith((".py", ".bin", "*")) for name in asked[0][1])
-    for name in ("other/model", "/no/such/folder"):
+    for name in ("other/model", "/no/such/folder", str(tmp_path)):
         with pytest.raises(ValueError, match=f"--load-hf {name}"):
             locate(name, flag="--load-hf")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import decoders
+from support.bad_input_cases import write_dataset
 from support.command_line import BASE, PROG
 
 from megatron.bcd.arguments import parse_run_config, read_command_line
@@ -34,7 +35,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """The plan has the parameters of the run's layout. distributed/test_planned_bytes.py tests planned bytes."""
     assert dry_run(*WORDS, "--tensor-model-parallel-size", "2", "--log-energy", ranks=4) == 0
     text = capsys.readouterr().out
-    assert "--log-energy" in text.splitlines()[-1]
+    assert "--log-energy" in text.splitlines()[-2]
     hidden, padded, positions = 64, 512, 32  # 257 bytes, padded to a multiple of 128 x 2
     layer = (12 * hidden**2 + 7 * hidden) // 2 + 6 * hidden  # whole: two biases, and weight and bias of two norms
     assert f"{6 * layer + (padded // 2 + positions) * hidden + 2 * hidden:,} parameters" in text
@@ -54,6 +55,7 @@ def test_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     absent = str(tmp_path / "absent")
     words = [*WORDS, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", absent, "--data-path", absent]
     assert dry_run(*words, "--load", absent, "--save", absent, "--tensorboard-dir", "/proc/absent", ranks=1) == 0
+    assert f"data: not checked, because {absent}.idx does not exist here" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
@@ -144,3 +146,16 @@ def test_records_are_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert dry_run(*words, "--sft-skip-bad-records", ranks=1) == 0
     assert counts in capsys.readouterr().out
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_datasets_are_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A dry run counts the sequences of a dataset that is here, and ends with 2 where the run would refuse it."""
+    path = tmp_path / "text_document"
+    words = [*WORDS, "--split", "80,20,0", "--data-path", str(path)]
+    write_dataset(path, [[5] * 33] * 10)
+    assert dry_run(*words, ranks=1) == 0
+    assert "data: an epoch has 8 sequences of 32 tokens\n" in capsys.readouterr().out
+    path.with_suffix(".bin").write_bytes(b"half")
+    assert dry_run(*words, ranks=1) == 2
+    said = capsys.readouterr().err
+    assert f"--data-path {path}: {path}.bin has 4 bytes" in said and said.count("\n") == 1

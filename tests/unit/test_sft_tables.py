@@ -114,6 +114,8 @@ def test_splits_of_a_folder(tmp_path: Path, is_saved: bool) -> None:
     for flag in ("data_path", "test_data_path"):
         with pytest.raises(ValueError, match=f"^--{flag.replace('_', '-')} {path}: .* splits train, validation. Give"):
             files_of(path, flag=flag)
+    Path(f"{path}.idx").touch()
+    assert files_of(path) == [("--data-path", path)], "the index cache of an indexed dataset is no folder of records"
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.csv", "empty.csv", "folder", "images"])

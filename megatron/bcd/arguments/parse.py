@@ -256,14 +256,11 @@ def read_command_line(
     except ConfigurationError as error:
         if not is_dry:
             raise
-        run_plan.exit_with(2, [f"{prog}: error: {text}" for text in error.problems])
+        run_plan.exit_with([], [f"{prog}: error: {text}" for text in error.problems])
     if is_dry:
         lines = run_plan.describe_run(config, world_size=world_size, notes=notes)
-        records, problem = run_plan.describe_records(config) if config.data.sft else ([], None)
-        if problem:
-            run_plan.print_once([*lines, *records])
-            run_plan.exit_with(2, [f"{prog}: error: {' '.join(problem.split())}"])
-        run_plan.exit_with(0, [*lines, *records])
+        about_data, problem = run_plan.describe_data(config)
+        run_plan.exit_with([*lines, *about_data], [f"{prog}: error: {' '.join(problem.split())}"] if problem else [])
     return config, notes
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from megatron.bcd.blocks.partition import describe_layers, partition_from_config
 from megatron.bcd.config import RunConfig
@@ -59,7 +59,7 @@ def with_balanced_cut(config: RunConfig, *, reads_files: bool = True) -> RunConf
 
 
 def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = ()) -> list[str]:
-    """Return the lines of --dry-run on ranks, blocks and planned memory. Reads no file and needs no GPU."""
+    """Return the lines of --dry-run on ranks, blocks and planned memory. Needs no GPU."""
     partition = partition_from_config(config)
     data_size = world_size // config.model_size
     lines = [
@@ -98,40 +98,52 @@ def describe_run(config: RunConfig, *, world_size: int, notes: Sequence[str] = (
     return [*lines, *notes]
 
 
-def describe_records(config: RunConfig) -> tuple[list[str], str | None]:
-    """Return the lines of --dry-run about the records of --sft, and what is wrong with them.
-
-    Reads and tokenizes them, if they are on this machine.
-    """
-    from megatron.bcd.data.sft.dataset import count_records  # other dry runs import no torch
-    from megatron.bcd.data.sft.store import files_of
-
-    data = config.data
+def describe_data(config: RunConfig) -> tuple[list[str], str | None]:
+    """Return the lines of --dry-run about the data, and what is wrong with it. Reads what is on this machine."""
+    if config.data.mock_data:
+        return [], None
     try:
-        files = files_of(config)
-        if absent := [path for _, path in files if not os.path.exists(path)]:
-            return [f"records: not counted, because {absent[0]} does not exist here"], None
-        counts = count_records(
-            files,
-            build_tokenizer(**vars(config.tokenizer)),
-            seq_length=config.model.seq_length,
-            prompt_format=data.sft_prompt_format,
-            ignored=data.sft_ignore_keys or (),
-            is_packed=data.sft_packing,
-        )
+        return _describe_records(config) if config.data.sft else _describe_datasets(config)
     except ValueError as error:
         return [], str(error)
+
+
+def _describe_datasets(config: RunConfig) -> tuple[list[str], None]:
+    from megatron.bcd.data.lengths import num_iterations  # other dry runs import no Megatron Core
+    from megatron.bcd.data.splits import plan_splits
+
+    data = config.data
+    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    words = [word for path in paths for word in path or ()]
+    if not any(os.path.exists(f"{word}{suffix}") for word in words for suffix in (".idx", ".bin")):
+        return [f"data: not checked, because {words[-1]}.idx does not exist here"], None
+    plan = plan_splits(config, build_tokenizer(**vars(config.tokenizer)), num_iterations(config))
+    length = config.model.seq_length
+    return [f"data: an epoch has {plan.epoch_samples:,} sequences of {length:,} tokens"], None
+
+
+def _describe_records(config: RunConfig) -> tuple[list[str], str | None]:
+    from megatron.bcd.data.sft.dataset import count_records  # other dry runs import no Megatron Core
+    from megatron.bcd.data.sft.store import files_of
+
+    data, files = config.data, files_of(config)
+    if absent := [path for _, path in files if not os.path.exists(path)]:
+        return [f"records: not counted, because {absent[0]} does not exist here"], None
+    counts = count_records(
+        files,
+        build_tokenizer(**vars(config.tokenizer)),
+        seq_length=config.model.seq_length,
+        prompt_format=data.sft_prompt_format,
+        ignored=data.sft_ignore_keys or (),
+        is_packed=data.sft_packing,
+    )
     problem = f"{counts.report}. Correct them, or give --sft-skip-bad-records."
     return [f"records: {counts.text}"], problem if counts.num_bad and not data.sft_skip_bad_records else None
 
 
-def print_once(lines: Sequence[str], *, file: TextIO | None = None) -> None:
-    """Print the lines on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print("\n".join(lines), file=file, flush=True)
-
-
-def exit_with(code: int, lines: Sequence[str]) -> NoReturn:
-    """End the process after rank 0 has printed the lines, to stderr if the code is not 0."""
-    print_once(lines, file=sys.stderr if code else None)
-    raise SystemExit(code)
+def exit_with(lines: Sequence[str], problems: Sequence[str] = ()) -> NoReturn:
+    """Let rank 0 print the lines, and the problems to stderr; end the process, with code 2 if there are problems."""
+    for texts, file in ((lines, sys.stdout), (problems, sys.stderr)):
+        if texts and os.environ.get("RANK", "0") == "0":
+            print("\n".join(texts), file=file, flush=True)
+    raise SystemExit(2 if problems else 0)

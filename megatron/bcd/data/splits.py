@@ -250,8 +250,8 @@ def check_indexed_dataset(prefix: str, vocab_size: int, flag: str = "--data-path
     for suffix in (".idx", ".bin"):
         if not os.path.isfile(prefix + suffix):
             raise ValueError(
-                f"{flag} {prefix}: {prefix}{suffix} does not exist. Give the prefix that tools/preprocess_data.py "
-                "wrote, without .bin or .idx."
+                f"{flag} {prefix}: {prefix}{suffix} does not exist. Give what tools/preprocess_data.py wrote, without "
+                ".bin or .idx, such as out/my_text_document."
             )
     if not os.path.getsize(prefix + ".bin"):
         raise ValueError(f"{flag} {prefix}: {prefix}.bin is empty. Run tools/preprocess_data.py on a non-empty text.")

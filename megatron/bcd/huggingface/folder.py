@@ -53,9 +53,11 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
         weights: whether to download the weights too.
 
     Raises:
-        ValueError: `name` is neither, or the hub can't be reached.
+        ValueError: `name` is neither, the folder has no config.json, or the hub can't be reached.
     """
     if os.path.isdir(name):
+        if not os.path.isfile(os.path.join(name, CONFIG)):
+            raise ValueError(f"{flag} {name}: the folder has no {CONFIG}. Give a model in Hugging Face's format.")
         return name
     from huggingface_hub import snapshot_download
 

@@ -62,7 +62,8 @@ def expand_folders(paths: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     files: list[tuple[str, str]] = []
     for flag, path in paths:
         try:
-            names = _folder_files(path, flag) if os.path.isdir(path) else [path]
+            is_index_cache = os.path.isfile(f"{path}.idx")  # of an indexed dataset, which has no records
+            names = _folder_files(path, flag) if os.path.isdir(path) and not is_index_cache else [path]
         except ValueError as error:
             raise ValueError(f"{flag} {path}: {error}") from error
         files += [(flag, name) for name in names]
