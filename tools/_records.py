@@ -7,6 +7,8 @@ import os
 from functools import lru_cache
 from typing import Any
 
+from megatron.bcd.huggingface.architecture import TRANSFORMERS
+
 EPOCHS = 3
 """As in the command of the planner."""
 
@@ -39,7 +41,15 @@ def counted(arguments: argparse.Namespace) -> Any:
 
     files = tuple(expand_folders([("--data", path)]))
     changed = tuple(os.stat(file).st_mtime_ns for _, file in files)
-    return _count(files, changed, folder, arguments.seq_length, ignored)
+    return _count(files, changed, folder, arguments.seq_length, ignored, _can_pack(model, arguments.seq_length))
+
+
+def _can_pack(model: str, sequence: int) -> bool:
+    from megatron.bcd.huggingface.folder import read_architecture
+    from megatron.bcd.huggingface.measure import read_model
+
+    is_measured = read_architecture(model, is_quantised=True).family == TRANSFORMERS
+    return not is_measured or read_model(model, sequence=sequence).can_pack  # the plan's own measurement
 
 
 def has_tokenizer(folder: str) -> bool:
@@ -54,9 +64,10 @@ def _count(
     folder: str,
     seq_length: int,
     ignored: tuple[str, ...],
+    is_packed: bool,
 ) -> Any:
     from megatron.bcd.data.sft.dataset import count_records
     from megatron.bcd.tokenizer import HuggingFaceTokenizer
 
     tokenizer = HuggingFaceTokenizer(tokenizer_model=folder)
-    return count_records(files, tokenizer, seq_length=seq_length, ignored=ignored)
+    return count_records(files, tokenizer, seq_length=seq_length, ignored=ignored, is_packed=is_packed)

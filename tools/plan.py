@@ -560,6 +560,8 @@ def _layout(recipe: Recipe) -> str:
     parts.append(f"micro-batch {recipe.micro_batch_size}")
     if config.has_linear_loss:
         parts.append("loss without logits")
+    if recipe.task == "sft" and not recipe.model.can_pack:
+        parts.append("one record a sequence")
     if recipe.recompute != "none":
         parts.append(f"recomputation {recipe.recompute}")
     return ", ".join(parts)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import plan
 import pytest
+import recipe
 import torch
 import transformers
 from support import decoders
+from support.command_line import PROG
+from support.fine_tuning import tokenizer_folder, write_records
 
+from megatron.bcd.arguments import parse_run_config
 from megatron.bcd.config.measured import MeasuredModel
 from megatron.bcd.huggingface.measure import measure
 
@@ -99,3 +104,22 @@ def test_masks_are_counted() -> None:
     """A plan counts masks of packed texts only for models whose layers need them: here Gemma 2 for its caps."""
     for name in ("gemma2", "gemma3_text"):
         assert measure(decoders.config_of(name), sequence=32).attends_by_text == (name == "gemma3_text")
+
+
+def test_texts_that_layers_carry_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan of a model that cannot pack counts one record a sequence, and a run takes its flags, also those of
+    examples/finetune.sh."""
+    folder = tokenizer_folder(tmp_path / "qwen", None)
+    decoders.config_of("qwen3_5_text", architectures=["Qwen3_5ForCausalLM"]).save_pretrained(folder)
+    records = [{"prompt": "p" * 5, "completion": "c" * 4} for _ in range(8)]
+    data = str(write_records(tmp_path / "data.jsonl", records))
+    words = [str(folder), "--gpu", "rtx4090", "--num-gpus", "1", "--seq-length", "32", "--global-batch-size", "2"]
+    assert plan.main(["--task", "sft", "--data", data, "--model", *words]) == 0
+    text = capsys.readouterr().out
+    assert "one record a sequence" in text and "in 8 sequences of 32" in text and "12 iterations" in text
+    command = text[text.index("--sft --load-hf") :].partition("\n\n")[0].replace("\\\n", " ")
+    planned = parse_run_config(shlex.split(command.replace("MODEL_DIR", str(folder))), prog=PROG)
+    assert planned.data.sft and not planned.data.reset_attention_mask
+    assert "--no-sft-packing" in recipe.run(["whole", words[0], "finetune", "rtx4090", *words[3:]], {})
+    assert plan.main(["--task", "sft", "--model", *words]) == 0
+    assert f"{3 * 52002 * 32 / 1e6:.1f} M tokens" in capsys.readouterr().out, "Alpaca's records, padded"

@@ -41,6 +41,8 @@ class MeasuredModel:
     """See `Skeleton.has_plain_head`."""
     attends_by_text: bool = False
     """See `Skeleton.attends_by_text`."""
+    can_pack: bool = True
+    """Whether no layer carries one text of a sequence into the next."""
 
     @property
     def relative_costs(self) -> list[float]:

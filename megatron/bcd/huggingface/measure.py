@@ -5,6 +5,7 @@ One layer of each kind runs under fake tensors, with what the model's own forwar
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -37,10 +38,9 @@ def measure(config: Any, *, sequence: int) -> MeasuredModel:
     Raises:
         ValueError: as `Skeleton`.
     """
-    try:
-        by_text = check_split(config, is_packed=True).attends_by_text
-    except ValueError:  # a run refuses what it can't train
-        by_text = False
+    by_text = can_pack = False
+    with suppress(ValueError):  # a run refuses what it can't train
+        by_text, can_pack = check_split(config, is_packed=True).attends_by_text, True
     with fake_tensors():
         skeleton = Skeleton(config, dtype=torch.bfloat16, has_weights=True)
         skeleton.model.train()
@@ -56,6 +56,7 @@ def measure(config: Any, *, sequence: int) -> MeasuredModel:
             parameters=parameters,
             has_plain_head=skeleton.has_plain_head,
             attends_by_text=by_text and skeleton.has_kernels_of_texts,
+            can_pack=can_pack,
         )
 
 

@@ -72,6 +72,7 @@ def layout_flags(recipe: Recipe) -> list[str]:
         "make_vocab_size_divisible_by": config.model.make_vocab_size_divisible_by,
         **PRECISION_FLAGS[recipe.precision],
         "accumulate_allreduce_grads_in_fp32": recipe.precision == "fp16",  # with --bf16 it is the default
+        "no_sft_packing": recipe.task == "sft" and not recipe.model.can_pack,
     }
     if recipe.recompute == "full":
         flags |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -29,7 +29,7 @@ _SHOWN = (
 _TIMES = ("iteration_seconds", "bubble", "copy_share", "tokens_per_second")
 DEFAULT_TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022."""
-DEFAULT_SFT_TOKENS = 3 * 52002 * 120.0
+_SFT_RECORDS, _RECORD_TOKENS = 3 * 52002, 120.0
 """Three epochs of Alpaca: 52,002 records of some 120 tokens. A record has 78 (mean of 5,000 records, GPT-2's
 tokenizer), the prompt around it has the others."""
 
@@ -123,8 +123,9 @@ class Estimate:
         if tokens is not None and not 0 < tokens < 1e18:
             raise ValueError(f"--tokens {tokens:g}: must be more than 0 and less than 1e18")
         if tokens is None:
+            record = _RECORD_TOKENS if recipe.model.can_pack else recipe.tokens  # a sequence each
             is_sft = recipe.task == "sft"
-            tokens = DEFAULT_SFT_TOKENS if is_sft else DEFAULT_TOKENS_PER_PARAMETER * recipe.num_parameters
+            tokens = _SFT_RECORDS * record if is_sft else DEFAULT_TOKENS_PER_PARAMETER * recipe.num_parameters
         value, source = multiplier_of(recipe.method, recipe.partition.num_blocks)
         if recipe.task == "sft" and recipe.method not in ("full", "offload"):
             value, source = 1.0, EQUAL_EPOCHS

@@ -384,7 +384,7 @@ def _build_config(
     if "cross_entropy_fusion_impl" in user_flags:
         values["cross_entropy_loss_fusion"] = True
     values |= {"bf16": precision in ("bf16", "fp8"), "fp16": precision == "fp16"}
-    values |= {"reset_attention_mask": task == "sft"}
+    values |= {"sft_packing": model.can_pack, "reset_attention_mask": task == "sft" and model.can_pack}
     values |= {"fp8": values.pop("fp8_format", None)}  # Megatron Core's name of the field
     values |= {"recompute": "auto"} if recompute == "auto" else {}
     values |= {"recompute_granularity": "full"} if recompute == "full" else {}

@@ -62,6 +62,11 @@ class Model:
         """Whether the output head is the embedding."""
         return self.form == "gpt" if self.tied is None else self.tied
 
+    @property
+    def can_pack(self) -> bool:
+        """Whether fine-tuning puts several records into a sequence."""
+        return self.measured is None or self.measured.can_pack
+
     def flags(self, sequence: int | None = None) -> dict[str, Any]:
         """Return the flags of the network with sequences of ``sequence`` tokens, by field name in RunConfig."""
         is_gpt, tokens = self.form == "gpt", self.sequence if sequence is None else sequence
