@@ -29,6 +29,26 @@ def test_sizes_do_not_matter() -> None:
         assert checked.has_plain_head and not checked.returns_tuple
 
 
+_MAMBA = ["linear_attention"] * 5 + ["full_attention"]
+WIDTHS: dict[str, dict[str, Any]] = {
+    "helium": {},
+    "kimi_linear": {},
+    "mamba2": {},
+    "falcon_h1": {"mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64},
+    "granitemoehybrid": {"num_hidden_layers": 24, "layer_types": _MAMBA * 4},
+    "falcon": {},
+    "gptj": {},
+    "gpt2": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
+}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_widths_fit_together(name: str) -> None:
+    """Heads and states keep their widths in the small model, and their numbers fit its hidden size."""
+    checked = check_split(transformers.AutoConfig.for_model(name, **WIDTHS[name]))
+    assert checked.config.hidden_size <= 1024 and len(checked.layers) <= 4
+
+
 def test_layers_that_share_more_than_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose layers read what earlier ones have kept is refused by name."""
     forward, kept = modeling_llama.LlamaDecoderLayer.forward, list[Any]()
