@@ -1,4 +1,4 @@
-"""Compare a small model of the same class, split into two stages, with transformers' own, before training."""
+"""Compare a small model of the same class, split into stages of one layer, with transformers' own, before training."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _small_configs(config: Any) -> Iterator[Any]:
 
 
 def check_split(config: Any, *, is_packed: bool = False) -> Skeleton:
-    """Check that a small model of this class computes the same in two stages, and return it.
+    """Check that a small model of this class computes the same with a stage for each layer, and return it.
 
     With `is_packed` also check that a text has the same logits behind another one, and whether it has without masks
     (`attends_by_text`).
@@ -133,10 +133,10 @@ def _compare(skeleton: Skeleton) -> None:
     wanted = [whole, *map(_gradient, parameters)]
     model.zero_grad()
     try:
-        actual = [_run_halves(skeleton, tokens), *map(_gradient, parameters)]
+        actual = [_run_stages(skeleton, tokens), *map(_gradient, parameters)]
         difference = max(map(_difference, wanted, actual))
         problem = f"logits or gradients by {difference:.1g}" if difference > TOLERANCE else ""
-    except Exception as error:  # the whole model has run, and halves may raise many types
+    except Exception as error:  # the whole model has run, and stages may raise many types
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
     if problem:
         raise skeleton.refusal(f"computes otherwise when its layers are split ({problem})")
@@ -146,20 +146,23 @@ def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _run_halves(skeleton: Skeleton, tokens: Tensor) -> Tensor:
-    """Return the logits of two stages after their backward passes."""
+def _run_stages(skeleton: Skeleton, tokens: Tensor) -> Tensor:
+    """Return the logits of stages of one layer each after their backward passes."""
     number = len(skeleton.layers)
     skeleton.fill()
     with torch.no_grad():
-        skeleton.run(Pass(layers=range(number), has_head=True), input_ids=tokens)  # sets `returns_tuple`
-    first, last = range(number // 2), range(number // 2, number)
-    sent = skeleton.run(Pass(layers=first, has_head=False), input_ids=tokens) if first else None
-    received = None if sent is None else sent.detach().requires_grad_()
-    logits = skeleton.run(Pass(layers=last, received=received, has_head=True), input_ids=tokens)
-    logits.square().mean().backward()
-    if sent is not None and received is not None:
-        sent.backward(received.grad)
-    return logits
+        skeleton.run(Pass(layers=range(number), has_head=True), input_ids=tokens)  # sets `tuple_length`
+    stages = list[tuple[Tensor, Tensor]]()
+    """Outputs, and the copies that the next stages receive."""
+    for layer in range(number):
+        received = stages[-1][1] if stages else None
+        now = Pass(layers=range(layer, layer + 1), received=received, has_head=layer == number - 1)
+        output = skeleton.run(now, input_ids=tokens)
+        stages.append((output, output.detach().requires_grad_()))
+    output.square().mean().backward()
+    for sent, copied in reversed(stages[:-1]):
+        sent.backward(copied.grad)
+    return output
 
 
 def _difference(left: Tensor, right: Tensor) -> float:
