@@ -1,4 +1,4 @@
-"""The comparison of a small model with its two halves, before transformers' layers train."""
+"""The comparison of a small model with stages of its layers, before transformers' layers train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,28 @@ def test_sizes_do_not_matter() -> None:
         transformers.LlamaConfig(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8),
     ):
         checked = check_split(config, is_packed=True)
-        assert checked.has_plain_head and not checked.returns_tuple
+        assert checked.has_plain_head and not checked.tuple_length
+
+
+_MAMBA = ["linear_attention"] * 5 + ["full_attention"]
+WIDTHS: dict[str, dict[str, Any]] = {
+    "helium": {},
+    "kimi_linear": {},
+    "mamba2": {},
+    "falcon_h1": {"mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64},
+    "granitemoehybrid": {"num_hidden_layers": 24, "layer_types": _MAMBA * 4},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "falcon": {},
+    "gptj": {},
+    "gpt2": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
+}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_widths_fit_together(name: str) -> None:
+    """Heads and states keep their widths in the small model, and their numbers fit its hidden size."""
+    checked = check_split(transformers.AutoConfig.for_model(name, **WIDTHS[name]))
+    assert checked.config.hidden_size <= 1024 and len(checked.layers) <= 4
 
 
 def test_layers_that_share_more_than_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +61,17 @@ def test_layers_that_share_more_than_hidden_states(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", reads_first)
     with pytest.raises(Refused, match="LlamaForCausalLM computes otherwise when its layers are split"):
         check_split(decoders.config_of("llama"))
+
+
+def test_a_cut_before_a_layer_that_reads_an_index() -> None:
+    """A layer may return more than hidden states, which a later layer reads. A stage would have to send it."""
+    sizes = {"num_hidden_layers": 8, "mlp_layer_types": ["dense"] * 8}
+    alone = transformers.AutoConfig.for_model("glm_moe_dsa", **sizes, indexer_types=["full"] * 8)
+    assert check_split(alone).tuple_length == 2
+    for shared in (["full", "shared"] * 4, ["full"] * 7 + ["shared"]):
+        reads = transformers.AutoConfig.for_model("glm_moe_dsa", **sizes, indexer_types=shared)
+        with pytest.raises(Refused, match=r"GlmMoeDsaForCausalLM computes otherwise .*Shared"):
+            check_split(reads)
 
 
 def test_weights_between_layers_and_head() -> None:

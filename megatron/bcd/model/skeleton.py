@@ -141,10 +141,10 @@ class _Slot(nn.Module):
             output = checkpoint(self.layer, hidden_states, *args[1:], use_reentrant=False, **kwargs)
         elif number in now.layers:
             output = self.layer(hidden_states, *args[1:], **kwargs)
-        elif self.skeleton.returns_tuple:
-            output = (hidden_states,)
+        elif self.skeleton.tuple_length:
+            output = (hidden_states, *[None] * (self.skeleton.tuple_length - 1))
         if number in now.layers:
-            self.skeleton.returns_tuple = isinstance(output, tuple)
+            self.skeleton.tuple_length = len(output) if isinstance(output, tuple) else 0
         if number == now.layers.stop - 1 and not now.has_head:
             raise _EndOfPass(output[0] if isinstance(output, tuple) else output)
         return output
@@ -184,8 +184,8 @@ class Skeleton:
         self.layers = [*lists[path]]
         """transformers' layers."""
         self.now = _IDLE
-        self.returns_tuple = False
-        """Whether the model expects a tuple of a layer."""
+        self.tuple_length = 0
+        """Length of the tuple that the model expects of a layer, or 0 if it expects a tensor."""
         self._products: Tensor | None = None
         self.attends_by_text = False
         """Whether attention takes the bounds of packed texts (`model.texts`) in place of masks."""

@@ -1,9 +1,10 @@
-"""Compare a small model of the same class, split into two stages, with transformers' own, before training."""
+"""Compare a small model of the same class, split into stages of one layer, with transformers' own, before training."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,48 +19,53 @@ from megatron.bcd.model.texts import BY_TEXT, text_arguments
 TOLERANCE = 5e-5
 """Largest difference of logits and gradients, relative to their largest element."""
 _VOCABULARY, _MAX_LAYERS, _LENGTH = 64, 4, 12
-_MAX_HIDDEN = 1024
-"""Largest hidden size of a model that is compared at full width."""
-_WIDTHS = {
-    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "intermediate_size_mlp": 64, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "sliding_window": 8, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "attention_chunk_size": 8,
-}  # fmt: skip
-"""Sizes of the small model by the names of configurations, where the model's own are larger. Heads keep their width."""
+_HIDDEN = 256
+"""Hidden size of a small model, or a divisor of the model's own near it: a quarter to four times as large."""
+_DIVIDED = re.compile(r"heads|experts|groups?$|intermediate|ffn|ssm$")
+"""Names of sizes that are divided with the hidden size, as are its multiples. Heads and states keep their widths."""
 
 
 def _small_configs(config: Any) -> Iterator[Any]:
-    """Yield small configurations with one to four layers of all kinds: narrow ones first, then one of full width."""
+    """Yield small configurations with one to four layers of all kinds, by width: not all widths fit together."""
     text = config.to_dict()
-    number = config.num_hidden_layers  # GPT-2 has another name for it in its file
-    patterns = {name: value for name, value in text.items() if isinstance(value, list) and len(value) == number}
+    text |= {alias: text.get(name) for alias, name in config.attribute_map.items()}
+    number = config.num_hidden_layers
+    lists = {name: value for name, value in text.items() if isinstance(value, list)}
+    patterns = {name: value for name, value in lists.items() if len(value) == number}
+    indices = {
+        name: [layer in value for layer in range(number)]
+        for name, value in lists.items()
+        if "layer" in name and name not in patterns and all(type(each) is int for each in value)
+    }
     kinds: dict[Any, int] = {}
     for layer in range(number):
-        kinds.setdefault(repr([pattern[layer] for pattern in patterns.values()]), layer)
-    chosen = sorted([*kinds.values()][:_MAX_LAYERS])
+        kinds.setdefault(repr([pattern[layer] for pattern in (patterns | indices).values()]), layer)
+    chosen = [*kinds.values()][:_MAX_LAYERS]
     chosen += [layer for layer in range(number) if layer not in chosen][: max(0, min(number, 3) - len(chosen))]
-    small: dict[str, Any] = {name: [pattern[layer] for layer in sorted(chosen)] for name, pattern in patterns.items()}
+    chosen.sort()
+    small: dict[str, Any] = {name: [pattern[layer] for layer in chosen] for name, pattern in patterns.items()}
+    small |= {name: [at for at, layer in enumerate(chosen) if has[layer]] for name, has in indices.items()}
     small |= {"num_hidden_layers": len(chosen), "vocab_size": _VOCABULARY}
     small |= {name: 0 for name in text if name.endswith("_token_id") and text[name] is not None}
+    small |= {name: 8 for name in ("sliding_window", "attention_chunk_size") if (text.get(name) or 0) > 8}
     if text.get("first_k_dense_replace"):
         small["first_k_dense_replace"] = 1
-    narrow = {name: size for name, size in _WIDTHS.items() if type(text.get(name)) is int and text[name] > size}
-    if "num_key_value_heads" in narrow and text["num_key_value_heads"] == text["num_attention_heads"]:
-        narrow["num_key_value_heads"] = narrow.get("num_attention_heads", text["num_attention_heads"])
-    if "hidden_size" in narrow and not text.get("head_dim") and text.get("num_attention_heads"):
-        heads = narrow.get("num_attention_heads", text["num_attention_heads"])
-        narrow["hidden_size"] = heads * (text["hidden_size"] // text["num_attention_heads"])
-    is_small = (text.get("hidden_size") or 0) <= _MAX_HIDDEN
-    for widths in (narrow, {}) if is_small else (narrow,):
+    sizes = {name: size for name, size in text.items() if type(size) is int and size > 0 and name not in small}
+    hidden = sizes.get("hidden_size", 1)
+    factors = [each for each in range(1, hidden + 1) if hidden % each == 0 and 1 <= 4 * hidden // each // _HIDDEN <= 16]
+    factors.sort(key=lambda factor: abs(hidden // factor - _HIDDEN))
+    for factor in factors or [1]:
         result = copy.deepcopy(config)
-        for name, value in (small | widths).items():
+        for name, size in sizes.items():
+            if size % hidden == 0 or _DIVIDED.search(name):
+                small[name] = max(size // factor, min(size, 2) if "experts" in name else 1)
+        for name, value in small.items():
             setattr(result, name, value)
         yield result
 
 
 def check_split(config: Any, *, is_packed: bool = False) -> Skeleton:
-    """Check that a small model of this class computes the same in two stages, and return it.
+    """Check that a small model of this class computes the same with a stage for each layer, and return it.
 
     With `is_packed` also check that a text has the same logits behind another one, and whether it has without masks
     (`attends_by_text`).
@@ -127,10 +133,10 @@ def _compare(skeleton: Skeleton) -> None:
     wanted = [whole, *map(_gradient, parameters)]
     model.zero_grad()
     try:
-        actual = [_run_halves(skeleton, tokens), *map(_gradient, parameters)]
+        actual = [_run_stages(skeleton, tokens), *map(_gradient, parameters)]
         difference = max(map(_difference, wanted, actual))
         problem = f"logits or gradients by {difference:.1g}" if difference > TOLERANCE else ""
-    except Exception as error:  # the whole model has run, and halves may raise many types
+    except Exception as error:  # the whole model has run, and stages may raise many types
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
     if problem:
         raise skeleton.refusal(f"computes otherwise when its layers are split ({problem})")
@@ -140,20 +146,23 @@ def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _run_halves(skeleton: Skeleton, tokens: Tensor) -> Tensor:
-    """Return the logits of two stages after their backward passes."""
+def _run_stages(skeleton: Skeleton, tokens: Tensor) -> Tensor:
+    """Return the logits of stages of one layer each after their backward passes."""
     number = len(skeleton.layers)
     skeleton.fill()
     with torch.no_grad():
-        skeleton.run(Pass(layers=range(number), has_head=True), input_ids=tokens)  # sets `returns_tuple`
-    first, last = range(number // 2), range(number // 2, number)
-    sent = skeleton.run(Pass(layers=first, has_head=False), input_ids=tokens) if first else None
-    received = None if sent is None else sent.detach().requires_grad_()
-    logits = skeleton.run(Pass(layers=last, received=received, has_head=True), input_ids=tokens)
-    logits.square().mean().backward()
-    if sent is not None and received is not None:
-        sent.backward(received.grad)
-    return logits
+        skeleton.run(Pass(layers=range(number), has_head=True), input_ids=tokens)  # sets `tuple_length`
+    stages = list[tuple[Tensor, Tensor]]()
+    """Outputs, and the copies that the next stages receive."""
+    for layer in range(number):
+        received = stages[-1][1] if stages else None
+        now = Pass(layers=range(layer, layer + 1), received=received, has_head=layer == number - 1)
+        output = skeleton.run(now, input_ids=tokens)
+        stages.append((output, output.detach().requires_grad_()))
+    output.square().mean().backward()
+    for sent, copied in reversed(stages[:-1]):
+        sent.backward(copied.grad)
+    return output
 
 
 def _difference(left: Tensor, right: Tensor) -> float:

@@ -218,7 +218,7 @@ def build_chunks(
         skeleton = Skeleton(hf_config, dtype=stage_config.params_dtype)
         if checked.attends_by_text and config.can_attend_by_text and device.has_variable_length_attention():
             skeleton.attend_by_text()
-        skeleton.returns_tuple = checked.returns_tuple
+        skeleton.tuple_length = checked.tuple_length
         if chunk == 0:
             numbers = partition_from_config(config).stage_layers(stage)
             host_layers.expect([skeleton.layers[number] for number in numbers])
