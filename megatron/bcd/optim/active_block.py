@@ -47,7 +47,7 @@ class ActiveBlock:
         self.core = CoreOptimizer(model, config, self.parameters)
         self.offloaded = self.core.offloaded
         self.matrices = build_matrix_optimizer(config, model, self.parameters)
-        if config.bcd.bcd_inactive_update != "none" or config.steps_block_by_chunk:
+        if config.updates_streamed_layers:
             owned = {matrix.parameter for matrix in self.matrices.matrices.values() if matrix.is_owner}
             self._host_layers.owned = owned
         self.chunks: Sequence[range] = ()

@@ -163,7 +163,7 @@ def build_optimizer(
 
 def build_matrix_optimizer(config: RunConfig, model: torch.nn.Module, parameters: ParametersByBlock) -> MatrixOptimizer:
     """Build the optimizer of this stage's matrices."""
-    if not _has_matrix_optimizer(config):
+    if not config.has_matrix_optimizer:
         return MatrixOptimizer({}, group=replicas.group(), is_used=False)
     model_config, settings = get_model_config(model), config.optimizer
     heads, groups, width = model_config.num_attention_heads, model_config.num_query_groups, model_config.kv_channels
@@ -223,7 +223,7 @@ def phase_rules(config: RunConfig, parameters: ParametersByBlock, block: int) ->
 
     These are the matrices of the block and of inactive layers, and the embedding and the head with rule `factored`.
     """
-    if not _has_matrix_optimizer(config):
+    if not config.has_matrix_optimizer:
         return []
     bcd, settings = config.bcd, config.optimizer
     assert bcd.bcd_inactive_lr_ratio is not None, "arguments.derive sets the default of the rule"
@@ -258,10 +258,6 @@ def phase_rules(config: RunConfig, parameters: ParametersByBlock, block: int) ->
             adam=adam,
         )
     return [*rules, (rule, [name for name in parameters.owned_by(block) if name in parameters.matrices()], True)]
-
-
-def _has_matrix_optimizer(config: RunConfig) -> bool:
-    return config.is_muon or config.bcd.bcd_inactive_update != "none" or config.steps_block_by_chunk
 
 
 def _steps_adam_by_chunk(config: RunConfig) -> bool:
