@@ -55,6 +55,8 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
     """
     if os.path.isdir(name):
         return name
+    if os.path.isfile(name):
+        raise ValueError(f"{flag} {name}: is a file. Give the folder that holds it.")
     from huggingface_hub import snapshot_download
 
     patterns = [CONFIG, *COMPANIONS, *["*.safetensors", INDEX] * weights, *["*.py"] * (name in TRUSTED)]
