@@ -186,7 +186,6 @@ def test_compiled(world1: World, text_data: str, tmp_path: Path) -> None:
     flags = {"bcd_preset": "finetune", "bcd_num_blocks": 2}
     [eager] = world1.run(trained, run_of(source, text_data, **flags))
     [result] = world1.run(compiled, run_of(source, text_data, **flags, bcd_compile="on", bcd_layers_on="host"))
-    print(result["compiled"])
     assert {"forward", "apply_rotary_pos_emb"} <= {*result["compiled"]}, "norms and rotation"
     assert result["losses"] == pytest.approx(eager["losses"], rel=1e-5)
 

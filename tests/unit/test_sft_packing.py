@@ -77,6 +77,9 @@ def test_answers_that_do_not_fit(flags: dict[str, bool], kept: list[int]) -> Non
     assert (sorted(members[0].tolist()), num_left_out) == (kept, 4 - len(kept))
     notes = plan._notes(config, samples, [one_each(members[0])] * 3, num_omitted=num_left_out, files=())
     assert f"{num_left_out} samples are omitted" in " ".join(notes)
+    config = fine_tuning.config_of("records.jsonl", **sizes | flags | {"seq_length": 1})
+    with pytest.raises(ValueError, match="training split has no record, and --seq-length is too short for 4 of 4"):
+        plan._members(samples, config, [("--data-path", "records.jsonl")])
 
 
 SAMPLES = [([1, 2, 3], [0, 1, 1]), ([4, 5], [0, 1]), ([6, 7, 8, 9], [0, 0, 1, 1])]

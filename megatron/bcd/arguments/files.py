@@ -40,7 +40,10 @@ def model_values(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[dict[
     fixed, defaults = network.flags, dict(network.defaults)
     for flag in flags if network.family == TRANSFORMERS else ():
         if flag.group in (NETWORK, EXPERTS) and flag.field in given and flag.field not in {*fixed, *_OF_THE_RUN}:
-            raise ValueError(f"{flag.shown}: the config.json of --load-hf {name} determines it. Leave the flag out.")
+            raise ValueError(
+                f"{flag.shown}: --load-hf {name} runs on transformers' layers, which have the settings of its "
+                "config.json alone. Leave the flag out."
+            )
     for flag in flags:
         value = given.get(flag.field)
         value = list(value) if isinstance(value, tuple) else value

@@ -172,7 +172,10 @@ def _check_tables(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterat
         flags = [_describe(values, derived.get(flag, flag)) for flag in row.split() if holds(values, flag)]
         if len(flags) > 1:
             conflicting.update(flags)
-            yield f"{' and '.join(flags)} cannot be combined. Leave one of them out."
+            if flags[0] == "--transformer-impl transformers":  # which config.json may have chosen
+                yield f"{flags[1]}: the model runs on transformers' layers, which don't support it. Leave it out."
+            else:
+                yield f"{' and '.join(flags)} cannot be combined. Leave one of them out."
     for flag, needed in NEEDS.items():
         if holds(values, flag) and _describe(values, flag) not in conflicting:
             missing = [need.replace("=", " ") for need in needed.split() if not holds(values, need)]

@@ -59,6 +59,8 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
         if not os.path.isfile(os.path.join(name, CONFIG)):
             raise ValueError(f"{flag} {name}: the folder has no {CONFIG}. Give a model in Hugging Face's format.")
         return name
+    if os.path.isfile(name):
+        raise ValueError(f"{flag} {name}: is a file. Give the folder that holds it.")
     from huggingface_hub import snapshot_download
 
     patterns = [CONFIG, *COMPANIONS, *["*.safetensors", INDEX] * weights, *["*.py"] * (name in TRUSTED)]

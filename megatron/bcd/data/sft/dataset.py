@@ -186,16 +186,18 @@ def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[In
         flags = numpy.array([flag for flag, _ in files])[samples.records[:, 0]]
         in_files = [numpy.flatnonzero(keeps & (flags == f"--{name}-data-path")) for name in ("train", "valid", "test")]
         members = [kept[divide(len(kept), (1.0,))[0]] for kept in in_files]  # shuffle, because files are often sorted
+    num_omitted = int((~keeps).sum())
     needed = (not config.training.skip_train, config.training.eval_iters > 0, False)
     for name, split, is_needed in zip(("training", "validation", "test"), members, needed, strict=True):
         if is_needed and not len(split):
             where = f"--split {config.data.split}: " if config.data.data_path else ""
+            cause = f", and --seq-length is too short for {num_omitted} of {len(samples)}" if num_omitted else ""
             raise ValueError(
-                f"{where}the {name} split has no record. Give it more"
+                f"{where}the {name} split has no record{cause}. Give it more"
                 + (", or --eval-iters 0" * (name != "training"))
                 + "."
             )
-    return members, int((~keeps).sum())
+    return members, num_omitted
 
 
 def _which_fit(samples: Samples, config: RunConfig) -> Any:
