@@ -11,6 +11,7 @@ The planner (`memory`) and the trainer's --recompute auto (`run_state`) both use
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -231,7 +232,7 @@ class StageActivations:
     def saved_bytes(self, recomputed: Recomputed) -> int:
         """Return the bytes that autograd saves for all microbatches in flight."""
         if self.config.is_breadth_first:
-            by_chunk = [sum(saved for saved, _ in passes) for passes in self._chunks(recomputed)]
+            by_chunk = [self._saved(updated, recomputed) for updated in self._chunks]
             return max(*by_chunk, by_chunk[-1] + self.sizes.head * self._is_last_stage)
         chunk_bytes = [
             sum(saved for saved, _ in self._chunk_layers(chunk, recomputed)) + self.sizes.head * self._has_head(chunk)
@@ -302,10 +303,9 @@ class StageActivations:
         return self._passes_bytes(host_passes(self.shape, self.stage), recomputed)
 
     def _passes_bytes(self, passes: Sequence[tuple[int, int]], recomputed: Recomputed) -> int:
-        if not passes:
-            return 0
-        saved = [sum(bytes_ for bytes_, _ in layers) for layers in self._chunks(recomputed)]
-        return sum(saved[chunk] for chunk, _ in passes)
+        chunks = self._chunks
+        kinds = Counter(chunks[chunk] for chunk, _ in passes)
+        return sum(number * self._saved(updated, recomputed) for updated, number in kinds.items())
 
     def chunk_peaks(self, recomputed: Recomputed) -> list[int]:
         """Return the peak of a microbatch in each chunk beside `kept_bytes`: what autograd saves and the largest
@@ -315,21 +315,31 @@ class StageActivations:
         that do. Where activations wait in host memory, those of two microbatches are on the device, as a whole until
         the end of the backward pass.
         """
-        peaks, chunks, kept = [], self._chunks(recomputed), self.kept_bytes(recomputed)
+        chunks, kept = self._chunks, self.kept_bytes(recomputed)
         on_host = {chunk for chunk, _ in host_passes(self.shape, self.stage)}
-        for number, layers in enumerate(chunks, 1):
-            has_head = self._is_last_stage and number == len(chunks)
+
+        @cache  # most chunks are alike
+        def peak(updated: tuple[bool, ...], has_head: bool, is_on_host: bool) -> int:
+            layers = self._layers(updated, recomputed)
             saved = sum(saved for saved, _ in layers) + self.sizes.head * has_head
             peak = saved + self._working(layers, has_head=has_head) - min(kept, saved) * (not has_head)
-            peaks.append(max(peak, self.sizes.forward_working))
-            if number - 1 in on_host:
-                peaks[-1] = max(peaks[-1], 2 * saved + max(working for _, working in layers) - kept)
-        return peaks
+            if is_on_host:
+                peak = max(peak, 2 * saved + max(working for _, working in layers) - kept)
+            return max(peak, self.sizes.forward_working)
 
-    def _chunks(self, recomputed: Recomputed) -> list[list[tuple[int, int]]]:
-        """Return the layers of each of the stage's chunks that run backward, as `_layers` does."""
+        return [
+            peak(updated, self._is_last_stage and number == len(chunks), number - 1 in on_host)
+            for number, updated in enumerate(chunks, 1)
+        ]
+
+    @property
+    def _chunks(self) -> list[tuple[bool, ...]]:
+        """Whether each layer behind the prefix is updated, by the stage's chunk."""
         chunks = self.state.passes.behind_prefix[self.stage :: self.shape.num_stages]
-        return [self._layers(updated[self.block], recomputed) for updated in chunks]
+        return [by_block[self.block] for by_block in chunks]
+
+    def _saved(self, updated: Sequence[bool], recomputed: Recomputed) -> int:
+        return sum(saved for saved, _ in self._layers(updated, recomputed))
 
     @property
     def message_bytes(self) -> int:

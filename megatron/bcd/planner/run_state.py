@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import RunConfig
@@ -220,7 +219,8 @@ class RunMemory:
 
     def schedule_shape(self, block: int) -> PlanShape:
         """Return the pipeline schedule in the middle of the block's phase."""
-        return _schedule_shape(self.state, block, self.num_microbatches, **self.kept)
+        shape = _schedule_shape(self.state, block, self.num_microbatches)
+        return replace(shape, num_kept=self.num_kept, num_on_host=self.num_on_host)
 
     def activations(self, stage: int, block: int) -> StageActivations:
         """Return the activations of a stage in the block's phase."""
@@ -231,13 +231,12 @@ class RunMemory:
 
 
 @lru_cache(maxsize=4096)
-def _schedule_shape(state: ModelState, block: int, num_microbatches: int, **kept: Any) -> PlanShape:
+def _schedule_shape(state: ModelState, block: int, num_microbatches: int) -> PlanShape:
     is_breadth_first = state.config.is_breadth_first
     shape = phase_shape(
         state.passes if is_breadth_first else state.partition,
         block,
         num_microbatches=num_microbatches,
         is_breadth_first=is_breadth_first,
-        **kept,
     )
     return shape.mid_phase(num_microbatches)
