@@ -389,7 +389,7 @@ def answer_search(arguments: argparse.Namespace, recipe: Recipe, estimates: Sequ
     rows = [each.as_dict() | {"cost_ratio": ratio} for each, ratio in zip(estimates, ratios, strict=True)]
     text = show_search(recipe, estimates, ratios)
     if arguments.compare:
-        return text, rows, 0
+        return "\n".join([text, *what_to_take(recipe, estimates)]), rows, 0
     # nothing is known of the loss of a method that was not measured
     known = [each for each in estimates if each.cost.is_to_full_loss or finding(each.recipe).loss] or estimates
     best = next((each for each in known if each.recipe.num_gpus == recipe.num_gpus), None)
@@ -402,6 +402,28 @@ def answer_search(arguments: argparse.Namespace, recipe: Recipe, estimates: Sequ
     text = f"{text}\n\nthe best on {recipe.num_gpus} GPUs\n\n{show_estimate(best)}"
     plan = best.as_dict() | {"command": command_of(best)}
     return text, {"best": plan, "methods": rows}, 0
+
+
+def what_to_take(recipe: Recipe, estimates: Sequence[Estimate]) -> list[str]:
+    """Return for each purpose in pretraining its row of --compare, on the given GPUs if there is one. Methods that lose
+    everywhere (README, Which method for whom) are none."""
+    lines = []
+    for purpose, methods, figure in (
+        ("the least money to a loss, from scratch", ("muon",), lambda each: each.cost.gpu_hours),
+        ("the least memory", ("muon", "pretrain"), lambda each: each.peak.total),
+        ("reproducing the paper", ("bcd",), lambda each: each.cost.gpu_hours),
+    ):
+        rows = [each for each in estimates if each.recipe.method in methods] if recipe.task == "pretrain" else []
+        rows = [each for each in rows if each.recipe.num_gpus == recipe.num_gpus] or rows
+        if rows:
+            best: Estimate = min(rows, key=figure)
+            flags = {"method": "muon"} if best.recipe.method == "muon" else {"bcd_preset": best.recipe.name}
+            flags |= {"bcd_layers_on": "host"} if best.recipe.is_streamed else {}
+            words = " ".join(words_of(flags | {"num_gpus": best.recipe.num_gpus}))
+            lines.append(f"for {purpose}: {words}, {price(best)}, {best.peak.total / GIB:.1f} GiB")
+            if best.recipe.method == "muon" and best.recipe.config.bcd.muon_momentum_dtype != "int8":
+                lines[-1] += "; less with --muon-momentum-dtype int8"
+    return ["", "what to take (--search and these flags plan it)", *lines] if lines else []
 
 
 def what_fits(arguments: argparse.Namespace) -> tuple[str, list[dict[str, str]]]:

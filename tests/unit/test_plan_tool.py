@@ -187,6 +187,24 @@ def test_muon_costs_full_trainings_steps(capsys: pytest.CaptureFixture[str]) -> 
     assert said == {"full training's steps"}, "no promise of its loss"
 
 
+def test_comparisons_end_with_what_to_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """A comparison ends with a row for each purpose: full Muon, the smaller of it and preset pretrain, the paper."""
+    flags = ("--model", "L-1.5B", *EXAMPLE[2:5], "2")
+    text, rows = output(capsys, *flags, "--compare"), planned(capsys, *flags, "--compare")
+    given = [row for row in rows if row["recipe"]["num_gpus"] == 2]
+    money, memory = (lambda row: row["bill"]["dollars"]), (lambda row: row["memory"]["peak_bytes"])
+    lines = text.splitlines()[-3:]
+    for line, methods, figure in zip(
+        lines, (("muon",), ("muon", "pretrain"), ("bcd",)), (money, memory, money), strict=True
+    ):
+        best = min((row for row in given if row["recipe"]["method"] in methods), key=figure)
+        shown = f"${money(best):,.0f}, {memory(best) / 2**30:.1f} GiB"
+        assert "--num-gpus 2, " in line and shown in line, (line, shown)
+    assert lines[0].startswith("for the least money to a loss, from scratch: --method muon ")
+    assert lines[0].endswith("--muon-momentum-dtype int8") and "--bcd-preset paper" in lines[2]
+    assert "what to take" not in output(capsys, *flags, "--search")
+
+
 def test_search_keeps_the_pipeline_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
     """A search keeps the pipeline size that is given, and remedies offer it. It proposes no layout by itself, because
     another layout changes the loss."""

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from support.planned import active_parameters
 
 from megatron.bcd.config import LAYOUTS
+from megatron.bcd.pipeline.build import build_plan
+from megatron.bcd.pipeline.plan import PlanShape
+from megatron.bcd.pipeline.simulate import simulate
 from megatron.bcd.planner import step_time
 from megatron.bcd.planner.estimate import Estimate, multiplier_of
 from megatron.bcd.planner.memory import fits, host_bytes, rank_memory, saving_bytes
@@ -148,6 +151,33 @@ def test_one_stage_does_one_thing_after_the_other() -> None:
         assert phase.pipeline == pytest.approx(3 * (layers * layer + heads * head))
         assert phase.bubble == pytest.approx(0)
         assert phase.reductions == 0
+
+
+@pytest.mark.parametrize("flags", [{}, {"num_kept": 5, "num_on_host": 4, "is_breadth_first": True}])
+def test_one_stage_is_not_simulated(flags: dict[str, Any]) -> None:
+    """The passes of one stage take the simulation's time, without one."""
+    chunks = 4 if flags else 1
+    active = (False, *[True] * (chunks - 1)) if flags else (True,)
+    flags = flags | {"num_chunks": chunks, "active": active, "updated": active}
+    shape = PlanShape(num_stages=1, num_microbatches=6, first_trainable=0, **flags)
+    shapes = [shape, replace(shape, first_trainable=1)] if chunks > 1 else [shape]
+    work = [(1 + chunk, 0.3 + 2 * chunk) for chunk in range(chunks)]
+    exact = [simulate(build_plan(each), work).iteration_time for each in shapes]
+    with mock.patch.object(step_time, "simulate", side_effect=AssertionError):
+        alone = [step_time._pipeline_seconds(each, work, message=0.0) for each in shapes]
+    assert alone == [(pytest.approx(seconds), 0) for seconds in exact]
+
+
+def test_remedies_plan_nothing_twice() -> None:
+    """A search for remedies asks for each plan once."""
+    asked: list[frozenset[tuple[str, Any]]] = []
+
+    def plan(**values: Any) -> Recipe:
+        asked.append(frozenset(values.items()))
+        return place(**values)
+
+    assert remedies(request("G-10B", method="finetune", num_gpus=1, precision="bf16"), plan)
+    assert len(asked) == len({*asked}) > 10
 
 
 @pytest.mark.parametrize("layers_per_pass", [1, 3])

@@ -21,11 +21,17 @@ from megatron.bcd.pipeline.simulate import Span, run_orders
 @lru_cache(maxsize=64)
 def build_plan(shape: PlanShape) -> Plan:
     """Return the plan of all stages."""
-    order = breadth_first_order if shape.is_breadth_first else stock_order
-    orders = tuple(order(shape, stage) for stage in range(shape.num_stages))
+    orders = pass_orders(shape)
     if shape.is_breadth_first and len(orders) == 1:
         return Plan(shape=shape, stages=orders)
     return Plan(shape=shape, stages=_insert_messages(shape, run_orders(shape, orders)))
+
+
+@lru_cache(maxsize=64)
+def pass_orders(shape: PlanShape) -> tuple[tuple[Action, ...], ...]:
+    """Return the passes of each stage, without messages."""
+    order = breadth_first_order if shape.is_breadth_first else stock_order
+    return tuple(order(shape, stage) for stage in range(shape.num_stages))
 
 
 def breadth_first_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megatron.bcd.blocks.partition import Partition
@@ -41,31 +42,31 @@ class Kind(enum.StrEnum):
     """Steps the chunk's matrices, except those of a block that is stepped as a whole, and frees their gradients. Waits
     for the loss. If gradients are clipped, it copies them to host memory: the updates follow all passes."""
 
-    @property
+    @cached_property
     def is_forward(self) -> bool:
         """Whether this is a forward pass."""
         return self in (Kind.FORWARD, Kind.FORWARD_ONLY, Kind.FORWARD_AHEAD, Kind.RECOMPUTE)
 
-    @property
+    @cached_property
     def keeps_graph(self) -> bool:
         """Whether this pass keeps activations."""
         return self in (Kind.FORWARD, Kind.FORWARD_AHEAD, Kind.RECOMPUTE)
 
-    @property
+    @cached_property
     def is_backward(self) -> bool:
         """Whether this is a backward pass."""
         return self in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
-    @property
+    @cached_property
     def is_message(self) -> bool:
         """Whether this is one end of a message."""
         return self.startswith(("send", "receive"))
 
-    @property
+    @cached_property
     def computes(self) -> bool:
         return self.is_forward or self.is_backward
 
-    @property
+    @cached_property
     def is_passed_on(self) -> bool:
         """Whether this is a pass whose result the neighbouring virtual stage may need."""
         return self.computes and self is not Kind.RECOMPUTE

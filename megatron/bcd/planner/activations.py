@@ -11,6 +11,7 @@ The planner (`memory`) and the trainer's --recompute auto (`run_state`) both use
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -244,8 +245,8 @@ class StageActivations:
         if partition.tied and partition.num_virtual_stages == 1:  # the head's gradient waits for the embedding's
             waiting = self.sizes.head_weight * partition.head_active(self.block)
         working = (
-            self._working(layers, has_head=self._is_last_stage and layers is chunks[-1], waiting=waiting)
-            for layers in chunks
+            self._working(layers, has_head=self._is_last_stage and number == len(chunks), waiting=waiting)
+            for number, layers in enumerate(chunks, 1)
         )
         return max(self.saved_bytes(recomputed) + max(working), self.sizes.forward_working)
 
@@ -294,10 +295,9 @@ class StageActivations:
         return self._passes_bytes(host_passes(self.shape, self.stage), recomputed)
 
     def _passes_bytes(self, passes: Sequence[tuple[int, int]], recomputed: Recomputed) -> int:
-        if not passes:
-            return 0
-        saved = [sum(bytes_ for bytes_, _ in layers) for layers in self._chunks(recomputed)]
-        return sum(saved[chunk] for chunk, _ in passes)
+        chunks = self._chunks(recomputed)
+        kinds = Counter(chunks[chunk] for chunk, _ in passes)
+        return sum(number * sum(saved for saved, _ in layers) for layers, number in kinds.items())
 
     def chunk_peaks(self, recomputed: Recomputed) -> list[int]:
         """Return the peak of a microbatch in each chunk beside `kept_bytes`: what autograd saves and the largest
@@ -307,24 +307,27 @@ class StageActivations:
         that do. Where activations wait in host memory, those of two microbatches are on the device, as a whole until
         the end of the backward pass.
         """
-        peaks, chunks, kept = [], self._chunks(recomputed), self.kept_bytes(recomputed)
+        chunks, kept = self._chunks(recomputed), self.kept_bytes(recomputed)
         on_host = {chunk for chunk, _ in host_passes(self.shape, self.stage)}
-        for number, layers in enumerate(chunks, 1):
-            has_head = self._is_last_stage and layers is chunks[-1]
+
+        @cache  # most chunks are alike
+        def peak(layers: tuple[tuple[int, int], ...], has_head: bool, is_on_host: bool) -> int:
             saved = sum(saved for saved, _ in layers) + self.sizes.head * has_head
             peak = saved + self._working(layers, has_head=has_head) - min(kept, saved) * (not has_head)
-            peaks.append(max(peak, self.sizes.forward_working))
-            if number - 1 in on_host:
-                peaks[-1] = max(peaks[-1], 2 * saved + max(working for _, working in layers) - kept)
-        return peaks
+            if is_on_host:
+                peak = max(peak, 2 * saved + max(working for _, working in layers) - kept)
+            return max(peak, self.sizes.forward_working)
 
-    def _chunks(self, recomputed: Recomputed) -> list[list[tuple[int, int]]]:
+        return [
+            peak(layers, self._is_last_stage and number == len(chunks), number - 1 in on_host)
+            for number, layers in enumerate(chunks, 1)
+        ]
+
+    def _chunks(self, recomputed: Recomputed) -> list[tuple[tuple[int, int], ...]]:
         """Return what each layer after the prefix saves, and the temporary memory of its backward pass, by chunk."""
         chunks = self.state.passes.behind_prefix[self.stage :: self.shape.num_stages]
-        return [
-            self._layers(updated[self.block], recomputed, num_whole=recomputed.num_whole(chunk))
-            for chunk, updated in enumerate(chunks)
-        ]
+        of = cache(self._layers)  # most chunks are alike
+        return [of(each[self.block], recomputed, recomputed.num_whole(chunk)) for chunk, each in enumerate(chunks)]
 
     @property
     def message_bytes(self) -> int:
@@ -352,7 +355,7 @@ class StageActivations:
     def _is_last_stage(self) -> bool:
         return self.stage == self.shape.num_stages - 1
 
-    def _layers(self, updated: Sequence[bool], recomputed: Recomputed, *, num_whole: int) -> list[tuple[int, int]]:
+    def _layers(self, updated: Sequence[bool], recomputed: Recomputed, num_whole: int) -> tuple[tuple[int, int], ...]:
         """Return the entries of `_chunks` of these layers, of which the first `num_whole` are recomputed whole."""
         sizes, is_selective, layers = self.sizes, recomputed.granularity == "selective", []
         for number, is_updated in enumerate(updated):
@@ -365,7 +368,7 @@ class StageActivations:
                 layers.append((sizes.input, whole + working))
             else:
                 layers.append((whole - core * is_selective, core * is_selective + working))
-        return layers
+        return tuple(layers)
 
 
 @cache

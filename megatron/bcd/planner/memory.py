@@ -74,6 +74,7 @@ def saving_bytes(recipe: Recipe) -> int:
 def _saving_rank_bytes(state: ModelState, on_node: int) -> float:
     """Return the most bytes of `on_node` ranks of a node with the same weights, except experts."""
     is_short, is_on_host = state.config.precision != "fp32", state.config.bcd.bcd_layers_on == "host"
+    by_chunk = state.config.steps_block_by_chunk
 
     def rank_weights(stage: int, block: int) -> float:
         weights = state_elements = largest = 0
@@ -82,7 +83,7 @@ def _saving_rank_bytes(state: ModelState, on_node: int) -> float:
             copies = tensor.size * (min(on_node, state.num_expert_parts) if tensor.is_expert else 1)
             is_in_arena = is_on_host and tensor.owned.layer is not None
             is_active = tensor.owned.is_active(block)
-            if state.config.steps_block_by_chunk and tensor.parts:  # written one after the other
+            if by_chunk and tensor.parts:  # written one after the other
                 is_active = not is_in_arena
             num_moments = 1 if state.config.is_muon and tensor.parts else 2
             weights += 0 if is_in_arena and not is_active else state.budget.weight * copies

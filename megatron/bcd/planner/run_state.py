@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 from megatron.bcd.blocks.partition import Partition, layout_text, partition_from_config
 from megatron.bcd.config import RunConfig
@@ -166,7 +165,8 @@ class RunMemory:
 
     def schedule_shape(self, block: int) -> PlanShape:
         """Return the pipeline schedule in the middle of the block's phase."""
-        return _schedule_shape(self.state, block, self.num_microbatches, **self.kept)
+        shape = _schedule_shape(self.state, block, self.num_microbatches)
+        return replace(shape, num_kept=self.num_kept, num_on_host=self.num_on_host)
 
     def activations(self, stage: int, block: int) -> StageActivations:
         """Return the activations of a stage in the block's phase."""
@@ -177,9 +177,7 @@ class RunMemory:
 
 
 @lru_cache(maxsize=4096)
-def _schedule_shape(state: ModelState, block: int, num_microbatches: int, **kept: Any) -> PlanShape:
+def _schedule_shape(state: ModelState, block: int, num_microbatches: int) -> PlanShape:
     is_breadth_first = state.config.is_breadth_first
-    shape = phase_shape(
-        state.passes, block, num_microbatches=num_microbatches, is_breadth_first=is_breadth_first, **kept
-    )
+    shape = phase_shape(state.passes, block, num_microbatches=num_microbatches, is_breadth_first=is_breadth_first)
     return shape.mid_phase(num_microbatches)

@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from megatron.bcd.blocks.partition import layout_text
@@ -438,9 +439,13 @@ def remedies(values: Values, plan: Callable[..., Recipe]) -> list[Remedy]:
     They are settings that help alone, the fewest others that help together, another method, and more GPUs.
     """
 
+    @cache
+    def planned(changes: frozenset[tuple[str, Any]]) -> Recipe:
+        return plan(**{**values, **dict(changes)})
+
     def first_that_fits(*choices: _Changes) -> list[Remedy]:
         for changes in choices:
-            if fits(recipe := plan(**{**values, **changes})):
+            if fits(recipe := planned(frozenset(changes.items()))):
                 if changes.get("host_memory_gb", 0) is None:
                     changes = changes | {"host_memory_gb": math.ceil(node_bytes(recipe) / 1e9)}
                 return [(changes, recipe)]

@@ -291,8 +291,7 @@ class ModelState:
 
     def largest_rank(self, stage: int, block: int) -> RankMemory:
         """Return the rank of the stage with the most state."""
-        ranks = (self.rank(stage, block, replica) for replica in range(self.num_replicas))
-        return max(ranks, key=lambda rank: rank.model_state)
+        return _largest_rank(self, stage, block)
 
     def share(self, stage: int, block: int, replica: int) -> MatrixShare:
         """Return a rank's share of the matrices that are stepped in the block's phase."""
@@ -388,3 +387,9 @@ class ModelState:
 @lru_cache(maxsize=4096)  # a search needs them repeatedly
 def _shares(state: ModelState, stage: int, block: int) -> list[MatrixShare]:
     return [state.rank_share(stage, block, rank) for rank in range(state.num_replicas)]
+
+
+@lru_cache(maxsize=4096)
+def _largest_rank(state: ModelState, stage: int, block: int) -> RankMemory:
+    ranks = (state.rank(stage, block, replica) for replica in range(state.num_replicas))
+    return max(ranks, key=lambda rank: rank.model_state)

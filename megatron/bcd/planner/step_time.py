@@ -8,11 +8,11 @@ backward pass once; each gradient does so once more.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megatron.bcd.pipeline.build import build_plan, host_passes, kept_passes
-from megatron.bcd.pipeline.plan import PlanShape
-from megatron.bcd.pipeline.simulate import Work, simulate
+from megatron.bcd.pipeline.build import host_passes, kept_passes, pass_orders
+from megatron.bcd.pipeline.plan import Plan, PlanShape
+from megatron.bcd.pipeline.simulate import Timeline, Work, simulate
 from megatron.bcd.planner.cost import fp8_matrices, pass_products
 from megatron.bcd.planner.memory import recomputation
 from megatron.bcd.planner.recipe import Recipe
@@ -207,20 +207,31 @@ def _message_seconds(recipe: Recipe) -> float:
 
 def _pipeline_seconds(shape: PlanShape, work: Work, *, message: float) -> tuple[float, float]:
     """Return time and bubble. The first microbatches are simulated; the others continue at the same pace."""
-    if shape.num_stages == 1 and (kept := (*kept_passes(shape, 0), *host_passes(shape, 0))):
-        # passes follow one another
-        total, bubble = _pipeline_seconds(replace(shape, num_kept=0, num_on_host=0), work, message=message)
-        return total - sum(work[chunk][0] for chunk, _ in kept), bubble
+    if shape.num_stages == 1:
+        return _one_stage_seconds(shape, work), 0.0
     simulated = shape.mid_phase(min(shape.num_microbatches, _SIMULATED_ROUNDS * shape.num_stages))
-    timeline = simulate(build_plan(simulated), work, message=message)
+    timeline = _timeline(simulated, work, message)
     more = (shape.num_microbatches - simulated.num_microbatches) / simulated.num_microbatches
     if not more:
         return timeline.iteration_time, timeline.bubble
-    shorter = build_plan(shape.mid_phase(simulated.num_microbatches - shape.num_stages))
-    fewer = simulate(shorter, work, message=message)
+    fewer = _timeline(shape.mid_phase(simulated.num_microbatches - shape.num_stages), work, message)
     slope = (timeline.iteration_time - fewer.iteration_time) / shape.num_stages
     total = timeline.iteration_time + more * simulated.num_microbatches * slope
     return total, 1 - sum(timeline.busy_times) * (1 + more) / (total * shape.num_stages)
+
+
+def _timeline(shape: PlanShape, work: Work, message: float) -> Timeline:
+    return simulate(Plan(shape=shape, stages=pass_orders(shape)), work, message=message)
+
+
+def _one_stage_seconds(shape: PlanShape, work: Work) -> float:
+    """Return the time of the passes of one stage, which follow one another."""
+    seconds = 0.0
+    for virtual, (forward, backward) in enumerate(work):
+        is_repeated = shape.is_breadth_first and virtual < shape.last
+        seconds += forward if shape.is_forward_only(virtual) else (1 + is_repeated) * forward + backward
+    kept = (*kept_passes(shape, 0), *host_passes(shape, 0))
+    return shape.num_microbatches * seconds - sum(work[chunk][0] for chunk, _ in kept)
 
 
 def _step_seconds(recipe: Recipe, stored: int, share: MatrixShare) -> float:
