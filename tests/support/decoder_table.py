@@ -1,6 +1,6 @@
-"""Write the table of docs/huggingface.md from the results of the tests.
+"""Write the table of docs/huggingface.md, and the types below it, from the results of the tests.
 
-pytest tests/distributed/test_transformers_layers.py --long --junitxml results.xml
+pytest tests/distributed/test_transformers_layers.py tests/unit/test_split_check.py --long --junitxml results.xml
 python tests/support/decoder_table.py results.xml
 """
 
@@ -29,6 +29,19 @@ ROW = re.compile(r"^\| (`\w+`(?:, `\w+`)*) \|(.*)\|$", re.MULTILINE)
 """A row: the model types that have the same cells, and the cells."""
 
 
+EQUAL = "equal"
+REASONS = {
+    "has an encoder": "encoders",
+    "no single list": "no single list of layers",
+    "weights between": "weights between layers and head",
+    " ties ": "ties other than of the head",
+    "computes otherwise": "layers share more than hidden states",
+    "": "transformers' default sizes do not run small",
+}
+"""What a type is refused for, by a part of the message; the first one counts."""
+_TYPES = re.compile(r"^Also split equally: .*\n\nRefused: .*$", re.MULTILINE)
+
+
 def read_results(paths: Sequence[str]) -> dict[tuple[str, str], bool]:
     """Return whether every case of a test has passed, by the names of test and model type. Later files win."""
     results: dict[tuple[str, str], bool] = {}
@@ -42,25 +55,46 @@ def read_results(paths: Sequence[str]) -> dict[tuple[str, str], bool]:
     return results
 
 
-def format_table(results: Mapping[tuple[str, str], bool]) -> str:
-    """Return the table: a row for the model types with the same cells. A test that did not run has an empty cell."""
+def format_table(results: Mapping[tuple[str, str], bool], page: str) -> str:
+    """Return the table: a row for the model types with the same cells. A test that did not run keeps the page's."""
+    known = {name: cells.split("|") for names, cells in ROW.findall(page) for name in names.split(", ")}
 
-    def cell(name: str, test: str) -> str:
+    def cell(name: str, column: int, test: str) -> str:
         has_passed = results.get((test, name))
         yes = "refused" if test == "test_packed_texts" and name in decoders.UNPACKED else "yes"
-        return "" if has_passed is None else yes if has_passed else "fails"
+        if has_passed is None:
+            return known.get(f"`{name}`", [""] * len(COLUMNS))[column].strip()
+        return yes if has_passed else "fails"
 
     rows: dict[str, list[str]] = {}
     for name in decoders.SETTINGS:
-        rows.setdefault(" | ".join(cell(name, test) for test in COLUMNS.values()), []).append(f"`{name}`")
+        cells = (cell(name, column, test) for column, test in enumerate(COLUMNS.values()))
+        rows.setdefault(" | ".join(cells), []).append(f"`{name}`")
     return "\n".join(f"| {', '.join(names)} | {cells} |" for cells, names in rows.items())
+
+
+def format_types(paths: Sequence[str]) -> str:
+    """Return the types that split equally but have no row, and the refused ones by reason; nothing without results."""
+    types: dict[str, list[str]] = {}
+    for path in paths:
+        for case in ElementTree.parse(path).iter("testcase"):
+            name = case.get("name", "").partition("[")[2].rstrip("]")
+            for split in case.iter("property"):
+                if split.get("name") == "split" and name not in decoders.SETTINGS:
+                    types.setdefault(split.get("value", ""), []).append(f"`{name}`")
+    lines = {reason: ", ".join(sorted(types.get(reason, []))) for reason in (EQUAL, *REASONS.values())}
+    equal = lines.pop(EQUAL)
+    refused = "; ".join(f"{reason}: {names}" for reason, names in lines.items() if names)
+    return f"Also split equally: {equal}.\n\nRefused: {refused}." if equal else ""
 
 
 def main(paths: Sequence[str]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     rows = [*ROW.finditer(text)]
     start, end = rows[0].start(), rows[-1].end()
-    PAGE.write_text(text[:start] + format_table(read_results(paths)) + text[end:], encoding="utf-8")
+    text = text[:start] + format_table(read_results(paths), text) + text[end:]
+    text = _TYPES.sub(lambda found: format_types(paths) or found[0], text)
+    PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,15 @@ _HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1}
 _WINDOW = {"sliding_window": 8}
+FULL_SIZES = (
+    SIZES
+    | {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    | {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1}
+    | {"n_group": 1, "topk_group": 1}
+)
+"""Sizes for a model of any type."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": _WINDOW,
@@ -56,10 +64,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS | {"num_experts": 4},
     "exaone4": _WINDOW,
     "gemma4_text": {"head_dim": 16, "hidden_size_per_layer_input": 0} | _WINDOW,
+    "bamba": _MAMBA | {"attn_layer_indices": [1]},
+    "granitemoehybrid": _MAMBA
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24}
+    | {"layer_types": ["linear_attention", "full_attention"] * 2},
 }
 """Settings that differ from `SIZES` and transformers' defaults, by model type."""
-UNPACKED = frozenset(("qwen3_next", "qwen3_5_text", "gpt_oss"))
-"""Models whose layers carry one text into the next: two by their state, gpt-oss by a mask that ignores positions."""
+UNPACKED = frozenset(("qwen3_next", "qwen3_5_text", "gpt_oss", "bamba", "granitemoehybrid"))
+"""Models whose layers carry one text into the next: gpt-oss by a mask that ignores positions, others by a state."""
 
 
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from support import decoders
-from support.decoder_table import ROW
+from support.decoder_table import EQUAL, REASONS, ROW
 from transformers.models.llama import modeling_llama
 
 from megatron.bcd.huggingface.architecture import TRANSFORMERS, architecture_of
@@ -48,6 +50,32 @@ def test_widths_fit_together(name: str) -> None:
     """Heads and states keep their widths in the small model, and their numbers fit its hidden size."""
     checked = check_split(transformers.AutoConfig.for_model(name, **WIDTHS[name]))
     assert checked.config.hidden_size <= 1024 and len(checked.layers) <= 4
+
+
+def _refusal(name: str, sizes: dict[str, Any]) -> str:
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("takes more than a minute"))
+    signal.alarm(60)
+    try:
+        config = transformers.AutoConfig.for_model(name, **sizes)
+        if config.is_encoder_decoder:
+            return "has an encoder"
+        check_split(config.get_text_config())
+    except Exception as error:  # configurations raise many types
+        return str(error)
+    finally:
+        signal.alarm(0)
+    return ""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted({each.model_type for each in transformers.MODEL_FOR_CAUSAL_LM_MAPPING}))
+def test_types(name: str, record_property: Callable[[str, object], None]) -> None:
+    """The check of each type of decoder ends within a minute, and is recorded for the page of tested models."""
+    refusal = _refusal(name, decoders.SIZES | decoders.SETTINGS[name] if name in decoders.SETTINGS else {})
+    if "no small" in refusal:  # some have no default sizes that run
+        refusal = _refusal(name, decoders.FULL_SIZES)
+    record_property("split", next(label for part, label in REASONS.items() if part in refusal) if refusal else EQUAL)
+    assert not refusal or name not in decoders.SETTINGS
 
 
 def test_layers_that_share_more_than_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +134,7 @@ QUANTISED = transformers.LlamaConfig(quantization_config={"quant_method": "fp8"}
     [
         (transformers.T5Config(), "t5 has an encoder"),
         (transformers.CLIPConfig(), "clip is no decoder of AutoModelForCausalLM"),
+        (transformers.BltConfig(), "blt has no single list of layers"),
         (QUANTISED, "quantization_config: quantised weights"),
         (transformers.Gemma3Config(), "gemma3 reads more than text, and random weights"),
     ],

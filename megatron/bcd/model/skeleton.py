@@ -60,6 +60,8 @@ def read_config(path: str, *, is_quantised: bool = False) -> Any:
     if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
         what = "has an encoder" if config.is_encoder_decoder else "is no decoder of AutoModelForCausalLM"
         raise ValueError(f"{path}: {config.model_type} {what}. Give a model that generates text alone.")
+    if not hasattr(text, "num_hidden_layers"):
+        raise ValueError(f"{path}: {config.model_type} has no single list of layers. Give another model.")
     if is_quantised:
         vars(text).pop("quantization_config", None)
     elif getattr(config, "quantization_config", None):

@@ -25,8 +25,8 @@ _DIVIDED = re.compile(r"heads|experts|groups?$|intermediate|ffn|ssm$")
 """Names of sizes that are divided with the hidden size, as are its multiples. Heads and states keep their widths."""
 
 
-def _small_configs(config: Any) -> Iterator[Any]:
-    """Yield small configurations with one to four layers of all kinds, by width: not all widths fit together."""
+def _small_sizes(config: Any) -> Iterator[dict[str, Any]]:
+    """Yield settings of small models with one to four layers of all kinds, by width: not all widths fit together."""
     text = config.to_dict()
     text |= {alias: text.get(name) for alias, name in config.attribute_map.items()}
     number = config.num_hidden_layers
@@ -55,13 +55,11 @@ def _small_configs(config: Any) -> Iterator[Any]:
     factors = [each for each in range(1, hidden + 1) if hidden % each == 0 and 1 <= 4 * hidden // each // _HIDDEN <= 16]
     factors.sort(key=lambda factor: abs(hidden // factor - _HIDDEN))
     for factor in factors or [1]:
-        result = copy.deepcopy(config)
-        for name, size in sizes.items():
-            if size % hidden == 0 or _DIVIDED.search(name):
-                small[name] = max(size // factor, min(size, 2) if "experts" in name else 1)
-        for name, value in small.items():
-            setattr(result, name, value)
-        yield result
+        yield small | {
+            name: max(size // factor, min(size, 2) if "experts" in name else 1)
+            for name, size in sizes.items()
+            if size % hidden == 0 or _DIVIDED.search(name)
+        }
 
 
 def check_split(config: Any, *, is_packed: bool = False) -> Skeleton:
@@ -74,8 +72,11 @@ def check_split(config: Any, *, is_packed: bool = False) -> Skeleton:
         ValueError: logits or gradients differ, or no small model can be built. One line.
     """
     problem = ""
-    for small in _small_configs(config):
+    for sizes in _small_sizes(config):
         try:
+            small = copy.deepcopy(config)
+            for name, size in sizes.items():
+                setattr(small, name, size)
             skeleton = Skeleton(small, has_weights=True)
             if is_packed:
                 _check_packed(skeleton)
