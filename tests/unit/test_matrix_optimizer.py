@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from megatron.bcd.optim.update_rules import MatrixLayout
 
 def optimizer_of(names: list[str], parameters: list[Any], **options: Any) -> MatrixOptimizer:
     """Return the optimizer of these parameters on one rank."""
-    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    group = mock.Mock(rank=lambda: 0, size=lambda: 1)
     matrices = {name: (each, MatrixLayout()) for name, each in zip(names, parameters, strict=True)}
     return MatrixOptimizer(matrices, group=group, **options)
 
