@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import resource
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from support import resumed_runs, worlds
 from support.dist import World
 from support.planned import EXPERTS, recipe_of
+from support.processes import disk_for
 
 from megatron.bcd.planner.memory import host_bytes
 from megatron.bcd.runtime import host_memory
@@ -160,12 +160,10 @@ def test_too_little_host_memory(world1: World, world2: World) -> None:
 
 def refused(config: Any, case: str) -> str:
     """Return the error of a run that cannot allocate shared memory or page-lock it."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     cuda = mock.Mock(cudaHostRegister=mock.Mock(return_value=2))
     with pytest.raises(ValueError) as raised, contextlib.ExitStack() as stack:
         if case == "file size":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-            stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+            stack.enter_context(disk_for(1000))
         else:
             stack.enter_context(mock.patch.object(host_memory, "device", mock.Mock(has_cuda=lambda: True)))
             stack.enter_context(mock.patch.object(torch.cuda, "cudart", lambda: cuda))

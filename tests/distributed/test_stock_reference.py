@@ -18,8 +18,8 @@ FIRST_STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def text(bpe_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Prefix of the reference's data, tokenized by our tool."""
+def data(bpe_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Flags of the reference's tokenizer, and of its data, tokenized by our tool."""
     prefix = tmp_path_factory.mktemp("text") / "text"
     flags = worlds.argv_of(
         input=small_text.write_text(prefix.with_suffix(".txt")),
@@ -30,12 +30,7 @@ def text(bpe_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         **bpe_files,
     )
     assert preprocess_data.main(flags) == 0
-    return f"{prefix}_text_document"
-
-
-def flags_of(reference: dict[str, Any], run: str, data: dict[str, Any]) -> dict[str, Any]:
-    platform = {"num_workers": 0, "bcd_num_blocks": 1, "log_interval": 1}
-    return reference["flags"] | reference["runs"][run]["extra_flags"] | data | platform
+    return {"data_path": f"{prefix}_text_document"} | bpe_files
 
 
 def assert_is_stock(metrics: list[dict[str, Any]], evaluations: list[tuple[int, float]], stock: dict[str, Any]) -> None:
@@ -73,18 +68,13 @@ def test_stock_is_the_same_with_both_versions_of_megatron_core(reference: dict[s
     ],
 )
 def test_curve(
-    world1: World,
-    world2: World,
-    text: str,
-    bpe_files: dict[str, Any],
-    reference: dict[str, Any],
-    run: str,
-    num_steps: int,
+    world1: World, world2: World, data: dict[str, Any], reference: dict[str, Any], run: str, num_steps: int
 ) -> None:
     """The run has stock's losses within 1e-4, its gradient norms and learning rates, and its evaluations."""
     stock = reference["runs"][run]
     world = (world1, world2)[stock["world_size"] - 1]
-    flags = flags_of(reference, run, {"data_path": text, "exit_interval": num_steps % 20 or None} | bpe_files)
+    flags = reference["flags"] | stock["extra_flags"] | data | {"exit_interval": num_steps % 20 or None}
+    flags |= {"num_workers": 0, "bcd_num_blocks": 1, "log_interval": 1}
     for outcome in world.run(worlds.train_run, worlds.config_of(world_size=world.size, **flags), timeout=840):
         assert len(outcome["metrics"]) == num_steps
         evaluations = [(iteration, loss) for iteration, _, loss in outcome["evaluations"]]
@@ -95,8 +85,7 @@ def test_curve(
 def test_stock_checkpoint(
     world1: World,
     world2: World,
-    text: str,
-    bpe_files: dict[str, Any],
+    data: dict[str, Any],
     reference: dict[str, Any],
     repo_root: Path,
     tmp_path: Path,
@@ -108,8 +97,8 @@ def test_stock_checkpoint(
         archive.extractall(tmp_path, filter="data")
     flags = stock["flags"] | {"finetune": True, "skip_train": True, "num_workers": 0}
     flags["load"] = tmp_path / stock["folder"]
-    cut = {"pipeline_model_parallel_size": stages, "bcd_num_blocks": 1, "data_path": text}
-    config = worlds.config_of(world_size=stages, **flags | cut | bpe_files)
+    cut = {"pipeline_model_parallel_size": stages, "bcd_num_blocks": 1}
+    config = worlds.config_of(world_size=stages, **flags | cut | data)
     for outcome in (world1, world2)[stages - 1].run(worlds.train_run, config):
         assert [(iteration, split) for iteration, split, _ in outcome["evaluations"]] == [(10, "validation")]
         expected = stock["evaluated_by_stock"]["validation_loss"]

@@ -76,8 +76,6 @@ def test_stock_defaults() -> None:
         (["--fp16"], "ddp", "grad_reduce_in_fp32", False),
         (["--fp16"], "training", "check_for_nan_in_loss_and_grad", False),
         (["--fp16", "--loss-scale", "128"], "training", "check_for_nan_in_loss_and_grad", True),
-        (["--disable-bias-linear"], "transformer", "bias_activation_fusion", False),
-        (["--no-bias-gelu-fusion"], "transformer", "bias_activation_fusion", False),
         (["--swiglu", "--no-bias-gelu-fusion"], "transformer", "bias_activation_fusion", True),
         (["--swiglu", "--no-bias-swiglu-fusion"], "transformer", "bias_activation_fusion", False),
         (["--group-query-attention"], "transformer", "num_query_groups", 1),
@@ -312,15 +310,12 @@ def test_preset_finetune_with_blocks() -> None:
     assert parse(*BLOCKS, "--bcd-num-blocks", "2").bcd.bcd_num_blocks == 2
 
 
-PIPELINE = ("--pipeline-model-parallel-size", "2")
-
-
 @pytest.mark.parametrize(
     ("words", "embedding_update"),
     [
         ((), "factored"),
         (("--bcd-num-blocks", "0"), "factored"),
-        (PIPELINE, "factored"),
+        (("--pipeline-model-parallel-size", "2"), "factored"),
         (("--decoupled-lr", "1e-4"), "adam"),
         (("--bcd-always-active", "norms"), "adam"),
         (("--bcd-embedding-update", "adam"), "adam"),
@@ -382,9 +377,7 @@ def test_use_checkpoint_args(tmp_path: Path) -> None:
     config = parse(*network, *more)
     folder = tmp_path / "iter_0000007"
     folder.mkdir()
-    state = {field.name: 0 for field in dataclasses.fields(RunState)}
-    state |= {"flags": run_config_to_dict(config), "format_version": FORMAT_VERSION}
-    (folder / RUN_STATE).write_text(json.dumps(state))
+    (folder / RUN_STATE).write_text(state_of(run_config_to_dict(config)))
     (folder / "checksums.json").write_text("{}")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     left_out = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--tokenizer-type")
@@ -392,8 +385,7 @@ def test_use_checkpoint_args(tmp_path: Path) -> None:
     result = parse(*load, "--hidden-dropout", "0.5", without=left_out)
     assert result.transformer == config.transformer | {"hidden_dropout": 0.5}
     assert (result.model, result.tokenizer) == (config.model, config.tokenizer)
-    plain = run_config_to_dict(parse("--swiglu"))
-    (folder / RUN_STATE).write_text(json.dumps(state | {"flags": plain}))
+    (folder / RUN_STATE).write_text(state_of(run_config_to_dict(parse("--swiglu"))))
     with pytest.raises(ValueError, match="--group-query-attention contradicts --use-checkpoint-args"):
         parse(*load, "--group-query-attention", without=left_out)
     (folder / RUN_STATE).unlink()
@@ -442,14 +434,6 @@ def test_each_default_can_be_undone(field: str) -> None:
     assert undone != parse_as("llama")
 
 
-def activation(*words: str) -> tuple[Any, bool, str]:
-    """Return the activation of Megatron Core's configuration, whether its kernel is fused, and the run summary's
-    line."""
-    config = parse(*words)
-    built = build_transformer_config(config, available_implementation(config))
-    return built.activation_func, built.bias_activation_fusion, describe_activation(built)
-
-
 @pytest.mark.parametrize(
     ("words", "on_cpu", "on_gpu"),
     [
@@ -468,8 +452,10 @@ def test_gelu(words: tuple[str, ...], on_cpu: str, on_gpu: str, monkeypatch: pyt
     for has_gpu, said in ((False, on_cpu), (True, on_gpu)):
         monkeypatch.setattr(device, "has_cuda", lambda has_gpu=has_gpu: has_gpu)
         monkeypatch.setattr(packages, "has_transformer_engine", lambda: False)
-        function, is_fused, description = activation(*words)
-        assert description == said
+        config = parse(*words)
+        built = build_transformer_config(config, available_implementation(config))
+        function, is_fused = built.activation_func, built.bias_activation_fusion
+        assert describe_activation(built) == said
         if "GELU" in said and not said.startswith("SwiGLU"):
             assert is_fused == (has_gpu and not {"--no-bias-gelu-fusion", "--disable-bias-linear"} & set(words))
             assert (function is tanh_gelu) == ("--openai-gelu" in words and not is_fused)

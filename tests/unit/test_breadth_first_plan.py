@@ -12,6 +12,7 @@ import pytest
 from support.plan_checker import Message, action_message, check_no_deadlock
 
 from megatron.bcd.blocks.partition import Partition, partition
+from megatron.bcd.config.sections import ALWAYS_ACTIVE
 from megatron.bcd.pipeline.build import build_plan, host_passes, kept_passes, peak_graphs
 from megatron.bcd.pipeline.plan import Kind, Plan, PlanShape, evaluation_shape, phase_shape
 from megatron.bcd.pipeline.simulate import simulate
@@ -22,23 +23,13 @@ def _partition(**changes: object) -> Partition:
     return partition(**keywords)  # type: ignore[arg-type]
 
 
+_INACTIVE = {"has_inactive_updates": True, "always_active": frozenset(ALWAYS_ACTIVE)}
 _CASES = {
     "blocks": (_partition(), 1),
     "last_block": (_partition(), 2),
     "head_phase": (_partition(head_phase=True), 3),
-    "factored": (
-        _partition(
-            num_blocks=0,
-            has_inactive_updates=True,
-            embedding_update="factored",
-            always_active=frozenset({"norms", "biases", "embedding", "head"}),
-        ),
-        0,
-    ),
-    "pretrain": (
-        _partition(has_inactive_updates=True, always_active=frozenset({"norms", "biases", "embedding", "head"})),
-        1,
-    ),
+    "factored": (_partition(num_blocks=0, embedding_update="factored", **_INACTIVE), 0),
+    "pretrain": (_partition(**_INACTIVE), 1),
 }
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import re
-import resource
 import shutil
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from support import huggingface_models as models
+from support.processes import disk_for
 
 from megatron.bcd.huggingface import run_network
 from megatron.bcd.huggingface.convert import to_hugging_face
@@ -192,17 +191,6 @@ def test_names_on_the_hub(written: Callable[..., Path], monkeypatch: pytest.Monk
     for name in ("other/model", "/no/such/folder", str(tmp_path)):
         with pytest.raises(ValueError, match=f"--load-hf {name}"):
             locate(name, flag="--load-hf")
-
-
-@contextlib.contextmanager
-def disk_for(num_bytes: int) -> Iterator[None]:
-    """Limit the size of this process's files to `num_bytes`, so that writes fail as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk(

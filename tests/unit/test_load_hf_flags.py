@@ -31,6 +31,7 @@ GPT_OSS |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 
 
 GEMMA = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 6}
 GEMMA |= {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300}
+SCRATCH = {"load_hf": None, "num_layers": 6, "hidden_size": 64, "num_attention_heads": 4}
 
 
 def parse(folder: Path, config: dict[str, Any], *, form: str = "gpt", **flags: Any) -> RunConfig:
@@ -158,7 +159,7 @@ def test_config_json_and_flags_say_the_same(tmp_path: Path, config: dict[str, An
 
 def test_vocabulary_of_a_run(tmp_path: Path) -> None:
     """The exported vocabulary has all trained tokens; the tokenizer says how many these are."""
-    run = parse(tmp_path / "m", LLAMA, load_hf=None, form="llama", num_layers=6, hidden_size=64, num_attention_heads=4)
+    run = parse(tmp_path / "m", LLAMA, form="llama", **SCRATCH)
     assert describe_run(run, is_on_gpu=False).network.config.vocab_size == 257
     run = run.replace_section("tokenizer", tokenizer_type="SentencePieceTokenizer", tokenizer_model="absent")
     with pytest.raises(ValueError, match="absent"):
@@ -177,8 +178,7 @@ def test_the_tokenizer_that_is_exported(tmp_path: Path) -> None:
     kept = describe_run(parse(tmp_path / "m", LLAMA, **tokenizer), is_on_gpu=False).companions
     assert kept.keys() == other.keys()
     assert json.loads(kept["tokenizer.json"])["post_processor"] == json.loads(original)["post_processor"]
-    sizes = {"load_hf": None, "num_layers": 6, "hidden_size": 64, "num_attention_heads": 4}
-    scratch = describe_run(parse(tmp_path / "m", LLAMA, form="llama", **tokenizer, **sizes), is_on_gpu=False)
+    scratch = describe_run(parse(tmp_path / "m", LLAMA, form="llama", **tokenizer, **SCRATCH), is_on_gpu=False)
     assert scratch.companions.keys() == {"tokenizer.json", "tokenizer_config.json"}
     assert json.loads(scratch.companions["tokenizer.json"])["post_processor"] is None
     assert scratch.tokenizer is not None and scratch.config["eos_token_id"] == scratch.tokenizer.eod
@@ -189,7 +189,6 @@ def test_the_tokenizer_that_is_exported(tmp_path: Path) -> None:
 
 def test_what_transformers_does_not_have(tmp_path: Path) -> None:
     """A network that transformers does not have is refused by its flag. On a GPU the fused GELU has the tanh form."""
-    sizes = {"load_hf": None, "num_layers": 6, "hidden_size": 64, "num_attention_heads": 4}
     for flags, message in (
         ({"form": "llama", "rotary_percent": 0.5}, "--rotary-percent 0.5: transformers' llama model has 1.0"),
         ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm True"),
@@ -197,8 +196,8 @@ def test_what_transformers_does_not_have(tmp_path: Path) -> None:
         ({"form": "llama", "qk_layernorm": True, "add_qkv_bias": True}, "--add-qkv-bias True"),
     ):
         with pytest.raises(ValueError, match=message):
-            run_architecture(parse(tmp_path / "m", GPT2, **sizes | flags), is_on_gpu=False, vocab_size=300)
-    run = parse(tmp_path / "m", GPT2, **sizes)
+            run_architecture(parse(tmp_path / "m", GPT2, **SCRATCH | flags), is_on_gpu=False, vocab_size=300)
+    run = parse(tmp_path / "m", GPT2, **SCRATCH)
     assert [run_architecture(run, is_on_gpu=gpu, vocab_size=300)[0].flags["openai_gelu"] for gpu in (False, True)] == [
         False,
         True,
@@ -220,7 +219,6 @@ EXPERTS = {"form": "llama", "num_experts": 4, "moe_router_topk": 2}
 )
 def test_config_json_is_compared_as_it_is_read_back(tmp_path: Path, flags: dict[str, Any], message: str | None) -> None:
     """A run whose flags differ from those that its written config.json asks for is refused, with the flag's name."""
-    sizes = {"load_hf": None, "num_layers": 6, "hidden_size": 64, "num_attention_heads": 4}
-    run = parse(tmp_path / "m", GPT2, **sizes | flags)
+    run = parse(tmp_path / "m", GPT2, **SCRATCH | flags)
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
         run_architecture(run, is_on_gpu=False, vocab_size=300)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,23 +16,23 @@ from megatron.bcd.optim.state import MOMENTUM
 from megatron.bcd.optim.update_rules import MatrixLayout
 
 
-class OneRank:
-    def rank(self) -> int:
-        return 0
+def optimizer_of(names: list[str], parameters: list[Any], **options: Any) -> MatrixOptimizer:
+    """Return the optimizer of these parameters on one rank."""
+    group = mock.Mock(rank=lambda: 0, size=lambda: 1)
+    matrices = {name: (each, MatrixLayout()) for name, each in zip(names, parameters, strict=True)}
+    return MatrixOptimizer(matrices, group=group, **options)
 
-    def size(self) -> int:
-        return 1
+
+RULE = MatrixRule(name="factored", scale=1.0, grad_dtype=torch.float32, num_steps=5)
 
 
 def test_gradients_of_a_tied_head_add_up() -> None:
     """A tied weight's gradient adds the embedding's part to what the head's fused kernel wrote, and an untied one's
     does not."""
-    rule = MatrixRule(name="factored", scale=1.0, grad_dtype=torch.float32, num_steps=5)
     for is_tied, expected in ((True, 3.0), (False, 2.0)):
-        group: Any = OneRank()
         weight: Any = torch.nn.Parameter(torch.ones(3, 2))
-        optimizer = MatrixOptimizer({"embedding": (weight, MatrixLayout())}, group=group)
-        optimizer.begin([(rule, ["embedding"], False)])
+        optimizer = optimizer_of(["embedding"], [weight])
+        optimizer.begin([(RULE, ["embedding"], False)])
         weight.zero_out_wgrad = is_tied
         weight.main_grad.fill_(2.0)
         weight.grad_added_to_main_grad = True
@@ -41,13 +42,11 @@ def test_gradients_of_a_tied_head_add_up() -> None:
 
 def test_a_partial_gradient_waits() -> None:
     """A router's gradient is not reduced before its parts on the tensor-parallel ranks are summed."""
-    rule = MatrixRule(name="factored", scale=1.0, grad_dtype=torch.float32, num_steps=5)
     for is_partial in (True, False):
-        group: Any = OneRank()
         weight: Any = torch.nn.Parameter(torch.ones(3, 2))
         weight.sequence_parallel = is_partial
-        optimizer = MatrixOptimizer({"router": (weight, MatrixLayout())}, group=group)
-        optimizer.begin([(rule, ["router"], False)])
+        optimizer = optimizer_of(["router"], [weight])
+        optimizer.begin([(RULE, ["router"], False)])
         optimizer.start_reductions()
         assert [stack.is_reducing for stack in optimizer.stacks] == [not is_partial]
 
@@ -58,10 +57,8 @@ def test_the_state_of_one_layer_moves() -> None:
 
     def train(*, moves: bool) -> list[torch.Tensor]:
         torch.manual_seed(1)
-        group: Any = OneRank()
         weights: list[Any] = [torch.nn.Parameter(torch.randn(4, 4, dtype=torch.bfloat16)) for _ in names]
-        matrices = {name: (weight, MatrixLayout()) for name, weight in zip(names, weights, strict=True)}
-        optimizer = MatrixOptimizer(matrices, group=group)
+        optimizer = optimizer_of(names, weights)
         rule = MatrixRule(name="orthogonal", scale=0.1, grad_dtype=torch.float32, num_steps=5, momentum=0.9)
         optimizer.begin([(rule, names, True)])
         optimizer.param_groups[0]["lr"] = 0.1
@@ -104,17 +101,15 @@ def test_experts_in_one_parameter(monkeypatch: pytest.MonkeyPatch, rule: str, dt
 
     def train(names: list[str], *, resumes: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(1)
-        group: Any = OneRank()
         whole = torch.randn(3, *shape).to(dtype)
         parameters: list[Any] = [torch.nn.Parameter(each.clone()) for each in (whole if len(names) > 1 else [whole])]
-        matrices = {name: (each, MatrixLayout()) for name, each in zip(names, parameters, strict=True)}
         kinds = {"factored": [FACTORS], "orthogonal": [], "adam": [MOMENTS]}.get(rule, [MOMENTUM]) + [LOW_BITS]
         groups = {name: {kind: (kind, 0) for kind in kinds} for name in names}
         for step in range(4):
             if step == 0 or (step == 2 and resumes):
                 before = None if step == 0 else [*optimizer.state()]  # noqa: F821
                 moments_dtype = torch.int8 if rule == "muon8" else torch.float32
-                optimizer = MatrixOptimizer(matrices, group=group, groups=groups, moments_dtype=moments_dtype)
+                optimizer = optimizer_of(names, parameters, groups=groups, moments_dtype=moments_dtype)
                 for state, new in zip(before or [], optimizer.state(), strict=bool(before)):
                     tensors = {name: read().view(new.shapes[name]).clone() for name, read in state.tensors.items()}
                     new.set(tensors, int(state.num_steps))
@@ -149,10 +144,8 @@ def test_experts_in_one_buffer_are_not_copied(rule: str) -> None:
     between = buffer[:, 1].clone()
 
     def train(values: list[torch.Tensor], *, is_view: bool) -> list[torch.Tensor]:
-        group: Any = OneRank()
         parameters: list[Any] = [torch.nn.Parameter(each) for each in values]
-        matrices = {name: (each, MatrixLayout()) for name, each in zip(names, parameters, strict=True)}
-        optimizer = MatrixOptimizer(matrices, group=group)
+        optimizer = optimizer_of(names, parameters)
         optimizer.begin([(MatrixRule(name=rule, grad_dtype=torch.bfloat16), names, False)])
         optimizer.param_groups[0] |= {"lr": 0.1, "weight_decay": 0.1}
         [stack] = optimizer.stacks
@@ -171,8 +164,7 @@ def test_experts_in_one_buffer_are_not_copied(rule: str) -> None:
 
 def test_experts_that_divide_no_scale_are_refused() -> None:
     """8-bit momenta of experts in host memory need matrices of a multiple of 256 elements."""
-    group: Any = OneRank()
     weight: Any = torch.nn.Parameter(torch.ones(2, 6, 4))
     places = {weight: {MOMENTUM_SCALE: torch.zeros(1)}}
     with pytest.raises(ValueError, match=r"^--muon-momentum-dtype int8: experts has experts of 24 elements"):
-        MatrixOptimizer({"experts": (weight, MatrixLayout())}, group=group, moments_dtype=torch.int8, places=places)
+        optimizer_of(["experts"], [weight], moments_dtype=torch.int8, places=places)

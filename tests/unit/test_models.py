@@ -36,37 +36,23 @@ def on_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return pretend
 
 
+OURS = ("local", "scaled_dot_product_attention", "PyTorch LayerNorm")
+ENGINE = {"transformer_engine": True}
+WHOLE_ENGINE = ("transformer_engine", "Transformer Engine", "Transformer Engine")
+ENGINE_BUT_ATTENTION = ("transformer_engine", "scaled_dot_product_attention", "Transformer Engine")
+
+
 @pytest.mark.parametrize(
     ("words", "machine", "expected"),
     [
-        ("--bf16", {}, ("local", "scaled_dot_product_attention", "PyTorch LayerNorm")),
-        ("--bf16", {"apex": True}, ("local", "scaled_dot_product_attention", "Apex fused LayerNorm")),
-        ("--bf16", {"transformer_engine": True}, ("transformer_engine", "Transformer Engine", "Transformer Engine")),
-        (
-            "--bf16 --transformer-impl local",
-            {"transformer_engine": True},
-            ("local", "scaled_dot_product_attention", "PyTorch LayerNorm"),
-        ),
-        (
-            "--bf16 --transformer-impl transformer_engine",
-            {"transformer_engine": True},
-            ("transformer_engine", "Transformer Engine", "Transformer Engine"),
-        ),
-        (
-            "--normalization RMSNorm",
-            {"apex": True},
-            ("local", "scaled_dot_product_attention", "PyTorch RMSNorm"),
-        ),
-        (
-            "",
-            {"transformer_engine": True},
-            ("transformer_engine", "scaled_dot_product_attention", "Transformer Engine"),
-        ),
-        (
-            "--bf16 --reset-attention-mask",
-            {"transformer_engine": True},
-            ("transformer_engine", "scaled_dot_product_attention", "Transformer Engine"),
-        ),
+        ("--bf16", {}, OURS),
+        ("--bf16", {"apex": True}, (*OURS[:2], "Apex fused LayerNorm")),
+        ("--bf16", ENGINE, WHOLE_ENGINE),
+        ("--bf16 --transformer-impl local", ENGINE, OURS),
+        ("--bf16 --transformer-impl transformer_engine", ENGINE, WHOLE_ENGINE),
+        ("--normalization RMSNorm", {"apex": True}, (*OURS[:2], "PyTorch RMSNorm")),
+        ("", ENGINE, ENGINE_BUT_ATTENTION),
+        ("--bf16 --reset-attention-mask", ENGINE, ENGINE_BUT_ATTENTION),
         ("--attention-backend unfused", {}, ("local", "Megatron Core unfused", "PyTorch LayerNorm")),
     ],
 )

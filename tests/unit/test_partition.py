@@ -41,14 +41,10 @@ def partitions(draw: st.DrawFn) -> Partition:
 
 
 @given(partitions())
-def test_every_layer_is_in_exactly_one_block(cut: Partition) -> None:
-    """Every layer is in exactly one block."""
+def test_every_part_has_one_owner(cut: Partition) -> None:
+    """Every layer is in exactly one block. Embedding, final norm and head are active in one block each, a tied head in
+    the embedding's."""
     assert sorted(chain.from_iterable(block.layers for block in cut.blocks)) == list(range(cut.num_layers))
-
-
-@given(partitions())
-def test_embedding_norm_and_head_have_one_owner(cut: Partition) -> None:
-    """Embedding, final norm and head are active in one block each, a tied head in the embedding's."""
     numbers = range(cut.num_blocks)
     assert [block for block in numbers if cut.embedding_active(block)] == [0]
     last = cut.num_blocks - 1
@@ -99,7 +95,7 @@ def test_number_of_blocks_by_layout(cut: Partition) -> None:
     stages_of = [
         {stage for stage in range(cut.num_stages) if cut.active_layers(block.index, stage)} for block in blocks
     ]
-    if cut.layout == "spread":
+    if cut.layout in ("spread", "interleaved"):
         assert all(stages == set(range(cut.num_stages)) for stages in stages_of)
     elif cut.layout == "strided":
         for stage in range(cut.num_stages):
@@ -107,8 +103,6 @@ def test_number_of_blocks_by_layout(cut: Partition) -> None:
             assert [cut.active_layers(block.index, stage) for block in blocks] == [
                 tuple(layers[first :: len(blocks)]) for first in range(len(blocks))
             ]
-    elif cut.layout == "interleaved":
-        assert all(stages == set(range(cut.num_stages)) for stages in stages_of)
     else:
         assert all(len(stages) == 1 for stages in stages_of)
     if cut.layout == "stage":

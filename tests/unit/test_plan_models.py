@@ -91,9 +91,7 @@ def test_a_published_model_by_its_config(capsys: pytest.CaptureFixture[str], tmp
     content, parameters = PUBLISHED[name]
     where = folder(tmp_path, content, name=name)
     if name == "GPT-2":
-        whole = json.loads(
-            run(capsys, "--model", where, "--gpu", "a100", "--num-gpus", "16", "--task", "pretrain", "--json")
-        )
+        whole = json.loads(run(capsys, "--model", where, *CARD, "--json"))
         assert whole["model"]["parameters"] == parameters and whole["model"]["name"] == name
     assert count_parameters(shape_named(str(where / "config.json"), models=None)) == parameters
 
@@ -242,14 +240,10 @@ def test_the_recipes_rate_is_the_plans(capsys: pytest.CaptureFixture[str]) -> No
         assert f"\nlearning rate {rate}, a guess: " in made
 
 
-def compared(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[list[dict[str, Any]], str]:
-    flags = (*flags, "--gpu", "rtx4090", "--num-gpus", "4", "--compare")
-    return json.loads(run(capsys, *flags, "--json")), run(capsys, *flags)
-
-
 def test_no_cost_to_a_loss_that_was_not_reached(capsys: pytest.CaptureFixture[str]) -> None:
     """In fine-tuning only full training has a cost ratio; each other row names its loss, if measured."""
-    rows, text = compared(capsys, "--task", "sft", "--model", "L-1.5B")
+    flags = ("--task", "sft", "--model", "L-1.5B", "--gpu", "rtx4090", "--num-gpus", "4", "--compare")
+    rows, text = json.loads(run(capsys, *flags, "--json")), run(capsys, *flags)
     names = {row["recipe"]["name"] for row in rows}
     streamed = {"full, streamed", "muon, streamed"}
     whole = {"finetune, factored", "finetune, orthogonal"}

@@ -87,7 +87,6 @@ BLOCKS = ("--bcd-inactive-update", "none")
         ("L-1.5B", 1, ("--seq-length", "4096", *BLOCKS), 3),
         ("L-1.5B", 1, ("--recompute", *BLOCKS), 2),
         ("L-1.5B", 1, ("--bcd-num-blocks", "30"), 30),
-        ("llama-7b", 1, ("--seq-length", "4096", *BLOCKS), 32),
         ("llama-7b", 2, ("--pipeline-model-parallel-size", "2", *BLOCKS), 6),
         ("L-1.5B", 2, ("--pipeline-model-parallel-size", "2", "--bcd-layout", "stage"), 2),
     ],
@@ -96,9 +95,8 @@ def test_number_of_blocks_for_fine_tuning(
     capsys: pytest.CaptureFixture[str], model: str, num_gpus: int, more: tuple[str, ...], num_blocks: int
 ) -> None:
     """Fine-tuning takes the expected or the given number of blocks, and fits the card."""
-    words = ("--task", "sft", "--model", model, "--gpu", "rtx4090", "--num-gpus", str(num_gpus), *more, "--json")
-    assert plan.main([*words]) == 0
-    found = json.loads(capsys.readouterr().out)
+    words = ("--task", "sft", "--model", model, "--gpu", "rtx4090", "--num-gpus", str(num_gpus), *more)
+    found = planned(capsys, *words)
     assert found["recipe"]["num_blocks"] == num_blocks
     assert f"--bcd-num-blocks {num_blocks} " in found["command"] or "--bcd-layout stage" in found["command"]
     peak = max(rank["total"] for rank in found["memory"]["ranks"])
@@ -125,8 +123,7 @@ def test_every_layer_where_it_fits(
 ) -> None:
     """A plan trains every layer where that fits, and says why; a factored update stores 6 bytes per parameter."""
     words = ("--task", "sft", "--model", model, "--gpu", "rtx4090", "--num-gpus", str(num_gpus), *more)
-    assert plan.main([*words]) == 0
-    text = capsys.readouterr().out
+    text = output(capsys, *words)
     assert reason in text
     rule = "none" if reason.startswith("blocks") else "factored --bcd-num-blocks 0"
     assert f"--bcd-preset finetune --bcd-inactive-update {rule}" in text.replace("\\\n    ", "")

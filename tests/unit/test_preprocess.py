@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import json
-import resource
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy
 import preprocess_data
 import pytest
 from support import small_text
+from support.processes import disk_for
 
 BYTE_LEVEL = ("--tokenizer-type", "ByteLevelTokenizer")
 
@@ -175,11 +175,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     """A full disk is reported in one line, and leaves no part of a dataset."""
     source = tmp_path / "a.txt"
     source.write_text("words and words\n" * 200, encoding="utf-8")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # writes fail as on a full disk, for any user
-    try:
+    with disk_for(1000):
         error = expect_error(capsys, ["--input", source, "--output-prefix", tmp_path / "n" / "o", *BYTE_LEVEL])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "File too large" in error
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

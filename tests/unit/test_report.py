@@ -149,12 +149,6 @@ def tensorboard(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     return module
 
 
-def scalars_of(tensorboard: mock.Mock) -> dict[str, tuple[float, int]]:
-    """Return the last value and its step by tag."""
-    calls = tensorboard.SummaryWriter.return_value.add_scalar.call_args_list
-    return {tag: (value, step) for tag, value, step in (call.args for call in calls)}
-
-
 def test_tensorboard_tags(tensorboard: mock.Mock) -> None:
     """Curves have the names and units of Megatron's dashboards, and a resume purges the steps that it repeats."""
     with quiet(start_iteration=4, tensorboard_dir="tb") as reporter:
@@ -162,7 +156,8 @@ def test_tensorboard_tags(tensorboard: mock.Mock) -> None:
         reporter.evaluation(eval_record())
     tensorboard.SummaryWriter.assert_called_once_with("tb", purge_step=5)
     tensorboard.SummaryWriter.return_value.close.assert_called_once()
-    scalars = scalars_of(tensorboard)
+    calls = tensorboard.SummaryWriter.return_value.add_scalar.call_args_list
+    scalars = {tag: (value, step) for tag, value, step in (call.args for call in calls)}
     assert scalars["lm loss"] == (9.87654321987654, 10)
     assert scalars["iteration-time"] == (0.12344, 10), "Megatron's is in seconds"
     assert scalars["bcd/model-state-bytes/rank 1"] == (45 * MIB, 10)

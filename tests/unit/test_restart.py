@@ -6,7 +6,6 @@ import datetime
 import errno
 import io
 import json
-import resource
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from rich.console import Console
+from support.processes import disk_for
 
 from megatron.bcd.config import ReportConfig
 from megatron.bcd.metrics.reporter import Reporter
@@ -73,16 +73,12 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
     """A full disk gives one warning and does not end the run, and all lines are whole once there is room again."""
     path = tmp_path / "metrics.jsonl"
     screen = io.StringIO()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     console = Console(file=screen, width=200)
     with Reporter(ReportConfig(metrics_file=str(path)), train_iters=8, start_iteration=0, console=console) as reporter:
         reporter.evaluation(evaluation(1, is_final=False))
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+        with disk_for(path.stat().st_size + 10):
             for iteration in (2, 3):
                 reporter.evaluation(evaluation(iteration, is_final=False))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert len(path.read_text().splitlines()[1]) == 10
         reporter.evaluation(evaluation(4, is_final=False))
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]

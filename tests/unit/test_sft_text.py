@@ -27,6 +27,11 @@ FORGETFUL = (  # as templates that drop the reasoning of earlier answers
     "{% for message in messages %}{% if message['role'] == 'assistant' and not loop.last %}"
     "{{ message['content'].split('=')[-1] }}{% else %}{{ message['content'] }}{% endif %}{{ eos_token }}{% endfor %}"
 )
+MARKED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+)
 TEMPLATES = {"chatml": CHATML, "llama2": LLAMA2, "bare": BARE, "forgetful": FORGETFUL}
 REASONING = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
 TALK = [
@@ -126,13 +131,15 @@ def test_prompts(tmp_path: Path) -> None:
         ("{% for %}", "auto", {"messages": TALK}, "refused"),
         ("{{ messages[0]['content'] }}", "auto", {"messages": TALK}, "leaves out"),
         ("{{ ''.__class__.__mro__ }}", "auto", {"messages": TALK}, "refused"),
+        (MARKED.replace("== 'assistant'", "== 'model'"), "auto", {"messages": TALK}, "generation marks"),
         (None, "auto", {"prompt": "\ud800", "completion": "c"}, "can't be tokenized .*surrogates"),
     ],
 )
 def test_what_has_no_text(
     tmp_path: Path, template: str | None, prompt_format: str, record: dict[str, Any], named: str
 ) -> None:
-    """A record without a text, and a template that fails or leaves the sandbox, are refused with the reason."""
+    """A record without a text or without a learned part, and a template that fails or leaves the sandbox, are refused
+    with the reason."""
     tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template))
     with pytest.raises(ValueError, match=named):
         tokenize_record(parse_record(record), Renderer(tokenizer, prompt_format), tokenizer)
@@ -146,13 +153,6 @@ TOOL_TALK: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "c1", "content": "sun"},
     {"role": "assistant", "content": "It is sunny."},
 ]
-CALLS = CHATML.replace("message['content'] | trim", "(message['content'] or '') | trim").replace(
-    "{{ '<|im_end|>'",
-    "{% for call in message.tool_calls %}{{ call.function.name }}({{ ARGUMENTS }}){% endfor %}{{ '<|im_end|>'",
-)
-WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CALLS.replace(
-    "ARGUMENTS", "call.function.arguments | tojson"
-)
 
 
 def transformers_text(folder: Path, record: dict[str, Any], **more: Any) -> Any:
@@ -160,14 +160,6 @@ def transformers_text(folder: Path, record: dict[str, Any], **more: Any) -> Any:
     record = json.loads(json.dumps(record).replace('"{\\"city\\": \\"Rome\\"}"', '{"city": "Rome"}'))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     return tokenizer.apply_chat_template(record["messages"], tools=record.get("tools"), **more)
-
-
-def test_tool_calls_are_learned(tmp_path: Path) -> None:
-    """A call is learned in the template's form; tools and results are in the prompt."""
-    tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, WITH_TOOLS))
-    ((text, learned),) = learned_texts(tokenizer, parse_record({"messages": TOOL_TALK, "tools": TOOLS}))
-    assert learned == ['weather({"city": "Rome"})<|im_end|>', "It is sunny.<|im_end|>"]
-    assert text.startswith(json.dumps(TOOLS)) and "<|im_start|>tool\nsun<|im_end|>" in text
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "gemma4", "lfm2_v2", "qwen3_training"])
@@ -183,13 +175,6 @@ def test_tools_in_published_templates(tmp_path: Path, name: str) -> None:
     assert "Weather?" not in call and "sun<" not in answer
 
 
-MARKED = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}"
-)
-
-
 @pytest.mark.parametrize("name", ["marked", "llama2", "qwen3_training", "gptoss_like"])
 def test_generation_marks_are_transformers_masks(tmp_path: Path, name: str) -> None:
     """With generation marks, tokens and mask are those of `return_assistant_tokens_mask`."""
@@ -200,14 +185,6 @@ def test_generation_marks_are_transformers_masks(tmp_path: Path, name: str) -> N
     theirs = transformers_text(tmp_path, {"messages": TALK}, return_dict=True, return_assistant_tokens_mask=True)
     assert tokens.ids.tolist() == theirs["input_ids"]
     assert tokens.learned.astype(int).tolist() == theirs["assistant_masks"]
-
-
-def test_an_answer_outside_the_marks(tmp_path: Path) -> None:
-    """A record of which nothing is learned is refused."""
-    template = MARKED.replace("== 'assistant'", "== 'model'")
-    tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template))
-    with pytest.raises(ValueError, match="generation marks"):
-        learned_texts(tokenizer, parse_record({"messages": TALK}))
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])

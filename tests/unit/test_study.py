@@ -16,7 +16,7 @@ import soak
 import train_resnet
 from results import Table, read_study
 from study import Commands, Runner, step_arithmetic
-from support.unsafe_pickles import TRICKS
+from support.unsafe_pickles import TRICKS, text
 
 
 def test_studies_of_the_project(repo_root: Path, tmp_path: Path) -> None:
@@ -30,8 +30,8 @@ def test_studies_of_the_project(repo_root: Path, tmp_path: Path) -> None:
         arithmetic = cache(partial(step_arithmetic, commands))
         table = Table(study, runner.lookup, arithmetic=arithmetic, step_ms=runner.step_ms)
         assert table.rows and not any(row.failure for row in table.rows)
-        text = table.markdown(command=f"python studies/study.py studies/{path.name}", timing=runner.timing)
-        assert path.stem == "gpt_10_minutes" or text == path.with_suffix(".md").read_text(encoding="utf-8")
+        page = table.markdown(command=f"python studies/study.py studies/{path.name}", timing=runner.timing)
+        assert path.stem == "gpt_10_minutes" or page == path.with_suffix(".md").read_text(encoding="utf-8")
 
 
 def test_the_page_of_the_gpu_hours(repo_root: Path) -> None:
@@ -63,9 +63,7 @@ def test_faults_of_replica_groups() -> None:
 def test_a_file_that_could_run_code_is_refused(tmp_path: Path, trick: str) -> None:
     """A file that could run code is refused in one line, and its code does not run."""
     marker = tmp_path / "MARKER"
-    body = TRICKS[trick]
-    text = f"touch {marker}".encode()
-    body = body.replace(b"\x0c\x00\x00\x00touch MARKER", len(text).to_bytes(4, "little") + text)
+    body = TRICKS[trick].replace(text("touch MARKER"), text(f"touch {marker}"))
     (tmp_path / "test_batch").write_bytes(b"\x80\x04" * (body[:1] != b"\x80") + body + b".")
     with pytest.raises(ValueError, match="test_batch: ") as caught:
         cifar.read_split(str(tmp_path), "cifar10", "test")

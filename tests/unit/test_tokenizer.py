@@ -88,40 +88,32 @@ def test_byte_level() -> None:
 
 def test_gpt2_reads_the_end_token_as_text(gpt2: Tokenizer) -> None:
     """The end token in a text is read as text. That ids are stock's: test_preprocess.py."""
-    check_contract(gpt2)
-    ids = gpt2.tokenize("a<|endoftext|>b")
-    assert gpt2.eod not in ids
+    check_contract(gpt2, (*TEXTS, "a<|endoftext|>b"))
+
+
+def check_stock(tokenizer: Tokenizer, folder: Path, texts: tuple[str, ...] = TEXTS, **options: Any) -> None:
+    """Check the contract, and that ids, vocabulary size, eod and pad are those of Megatron Core."""
+    check_contract(tokenizer)
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    stock = MegatronTokenizer.from_pretrained(tokenizer_path=str(folder), **options)
+    assert [tokenizer.tokenize(text) for text in texts] == [stock.tokenize(text) for text in texts]
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (stock.vocab_size, stock.eod, stock.pad)
 
 
 @pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
 def test_sentencepiece_equals_megatron_core(tokenizer_type: str, sentencepiece_model: Path) -> None:
     """Ids, vocabulary size, eod and pad are those of Megatron Core."""
     tokenizer = build_tokenizer(tokenizer_type, tokenizer_model=str(sentencepiece_model))
-    check_contract(tokenizer)
-    from megatron.core.tokenizers import MegatronTokenizer
-
-    stock = MegatronTokenizer.from_pretrained(
-        tokenizer_path=str(sentencepiece_model),
-        metadata_path={"library": "sentencepiece"},
-        legacy=False,
-        special_tokens=None,
-    )
-    assert [tokenizer.tokenize(text) for text in TEXTS] == [stock.tokenize(text) for text in TEXTS]
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (stock.vocab_size, stock.eod, stock.pad)
+    options = {"metadata_path": {"library": "sentencepiece"}, "legacy": False, "special_tokens": None}
+    check_stock(tokenizer, sentencepiece_model, **options)
 
 
 def test_huggingface_equals_megatron_core(huggingface_folder: Path) -> None:
     """Ids, eod and pad are those of Megatron Core, and truncation and padding saved in the folder are off."""
     tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(huggingface_folder))
-    check_contract(tokenizer)
-    from megatron.core.tokenizers import MegatronTokenizer
-
-    stock = MegatronTokenizer.from_pretrained(
-        tokenizer_path=str(huggingface_folder), metadata_path={"library": "huggingface"}, use_fast=True
-    )
-    texts = (*TEXTS, "a<end>b")
-    assert [tokenizer.tokenize(text) for text in texts] == [stock.tokenize(text) for text in texts]
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (stock.vocab_size, stock.eod, stock.pad)
+    options = {"metadata_path": {"library": "huggingface"}, "use_fast": True}
+    check_stock(tokenizer, huggingface_folder, (*TEXTS, "a<end>b"), **options)
 
 
 def test_pad_that_equals_eod_is_none(tmp_path: Path, huggingface_folder: Path) -> None:
