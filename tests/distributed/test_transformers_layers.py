@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from support import decoders, texts, worlds
+from support import decoders, fine_tuning, texts, worlds
 from support import huggingface_models as models
 from support.dist import World
 from support.planned import LINEAR
@@ -225,12 +225,15 @@ def test_multimodal(world1: World, text_data: str, source: Path, tmp_path: Path,
     assert (tmp_path / "back" / "processor_config.json").exists()
 
 
-CURVES = {
-    "paper": ("llama", {"bcd_preset": "paper"}),
-    "one block": ("llama", {"bcd_num_blocks": 1}),
-    "recomputed": ("llama", {"bcd_preset": "paper", "recompute_granularity": "full", "recompute_method": "uniform"}),
-    "pretrain": ("llama", {"bcd_preset": "pretrain"}),
-    "finetune": ("llama", {"bcd_preset": "finetune"}),
+CURVES: dict[str, dict[str, Any]] = {
+    "paper": {"bcd_preset": "paper"},
+    "one block": {"bcd_num_blocks": 1},
+    "recomputed": {"bcd_preset": "paper", "recompute_granularity": "full", "recompute_method": "uniform"}
+    | {"recompute_num_layers": 1},
+    "pretrain": {"bcd_preset": "pretrain"},
+    "finetune": {"bcd_preset": "finetune"},
+    "instructions": {"bcd_preset": "finetune", "sft": True, "seq_length": 64, "split": "90,10,0"}
+    | {"eval_interval": 10, "eval_iters": 1},
 }
 """Runs that both implementations have."""
 
@@ -254,14 +257,15 @@ def trained_by_matrix(config: Any) -> dict[str, Any]:
 )
 def test_curves_of_both_implementations(world1: World, text_data: str, tmp_path: Path, way: str) -> None:
     """Thirty steps have the losses of the same run on Megatron Core's layers, within rounding."""
-    name, flags = CURVES[way]
-    source = decoders.write_model(name, tmp_path / "given")
-    flags = {"train_iters": 30, "recompute_num_layers": 1 if way == "recomputed" else None} | flags
+    source, flags = decoders.write_model("llama", tmp_path / "given"), {"train_iters": 30} | CURVES[way]
+    if flags.get("sft"):
+        text_data = fine_tuning.write_records(tmp_path / "data.jsonl", fine_tuning.questions(60))
     curves = []
     for implementation in ("local", "transformers"):
         [result] = world1.run(trained_by_matrix, run_of(source, text_data, transformer_impl=implementation, **flags))
-        curves.append(torch.tensor(result["losses"]))
-    assert (curves[0] - curves[1]).abs().max() < 1e-4 and curves[0][-1] < curves[0][0]
+        evaluations = [loss for *_, loss in result["evaluations"]]
+        curves.append(torch.tensor([*result["losses"], *evaluations]))
+    assert (curves[0] - curves[1]).abs().max() < 1e-4 and curves[0][29] < curves[0][0]
 
 
 @pytest.mark.parametrize("stages", [1, 2])
