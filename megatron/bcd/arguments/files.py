@@ -66,7 +66,7 @@ def model_values(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[dict[
             "--hidden-dropout."
         )
     has_tokenizer_flag = {"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"} & given.keys()
-    if not has_tokenizer_flag and any(os.path.isfile(os.path.join(path, name)) for name in folder.TOKENIZERS):
+    if not has_tokenizer_flag and folder.has_tokenizer(path):
         defaults |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": os.path.abspath(path)}
     return dict(fixed), defaults, notes
 

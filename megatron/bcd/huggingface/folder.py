@@ -100,6 +100,11 @@ def companions(folder: str) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in (*files, *Path(folder).glob("*.py")) if file.is_file()}
 
 
+def has_tokenizer(folder: str) -> bool:
+    """Return whether the folder contains a tokenizer's files."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in TOKENIZERS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
     file: str
