@@ -6,9 +6,8 @@ A method's name is `Recipe.name`. To add a method, add a row to `FINE_TUNING` or
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
-
-import numpy
 
 from megatron.bcd.planner.recipe import Recipe
 
@@ -163,8 +162,12 @@ def _full_rate(num_parameters: int) -> tuple[float, str]:
 
 def _blocks_rate(number: int) -> float:
     """Interpolate `_RATE_OF_BLOCKS` between logarithms."""
-    numbers, rates = numpy.log([*_RATE_OF_BLOCKS.items()]).T
-    return math.exp(numpy.interp(math.log(number), numbers, rates))
+    known = [*_RATE_OF_BLOCKS]
+    upper = min(max(1, bisect_left(known, number)), len(known) - 1)
+    low, high = known[upper - 1], known[upper]
+    share = min(1.0, math.log(number / low) / math.log(high / low))
+    rate: float = _RATE_OF_BLOCKS[low] * (_RATE_OF_BLOCKS[high] / _RATE_OF_BLOCKS[low]) ** share
+    return rate
 
 
 def _size(parameters: float) -> str:
