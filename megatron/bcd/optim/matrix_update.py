@@ -110,7 +110,8 @@ def _step_adam(stack: Stack, clip_coefficient: float, num_steps: int) -> None:
 
 def _orthogonal(stack: Stack, clip: float | torch.Tensor | None, *, is_compiled: bool) -> torch.Tensor:
     """Return the directions of a stack, and update its momenta. They are zero where it is skipped, unless compiled."""
-    rule, gradient, is_skipped = stack.rule, stack.gradient, stack.is_skipped
+    rule, is_skipped = stack.rule, stack.is_skipped
+    gradient = stack.gradient if is_compiled else stack.gradient.float()  # directions keep its dtype
     if rule.momentum is not None:
         momenta, scales = stack.state(MOMENTUM), stack.state(MOMENTUM_SCALE)
         stored, groups = join(momenta), join(scales) if scales else None
