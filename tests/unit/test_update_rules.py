@@ -113,6 +113,7 @@ def test_a_large_matrix_is_stepped_some_rows_at_a_time(monkeypatch: pytest.Monke
     [
         (update_rules.FACTORED, torch.bfloat16, (4, 2, 2), None),
         (update_rules.ORTHOGONAL, torch.float32, (), None),
+        (update_rules.ORTHOGONAL, torch.bfloat16, (), None),
         (update_rules.ORTHOGONAL, torch.bfloat16, (4, 2, 2), torch.bfloat16),
         (update_rules.ORTHOGONAL, torch.bfloat16, (), torch.int8),
     ],
