@@ -419,9 +419,11 @@ def what_to_take(recipe: Recipe, estimates: Sequence[Estimate]) -> list[str]:
             best: Estimate = min(rows, key=figure)
             flags = {"method": "muon"} if best.recipe.method == "muon" else {"bcd_preset": best.recipe.name}
             flags |= {"bcd_layers_on": "host"} if best.recipe.is_streamed else {}
+            momentum = best.recipe.config.bcd.muon_momentum_dtype
+            flags |= {"muon_momentum_dtype": momentum} if momentum == "int8" else {}
             words = " ".join(words_of(flags | {"num_gpus": best.recipe.num_gpus}))
             lines.append(f"for {purpose}: {words}, {price(best)}, {best.peak.total / GIB:.1f} GiB")
-            if best.recipe.method == "muon" and best.recipe.config.bcd.muon_momentum_dtype != "int8":
+            if best.recipe.method == "muon" and momentum != "int8":
                 lines[-1] += "; less with --muon-momentum-dtype int8"
     return ["", "what to take (--search and these flags plan it)", *lines] if lines else []
 
@@ -738,7 +740,7 @@ def show_search(recipe: Recipe, estimates: Sequence[Estimate], ratios: Sequence[
     notes = [
         "GPUs: the number given, and the fewest that fit; host: GiB of host memory per GPU",
         "order: on the given GPUs first; there by days, methods that are not known to reach full training's loss last",
-        "to full: GPU hours over the least of full training; streamed: Adam's moments in 8 bits",
+        "to full: GPU hours over the least of full training; streamed: moments and momentum in 8 bits",
         *sources.values(),
         "blocks, layout and chunks decide which layers learn together, and so change the loss",
         "times, multipliers and losses are estimates with errors: docs/planner.md, docs/fine_tuning.md",

@@ -84,8 +84,8 @@ STREAMED: dict[str, dict[str, Any]] = {
 }
 STREAMED["adam"] = STREAMED["clipped_adam"] | {"clip_grad": 0.0}
 STREAMED["adam8"] = STREAMED["adam"] | {"adam_moments_dtype": "int8", "no_decoupled_weight_decay": True}
-STREAMED["clipped_muon8"] = STREAMED["clipped_adam"] | {"optimizer": "muon", "muon_use_nesterov": True}
-STREAMED["clipped_muon8"]["muon_momentum_dtype"] = "int8"
+STREAMED["clipped_muon"] = STREAMED["clipped_adam"] | {"optimizer": "muon", "muon_use_nesterov": True}
+STREAMED["muon8"] = STREAMED["clipped_muon"] | {"muon_momentum_dtype": "int8"}
 """Full training with one block, which streams on the host."""
 
 
@@ -133,7 +133,7 @@ def compiled_part(config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["finetune", "clipped_muon8"])
+@pytest.mark.parametrize("method", ["finetune", "muon8"])
 def test_compiled_updates_have_the_same_bits_in_host_memory(world1: World, tmp_path: Path, method: str) -> None:
     """With --bcd-compile on, runs with layers on the device and in host memory do not differ by a bit, and their losses
     differ from those without by rounding only."""
@@ -307,7 +307,7 @@ def test_dropout_is_repeated(world2: World) -> None:
 
 
 STREAMED_RUNS = """
-one-clipped_muon8-fp32 one-adam8-fp32 data-clipped_adam-bf16 one-adam-bf16-device
+one-clipped_muon-fp32 data-muon8-bf16 one-adam8-fp32 data-clipped_adam-bf16 one-adam-bf16-device
 """
 
 
@@ -324,6 +324,17 @@ def test_full_training_by_streaming(world1: World, world2: World, tmp_path: Path
     for expected, other in zip(depth, breadth, strict=True):
         assert resumed_runs.differences(expected, [other]) == []
     assert worlds.same_bits(tensors_of(world1, left, 3), tensors_of(world1, right, 3)) == []
+
+
+@pytest.mark.parametrize("place", FACTORS["place"])
+def test_gradients_of_an_8_bit_momentum_are_not_clipped(world1: World, place: str) -> None:
+    """With --muon-momentum-dtype int8 --clip-grad scales the gradients of vectors and embeddings, by the norm of all
+    gradients, and leaves those of matrices, in both orders."""
+    case = {"method": "muon8", "cut": "one"}
+    flags = FACTORS["place"][place] | {"bcd_schedule": None, "adam_eps": 1.0, "train_iters": 1, "eval_iters": 0}
+    runs = [world1.run(resumed_runs.one_part, config_of(case, **flags, clip_grad=clip))[0] for clip in (0.0, 1e-3)]
+    changed = {name for name, weight in runs[0]["weights"].items() if not weight.equal(runs[1]["weights"][name])}
+    assert changed == {name for name, weight in runs[0]["weights"].items() if weight.dim() == 1 or "layers" not in name}
 
 
 DROPOUT = {"hidden_dropout": 0.5, "attention_dropout": 0.5}

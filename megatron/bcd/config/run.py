@@ -157,7 +157,7 @@ class RunConfig:
     def steps_block_by_chunk(self) -> bool:
         """Whether breadth-first order steps the matrices of the only block, the whole model, chunk by chunk."""
         is_whole = self.bcd.bcd_num_blocks == 1 and not self.bcd.bcd_head_phase
-        is_freed = self.bcd.bcd_layers_on == "host" or self.optimizer.clip_grad == 0.0
+        is_freed = self.bcd.bcd_layers_on == "host" or not self.clips_matrices
         # the rules of matrices have no loss scale
         return self.is_breadth_first and is_whole and is_freed and self.precision != "fp16"
 
@@ -172,9 +172,18 @@ class RunConfig:
         return self.is_muon or self.updates_streamed_layers
 
     @property
+    def clips_matrices(self) -> bool:
+        """Whether --clip-grad scales the gradients of the block's matrices.
+
+        Not those that enter an 8-bit momentum: they are used and freed before the norm is known.
+        """
+        is_low_bit = self.is_muon and self.bcd.muon_momentum_dtype == "int8"
+        return bool(self.optimizer.clip_grad) and not is_low_bit
+
+    @property
     def clips_by_chunk(self) -> bool:
         """Whether updates by chunk wait for the norm of all gradients, in a separate pass."""
-        return self.steps_block_by_chunk and bool(self.optimizer.clip_grad)
+        return self.steps_block_by_chunk and self.clips_matrices
 
     @property
     def fp8_products(self) -> str | None:

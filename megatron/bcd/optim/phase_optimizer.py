@@ -192,7 +192,7 @@ def build_matrix_optimizer(config: RunConfig, model: torch.nn.Module, parameters
         moments_dtype=DTYPES[config.bcd.muon_momentum_dtype if config.is_muon else config.training.adam_moments_dtype],
         has_signed_squares=_steps_adam_by_chunk(config),
         overlaps_reduction=config.ddp.overlap_grad_reduce,
-        max_norm=config.optimizer.clip_grad,
+        max_norm=config.optimizer.clip_grad if config.clips_matrices else 0.0,
         places=get_host_layers(model).places,
         is_compiled=packages.compiles(config.bcd.bcd_compile),
         stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),

@@ -356,9 +356,10 @@ def _changes_to(method: str, *, keeps_blocks: bool) -> _Changes:
     if method in WHOLE:
         return dict.fromkeys(BLOCK_FLAGS) | {"method": "finetune", "bcd_inactive_update": WHOLE[method]}
     if method in STREAMED:
-        streamed: _Changes = {"bcd_layers_on": "host", "bcd_schedule": "breadth-first"}
-        moments = {"adam_moments_dtype": "int8"}
-        return dict.fromkeys(BLOCK_FLAGS) | streamed | moments | {"method": STREAMED[method]}
+        streamed: _Changes = {"bcd_layers_on": "host", "bcd_schedule": "breadth-first", "adam_moments_dtype": "int8"}
+        if STREAMED[method] == "muon":
+            streamed["muon_momentum_dtype"] = "int8"
+        return dict.fromkeys(BLOCK_FLAGS) | streamed | {"method": STREAMED[method]}
     keeps_blocks = keeps_blocks and method in PRESET_OF
     changes: _Changes = dict.fromkeys(("bcd_inactive_update",) if keeps_blocks else BLOCK_FLAGS)
     if method == "offload":
