@@ -52,6 +52,8 @@ RUNS: dict[str, dict[str, Any]] = {
     | {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "num_layers": 12, "pipeline_model_parallel_size": 2},
     "muon8_streamed": {"bcd_num_blocks": 1, "bcd_layers_on": "host", "bf16": True, "optimizer": "muon"}
     | {"muon_momentum_dtype": "int8"},
+    "muon8_breadth_first": {"bcd_num_blocks": 1, "bf16": True, "optimizer": "muon", "muon_momentum_dtype": "int8"}
+    | BREADTH_FIRST,
     "fp8": FP8,
     "fp8_streamed": BREADTH_FIRST | FP8 | {"bcd_layers_on": "host", "bcd_layers_per_pass": 2},
     "head_phase_pipeline2": TWO
