@@ -68,6 +68,7 @@ CASES = {
     "masks": Case(LLAMA, MASKS, ("context2",)),
     "per_token": Case({}, {"eod_mask_loss": True, "calculate_per_token_loss": True}, ("context2",)),
     "moments_int8": Case({}, {"adam_moments_dtype": "int8"}, ("pipeline2",), 1e-4),
+    "muon_int8": Case({}, MUON | {"muon_momentum_dtype": "int8"}, ("tensor2", "pipeline2_data2"), 1e-4),
     "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | MUON, ("tensor2",)),
     "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP | ONE_SAMPLE | {"bcd_num_blocks": 3}, ("pipeline2_data2",)),
     "experts": Case(worlds.EXPERTS, SAME_MICROBATCHES, ("expert2_pipeline2_data2",)),
@@ -77,7 +78,7 @@ CASES = {
         | INACTIVE
         | EQUAL_WEIGHTS
         | SAME_MICROBATCHES
-        | {"moe_token_dispatcher_type": "alltoall", "log_params_norm": True},
+        | {"moe_token_dispatcher_type": "alltoall", "log_params_norm": True, "muon_momentum_dtype": "int8"},
         ("expert2_data2",),
         2e-4,
     ),
