@@ -26,13 +26,14 @@ from megatron.bcd.planner.tables import Model, read_table
 
 MODELS = Path(__file__).with_suffix(".csv")
 CARDS = (("rtx4090", 1), ("rtx4090", 4), ("h100", 1))
-HEAD = ("--bcd-head-phase", "--adam-moments-dtype", "int8")
+MOMENTS = ("--adam-moments-dtype", "int8")
+ON_HOST = ("--bcd-layers-on", "host")
 METHODS = {
     "factored": ("--bcd-inactive-update", "factored"),
     "factored, FP8": ("--bcd-inactive-update", "factored", "--precision", "fp8"),
-    "full Muon, streamed": ("--method", "muon", "--bcd-layers-on", "host", "--adam-moments-dtype", "int8"),
-    "full Adam in 8 bits, streamed": ("--method", "full", "--bcd-layers-on", "host", "--adam-moments-dtype", "int8"),
-    "blocks": ("--bcd-inactive-update", "none", "--bcd-layers-on", "host", *HEAD),
+    "full Muon, streamed": ("--method", "muon", *ON_HOST, *MOMENTS, "--muon-momentum-dtype", "int8"),
+    "full Adam in 8 bits, streamed": ("--method", "full", *ON_HOST, *MOMENTS),
+    "blocks": ("--bcd-inactive-update", "none", *ON_HOST, "--bcd-head-phase", *MOMENTS),
 }
 """The planner's flags of each planned column, beside --task sft."""
 PUBLISHED = {
