@@ -5,11 +5,12 @@
 #
 #   MODEL     a row of models.csv: G-0.15B G-1.6B G-5.4B G-10B G-20B L-1.5B L-6.0B L-8.0B L-11B L-23B LLaMA-7B; or a folder
 #             with a config.json
-#   METHOD    pretrain (block coordinate descent with --bcd-preset pretrain), paper or bcd (as published), full (full
-#             training), offload (full training, optimizer on the host), muon (full training with Muon)
+#   METHOD    muon (full training with Muon: the lowest loss, the least money), pretrain (blocks, --bcd-preset pretrain:
+#             less memory), paper or bcd (blocks as published); to compare: full (full training with Adam), offload (its
+#             optimizer on the host)
 #   CLUSTER   a row of clusters.csv: rtx4090 rtx5090 a100 a800 h100 h200
 #
-#   DRY_RUN=1 bash examples/pretrain.sh G-20B pretrain rtx4090 the command and its estimate; needs no torch, GPU or data
+#   DRY_RUN=1 bash examples/pretrain.sh G-20B muon rtx4090     the command and its estimate; needs no torch, GPU or data
 #   SCALE=tiny bash examples/pretrain.sh L-6.0B paper rtx4090  the same recipe with a small model, to its end, on the CPU
 #   DATA_PATH=out/my_text_document TOKENIZER_ARGS="--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json \
 #       --merge-file merges.txt" bash examples/pretrain.sh G-5.4B pretrain rtx4090 --bcd-order random
