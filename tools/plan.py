@@ -255,12 +255,13 @@ def named_model(name: str, *, models: str | None, sequence: int | None = None) -
     try:
         return choose(rows, name, flag="--model")
     except ValueError as error:
-        if os.path.isdir(name):
+        is_folder = os.path.isdir(name)
+        if is_folder or "/" in name:
+            what = f"the folder has no {CONFIG}" if is_folder else "there is no such folder"
             remedy = "Give the folder of a model in Hugging Face's format."
-            raise ValueError(f"--model {name}: the folder has no {CONFIG}. {remedy}") from None
-        if "/" in name:
-            remedy = f"Give a folder: hf download {name} --local-dir FOLDER (for a plan {CONFIG} is enough)."
-            raise ValueError(f"--model {name}: there is no such folder. {remedy}") from None
+            if not is_folder and name.count("/") == 1 and name[0] not in "/.":
+                remedy = f"Give a folder: hf download {name} --local-dir FOLDER (for a plan {CONFIG} is enough)."
+            raise ValueError(f"--model {name}: {what}. {remedy}") from None
         raise ValueError(
             f"{error}. Or give a {CONFIG}, its folder, or a row of your own with --models FILE "
             f"(columns as in examples/models.csv; docs/planner.md has the optional ones)."

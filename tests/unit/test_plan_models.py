@@ -128,6 +128,7 @@ def test_bad_models_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: P
         (("--model", gpt, "--seq-length", "128"), ("--seq-length 128", "96")),
         (("--model", tmp_path), (f"--model {tmp_path}:", "config.json")),
         (("--model", "Qwen/Qwen3-8B"), ("--model Qwen/Qwen3-8B:", "hf download Qwen/Qwen3-8B")),
+        (("--model", "/no/such/folder"), ("--model /no/such/folder:", "Give the folder of a model in Hugging Face")),
         (("--model", "Llama-3-8B"), ("--models", "config.json", "docs/planner.md", "LLaMA-7B")),
     ):
         error = run(capsys, *flags, *CARD, code=2)
