@@ -291,7 +291,7 @@ TINY_LLAMA = (
     "--num-layers 3 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --vocab-size 255"
     " --seq-length 64 --micro-batch-size 2 --global-batch-size 4"
 )
-TINY_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-grouped-gemm"
+TINY_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64"
 BATCH = "--seq-length 1024 --micro-batch-size 4 --global-batch-size 16 --make-vocab-size-divisible-by 1"
 LLAMA_8B = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32"
@@ -304,8 +304,7 @@ QWEN_14B = (
 QWEN_30B_A3B = (
     "--num-layers 12 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --kv-channels 128"
     " --group-query-attention --num-query-groups 4 --qk-layernorm --num-experts 128 --moe-router-topk 8"
-    " --moe-ffn-hidden-size 768 --moe-aux-loss-coeff 1e-3 --vocab-size 151935"
-    f" --moe-grouped-gemm {BATCH}"
+    f" --moe-ffn-hidden-size 768 --moe-aux-loss-coeff 1e-3 --vocab-size 151935 {BATCH}"
 )
 """Sizes of Llama-3-8B, Qwen2.5-14B and a quarter of Qwen3-30B-A3B's layers."""
 STEPS = (
@@ -339,14 +338,26 @@ SCHEDULES = {
 }
 """Place and order of the layers. On the host a run is limited to the memory of an RTX 4090."""
 KEPT, FP8 = "--bcd-saved-activations auto", "--fp8-format hybrid --fp8-recipe tensorwise"
-VARIANTS = {"": "", "fp8": FP8, "kept": KEPT, "kept_fp8": f"{KEPT} {FP8}", "kept_eager": f"{KEPT} --bcd-compile off"}
-"""Optimisations of a schedule. Without `kept` breadth-first recomputes; `eager` compiles nothing."""
+VARIANTS = {
+    "": "",
+    "fp8": FP8,
+    "kept": KEPT,
+    "kept_fp8": f"{KEPT} {FP8}",
+    "kept_eager": f"{KEPT} --bcd-compile off",
+    "kept_logits": f"{KEPT} --no-cross-entropy-loss-fusion",
+    "kept_texts": f"{KEPT} --reset-attention-mask",
+    "kept_texts_mask": f"{KEPT} --reset-attention-mask --attention-dropout 1e-9",
+    "kept_grouped": f"{KEPT} --moe-grouped-gemm",
+}
+"""Optimisations of a schedule. Without `kept` breadth-first recomputes; `eager` compiles nothing; `logits` stores them;
+`texts` have bounds, or a mask where there is dropout; `grouped` multiplies all experts at once."""
 NETWORKS = {"8b": LLAMA_8B, "14b": QWEN_14B, "experts": QWEN_30B_A3B, "1.3b": LLAMA_1_3B}
 PLACES = ("breadth_first_host", "breadth_first_device")
 TIMED = (
     *itertools.product(("8b", "14b"), PLACES, ("kept", "kept_fp8")),
     *itertools.product(("8b",), PLACES, ("kept_eager", "")),
-    *itertools.product(("experts",), PLACES, ("kept",)),
+    *itertools.product(("experts",), PLACES, ("kept_grouped",)), ("experts", "breadth_first_device", "kept"),
+    *itertools.product(("8b",), PLACES[1:], ("kept_logits", "kept_texts", "kept_texts_mask")),
     ("8b", "depth_first_device", ""), ("8b", "depth_first_device", "fp8"),
 )  # fmt: skip
 """Runs of every layer: network, schedule and variant, the most informative first."""

@@ -120,6 +120,7 @@ def _orthogonal(stack: Stack, clip: float | torch.Tensor | None, *, is_compiled:
         write_back(stored, momenta)
         if groups is not None:
             write_back(groups, scales)
+        del stored, groups  # they may be copies
     layout, num_steps = stack.layout, rule.num_steps
     update = update_rules.orthogonal(gradient, layout, num_steps=num_steps, is_compiled=is_compiled)
     if is_skipped is not None and rule.momentum is not None and not is_compiled:
@@ -136,10 +137,10 @@ def _step_momentum(
     decay: float,
     nesterov: bool,
 ) -> torch.Tensor:
-    """Update momenta in place, where not `is_skipped`, and return the gradients to orthogonalize, in fp32."""
+    """Update momenta, where not `is_skipped`, and gradients in place. Return what to orthogonalize, in fp32."""
     gradient = gradient.float()
     if clip is not None:
-        gradient = gradient * clip
+        gradient.mul_(clip)
     momentum = stored.float() if scales is None else low_bit_momentum.decode(stored, scales)
     # Muon's running mean, as in Megatron Core; PyTorch's SGD sums, which is the same up to the scale
     if is_skipped is None:
@@ -152,4 +153,4 @@ def _step_momentum(
         for tensor, new in zip((stored, scales), low_bit_momentum.encode(momentum), strict=True):
             # compiled code does not divide exactly, so encoding again may change bits
             tensor.copy_(new if is_skipped is None else torch.where(is_skipped, tensor, new))
-    return gradient.lerp(momentum, decay) if nesterov else momentum
+    return gradient.lerp_(momentum, decay) if nesterov else momentum

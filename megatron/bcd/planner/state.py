@@ -30,7 +30,7 @@ matrix, whose fp32 value is one of them; those of an update by chunk, which may 
 
 ROWS_ELEMENTS = 2**26
 """As in `optim.update_rules`: a larger matrix takes the factored update some rows at a time."""
-_WORKING_BYTES = {"orthogonal": (10.5, 14, 17), "factored": (8, 12, 12)}
+_WORKING_BYTES = {"orthogonal": (10.5, 14, 16), "factored": (8, 12, 12)}
 """Temporary bytes per element of the matrices that one update steps, by rule: of a single matrix; of several, with
 copies of weights, low bits and momentum; and where queries, keys and values are taken apart."""
 _INACTIVE_PASSES, _MUON_PASSES, ADAM_PASSES = {"orthogonal": 17, "factored": 5}, 27, 11
