@@ -382,7 +382,6 @@ def time_steps(setting: Setting, name: str, model: str, flags: str, *, limit: bo
 
 
 def network(setting: Setting, model: str) -> str:
-    """Return the flags of one of NETWORKS."""
     if setting.is_tiny:
         return f"{TINY_LLAMA} {TINY_EXPERTS * (model == 'experts')}"
     return NETWORKS[model]

@@ -161,7 +161,6 @@ class Runner:
 
     @property
     def timing(self) -> Result | None:
-        """Return one of the timing lines."""
         return next((result for result in self.results.values() if result.rounds), None)
 
     def step_ms(self, point: Point) -> float | None:

@@ -79,7 +79,6 @@ def add_precision(group: Any, choices: Sequence[str]) -> None:
 
 
 def add_json(group: Any) -> None:
-    """Add --json [FILE]."""
     text = "write all figures as JSON to this file; without one to stdout, and nothing else there"
     group.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE", help=text)
 

@@ -86,7 +86,6 @@ class Start:
     always_before: bool = False
 
     def words(self, *, folder: Path, data: Path) -> list[str]:
-        """Return all flags."""
         text = "" if "--mock-data" in self.flags else DATA
         return [word.format(folder=folder, data=data) for word in f"{COMMON} {text} {self.flags}".split()]
 

@@ -123,7 +123,6 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
 
 
 def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
-    """Build the parser with the defaults of a task."""
     parser = Parser(prog=PROG, usage=f"{PROG} --model NAME --gpu NAME --num-gpus N [flags]", description=__doc__)
     add = parser.add_argument
     add("--model", metavar="NAME", help="a config.json, the folder that holds one, or a row of the model table")
@@ -488,7 +487,6 @@ def plan_view(arguments: argparse.Namespace) -> View:
 
 
 def sentence(estimate: Estimate, arguments: argparse.Namespace) -> str:
-    """Return the answer in one sentence."""
     recipe, number, host = estimate.recipe, estimate.recipe.num_gpus, node_bytes(estimate.recipe)
     cards = f"{'one' if number == 1 else number} {recipe.cluster.gpu}{'s' * (number > 1)}"
     what, blocks = "every layer trained", recipe.partition.num_blocks
@@ -576,9 +574,6 @@ def _layout(recipe: Recipe) -> str:
         resident = config.bcd.bcd_resident_layers
         what = "layers" if config.is_breadth_first else "frozen layers"
         parts.append(f"{what} in host memory" + f", {resident} stay on the device" * (resident > 0))
-    if recipe.has_blocks and not recipe.is_whole and (head := partition.describe_head()):
-        dtype = config.training.adam_moments_dtype
-        parts.append(head + f", moments in {dtype}" * (dtype != "fp32"))
     parts.append(f"micro-batch {recipe.micro_batch_size}")
     if config.has_linear_loss:
         parts.append("loss without logits")
@@ -673,7 +668,6 @@ def _cost(estimate: Estimate) -> str:
 
 
 def amount(tokens: float) -> str:
-    """Return a number of tokens as text."""
     return f"{tokens / 1e9:,.1f} G" if tokens >= 1e9 else f"{tokens / 1e6:,.1f} M"
 
 

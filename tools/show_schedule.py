@@ -164,7 +164,6 @@ def simulate_plan(shape: PlanShape, arguments: argparse.Namespace) -> Timeline:
 
 
 def title(name: str, shape: PlanShape) -> str:
-    """Return the title of a schedule."""
     if name == STOCK:
         return "stock: Megatron Core's " + ("interleaved 1F1B, full training" if shape.num_chunks > 1 else "1F1B")
     if shape.is_breadth_first:

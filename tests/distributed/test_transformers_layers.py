@@ -27,7 +27,6 @@ LENGTH = 24
 
 
 def run_of(model: Path, data_path: str, *, pipeline: int = 1, replicas: int = 1, **flags: Any) -> Any:
-    """Return a run on the layers of `model`."""
     values: dict[str, Any] = {"load_hf": str(model), "data_path": data_path, "tokenizer_type": "ByteLevelTokenizer"}
     values |= {"transformer_impl": "transformers", "seq_length": LENGTH, "micro_batch_size": 1, "num_workers": 0}
     values |= {"global_batch_size": 2, "train_iters": 4, "lr": 1e-3, "eval_iters": 0, "log_interval": 1}

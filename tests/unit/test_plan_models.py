@@ -75,7 +75,6 @@ def folder(tmp_path: Path, content: Any, *, name: str = "published") -> Path:
 
 
 def shape_named(name: str, *, models: str | None) -> ModelShape:
-    """Return the shape of a named model."""
     return make_recipe(model=named_model(name, models=models), cluster=CLUSTER, num_gpus=1).shape
 
 

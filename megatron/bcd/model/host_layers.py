@@ -285,7 +285,6 @@ class HostLayers:
         return any(layer.updated for layer in self._layers)
 
     def device_tensors(self) -> Iterator[torch.Tensor]:
-        """Return the buffers on the device."""
         for buffer in self._buffers:
             yield from (buffer.flat, buffer.state)
 

@@ -105,7 +105,6 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """The speed."""
         return self.recipe.step_tokens / self.iteration_seconds
 
     @property

@@ -61,8 +61,6 @@ COMPARED = {
 _OTHER_METHODS = {"pretrain": ("pretrain", "bcd", "offload"), "sft": (*WHOLE, "finetune", "offload")}
 """The methods that are offered if a plan does not fit."""
 
-# ---------------------------------------------------------------- candidates
-
 
 def candidates(values: Values, *, is_open: bool = True) -> Iterator[Recipe]:
     """Yield the allowed layouts of a request, in order of preference.
@@ -174,9 +172,6 @@ def _largest_with_experts(recipes: Iterable[Recipe]) -> list[Recipe]:
     every = list(recipes)
     largest = max((each.micro_batch_size for each in every if each.model.experts), default=0)
     return [each for each in every if each.micro_batch_size >= largest]
-
-
-# ---------------------------------------------------------------- one plan
 
 
 def place(*, is_open: bool = True, **request: Any) -> Recipe:
@@ -293,9 +288,6 @@ def reason_for_rule(recipe: Recipe) -> str:
     if recipe.is_whole:
         return f"every layer in every step by the {recipe.config.bcd.bcd_inactive_update} update: no blocks"
     return "blocks: flags ask for them, or every layer by the factored update does not fit"
-
-
-# ---------------------------------------------------------------- the cheapest
 
 
 def search(values: Values, *, tokens: float | None = None) -> list[Estimate]:
@@ -426,8 +418,6 @@ def compare(values: Values, *, tokens: float | None = None) -> list[Estimate]:
     return sorted(estimates, key=order)
 
 
-# ---------------------------------------------------------------- if a plan does not fit
-
 _MOST_BLOCKS = 12
 Remedy = tuple[_Changes, Recipe]
 """Changes, and the recipe that fits with them."""
@@ -528,9 +518,6 @@ def _settings(values: Values) -> Iterator[list[_Changes]]:
         yield [{"bcd_num_blocks": more} for more in range(fewest, _MOST_BLOCKS + 1)]
     if (stages := values.get("pipeline_model_parallel_size")) is not None:
         yield [{"pipeline_model_parallel_size": size} for size in _divisors(values["num_gpus"]) if size > stages]
-
-
-# ---------------------------------------------------------------- numbers
 
 
 def _batch_size(values: Values) -> int:

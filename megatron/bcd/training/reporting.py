@@ -243,8 +243,6 @@ def _notes(config: RunConfig, state: ModelState, implementation: Implementation,
         yield f"context parallel ranks gather keys and values{ignored}"
     if bcd.bcd_preset is not None:
         yield _describe_preset(config, bcd.bcd_preset)
-    if partition.num_blocks > 1 and (head := partition.describe_head()):
-        yield head
     if partition.frozen:
         yield f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters"
     if bcd.bcd_inactive_update != "none":
