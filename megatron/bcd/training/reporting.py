@@ -246,13 +246,8 @@ def _notes(config: RunConfig, state: ModelState, implementation: Implementation,
     if partition.frozen:
         yield f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters"
     if bcd.bcd_inactive_update != "none":
-        yield (
-            f"inactive update {bcd.bcd_inactive_update}: matrices of "
-            f"{'all other layers' if partition.has_active_block else 'every layer'}, {bcd.bcd_inactive_lr_ratio:g} "
-            f"of the learning rate, gradients in {bcd.bcd_inactive_grad_dtype}"
-        )
-    if bcd.bcd_embedding_update != "adam":
-        yield f"--bcd-embedding-update {bcd.bcd_embedding_update}: word embedding and untied head, in every phase"
+        rate = f"{bcd.bcd_inactive_lr_ratio:g} of the learning rate"
+        yield f"inactive update {bcd.bcd_inactive_update}: {rate}, gradients in {bcd.bcd_inactive_grad_dtype}"
     if config.training.skip_train:
         return
     fraction = cost.offload_fraction(config)
@@ -289,25 +284,15 @@ def _pipeline_notes(run: ResolvedRun) -> Iterator[str]:
         yield f"loss without the {size:.2f} GiB of a micro-batch's logits (--no-cross-entropy-loss-fusion: with them)"
     if config.is_breadth_first:
         chunks = partition.in_passes(config.bcd.bcd_layers_per_pass).num_virtual_stages
-        place = "in host memory" if config.bcd.bcd_saved_inputs == "host" else "on the device"
-        yield (
-            f"breadth-first: all microbatches of a step pass through one of {chunks} chunks before the next; inputs of "
-            f"chunks wait {place}"
-        )
+        yield f"breadth-first in {chunks} chunks, whose inputs wait in memory of the {config.bcd.bcd_saved_inputs}"
         shape = run.memory.schedule_shape(0)
         kept, on_host = len(kept_passes(shape, 0)), len(host_passes(shape, 0))
-        if kept or on_host:
-            yield (
-                f"activations of {kept} passes through a chunk wait on the device, and of {on_host} in host memory; "
-                "others are recomputed"
-            )
+        yield f"activations of {kept} passes wait on the device, of {on_host} in host memory; others are recomputed"
     if config.bcd.bcd_layers_on == "host":
-        number, embedding = config.bcd.bcd_resident_layers, " and embedding" * config.has_embedding_on_host
-        which = "" if config.steps_block_by_chunk else " outside the block"
-        yield (
-            f"layers{which}{embedding} in host memory, copied as they are read, and back when they are updated; "
-            f"buffers for {3 * config.bcd.bcd_layers_per_pass + number} layers on the device"
-        )
+        layers = "layers" + " outside the block" * (not config.steps_block_by_chunk)
+        layers += " and embedding" * config.has_embedding_on_host
+        number = 3 * config.bcd.bcd_layers_per_pass + config.bcd.bcd_resident_layers
+        yield f"{layers} in host memory, copied as they are read; buffers for {number} layers on the device"
         if config.checkpoint.async_save and config.updates_streamed_layers:
             yield "--async-save writes at once, because each step changes layers in host memory"
 
