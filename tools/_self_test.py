@@ -43,8 +43,6 @@ def skipped(part: str, reason: str) -> Check:
     return Check(part=part, verdict=SKIP, detail=reason)
 
 
-# ---------------------------------------------------------------- runs
-
 SAVE_INTERVAL = 4
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 FLAGS: dict[str, Any] = {
@@ -162,8 +160,6 @@ class Runner:
         run(command, self.folder / f"{name}.log", seconds=self.seconds, environment=environment, until=until)
         return tuple(line for line in read_metrics(metrics) if "loss" in line)
 
-
-# ---------------------------------------------------------------- parts
 
 NUMERICS = "a kernel computes a different result: try without Transformer Engine and Apex, and another GPU"
 MESSAGES = "read the run's log; NCCL_DEBUG=INFO shows how the GPUs are connected"

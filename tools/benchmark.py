@@ -90,9 +90,6 @@ NUM_CACHE_USES = 4
 """How often a phase reads each sample with --prefix-cache."""
 
 
-# ---------------------------------------------------------------- methods
-
-
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A row of the table. It trains once in every round."""
@@ -205,9 +202,6 @@ def _num_processes(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     for size in vars(sizes.parse_known_args(words)[0]).values():
         product *= size
     return arguments.num_processes or product
-
-
-# ---------------------------------------------------------------- figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,9 +375,6 @@ def hardware(gpu: str, threads: int) -> str:
     packages = [package for package in ("torch", "megatron-core", "transformers", "badam", "peft")
                 if importlib.util.find_spec(package.replace("-", ".")) is not None]  # fmt: skip
     return ", ".join([name, *(f"{package} {importlib.metadata.version(package)}" for package in packages)])
-
-
-# ---------------------------------------------------------------- command line
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser, add_json, add_precision, command, run_main, table, write_figures
+from _parser import Parser, add_json, command, run_main, table, write_figures
 from _records import EPOCHS, counted, with_records
 from board_views import View, bars, write_page
 
@@ -119,8 +119,6 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Flags of a recipe. The training script has most of them: its types, choices and help hold where none are here."""
 
-# ---------------------------------------------------------------- the command line
-
 
 def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     parser = Parser(prog=PROG, usage=f"{PROG} --model NAME --gpu NAME --num-gpus N [flags]", description=__doc__)
@@ -169,8 +167,12 @@ def add_recipe_flags(group: Any) -> None:
             words = ({"action": "store_true", "default": None} if kind == "bool" else {"type": types[kind]}) | words
             words = ({"metavar": "N"} if kind == "int" else {}) | known | words
         group.add_argument(dashed(name), **words)
-    add_precision(group, PRECISIONS)
     add = group.add_argument
+    add("--precision", choices=PRECISIONS, default="bf16", help="(default: bf16)")
+    for name in PRECISIONS:
+        if name != "fp32":
+            text = f"the same as --precision {name}"
+            add(f"--{name}", dest="precision", action="store_const", const=name, help=text)
     add("--models", metavar="FILE", help="your own rows, which win over those of examples/models.csv")
     add("--clusters", metavar="FILE", default=CLUSTERS, help="the cluster table")
     add("--network-gbit", type=float, metavar="RATE", help="a node's link to others in 10^9 bits per second (default:"
@@ -341,8 +343,6 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
                 words += [f"{item:g}" if isinstance(item, float) else str(item) for item in items]
     return words
 
-
-# ---------------------------------------------------------------- answers
 
 Answer = tuple[str, Any, int]
 """Text for people, plain values for programs, and the exit code, which is 1 if a plan does not fit."""
@@ -518,9 +518,6 @@ def quality(estimate: Estimate) -> tuple[str, str]:
         return "loss not measured", ""
     loss, _, source = result.describe_loss(estimate.recipe).partition(", ")
     return f"loss {loss}", source
-
-
-# ---------------------------------------------------------------- text
 
 
 def show_estimate(estimate: Estimate) -> str:

@@ -175,8 +175,6 @@ def title(name: str, shape: PlanShape) -> str:
     return f"bcd: no backward before stage {shape.first_trainable}, run-ahead {shape.run_ahead}"
 
 
-# ---------------------------------------------------------------- as text: a row per stage, time to the right
-
 LETTERS = {
     Kind.FORWARD_ONLY: "f",
     Kind.FORWARD: "F",
