@@ -53,7 +53,7 @@ FLAGS: dict[str, Any] = {
     "use_cpu_initialization": True, "split": "90,10,0", "num_workers": 0, "log_interval": 1, "eval_iters": 0,
 }  # fmt: skip
 """Flags of every run. GELU is written as a GPU's fused kernel computes it, and the learning rate is one at which
-rounding errors hardly grow: tests/distributed/test_self_test_margin.py."""
+rounding errors hardly grow."""
 ONE_BLOCK = {"bcd_num_blocks": 1, "train_iters": 6}
 SHORT = {"bcd_num_blocks": 2, "train_iters": 8, "bcd_steps_per_block": 2}
 LONG = {"bcd_num_blocks": 2, "train_iters": 24, "bcd_steps_per_block": 3}
