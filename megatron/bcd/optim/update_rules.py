@@ -203,8 +203,8 @@ def factored_scales(
     multiplies the gradients first. Where `is_skipped`, a boolean on the device, is true, the means stay; the number of
     steps counts on, so it stays the same for all matrices of a checkpoint's group.
 
-    Compiled, no fp32 value of the matrix is in memory. Otherwise fp32 values are of `rows_at_once`. A collective over
-    the layout's group.
+    Compiled, no fp32 value of the matrix is in memory, otherwise those of `rows_at_once`. A collective over the
+    layout's group.
     """
     run: Callable[..., Any] = compiled if is_compiled else lambda function: function
     sizes = layout.parts or (gradient_KMN.shape[1],)

@@ -236,11 +236,8 @@ def _notes(config: RunConfig, state: ModelState, implementation: Implementation,
         can_run = is_grouped and grouped_experts.is_available(dtype, *config.expert_sizes)
         yield f"experts of a layer run {'in one product' if can_run else f'one by one: --moe-grouped-gemm {remedy}'}"
     kind = config.transformer.get("cp_comm_type")
-    if config.context_size > 1 and implementation.attention != SCALED_DOT_PRODUCT:
-        yield f"context parallel ranks exchange keys and values by {kind or 'p2p'}"
-    elif config.context_size > 1:
-        ignored = "" if kind in (None, "all_gather") else f"; accepted without effect: --cp-comm-type {kind}"
-        yield f"context parallel ranks gather keys and values{ignored}"
+    if config.context_size > 1 and implementation.attention == SCALED_DOT_PRODUCT and kind not in (None, "all_gather"):
+        yield f"accepted without effect: --cp-comm-type {kind}: context parallel ranks gather keys and values"
     if bcd.bcd_preset is not None:
         yield _describe_preset(config, bcd.bcd_preset)
     if partition.frozen:
@@ -309,15 +306,9 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> str:
         return "stock: Megatron Core's 1F1B"
     if partition.num_chunks > 1:
         forward_only = [partition.first_trainable_virtual_stage(block) // partition.num_stages for block in blocks]
-        return (
-            f"{schedule}: {'' if config.is_breadth_first else 'interleaved, '}{partition.num_chunks} chunks of the "
-            f"model on every stage; forward-only chunks by block {_listed(forward_only)}"
-        )
-    if not partition.has_prefix:
-        return f"{schedule}: no stage runs forward only ({_why_no_prefix(config)})"
+        chunks = f"{partition.num_chunks} chunks of the model on every stage"
+        return f"{schedule}: {chunks}, forward-only ones by block {_listed(forward_only)}"
     forward_only = [partition.first_trainable_stage(block) for block in blocks]
-    if not any(forward_only):
-        return f"{schedule}: every block begins on the first stage, so no stage runs forward only"
     ahead = [phase_shape(partition, block, num_microbatches=1).microbatches_ahead for block in blocks]
     return f"bcd: forward-only stages by block {_listed(forward_only)}; they run ahead {_listed(ahead)} microbatches"
 
@@ -331,19 +322,8 @@ def _data_notes(config: RunConfig, partition: Partition, samples: PhaseSubset | 
     root = config.bcd.bcd_prefix_cache
     if root is not None:
         lengths = [len(partition.prefix_layers(block.index)) for block in partition.blocks]
-        why = "there is one block" if partition.has_prefix else _why_no_prefix(config)
-        yield (
-            f"prefix cache {root}: layers before the first active one, by block {_listed(lengths)}"
-            if any(lengths)
-            else f"prefix cache: off, no block has a prefix ({why})"
-        )
-
-
-def _why_no_prefix(config: RunConfig) -> str:
-    bcd = config.bcd
-    if bcd.bcd_inactive_update != "none":
-        return f"--bcd-inactive-update {bcd.bcd_inactive_update} updates all layers in every phase"
-    return f"--bcd-always-active {bcd.bcd_always_active} trains the bottom of the model in every phase"
+        is_off = "" if any(lengths) else "; off, because no block has a prefix"
+        yield f"prefix cache {root}: layers before the first active one, by block {_listed(lengths)}{is_off}"
 
 
 def _listed(numbers: Sequence[int]) -> str:
