@@ -36,7 +36,7 @@ from megatron.bcd.pipeline.build import host_passes, kept_passes, repeated_passe
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.estimate import EQUAL_STEPS, Estimate
-from megatron.bcd.planner.measured import (
+from megatron.bcd.planner.findings import (
     EXPERTS_SOURCE,
     EXPERTS_TIME,
     finding,

@@ -29,7 +29,7 @@ from plan import ROOT, SFT_DEFAULTS, add_recipe_flags, host_misfit, recipe_value
 
 from megatron.bcd.planner.command import SCRIPTS, layout_flags, network_flags
 from megatron.bcd.planner.estimate import Estimate
-from megatron.bcd.planner.measured import learning_rate
+from megatron.bcd.planner.findings import learning_rate
 from megatron.bcd.planner.recipe import METHODS, PRESET_OF, Recipe
 from megatron.bcd.planner.search import place, reason_for_rule, remedies
 from megatron.bcd.planner.tables import GIB, Cluster

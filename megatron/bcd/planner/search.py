@@ -19,7 +19,7 @@ from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.config.presets import asks_for_blocks
 from megatron.bcd.pipeline.build import repeated_passes
 from megatron.bcd.planner.estimate import Estimate
-from megatron.bcd.planner.measured import finding
+from megatron.bcd.planner.findings import finding
 from megatron.bcd.planner.memory import fits, node_bytes
 from megatron.bcd.planner.recipe import DEFAULTS, MAX_GPUS, PRESET_OF, STREAMED, WHOLE, Recipe, build_recipe
 from megatron.bcd.planner.tensors import round_up
