@@ -227,7 +227,7 @@ def _describe_training(run: ResolvedRun) -> str:
 
 
 def _notes(config: RunConfig, state: ModelState, implementation: Implementation, *, num_frozen: int) -> Iterator[str]:
-    """Yield lines about kernels, about parameters that are not trained with the active block, and about offload."""
+    """Yield lines about kernels, and about parameters that are not trained with the active block."""
     bcd, partition = config.bcd, state.partition
     yield implementation.describe()
     if config.num_experts and implementation.layers == "local":
@@ -245,15 +245,6 @@ def _notes(config: RunConfig, state: ModelState, implementation: Implementation,
     if bcd.bcd_inactive_update != "none":
         rate = f"{bcd.bcd_inactive_lr_ratio:g} of the learning rate"
         yield f"inactive update {bcd.bcd_inactive_update}: {rate}, gradients in {bcd.bcd_inactive_grad_dtype}"
-    if config.training.skip_train:
-        return
-    fraction = cost.offload_fraction(config)
-    if fraction:
-        num_bytes = math.ceil(cost.OFFLOADED_BYTES * fraction * max(state.num_parameters) / replicas.size())
-        yield (
-            f"optimizer offloaded to the host, {fraction:.0%} of it: weights, gradients and moments in fp32, "
-            f"{num_bytes:,} bytes of host memory per rank before page-locked memory is rounded up"
-        )
 
 
 def _describe_preset(config: RunConfig, name: str) -> str:
