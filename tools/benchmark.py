@@ -54,7 +54,7 @@ from _processes import ROOT, SCRIPTS, CannotRun, launcher, read_metrics, run
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.planner.command import network_flags
-from megatron.bcd.planner.cost import compute_ratio
+from megatron.bcd.planner.cost import layer_work
 from megatron.bcd.planner.recipe import make_recipe
 from megatron.bcd.planner.tables import Cluster, Model, choose, read_table
 
@@ -88,6 +88,13 @@ PEERS = {"badam": ("badam", "transformers"), "lora": ("peft", "transformers")}
 """The peers and the packages that they need."""
 NUM_CACHE_USES = 4
 """How often a phase reads each sample with --prefix-cache."""
+
+
+def compute_ratio(partition: Partition, block: int, *, prefix_cached: bool = False) -> float:
+    """Return the step time in the block's phase relative to full training's, from the compute of the slowest stage."""
+    stages = range(partition.num_stages)
+    slowest = max(sum(layer_work(partition, block, stage=stage, prefix_cached=prefix_cached)) for stage in stages)
+    return slowest / (3 * max(partition.layers_per_stage))
 
 
 @dataclass(frozen=True, kw_only=True)

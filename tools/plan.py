@@ -51,7 +51,6 @@ from megatron.bcd.planner.search import (
     compare,
     first_allowed,
     place,
-    reason_for_rule,
     remedies,
     search,
 )
@@ -547,6 +546,13 @@ def show_figures(estimate: Estimate) -> str:
         f"memory per rank, GiB (of {recipe.cluster.memory_gib:g})\n{_memory(estimate)}\n\n"
         f"time of an iteration, ms\n{_time(estimate)}\n\n{_cost(estimate)}\n{learning_rate(recipe)[1]}"
     )
+
+
+def reason_for_rule(recipe: Recipe) -> str:
+    """Return in one line why a plan of preset finetune has blocks or not."""
+    if recipe.is_whole:
+        return f"every layer in every step by the {recipe.config.bcd.bcd_inactive_update} update: no blocks"
+    return "blocks: flags ask for them, or every layer by the factored update does not fit"
 
 
 def _layout(recipe: Recipe) -> str:

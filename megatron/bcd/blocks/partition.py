@@ -166,11 +166,6 @@ class Partition:
     def layer_block(self) -> dict[int, int]:
         return {layer: block.index for block in self.blocks for layer in block.layers}
 
-    def active_layers(self, block: int, stage: int) -> tuple[int, ...]:
-        """Return the layers of a pipeline stage that are active in the block's phase."""
-        layers = self.stage_layers(stage)
-        return tuple(layer for layer in self.blocks[block].layers if layer in layers) if self.has_active_block else ()
-
     def has_inactive_update(self, layer: int, block: int) -> bool:
         """Return whether the matrices of a layer are updated without state in the block's phase."""
         is_active = self.has_active_block and layer in self.blocks[block].layers

@@ -283,13 +283,6 @@ def with_passes_on_host(recipe: Recipe) -> Recipe:
     return _fastest([recipe, *map(with_passes, tried)]) or recipe
 
 
-def reason_for_rule(recipe: Recipe) -> str:
-    """Return in one line why a plan of preset finetune has blocks or not."""
-    if recipe.is_whole:
-        return f"every layer in every step by the {recipe.config.bcd.bcd_inactive_update} update: no blocks"
-    return "blocks: flags ask for them, or every layer by the factored update does not fit"
-
-
 def search(values: Values, *, tokens: float | None = None) -> list[Estimate]:
     """Return the candidates of a request that fit and have the lowest cost, an empty list if none fits.
 
