@@ -46,9 +46,6 @@ EVALUATIONS, CYCLES = 8, 2
 are 1.4 cycles of 32 layers."""
 
 
-# ---------------------------------------------------------------- model and records
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     """The model and records to fine-tune. All files are in `folder`, whose name identifies the model."""
@@ -171,9 +168,6 @@ def build_study(arguments: argparse.Namespace, prepared: Prepared) -> Study:
         extend=1,
         jobs=1,
     )
-
-
-# ---------------------------------------------------------------- command line
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

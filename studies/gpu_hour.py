@@ -44,9 +44,6 @@ LOG_LINES = 60
 """Last lines of the log that a record keeps."""
 
 
-# ---------------------------------------------------------------- records
-
-
 def append(path: Path, record: Mapping[str, Any]) -> None:
     """Add a record, without the paths of this machine."""
     text = json.dumps(record)
@@ -84,9 +81,6 @@ def hardware() -> dict[str, Any]:
     if done.returncode:
         raise ValueError(f"torch does not start: {done.stderr.strip().splitlines()[-1:]}; check the environment")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-# ---------------------------------------------------------------- running
 
 
 @dataclass(kw_only=True, eq=False)
@@ -152,13 +146,12 @@ class Runner:
         folder = self.setting.work(job.name)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        process = start(self._filled_in(job, folder), folder / "log", threads=2)
+        words = [
+            each.replace("{metrics}", f"{folder}/metrics").replace("{model}", f"{folder}/model") for each in job.words
+        ]
+        process = start(words, folder / "log", threads=2)
         self._running.append(Running(job=job, process=process, folder=folder, began=time.monotonic()))
         tell(f"start {job.name} (at most {job.seconds:.0f} s)")
-
-    def _filled_in(self, job: Job, folder: Path) -> list[str]:
-        values = {"{metrics}": str(folder / "metrics"), "{model}": str(folder / "model")}
-        return [functools.reduce(lambda text, item: text.replace(*item), values.items(), word) for word in job.words]
 
     def _check(self, running: Running, part: str) -> None:
         """Hand a job that has ended or run out of time to a thread, which scores its model and writes the record."""
@@ -201,7 +194,7 @@ class Runner:
         return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
-def score(model_folder: Path, texts: Sequence[Path], *, seq_length: int = 256, batch: int = 16) -> dict[str, float]:
+def score(model_folder: Path, texts: Sequence[Path], *, seq_length: int = 256) -> dict[str, float]:
     """Return the mean loss per token of a Hugging Face model on each text, cut into sequences of `seq_length`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -218,15 +211,12 @@ def score(model_folder: Path, texts: Sequence[Path], *, seq_length: int = 256, b
         )
         total = 0.0
         with torch.no_grad():
-            for rows in sequences.split(batch):
+            for rows in sequences.split(16):
                 rows = rows.to(place)
                 logits = model(rows[:, :-1]).logits.float().flatten(0, 1)
                 total += torch.nn.functional.cross_entropy(logits, rows[:, 1:].flatten(), reduction="sum").item()
         losses[path.parent.name] = total / (len(sequences) * seq_length)
     return losses
-
-
-# ---------------------------------------------------------------- command line
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

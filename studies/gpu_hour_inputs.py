@@ -57,9 +57,6 @@ NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "blk": "layers", "
 """GGUF's names of modules, and transformers'."""
 
 
-# ---------------------------------------------------------------- files
-
-
 def write_file(path: Path, pieces: Iterable[bytes]) -> None:
     """Write `pieces` under a temporary name and rename the file when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,9 +106,6 @@ def download(*requirements: str, to: Path) -> None:
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     run(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--python-version",
         "3.12", "--implementation", "cp", *platforms, "--dest", to, *requirements)  # fmt: skip
-
-
-# ---------------------------------------------------------------- prepare
 
 
 def prepare_wheels(portions: Path, scratch: Path) -> None:
@@ -234,9 +228,6 @@ PREPARE = (
 """The last file of each step, which exists when the step is complete, and the step."""
 
 
-# ---------------------------------------------------------------- tiny
-
-
 def tiny_texts() -> list[str]:
     """Return docstrings of this Python's standard library."""
     texts = []
@@ -286,9 +277,6 @@ def tiny_model(portions: Path, scratch: Path) -> None:
     config.save_pretrained(scratch / "model")
     tokenizer.save_pretrained(scratch / "model")
     copy_folder(scratch / "model", portions / "2/smollm2")
-
-
-# ---------------------------------------------------------------- unpack
 
 
 def unpack(portions: Path, output: Path) -> list[str]:
@@ -354,9 +342,6 @@ def dequantized(data: np.ndarray, kind: str) -> np.ndarray:
         codes = np.concatenate([rows[:, 4:] & 15, rows[:, 4:] >> 4], axis=1)
         weights = codes.astype(np.float32) * scale + minimum
     return weights.reshape(data.shape[0], -1)
-
-
-# ---------------------------------------------------------------- command line
 
 
 def prepare(portions: Path, *, tiny: bool) -> None:

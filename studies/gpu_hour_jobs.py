@@ -93,8 +93,6 @@ def tokenization(setting: Setting) -> list[Job]:
     return jobs
 
 
-# ---------------------------------------------------------------- learning
-
 GPT2_SMALL = (
     "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024"
     " --micro-batch-size 32 --global-batch-size 128"
@@ -188,8 +186,6 @@ def final_loss(record: Mapping[str, Any]) -> float | None:
     return losses[-1] if losses and not record["failure"] else None
 
 
-# ---------------------------------------------------------------- fine-tuning
-
 LANGUAGE = (
     "--seq-length 256 --micro-batch-size 4 --global-batch-size 4 --train-iters 500 --lr-warmup-iters 15"
     " --eval-interval 100000"
@@ -280,8 +276,6 @@ def best_rate(results: Results, method: str, rates: Sequence[float]) -> float | 
     reached = {lr: loss for lr, loss in losses.items() if loss is not None}
     return min(reached, key=reached.__getitem__) if reached else None
 
-
-# ---------------------------------------------------------------- speed
 
 LLAMA_1_3B = (
     "--num-layers 24 --hidden-size 2048 --ffn-hidden-size 5504 --num-attention-heads 16 --vocab-size 31999"
@@ -393,7 +387,6 @@ def time_steps(setting: Setting, name: str, model: str, flags: str, *, limit: bo
 
 
 def network(setting: Setting, model: str) -> str:
-    """Return the flags of one of NETWORKS."""
     if setting.is_tiny:
         return f"{TINY_LLAMA} {TINY_EXPERTS * (model == 'experts')}"
     return NETWORKS[model]

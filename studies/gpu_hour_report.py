@@ -205,8 +205,6 @@ def copies(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
             yield (record["gpu"], *(f"{rate:.1f}" for rate in record["json"].values()))
 
 
-# ---------------------------------------------------------------- picture
-
 Curve = tuple[str, list[float], list[float], list[float]]
 """Label, millions of tokens, minutes, validation losses."""
 

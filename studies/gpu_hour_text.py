@@ -111,9 +111,6 @@ class Corpus:
     manifest: dict[str, Any]
 
 
-# ---------------------------------------------------------------- text
-
-
 def markup_text(text: str) -> str:
     """Return the text of HTML, DocBook or Mallard, with an empty line between paragraphs."""
     start = next(filter(None, (pattern.search(text) for pattern in MAIN)), None)
@@ -174,9 +171,6 @@ def decoded(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return data.decode("latin1")
-
-
-# ---------------------------------------------------------------- rules
 
 
 def paragraphs(text: str, kind: str, frequent: Collection[str], seen: set[int]) -> str:
@@ -246,9 +240,6 @@ def documents(package: Path, seen: set[int]) -> list[Document]:
         if size > (MAX_CODE if kind == "code" else MAX_PROSE):
             break
     return kept
-
-
-# ---------------------------------------------------------------- corpus
 
 
 def collect(scratch: Path, tokenizer: Path, valid_tokens: int, train_tokens: int) -> Corpus:

@@ -37,7 +37,6 @@ KINDS = (
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a kernel."""
     return next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")
 
 

@@ -55,7 +55,6 @@ SEPARATE_NORMS = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.",
 
 
 def load_model(config: RunConfig) -> torch.nn.Module:
-    """Load the model of --load-hf."""
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32

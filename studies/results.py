@@ -592,7 +592,7 @@ def table_lines(rows: Sequence[Row], *, metric: str) -> list[str]:
 
     columns: dict[str, Callable[[Row], str]] = {
         "learning rate": lambda row: f"{row.lr:g}{row.lr_note}",
-        f"test {metric_name(metric)}": lambda row: (
+        f"test {'error' if metric == 'accuracy' else metric}": lambda row: (
             f"{row.test:.4f}"
             + (f" ± {row.spread / 2:.4f}" if row.spread is not None else "")
             + (f" *{len(row.tests)} of {row.seeds_wanted} seeds*" if len(row.tests) < row.seeds_wanted else "")
@@ -615,7 +615,3 @@ def table_lines(rows: Sequence[Row], *, metric: str) -> list[str]:
         cells = failed if row.failure else [cell(row) for cell in columns.values()]
         lines.append("| " + " | ".join((label, *cells)) + " |")
     return lines
-
-
-def metric_name(metric: str) -> str:
-    return "error" if metric == "accuracy" else metric

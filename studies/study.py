@@ -161,7 +161,6 @@ class Runner:
 
     @property
     def timing(self) -> Result | None:
-        """Return one of the timing lines."""
         return next((result for result in self.results.values() if result.rounds), None)
 
     def step_ms(self, point: Point) -> float | None:
@@ -331,7 +330,7 @@ def flags_arithmetic(form: str, flags: Sequence[str]) -> float | None:
     partition = partition_from_config(config)
     num_layers, newton_schulz, total = partition.num_layers, _newton_schulz(config), 0.0
     for block in range(partition.num_blocks):
-        active = len(partition.active_layers(block, 0))
+        active = len(partition.blocks[block].layers) * partition.has_active_block
         inactive = sum(partition.has_inactive_update(layer, block) for layer in range(num_layers))
         total += num_layers + (num_layers - len(partition.prefix_layers(block))) + active + inactive
         total += newton_schulz * inactive * (config.bcd.bcd_inactive_update == "orthogonal")

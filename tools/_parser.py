@@ -69,17 +69,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(code)
 
 
-def add_precision(group: Any, choices: Sequence[str]) -> None:
-    """Add --precision and the scripts' --bf16 and --fp16."""
-    group.add_argument("--precision", choices=choices, default="bf16", help="(default: bf16)")
-    for name in choices:
-        if name != "fp32":
-            text = f"the same as --precision {name}"
-            group.add_argument(f"--{name}", dest="precision", action="store_const", const=name, help=text)
-
-
 def add_json(group: Any) -> None:
-    """Add --json [FILE]."""
     text = "write all figures as JSON to this file; without one to stdout, and nothing else there"
     group.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE", help=text)
 

@@ -43,8 +43,6 @@ def skipped(part: str, reason: str) -> Check:
     return Check(part=part, verdict=SKIP, detail=reason)
 
 
-# ---------------------------------------------------------------- runs
-
 SAVE_INTERVAL = 4
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 FLAGS: dict[str, Any] = {
@@ -55,7 +53,7 @@ FLAGS: dict[str, Any] = {
     "use_cpu_initialization": True, "split": "90,10,0", "num_workers": 0, "log_interval": 1, "eval_iters": 0,
 }  # fmt: skip
 """Flags of every run. GELU is written as a GPU's fused kernel computes it, and the learning rate is one at which
-rounding errors hardly grow: tests/distributed/test_self_test_margin.py."""
+rounding errors hardly grow."""
 ONE_BLOCK = {"bcd_num_blocks": 1, "train_iters": 6}
 SHORT = {"bcd_num_blocks": 2, "train_iters": 8, "bcd_steps_per_block": 2}
 LONG = {"bcd_num_blocks": 2, "train_iters": 24, "bcd_steps_per_block": 3}
@@ -162,8 +160,6 @@ class Runner:
         run(command, self.folder / f"{name}.log", seconds=self.seconds, environment=environment, until=until)
         return tuple(line for line in read_metrics(metrics) if "loss" in line)
 
-
-# ---------------------------------------------------------------- parts
 
 NUMERICS = "a kernel computes a different result: try without Transformer Engine and Apex, and another GPU"
 MESSAGES = "read the run's log; NCCL_DEBUG=INFO shows how the GPUs are connected"

@@ -54,7 +54,7 @@ from _processes import ROOT, SCRIPTS, CannotRun, launcher, read_metrics, run
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.planner.command import network_flags
-from megatron.bcd.planner.cost import compute_ratio
+from megatron.bcd.planner.cost import layer_work
 from megatron.bcd.planner.recipe import make_recipe
 from megatron.bcd.planner.tables import Cluster, Model, choose, read_table
 
@@ -90,7 +90,11 @@ NUM_CACHE_USES = 4
 """How often a phase reads each sample with --prefix-cache."""
 
 
-# ---------------------------------------------------------------- methods
+def compute_ratio(partition: Partition, block: int, *, prefix_cached: bool = False) -> float:
+    """Return the step time in the block's phase relative to full training's, from the compute of the slowest stage."""
+    stages = range(partition.num_stages)
+    slowest = max(sum(layer_work(partition, block, stage=stage, prefix_cached=prefix_cached)) for stage in stages)
+    return slowest / (3 * max(partition.layers_per_stage))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,9 +209,6 @@ def _num_processes(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     for size in vars(sizes.parse_known_args(words)[0]).values():
         product *= size
     return arguments.num_processes or product
-
-
-# ---------------------------------------------------------------- figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,9 +382,6 @@ def hardware(gpu: str, threads: int) -> str:
     packages = [package for package in ("torch", "megatron-core", "transformers", "badam", "peft")
                 if importlib.util.find_spec(package.replace("-", ".")) is not None]  # fmt: skip
     return ", ".join([name, *(f"{package} {importlib.metadata.version(package)}" for package in packages)])
-
-
-# ---------------------------------------------------------------- command line
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

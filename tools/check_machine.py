@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     import torch
 
 PROG = "tools/check_machine.py"
-# ---------------------------------------------------------------- installation
-
 NEEDED = ("python", "torch", "compiler", "folder")
 """Parts that every run needs, in addition to all packages."""
 TESTS_ONLY = "# tests/run.sh"
@@ -244,8 +242,6 @@ def check_folder(path: Path) -> Check:
     return passed("folder", f"{path}, {free:,.1f} GiB free")
 
 
-# ---------------------------------------------------------------- links and rates
-
 NAME = "this-machine"
 MIN_SHARE_OF_TABLE = 0.25
 """The smallest acceptable share of the cluster table's bandwidth."""
@@ -394,9 +390,6 @@ def measure(*, calibrate: bool) -> dict[str, Any]:
     dist.barrier()
     dist.destroy_process_group()
     return rates
-
-
-# ---------------------------------------------------------------- command line
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

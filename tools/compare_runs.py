@@ -61,19 +61,6 @@ IGNORED_FIELDS = frozenset(
 """Metrics fields that are not compared: times, memory as the allocator or operating system counts it, the run's name,
 which depends on a version's flags, and what older or newer versions lack. Every other field is compared, including
 fields added later."""
-REMOVED = (
-    *("bcd-greedy-microbatches", "bcd-prefix-cache-dtype", "dataloader-type", "data-sharding", "sft-refuse-long"),
-    *("exp-avg-dtype", "exp-avg-sq-dtype", "main-grads-dtype", "muon-scale-mode", "straggler-minmax-count"),
-    *("sgd-momentum", "tiktoken-num-special-tokens", "tiktoken-pattern", "use-distributed-optimizer"),
-)
-"""Flags that have a value only in versions before their removal."""
-ADDED = {
-    "bcd-layers-on": "device",
-    "bcd-embedding-update": "adam",
-    "bcd-layers-per-pass": 1,
-    "bcd-saved-inputs": "auto",
-}
-"""The behaviour of versions without a flag, if it is not "off"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +73,6 @@ class Start:
     always_before: bool = False
 
     def words(self, *, folder: Path, data: Path) -> list[str]:
-        """Return all flags."""
         text = "" if "--mock-data" in self.flags else DATA
         return [word.format(folder=folder, data=data) for word in f"{COMMON} {text} {self.flags}".split()]
 
@@ -166,8 +152,6 @@ def copy_code(flag: str, version: str, folder: Path) -> None:
     if missing:
         raise ValueError(f"{flag} {version}: has no {', '.join(missing)}; give a checkout of this project")
 
-
-# ---------------------------------------------------------------- results of a run
 
 Entry = Mapping[str, str]
 """Field names and their values as text. Two floats have the same text only if they have the same bits."""
@@ -259,9 +243,6 @@ def run_difference(before: Path, after: Path) -> str | None:
     return metrics_difference(*metrics) or entry_difference("last checkpoint", *last)
 
 
-# ---------------------------------------------------------------- resolved flags
-
-
 def command_lines(configurations: Configurations) -> dict[str, tuple[str, int, list[str]]]:
     """Return family, ranks and flags of all starts by name."""
     return {
@@ -314,7 +295,7 @@ def resolved_difference(lines: Mapping[str, tuple[str, int, list[str]]], task: T
 def first_difference(before: Mapping[str, Resolved], after: Mapping[str, Resolved]) -> str | None:
     """Return the first difference among the lines that the old version accepts.
 
-    A flag that only one version has counts as a difference unless it is off, or is one of REMOVED.
+    A flag that only one version has counts as a difference unless it is off.
     """
     for name, values in before.items():
         now = after[name]
@@ -323,13 +304,10 @@ def first_difference(before: Mapping[str, Resolved], after: Mapping[str, Resolve
         if isinstance(now, str):
             return f"{name} is refused: {now.strip()}"
         for flag in values | now:
-            old, new = values.get(flag, ADDED.get(flag)), now.get(flag, ADDED.get(flag))
-            if flag not in REMOVED and (old or None) != (new or None):
+            old, new = values.get(flag), now.get(flag)
+            if (old or None) != (new or None):
                 return f"{name}: {flag} was {old}, is {new}"
     return None
-
-
-# ---------------------------------------------------------------- data, runs, comparison
 
 
 def tokenize_text(task: Task) -> str | None:

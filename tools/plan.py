@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser, add_json, add_precision, command, run_main, table, write_figures
+from _parser import Parser, add_json, command, run_main, table, write_figures
 from _records import EPOCHS, counted, with_records
 from board_views import View, bars, write_page
 
@@ -36,7 +36,7 @@ from megatron.bcd.pipeline.build import host_passes, kept_passes, repeated_passe
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.estimate import EQUAL_STEPS, Estimate
-from megatron.bcd.planner.measured import (
+from megatron.bcd.planner.findings import (
     EXPERTS_SOURCE,
     EXPERTS_TIME,
     finding,
@@ -51,7 +51,6 @@ from megatron.bcd.planner.search import (
     compare,
     first_allowed,
     place,
-    reason_for_rule,
     remedies,
     search,
 )
@@ -119,11 +118,8 @@ RECIPE_FLAGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Flags of a recipe. The training script has most of them: its types, choices and help hold where none are here."""
 
-# ---------------------------------------------------------------- the command line
-
 
 def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
-    """Build the parser with the defaults of a task."""
     parser = Parser(prog=PROG, usage=f"{PROG} --model NAME --gpu NAME --num-gpus N [flags]", description=__doc__)
     add = parser.add_argument
     add("--model", metavar="NAME", help="a config.json, the folder that holds one, or a row of the model table")
@@ -170,8 +166,12 @@ def add_recipe_flags(group: Any) -> None:
             words = ({"action": "store_true", "default": None} if kind == "bool" else {"type": types[kind]}) | words
             words = ({"metavar": "N"} if kind == "int" else {}) | known | words
         group.add_argument(dashed(name), **words)
-    add_precision(group, PRECISIONS)
     add = group.add_argument
+    add("--precision", choices=PRECISIONS, default="bf16", help="(default: bf16)")
+    for name in PRECISIONS:
+        if name != "fp32":
+            text = f"the same as --precision {name}"
+            add(f"--{name}", dest="precision", action="store_const", const=name, help=text)
     add("--models", metavar="FILE", help="your own rows, which win over those of examples/models.csv")
     add("--clusters", metavar="FILE", default=CLUSTERS, help="the cluster table")
     add("--network-gbit", type=float, metavar="RATE", help="a node's link to others in 10^9 bits per second (default:"
@@ -344,8 +344,6 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-# ---------------------------------------------------------------- answers
-
 Answer = tuple[str, Any, int]
 """Text for people, plain values for programs, and the exit code, which is 1 if a plan does not fit."""
 
@@ -491,7 +489,6 @@ def plan_view(arguments: argparse.Namespace) -> View:
 
 
 def sentence(estimate: Estimate, arguments: argparse.Namespace) -> str:
-    """Return the answer in one sentence."""
     recipe, number, host = estimate.recipe, estimate.recipe.num_gpus, node_bytes(estimate.recipe)
     cards = f"{'one' if number == 1 else number} {recipe.cluster.gpu}{'s' * (number > 1)}"
     what, blocks = "every layer trained", recipe.partition.num_blocks
@@ -525,9 +522,6 @@ def quality(estimate: Estimate) -> tuple[str, str]:
     return f"loss {loss}", source
 
 
-# ---------------------------------------------------------------- text
-
-
 def show_estimate(estimate: Estimate) -> str:
     """Show recipe, memory, time, cost and the command of a plan that fits."""
     if estimate.recipe.task == "sft":
@@ -557,6 +551,13 @@ def show_figures(estimate: Estimate) -> str:
     )
 
 
+def reason_for_rule(recipe: Recipe) -> str:
+    """Return in one line why a plan of preset finetune has blocks or not."""
+    if recipe.is_whole:
+        return f"every layer in every step by the {recipe.config.bcd.bcd_inactive_update} update: no blocks"
+    return "blocks: flags ask for them, or every layer by the factored update does not fit"
+
+
 def _layout(recipe: Recipe) -> str:
     partition, config = recipe.partition, recipe.config
     context = f" x context {config.context_size}" if config.context_size > 1 else ""
@@ -579,9 +580,6 @@ def _layout(recipe: Recipe) -> str:
         resident = config.bcd.bcd_resident_layers
         what = "layers" if config.is_breadth_first else "frozen layers"
         parts.append(f"{what} in host memory" + f", {resident} stay on the device" * (resident > 0))
-    if recipe.has_blocks and not recipe.is_whole and (head := partition.describe_head()):
-        dtype = config.training.adam_moments_dtype
-        parts.append(head + f", moments in {dtype}" * (dtype != "fp32"))
     parts.append(f"micro-batch {recipe.micro_batch_size}")
     if config.has_linear_loss:
         parts.append("loss without logits")
@@ -676,7 +674,6 @@ def _cost(estimate: Estimate) -> str:
 
 
 def amount(tokens: float) -> str:
-    """Return a number of tokens as text."""
     return f"{tokens / 1e9:,.1f} G" if tokens >= 1e9 else f"{tokens / 1e6:,.1f} M"
 
 

@@ -25,13 +25,22 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser, print_error, run_main
-from plan import ROOT, SFT_DEFAULTS, add_recipe_flags, host_misfit, recipe_values, show_figures, words_of
+from plan import (
+    ROOT,
+    SFT_DEFAULTS,
+    add_recipe_flags,
+    host_misfit,
+    reason_for_rule,
+    recipe_values,
+    show_figures,
+    words_of,
+)
 
 from megatron.bcd.planner.command import SCRIPTS, layout_flags, network_flags
 from megatron.bcd.planner.estimate import Estimate
-from megatron.bcd.planner.measured import learning_rate
+from megatron.bcd.planner.findings import learning_rate
 from megatron.bcd.planner.recipe import METHODS, PRESET_OF, Recipe
-from megatron.bcd.planner.search import place, reason_for_rule, remedies
+from megatron.bcd.planner.search import place, remedies
 from megatron.bcd.planner.tables import GIB, Cluster
 
 PROG = "pretrain.sh"

@@ -55,9 +55,6 @@ MAX_BANDS = 150  # more could not be told apart
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "xtick.color": FAINT, "ytick.color": FAINT}
 
 
-# ---------------------------------------------------------------- metrics files
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One metrics file."""
@@ -144,9 +141,6 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("model_state_bytes is empty")
     values["switches"] = [(int(start), int(block)) for start, block in values.get("switches", ())]
     return values
-
-
-# ---------------------------------------------------------------- figures
 
 
 Figures = dict[str, Any]
@@ -258,9 +252,6 @@ def as_json(figures: Sequence[Figures]) -> dict[str, Any]:
 
     ratios = nullable(compare_figures(*figures)) if len(figures) == 2 else None
     return {"runs": [nullable(row) for row in figures], "ratios": ratios}
-
-
-# ---------------------------------------------------------------- pictures
 
 
 def phase_bands(run: Run) -> list[tuple[float, float, int]]:
@@ -384,9 +375,6 @@ def report_view(runs: Sequence[Run], figures: Sequence[Figures]) -> View:
     tests = [f"{row['run']}: test loss {row['test_loss']:.4f}" for row in figures if row["test_loss"] is not None]
     shown = {"names": [run.name for run in runs], "charts": [chart for chart in charts if chart]}
     return shown | {"columns": COLUMNS, "rows": table_rows(figures), "notes": notes(figures) + tests}
-
-
-# ---------------------------------------------------------------- command line
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -164,7 +164,6 @@ def simulate_plan(shape: PlanShape, arguments: argparse.Namespace) -> Timeline:
 
 
 def title(name: str, shape: PlanShape) -> str:
-    """Return the title of a schedule."""
     if name == STOCK:
         return "stock: Megatron Core's " + ("interleaved 1F1B, full training" if shape.num_chunks > 1 else "1F1B")
     if shape.is_breadth_first:
@@ -175,8 +174,6 @@ def title(name: str, shape: PlanShape) -> str:
         return "bcd: 1F1B, no stage is forward-only"
     return f"bcd: no backward before stage {shape.first_trainable}, run-ahead {shape.run_ahead}"
 
-
-# ---------------------------------------------------------------- as text: a row per stage, time to the right
 
 LETTERS = {
     Kind.FORWARD_ONLY: "f",

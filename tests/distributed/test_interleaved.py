@@ -4,7 +4,6 @@ test_one_block.py."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ def test_as_one_rank(world1: World, world2: World, initial_weights: Flags) -> No
     flags = initial_weights(bcd_num_blocks=3) | INTERLEAVED | {"global_batch_size": 10}
     ranks, reference = run(world2, flags | PIPELINE), run(world1, flags)[0]
     assert_same(ranks, reference)
-    assert_same_weights(whole_names(ranks, config_of(flags | PIPELINE)), reference["weights"])
+    assert_same_weights(whole_names(ranks, worlds.run_config(world_size=2, **flags | PIPELINE)), reference["weights"])
 
 
 def assert_same_weights(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -89,17 +88,3 @@ def test_options(world1: World, world2: World, world4: World, initial_weights: F
     expected = run(world1, reference | {"pipeline_cut": "even"})[0]
     assert_same(actual, expected)
     assert_same_weights(whole_names(actual, worlds.run_config(world_size=size, **flags)), expected["weights"])
-
-
-def config_of(flags: dict[str, Any]) -> RunConfig:
-    return worlds.run_config(world_size=2, **flags)
-
-
-def test_resume_elsewhere(world1: World, world2: World, initial_weights: Flags, tmp_path: Path) -> None:
-    """One rank resumes from the checkpoint of an interleaved pipeline, with the same losses."""
-    flags = initial_weights(bcd_num_blocks=1, num_layers=12) | {"train_iters": 8, "clip_grad": 0.0}
-    reference = world1.run(worlds.train_run, worlds.run_config(**flags))[0]["losses"]
-    world2.run(worlds.train_run, config_of(flags | PIPELINE | {VIRTUAL: 3, "save": tmp_path, "exit_interval": 5}))
-    flags |= {"load": tmp_path, "finetune": None}
-    (resumed,) = world1.run(worlds.train_run, worlds.run_config(**flags))
-    assert resumed["losses"] == pytest.approx(reference[5:], rel=1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,11 +13,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from support import worlds
 from support.dist import World
 
-from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
-from megatron.bcd.planner.run_state import RunMemory
-from megatron.bcd.planner.state import ModelState
 
 RECOMPUTATION: dict[str, dict[str, Any]] = {
     "uniform2": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
@@ -129,18 +125,7 @@ def test_one_job_at_a_time_writes_the_index_cache(world1: World, text_data: str,
     assert world1.run(is_locked_while_built, config) == [[True, False]]
 
 
-Flags = Callable[..., dict[str, Any]]
 AUTO = {"recompute": "auto"}
-
-
-def test_a_phase_leaves_nothing_in_what_recomputes(world2: World, initial_weights: Flags) -> None:
-    """With --recompute auto the losses stay the same when a block is visited again."""
-    flags = initial_weights(bcd_num_blocks=2) | {"overlap_grad_reduce": True, "bcd_steps_per_block": 1}
-    flags |= {"train_iters": 4, "eval_iters": 0}
-    plain = world2.run(worlds.train_run, worlds.run_config(world_size=2, **flags))
-    config = worlds.run_config(world_size=2, **flags | AUTO | {"recompute_memory_gib": 1.5e-3})
-    again = world2.run(worlds.train_run, config)
-    assert [rank["losses"] for rank in again] == [rank["losses"] for rank in plain]
 
 
 def recomputed(config: RunConfig) -> list[tuple[int | None, int | None]]:
@@ -170,13 +155,3 @@ def test_the_full_batch_counts(world2: World, text_data: str) -> None:
     configs = (worlds.run_config(**flags, **ramp) for ramp in ({}, {"rampup_batch_size": (2, 2, 64)}))
     whole, ramped = ([ranks[0] for ranks in world2.run(recomputed, config)] for config in configs)
     assert whole == ramped and any(number for _, number in whole)
-
-
-def test_the_run_ahead_counts() -> None:
-    """The planned memory counts the run-ahead messages."""
-    flags = {"pipeline_model_parallel_size": 2, "world_size": 2, "bcd_layout": "stage", "bcd_num_blocks": None}
-    config = worlds.run_config(data_path="text", **flags)
-    partition = partition_from_config(config)
-    state = ModelState(config=config, partition=partition, padded_vocabulary=264, num_replicas=1)
-    run = RunMemory(config=config, state=state, num_microbatches=4)
-    assert [run.activations(0, block).shape.run_ahead for block in (0, 1)] == [0, 1]

@@ -63,7 +63,6 @@ def num_blocks_of(num_stages: int, layout: str) -> int:
 
 
 def first_trainable_stages(config: RunConfig) -> list[int]:
-    """Return the first trainable stage by block."""
     cut = partition_from_config(config)
     return [cut.first_trainable_stage(block.index) for block in cut.blocks]
 

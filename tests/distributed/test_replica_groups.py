@@ -146,7 +146,6 @@ def together(
 
 
 def configs(number: int, lighthouse: str, **flags: Any) -> list[Any]:
-    """Return a configuration for each of `number` groups."""
     shared = GROUPS | {"lighthouse": lighthouse, "replica_groups": number, "min_replica_groups": number} | flags
     return [worlds.run_config(**shared, replica_id=f"group{index}") for index in range(number)]
 

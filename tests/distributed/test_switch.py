@@ -1,10 +1,9 @@
 """Properties that hold across switches: ranks decide alike (invariant 9), fp16's loss scale continues. The order of
-blocks and their samples: plateau, end, subsets. Collectives over Python objects."""
+blocks and their samples: end, subsets. Collectives over Python objects."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -117,20 +116,6 @@ def test_blocks_without_a_phase(world1: World, text_data: str) -> None:
     assert world1.run(warnings_of, worlds.run_config(**flags, bcd_steps_per_block=None)) == [[]]
     inactive = {"bcd_inactive_update": "orthogonal", "bcd_always_active": "norms,biases,embedding"}
     assert world1.run(warnings_of, worlds.run_config(**flags, **inactive, bcd_steps_per_block=4)) == [[]]
-
-
-PLATEAU = {"bcd_switch": "plateau", "bcd_steps_per_block": None, "train_iters": 24}
-PLATEAU |= {"bcd_plateau_window": 2, "bcd_plateau_min_improvement": 0.05}
-
-
-def test_plateau(world2: World, text_data: str) -> None:
-    """All ranks end a phase at the same step, and phases differ in length. The rule itself:
-    unit/test_block_schedule.py."""
-    config = worlds.run_config(**{"data_path": text_data} | PLATEAU | worlds.CUTS["submodel"])
-    ranks = world2.run(worlds.train_run, config)
-    assert ranks[0]["steps"] == ranks[1]["steps"]
-    lengths = [*Counter(step["phase"] for step in ranks[0]["steps"]).values()]
-    assert len(set(lengths[:-1])) > 1 and all(length >= 4 for length in lengths[:-1])
 
 
 class Recording:

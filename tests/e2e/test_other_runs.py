@@ -19,7 +19,6 @@ SAVING = ("--save", "saved", "--save-interval", "2", "--train-iters", "4", "--ev
 
 @pytest.fixture(scope="module")
 def after_saving(runs: ForkedRuns, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workplace in which SAVING has run."""
     place = tmp_path_factory.mktemp("trained")
     write_dataset(place / "data" / "text_document", good_documents())
     said(run(runs, place, *SAVING))
@@ -28,7 +27,6 @@ def after_saving(runs: ForkedRuns, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def trained(after_saving: Path, tmp_path: Path) -> Path:
-    """A copy of `after_saving`."""
     return Path(shutil.copytree(after_saving, tmp_path / "trained"))
 
 

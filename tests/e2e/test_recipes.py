@@ -406,15 +406,6 @@ def test_where_a_recipe_runs() -> None:
     assert recipe.scaled_down(planned_for(SMALL, {"NNODES": "4", "GPUS_PER_NODE": "1"})).num_nodes == 1
 
 
-def test_recipes_are_in_bf16() -> None:
-    """A recipe is in bf16 unless PRECISION names fp32, as the comparison with the paper does."""
-    for words in (SMALL, ("L-11B", "full", "rtx4090"), ("LLaMA-7B", "finetune", "rtx4090", "--num-gpus", "1")):
-        assert planned_for(words, {}).precision == "bf16"
-        made = recipe.as_bash(*recipe.request_of(words, {}))
-        assert " --bf16" in next(line for line in made.splitlines() if line.startswith("LAYOUT_ARGS="))
-    assert planned_for(SMALL, {"PRECISION": "fp32"}).precision == "fp32"
-
-
 FINE_TUNING = ("LLaMA-7B", "finetune", "rtx4090")
 
 
@@ -426,10 +417,3 @@ def test_flags_that_the_recipe_sets(words: Sequence[str], flag: str) -> None:  #
     """A flag that the recipe sets is refused by name."""
     with pytest.raises(ValueError, match=flag):
         recipe.request_of([*words, f"{flag}=1"], {})
-
-
-def test_flags_that_fine_tuning_leaves_to_the_user() -> None:
-    """The tokenizer, records for validation and the metrics file are left to the user."""
-    flags = ("--tokenizer-type", "HuggingFaceTokenizer", "--valid-data-path", "v.jsonl", "--split", "90,10,0")
-    assert recipe.request_of([*FINE_TUNING, *flags], {})[2] == [*flags]
-    assert recipe.request_of([*SMALL, "--metrics-file", "m"], {})[2] == ["--metrics-file", "m"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
@@ -74,18 +75,14 @@ def format_table(results: Mapping[tuple[str, str], bool], page: str) -> str:
 
 
 def format_types(paths: Sequence[str]) -> str:
-    """Return the types that split equally but have no row, and the refused ones by reason; nothing without results."""
-    types: dict[str, list[str]] = {}
+    """Return how many types split equally but have no row, and how many are refused; nothing without results."""
+    types = Counter[str]()
     for path in paths:
         for case in ElementTree.parse(path).iter("testcase"):
-            name = case.get("name", "").partition("[")[2].rstrip("]")
-            for split in case.iter("property"):
-                if split.get("name") == "split" and name not in decoders.SETTINGS:
-                    types.setdefault(split.get("value", ""), []).append(f"`{name}`")
-    lines = {reason: ", ".join(sorted(types.get(reason, []))) for reason in (EQUAL, *REASONS.values())}
-    equal = lines.pop(EQUAL)
-    refused = "; ".join(f"{reason}: {names}" for reason, names in lines.items() if names)
-    return f"Also split equally: {equal}.\n\nRefused: {refused}." if equal else ""
+            if case.get("name", "").partition("[")[2].rstrip("]") not in decoders.SETTINGS:
+                types.update(each.get("value", "") for each in case.iter("property") if each.get("name") == "split")
+    refused = ", ".join(f"{types[each]} ({each})" for each in REASONS.values() if each in types)
+    return f"Also split equally: {types[EQUAL]} other types.\n\nRefused: {refused}." if types else ""
 
 
 def main(paths: Sequence[str]) -> None:

@@ -59,7 +59,6 @@ def model_of(name: str) -> Any:
 
 
 def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB") -> Path:
-    """Save the model of this name in `folder`."""
     transformers.utils.logging.disable_progress_bar()
     model_of(name).to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder

@@ -343,20 +343,6 @@ def train_run(config: RunConfig, *, blocks_of_stages: int | None = None) -> dict
         return outcome(run)
 
 
-def perturbed_run(config: RunConfig) -> dict[str, Any]:
-    """Run `train_run` with the last bit of half the initial weights flipped at random."""
-
-    def flip(run: RecordedRun) -> None:
-        draw = torch.Generator().manual_seed(1)
-        for weight in [] if run.results else run.model.parameters():  # before the first phase only
-            bits = weight.data.view(torch.int32 if weight.dtype == torch.float32 else torch.int16)
-            bits ^= torch.randint(0, 2, bits.shape, generator=draw, dtype=bits.dtype)
-
-    with started(config, before_build=flip) as run:
-        run.train()
-        return outcome(run)
-
-
 @contextlib.contextmanager
 def blocks_as_of(num_stages: int | None) -> Iterator[None]:
     """Make runs on one stage form the blocks of `num_stages` stages: the same layers, all on stage 0."""

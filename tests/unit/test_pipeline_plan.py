@@ -41,7 +41,6 @@ def shape_of(
 
 
 def chunked(stages: int = 4, chunks: int = 3, microbatches: int = 8, *, blocks: int = 3, block: int = 0) -> PlanShape:
-    """Of one layer a chunk."""
     cut = partition(num_layers=stages * chunks, num_stages=stages, num_blocks=blocks, layout="interleaved",
                     num_parts=chunks, tied=False)  # fmt: skip
     return phase_shape(cut, block, num_microbatches=microbatches)
@@ -113,7 +112,6 @@ MUTATIONS: dict[str, Callable[[Action], list[Action]]] = {
 
 
 def with_stage(plan: Plan, stage: int, actions: Iterable[Action]) -> Plan:
-    """The plan with other actions on one stage."""
     return replace(plan, stages=(*plan.stages[:stage], tuple(actions), *plan.stages[stage + 1 :]))
 
 

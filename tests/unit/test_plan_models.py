@@ -17,7 +17,7 @@ from support.fine_tuning import tokenizer_folder, write_records
 from support.planned import CLUSTER, RUNS, recipe_of
 
 from megatron.bcd.optim import update_rules
-from megatron.bcd.planner import measured, state
+from megatron.bcd.planner import findings, state
 from megatron.bcd.planner.cost import ModelShape
 from megatron.bcd.planner.memory import fits, rank_memory
 from megatron.bcd.planner.recipe import make_recipe
@@ -75,7 +75,6 @@ def folder(tmp_path: Path, content: Any, *, name: str = "published") -> Path:
 
 
 def shape_named(name: str, *, models: str | None) -> ModelShape:
-    """Return the shape of a named model."""
     return make_recipe(model=named_model(name, models=models), cluster=CLUSTER, num_gpus=1).shape
 
 
@@ -252,7 +251,7 @@ def test_no_cost_to_a_loss_that_was_not_reached(capsys: pytest.CaptureFixture[st
     for row in rows:
         assert (row["cost_ratio"] is None) == (row["recipe"]["method"] not in ("full", "offload"))
     for name in names - {"full", "offload", "full, streamed"}:
-        result = (measured.FINE_TUNING | measured.LARGE_STEPS)[name.removesuffix(", streamed")]
+        result = (findings.FINE_TUNING | findings.LARGE_STEPS)[name.removesuffix(", streamed")]
         ends = f"loss {result.loss_text} at {result.place_text}" if result.loss else "not measured"
         assert any(line.startswith(f"{name} ") and line.endswith(ends) for line in text.splitlines()), name
         assert f"\n{name}, at equal epochs: " in text, "where it is from"

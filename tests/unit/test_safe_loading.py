@@ -89,7 +89,6 @@ def saved(one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def good(saved: Path, tmp_path: Path) -> Path:
-    """A copy of `saved`."""
     return Path(shutil.copytree(saved, tmp_path / "good"))
 
 

@@ -24,9 +24,10 @@ def subtract_factored(
     value: torch.Tensor, gradient: torch.Tensor, factors: torch.Tensor, layout: MatrixLayout = update_rules._WHOLE
 ) -> None:
     """Subtract the directions of one step at a rate of 1."""
-    direction = update_rules.FactoredDirection(gradient, factors, layout)
-    for rows in direction.rows:
-        direction.subtract_from(value[:, rows], rows, rate=1.0)
+    scales = update_rules.factored_scales(gradient, factors, layout)
+    for rows in update_rules.rows_at_once(gradient, layout):
+        sizes = layout.parts or (gradient.shape[1],)
+        update_rules.subtract_rows(value[:, rows], rows, gradient, *scales, sizes, rate=1.0)
 
 
 SHAPES = ((48, 16), (16, 48), (32, 32))
@@ -101,9 +102,7 @@ def test_a_large_matrix_is_stepped_some_rows_at_a_time(monkeypatch: pytest.Monke
         subtract_factored(whole, g, factors)
         with monkeypatch.context() as patched:
             patched.setattr(update_rules, "ROWS_ELEMENTS", 7 * 8 + 3)
-            assert [rows.stop - rows.start for rows in update_rules.FactoredDirection(g, same.clone()).rows] == [
-                7
-            ] * 7 + [1]
+            assert [rows.stop - rows.start for rows in update_rules.rows_at_once(g)] == [7] * 7 + [1]
             subtract_factored(by_rows, g, same)
     assert torch.allclose(by_rows, whole, rtol=1e-5) and torch.equal(same, factors)
 

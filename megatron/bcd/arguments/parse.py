@@ -216,7 +216,6 @@ def _check(
 
 
 def _names(text: str, flag: str) -> bool:
-    """Return whether a message names the flag."""
     return re.search(rf"{re.escape(flag)}(?![\w-])", text) is not None
 
 

@@ -184,7 +184,6 @@ def _check_tables(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterat
 
 
 def _describe(values: Mapping[str, Any], condition: str) -> str:
-    """Return the flag of a condition with its value."""
     name = re.split("!?=", condition)[0]
     value = values.get(name[2:].replace("-", "_"))
     if value is None or isinstance(value, bool | tuple):

@@ -60,7 +60,6 @@ class Ownership:
         return block in self.inactive_updates_in
 
     def virtual_stage(self, partition: Partition) -> int:
-        """Return the virtual stage of the parameter."""
         if self.layer is None:
             return 0 if self.module == "embedding" else partition.num_virtual_stages - 1
         return bisect_right(partition.virtual_stages, self.layer, key=attrgetter("start")) - 1

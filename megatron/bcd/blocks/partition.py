@@ -164,13 +164,7 @@ class Partition:
 
     @cached_property
     def layer_block(self) -> dict[int, int]:
-        """Block number by layer."""
         return {layer: block.index for block in self.blocks for layer in block.layers}
-
-    def active_layers(self, block: int, stage: int) -> tuple[int, ...]:
-        """Return the layers of a pipeline stage that are active in the block's phase."""
-        layers = self.stage_layers(stage)
-        return tuple(layer for layer in self.blocks[block].layers if layer in layers) if self.has_active_block else ()
 
     def has_inactive_update(self, layer: int, block: int) -> bool:
         """Return whether the matrices of a layer are updated without state in the block's phase."""
@@ -276,18 +270,6 @@ class Partition:
             "head": not self.tied and self.head_active(block),
         }
         return tuple(name for name, is_active in extras.items() if is_active)
-
-    def describe_head(self) -> str:
-        """Describe in which phases an untied head is trained. Return "" for a tied head."""
-        owner = next(block for block in self.blocks if block.owns_final_norm)
-        if self.tied:
-            return ""
-        if "head" in self.frozen or "head" in self.always_active:
-            return "head frozen" if "head" in self.frozen else "head always active"
-        return f"head part of block {owner.index}" if owner.layers else "head in a separate phase, with the final norm"
-
-
-# -------------------------------------------------------------------------------------------------------- construction
 
 
 def partition_from_config(config: RunConfig) -> Partition:
@@ -438,8 +420,6 @@ def _check_head_phase(num_blocks: int | None, *, tied: bool, others: frozenset[s
     if "head" in others:
         raise Refusal("--bcd-head-phase trains the head: leave it out of --bcd-always-active and --bcd-frozen")
 
-
-# ----------------------------------------------------------------------------------------- layers of pipeline stages
 
 _REPEATED = (r"\(([^)]+)\)\*(\d{1,3})(?!\d)", r"(.)\*(\d{1,3})(?!\d)")
 """Megatron Core's notation: first groups in brackets, then single letters. More than three digits are a mistake."""

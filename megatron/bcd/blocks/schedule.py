@@ -102,7 +102,6 @@ class BlockSchedule:
         return f"{length}, {settings.bcd_order} order"
 
     def block(self, state: PhaseState) -> int:
-        """Return the number of the active block."""
         place = state.phase % self.num_blocks
         if self.settings.bcd_order == "ascending":
             return place

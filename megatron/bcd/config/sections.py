@@ -95,15 +95,14 @@ class BcdConfig:
 
     bcd_preset: str | None = option(
         None,
-        "method: paper = as published; pretrain = inactive layers are updated too, blocks by Muon (docs/learning.md); "
-        "finetune = all layers in every step by the factored update, or with --bcd-inactive-update none one layer a "
-        "block (docs/fine_tuning.md). Sets flags that are not given",
+        "method, sets flags that are not given: paper = as published; pretrain = inactive layers are updated too, "
+        "blocks by Muon; finetune = all layers in every step by the factored update (docs/fine_tuning.md)",
         choices=("paper", "pretrain", "finetune"),
     )
     bcd_num_blocks: int | None = option(
         None,
-        "number of blocks M; 1 = full training, 0 = only --bcd-inactive-update and --bcd-always-active. "
-        f"Default {DEFAULT_NUM_BLOCKS}; with --bcd-layout stage the number of pipeline stages",
+        f"number of blocks M; 1 = full training, 0 = no active block. Default {DEFAULT_NUM_BLOCKS}; with layout stage "
+        "the number of pipeline stages",
         range=AT_LEAST_0,
     )
     bcd_layout: str = option(
@@ -114,9 +113,7 @@ class BcdConfig:
         choices=LAYOUTS,
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
-        None,
-        "chunks of the model on every pipeline stage, a multiple of the blocks; more than 1 imply --bcd-layout "
-        "interleaved, whose default is the number of blocks",
+        None, "chunks on every pipeline stage, a multiple of the blocks; implies --bcd-layout interleaved"
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, "layers of a chunk, in place of the number of chunks"
@@ -124,16 +121,13 @@ class BcdConfig:
     # if derived, the mean of phases that differ by one step
     bcd_steps_per_block: float | None = option(
         None,
-        "training steps of a phase, after which the next block becomes active. Default: as many as visit every block "
-        f"equally often, at least twice, and at most {LONGEST_PHASES[None]} ({LONGEST_PHASES['finetune']} with preset "
-        "finetune or pretrain)",
+        "training steps of a phase. Default: as many as visit every block equally often, at least twice, and at most "
+        f"{LONGEST_PHASES[None]} ({LONGEST_PHASES['finetune']} with preset finetune or pretrain)",
         type=int,
         range=AT_LEAST_1,
     )
     bcd_order: str = option(
-        "ascending",
-        "order of the blocks in a cycle: random = a new order in each cycle, from --seed",
-        choices=ORDERS,
+        "ascending", "order of the blocks in a cycle: random = a new order in each cycle, from --seed", choices=ORDERS
     )
     bcd_switch: str = option(
         "steps", "what ends a phase: --bcd-steps-per-block, or a plateau of the training loss", choices=SWITCHES
@@ -146,8 +140,7 @@ class BcdConfig:
     )
     bcd_optimizer_state: str = option(
         "reset",
-        "a block's optimizer state when its phase ends: reset = freed, host = offloaded to host memory until the next "
-        "visit",
+        "a block's optimizer state when its phase ends: reset = freed, host = offloaded to host memory",
         choices=("reset", "host"),
     )
     bcd_main_params: str = option(
@@ -158,8 +151,7 @@ class BcdConfig:
     )
     bcd_layers_on: str = option(
         "device",
-        "where the weights of inactive layers are: host = in host memory, copied to the device layer by layer; auto = "
-        "as many on the device as fit, the others in host memory",
+        "where inactive layers are: host = in host memory, auto = those that do not fit (docs/layers_on_host.md)",
         choices=("device", "host", "auto"),
     )
     bcd_resident_layers: int = option(0, "with --bcd-layers-on host: N more buffers for layers on the device")
@@ -169,20 +161,12 @@ class BcdConfig:
         "head. Default none; with --bcd-inactive-update all of them",
     )
     bcd_frozen: str = option(
-        "none",
-        "parameters that no phase trains: none, or a comma-separated list of embedding, head, norms. A tied head and "
-        "the embedding are frozen together",
+        "none", "parameters that no phase trains: none, or a comma-separated list of embedding, head, norms"
     )
-    bcd_head_phase: bool = option(
-        False,
-        "the final norm and an untied output head are a separate block, the last one, with phases in which the "
-        "backward pass ends at the head's input",
-    )
+    bcd_head_phase: bool = option(False, "the final norm and an untied output head are a separate block, the last one")
     bcd_inactive_update: str = option(
         "none",
-        "update of the layer matrices outside the active block, without state: orthogonal = orthogonalised gradients "
-        "(Newton-Schulz), factored = gradients divided by the root of their second moment, of which the means by row "
-        "and by column are kept",
+        "update of the layer matrices outside the active block (docs/update_rules.md)",
         choices=("none", "orthogonal", "factored"),
     )
     bcd_inactive_lr_ratio: float | None = option(
@@ -190,8 +174,7 @@ class BcdConfig:
     )
     bcd_embedding_update: str = option(
         "adam",
-        "update of the word embedding and an untied head that --bcd-always-active names: adam, or factored = as "
-        "--bcd-inactive-update factored, nearly without state",
+        "update of the word embedding and an untied head that --bcd-always-active names",
         choices=("adam", "factored"),
     )
     bcd_inactive_grad_dtype: str = option("bf16", "precision of gradients of inactive updates", choices=BF16_OR_FP32)
@@ -211,27 +194,21 @@ class BcdConfig:
     )
     bcd_sample_ratio: float | None = option(
         None,
-        "each phase draws a new subset, this share of an epoch of the training split, and repeats it as needed; "
-        "default: consecutive samples, as Megatron-LM",
+        "each phase repeats a new subset, this share of an epoch; default: consecutive samples, as Megatron-LM",
         range=SHARE,
     )
     bcd_prefix_cache: str | None = option(
-        None,
-        "folder for the outputs of the layers before the active block, so that a phase computes them once per sample "
-        "(needs --bcd-sample-ratio, and a disk that all ranks share)",
+        None, "folder, on a disk that all ranks share, for the outputs of the layers before the active block"
     )
     bcd_schedule: str | None = option(
         None,
-        "order of the microbatches: bcd = stages before the first active layer run forward only and ahead, and receive "
-        "no gradient; breadth-first = all microbatches pass through a chunk of the model before the next chunk, and "
-        "inactive updates and those of a single block step it at once; stock = Megatron Core's own 1F1B, for "
-        "comparison. Default: bcd; breadth-first with layers in host memory",
+        "order of the microbatches (docs/pipeline.md): bcd = stages before the first active layer run forward only; "
+        "breadth-first = all microbatches pass through a chunk of the model before the next chunk; stock = Megatron "
+        "Core's own 1F1B. Default: bcd; breadth-first with layers in host memory",
         choices=("bcd", "breadth-first", "stock"),
     )
     bcd_layers_per_pass: int = option(
-        1,
-        "with --bcd-schedule breadth-first: layers of a chunk, a divisor of the layers of a stage; on several stages "
-        "those of layout interleaved",
+        1, "with --bcd-schedule breadth-first: layers of a chunk, a divisor of the layers of a stage"
     )
     bcd_saved_inputs: str = option(
         "auto",
@@ -241,20 +218,16 @@ class BcdConfig:
     )
     bcd_saved_activations: str = option(
         "recompute",
-        "with --bcd-schedule breadth-first: recompute = each chunk's forward pass is repeated before its backward "
-        "pass; device = its activations wait there instead; host = in page-locked host memory; auto = as many as fit "
-        "on the device, and of the others --bcd-passes-on-host",
+        "with --bcd-schedule breadth-first: recompute = each chunk's forward pass is repeated; device, host = its "
+        "activations wait there instead; auto = as many as fit on the device, and of the others --bcd-passes-on-host",
         choices=("auto", "recompute", "device", "host"),
     )
     bcd_passes_on_host: int = option(
-        0,
-        "with --bcd-saved-activations auto: how many passes of a microbatch through a chunk, on each stage, keep their "
-        "activations in host memory because the device has no room. tools/plan.py says how many PCIe has time for",
+        0, "with --bcd-saved-activations auto: passes on each stage whose activations wait in host memory"
     )
     bcd_compile: str = option(
         "auto",
-        "compile updates of matrices and rotary embeddings (torch.compile); auto = on a GPU with a C compiler. "
-        "Results differ from those without by rounding",
+        "compile (torch.compile); auto = on a GPU with a C compiler. Results differ by rounding",
         choices=("auto", "on", "off"),
     )
 
@@ -305,9 +278,7 @@ class ModelConfig:
     seq_length: int = option(None, "tokens per sequence")
     max_position_embeddings: int = option(None, "largest position of the position table; default --seq-length")
     position_embedding_type: str = option(
-        "learned_absolute",
-        "position embedding",
-        choices=("learned_absolute", "rope", "none"),
+        "learned_absolute", "position embedding", choices=("learned_absolute", "rope", "none")
     )
     rotary_base: int = option(10000, "base of the rotary position embedding")
     rotary_percent: float = option(1.0, "share of the head dimension that is rotated", range=SHARE)
@@ -320,15 +291,12 @@ class ModelConfig:
     swiglu: bool = option(False, "gated linear units with SiLU instead of GELU")
     squared_relu: bool = option(False, "the square of ReLU instead of GELU")
     openai_gelu: bool = option(
-        False,
-        "GELU in the tanh form of OpenAI's GPT-2, everywhere; without it GELU is exact where its kernel is not fused "
-        "(on CPUs, without biases, and with --no-bias-gelu-fusion), and in the tanh form in Megatron Core's fused one",
+        False, "GELU in the tanh form of OpenAI's GPT-2; without it GELU is exact where its kernel is not fused"
     )
     transformer_impl: str = option(
         "auto",
-        "layers: Transformer Engine's, or Megatron Core's local ones with PyTorch's scaled_dot_product_attention; "
-        "auto takes Transformer Engine where it is importable and there is a GPU; transformers: the layers of the "
-        "model of --load-hf as transformers has them, without tensor, context and expert parallelism",
+        "layers: Transformer Engine's, or Megatron Core's local ones; auto takes Transformer Engine where it is "
+        "importable and there is a GPU; transformers: those of the model of --load-hf, as transformers has them",
         choices=("auto", "local", "transformer_engine", "transformers"),
     )
 
@@ -381,22 +349,19 @@ class TrainingConfig:
     )
     pipeline_cut: str = option(
         "even",
-        "layers of the pipeline stages: even = as many on each, the first ones one more; auto = the stages' work is "
-        "even, output head and vocabulary counted. Sets --pipeline-model-parallel-layout",
+        "layers of the pipeline stages: even = as many on each; auto = even work, output head and vocabulary counted",
         choices=("even", "auto"),
         group=PARALLELISM,
     )
     recompute: str | None = option(
         None,
-        "auto = in each phase and on each stage recompute the least that fits --recompute-memory-gib: nothing, the "
-        "core of attention, or the first few layers after the prefix",
+        "auto = in each phase and on each stage recompute the least that fits --recompute-memory-gib",
         choices=("auto",),
         group=RECOMPUTATION,
     )
     recompute_memory_gib: float | None = option(
         None,
-        "GiB of a rank for model state and activations, by which --recompute auto decides; default: the GPU's memory "
-        "less 1 GiB",
+        "GiB of a rank for model state and activations; default: the GPU's memory less 1 GiB",
         group=RECOMPUTATION,
         range=ABOVE_0,
     )
@@ -457,15 +422,13 @@ class DataConfig:
     eod_mask_loss: bool = option(False, "no loss on end-of-document tokens")
     sft: bool = option(
         False,
-        "fine-tune on instructions or conversations: --data-path names JSONL, JSON, CSV or Parquet files, or folders "
-        "of the datasets library, with records {instruction, input, output}, {prompt, completion}, {messages} or "
-        "{conversations}; the loss counts answers only",
+        "fine-tune on the records of JSONL, JSON, CSV or Parquet files, or folders of the datasets library "
+        "(docs/fine_tuning.md); the loss counts answers only",
         group=FINE_TUNING,
     )
     sft_prompt_format: str = option(
         "auto",
-        "form of the records as text: chat = the tokenizer's chat template; text = Alpaca's prompt for instructions, "
-        "other prompts unchanged; auto = chat where the tokenizer has a template",
+        "form of the records: chat = the tokenizer's chat template, which auto takes if there is one; text = Alpaca's",
         choices=("auto", "chat", "text"),
         group=FINE_TUNING,
     )
@@ -529,15 +492,11 @@ class CheckpointConfig:
     save_optim: bool = option(True, "save the optimizer state; without it a run resumes with --no-load-optim only")
     save_rng: bool = option(True, "save the random generators; without them a run resumes with --no-load-rng only")
     load: str | None = option(
-        None,
-        "folder to resume from: its newest valid checkpoint; an empty or absent folder starts a new run. With the same "
-        "folder as --save, a run that was killed resumes when it is started again",
+        None, "folder to resume from: its newest valid checkpoint; an empty or absent folder starts a new run"
     )
     ckpt_step: int | None = option(None, "load the checkpoint of this iteration instead of the newest")
     load_hf: str | None = option(
-        None,
-        "model in Hugging Face's format, a folder or a name on the hub: sizes of the network, tokenizer, and, where "
-        "--load has no checkpoint, the weights",
+        None, "model in Hugging Face's format, a folder or a name on the hub: network, tokenizer, and initial weights"
     )
     trust_remote_code: bool = option(False, "run the code that comes with the model of --load-hf")
     save_hf: str | None = option(None, "folder for the trained model in Hugging Face's format, at the end of the run")
@@ -561,9 +520,7 @@ class GroupsConfig:
     """Replica groups: worlds that train one model together over slow links (docs/replica_groups.md)."""
 
     lighthouse: str | None = option(
-        None,
-        "HOST:PORT of torchft's lighthouse: this job is one of several replica groups, which exchange their changes "
-        "from time to time. The flags below need it",
+        None, "HOST:PORT of torchft's lighthouse: this job is one of several replica groups. The flags below need it"
     )
     replica_groups: int = option(1, "number of replica groups that the data are divided for")
     min_replica_groups: int = option(1, "wait at an exchange while there are fewer replica groups than this")

@@ -81,7 +81,6 @@ def _kind(layer: nn.Module, given: Any) -> Any:
 
 
 def _measure(layer: nn.Module, one: Any, two: Any, sequence: int) -> LayerKind:
-    """Measure a layer with the arguments of one sequence, and of two."""
     (args, kwargs), hidden = one, one[0][0]
     flops = count_flops(layer, *args, **kwargs)
     matrices = sum(flops.get(name, 0) for name in MATRIX_PRODUCTS)

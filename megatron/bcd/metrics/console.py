@@ -47,7 +47,6 @@ def step_line(record: StepMetrics, *, train_iters: int, left: str) -> str:
 
 
 def evaluation_line(record: EvalMetrics) -> str:
-    """Return the log line of an evaluation."""
     when = "at the end, iteration" if record.is_final else "at iteration"
     measure = f"perplexity {record.perplexity:,.3f}" if record.accuracy is None else f"accuracy {record.accuracy:.2%}"
     return f"{record.split} {when} {record.iteration:8d} | loss {record.loss:.6E} | {measure}"

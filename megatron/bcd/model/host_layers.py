@@ -1,12 +1,8 @@
 """Inactive layers in host memory, copied to the device when they compute (--bcd-layers-on host).
 
-The layers of a stage are stored in one arena of page-locked host memory, each as one flat chunk. A phase starts by
-loading the active layers, and at its end they are written back. If no phase trains the embedding, the CPU gathers and
-sends the rows of each microbatch.
-
-The schedule (--bcd-schedule breadth-first) loads chunks of consecutive layers to device buffers on a separate CUDA
-stream, with the state (low bits, moments) of the matrices that the phase updates, and has these written back. Training
-is unchanged, bit for bit. See docs/layers_on_host.md.
+The layers of a stage are stored in one arena of page-locked host memory, each as one flat chunk. The schedule
+(--bcd-schedule breadth-first) loads chunks of consecutive layers to device buffers on a separate CUDA stream, with the
+state of the matrices that the phase updates, and has these written back. See docs/layers_on_host.md.
 """
 
 from __future__ import annotations
@@ -285,7 +281,6 @@ class HostLayers:
         return any(layer.updated for layer in self._layers)
 
     def device_tensors(self) -> Iterator[torch.Tensor]:
-        """Return the buffers on the device."""
         for buffer in self._buffers:
             yield from (buffer.flat, buffer.state)
 

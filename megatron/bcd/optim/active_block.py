@@ -27,14 +27,13 @@ from megatron.bcd.runtime.compat import megatron_core
 
 
 class ActiveBlock:
-    """The parts of a rank that exist for one phase: gradient buffers, main parameters and moments (docs/concepts.md).
+    """The parts of a rank that exist for one phase: gradient buffers, main parameters and moments.
 
     `build` freezes the other blocks, wraps the model in Megatron Core's DDP (buffers for active parameters only) and
     builds the optimizers. `dispose` frees them; the weights stay. Both are collectives, even for a rank without
     parameters of the block.
 
-    With --bcd-optimizer-state host, `dispose` copies the moments to host memory. With --bcd-main-params host, it copies
-    the bits of main parameters that 16-bit weights lack. The next `build` of the block restores both. The state of
+    What `dispose` offloads (docs/concepts.md, Memory), the next `build` of the block restores. The state of
     always-active parameters and fp16's loss scale continue from phase to phase.
     """
 

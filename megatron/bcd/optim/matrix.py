@@ -98,7 +98,6 @@ class Matrix:
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank is the owner."""
         return self.owner == self.group.rank()
 
     def begin(self, rule: MatrixRule, *, is_streamed: bool) -> None:

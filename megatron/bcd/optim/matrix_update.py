@@ -11,7 +11,6 @@ from megatron.bcd.model.host_layers import GRADIENT, LOW_BITS
 from megatron.bcd.optim import bf16, low_bit_adam, low_bit_momentum, update_rules
 from megatron.bcd.optim.matrix import FACTORS, MOMENTUM_SCALE, Stack, join, write_back
 from megatron.bcd.optim.state import MOMENTUM
-from megatron.bcd.optim.update_rules import FactoredDirection
 from megatron.bcd.runtime.compat.pytorch import compiled
 
 
@@ -44,11 +43,11 @@ def update_stack(
     clip = None if clip_coefficient >= 1.0 else on_device(clip_coefficient) if is_compiled else clip_coefficient
     update = None if is_factored else _orthogonal(stack, clip, is_compiled=is_compiled)
     weights, low_bits, factors = join(stack.weights), stack.state(LOW_BITS), stack.state(FACTORS)
-    bits, means = join(low_bits) if low_bits else None, join(factors) if is_factored else None
-
-    def directions() -> FactoredDirection:
-        assert means is not None
-        return FactoredDirection(
+    bits = join(low_bits) if low_bits else None
+    means = join(factors) if is_factored else None
+    sizes = stack.layout.parts or (weights.shape[1],)
+    if means is not None:
+        scales = update_rules.factored_scales(
             stack.gradient,
             means,
             stack.layout,
@@ -56,27 +55,23 @@ def update_stack(
             is_skipped=is_skipped,
             is_compiled=is_compiled,
         )
-
     if is_compiled:
         numbers = [on_device(number) for number in (rate, decay)]
         if update is not None:
             compiled(update_rules.subtract)(weights, bits, update, is_skipped, *numbers)
         else:
-            direction = directions()
-            scales, sizes = (direction.row_scales_KM, direction.column_scales_KPN), direction.sizes
             subtract = compiled(update_rules.subtract_directions)
             subtract(weights, bits, stack.gradient, *scales, is_skipped, *numbers, sizes)
     else:  # with few temporaries
         if is_skipped is not None:  # the gradient is zero, and a decay of 1 keeps the bits
             decay = torch.full_like(is_skipped, decay, dtype=torch.float32).masked_fill_(is_skipped, 1.0)
-        factored = None
         for rows in [slice(None)] if update is not None else update_rules.rows_at_once(stack.gradient, stack.layout):
             value = weights[:, rows] if bits is None else bf16.join(weights[:, rows], bits[:, rows])
+            value.mul_(decay)
             if update is not None:
-                value.mul_(decay).add_(update, alpha=-rate)
+                value.add_(update, alpha=-rate)
             else:
-                factored = factored or directions()  # behind the first value, because it takes temporary memory
-                factored.subtract_from(value.mul_(decay), rows, rate=rate)
+                update_rules.subtract_rows(value, rows, stack.gradient, *scales, sizes, rate=rate)
             if bits is not None:
                 bf16.split(value, weight=weights[:, rows], low_bits=bits[:, rows])
             del value

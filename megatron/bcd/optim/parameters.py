@@ -33,7 +33,6 @@ class ParametersByBlock:
         return self._parameters
 
     def ownership(self, name: str) -> Ownership:
-        """Return the ownership of a parameter."""
         return self._ownership[name]
 
     def owned_by(self, block: int) -> Parameters:

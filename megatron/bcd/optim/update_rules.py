@@ -1,4 +1,4 @@
-"""Compute directions of weight updates that need no optimizer state or, as `FactoredDirection`, almost none.
+"""Compute directions of weight updates that need no optimizer state or, as `factored_scales`, almost none.
 
 A direction is a function of one gradient matrix, or of each matrix in a stack. Matrices may be sliced over
 tensor-parallel ranks. A direction without state has a root mean square of 1, whatever the size of the gradient. Adam's
@@ -22,7 +22,7 @@ from megatron.bcd.runtime.compat.pytorch import compiled
 
 ORTHOGONAL, FACTORED, ADAM = "orthogonal", "factored", "adam"
 FACTORED_DECAY = 0.99
-"""Decay of the second moments of `FactoredDirection`; 0.95 trained equally well."""
+"""Decay of the second moments of `factored_scales`; 0.95 trained equally well."""
 ROWS_ELEMENTS = 1 << 26
 """Number of elements above which a factored update runs some rows at a time: only word embeddings and heads have more.
 Their fp32 values would not fit beside the layers' buffers on a small card."""
@@ -183,84 +183,47 @@ def rows_at_once(gradient_KMN: torch.Tensor, layout: MatrixLayout = _WHOLE) -> S
     return [slice(start, min(start + at_once, num_rows)) for start in range(0, num_rows, at_once)]
 
 
-class FactoredDirection:
-    """The directions of Adafactor without momentum, of a stack of gradients.
+def factored_scales(
+    gradient_KMN: torch.Tensor,
+    factors_KF: torch.Tensor,
+    layout: MatrixLayout = _WHOLE,
+    *,
+    gradient_scale: float = 1.0,
+    is_skipped: torch.Tensor | None = None,
+    is_compiled: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scales of rows, [K, M], and of columns by part, [K, P, N]: times the gradient, they are its directions.
 
-    Sources: Shazeer and Stern, arXiv 1804.04235; Lv et al., AdaLomo, arXiv 2310.10195.
+    The directions are those of Adafactor without momentum. Sources: Shazeer and Stern, arXiv 1804.04235; Lv et al.,
+    AdaLomo, arXiv 2310.10195. The second moment of an element is its row's mean square times its column's mean square,
+    divided by the mean of the matrix. These are running means with bias correction. A direction has a root mean square
+    of at most 1, and is zero where the gradient is zero.
 
-    The second moment of an element is its row's mean square times its column's mean square, divided by the mean of the
-    matrix. These are running means with bias correction. A direction has a root mean square of at most 1, and is zero
-    where the gradient is zero.
+    The running means are in `factors_KF`, F = `num_factors`, which start as zeros and are updated. `gradient_scale`
+    multiplies the gradients first. Where `is_skipped`, a boolean on the device, is true, the means stay; the number of
+    steps counts on, so it stays the same for all matrices of a checkpoint's group.
 
-    Compiled, no fp32 value of the matrix is in memory. Otherwise directions of a matrix of more than `ROWS_ELEMENTS`
-    elements are computed some rows at a time (`rows`), so that their fp32 values take little memory.
+    Compiled, no fp32 value of the matrix is in memory, otherwise those of `rows_at_once`. A collective over the
+    layout's group.
     """
-
-    def __init__(
-        self,
-        gradient_KMN: torch.Tensor,
-        factors_KF: torch.Tensor,
-        layout: MatrixLayout = _WHOLE,
-        *,
-        gradient_scale: float = 1.0,
-        is_skipped: torch.Tensor | None = None,
-        is_compiled: bool = False,
-    ) -> None:
-        """Update the means `factors_KF`, F = `num_factors`, which start as zeros. A collective over the layout's group.
-
-        `gradient_scale` multiplies the gradients first. Where `is_skipped`, a boolean on the device, is true, the means
-        stay; the number of steps counts on, so it stays the same for all matrices of a checkpoint's group.
-        """
-        self._gradient_KMN, self._is_compiled = gradient_KMN, is_compiled
-        self.sizes = sizes = layout.parts or (gradient_KMN.shape[1],)
-        row_squares_KM, column_squares_KPN = self._run(_squares)(gradient_KMN, sizes)
-        num_slices = [1, 1]
-        if layout.sharded_dim is not None:  # means over the sliced dimension need the other ranks
-            num_slices[layout.sharded_dim] = layout.num_slices
-            layout.all_reduce(column_squares_KPN if layout.sharded_dim == 0 else row_squares_KM)
-        # compiled code would be made anew for each scale
-        scales = self._run(_scales) if gradient_scale == 1.0 else _scales
-        self.row_scales_KM, self.column_scales_KPN = scales(
-            factors_KF, row_squares_KM, column_squares_KPN, is_skipped, sizes, layout.sharded_dim, (*num_slices,),
-            gradient_scale,
-        )  # fmt: skip
-        self.rows = rows_at_once(gradient_KMN, layout)
-        """The rows of each call of `subtract_from`."""
-        self._scaled_KMN: torch.Tensor | None = None
-        """The gradient times the rows' scales, in fp32, until `subtract_from` has used it. None if it is too large."""
-        if is_compiled:
-            squares = self._run(_direction_squares)
-            squares_KP = squares(gradient_KMN, self.row_scales_KM, self.column_scales_KPN, sizes)
-        else:
-            if len(self.rows) == 1:
-                self._scaled_KMN = self._scaled(self.rows[0])
-                norms_KPN = _column_norms(_parts(self._scaled_KMN, sizes))
-            else:
-                some_KN = [torch.linalg.vector_norm(self._scaled(rows), dim=1).square_() for rows in self.rows]
-                norms_KPN = sum(some_KN, torch.zeros_like(some_KN[0])).div_(gradient_KMN.shape[1]).sqrt_()[:, None]
-            squares_KP = _mean_squares(norms_KPN, self.column_scales_KPN)
-        if layout.sharded_dim is not None:
-            layout.all_reduce(squares_KP).div_(layout.num_slices)
-        self._run(_limit)(self.column_scales_KPN, squares_KP)
-
-    def _run(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return compiled(function) if self._is_compiled else function
-
-    def subtract_from(self, value_KMN: torch.Tensor, rows: slice, *, rate: float) -> None:
-        """Subtract `rate` x the directions of some rows from these rows of the fp32 values.
-
-        Call it once for each slice of `rows`.
-        """
-        scaled = self._scaled(rows) if self._scaled_KMN is None else self._scaled_KMN
-        self._scaled_KMN = None  # so that it is freed at the end
-        sizes = self.sizes if len(self.sizes) > 1 else (scaled.shape[1],)
-        parts = zip(_parts(value_KMN, sizes), _parts(scaled, sizes), self.column_scales_KPN.unbind(1), strict=True)
-        for value, part, scale_KN in parts:
-            value.addcmul_(part, scale_KN[:, None, None], value=-rate)
-
-    def _scaled(self, rows: slice) -> torch.Tensor:
-        """Return the gradient of some rows times the rows' scales, in fp32."""
-        return self._gradient_KMN[:, rows] * self.row_scales_KM[:, rows, None]
+    run: Callable[..., Any] = compiled if is_compiled else lambda function: function
+    sizes = layout.parts or (gradient_KMN.shape[1],)
+    row_squares_KM, column_squares_KPN = run(_squares)(gradient_KMN, sizes)
+    num_slices = [1, 1]
+    if layout.sharded_dim is not None:  # means over the sliced dimension need the other ranks
+        num_slices[layout.sharded_dim] = layout.num_slices
+        layout.all_reduce(column_squares_KPN if layout.sharded_dim == 0 else row_squares_KM)
+    # compiled code would be made anew for each scale
+    row_scales_KM, column_scales_KPN = (run(_scales) if gradient_scale == 1.0 else _scales)(
+        factors_KF, row_squares_KM, column_squares_KPN, is_skipped, sizes, layout.sharded_dim, (*num_slices,),
+        gradient_scale,
+    )  # fmt: skip
+    rows = [slice(None)] if is_compiled else rows_at_once(gradient_KMN, layout)
+    squares_KP = run(_direction_squares)(gradient_KMN, row_scales_KM, column_scales_KPN, sizes, rows)
+    if layout.sharded_dim is not None:
+        layout.all_reduce(squares_KP).div_(layout.num_slices)
+    run(_limit)(column_scales_KPN, squares_KP)
+    return row_scales_KM, column_scales_KPN
 
 
 def _squares(gradient_KMN: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -302,19 +265,43 @@ def _scales(
 
 
 def _direction_squares(
-    gradient_KMN: torch.Tensor, row_scales_KM: torch.Tensor, column_scales_KPN: torch.Tensor, sizes: Sequence[int]
+    gradient_KMN: torch.Tensor,
+    row_scales_KM: torch.Tensor,
+    column_scales_KPN: torch.Tensor,
+    sizes: Sequence[int],
+    rows: Sequence[slice],
 ) -> torch.Tensor:
-    """Return the mean squares of the directions by part, [K, P]."""
-    return _mean_squares(_column_norms(_parts(gradient_KMN * row_scales_KM[..., None], sizes)), column_scales_KPN)
-
-
-def _mean_squares(norms_KPN: torch.Tensor, column_scales_KPN: torch.Tensor) -> torch.Tensor:
+    """Return the mean squares of the directions by part, [K, P], computing some `rows` at a time."""
+    if len(rows) == 1:
+        norms_KPN = _column_norms(_parts(gradient_KMN * row_scales_KM[..., None], sizes))
+    else:
+        scaled = (gradient_KMN[:, some] * row_scales_KM[:, some, None] for some in rows)
+        squares_KN = sum(torch.linalg.vector_norm(values, dim=1).square_() for values in scaled)
+        norms_KPN = (squares_KN / gradient_KMN.shape[1]).sqrt_()[:, None]
     return (norms_KPN * column_scales_KPN).square_().mean(2)
 
 
 def _limit(column_scales_KPN: torch.Tensor, squares_KP: torch.Tensor) -> None:
     """Scale directions down to a root mean square of 1, in place."""
     column_scales_KPN.div_(squares_KP.sqrt().clamp_(min=1.0)[..., None])
+
+
+def subtract_rows(
+    value_KMN: torch.Tensor,
+    rows: slice,
+    gradient_KMN: torch.Tensor,
+    row_scales_KM: torch.Tensor,
+    column_scales_KPN: torch.Tensor,
+    sizes: Sequence[int],
+    *,
+    rate: float,
+) -> None:
+    """Subtract `rate` x the directions of some rows from the fp32 values of these rows."""
+    scaled = gradient_KMN[:, rows] * row_scales_KM[:, rows, None]
+    sizes = sizes if len(sizes) > 1 else (scaled.shape[1],)
+    parts = zip(_parts(value_KMN, sizes), _parts(scaled, sizes), column_scales_KPN.unbind(1), strict=True)
+    for value, part, scale_KN in parts:
+        value.addcmul_(part, scale_KN[:, None, None], value=-rate)
 
 
 def subtract_directions(

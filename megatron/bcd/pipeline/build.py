@@ -20,7 +20,6 @@ from megatron.bcd.pipeline.simulate import Span, run_orders
 
 @lru_cache(maxsize=64)
 def build_plan(shape: PlanShape) -> Plan:
-    """Return the plan of all stages."""
     orders = pass_orders(shape)
     if shape.is_breadth_first and len(orders) == 1:
         return Plan(shape=shape, stages=orders)

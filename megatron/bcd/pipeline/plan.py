@@ -44,7 +44,6 @@ class Kind(enum.StrEnum):
 
     @cached_property
     def is_forward(self) -> bool:
-        """Whether this is a forward pass."""
         return self in (Kind.FORWARD, Kind.FORWARD_ONLY, Kind.FORWARD_AHEAD, Kind.RECOMPUTE)
 
     @cached_property
@@ -54,12 +53,10 @@ class Kind(enum.StrEnum):
 
     @cached_property
     def is_backward(self) -> bool:
-        """Whether this is a backward pass."""
         return self in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
     @cached_property
     def is_message(self) -> bool:
-        """Whether this is one end of a message."""
         return self.startswith(("send", "receive"))
 
     @cached_property
@@ -120,7 +117,6 @@ class PlanShape:
 
     @property
     def num_virtual(self) -> int:
-        """Number of virtual stages."""
         return self.num_stages * self.num_chunks
 
     @property

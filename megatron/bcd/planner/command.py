@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.bcd.config.sections import dashed
-from megatron.bcd.planner.measured import learning_rate
+from megatron.bcd.planner.findings import learning_rate
 from megatron.bcd.planner.recipe import METHOD_FLAGS, PRECISION_FLAGS, WITH_ORTHOGONAL, Recipe
 
 SCRIPTS = {"gpt": "pretrain_gpt_bcd.py", "llama": "pretrain_llama_bcd.py"}

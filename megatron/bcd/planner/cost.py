@@ -182,10 +182,3 @@ def layer_work(
     behind_prefix = [updated[block] for updated in partition.behind_prefix[stages]]
     num_forward, num_backward = (sum(map(len, layers)) for layers in (partition.virtual_stages[stages], behind_prefix))
     return num_backward if prefix_cached else num_forward, num_backward, sum(map(sum, behind_prefix))
-
-
-def compute_ratio(partition: Partition, block: int, *, prefix_cached: bool = False) -> float:
-    """Return the step time in the block's phase relative to full training's, from the compute of the slowest stage."""
-    stages = range(partition.num_stages)
-    slowest = max(sum(layer_work(partition, block, stage=stage, prefix_cached=prefix_cached)) for stage in stages)
-    return slowest / (3 * max(partition.layers_per_stage))

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-from megatron.bcd.planner.measured import EXPERTS_TIME
+from megatron.bcd.planner.findings import EXPERTS_TIME
 from megatron.bcd.planner.memory import fits, fits_on_host, host_bytes, rank_memory, saving_bytes
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.state import RankMemory
@@ -19,7 +19,7 @@ EQUAL_EPOCHS = "equal epochs"
 PAPER_MULTIPLIER = 2.44
 """The B-F multiplier of method bcd at three blocks: iterations to full training's loss over full training's. Adam and
 three blocks had 2.78 and 2.09 (table 2 of the paper). In fine-tuning the cost is that of equal epochs, after which the
-losses differ (`measured.FINE_TUNING`)."""
+losses differ (`findings.FINE_TUNING`)."""
 EQUAL_STEPS = "full training's steps"
 """The cost of Muon and preset pretrain: models of up to 124 million parameters then had a lower loss than full Adam."""
 _SHOWN = (
@@ -105,7 +105,6 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """The speed."""
         return self.recipe.step_tokens / self.iteration_seconds
 
     @property

@@ -131,7 +131,6 @@ class Recipe:
 
     @cached_property
     def config(self) -> RunConfig:
-        """The configuration of the run."""
         config = _build_config(self.model, self.method, self.task, self.precision, self.recompute, self.flags)
         config = run_state.with_loss(
             config, padded_vocab_size=self.padded_vocabulary, has_plain_head=lambda: self.model.has_plain_head
@@ -166,7 +165,6 @@ class Recipe:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a sequence."""
         return self.config.model.seq_length
 
     @property
@@ -179,7 +177,6 @@ class Recipe:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of an iteration."""
         return self.global_batch_size // (self.micro_batch_size * self.data_size)
 
     @property
@@ -188,7 +185,6 @@ class Recipe:
 
     @property
     def data_size(self) -> int:
-        """The data-parallel size."""
         return self.num_gpus // self.config.model_size
 
     @property
@@ -203,7 +199,6 @@ class Recipe:
 
     @property
     def gpus_per_node(self) -> int:
-        """The GPUs that are used on each node."""
         return self.num_gpus // self.num_nodes
 
     @property

@@ -19,7 +19,7 @@ from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.config.presets import asks_for_blocks
 from megatron.bcd.pipeline.build import repeated_passes
 from megatron.bcd.planner.estimate import Estimate
-from megatron.bcd.planner.measured import finding
+from megatron.bcd.planner.findings import finding
 from megatron.bcd.planner.memory import fits, node_bytes
 from megatron.bcd.planner.recipe import DEFAULTS, MAX_GPUS, PRESET_OF, STREAMED, WHOLE, Recipe, build_recipe
 from megatron.bcd.planner.tensors import round_up
@@ -60,8 +60,6 @@ COMPARED = {
 """The compared methods by task."""
 _OTHER_METHODS = {"pretrain": ("pretrain", "bcd", "offload"), "sft": (*WHOLE, "finetune", "offload")}
 """The methods that are offered if a plan does not fit."""
-
-# ---------------------------------------------------------------- candidates
 
 
 def candidates(values: Values, *, is_open: bool = True) -> Iterator[Recipe]:
@@ -176,9 +174,6 @@ def _largest_with_experts(recipes: Iterable[Recipe]) -> list[Recipe]:
     return [each for each in every if each.micro_batch_size >= largest]
 
 
-# ---------------------------------------------------------------- one plan
-
-
 def place(*, is_open: bool = True, **request: Any) -> Recipe:
     """Return the first candidate that fits in 95 % of the memory, else the first that fits, else the last.
 
@@ -286,16 +281,6 @@ def with_passes_on_host(recipe: Recipe) -> Recipe:
     most = bisect_left(numbers, True, key=lambda number: not fits(with_passes(number), share=recipe.memory_share))
     tried = sorted({most * part // _PARTS for part in range(1, _PARTS + 1)} - {0})
     return _fastest([recipe, *map(with_passes, tried)]) or recipe
-
-
-def reason_for_rule(recipe: Recipe) -> str:
-    """Return in one line why a plan of preset finetune has blocks or not."""
-    if recipe.is_whole:
-        return f"every layer in every step by the {recipe.config.bcd.bcd_inactive_update} update: no blocks"
-    return "blocks: flags ask for them, or every layer by the factored update does not fit"
-
-
-# ---------------------------------------------------------------- the cheapest
 
 
 def search(values: Values, *, tokens: float | None = None) -> list[Estimate]:
@@ -427,8 +412,6 @@ def compare(values: Values, *, tokens: float | None = None) -> list[Estimate]:
     return sorted(estimates, key=order)
 
 
-# ---------------------------------------------------------------- if a plan does not fit
-
 _MOST_BLOCKS = 12
 Remedy = tuple[_Changes, Recipe]
 """Changes, and the recipe that fits with them."""
@@ -529,9 +512,6 @@ def _settings(values: Values) -> Iterator[list[_Changes]]:
         yield [{"bcd_num_blocks": more} for more in range(fewest, _MOST_BLOCKS + 1)]
     if (stages := values.get("pipeline_model_parallel_size")) is not None:
         yield [{"pipeline_model_parallel_size": size} for size in _divisors(values["num_gpus"]) if size > stages]
-
-
-# ---------------------------------------------------------------- numbers
 
 
 def _batch_size(values: Values) -> int:

@@ -317,7 +317,6 @@ class ModelState:
         return self.budget.moments if self.config.has_matrix_optimizer else 0
 
     def rank_share(self, stage: int, block: int, rank: int) -> MatrixShare:
-        """Compute `share`."""
         bcd = self.config.bcd
         block_gradient = DTYPE_BYTES[bcd.muon_grad_dtype] if self.config.is_muon else self.budget.gradient
         inactive_gradient = DTYPE_BYTES[bcd.bcd_inactive_grad_dtype]

@@ -23,7 +23,6 @@ def group(parameter: torch.Tensor | None = None) -> torch.distributed.ProcessGro
 
 
 def size(parameter: torch.Tensor | None = None) -> int:
-    """Return the number of replicas."""
     return int(group(parameter).size())
 
 

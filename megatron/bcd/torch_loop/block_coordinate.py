@@ -34,15 +34,8 @@ class BlockCoordinate(Optimizer):
 
     ``param_groups`` are those of the wrapped optimizer over all parameters, and remain the same objects in every phase.
     Learning-rate schedulers, ``GradScaler``, Accelerate and transformers' ``Trainer`` therefore see an ordinary
-    optimizer. A frozen parameter has ``requires_grad`` False and neither gradient nor state, so optimizers skip it.
-
-    Weights in bf16 keep the low 16 bits of their fp32 main parameters beside them. ``step`` gives the wrapped optimizer
-    main parameters and gradients in fp32.
-
-    A step is one call of ``step``, after any number of backward passes. With several processes, wrap the model in
-    ``DistributedDataParallel`` before or after, or apply FSDP2's ``fully_shard`` before.
-
-    The constructor freezes all of ``model`` except its first active block.
+    optimizer. A frozen parameter has ``requires_grad`` False and neither gradient nor state, so optimizers skip it. The
+    constructor freezes all of ``model`` except its first active block. See docs/pytorch.md.
 
     Args:
         model: the model. Parameters that do not require a gradient belong to no block.

@@ -1,10 +1,9 @@
 """The exchanges of this replica group with the others, and the outer step (DiLoCo, arXiv 2311.08105).
 
-An exchange sums the groups' changes since the last one, and steps the common values by the mean change with Nesterov
-momentum. The values are the fp32 ones that a phase trains. The ranks with the same weights share the work: each has the
-same part of a parameter in all phases, so outer momenta need not move. All groups compute the same bits, because
-products and sums are separate operations, which no CPU fuses. torchft's own DiLoCo undoes all steps since the last
-exchange if one fails, and a group that joins counts in its mean; here the remaining groups repeat the exchange.
+An exchange (docs/replica_groups.md) steps the fp32 values that a phase trains. The ranks with the same weights share
+the work: each has the same part of a parameter in all phases, so outer momenta need not move. All groups compute the
+same bits, because products and sums are separate operations, which no CPU fuses. torchft's own DiLoCo undoes all steps
+since the last exchange if one fails; here the remaining groups repeat the exchange.
 
 The lineage of a group is a number that identifies all its exchanges. Groups of different lineages have different
 weights, even at the same step: a connection may break when one group has received the sum and another has not. Then all

@@ -227,7 +227,7 @@ def _describe_training(run: ResolvedRun) -> str:
 
 
 def _notes(config: RunConfig, state: ModelState, implementation: Implementation, *, num_frozen: int) -> Iterator[str]:
-    """Yield lines about kernels, about parameters that are not trained with the active block, and about offload."""
+    """Yield lines about kernels, and about parameters that are not trained with the active block."""
     bcd, partition = config.bcd, state.partition
     yield implementation.describe()
     if config.num_experts and implementation.layers == "local":
@@ -236,34 +236,15 @@ def _notes(config: RunConfig, state: ModelState, implementation: Implementation,
         can_run = is_grouped and grouped_experts.is_available(dtype, *config.expert_sizes)
         yield f"experts of a layer run {'in one product' if can_run else f'one by one: --moe-grouped-gemm {remedy}'}"
     kind = config.transformer.get("cp_comm_type")
-    if config.context_size > 1 and implementation.attention != SCALED_DOT_PRODUCT:
-        yield f"context parallel ranks exchange keys and values by {kind or 'p2p'}"
-    elif config.context_size > 1:
-        ignored = "" if kind in (None, "all_gather") else f"; accepted without effect: --cp-comm-type {kind}"
-        yield f"context parallel ranks gather keys and values{ignored}"
+    if config.context_size > 1 and implementation.attention == SCALED_DOT_PRODUCT and kind not in (None, "all_gather"):
+        yield f"accepted without effect: --cp-comm-type {kind}: context parallel ranks gather keys and values"
     if bcd.bcd_preset is not None:
         yield _describe_preset(config, bcd.bcd_preset)
-    if partition.num_blocks > 1 and (head := partition.describe_head()):
-        yield head
     if partition.frozen:
         yield f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters"
     if bcd.bcd_inactive_update != "none":
-        yield (
-            f"inactive update {bcd.bcd_inactive_update}: matrices of "
-            f"{'all other layers' if partition.has_active_block else 'every layer'}, {bcd.bcd_inactive_lr_ratio:g} "
-            f"of the learning rate, gradients in {bcd.bcd_inactive_grad_dtype}"
-        )
-    if bcd.bcd_embedding_update != "adam":
-        yield f"--bcd-embedding-update {bcd.bcd_embedding_update}: word embedding and untied head, in every phase"
-    if config.training.skip_train:
-        return
-    fraction = cost.offload_fraction(config)
-    if fraction:
-        num_bytes = math.ceil(cost.OFFLOADED_BYTES * fraction * max(state.num_parameters) / replicas.size())
-        yield (
-            f"optimizer offloaded to the host, {fraction:.0%} of it: weights, gradients and moments in fp32, "
-            f"{num_bytes:,} bytes of host memory per rank before page-locked memory is rounded up"
-        )
+        rate = f"{bcd.bcd_inactive_lr_ratio:g} of the learning rate"
+        yield f"inactive update {bcd.bcd_inactive_update}: {rate}, gradients in {bcd.bcd_inactive_grad_dtype}"
 
 
 def _describe_preset(config: RunConfig, name: str) -> str:
@@ -291,25 +272,15 @@ def _pipeline_notes(run: ResolvedRun) -> Iterator[str]:
         yield f"loss without the {size:.2f} GiB of a micro-batch's logits (--no-cross-entropy-loss-fusion: with them)"
     if config.is_breadth_first:
         chunks = partition.in_passes(config.bcd.bcd_layers_per_pass).num_virtual_stages
-        place = "in host memory" if config.bcd.bcd_saved_inputs == "host" else "on the device"
-        yield (
-            f"breadth-first: all microbatches of a step pass through one of {chunks} chunks before the next; inputs of "
-            f"chunks wait {place}"
-        )
+        yield f"breadth-first in {chunks} chunks, whose inputs wait in memory of the {config.bcd.bcd_saved_inputs}"
         shape = run.memory.schedule_shape(0)
         kept, on_host = len(kept_passes(shape, 0)), len(host_passes(shape, 0))
-        if kept or on_host:
-            yield (
-                f"activations of {kept} passes through a chunk wait on the device, and of {on_host} in host memory; "
-                "others are recomputed"
-            )
+        yield f"activations of {kept} passes wait on the device, of {on_host} in host memory; others are recomputed"
     if config.bcd.bcd_layers_on == "host":
-        number, embedding = config.bcd.bcd_resident_layers, " and embedding" * config.has_embedding_on_host
-        which = "" if config.steps_block_by_chunk else " outside the block"
-        yield (
-            f"layers{which}{embedding} in host memory, copied as they are read, and back when they are updated; "
-            f"buffers for {3 * config.bcd.bcd_layers_per_pass + number} layers on the device"
-        )
+        layers = "layers" + " outside the block" * (not config.steps_block_by_chunk)
+        layers += " and embedding" * config.has_embedding_on_host
+        number = 3 * config.bcd.bcd_layers_per_pass + config.bcd.bcd_resident_layers
+        yield f"{layers} in host memory, copied as they are read; buffers for {number} layers on the device"
         if config.checkpoint.async_save and config.updates_streamed_layers:
             yield "--async-save writes at once, because each step changes layers in host memory"
 
@@ -326,15 +297,9 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> str:
         return "stock: Megatron Core's 1F1B"
     if partition.num_chunks > 1:
         forward_only = [partition.first_trainable_virtual_stage(block) // partition.num_stages for block in blocks]
-        return (
-            f"{schedule}: {'' if config.is_breadth_first else 'interleaved, '}{partition.num_chunks} chunks of the "
-            f"model on every stage; forward-only chunks by block {_listed(forward_only)}"
-        )
-    if not partition.has_prefix:
-        return f"{schedule}: no stage runs forward only ({_why_no_prefix(config)})"
+        chunks = f"{partition.num_chunks} chunks of the model on every stage"
+        return f"{schedule}: {chunks}, forward-only ones by block {_listed(forward_only)}"
     forward_only = [partition.first_trainable_stage(block) for block in blocks]
-    if not any(forward_only):
-        return f"{schedule}: every block begins on the first stage, so no stage runs forward only"
     ahead = [phase_shape(partition, block, num_microbatches=1).microbatches_ahead for block in blocks]
     return f"bcd: forward-only stages by block {_listed(forward_only)}; they run ahead {_listed(ahead)} microbatches"
 
@@ -348,19 +313,8 @@ def _data_notes(config: RunConfig, partition: Partition, samples: PhaseSubset | 
     root = config.bcd.bcd_prefix_cache
     if root is not None:
         lengths = [len(partition.prefix_layers(block.index)) for block in partition.blocks]
-        why = "there is one block" if partition.has_prefix else _why_no_prefix(config)
-        yield (
-            f"prefix cache {root}: layers before the first active one, by block {_listed(lengths)}"
-            if any(lengths)
-            else f"prefix cache: off, no block has a prefix ({why})"
-        )
-
-
-def _why_no_prefix(config: RunConfig) -> str:
-    bcd = config.bcd
-    if bcd.bcd_inactive_update != "none":
-        return f"--bcd-inactive-update {bcd.bcd_inactive_update} updates all layers in every phase"
-    return f"--bcd-always-active {bcd.bcd_always_active} trains the bottom of the model in every phase"
+        is_off = "" if any(lengths) else "; off, because no block has a prefix"
+        yield f"prefix cache {root}: layers before the first active one, by block {_listed(lengths)}{is_off}"
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -83,7 +83,6 @@ class TrainState(Counters):
         }
 
     def counters(self) -> dict[str, Any]:
-        """Return the counters by name."""
         return {counter.name: getattr(self, counter.name) for counter in fields(Counters)}
 
     def load(

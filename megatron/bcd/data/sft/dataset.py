@@ -66,7 +66,6 @@ class Packed:
         return len(self.bounds) - 1
 
     def sequence_samples(self, index: int) -> Indices:
-        """Return the samples of one sequence."""
         return self.samples[self.bounds[index] : self.bounds[index + 1]]
 
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from megatron.bcd.planner.recipe import Recipe
 
+_PAGE = "studies/fine_tuning.md"
+"""The results of --task sft."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -28,8 +31,6 @@ class Finding:
     """Their tokens a step: least and most, or a single number."""
     model: str = "SmolLM2-135M"
     """The model of the learning rate, and of the loss."""
-    source: str = ""
-    """The page, if not the task's."""
 
     @property
     def loss_text(self) -> str:
@@ -46,8 +47,7 @@ class Finding:
         if not self.loss:
             return "not measured"
         yours = f"yours: {_size(recipe.num_parameters)}, {recipe.step_tokens:,}"
-        source = "; ".join(filter(None, (self.runs, self.source)))
-        return f"{self.loss_text} beside full training's, measured at {self.place_text} ({source}); {yours}"
+        return f"{self.loss_text} beside full training's, measured at {self.place_text} ({self.runs}; {_PAGE}); {yours}"
 
     @property
     def always_reaches_full(self) -> bool:
@@ -61,7 +61,6 @@ FINE_TUNING = {
         rate=1,
         loss=(-3.1, 0.4),
         runs="a new language, 500 steps, and instructions: one seed each",
-        source="studies/fine_tuning.md",
     ),
     "finetune": Finding(
         rate=None,
@@ -72,14 +71,12 @@ FINE_TUNING = {
         rate=2,
         loss=(-1.7, 2.2),
         runs="a new language, 500 steps, and instructions: one seed each",
-        source="studies/fine_tuning.md",
     ),
     "finetune, factored": Finding(
         rate=1,
         loss=(-1.6, -0.2),
         runs="a new language, 200 steps, and instructions: three seeds each, at the best rate",
         tokens=(256, 512),
-        source="studies/fine_tuning.md",
     ),
     "paper": Finding(rate=None, model="preset finetune on SmolLM2-135M"),
     "pretrain": Finding(
@@ -101,7 +98,6 @@ LARGE_STEPS = {
         runs="a new language, 125 steps, one seed",
         tokens=(4096,),
         model="SmolLM2-135M in steps of 4,096 tokens",
-        source="studies/fine_tuning.md",
     )
     for name, rate, loss in (("muon", 4, -5.8), ("finetune, orthogonal", 8, -7.1), ("finetune, factored", 1, 0.8))
 }
@@ -141,13 +137,13 @@ def learning_rate(recipe: Recipe) -> tuple[str, str]:
     if times is None:
         times, with_blocks = _blocks_rate(number), f" with {number} block{'s' * (number > 1)}"
     if recipe.task == "sft":
-        page, (full, guess) = "docs/fine_tuning.md", _full_rate(recipe.num_parameters)
+        page, (full, guess) = _PAGE, _full_rate(recipe.num_parameters)
     else:
         page, full = "docs/learning.md", _PRETRAINING_RATE
         guess = f", full Adam's {_short(full)} as is usual at larger sizes"
     flag = _short(times * full)
     line = f"learning rate {flag}{', a guess' * bool(guess)}: {times:.2g} x full Adam's{with_blocks}"
-    return flag, f"{line} ({result.model}, {result.source or page}){guess}"
+    return flag, f"{line} ({result.model}, {page}){guess}"
 
 
 def _full_rate(num_parameters: int) -> tuple[float, str]:
