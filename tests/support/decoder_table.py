@@ -1,4 +1,4 @@
-"""Write the table of docs/huggingface.md, and the types below it, from the results of the tests.
+"""Write the table of docs/huggingface.md, and docs/decoders.csv, from the results of the tests.
 
 pytest tests/distributed/test_transformers_layers.py tests/unit/test_split_check.py --long --junitxml results.xml
 python tests/support/decoder_table.py results.xml
@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import decoders
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+TYPES = PAGE.with_name("decoders.csv")
+"""The other model types: how they were split."""
 COLUMNS = {
     "logits and gradients": "test_logits_and_gradients",
     "host = device": "test_layers_on_host",
@@ -40,7 +42,7 @@ REASONS = {
     "": "transformers' default sizes do not run small",
 }
 """What a type is refused for, by a part of the message; the first one counts."""
-_TYPES = re.compile(r"^Also split equally: .*\n\nRefused: .*$", re.MULTILINE)
+_NUMBERS = re.compile(r"\d+ split equally, \d+ are refused")
 
 
 def read_results(paths: Sequence[str]) -> dict[tuple[str, str], bool]:
@@ -74,15 +76,16 @@ def format_table(results: Mapping[tuple[str, str], bool], page: str) -> str:
     return "\n".join(f"| {', '.join(names)} | {cells} |" for cells, names in rows.items())
 
 
-def format_types(paths: Sequence[str]) -> str:
-    """Return how many types split equally but have no row, and how many are refused; nothing without results."""
-    types = Counter[str]()
+def read_types(paths: Sequence[str]) -> dict[str, str]:
+    """Return how each model type without a row was split: EQUAL, or why it was refused."""
+    types = {}
     for path in paths:
         for case in ElementTree.parse(path).iter("testcase"):
-            if case.get("name", "").partition("[")[2].rstrip("]") not in decoders.SETTINGS:
-                types.update(each.get("value", "") for each in case.iter("property") if each.get("name") == "split")
-    refused = ", ".join(f"{types[each]} ({each})" for each in REASONS.values() if each in types)
-    return f"Also split equally: {types[EQUAL]} other types.\n\nRefused: {refused}." if types else ""
+            name = case.get("name", "").partition("[")[2].rstrip("]")
+            results = [each.get("value", "") for each in case.iter("property") if each.get("name") == "split"]
+            if results and name not in decoders.SETTINGS:
+                types[name] = results[0]
+    return types
 
 
 def main(paths: Sequence[str]) -> None:
@@ -90,7 +93,11 @@ def main(paths: Sequence[str]) -> None:
     rows = [*ROW.finditer(text)]
     start, end = rows[0].start(), rows[-1].end()
     text = text[:start] + format_table(read_results(paths), text) + text[end:]
-    text = _TYPES.sub(lambda found: format_types(paths) or found[0], text)
+    if types := read_types(paths):
+        lines = (f"{name},{result}\n" for name, result in sorted(types.items()))
+        TYPES.write_text("model_type,split\n" + "".join(lines), encoding="utf-8")
+        numbers = Counter(result == EQUAL for result in types.values())
+        text = _NUMBERS.sub(f"{numbers[True]} split equally, {numbers[False]} are refused", text)
     PAGE.write_text(text, encoding="utf-8")
 
 

@@ -227,7 +227,7 @@ class BcdConfig:
     )
     bcd_compile: str = option(
         "auto",
-        "compile (torch.compile); auto = on a GPU with a C compiler. Results differ by rounding",
+        "compile updates, norms and rotary embeddings; auto = on a GPU with a C compiler. Results differ by rounding",
         choices=("auto", "on", "off"),
     )
 
@@ -492,7 +492,9 @@ class CheckpointConfig:
     save_optim: bool = option(True, "save the optimizer state; without it a run resumes with --no-load-optim only")
     save_rng: bool = option(True, "save the random generators; without them a run resumes with --no-load-rng only")
     load: str | None = option(
-        None, "folder to resume from: its newest valid checkpoint; an empty or absent folder starts a new run"
+        None,
+        "folder to resume from: its newest valid checkpoint; an empty or absent folder starts a new run. With the same "
+        "folder as --save, a run that was killed resumes when it is started again",
     )
     ckpt_step: int | None = option(None, "load the checkpoint of this iteration instead of the newest")
     load_hf: str | None = option(
