@@ -220,7 +220,7 @@ def _describe_training(run: ResolvedRun) -> str:
         f"global batch {run.global_batch_size} of micro-batches of {training.micro_batch_size}",
         f"lr {optimizer.lr} {config.schedule.lr_decay_style}",
         optimizer.optimizer + ("" if (dtype := training.adam_moments_dtype) == "fp32" else f" with {dtype} moments"),
-        f"clip {optimizer.clip_grad}",
+        f"clip {optimizer.clip_grad}" + " (not matrices)" * (optimizer.clip_grad > 0 and not config.clips_matrices),
         f"seed {training.seed}",
     )
     return ", ".join(parts)
